@@ -1,0 +1,53 @@
+# `make help` lists the targets.  Variables: PYTHON=python3.12, PIP_ARGS="--index-url ...", PYTEST_ARGS="-k mesh -x".
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CONSTRAINTS := requirements/constraints.txt
+TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP)  ## make .venv with everything in it; instant when up to date
+
+demo: setup  ## run the demonstration
+	@$(BIN)/python -m examples.demo
+
+test: setup  ## run the tests; PYTEST_ARGS are passed on
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: setup  ## formatting, lint, types, storeys
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: setup  ## format and repair what can be repaired
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# torch goes first and alone: PIP_ARGS may choose its build, and the constraints keep pip from fetching another.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; install Python 3.11, 3.12 or 3.13, or name one: make setup PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v[:2] < (3, 14) else f"$(PYTHON) is Python {v[0]}.{v[1]}, meshwright needs 3.11, 3.12 or 3.13; name one: make setup PYTHON=python3.11")'
+	@echo "setup: making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup: installing $(TORCH)"
+	@$(PIP_INSTALL) $(TORCH)
+	@echo "setup: installing meshwright[dev], editable"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+	@echo "setup: done"

@@ -1,0 +1,54 @@
+"""Train Qwen-family models on any mesh of devices, and prove the run right before renting the devices."""
+
+from .data import Batch, pack
+from .engine import Engine, Model, StepRecord, export, gather, init, load, logits, logprobs, losses, stream
+from .errors import (
+    BrokenFile,
+    ConfigError,
+    DataError,
+    ExportError,
+    LayoutError,
+    LoadError,
+    MeshError,
+    MeshwrightError,
+    MismatchedKey,
+    MissingKey,
+    NonFiniteError,
+    RankError,
+    StateError,
+    UnknownKey,
+)
+from .mesh import Mesh
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Batch",
+    "BrokenFile",
+    "ConfigError",
+    "DataError",
+    "Engine",
+    "ExportError",
+    "LayoutError",
+    "LoadError",
+    "Mesh",
+    "MeshError",
+    "MeshwrightError",
+    "MismatchedKey",
+    "MissingKey",
+    "Model",
+    "NonFiniteError",
+    "RankError",
+    "StateError",
+    "StepRecord",
+    "UnknownKey",
+    "export",
+    "gather",
+    "init",
+    "load",
+    "logits",
+    "logprobs",
+    "losses",
+    "pack",
+    "stream",
+]

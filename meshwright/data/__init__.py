@@ -1,0 +1,5 @@
+"""Text -> packed batches."""
+
+from .pack import IGNORE, Batch, pack
+
+__all__ = ["IGNORE", "Batch", "pack"]

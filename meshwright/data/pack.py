@@ -1,0 +1,93 @@
+"""Documents -> one packed stream: the unit that everything else works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..ops import Documents, documents
+
+IGNORE = -100  # the label of a token that predicts nothing
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch: T tokens of whole documents. `labels[t]` is what token t is to predict, -100 for nothing.
+
+    `fields` are further values a token, such as weights or advantages. `num_filler` tokens at the end belong to a
+    document that loss and counts ignore.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    docs: Documents
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    num_filler: int = 0
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.labels != IGNORE).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        docs = replace(
+            self.docs, cu_seqlens=self.docs.cu_seqlens.to(device), positions_T=self.docs.positions_T.to(device)
+        )
+        fields = {name: value.to(device) for name, value in self.fields.items()}
+        return replace(self, tokens=self.tokens.to(device), labels=self.labels.to(device), docs=docs, fields=fields)
+
+
+def pack(
+    documents_: Sequence[Sequence[int]],
+    labels: Sequence[Sequence[int]] | None = None,
+    *,
+    length: int | None = None,
+    fields: Mapping[str, Sequence[Sequence[float]]] | None = None,
+) -> Batch:
+    """Pack documents in their order into one stream, filled up to `length` with a document that nothing counts.
+
+    `labels`: for each document, what each of its tokens is to predict (already shifted); by default the next token
+    of the same document, and nothing for its last one. `fields`: per-token values, document by document.
+
+    >>> batch = pack([[5, 6, 7], [8, 9]], length=6)
+    >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds
+    ([5, 6, 7, 8, 9, 0], [6, 7, -100, 9, -100, -100], (0, 3, 5, 6))
+    """
+    sizes = [len(document) for document in documents_]
+    empty = next((i for i, size in enumerate(sizes) if size == 0), None)
+    if empty is not None or not sizes:
+        raise DataError(f"document {empty} is empty; leave it out" if sizes else "there are no documents to pack")
+    total = sum(sizes)
+    num_filler = (length or total) - total
+    if num_filler < 0:
+        raise DataError(
+            f"{len(sizes)} documents of {total} tokens do not fit into length={length}; pack fewer, or split the longest "
+            f"(document {sizes.index(max(sizes))}, {max(sizes)} tokens)"
+        )
+    shifted = labels if labels is not None else [[*document[1:], IGNORE] for document in documents_]
+    filler = [num_filler] if num_filler else []
+    return Batch(
+        tokens=_flat(documents_, sizes, "documents", num_filler, 0),
+        labels=_flat(shifted, sizes, "labels", num_filler, IGNORE),
+        docs=documents(sizes + filler, torch.device("cpu")),
+        fields={name: _flat(values, sizes, f"fields[{name!r}]", num_filler, 0) for name, values in (fields or {}).items()},
+        num_filler=num_filler,
+    )
+
+
+def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_filler: int, fill: int) -> Tensor:
+    lengths = [len(v) for v in values]
+    if lengths != sizes:
+        at = next((i for i, (a, b) in enumerate(zip(lengths, sizes, strict=False)) if a != b), min(len(lengths), len(sizes)))
+        raise DataError(f"{what}: document {at} differs in length: {lengths[at : at + 1]} values, {sizes[at : at + 1]} tokens")
+    flat = torch.tensor([x for v in values for x in v] + [fill] * num_filler)
+    if what in ("documents", "labels") and flat.dtype != torch.int64:
+        raise DataError(f"{what} must be whole numbers, got {flat.dtype}")
+    return flat

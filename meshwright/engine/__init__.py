@@ -1,0 +1,21 @@
+"""The hall where all meet: build, step, train, hand out."""
+
+from . import losses
+from .engine import Engine, StepRecord
+from .forward import logits, logprobs
+from .hand_out import export, gather, stream
+from .model import Model, init, load
+
+__all__ = [
+    "Engine",
+    "Model",
+    "StepRecord",
+    "export",
+    "gather",
+    "init",
+    "load",
+    "logits",
+    "logprobs",
+    "losses",
+    "stream",
+]

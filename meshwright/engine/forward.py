@@ -1,0 +1,77 @@
+"""One forward over a packed stream, with and without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from ..data import IGNORE, Batch
+from ..errors import DataError, StateError
+from .model import Model
+
+
+def check(model: Model, batch: Batch) -> None:
+    """What can be wrong with a batch, said before any work."""
+    share = model.mesh.axes.cp * model.mesh.axes.tp
+    if len(batch) % share:
+        fit = -(-len(batch) // share) * share
+        raise DataError(f"a batch of {len(batch)} tokens does not divide into cp*tp={share}; pack(..., length={fit})")
+    vocab = model.parts[0].trunk.vocab
+    for what, values, lowest in (("token", batch.tokens, 0), ("label", batch.labels, IGNORE)):
+        bad = (values < lowest) | (values >= vocab) | ((values < 0) & (values != lowest))
+        if bad.any():
+            at = int(bad.nonzero()[0])
+            raise DataError(f"{what} {int(values[at])} at position {at} is outside the vocabulary of {vocab}")
+
+
+def score(model: Model, batch: Batch, want: str) -> dict[str, Tensor]:
+    """Scores of this rank's own tokens (logits: of all tokens, this rank's vocabulary). `batch` is on the device."""
+    module = model.parts[0]
+    if want not in module.scores:
+        raise StateError(f"this model's head gives {', '.join(module.scores)}, not {want}; choose head= in load")
+    outs = module(batch.tokens, batch.labels, batch.docs, want)
+    names = ("logprobs", "entropy") if want == "logprobs" else (want,)
+    return dict(zip(names, outs, strict=True))
+
+
+def own(model: Model, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Labels and fields of this rank's own tokens."""
+    lo, hi = model.mesh.token_range(len(batch))
+    return batch.labels[lo:hi], {name: value[lo:hi] for name, value in batch.fields.items()}
+
+
+@torch.no_grad()
+def look(model: Model, batch: Batch, want: str) -> Tensor:
+    """Scores without gradients."""
+    check(model, batch)
+    scores = score(model, batch.to(model.mesh.device), want)[want]
+    reshard(model)
+    return scores
+
+
+def reshard(model: Model) -> None:
+    """Free what a forward without backward left gathered: else the next one would not see the next update."""
+    for module in model.parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def logprobs(model: Model, batch: Batch) -> Tensor:
+    """`[T]` log-probabilities of the labels of this data rank's tokens (0 where there is no label), no gradients."""
+    own_T = look(model, batch, "logprobs")
+    labels = batch.labels.to(own_T.device)
+    return model.mesh.gather_rows(own_T, ("cp", "tp")).masked_fill(labels == IGNORE, 0.0)
+
+
+def logits(model: Model, batch: Batch) -> Tensor:
+    """`[T, V]` of this data rank's tokens (head "value": `[T]`), at least float32, no gradients."""
+    if "values" in model.parts[0].scores:
+        return model.mesh.gather_rows(look(model, batch, "values"), ("cp", "tp"))
+    local_TV = look(model, batch, "logits")
+    vocab, tp = model.parts[0].trunk.vocab, model.mesh.axes.tp
+    widest = -(-vocab // tp)  # the last slice of the vocabulary may be shorter
+    padded = torch.nn.functional.pad(local_TV.t(), (0, 0, 0, widest - local_TV.shape[1]))
+    return model.mesh.gather_rows(padded, ("tp",))[:vocab].t()

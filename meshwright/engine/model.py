@@ -1,0 +1,185 @@
+"""A model on a mesh: built from a directory, placed, and filled."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import parallel
+from ..errors import ConfigError
+from ..layout import Piece, Rules, Table, owns, pieces
+from ..log import progress
+from ..mesh import Mesh
+from ..models import Decoder, describe, prefix_of
+from ..weights import (
+    Choice,
+    Holding,
+    Reader,
+    Source,
+    Spelling,
+    carried_keys,
+    check_keys,
+    choose,
+    chosen,
+    fill_fresh,
+    of_source,
+    of_table,
+    open_source,
+    read_config,
+)
+
+COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(eq=False)
+class Model:
+    """A model, this rank's part of it. Made by `load` or `init`."""
+
+    mesh: Mesh
+    rules: Rules
+    table: Table
+    parts: tuple[Decoder, ...]
+    dtype: torch.dtype
+    config: Mapping[str, Any]
+    directory: Path  # of config.json and the tokenizer
+    spelling: Spelling
+    bytes_read: int = 0
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Piece]:
+        return pieces(self.table, self.rules, self.mesh.axes, self.mesh.coords)
+
+    @cached_property
+    def owned(self) -> set[str]:
+        """Parameters whose elements here are counted and exported by this rank."""
+        axes, coords = self.mesh.axes, self.mesh.coords
+        return {name for name in self.pieces if owns(self.table, name, self.rules, axes, coords)}
+
+    @property
+    def trainable(self) -> list[str]:
+        return [name for name in self.pieces if self.parts[0].get_parameter(name).requires_grad]
+
+    def stored(self) -> dict[str, Tensor]:
+        """What this rank stores of every parameter: live memory, not copies."""
+        return {name: parallel.local(self.parts[0].get_parameter(name)).detach() for name in self.pieces}
+
+    def grads(self) -> dict[str, Tensor]:
+        """This rank's part of every gradient that is there."""
+        found = ((name, parallel.local_grad(self.parts[0].get_parameter(name))) for name in self.trainable)
+        return {name: grad for name, grad in found if grad is not None}
+
+    def holding(self, stored: Mapping[str, Tensor]) -> Holding:
+        return Holding(self.table, self.rules, self.mesh, stored)
+
+    def __repr__(self) -> str:
+        num = sum(p.numel for p in self.table)
+        return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes})"
+
+
+def load(
+    source: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    *,
+    head: str = "lm",
+    dtype: torch.dtype | None = None,
+    train: str | Sequence[str] = "**",
+) -> Model:
+    """A model from a Hugging Face directory, each rank reading just the bytes that it stores.
+
+    `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32. `head`: "lm", "value" (one
+    score a token; new if the source has none) or "none". `train`: patterns of the parameters that are trained.
+    """
+    directory = Path(source)
+    config, found = read_config(directory), open_source(directory)
+    module, table = describe(config, prefix_of(config, found.entries), head)
+    fresh = [p.name for p in table if head == "value" and p.name == "head.weight" and "score.weight" not in found.entries]
+    choice = choose(table, found)
+    check_keys(table, found, choice, fresh)
+    spelling = of_source(table, found, choice, carried_keys(table, found, choice), fresh)
+    model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train)
+    model.bytes_read = _fill(model, found, choice, fresh)
+    return model
+
+
+def init(
+    source: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    *,
+    head: str = "lm",
+    dtype: torch.dtype | None = None,
+    train: str | Sequence[str] = "**",
+    seed: int = 0,
+) -> Model:
+    """The same from `config.json` alone, with random weights that do not depend on the mesh."""
+    directory = Path(source)
+    config = read_config(directory)
+    module, table = describe(config, prefix_of(config, None), head)
+    model = _place(module, table, mesh or Mesh(), config, directory, of_table(table, _file_dtype(config)), dtype, train)
+    _fill_fresh(model, list(model.pieces), seed)
+    return model
+
+
+def _file_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    if name not in kinds:
+        raise ConfigError(f"config.json: dtype={name!r} is unknown; choose from {', '.join(kinds)}")
+    return kinds[name]
+
+
+def _place(
+    module: Decoder,
+    table: Table,
+    mesh: Mesh,
+    config: Mapping[str, Any],
+    directory: Path,
+    spelling: Spelling,
+    dtype: torch.dtype | None,
+    train: str | Sequence[str],
+) -> Model:
+    compute = dtype or torch.bfloat16
+    if compute not in COMPUTE:
+        raise ConfigError(f"dtype={compute} cannot be computed in; choose from {', '.join(map(str, COMPUTE))}")
+    _freeze(module, table, [train] if isinstance(train, str) else list(train))
+    rules = Rules()
+    parallel.distribute(module, module.units(), table, rules, mesh, compute, reshard=True)
+    return Model(mesh, rules, table, (module,), compute, config, directory, spelling)
+
+
+def _freeze(module: Decoder, table: Table, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(p.name, pattern) for p in table):
+            raise ConfigError(f"train={pattern!r} matches no parameter; names are like {next(iter(table)).name}")
+    for param in table:
+        trained = any(fnmatch.fnmatchcase(param.name, pattern) for pattern in patterns)
+        module.get_parameter(param.name).requires_grad_(trained)
+
+
+def _fill(model: Model, source: Source, choice: Choice, fresh: Sequence[str]) -> int:
+    stored = model.stored()
+    total = sum(piece.numel for piece in model.pieces.values())
+    label = f"load {source.directory}"
+    with Reader(source) as reader, progress(label, total, "elements", enabled=model.mesh.rank == 0) as advance:
+        for name, piece in model.pieces.items():
+            if name not in fresh:
+                layout = chosen(piece.param, choice)
+                reader.fill(piece.param, layout, piece, stored[name])
+                reader.check_copies(piece.param, layout, piece, stored[name])
+            advance(piece.numel)
+        num_bytes = reader.num_bytes
+    _fill_fresh(model, fresh, seed=0)
+    return num_bytes
+
+
+def _fill_fresh(model: Model, names: Sequence[str], seed: int) -> None:
+    stored = model.stored()
+    for name in names:
+        fill_fresh(model.table[name], model.pieces[name], stored[name], seed)

@@ -1,0 +1,75 @@
+"""Every exception that meshwright raises on purpose.
+
+MeshwrightError
+  x ConfigError (also a ValueError)
+  x MeshError
+  x LayoutError
+  x LoadError
+    + MissingKey
+    + UnknownKey
+    + MismatchedKey
+    + BrokenFile
+  x ExportError
+  x DataError
+  x StateError
+  x RankError
+  x NonFiniteError
+
+A message names the thing, the numbers and the way out; each docstring below shows one.
+"""
+
+
+class MeshwrightError(Exception):
+    """The root: `except MeshwrightError` catches whatever meshwright refuses, and no bug of anybody's."""
+
+
+class ConfigError(MeshwrightError, ValueError):
+    """A bad configuration or argument: `lr=-1e-5 of [optim] is negative; choose lr > 0`."""
+
+
+class MeshError(MeshwrightError):
+    """A mesh that cannot be: `fsdp=2 x tp=4 needs 8 ranks, torchrun started 6; start 8, or choose fsdp=3, tp=2`."""
+
+
+class LayoutError(MeshwrightError):
+    """Declarations that do not fit: `blocks of layers.3.attn.q cover rows 0-511 of 768; declare rows 512-767 too`."""
+
+
+class LoadError(MeshwrightError):
+    """A source that cannot be loaded: `runs/7 holds no config.json; name a Hugging Face directory or hub id`."""
+
+
+class MissingKey(LoadError):
+    """A key not in the source: `model.norm.weight is in none of 4 files of runs/7; fetch the missing shard again`."""
+
+
+class UnknownKey(LoadError):
+    """A key nobody declares: `model.layers.28.mlp.gate.weight of runs/7: config.json has 28 layers; correct either`."""
+
+
+class MismatchedKey(LoadError):
+    """A key of another shape or dtype: `lm_head.weight is [151936, 896], config.json says [32000, 896]; correct it`."""
+
+
+class BrokenFile(LoadError):
+    """Bytes that were not written so: `extent 17 of model-2.safetensors fails its checksum; copy the file again`."""
+
+
+class ExportError(MeshwrightError):
+    """A directory that could not be written: `nothing was exported to out: out exists and is not empty; choose another`."""
+
+
+class DataError(MeshwrightError):
+    """Data that cannot be trained on: `document 12 has token 151999 of a vocabulary of 151936; check the tokenizer`."""
+
+
+class StateError(MeshwrightError):
+    """A call at the wrong time: `update() of step 3 found 0 of 290 gradients; call backward(batches) first`."""
+
+
+class RankError(MeshwrightError):
+    """Ranks that disagree: `rank 3 has 7 micro-batches, ranks 0-2 have 8; give every data rank the same number`."""
+
+
+class NonFiniteError(MeshwrightError):
+    """A norm that is no number: `the gradient norm of step 3 is nan; no parameter was changed`."""

@@ -1,0 +1,40 @@
+"""The drawing: what every parameter is, how it is cut, and which doors activations pass. Pure data, no process group."""
+
+from .boxes import Box, check_tiling, chunk, interval
+from .doors import ENTER, LEAVE, MEET, Dispatch, Door, Kind, Span, attributes
+from .params import Block, Declared, Init, Layout, Param, Table, collect, matrix_shape, plain, segments, weight
+from .rules import Piece, Placement, Rules, cut, owns, piece, pieces, place
+
+__all__ = [
+    "ENTER",
+    "LEAVE",
+    "MEET",
+    "Block",
+    "Box",
+    "Declared",
+    "Dispatch",
+    "Door",
+    "Init",
+    "Kind",
+    "Layout",
+    "Param",
+    "Piece",
+    "Placement",
+    "Rules",
+    "Span",
+    "Table",
+    "attributes",
+    "check_tiling",
+    "chunk",
+    "collect",
+    "cut",
+    "interval",
+    "matrix_shape",
+    "owns",
+    "piece",
+    "pieces",
+    "place",
+    "plain",
+    "segments",
+    "weight",
+]

@@ -1,0 +1,99 @@
+"""Boxes: half-open ranges in every dim. Loading, placing, exporting and resharding are their intersections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ..errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements `x` with `start <= x < stop` in every dim."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def meet(self, other: Box) -> Box | None:
+        """The intersection; None where it is empty."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def within(self, outer: Box) -> Box:
+        """The same elements, counted from the corner of `outer`."""
+        start = tuple(a - o for a, o in zip(self.start, outer.start, strict=True))
+        stop = tuple(b - o for b, o in zip(self.stop, outer.start, strict=True))
+        return Box(start, stop)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """The range of part `index` when `size` is cut as `torch.chunk` and FSDP cut: ceil-sized, the last ones short or empty."""
+    step = -(-size // parts)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def interval(box: Box, lo: int, hi: int) -> Iterator[Box]:
+    """Elements `lo..hi` of the row-major order of `box`, as the few boxes that they make, in order."""
+    if lo >= hi:
+        return
+    (first, last), inner = (box.start[0], box.stop[0]), Box(box.start[1:], box.stop[1:])
+    if not inner.start:
+        yield Box((first + lo,), (first + hi,))
+        return
+    step = inner.size
+    head, tail = -(-lo // step), hi // step
+    if head > tail:  # all within one index of the outermost dim
+        yield from _prefixed(first + tail, interval(inner, lo - tail * step, hi - tail * step))
+        return
+    if lo < head * step:
+        yield from _prefixed(first + head - 1, interval(inner, lo - (head - 1) * step, step))
+    if head < tail:
+        yield Box((first + head, *inner.start), (first + tail, *inner.stop))
+    if tail * step < hi and first + tail < last:
+        yield from _prefixed(first + tail, interval(inner, 0, hi - tail * step))
+
+
+def _prefixed(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((index, *box.start), (index + 1, *box.stop))
+
+
+def check_tiling(boxes: Sequence[Box], shape: Sequence[int], what: str) -> None:
+    """Raise unless the boxes cover `shape` exactly once."""
+    whole = Box.whole(shape)
+    for box in boxes:
+        if len(box.start) != len(shape) or whole.meet(box) != box:
+            raise LayoutError(f"{what}: the block {box} does not lie inside the shape {tuple(shape)}; mend its bounds")
+    ordered = sorted(boxes, key=lambda b: b.start)
+    open_boxes: list[Box] = []
+    for box in ordered:  # sweep along dim 0; only boxes still open there can overlap
+        open_boxes = [b for b in open_boxes if not b.start or b.stop[0] > box.start[0]]
+        for other in open_boxes:
+            if other.meet(box):
+                raise LayoutError(f"{what}: the blocks {other} and {box} overlap; each element belongs to one block")
+        open_boxes.append(box)
+    covered = sum(b.size for b in boxes)
+    if covered != whole.size:
+        raise LayoutError(f"{what}: the blocks cover {covered} of {whole.size} elements; add the missing ones")

@@ -1,0 +1,219 @@
+"""What a parameter is, said once: where the module creates it.
+
+    self.q = weight(rows={"heads": H, "head": K}, cols={"embed": D}, key=at + "q_proj.weight")
+
+A parameter is a matrix whose rows and columns are products of named dims (a vector has no columns); that matrix is
+what `F.linear` takes and what a rank stores its rows of. The module tree gives its name; `Table` collects them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LayoutError
+from .boxes import Box, check_tiling
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of ours and the box of a source tensor that hold the same elements in the same row-major order."""
+
+    ours: Box
+    key: str
+    shape: tuple[int, ...]  # of the whole source tensor
+    theirs: Box
+
+    def view(self, source: Tensor) -> Tensor:
+        """The block of a source tensor in the shape of ours: never a copy."""
+        return source[self.theirs.slices].view(self.ours.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which files spell a parameter. `copies`: keys that hold it once more (a tied head)."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    copies: tuple[Block, ...] = ()
+
+    @property
+    def keys(self) -> dict[str, tuple[int, ...]]:
+        return {b.key: b.shape for b in (*self.blocks, *self.copies)}
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a fresh value is drawn: `normal` (of std `scale`), `zeros`, `ones`, `log_uniform` (log of 0..scale)."""
+
+    kind: str
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class Param:
+    rows: Mapping[str, int]
+    cols: Mapping[str, int]
+    layouts: tuple[Layout, ...]
+    group: str = ""  # parameters of one group choose the same layout
+    float32: bool = False  # never rounded to the compute dtype
+    decay: bool = True
+    init: Init = Init("normal", 0.02)
+    name: str = ""
+    layer: int | None = None
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {**self.rows, **self.cols}
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.rows.values(), *self.cols.values())
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        return matrix_shape(self, self.shape)
+
+
+def matrix_shape(param: Param, shape: Sequence[int]) -> tuple[int, ...]:
+    """The stored shape of a box of the parameter: rows and columns each in one dim."""
+    num_rows = len(param.rows)
+    rows, cols = prod(shape[:num_rows]), prod(shape[num_rows:])
+    return (rows, cols) if param.cols else (rows,)
+
+
+class Declared(nn.Parameter):
+    """A parameter on the meta device that still carries its declaration. Placing replaces it by this rank's piece."""
+
+    param: Param
+
+    def __new__(cls, param: Param) -> Declared:
+        made = torch.Tensor._make_subclass(cls, torch.empty(param.matrix, device="meta"), True)
+        made.param = param
+        return made
+
+
+def weight(
+    rows: Mapping[str, int],
+    cols: Mapping[str, int] | None = None,
+    *,
+    key: str | None = None,
+    layouts: Sequence[Layout] = (),
+    group: str = "",
+    float32: bool = False,
+    decay: bool = True,
+    init: Init = Init("normal", 0.02),
+) -> Declared:
+    """Declare a parameter: with `key`, the source holds our matrix as it is; otherwise `layouts` say how."""
+    if set(rows) & set(cols or {}):
+        raise LayoutError(f"dims {sorted(set(rows) & set(cols or {}))} stand among both rows and columns; name them apart")
+    if key is not None:
+        layouts = (plain(key, (*rows.values(), *(cols or {}).values()), len(rows)),)
+    return Declared(Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init))
+
+
+def plain(key: str, shape: Sequence[int], num_rows: int, name: str = "plain") -> Layout:
+    """The source tensor is our matrix."""
+    rows, cols = prod(shape[:num_rows]), prod(shape[num_rows:])
+    theirs = (rows, cols) if len(shape) > num_rows else (rows,)
+    return Layout(name, (Block(Box.whole(shape), key, theirs, Box.whole(theirs)),))
+
+
+def segments(key: str, shape: Sequence[int], cuts: Sequence[int], source: Sequence[int]) -> Layout:
+    """The source lays whole segments one after the other (`[all Q | all K | all V]`); ours has them side by side in dim 1.
+
+    `cuts` are the sizes of the segments in our dim 1; `source` is the shape of the source tensor.
+    """
+    blocks, at, row = [], 0, 0
+    for cut in cuts:
+        ours = Box((0, at, *(0 for _ in shape[2:])), (shape[0], at + cut, *shape[2:]))
+        rows = shape[0] * cut
+        theirs = Box((row, *(0 for _ in source[1:])), (row + rows, *source[1:]))
+        blocks.append(Block(ours, key, tuple(source), theirs))
+        at, row = at + cut, row + rows
+    return Layout("segments", tuple(blocks))
+
+
+@dataclass(frozen=True)
+class Table:
+    """All declarations of a model by name, and what its files may hold beside them."""
+
+    params: Mapping[str, Param]
+    carried: tuple[str, ...] = ()  # patterns of keys that are kept byte for byte and not trained
+    tied: str | None = None  # the parameter that the last stage uses too
+
+    def __iter__(self) -> Iterator[Param]:
+        return iter(self.params.values())
+
+    def __getitem__(self, name: str) -> Param:
+        if name not in self.params:
+            raise LayoutError(f"no parameter is called {name!r}; the table has {', '.join(list(self.params)[:3])} ...")
+        return self.params[name]
+
+    def stages(self, name: str, pp: int) -> tuple[int, ...]:
+        """The pipeline stages that hold a parameter: layers in even runs, what comes before and after at the ends."""
+        num_layers = 1 + max((p.layer for p in self if p.layer is not None), default=0)
+        layer = self[name].layer
+        if layer is not None:
+            return (layer * pp // num_layers,)
+        first = next(i for i, p in enumerate(self) if p.layer is not None or i + 1 == len(self.params))
+        before = list(self.params).index(name) <= first
+        if name == self.tied and pp > 1:
+            return (0, pp - 1)
+        return (0,) if before else (pp - 1,)
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Layout names by group; parameters without a group have but one layout."""
+        out: dict[str, list[str]] = {}
+        for param in self:
+            names = [layout.name for layout in param.layouts]
+            if out.setdefault(param.group, names) != names and param.group:
+                raise LayoutError(f"{param.name}: layouts {names} differ from {out[param.group]} of its group {param.group!r}")
+        return out
+
+
+def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = None) -> Table:
+    """The table of a model on the meta device: every parameter declared, every declaration tiling."""
+    params: dict[str, Param] = {}
+    for name, made in model.named_parameters():
+        if not isinstance(made, Declared):
+            raise LayoutError(f"{name} is a bare nn.Parameter; create it with layout.weight(...), which declares it")
+        params[name] = _named(made.param, name)
+    for name, buffer in model.named_buffers():
+        raise LayoutError(f"{name} {tuple(buffer.shape)} is a buffer; compute it from the config in forward instead")
+    table = Table(params, tuple(carried), tied)
+    check_cover(table)
+    return table
+
+
+def _named(param: Param, name: str) -> Param:
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return replace(param, name=name, layer=numbers[0] if numbers else None)
+
+
+def check_cover(table: Table) -> None:
+    """Blocks tile our tensors, and for every choice of layouts the keys, exactly once."""
+    keys: dict[str, dict[str, list[Block]]] = {}  # by layout name, then key
+    for param in table:
+        if not param.layouts or (len(param.layouts) > 1 and not param.group):
+            raise LayoutError(f"{param.name} has {len(param.layouts)} layouts and group {param.group!r}; a choice needs a group")
+        for layout in param.layouts:
+            check_tiling([b.ours for b in layout.blocks], param.shape, f"{param.name} ({layout.name})")
+            for block in (*layout.blocks, *layout.copies):
+                if block.ours.size != block.theirs.size:
+                    raise LayoutError(f"{param.name}: {block.ours} of ours and {block.theirs} of {block.key} differ in size")
+                keys.setdefault(param.group + layout.name, {}).setdefault(block.key, []).append(block)
+    for by_key in keys.values():
+        for key, blocks in by_key.items():
+            check_tiling([b.theirs for b in blocks], blocks[0].shape, key)
+    _ = table.groups

@@ -1,0 +1,77 @@
+"""The package's logger, and how long work shows that it goes on. Imports no torch."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+logger = logging.getLogger("meshwright")
+
+SECONDS_BETWEEN_LINES = 5.0
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def progress(label: str, total: int, unit: str, *, enabled: bool) -> Iterator[Advance]:
+    """Show on stderr how much of `total` is done: a bar on a terminal, else a line now and then.
+
+    Yields `advance(n)`, which any thread may call. Not enabled, it is silent: pass `enabled=rank == 0`.
+
+        with progress("loading", total=size_bytes, unit="bytes", enabled=True) as advance:
+            advance(len(chunk))
+    """
+    if not enabled:
+        yield _silent
+    elif sys.stderr.isatty():
+        with _bar(label, total, unit) as advance:
+            yield advance
+    else:
+        with _lines(label, total, unit) as advance:
+            yield advance
+
+
+def _silent(n: int) -> None:
+    pass
+
+
+@contextmanager
+def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
+    amounts = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn(), TextColumn("{task.fields[unit]}")]
+    columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total, unit=unit)
+        yield lambda n: bar.advance(task, n)
+
+
+@contextmanager
+def _lines(label: str, total: int, unit: str) -> Iterator[Advance]:
+    began = last = time.monotonic()
+    done, lock = 0, Lock()
+
+    def advance(n: int) -> None:
+        nonlocal done, last
+        with lock:
+            done += n
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                _write(label, done, total, unit, "so far")
+
+    ending = "stopped after"
+    try:
+        yield advance
+        ending = "done in"
+    finally:
+        _write(label, done, total, unit, f"{ending} {time.monotonic() - began:.1f} s")
+
+
+def _write(label: str, done: int, total: int, unit: str, ending: str) -> None:
+    amount = f"{decimal(done)} of {decimal(total)}" if unit == "bytes" else f"{done} of {total} {unit}"
+    sys.stderr.write(f"{label}: {amount}, {ending}\n")
+    sys.stderr.flush()

@@ -1,0 +1,141 @@
+"""The mesh: which ranks exist, what each shares with whom, and the process groups between them.
+
+The only room that knows of devices and process groups; axes of size 1 degenerate here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import MeshError
+from .axes import DENSE, EXPERT, Axes
+
+__all__ = ["DENSE", "EXPERT", "Axes", "Mesh"]
+
+
+class Mesh:
+    """The mesh of a run: joins the process group that torchrun describes; with no torchrun, one process.
+
+    >>> mesh = Mesh(fsdp=2, tp=2)          # under `torchrun --nproc-per-node 4`   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        pp: int = 1,
+        replicate: int = 1,
+        fsdp: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        device: str | torch.device | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.axes = Axes(pp, replicate, fsdp, cp, tp, ep)
+        _refuse_unbuilt(self.axes)
+        world = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+        if self.axes.world != world:
+            raise MeshError(
+                f"the mesh {self.axes} needs {self.axes.world} processes, but {world} run; "
+                f"start it with torchrun --nproc-per-node {self.axes.world}, or choose sizes whose product is {world}"
+            )
+        self.device = _device(device)
+        _join(self.device, timeout_s)
+        self.rank = dist.get_rank()
+        self.coords = self.axes.coords(self.rank)
+
+    @cached_property
+    def dense(self) -> DeviceMesh:
+        """What FSDP shards dense parameters over: flattened `fsdp x cp`, replicated over `replicate`."""
+        return self._device_mesh(("replicate", "fsdp", "cp"), ("replicate", "shard"))
+
+    @cached_property
+    def expert(self) -> DeviceMesh:
+        return self._device_mesh(("replicate", "efsdp"), ("replicate", "shard"))
+
+    def _device_mesh(self, axes: tuple[str, ...], names: tuple[str, str]) -> DeviceMesh:
+        """This rank's own mesh over `axes`: `[replicate, all others]`, or one-dimensional without replicas."""
+        ranks = torch.tensor(self.axes.group(self.rank, axes)).view(self.axes.replicate, -1)
+        shard = self.process_group(axes[1:])
+        if self.axes.replicate == 1:
+            return DeviceMesh.from_group(shard, self.device.type, mesh_dim_names=names[1:])
+        both = [self.process_group(("replicate",)), shard]
+        return DeviceMesh.from_group(both, self.device.type, mesh=ranks, mesh_dim_names=names)
+
+    def process_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one only on `axes`. The same ranks share one group."""
+        mine = self.axes.group(self.rank, axes)
+        if mine not in self._groups:
+            for ranks in self.axes.groups(axes):  # every rank makes every group, in the same order
+                group = dist.new_group(list(ranks), use_local_synchronization=False)
+                if self.rank in ranks:
+                    self._groups[ranks] = group
+        return self._groups[mine]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, ...], Any]:
+        return {tuple(range(self.axes.world)): dist.group.WORLD}
+
+    def name_of(self, axes: tuple[str, ...]) -> str:
+        return self.process_group(axes).group_name
+
+    def size_of(self, axes: tuple[str, ...]) -> int:
+        return len(self.axes.group(self.rank, axes))
+
+    def sum_(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """In place, and nothing at all where the axes have size 1."""
+        if self.size_of(axes) > 1:
+            dist.all_reduce(x, group=self.process_group(axes))
+        return x
+
+    def gather_rows(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """`[n, ...]` of every rank of `axes`, one after the other (the same `n` on all); no gradients."""
+        size = self.size_of(axes)
+        if size == 1:
+            return x
+        out = x.new_empty(size * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=self.process_group(axes))
+        return out
+
+    def token_range(self, num_tokens: int) -> tuple[int, int]:
+        """This rank's tokens of its data rank's stream: contiguous by (cp, tp)."""
+        share = num_tokens // (self.axes.cp * self.axes.tp)
+        at = self.coords["cp"] * self.axes.tp + self.coords["tp"]
+        return at * share, (at + 1) * share
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.axes}, rank {self.rank} of {self.axes.world} on {self.device})"
+
+
+def _refuse_unbuilt(axes: Axes) -> None:
+    for name in ("pp", "cp"):
+        if axes.size_of(name) > 1:
+            raise MeshError(f"{name}={axes.size_of(name)}: the axis {name} is not built yet; choose {name}=1")
+
+
+def _device(wanted: str | torch.device | None) -> torch.device:
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    return device
+
+
+def _join(device: torch.device, timeout_s: float) -> None:
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=timeout_s)
+    backend = dist.get_default_backend_for_device(device)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -1,0 +1,66 @@
+"""The families: a registry that is a dict. To add one, write its file and name it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+from torch import device
+
+from ..errors import ConfigError
+from ..layout import Table, collect
+from . import qwen3, qwen3_5, qwen3_moe
+from .config import Json
+from .decoder import Decoder
+
+__all__ = ["FAMILIES", "Decoder", "Family", "describe", "prefix_of"]
+
+
+@dataclass(frozen=True)
+class Family:
+    build: Callable[[Json, str, str], Decoder]  # config, key prefix, head -> model (on the meta device)
+    prefixes: tuple[str, ...] = ("model.",)  # where the keys of the text model may stand
+    carried: tuple[str, ...] = ()  # keys that are not trained and not lost
+
+
+_CARRIED = ("mtp.*", "model.visual.*")
+FAMILIES = {
+    "qwen3": Family(qwen3.build),
+    "qwen3_moe": Family(qwen3_moe.build),
+    "qwen3_5_text": Family(qwen3_5.build, ("model.", "model.language_model."), _CARRIED),
+}
+_TEXT_OF = {"qwen3_5": "qwen3_5_text"}  # conditional generation: its text part
+
+
+def text_config(config: Json) -> Json:
+    """The text part of a config, with the tie that files state at the top."""
+    if config.get("model_type") not in _TEXT_OF:
+        return config
+    text = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **config.get("text_config", {})}
+    return {**text, "model_type": _TEXT_OF[config["model_type"]]}
+
+
+def family_of(config: Json) -> Family:
+    kind = text_config(config).get("model_type")
+    if kind not in FAMILIES:
+        known = ", ".join([*FAMILIES, *_TEXT_OF])
+        raise ConfigError(f"config.json: model_type={kind!r} is not a family known here; known are {known}")
+    return FAMILIES[kind]
+
+
+def prefix_of(config: Json, keys: Container[str] | None) -> str:
+    """Where the keys of the text model stand: the first prefix that the source uses; with no source, the usual one."""
+    prefixes = family_of(config).prefixes
+    if keys is None:
+        return prefixes[-1] if config.get("model_type") in _TEXT_OF else prefixes[0]
+    return next((p for p in prefixes if p + "embed_tokens.weight" in keys), prefixes[0])
+
+
+def describe(config: Json, prefix: str, head: str) -> tuple[Decoder, Table]:
+    """The model on the meta device and its table, checked to cover everything exactly once."""
+    family = family_of(config)
+    with device("meta"):
+        model = family.build(text_config(config), prefix, head)
+    drops_head = head != "lm" and not model.trunk.tied
+    carried = (*family.carried, *(("lm_head.weight",) if drops_head else ()))
+    return model, collect(model, carried, "embed.weight" if model.tied else None)

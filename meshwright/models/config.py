@@ -1,0 +1,49 @@
+"""Reading `config.json`: every field that a family uses is asked for by name, and what it cannot do is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+
+Json = Mapping[str, Any]
+
+
+def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
+    """The field `name`; an error that says what is missing or of the wrong type."""
+    value = config.get(name, default)
+    if value is None:
+        raise ConfigError(f"config.json has no {name!r}; a {config.get('model_type')} model needs it")
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"config.json: {name}={value!r} is no {kind.__name__}")
+    if kind is int and value < 1:
+        raise ConfigError(f"config.json: {name}={value}; it must be at least 1")
+    return value
+
+
+def refuse(config: Json, supported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Options that would change the numbers and that this family does not compute."""
+    for name, allowed in supported.items():
+        value = config.get(name)
+        if value is not None and value not in allowed:
+            choices = " or ".join(repr(a) for a in allowed)
+            raise ConfigError(f"config.json: {name}={value!r} is not supported; it must be {choices} or absent")
+
+
+def rope_theta(config: Json, default: float = 10000.0) -> float:
+    """theta, from `rope_parameters` (new files) or the top level (older ones). Scaled variants are refused."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" and not (kind == "mrope" or "mrope_section" in rope):
+        raise ConfigError(f"config.json: rope_type={kind!r} is not supported; it must be 'default'")
+    return float(rope.get("rope_theta", config.get("rope_theta", default)))
+
+
+def divides(small: str, a: int, large: str, b: int) -> int:
+    """How many times `a` goes into `b`, which must be whole."""
+    if b % a:
+        raise ConfigError(f"config.json: {small}={a} does not divide {large}={b}")
+    return b // a

@@ -1,0 +1,153 @@
+"""The trunk that all families share: tokens -> embedding -> blocks -> norm -> head. Single-device code with doors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import ConfigError
+from ..layout import ENTER, LEAVE, MEET, Box, Block, Door, Init, Layout, Span, plain, weight
+
+Rope = tuple[Tensor, Tensor]
+HEADS = ("lm", "value", "none")
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What the trunk needs to know; families fill it from their `config.json`."""
+
+    vocab: int
+    width: int
+    eps: float
+    rope_dim: int
+    rope_theta: float
+    tied: bool
+    std: float
+    zero_centred: bool = False  # norms: 1 + w
+
+
+class Norm(nn.Module):
+    """RMS norm over the width of a token; on this rank's own tokens, so its gradient is a share and is summed."""
+
+    def __init__(self, trunk: Trunk, key: str, width: int | None = None, dim: str = "embed") -> None:
+        super().__init__()
+        self.eps, self.zero_centred = trunk.eps, trunk.zero_centred
+        init = Init("zeros" if trunk.zero_centred else "ones")
+        self.weight = weight(rows={dim: width or trunk.width}, key=key, decay=False, init=init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
+
+
+class Embedding(nn.Module):
+    def __init__(self, trunk: Trunk, at: str) -> None:
+        super().__init__()
+        rows, cols = {"vocab": trunk.vocab}, {"embed": trunk.width}
+        layouts = [plain(at + "embed_tokens.weight", (trunk.vocab, trunk.width), 1, "one")]
+        if trunk.tied:  # hub files of tied models hold the head once more, or do not
+            layouts.append(_with_copy(layouts[0], "lm_head.weight"))
+        self.weight = weight(rows, cols, layouts=layouts, group="head" if trunk.tied else "", init=Init("normal", trunk.std))
+        self.vocab = Span("vocab", trunk.vocab)
+        self.leave = Door(LEAVE, trunk.width)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        row_T = tokens_T - self.vocab.start
+        here_T = (row_T >= 0) & (row_T < len(self.vocab))
+        x_TD = F.embedding(row_T.where(here_T, 0), self.weight) * here_T[:, None]
+        return self.leave(x_TD)  # each token's row lives on one rank: the others add exact zeros
+
+
+def _with_copy(layout: Layout, key: str) -> Layout:
+    block = layout.blocks[0]
+    return Layout("twice", layout.blocks, (Block(block.ours, key, block.shape, Box.whole(block.shape)),))
+
+
+class LanguageHead(nn.Module):
+    """Final norm and vocabulary scores; `[T, V]` never exists in full except when logits are asked for."""
+
+    scores = ("logprobs", "logits")
+
+    def __init__(self, trunk: Trunk, at: str) -> None:
+        super().__init__()
+        self.norm = Norm(trunk, at + "norm.weight")
+        rows, cols = {"vocab": trunk.vocab}, {"embed": trunk.width}
+        own = weight(rows, cols, key="lm_head.weight", init=Init("normal", trunk.std))
+        self.weight = None if trunk.tied else own
+        self.vocab = Span("vocab", trunk.vocab)
+        self.enter = Door(ENTER, trunk.width)
+        self.meet = Door(MEET, 3, floats=True)
+
+    def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
+        weight_VD = self.weight if tied_VD is None else tied_VD
+        assert weight_VD is not None
+        own_tokens, x_TD = x_TD.shape[0], self.enter(self.norm(x_TD))
+        if want == "logits":
+            return (ops.upcast(F.linear(x_TD, weight_VD)),)
+        stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start)
+        return ops.combine_stats(self.meet(stats_T3).view(-1, own_tokens, 3))
+
+
+class ValueHead(nn.Module):
+    """One score a token."""
+
+    scores = ("values",)
+
+    def __init__(self, trunk: Trunk, at: str) -> None:
+        super().__init__()
+        self.norm = Norm(trunk, at + "norm.weight")
+        self.weight = weight(
+            {"label": 1}, {"embed": trunk.width}, key="score.weight", init=Init("normal", trunk.std)
+        )
+
+    def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
+        return (ops.upcast(F.linear(self.norm(x_TD), self.weight)).squeeze(-1),)
+
+
+class NoHead(nn.Module):
+    scores = ("hidden",)
+
+    def __init__(self, trunk: Trunk, at: str) -> None:
+        super().__init__()
+        self.norm = Norm(trunk, at + "norm.weight")
+
+    def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
+        return (self.norm(x_TD),)
+
+
+class Decoder(nn.Module):
+    """A model. `forward` takes one packed stream of all tokens of the data rank and returns this rank's own tokens'
+    scores: `(logprobs, entropy)`, `(values,)`, `(hidden,)`; `(logits,)` are of all tokens and this rank's vocabulary.
+    """
+
+    def __init__(self, trunk: Trunk, at: str, blocks: Sequence[Callable[[str], nn.Module]], head: str) -> None:
+        super().__init__()
+        if head not in HEADS:
+            raise ConfigError(f"head={head!r} is unknown; choose from {', '.join(HEADS)}")
+        self.trunk = trunk
+        self.tied = trunk.tied and head == "lm"
+        self.embed = Embedding(trunk, at)
+        self.layers = nn.ModuleList(block(f"{at}layers.{i}.") for i, block in enumerate(blocks))
+        self.head = {"lm": LanguageHead, "value": ValueHead, "none": NoHead}[head](trunk, at)
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        return self.head.scores
+
+    def units(self) -> list[nn.Module]:
+        """What is gathered and freed together. A tied embedding stays with the root: two places use it."""
+        ends = [] if self.tied else [self.embed, self.head]
+        return [*ends[:1], *self.layers, *ends[1:]]
+
+    def forward(self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str) -> tuple[Tensor, ...]:
+        x_TD = self.embed(tokens_T)
+        rope = ops.rope_tables(
+            docs.positions_T, self.trunk.rope_dim, self.trunk.rope_theta, dtype=ops.upcast(x_TD[:0]).dtype
+        )
+        for layer in self.layers:
+            x_TD = layer(x_TD, rope, docs)
+        scores = self.head(x_TD, labels_T, want, self.embed.weight if self.tied else None)
+        return tuple(scores)

@@ -1,0 +1,117 @@
+"""Qwen3.5, dense, text: three gated delta nets to one gated attention; zero-centred norms, partial RoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import ConfigError
+from ..layout import ENTER, LEAVE, Door, Init, segments, weight
+from .config import Json, divides, refuse, take
+from .decoder import Decoder, Norm, Rope, Trunk
+from .qwen3 import MLP, PLAIN, Attention, heads_of, trunk_of
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    keys: int  # key heads; each serves `ratio` value heads
+    ratio: int
+    key: int
+    value: int
+    taps: int
+
+
+def build(config: Json, at: str, head: str) -> Decoder:
+    refuse(config, PLAIN)
+    heads, delta = heads_of(config, default_head=256), delta_of(config)
+    rope = config.get("rope_parameters") or {}
+    partial = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25)))
+    trunk = trunk_of(config, rope_dim=int(heads.head * partial), zero_centred=True)
+    ffn = take(config, "intermediate_size", int)
+
+    def layer(kind: str, at: str) -> nn.Module:
+        mixer = DeltaNet(trunk, delta, at + "linear_attn.") if kind == LINEAR else Attention(
+            trunk, heads, at + "self_attn.", gated=True
+        )
+        return Layer(trunk, mixer, MLP(trunk, ffn, at + "mlp."), at)
+
+    return Decoder(trunk, at, [lambda at, kind=kind: layer(kind, at) for kind in layer_types(config)], head)
+
+
+def layer_types(config: Json) -> list[str]:
+    num_layers = take(config, "num_hidden_layers", int)
+    every = take(config, "full_attention_interval", int, 4)
+    kinds = config.get("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
+    if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
+        raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of {LINEAR!r} or {FULL!r}")
+    return list(kinds)
+
+
+def delta_of(config: Json) -> DeltaShape:
+    keys, values = take(config, "linear_num_key_heads", int), take(config, "linear_num_value_heads", int)
+    return DeltaShape(
+        keys=keys,
+        ratio=divides("linear_num_key_heads", keys, "linear_num_value_heads", values),
+        key=take(config, "linear_key_head_dim", int),
+        value=take(config, "linear_value_head_dim", int),
+        taps=take(config, "linear_conv_kernel_dim", int, 4),
+    )
+
+
+class Layer(nn.Module):
+    def __init__(self, trunk: Trunk, mixer: nn.Module, mlp: nn.Module, at: str) -> None:
+        super().__init__()
+        self.norm = Norm(trunk, at + "input_layernorm.weight")
+        self.mixer = mixer
+        self.mlp_norm = Norm(trunk, at + "post_attention_layernorm.weight")
+        self.mlp = mlp
+
+    def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
+        x_TD = x_TD + self.mixer(self.norm(x_TD), rope, docs)
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
+
+
+class DeltaNet(nn.Module):
+    """The gated delta net. Everything is by key head, so that a rank's share of heads is a plain cut of dim 0:
+    the file's `[all Q | all K | all V]` becomes `[key head, q | k | its values]`."""
+
+    def __init__(self, trunk: Trunk, shape: DeltaShape, at: str) -> None:
+        super().__init__()
+        D, G, R, W = trunk.width, shape.keys, shape.ratio, shape.taps
+        self.shape, self.eps = shape, trunk.eps
+        cuts = (shape.key, shape.key, R * shape.value)  # of one key head: q, k, values
+        chan, init = sum(cuts), Init("normal", trunk.std)
+        fused, conv = at + "in_proj_qkv.weight", at + "conv1d.weight"
+        self.qkv = weight(
+            {"key": G, "chan": chan}, {"embed": D}, layouts=[segments(fused, (G, chan, D), cuts, (G * chan, D))], init=init
+        )
+        self.conv = weight(
+            {"key": G, "chan": chan}, {"tap": W}, layouts=[segments(conv, (G, chan, W), cuts, (G * chan, 1, W))], init=init
+        )
+        self.z = weight({"key": G, "value": R * shape.value}, {"embed": D}, key=at + "in_proj_z.weight", init=init)
+        self.a = weight({"key": G, "ratio": R}, {"embed": D}, key=at + "in_proj_a.weight", init=init)
+        self.b = weight({"key": G, "ratio": R}, {"embed": D}, key=at + "in_proj_b.weight", init=init)
+        exact = {"float32": True, "decay": False}  # enters float32 arithmetic: never rounded
+        self.A_log = weight({"key": G, "ratio": R}, key=at + "A_log", init=Init("log_uniform", 16.0), **exact)
+        self.dt_bias = weight({"key": G, "ratio": R}, key=at + "dt_bias", init=Init("ones"), **exact)
+        self.norm = weight({"value_head": shape.value}, key=at + "norm.weight", init=Init("ones"), **exact)
+        self.out = weight({"embed": D}, {"key": G, "value": R * shape.value}, key=at + "out_proj.weight", init=init)
+        self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
+
+    def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
+        x_TD, s = self.enter(x_TD), self.shape
+        qkv_TC = ops.causal_conv(F.linear(x_TD, self.qkv), self.conv, docs)
+        q_TGK, k_TGK, v_TGC = qkv_TC.unflatten(1, (-1, 2 * s.key + s.ratio * s.value)).split(
+            (s.key, s.key, s.ratio * s.value), -1
+        )
+        a_TGR, b_TGR = (F.linear(x_TD, w).unflatten(1, (-1, s.ratio)) for w in (self.a, self.b))
+        g_TGR, beta_TGR = ops.gates(a_TGR, b_TGR, self.A_log.view(-1, s.ratio), self.dt_bias.view(-1, s.ratio))
+        o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (s.ratio, s.value)), g_TGR, beta_TGR, docs)
+        z_TGRV = F.linear(x_TD, self.z).view(o_TGRV.shape)
+        y_TGRV = ops.gated_rms_norm(o_TGRV, z_TGRV, self.norm, self.eps)
+        return self.leave(F.linear(y_TGRV.flatten(1), self.out))

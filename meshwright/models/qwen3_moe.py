@@ -1,0 +1,115 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in place of (most) MLPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..layout import Block, Box, Dispatch, Init, Layout, weight
+from .config import Json, refuse, take
+from .decoder import Decoder, Trunk
+from .qwen3 import MLP, PLAIN, Layer, heads_of, trunk_of
+
+
+@dataclass(frozen=True)
+class Routing:
+    experts: int
+    top_k: int
+    ffn: int
+    renormalise: bool
+
+
+def build(config: Json, at: str, head: str) -> Decoder:
+    refuse(config, {**PLAIN, "output_router_logits": (False,)})  # the aux loss is not built yet
+    heads = heads_of(config, default_head=128)
+    trunk = trunk_of(config, rope_dim=heads.head)
+    routing = routing_of(config, renormalise=take(config, "norm_topk_prob", bool, False))
+    dense = set(config.get("mlp_only_layers") or ())
+    step = take(config, "decoder_sparse_step", int, 1)
+
+    def layer(index: int, at: str) -> nn.Module:
+        sparse = index not in dense and (index + 1) % step == 0
+        mlp = MoE(trunk, routing, at + "mlp.") if sparse else MLP(trunk, take(config, "intermediate_size", int), at + "mlp.")
+        return Layer(trunk, heads, mlp, at)
+
+    num_layers = take(config, "num_hidden_layers", int)
+    return Decoder(trunk, at, [lambda at, i=i: layer(i, at) for i in range(num_layers)], head)
+
+
+def routing_of(config: Json, *, renormalise: bool) -> Routing:
+    experts = take(config, "num_experts", int, config.get("num_local_experts"))
+    top_k = take(config, "num_experts_per_tok", int)
+    return Routing(experts, top_k, take(config, "moe_intermediate_size", int), renormalise)
+
+
+class MoE(nn.Module):
+    """The router works on this rank's own tokens; the experts are whole and reached through one door."""
+
+    def __init__(self, trunk: Trunk, routing: Routing, at: str) -> None:
+        super().__init__()
+        self.routing = routing
+        self.router = weight(
+            {"router": routing.experts}, {"embed": trunk.width}, key=at + "gate.weight", init=Init("normal", trunk.std)
+        )
+        self.experts = Experts(trunk, routing, at + "experts.")
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        logits_TE = F.linear(x_TD, self.router)
+        weight_Tk, expert_Tk = ops.route(logits_TE, self.routing.top_k, self.routing.renormalise)
+        return self.experts(x_TD, weight_Tk, expert_Tk)
+
+
+class Experts(nn.Module):
+    """A unit of its own: its parameters live on the expert mesh."""
+
+    def __init__(self, trunk: Trunk, routing: Routing, at: str) -> None:
+        super().__init__()
+        E, D, F_ = routing.experts, trunk.width, routing.ffn
+        init = Init("normal", trunk.std)
+        self.num_experts = E
+        self.gate_up = weight(
+            {"expert": E, "half": 2, "expert_ffn": F_},
+            {"embed": D},
+            layouts=[per_expert(at, E, F_, D, ("gate_proj", "up_proj")), fused(at + "gate_up_proj", (E, 2, F_, D))],
+            group="experts",
+            init=init,
+        )
+        self.down = weight(
+            {"expert": E, "embed": D},
+            {"expert_ffn": F_},
+            layouts=[per_expert(at, E, D, F_, ("down_proj",)), fused(at + "down_proj", (E, 1, D, F_))],
+            group="experts",
+            init=init,
+        )
+        self.dispatch = Dispatch(E, D, routing.top_k)
+
+    def forward(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Tensor:
+        order_N = expert_Tk.flatten().argsort(stable=True)
+        token_N = order_N // expert_Tk.shape[1]
+        counts_E = expert_Tk.flatten().bincount(minlength=self.num_experts)
+        rows_ND, here_E, back = self.dispatch(x_TD[token_N], counts_E)
+        gate_up_ERD, down_EDF = (w.view(len(here_E), -1, w.shape[-1]) for w in (self.gate_up, self.down))
+        y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E))
+        y_ND = y_ND * weight_Tk.flatten()[order_N, None].to(y_ND.dtype)
+        return x_TD.new_zeros(x_TD.shape).index_add(0, token_N, y_ND)
+
+
+def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:
+    """Keys `experts.3.up_proj.weight`, one a matrix."""
+    blocks = []
+    for e in range(experts):
+        for i, name in enumerate(names):
+            start, stop = ((e, i, 0, 0), (e + 1, i + 1, rows, cols)) if len(names) > 1 else ((e, 0, 0), (e + 1, rows, cols))
+            blocks.append(Block(Box(start, stop), f"{at}{e}.{name}.weight", (rows, cols), Box.whole((rows, cols))))
+    return Layout("per-expert", tuple(blocks))
+
+
+def fused(key: str, shape: tuple[int, int, int, int]) -> Layout:
+    """One key for all experts, `[E, 2F, D]` as `[gate; up]` or `[E, D, F]`."""
+    experts, half, rows, cols = shape
+    ours = shape if half > 1 else (experts, rows, cols)
+    theirs = (experts, half * rows, cols)
+    return Layout("fused", (Block(Box.whole(ours), key, theirs, Box.whole(theirs)),))

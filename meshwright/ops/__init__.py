@@ -1,0 +1,33 @@
+"""Pure functions on one device: the mathematics of the models, with no idea of modules, meshes or files.
+
+They compute in at least float32 inside, never wait for the device (where one must, its docstring says so), and give
+every parameter that they receive a gradient. Which kernel runs is chosen here and nowhere else. Each has a slow and
+obvious reference in `tests/ops/references.py`.
+"""
+
+from meshwright.ops.attention import attention
+from meshwright.ops.delta import causal_conv, delta_rule, gates
+from meshwright.ops.documents import Documents, documents
+from meshwright.ops.experts import experts, route
+from meshwright.ops.loss import combine_stats, token_stats
+from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast
+from meshwright.ops.rope import rope_tables, rotate
+
+__all__ = [
+    "Documents",
+    "attention",
+    "causal_conv",
+    "combine_stats",
+    "delta_rule",
+    "documents",
+    "experts",
+    "gated_rms_norm",
+    "gates",
+    "rms_norm",
+    "rope_tables",
+    "rotate",
+    "route",
+    "swiglu",
+    "token_stats",
+    "upcast",
+]

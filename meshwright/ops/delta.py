@@ -1,0 +1,111 @@
+"""The gated delta net's sequence operations: short convolution, gates, gated delta rule.
+
+All boundaries come from `positions_T`: token i has i's document's token i-d behind it if and only if its position is at
+least d. So nothing here loops over documents, pads them, or has a shape that depends on them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.ops.documents import Documents, check_tokens
+from meshwright.ops.norms import upcast
+
+
+def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents) -> Tensor:
+    """Depthwise causal convolution over W tokens, each document starting from zeros; then SiLU. -> y_TC in x.dtype"""
+    check_tokens(docs, x=x_TC)
+    num_tokens, width = x_TC.shape[0], weight_CW.shape[1]
+    history = F.pad(upcast(x_TC), (0, 0, width - 1, 0))
+    taps_WC = upcast(weight_CW).T
+    y_TC = history[width - 1 :] * taps_WC[width - 1]
+    for back in range(1, width):
+        shifted = history[width - 1 - back : width - 1 - back + num_tokens]
+        # masked, not multiplied by 0: another document's inf must not become a NaN here
+        shifted = shifted.masked_fill((docs.positions_T < back)[:, None], 0.0)
+        y_TC = y_TC + shifted * taps_WC[width - 1 - back]
+    return F.silu(y_TC).to(x_TC.dtype)
+
+
+def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(log decay g < 0, write strength beta in (0, 1)), both in at least float32."""
+    g = -upcast(A_log).exp() * F.softplus(upcast(a) + upcast(dt_bias))
+    return g, upcast(b).sigmoid()
+
+
+def delta_rule(
+    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents, chunk: int = 64
+) -> Tensor:
+    """Gated delta rule; each of G key heads serves R value heads; the state restarts at each document. -> o_TGRV
+
+    Token by token, with unit-length q and k, q also times K**-0.5:
+        S <- exp(g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
+    In a chunk that begins with state S0, with D_ij the decay from j to i and d_i that from S0 to i, this is
+        u_i + beta_i sum_{j<i} D_ij (k_i.k_j) u_j = beta_i (v_i - d_i S0^T k_i)       a unit triangular system for u
+        o_i = d_i S0^T q_i + sum_{j<=i} D_ij (q_i.k_j) u_j
+    so all but S0 is matrix products over all chunks at once. Chunks cut the stream, not the documents: D and d are 0
+    across a boundary, wherever it lies in the chunk, and that alone separates documents.
+    Its weakness: several float32 tensors of T*G*R*chunk elements live at once.
+    """
+    check_tokens(docs, q=q_TGK, k=k_TGK, v=v_TGRV, g=g_TGR, beta=beta_TGR)
+    num_tokens, work = v_TGRV.shape[0], torch.promote_types(v_TGRV.dtype, torch.float32)
+    q, k, v = (_chunks(x.to(work), chunk).movedim(1, -2) for x in (q_TGK, k_TGK, v_TGRV))  # n chunks: v_nGRCV
+    g, beta = (_chunks(x.to(work), chunk).movedim(1, -1) for x in (g_TGR, beta_TGR))  # g_nGRC
+    q, k = (_unit_length(x).unsqueeze(2) for x in (q, k))  # q_nG1CK: shared by R value heads
+    q, beta = q * q.shape[-1] ** -0.5, beta.unsqueeze(-1)
+    within, from_start = _decays(g, _chunks(docs.positions_T, chunk))
+    to_end, through = within[..., -1, :].unsqueeze(-1), from_start[..., -1, None, None]
+    from_start = from_start.unsqueeze(-1)
+
+    system = beta * (k @ k.mT) * within  # the solver takes its diagonal as 1 without reading it
+    right = torch.cat([beta * v, beta * from_start * k], dim=-1)
+    solved: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u_free, u_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = u_free - u_state @ S0
+    states, u = _scan(u_free, u_state, to_end * k, through)
+    o = (from_start * q) @ states + ((q @ k.mT) * within) @ u
+    o_TGRV: Tensor = o.movedim(-2, 1).flatten(0, 1)[:num_tokens]
+    return o_TGRV.to(v_TGRV.dtype)
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """[T, ...] -> [n, C, ...], padded with zeros: at position 0 a padded token is a document of its own, and inert.
+
+    At least one chunk, so that an empty stream too gives every input a gradient.
+    """
+    num_chunks = max(1, -(-x.shape[0] // chunk))
+    padding = (0, 0) * (x.dim() - 1) + (0, num_chunks * chunk - x.shape[0])
+    padded: Tensor = F.pad(x, padding)
+    return padded.view(num_chunks, chunk, *x.shape[1:])
+
+
+def _unit_length(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _decays(g_nGRC: Tensor, positions_nC: Tensor) -> tuple[Tensor, Tensor]:
+    """The decay from token j to i of a chunk [n, G, R, C, C], and from the state before the chunk to i [n, G, R, C].
+
+    Both 0 across a document's start. Log decays are summed from j on for each j, not as a difference of sums from the
+    chunk's start: one very negative g (of an earlier document, even) would take all digits from that difference.
+    Masked before exp, so that nothing masked can overflow and give NaN in backward.
+    """
+    i_C = torch.arange(g_nGRC.shape[-1], device=g_nGRC.device)
+    distance_CC = i_C[:, None] - i_C
+    unseen_nCC = (distance_CC < 0) | (positions_nC[:, :, None] < distance_CC)
+    sums = g_nGRC.unsqueeze(-1).expand(*g_nGRC.shape, i_C.shape[0]).tril(-1).cumsum(-2)
+    within = sums.masked_fill(unseen_nCC[:, None, None], -torch.inf).exp()
+    from_start = g_nGRC.cumsum(-1).masked_fill((positions_nC <= i_C)[:, None, None], -torch.inf).exp()
+    return within, from_start
+
+
+def _scan(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor) -> tuple[Tensor, Tensor]:
+    """The only sequential part: the state before each chunk [n, G, R, K, V], and u [n, G, R, C, V]."""
+    state = u_free.new_zeros(*u_free.shape[1:3], k_to_end.shape[-1], u_free.shape[-1])
+    states, us = [], []
+    for free, coupling, keys, decay in zip(*(x.unbind(0) for x in (u_free, u_state, k_to_end, through)), strict=True):
+        states.append(state)
+        us.append(free - coupling @ state)
+        state = decay * state + keys.mT @ us[-1]
+    return torch.stack(states), torch.stack(us)

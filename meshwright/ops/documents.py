@@ -1,0 +1,59 @@
+"""Where documents begin and end in a packed stream of tokens.
+
+The one object that tells attention, convolution, delta rule and RoPE about boundaries: two channels that could
+disagree are how packed documents come to leak into each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
+class Documents:
+    """Documents laid end to end.
+
+    `bounds` is the host's copy, 0, ..., T, strictly increasing. `cu_seqlens` is the same on the device (int32), padded
+    at the end with T up to a fixed length. `positions_T` (int64) restarts at 0 at each document.
+    """
+
+    bounds: tuple[int, ...]
+    cu_seqlens: Tensor
+    positions_T: Tensor
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+
+def documents(lengths: Sequence[int], device: torch.device | str, padded: int | None = None) -> Documents:
+    """Documents of these lengths, in this order. `padded` is the fixed length of `cu_seqlens`."""
+    counts = [int(length) for length in lengths]
+    for i, length in enumerate(counts):
+        if length < 1:
+            raise ValueError(f"document {i} has length {length}; every document needs at least one token")
+    bounds = tuple(accumulate(counts, initial=0))
+    size = len(bounds) if padded is None else padded
+    if size < len(bounds):
+        raise ValueError(
+            f"padded={size} cannot hold the {len(bounds)} bounds of {len(counts)} documents; "
+            f"give padded >= {len(bounds)}"
+        )
+    total = bounds[-1]
+    starts_T = torch.repeat_interleave(
+        torch.tensor(bounds[:-1], dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
+    )
+    cu_seqlens = torch.tensor(bounds + (total,) * (size - len(bounds)), dtype=torch.int32)
+    return Documents(bounds, cu_seqlens.to(device), (torch.arange(total) - starts_T).to(device))
+
+
+def check_tokens(docs: Documents, **streams: Tensor) -> None:
+    """Refuse a stream whose first dim is not the T of its documents (a slip that broadcasting could hide)."""
+    for name, x in streams.items():
+        if x.shape[0] != docs.bounds[-1]:
+            raise ValueError(f"{name} has {x.shape[0]} tokens but its documents have {docs.bounds[-1]}")

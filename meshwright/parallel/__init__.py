@@ -1,0 +1,66 @@
+"""The only place that knows the order in which parallelisms compose.
+
+1. cut every parameter to what tp and ep give this rank; 2. tell the model its ranges; 3. arm the doors;
+4. store what is left in shards (FSDP2); 5. give it memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..layout import Dispatch, Rules, Span, Table, attributes, cut, matrix_shape, place
+from ..mesh import Mesh
+from . import expert, fsdp, tensor
+from .fsdp import expect_last
+from .sums import finish, missing
+
+__all__ = ["by_axes", "distribute", "expect_last", "finish", "local", "local_grad"]
+
+
+def distribute(
+    model: nn.Module, units: list[nn.Module], table: Table, rules: Rules, mesh: Mesh, compute: torch.dtype, *, reshard: bool
+) -> None:
+    """Turn a model on the meta device into this rank's part of it, with uninitialised parameters."""
+    _cut(model, table, rules, mesh, torch.promote_types(compute, torch.float32))
+    _tell_spans(model, rules, mesh)
+    tensor.arm(model, mesh)
+    expert.arm(model, mesh)
+    exact = {model.get_parameter(p.name) for p in table if p.float32}
+    experts = {name.rpartition(".")[0]: None for name, _ in attributes(model, Dispatch)}
+    reduce = torch.promote_types(compute, torch.float32)
+    fsdp.shard(
+        model, units, [model.get_submodule(name) for name in experts], exact, mesh, compute, reduce, reshard=reshard
+    )
+    model.to_empty(device=mesh.device)
+
+
+def _cut(model: nn.Module, table: Table, rules: Rules, mesh: Mesh, stored: torch.dtype) -> None:
+    for param in table:
+        box = cut(param, place(param, rules, mesh.axes), mesh.axes, mesh.coords)
+        owner, _, name = param.name.rpartition(".")
+        mine = torch.empty(matrix_shape(param, box.shape), device="meta", dtype=stored)
+        old = model.get_parameter(param.name)
+        setattr(model.get_submodule(owner), name, nn.Parameter(mine, requires_grad=old.requires_grad))
+
+
+def _tell_spans(model: nn.Module, rules: Rules, mesh: Mesh) -> None:
+    for name, span in attributes(model, Span):
+        span.start, span.stop = rules.span(span.dim, span.size, mesh.axes, mesh.coords, name)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this rank stores of a parameter (or of a gradient), sharing its memory."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_grad(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else local(parameter.grad)
+
+
+def by_axes(table: Table, rules: Rules, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
+    """For every parameter, the axes that `finish` must sum its gradient over."""
+    return {p.name: missing(p, place(p, rules, mesh.axes)) for p in table}

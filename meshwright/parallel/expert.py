@@ -1,0 +1,41 @@
+"""Expert parallelism: rows travel to the rank that holds their expert, and back. Experts are whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Dispatch, attributes
+from ..layout.doors import Back
+from ..mesh import Mesh
+from ..mesh.collectives import Exchange, exchange
+
+
+def arm(model: nn.Module, mesh: Mesh) -> None:
+    size = mesh.axes.ep
+    if size == 1:
+        return
+    group = mesh.name_of(("ep",))
+
+    def there_and_back(x_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Back]:
+        return dispatch(x_ND, counts_E, size, group)
+
+    for _, door in attributes(model, Dispatch):
+        door.armed = there_and_back
+
+
+def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str) -> tuple[Tensor, Tensor, Back]:
+    """`x_ND` sorted by expert, `counts_E` rows each -> rows of my experts sorted by expert, their counts, the way back."""
+    even = [len(counts_E) // size] * size
+    from_rank_RE = exchange(counts_E, even, even, group).view(size, -1)
+    # The host must know the sizes of the pieces: the one place of a step that waits for the device.
+    sent, received = torch.stack([counts_E.view(size, -1).sum(1), from_rank_RE.sum(1)]).tolist()
+    rows_ND = Exchange.apply(x_ND, received, sent, group)
+    num_here = from_rank_RE.shape[1]
+    expert_N = torch.arange(num_here, device=x_ND.device).repeat(size).repeat_interleave(from_rank_RE.flatten())
+    order_N = expert_N.argsort(stable=True)  # they came by rank, then expert; the experts want them by expert
+
+    def back(y_ND: Tensor) -> Tensor:
+        return Exchange.apply(y_ND[order_N.argsort()], sent, received, group)
+
+    return rows_ND[order_N], from_rank_RE.sum(0), back

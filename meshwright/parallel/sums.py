@@ -1,0 +1,35 @@
+"""The rest of the gradient sums: what FSDP does not sum is summed here, once, at the end of a step.
+
+Each element's gradient is summed over exactly the ranks that hold it. FSDP does its shards and replicas; left are what
+tp stores whole (norms, routers, shared kv heads) and the float32 parameters, which no rank stores in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..layout import Param, Placement
+from ..mesh import Mesh
+
+
+def missing(param: Param, placement: Placement) -> tuple[str, ...]:
+    """The axes over which nobody has summed yet when backward is over."""
+    by_fsdp = () if param.float32 else ("replicate", *placement.shard)
+    return tuple(a for a in placement.copies if a not in by_fsdp)
+
+
+def finish(grads: Iterable[tuple[tuple[str, ...], Tensor]], mesh: Mesh) -> None:
+    """Sum each gradient over its axes, in place: one flat all-reduce for each set of axes."""
+    buckets: dict[tuple[str, ...], list[Tensor]] = {}
+    for axes, grad in grads:
+        live = tuple(a for a in axes if mesh.axes.size_of(a) > 1)
+        if live:
+            buckets.setdefault(live, []).append(grad)
+    for axes, bucket in buckets.items():
+        flat = torch.cat([g.flatten() for g in bucket])
+        mesh.sum_(flat, axes)
+        for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))

@@ -1,0 +1,34 @@
+"""Tensor + sequence parallelism: each door between own tokens and all tokens of the tp group gets its collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ..layout import ENTER, LEAVE, MEET, Door, attributes
+from ..mesh import Mesh
+from ..mesh.collectives import Exchange, Gather, ScatterSum
+
+
+def arm(model: nn.Module, mesh: Mesh) -> None:
+    size = mesh.axes.tp
+    if size == 1:
+        return
+    group = mesh.name_of(("tp",))
+    for _, door in attributes(model, Door):
+        door.armed = _collective(door, size, group)
+
+
+def _collective(door: Door, size: int, group: str) -> Callable[[Tensor], Tensor]:
+    def enter(x: Tensor) -> Tensor:
+        return Gather.apply(x, size, group)
+
+    def leave(x: Tensor) -> Tensor:
+        return ScatterSum.apply(x, size, group)
+
+    def meet(x: Tensor) -> Tensor:
+        even = [x.shape[0] // size] * size
+        return Exchange.apply(x, even, even, group)
+
+    return {ENTER: enter, LEAVE: leave, MEET: meet}[door.kind]

@@ -1,0 +1,32 @@
+"""Hugging Face directories in and out, by intersection of boxes."""
+
+from .export import export, exported_config
+from .init import fill_fresh
+from .load import Choice, Reader, carried_keys, check_keys, choose, chosen
+from .source import DTYPES, Entry, Source, open_source, read_config
+from .spelling import Key, Spelling, blocks_by_key, of_source, of_table
+from .stream import Holding, stream
+
+__all__ = [
+    "DTYPES",
+    "Choice",
+    "Entry",
+    "Holding",
+    "Key",
+    "Reader",
+    "Source",
+    "Spelling",
+    "blocks_by_key",
+    "carried_keys",
+    "check_keys",
+    "choose",
+    "chosen",
+    "export",
+    "exported_config",
+    "fill_fresh",
+    "of_source",
+    "of_table",
+    "open_source",
+    "read_config",
+    "stream",
+]

@@ -1,0 +1,97 @@
+"""How a model's files spell it: layout choice, dtype and file of every key. Recorded on load, used for export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from ..layout import Block, Param, Table
+from .load import Choice, chosen
+from .source import DTYPES, NAMES, Source
+
+_MAX_FILE_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Key:
+    """One tensor of an export."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Spelling:
+    choice: Choice
+    keys: Mapping[str, Key]  # in the order of files and of their bytes
+    carried: frozenset[str] = frozenset()
+    metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by file
+    source: Source | None = None  # where carried tensors lie
+
+    @property
+    def files(self) -> list[str]:
+        return list(dict.fromkeys(k.file for k in self.keys.values()))
+
+    def recast(self, dtype: torch.dtype) -> Spelling:
+        """The same with another dtype for every trained key."""
+        name = NAMES[dtype]
+        keys = {k.name: k if k.name in self.carried else Key(k.name, name, k.shape, k.file) for k in self.keys.values()}
+        return Spelling(self.choice, keys, self.carried, self.metadata, self.source)
+
+
+def of_source(table: Table, source: Source, choice: Choice, carried: list[str], fresh: list[str]) -> Spelling:
+    """As the source has it; parameters that it lacks (a new value head) go beside its last key."""
+    keys = {e.key: Key(e.key, e.dtype, e.shape, e.file) for e in source.entries.values()}
+    last = list(keys.values())[-1]
+    for name in fresh:
+        for key, shape in chosen(table[name], choice).keys.items():
+            keys[key] = Key(key, last.dtype if last.dtype in ("F32", "F16", "BF16") else "F32", shape, last.file)
+    ordered = sorted(keys.values(), key=lambda k: source.files.index(k.file))
+    return Spelling(choice, {k.name: k for k in ordered}, frozenset(carried), source.metadata, source)
+
+
+def of_table(table: Table, dtype: torch.dtype) -> Spelling:
+    """For a model with no source: the first layout of each group, `dtype` for all but float32 parameters."""
+    choice = {group: names[0] for group, names in table.groups.items() if group}
+    shapes = [(k, s, p) for p in table for k, s in chosen(p, choice).keys.items()]
+    unique = {k: (s, "F32" if p.float32 else NAMES[dtype]) for k, s, p in shapes}
+    sizes = {k: prod(s) * DTYPES[d].itemsize for k, (s, d) in unique.items()}
+    files = _spread(sizes)
+    return Spelling(
+        choice,
+        {k: Key(k, d, s, files[k]) for k, (s, d) in unique.items()},
+        metadata={file: {"format": "pt"} for file in files.values()},
+    )
+
+
+def _spread(sizes: Mapping[str, int]) -> dict[str, str]:
+    """One file, or files of at most 5 GB with the usual names."""
+    numbers, filled, number = {}, 0, 0
+    for key, size in sizes.items():
+        if filled and filled + size > _MAX_FILE_BYTES:
+            filled, number = 0, number + 1
+        numbers[key], filled = number, filled + size
+    if number == 0:
+        return dict.fromkeys(sizes, "model.safetensors")
+    return {k: f"model-{n + 1:05d}-of-{number + 1:05d}.safetensors" for k, n in numbers.items()}
+
+
+def blocks_by_key(table: Table, choice: Choice) -> dict[str, list[tuple[Param, Block]]]:
+    """What every key is made of."""
+    out: dict[str, list[tuple[Param, Block]]] = {}
+    for param in table:
+        layout = chosen(param, choice)
+        for block in (*layout.blocks, *layout.copies):
+            out.setdefault(block.key, []).append((param, block))
+    return out
+
+

@@ -1,0 +1,168 @@
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from meshwright.ops import causal_conv, delta_rule, documents, gates
+from tests.ops import references
+from tests.ops.references import assert_no_leak, assert_same, compare, differentiate, quick, ragged, rand, smoke
+
+
+def inputs(num_tokens, groups=2, ratio=2, key_dim=3, value_dim=4, decay=1.0):
+    q, k = rand(num_tokens, groups, key_dim), rand(num_tokens, groups, key_dim, seed=1)
+    v = rand(num_tokens, groups, ratio, value_dim, seed=2)
+    g = -decay * rand(num_tokens, groups, ratio, seed=3, grad=False).exp()
+    return [q, k, v, g.requires_grad_(), rand(num_tokens, groups, ratio, seed=4, grad=False).sigmoid().requires_grad_()]
+
+
+@quick
+@given(ragged, st.sampled_from([1, 2, 4]))
+def test_conv_against_reference(lengths, width):
+    docs = documents(lengths, "cpu")
+    compare(
+        lambda x, w: causal_conv(x, w, docs),
+        lambda x, w: references.causal_conv(x, w, docs.bounds),
+        [rand(sum(lengths), 5), rand(5, width, seed=1)],
+    )
+
+
+def test_conv_documents_do_not_leak():
+    docs, weight = documents([3, 1, 2, 1, 9], "cpu"), rand(5, 4, seed=1)
+    assert_no_leak(lambda x: causal_conv(x, weight, docs), [rand(16, 5)], docs.bounds)
+
+
+def test_conv_keeps_an_infinity_in_its_document():
+    x = rand(8, 2, grad=False)
+    x[2] = torch.inf
+    y = causal_conv(x, rand(2, 4, grad=False), documents([3, 5], "cpu"))
+    assert torch.isfinite(y[3:]).all()
+
+
+def test_gates_against_their_formula():
+    a, b, A_log, dt_bias = rand(5, 2, 3), rand(5, 2, 3, seed=1), rand(2, 3, seed=2), rand(2, 3, seed=3)
+    compare(
+        lambda a, A_log, dt_bias: gates(a, b, A_log, dt_bias)[0],
+        lambda a, A_log, dt_bias: -torch.exp(A_log) * torch.log1p(torch.exp(a + dt_bias)),
+        [a, A_log, dt_bias],
+    )
+    compare(lambda b: gates(a, b, A_log, dt_bias)[1], lambda b: 1 / (1 + torch.exp(-b)), [b])
+
+
+def test_gates_round_nothing_to_bf16():
+    """Neither the parameters, whose error would compound over a document, nor the sum a + dt_bias."""
+    a, b = rand(50, 6, dtype=torch.bfloat16), rand(50, 6, seed=1, dtype=torch.bfloat16)
+    A_log, dt_bias = rand(6, seed=2, dtype=torch.float32), rand(6, seed=3, dtype=torch.float32)
+    low, high = gates(a, b, A_log, dt_bias), gates(a.float(), b.float(), A_log, dt_bias)
+    assert all(torch.equal(x, y) for x, y in zip(low, high, strict=True))
+
+
+@quick
+@given(ragged, st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.sampled_from([1, 4, 8, 64]))
+def test_rule_against_reference(lengths, heads, chunk):
+    docs = documents(lengths, "cpu")
+    compare(
+        lambda *x: delta_rule(*x, docs, chunk),
+        lambda *x: references.delta_rule(*x, docs.bounds),
+        inputs(sum(lengths), *heads),
+    )
+
+
+def test_rule_over_documents_longer_than_its_real_chunk():
+    docs = documents([3, 130, 64, 1, 67], "cpu")
+    compare(
+        lambda *x: delta_rule(*x, docs),
+        lambda *x: references.delta_rule(*x, docs.bounds),
+        inputs(265, 1, 2, decay=0.05),
+    )
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_rule_documents_do_not_leak(chunk):
+    docs = documents([3, 1, 9, 1, 2, 13], "cpu")
+    assert_no_leak(lambda *x: delta_rule(*x, docs, chunk), inputs(29), docs.bounds)
+
+
+def test_a_document_is_the_same_alone_and_packed():
+    lengths = [7, 70, 1, 50]
+    docs, streams = documents(lengths, "cpu"), inputs(128, decay=0.1)
+    packed = delta_rule(*streams, docs)
+    pieces = zip(*(x.split(lengths) for x in streams), strict=True)
+    alone = [delta_rule(*piece, documents([n], "cpu")) for n, piece in zip(lengths, pieces, strict=True)]
+    assert (packed - torch.cat(alone)).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("theirs", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
+def test_rule_as_transformers(theirs):
+    streams = [x.detach().float().requires_grad_() for x in inputs(150, 2, 2, 8, 16, decay=0.1)]
+
+    def reference(q, k, v, g, beta):
+        flat = [q[None], k[None], v.flatten(1, 2)[None], g.flatten(1)[None], beta.flatten(1)[None]]
+        return theirs(*flat, use_qk_l2norm_in_kernel=True)[0][0].view(v.shape)
+
+    ours = differentiate(lambda *x: delta_rule(*x, documents([150], "cpu")), streams)
+    assert_same(ours, differentiate(reference, streams), 1e-5)
+
+
+@pytest.mark.parametrize("huge", [50.0, 1e4, 1e30, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_very_negative_decay_is_finite_and_hurts_no_neighbour(huge, dtype):
+    """A state that is forgotten at once. In float32, too, the decay after it must keep its digits."""
+    docs, streams = documents([5, 90, 33], "cpu"), [x.detach().to(dtype) for x in inputs(128, decay=0.01)]
+    streams[3][::7] = -huge
+    got = differentiate(lambda *x: delta_rule(*x, docs), [x.requires_grad_() for x in streams])
+    assert all(torch.isfinite(x).all() for x in got)
+    wide = [x.detach().double().clamp(min=-1e5).requires_grad_() for x in streams]
+    want = differentiate(lambda *x: references.delta_rule(*x, docs.bounds), wide)
+    assert_same(got, want, 1e-10 if dtype == torch.float64 else 3e-6)
+
+
+def test_no_decay_at_all_is_finite():
+    streams = inputs(40)
+    streams[3] = torch.zeros_like(streams[3]).requires_grad_()
+    docs = documents([40], "cpu")
+    compare(lambda *x: delta_rule(*x, docs, 16), lambda *x: references.delta_rule(*x, docs.bounds), streams)
+
+
+def test_zero_keys_are_finite():
+    streams = inputs(20)
+    with torch.no_grad():
+        streams[0][3], streams[1][3] = 0, 0
+    docs = documents([20], "cpu")
+    compare(lambda *x: delta_rule(*x, docs, 16), lambda *x: references.delta_rule(*x, docs.bounds), streams)
+
+
+def test_no_tokens_still_give_gradients():
+    docs, weight, streams = documents([], "cpu"), rand(5, 4), inputs(0)
+    (causal_conv(rand(0, 5), weight, docs).sum() + delta_rule(*streams, docs).sum()).backward()
+    assert all(x.grad is not None for x in [weight, *streams])
+    assert (weight.grad == 0).all()
+
+
+def test_refuses_a_stream_of_another_length():
+    with pytest.raises(ValueError, match="q has 5 tokens but its documents have 4"):
+        delta_rule(*inputs(5), documents([4], "cpu"))
+    with pytest.raises(ValueError, match="x has 5 tokens but its documents have 4"):
+        causal_conv(rand(5, 2), rand(2, 4), documents([4], "cpu"))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_smoke(dtype, tolerance):
+    docs = documents([20, 1, 3, 100], "cpu")
+    smoke(lambda x, w: causal_conv(x, w, docs), [rand(124, 6), rand(6, 4, seed=1)], dtype, tolerance)
+    smoke(lambda *x: delta_rule(*x, docs), inputs(124, key_dim=8, value_dim=8, decay=0.1), dtype, tolerance)
+
+
+def test_quick_at_1024_tokens():
+    docs, streams = (
+        documents([1000, 24], "cpu"),
+        [x.detach().float().requires_grad_() for x in inputs(1024, 4, 2, 32, 32)],
+    )
+    start = time.perf_counter()
+    delta_rule(*streams, docs).sum().backward()
+    assert time.perf_counter() - start < 5  # 0.06 s when alone; the bound only catches a loop over tokens

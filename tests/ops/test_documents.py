@@ -1,0 +1,33 @@
+import pytest
+import torch
+from hypothesis import given
+
+from meshwright.ops import documents
+from tests.ops.references import quick, ragged
+
+
+@quick
+@given(ragged)
+def test_positions_restart_and_bounds_agree(lengths):
+    docs = documents(lengths, "cpu", padded=20)
+    assert docs.positions_T.tolist() == [i for n in lengths for i in range(n)]
+    assert docs.positions_T.dtype == torch.int64
+    assert docs.bounds == tuple(sum(lengths[:i]) for i in range(len(lengths) + 1))
+    assert docs.lengths == tuple(lengths)
+    assert docs.cu_seqlens.dtype == torch.int32
+    assert docs.cu_seqlens.tolist() == [*docs.bounds] + [sum(lengths)] * (20 - len(docs.bounds))
+
+
+def test_unpadded_and_empty():
+    assert documents([3, 1], "cpu").cu_seqlens.tolist() == [0, 3, 4]
+    empty = documents([], "cpu", padded=2)
+    assert (empty.bounds, empty.cu_seqlens.tolist(), empty.positions_T.numel()) == ((0,), [0, 0], 0)
+
+
+def test_refuses_what_it_cannot_hold():
+    with pytest.raises(ValueError, match="document 1 has length 0"):
+        documents([2, 0, 3], "cpu")
+    with pytest.raises(ValueError, match="document 0 has length -2"):
+        documents([-2], "cpu")
+    with pytest.raises(ValueError, match="give padded >= 4"):
+        documents([1, 2, 3], "cpu", padded=3)

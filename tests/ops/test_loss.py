@@ -1,0 +1,99 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.ops import combine_stats, token_stats
+from tests.ops import references
+from tests.ops.references import assert_same, compare, quick, rand, smoke
+
+LABELS = torch.tensor([0, 6, -100, 7, 3, -1, 3, 99, 2, 5, 1])  # of 7 words, some outside
+
+
+@quick
+@given(st.integers(0, 11), st.sampled_from([1, 3, 4, 1024]))
+def test_against_reference(num_tokens, chunk):
+    x, weight, labels = rand(num_tokens, 4), rand(7, 4, seed=1), LABELS[:num_tokens]
+    if num_tokens:
+        compare(
+            lambda x, w: token_stats(x, w, labels, chunk),
+            lambda x, w: references.token_stats(x, w, labels),
+            [x, weight],
+        )
+    token_stats(x, weight, labels, chunk).sum().backward()
+    assert x.grad.shape == x.shape
+    assert weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_gradcheck(entropy):
+    inputs = (rand(11, 4), rand(7, 4, seed=1))
+    assert torch.autograd.gradcheck(lambda x, w: token_stats(x, w, LABELS, 4, entropy), inputs)
+
+
+def test_without_entropy_the_third_is_zero_and_its_gradient_ignored():
+    x, weight = rand(11, 4), rand(7, 4, seed=1)
+    full, part = token_stats(x, weight, LABELS), token_stats(x, weight, LABELS, entropy=False)
+    assert torch.equal(full[:, :2], part[:, :2])
+    assert (part[:, 2] == 0).all()
+    d = rand(11, 3, seed=2, grad=False)
+    got = torch.autograd.grad(part, (x, weight), d)
+    want = torch.autograd.grad(full, (x, weight), d * torch.tensor([1.0, 1.0, 0.0]))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_side_gets_no_gradient(frozen):
+    pair = [rand(11, 4), rand(7, 4, seed=1)]
+    pair[frozen].requires_grad_(False)
+    token_stats(*pair, LABELS, 4).sum().backward()
+    assert pair[frozen].grad is None
+    assert pair[1 - frozen].grad is not None
+
+
+def slices(x, weight, labels, cuts, chunk=4):
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    parts = zip(weight.split(cuts), starts, strict=True)
+    return torch.stack([token_stats(x, part, labels - start, chunk) for part, start in parts])
+
+
+@quick
+@given(st.sampled_from([[7], [3, 4], [1, 5, 1], [1] * 7]))
+def test_slices_of_the_vocabulary_make_log_softmax(cuts):
+    labels = torch.tensor([0, 6, 1, 5, 3, 2, 3, 0, 2, 5, 1])
+
+    def ours(x, weight):
+        return torch.stack(combine_stats(slices(x, weight, labels, cuts)))
+
+    def reference(x, weight):
+        logp = (x @ weight.T).log_softmax(-1)
+        return torch.stack([logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
+
+    compare(ours, reference, [rand(11, 4), rand(7, 4, seed=1)])
+
+
+def test_a_label_in_no_slice_counts_as_zero_logit():
+    x, weight = rand(11, 4), rand(7, 4, seed=1)
+    logprobs, _ = combine_stats(slices(x, weight, torch.full((11,), -100), [3, 4]))
+    assert torch.allclose(logprobs, -(x @ weight.T).logsumexp(-1))
+
+
+def test_large_logits_are_finite():
+    x, weight, labels = rand(11, 4, dtype=torch.float32), rand(7, 4, seed=1, dtype=torch.float32), LABELS.clamp(0, 6)
+    logprobs, entropy = combine_stats(slices(x * 1e4, weight, labels, [3, 4]))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert all(torch.isfinite(t).all() for t in (logprobs, entropy, x.grad, weight.grad))
+
+
+def test_float32_is_summed_in_float32_over_chunks():
+    """256 chunks of gradient 1 each: a bf16 sum would stop at 256 ulps and lose the rest."""
+    x = torch.ones(1024, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    token_stats(x, weight, torch.zeros(1024, dtype=torch.int64), chunk=1)[:, 1].sum().backward()
+    assert weight.grad.item() == 1024
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_smoke(dtype, tolerance):
+    assert token_stats(rand(11, 8, dtype=dtype), rand(7, 8, dtype=dtype), LABELS).dtype == torch.float32
+    smoke(lambda x, w: token_stats(x, w, LABELS, 4).to(dtype), [rand(11, 8), rand(7, 8, seed=1)], dtype, tolerance)

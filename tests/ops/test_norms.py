@@ -1,0 +1,73 @@
+import pytest
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
+
+from meshwright.ops import gated_rms_norm, rms_norm, swiglu, upcast
+from tests.ops.references import compare, rand, smoke
+
+
+def reference(x, weight):
+    return torch.stack([row / ((row * row).sum() / row.numel() + 1e-6).sqrt() * weight for row in x])
+
+
+def test_upcast_is_to_at_least_float32():
+    want = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
+    assert {d: upcast(torch.ones(1, dtype=d)).dtype for d in want} == want
+
+
+def plain(x, weight):
+    return rms_norm(x, weight, 1e-6)
+
+
+def zero_centred(x, weight):
+    return rms_norm(x, weight, 1e-6, zero_centred=True)
+
+
+def gated(x, gate, weight):
+    return gated_rms_norm(x, gate, weight, 1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_against_reference(num_tokens):
+    x, gate, weight = rand(num_tokens, 6), rand(num_tokens, 6, seed=1), rand(6, seed=2)
+    compare(plain, reference, [x, weight])
+    compare(zero_centred, lambda x, w: reference(x, 1 + w), [x, weight])
+    compare(gated, lambda x, g, w: reference(x, w) * g * g.sigmoid(), [x, gate, weight])
+    compare(swiglu, lambda g, u: g * g.sigmoid() * u, [gate, x])
+
+
+def test_no_tokens_still_give_gradients():
+    x, weight = rand(0, 6), rand(6)
+    (plain(x, weight).sum() + zero_centred(x, weight).sum() + gated(x, x, weight).sum()).backward()
+    assert (weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_bitwise_as_transformers(dtype, weight_dtype):
+    x, gate, weight = rand(5, 16, dtype=dtype), rand(5, 16, seed=1, dtype=dtype), rand(16, seed=2, dtype=weight_dtype)
+    cases = [
+        (Qwen3RMSNorm(16, 1e-6), lambda w: plain(x, w), (x,)),
+        (Qwen3_5RMSNorm(16, 1e-6), lambda w: zero_centred(x, w), (x,)),
+        (Qwen3_5RMSNormGated(16, 1e-6), lambda w: gated(x, gate, w), (x, gate)),
+    ]
+    for module, op, inputs in cases:
+        module.weight.data = weight.detach().clone()
+        y = op(weight)
+        assert y.dtype == dtype  # also where a float32 weight makes transformers return float32
+        assert torch.equal(y, module(*inputs).to(dtype))
+
+
+def test_zero_centred_keeps_small_weights():
+    x = torch.ones(1, 8, dtype=torch.float32)
+    weight = torch.full((8,), 2**-12, dtype=torch.bfloat16)  # 1 + w is 1 in bf16
+    assert (rms_norm(x, weight, 0.0, zero_centred=True) == 1 + 2**-12).all()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_smoke(dtype, tolerance):
+    x, gate, weight = rand(9, 16), rand(9, 16, seed=1), rand(16, seed=2)
+    smoke(plain, [x, weight], dtype, tolerance)
+    smoke(gated, [x, gate, weight], dtype, tolerance)
+    smoke(swiglu, [x, gate], dtype, tolerance)

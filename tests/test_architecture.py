@@ -1,0 +1,164 @@
+"""The house's rules that a linter does not know, read from the source; each finding names file:line and the way out."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "meshwright").rglob("*.py"))
+
+MAX_FILE_LINES = 499
+MAX_FUNCTION_LINES = 60
+WITHOUT_PROCESS_GROUP = ("layout", "ops", "models")
+
+Finding = tuple[int, str]
+Rule = Callable[[str, ast.Module, str], Iterator[Finding]]
+
+
+def file_length(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    num_lines = len(text.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield num_lines, f"the file has {num_lines} lines; split it, {MAX_FILE_LINES} are allowed"
+
+
+def function_length(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = node.end_lineno - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield (
+                    node.lineno,
+                    f"{node.name} has {num_lines} lines; name its parts, {MAX_FUNCTION_LINES} are allowed",
+                )
+
+
+def probing(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "getattr" and len(node.args) == 3:
+            yield node.lineno, "getattr with a default hides a missing attribute; declare it, and read it plainly"
+
+
+def swallowed_exceptions(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield node.lineno, "a bare except also catches KeyboardInterrupt; name the exceptions that are expected"
+        elif isinstance(node, ast.ExceptHandler) and catches_all(node.type) and not any(map(does_something, node.body)):
+            yield node.lineno, "an exception of any kind is swallowed; name the expected one, or let it rise"
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith("suppress") and any(map(catches_all, node.args)):
+            yield node.lineno, "an exception of any kind is suppressed; name the expected one, or let it rise"
+
+
+def process_groups(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    if room in WITHOUT_PROCESS_GROUP:
+        for line, name in used_names(tree):
+            if name == "torch.distributed" or name.startswith("torch.distributed."):
+                yield line, f"torch.distributed in {room}; communicate in parallel, behind a door that the mesh arms"
+
+
+def reference_library(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    if room != "data":
+        for line, name in used_names(tree):
+            if name.split(".")[0] == "transformers":
+                yield line, f"transformers in {room}; only data may import it, the others read config.json themselves"
+
+
+def device_names(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    if not room.startswith("mesh"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and str(node.value).split(":")[0] == "cuda":
+                yield node.lineno, '"cuda" outside of mesh; take the device from the mesh or from a tensor'
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of a chain of attributes, else the empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    parent = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{parent}.{node.attr}" if parent else ""
+
+
+def used_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Modules and names that are imported, and chains of attributes that start at a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed":
+            yield node.lineno, "torch.distributed"
+
+
+def catches_all(node: ast.expr) -> bool:
+    names = node.elts if isinstance(node, ast.Tuple) else [node]
+    return any(dotted(name) in ("Exception", "BaseException") for name in names)
+
+
+def does_something(node: ast.stmt) -> bool:
+    return not isinstance(node, ast.Pass | ast.Continue) and not (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+
+
+def findings(rule: Rule, path: str, text: str) -> list[str]:
+    """What `rule` finds in the file at `path`, which starts with meshwright/."""
+    room = PurePosixPath(path).parts[1].removesuffix(".py")
+    return [f"{path}:{line}: {message}" for line, message in rule(room, ast.parse(text), text)]
+
+
+RULES = [file_length, function_length, probing, swallowed_exceptions, process_groups, reference_library, device_names]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps(rule: Rule) -> None:
+    assert SOURCES, f"no sources under {ROOT / 'meshwright'}; the test looks in the wrong place"
+    found = [
+        line
+        for path in SOURCES
+        for line in findings(rule, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+# A rule that has gone blind passes for ever, so each is shown what it must see (line > 0) and must not see (0).
+@pytest.mark.parametrize(
+    ("rule", "path", "text", "line"),
+    [
+        (file_length, "engine.py", "x = 1\n" * 500, 500),
+        (file_length, "engine.py", "x = 1\n" * 499, 0),
+        (function_length, "engine.py", "\ndef f():\n" + "    x = 1\n" * 60, 2),
+        (function_length, "engine.py", "\ndef f():\n" + "    x = 1\n" * 59, 0),
+        (probing, "engine.py", "getattr(x, 'y', None)", 1),
+        (probing, "engine.py", "getattr(x, y)", 0),
+        (swallowed_exceptions, "engine.py", "try:\n    f()\nexcept:\n    raise", 3),
+        (swallowed_exceptions, "engine.py", "try:\n    f()\nexcept Exception:\n    pass", 3),
+        (swallowed_exceptions, "engine.py", "try:\n    f()\nexcept (OSError, BaseException):\n    ...", 3),
+        (swallowed_exceptions, "engine.py", "with contextlib.suppress(Exception):\n    f()", 1),
+        (swallowed_exceptions, "engine.py", "try:\n    f()\nexcept OSError:\n    pass", 0),
+        (swallowed_exceptions, "engine.py", "try:\n    f()\nexcept Exception:\n    clean()\n    raise", 0),
+        (process_groups, "layout/boxes.py", "import torch.distributed as dist", 1),
+        (process_groups, "ops/loss.py", "import torch\nfrom torch import distributed", 2),
+        (process_groups, "models/qwen3.py", "from torch.distributed.tensor import DTensor", 1),
+        (process_groups, "layout.py", "import torch\ntorch.distributed.barrier()", 2),
+        (process_groups, "parallel/tensor.py", "import torch.distributed as dist", 0),
+        (reference_library, "models/qwen3.py", "from transformers import AutoConfig", 1),
+        (reference_library, "models/qwen3.py", "def f():\n    import transformers.models", 2),
+        (reference_library, "data/chat.py", "from transformers import AutoTokenizer", 0),
+        (device_names, "engine.py", "x.to('cuda')", 1),
+        (device_names, "engine.py", "x.to(f'cuda:{i}')", 1),
+        (device_names, "mesh.py", "x.to('cuda')", 0),
+    ],
+)
+def test_rule_sees(rule: Rule, path: str, text: str, line: int) -> None:
+    found = findings(rule, f"meshwright/{path}", text)
+    assert [finding.split(": ")[0] for finding in found] == ([f"meshwright/{path}:{line}"] if line else [])
+
+
+def test_storeys() -> None:
+    command = Path(sys.executable).with_name("lint-imports")
+    assert command.exists(), "lint-imports is not installed; run `make setup`"
+    result = subprocess.run([command, "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, "\n" + result.stdout + result.stderr

@@ -1,0 +1,97 @@
+"""Tiny models of odd sizes, written as Hugging Face directories, and unequal data for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import meshwright as mw
+
+ODD: dict[str, dict[str, Any]] = {
+    "qwen3": dict(
+        model_type="qwen3", vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, num_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True, mlp_only_layers=[1],
+    ),
+    "qwen3_5": dict(
+        model_type="qwen3_5_text", vocab_size=131, hidden_size=36, intermediate_size=44, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
+        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=6, linear_value_head_dim=10,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25, mrope_section=[1, 1, 0]),
+    ),
+}  # fmt: skip
+ODD["qwen3_tied"] = {**ODD["qwen3"], "tie_word_embeddings": True}
+
+CLASSES = {
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+}
+
+
+def reference(name: str, **changes: Any) -> Any:
+    """transformers' model of an odd config, every parameter away from its special initial value."""
+    config = {**ODD[name], **changes}
+    make_config, make_model = CLASSES[config["model_type"]]
+    torch.manual_seed(7)
+    model = make_model(make_config(**{k: v for k, v in config.items() if k != "model_type"})).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, layout: str | None = None, **changes: Any) -> Path:
+    """Save the reference under `at` in `dtype`, float32 for what hub files keep so; experts in `layout`."""
+    from safetensors.torch import save_file
+
+    model = reference(name, **changes)
+    tensors = {}
+    for key, value in model.state_dict().items():
+        exact = key.endswith(("A_log", "linear_attn.norm.weight"))
+        tensors[key] = value.detach().to(torch.float32 if exact else dtype).contiguous().clone()
+    if layout != "fused":
+        tensors = _per_expert(tensors)
+    if ODD[name].get("tie_word_embeddings") and layout != "twice":
+        tensors.pop("lm_head.weight", None)
+    at.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
+    config = {**ODD[name], **changes, "dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
+    (at / "config.json").write_text(json.dumps(config))
+    return at
+
+
+def _per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out = {}
+    for key, value in tensors.items():
+        if key.endswith("experts.gate_up_proj"):
+            for e, both in enumerate(value):
+                for part, name in zip(both.chunk(2), ("gate_proj", "up_proj"), strict=True):
+                    out[key.replace("gate_up_proj", f"{e}.{name}.weight")] = part.contiguous().clone()
+        elif key.endswith("experts.down_proj"):
+            for e, one in enumerate(value):
+                out[key.replace("down_proj", f"{e}.down_proj.weight")] = one.contiguous().clone()
+        else:
+            out[key] = value
+    return out
+
+
+def batches(data_rank: int, *, num: int = 2, length: int = 40, vocab: int = 131, target: bool = False) -> list[mw.Batch]:
+    """Documents that differ on every data rank and micro-batch; unequal numbers of targets; a filler tail."""
+    out = []
+    for number in range(num):
+        g = torch.Generator().manual_seed(100 * data_rank + number)
+        sizes = [[5, 1, 9, 13], [17, 2, 3], [30, 1], [11, 11, 11, 4]][(data_rank + 2 * number) % 4]
+        docs = [torch.randint(vocab, (n,), generator=g).tolist() for n in sizes]
+        fields = {"target": [torch.randn(n, generator=g).tolist() for n in sizes]} if target else None
+        out.append(mw.pack(docs, length=length, fields=fields))
+    return out
