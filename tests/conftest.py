@@ -4,7 +4,19 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from collections.abc import Iterator
+
+import pytest
 import torch
+import torch.distributed as dist
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_here() -> Iterator[None]:
+    """Process groups belong into forked worlds: one that lived here would leave threads and locks to later forks."""
+    yield
+    assert not dist.is_initialized(), "this test made a mesh in the test process; use tests.worlds.run(1, ...)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 from .. import parallel
 from ..data import IGNORE, Batch
 from ..errors import ConfigError, DataError, NonFiniteError, RankError, StateError
+from ..layout import missing
+from ..mesh import DENSE
 from ..optim import AdamW, Settings, squares
 from .forward import check, own, reshard, score
 from .losses import Loss, cross_entropy
 from .model import Model
 
-_WORLD = ("pp", "replicate", "fsdp", "cp", "tp")
+COUNTED = 5  # numbers that every rank tells all others before a step
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Engine:
             term.backward()
             total += term.detach().double()
         self.finish()
-        loss = self.model.mesh.sum_(total, _WORLD).item()
+        loss = self.model.mesh.sum_(total, DENSE).item()
         self._ready = (loss, count)
         return loss
 
@@ -104,8 +106,8 @@ class Engine:
         """Clip and apply the gradients that `backward` left. Returns their norm before clipping."""
         if self._ready is None:
             raise StateError(f"update() of step {self.steps} found no gradients; call backward(batches) first")
-        grads, mesh = self.model.grads(), self.model.mesh
-        norm = mesh.sum_(squares(grads, self.model.owned, mesh.device), _WORLD).sqrt().item()
+        grads = self.model.grads()
+        norm = self.norm(grads)
         if not torch.isfinite(torch.tensor(norm)):  # the same number on all ranks: all raise or none
             self.discard()
             raise NonFiniteError(f"the gradient norm of step {self.steps} is {norm}; no parameter was changed")
@@ -116,6 +118,11 @@ class Engine:
         self.discard()
         self.steps += 1
         return norm
+
+    def norm(self, grads: Mapping[str, Tensor]) -> float:
+        """Of finished gradients, given as each rank stores them: every element of the model counts once."""
+        mesh = self.model.mesh
+        return mesh.sum_(squares(grads, self.model.owned, mesh.device), DENSE).sqrt().item()
 
     def discard(self) -> None:
         """Forget the gradients."""
@@ -131,7 +138,7 @@ class Engine:
         for batch in batches:
             total += self._terms(batch.to(self.model.mesh.device)).double().sum() / count.weight
         reshard(self.model)
-        return self.model.mesh.sum_(total, _WORLD).item()
+        return self.model.mesh.sum_(total, DENSE).item()
 
     def finish(self) -> None:
         """The one place where the sums that FSDP leaves out are made: every gradient is then complete."""
@@ -140,7 +147,7 @@ class Engine:
         lacking = [name for name in model.trainable if name not in grads]
         if lacking:
             raise StateError(f"{lacking[0]} got no gradient ({len(lacking)} such parameters); each must, zeros if unused")
-        axes = parallel.by_axes(model.table, model.rules, model.mesh)
+        axes = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in grads}
         parallel.finish([(axes[name], grad) for name, grad in grads.items()], model.mesh)
 
     def _terms(self, batch: Batch) -> Tensor:
@@ -162,7 +169,7 @@ class Engine:
         for batch in batches:
             check(self.model, batch)
         mine = torch.tensor([_summary(batches)], dtype=torch.float64, device=self.model.mesh.device)
-        table = self.model.mesh.gather_rows(mine, _WORLD).tolist()
+        table = self.model.mesh.gather_rows(mine, DENSE).tolist()
         axes = self.model.mesh.axes
         for rank, row in enumerate(table):
             first = next(r for r in range(axes.world) if axes.data_rank(r) == axes.data_rank(rank))

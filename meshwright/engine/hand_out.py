@@ -24,7 +24,7 @@ def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
     keys = [k for k in model.spelling.keys.values() if k.name not in model.spelling.carried]
     made_of = weights.blocks_by_key(model.table, model.spelling.choice)
     keys = [k for k in keys if all(p.name in stored for p, _ in made_of[k.name])]
-    for key, tensor in weights.stream(model.holding(stored), model.spelling, keys, exact=which == "weight"):
+    for key, tensor in weights.whole_tensors(model.holding(stored), model.spelling, keys, exact=which == "weight"):
         yield key.name, tensor
 
 
@@ -40,7 +40,7 @@ def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtyp
     """
     spelling = model.spelling if dtype is None else model.spelling.recast(dtype)
     config = weights.exported_config(model.config, dtype)
-    weights.export(model.holding(model.stored()), spelling, config, model.directory, Path(directory))
+    weights.write_directory(model.holding(model.stored()), spelling, config, model.directory, Path(directory))
 
 
 def _stored(model: Model, which: str) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import parallel
-from ..errors import ConfigError
-from ..layout import Piece, Rules, Table, owns, pieces
+from ..errors import ConfigError, LayoutError
+from ..layout import Piece, Rules, Table, Unit, owns, pieces, units_of
 from ..log import progress
 from ..mesh import Mesh
 from ..models import Decoder, describe, prefix_of
@@ -47,6 +47,7 @@ class Model:
     rules: Rules
     table: Table
     parts: tuple[Decoder, ...]
+    units: tuple[Unit, ...]
     dtype: torch.dtype
     config: Mapping[str, Any]
     directory: Path  # of config.json and the tokenizer
@@ -150,8 +151,13 @@ def _place(
         raise ConfigError(f"dtype={compute} cannot be computed in; choose from {', '.join(map(str, COMPUTE))}")
     _freeze(module, table, [train] if isinstance(train, str) else list(train))
     rules = Rules()
-    parallel.distribute(module, module.units(), table, rules, mesh, compute, reshard=True)
-    return Model(mesh, rules, table, (module,), compute, config, directory, spelling)
+    units = units_of(module, module.units())
+    parallel.distribute(module, units, table, rules, mesh, compute)
+    model = Model(mesh, rules, table, (module,), tuple(units), compute, config, directory, spelling)
+    for name, stored in model.stored().items():
+        if tuple(stored.shape) != model.pieces[name].shape:  # FSDP and the table must cut alike
+            raise LayoutError(f"{name}: rank {mesh.rank} stores {tuple(stored.shape)}, the table says {model.pieces[name].shape}")
+    return model
 
 
 def _freeze(module: Decoder, table: Table, patterns: Sequence[str]) -> None:

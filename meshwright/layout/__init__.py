@@ -1,9 +1,10 @@
 """The drawing: what every parameter is, how it is cut, and which doors activations pass. Pure data, no process group."""
 
+from .bill import Charge, Step, Unit, bill, units_of
 from .boxes import Box, check_tiling, chunk, interval
 from .doors import ENTER, LEAVE, MEET, Dispatch, Door, Kind, Span, attributes
 from .params import Block, Declared, Init, Layout, Param, Table, collect, matrix_shape, plain, segments, weight
-from .rules import Piece, Placement, Rules, cut, owns, piece, pieces, place
+from .rules import Piece, Placement, Rules, cut, missing, owns, piece, pieces, place
 
 __all__ = [
     "ENTER",
@@ -11,6 +12,7 @@ __all__ = [
     "MEET",
     "Block",
     "Box",
+    "Charge",
     "Declared",
     "Dispatch",
     "Door",
@@ -22,19 +24,24 @@ __all__ = [
     "Placement",
     "Rules",
     "Span",
+    "Step",
     "Table",
+    "Unit",
     "attributes",
+    "bill",
     "check_tiling",
     "chunk",
     "collect",
     "cut",
     "interval",
     "matrix_shape",
+    "missing",
     "owns",
     "piece",
     "pieces",
     "place",
     "plain",
     "segments",
+    "units_of",
     "weight",
 ]

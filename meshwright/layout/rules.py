@@ -74,6 +74,13 @@ def place(param: Param, rules: Rules, axes: Axes) -> Placement:
     return Placement(split, shard, tuple(a for a in ("replicate", "fsdp", "cp", "tp") if a not in used))
 
 
+def missing(param: Param, rules: Rules, axes: Axes) -> tuple[str, ...]:
+    """The axes over which FSDP does not sum a gradient: what is left to sum when backward is over."""
+    placement = place(param, rules, axes)
+    by_fsdp = () if param.float32 else ("replicate", *placement.shard)
+    return tuple(a for a in placement.copies if a not in by_fsdp)
+
+
 @dataclass(frozen=True)
 class Piece:
     """What one rank stores: rows `lo..hi` of the matrix of `box` (its cut by tp or ep)."""

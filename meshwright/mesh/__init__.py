@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import MeshError
 from .axes import DENSE, EXPERT, Axes
+from .collectives import gather
 
 __all__ = ["DENSE", "EXPERT", "Axes", "Mesh"]
 
@@ -100,9 +101,7 @@ class Mesh:
         size = self.size_of(axes)
         if size == 1:
             return x
-        out = x.new_empty(size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.process_group(axes))
-        return out
+        return gather(x, size, self.name_of(axes))
 
     def token_range(self, num_tokens: int) -> tuple[int, int]:
         """This rank's tokens of its data rank's stream: contiguous by (cp, tp)."""

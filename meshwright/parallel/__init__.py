@@ -6,23 +6,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..layout import Dispatch, Rules, Span, Table, attributes, cut, matrix_shape, place
+from ..layout import Rules, Span, Table, Unit, attributes, cut, matrix_shape, place
 from ..mesh import Mesh
 from . import expert, fsdp, tensor
 from .fsdp import expect_last
-from .sums import finish, missing
+from .sums import finish
 
-__all__ = ["by_axes", "distribute", "expect_last", "finish", "local", "local_grad"]
+__all__ = ["distribute", "expect_last", "finish", "local", "local_grad"]
 
 
 def distribute(
-    model: nn.Module, units: list[nn.Module], table: Table, rules: Rules, mesh: Mesh, compute: torch.dtype, *, reshard: bool
+    model: nn.Module, units: list[Unit], table: Table, rules: Rules, mesh: Mesh, compute: torch.dtype
 ) -> None:
     """Turn a model on the meta device into this rank's part of it, with uninitialised parameters."""
     _cut(model, table, rules, mesh, torch.promote_types(compute, torch.float32))
@@ -30,11 +28,7 @@ def distribute(
     tensor.arm(model, mesh)
     expert.arm(model, mesh)
     exact = {model.get_parameter(p.name) for p in table if p.float32}
-    experts = {name.rpartition(".")[0]: None for name, _ in attributes(model, Dispatch)}
-    reduce = torch.promote_types(compute, torch.float32)
-    fsdp.shard(
-        model, units, [model.get_submodule(name) for name in experts], exact, mesh, compute, reduce, reshard=reshard
-    )
+    fsdp.shard(model, units, exact, mesh, compute, torch.promote_types(compute, torch.float32))
     model.to_empty(device=mesh.device)
 
 
@@ -59,8 +53,3 @@ def local(parameter: Tensor) -> Tensor:
 
 def local_grad(parameter: Tensor) -> Tensor | None:
     return None if parameter.grad is None else local(parameter.grad)
-
-
-def by_axes(table: Table, rules: Rules, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
-    """For every parameter, the axes that `finish` must sum its gradient over."""
-    return {p.name: missing(p, place(p, rules, mesh.axes)) for p in table}

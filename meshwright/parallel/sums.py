@@ -11,14 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..layout import Param, Placement
 from ..mesh import Mesh
-
-
-def missing(param: Param, placement: Placement) -> tuple[str, ...]:
-    """The axes over which nobody has summed yet when backward is over."""
-    by_fsdp = () if param.float32 else ("replicate", *placement.shard)
-    return tuple(a for a in placement.copies if a not in by_fsdp)
 
 
 def finish(grads: Iterable[tuple[tuple[str, ...], Tensor]], mesh: Mesh) -> None:

@@ -1,11 +1,11 @@
 """Hugging Face directories in and out, by intersection of boxes."""
 
-from .export import export, exported_config
+from .directory import exported_config, raw_tensor, write_directory
 from .init import fill_fresh
 from .load import Choice, Reader, carried_keys, check_keys, choose, chosen
 from .source import DTYPES, Entry, Source, open_source, read_config
 from .spelling import Key, Spelling, blocks_by_key, of_source, of_table
-from .stream import Holding, stream
+from .streaming import Holding, whole_tensors
 
 __all__ = [
     "DTYPES",
@@ -21,12 +21,13 @@ __all__ = [
     "check_keys",
     "choose",
     "chosen",
-    "export",
     "exported_config",
     "fill_fresh",
     "of_source",
     "of_table",
     "open_source",
+    "raw_tensor",
     "read_config",
-    "stream",
+    "whole_tensors",
+    "write_directory",
 ]

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ..errors import ExportError
 from ..log import progress
-from .source import Source
+from .source import DTYPES, Source
 from .spelling import Key, Spelling
-from .stream import Holding, stream
+from .streaming import Holding, whole_tensors
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 _COPY_BYTES = 16 << 20
 
 
-def export(holding: Holding, spelling: Spelling, config: Mapping[str, Any], beside: Path, directory: Path) -> None:
+def write_directory(holding: Holding, spelling: Spelling, config: Mapping[str, Any], beside: Path, directory: Path) -> None:
     """Write the model to `directory`, which must not exist yet or be empty. Every rank calls it; rank 0 writes.
 
     Everything goes into a temporary directory beside it, which is renamed when it is whole. `beside`: where the
@@ -32,7 +32,7 @@ def export(holding: Holding, spelling: Spelling, config: Mapping[str, Any], besi
     rank, failure = holding.mesh.rank, None
     whole = directory.with_name(f".{directory.name}.unfinished-{os.getpid()}")
     trained = [k for k in spelling.keys.values() if k.name not in spelling.carried]
-    tensors = stream(holding, spelling, trained, exact=True)
+    tensors = whole_tensors(holding, spelling, trained, exact=True)
     if rank == 0:
         try:
             _check_target(directory)
@@ -114,6 +114,13 @@ def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
                 raise OSError(f"{entry.file} ended inside {key}; it was there when the model was loaded")
             yield part
             left -= len(part)
+
+
+def raw_tensor(source: Source, key: str) -> Tensor:
+    """A tensor of the source, exactly as stored."""
+    entry = source.entries[key]
+    flat = torch.frombuffer(bytearray(b"".join(raw_bytes(source, key))) or bytearray(1), dtype=torch.uint8)
+    return flat[: entry.stop - entry.start].view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _write_small(spelling: Spelling, config: Mapping[str, Any], beside: Path, whole: Path, total: int) -> None:

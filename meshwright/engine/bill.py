@@ -1,0 +1,20 @@
+"""The bill of a step of the engine: the model's, and the engine's own three: count, loss and norm."""
+
+from __future__ import annotations
+
+from ..layout import Charge, Step, bill
+from ..mesh import DENSE
+from .engine import COUNTED
+from .model import Model
+
+
+def step_bill(model: Model, tokens: int, num_batches: int) -> list[Charge]:
+    """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens."""
+    compute = model.dtype.itemsize
+    step = Step(tokens, num_batches, compute, max(4, compute))
+    axes = model.mesh.axes
+    charges = bill(model.parts[0], model.units, model.table, model.rules, axes, model.mesh.rank, step)
+    if axes.world > 1:
+        charges.append(Charge("count", "all_gather", DENSE, axes.world * COUNTED * 8, 1))
+        charges += [Charge(what, "all_reduce", DENSE, 8, 1) for what in ("loss", "norm")]
+    return charges

@@ -1,0 +1,115 @@
+"""The bill: every collective of a training step, known from the table, the units and the doors, with no device at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from ..mesh.axes import Axes
+from .doors import Dispatch, Door, attributes
+from .params import Table, matrix_shape
+from .rules import Rules, cut, missing, piece, place
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and freed together. `again`: gathered a second time, for backward."""
+
+    name: str
+    params: tuple[str, ...]
+    expert: bool
+    again: bool
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One kind of collective of a step: `num_bytes` is the larger side of one of them on this rank."""
+
+    what: str
+    op: str
+    axes: tuple[str, ...]
+    num_bytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The size of a step: `tokens` of one micro-batch of a data rank."""
+
+    tokens: int
+    num_batches: int
+    compute_bytes: int = 2
+    stored_bytes: int = 4
+
+
+def units_of(model: nn.Module, gathered: Sequence[nn.Module]) -> list[Unit]:
+    """Experts, then the units around them, then the root with what is left, as they are wrapped."""
+    names = {module: name for name, module in model.named_modules()}
+    experts = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in attributes(model, Dispatch)))
+    taken: set[str] = set()
+    units = []
+    for name in [*experts, *(names[m] for m in gathered), ""]:
+        inside = [n for n, _ in model.named_parameters() if n.startswith(f"{name}." if name else "") and n not in taken]
+        taken.update(inside)
+        units.append(Unit(name, tuple(inside), name in experts, again=name != ""))
+    return units
+
+
+def bill(
+    model: nn.Module, units: Sequence[Unit], table: Table, rules: Rules, axes: Axes, rank: int, step: Step
+) -> list[Charge]:
+    """What `rank` pays for one step in which every parameter is trained; free of charge where an axis has size 1."""
+    coords = axes.coords(rank)
+    charges = [
+        *_doors(model, axes, step),
+        *(charge for unit in units for charge in _unit(unit, table, rules, axes, coords, step)),
+        *_rest(table, rules, axes, coords, step),
+    ]
+    return [c for c in charges if c.count and prod(axes.sizes(c.axes)) > 1]
+
+
+def _doors(model: nn.Module, axes: Axes, step: Step) -> Iterator[Charge]:
+    """All doors of a kind and width cost the same, whatever layer they are in."""
+    for name, door in attributes(model, Door):
+        item = step.stored_bytes if door.floats else step.compute_bytes
+        num_bytes = step.tokens // axes.cp * door.width * item
+        for op in (door.kind.forward, door.kind.backward):
+            yield Charge(name, op, (door.kind.axis,), num_bytes, step.num_batches)
+    for name, dispatch in attributes(model, Dispatch):
+        rows = step.tokens // (axes.cp * axes.tp) * dispatch.top_k
+        yield Charge(f"{name}.counts", "all_to_all", ("ep",), dispatch.num_experts * 8, step.num_batches)
+        yield Charge(
+            f"{name}.rows", "all_to_all", ("ep",), rows * dispatch.width * step.compute_bytes, 4 * step.num_batches
+        )
+
+
+def _unit(
+    unit: Unit, table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int], step: Step
+) -> Iterator[Charge]:
+    shard = ("efsdp",) if unit.expert else ("fsdp", "cp")
+    parts = prod(axes.sizes(shard))
+    padded = 0
+    for name in unit.params:
+        param = table[name]
+        if not param.float32:
+            rows, *cols = matrix_shape(param, cut(param, place(param, rules, axes), axes, coords).shape)
+            padded += -(-rows // parts) * prod(cols)
+    if padded:
+        n = step.num_batches
+        yield Charge(unit.name or "root", "all_gather", shard, padded * parts * step.compute_bytes, n * (1 + unit.again))
+        yield Charge(unit.name or "root", "reduce_scatter", shard, padded * parts * step.stored_bytes, n)
+        yield Charge(unit.name or "root", "all_reduce", ("replicate",), padded * step.stored_bytes, 1)
+
+
+def _rest(table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int], step: Step) -> Iterator[Charge]:
+    """One flat all-reduce for each set of axes that gradients are still to be summed over."""
+    sizes: dict[tuple[str, ...], int] = {}
+    for param in table:
+        live = tuple(a for a in missing(param, rules, axes) if axes.size_of(a) > 1)
+        if live:
+            sizes[live] = sizes.get(live, 0) + piece(param, rules, axes, coords).numel
+    for live, numel in sizes.items():
+        yield Charge("rest", "all_reduce", live, numel * step.stored_bytes, 1)

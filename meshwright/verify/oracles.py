@@ -1,0 +1,268 @@
+"""The oracles: what must hold of a run on any mesh, each a function that returns what it found wrong.
+
+The tests and the `verify` command share them. Every rank calls every oracle in the same order; findings name the
+parameter, the numbers and the likely cause.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from ..engine import Engine, Model, gather, logprobs, stream
+from ..engine.bill import step_bill
+from ..errors import LayoutError
+from ..layout import Box, check_tiling, owns, pieces, place
+from ..mesh import DENSE, Mesh
+from ..weights import chosen, raw_tensor
+from .causes import cause_of
+from .recorder import Recorder, Seen
+from .trial import STEPS, Reference, Trial
+
+
+@dataclass(frozen=True)
+class Finding:
+    oracle: str
+    name: str  # of the parameter, key or collective
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.oracle} {self.name}: {self.what}"
+
+
+@dataclass
+class Run:
+    """A trial on its mesh, with what was recorded."""
+
+    trial: Trial
+    reference: Reference
+    engine: Engine
+    loading: list[Seen] = field(default_factory=list)
+    stepping: list[Seen] = field(default_factory=list)
+
+    @property
+    def model(self) -> Model:
+        return self.engine.model
+
+
+Findings = Iterator[Finding]
+
+
+def w1_load(run: Run) -> Findings:
+    """Every stored element is bitwise the source's."""
+    model, source = run.model, run.model.spelling.source
+    assert source is not None
+    stored = model.stored()
+    for name, piece in model.pieces.items():
+        layout = chosen(piece.param, model.spelling.choice)
+        for box, view in piece.views(stored[name]):
+            for block in layout.blocks:
+                common = block.ours.meet(box)
+                if common is None or block.key not in source.entries:
+                    continue
+                with safe_open(source.directory / source.entries[block.key].file, "pt") as file:
+                    theirs = block.view(file.get_tensor(block.key))[common.within(block.ours).slices].to(view.dtype)
+                ours = view[common.within(box).slices].cpu()
+                if not torch.equal(ours, theirs):
+                    yield Finding("W1", name, f"{_differs(ours, theirs)} of {block.key} in {common} on rank {model.mesh.rank}")
+
+
+def _differs(ours: Tensor, theirs: Tensor) -> str:
+    wrong = int((ours != theirs).sum())
+    moved = torch.equal(ours.flatten().sort().values, theirs.flatten().sort().values)
+    return f"{wrong} of {ours.numel()} elements differ" + (": the right values in the wrong places" if moved else "")
+
+
+def l1_silent_load(run: Run) -> Findings:
+    """Loading issues no collective."""
+    for seen in run.loading:
+        yield Finding("L1", seen.op, f"loading issued an {seen}")
+
+
+def t1_tiling(run: Run) -> Findings:
+    """What the owners hold tiles every tensor; what others hold is a copy of it."""
+    model, axes = run.model, run.model.mesh.axes
+    boxes: dict[str, list[Box]] = {name: [] for name in model.table.params}
+    for rank in range(axes.world):
+        coords = axes.coords(rank)
+        for name, piece in pieces(model.table, model.rules, axes, coords).items():
+            if owns(model.table, name, model.rules, axes, coords):
+                boxes[name].extend(piece.boxes)
+    for param in model.table:
+        try:
+            check_tiling(boxes[param.name], param.shape, param.name)
+        except LayoutError as error:
+            yield Finding("T1", param.name, str(error))
+
+
+def g1_gradients(run: Run) -> Findings:
+    """Every gradient is that of one process. Call between backward and update."""
+    found = gather(run.model, "grad")
+    if run.model.mesh.rank != 0:
+        return
+    for name, ref in run.reference.grads.items():
+        if name not in found:
+            yield Finding("G1", name, "it has no gradient")
+            continue
+        error = (found[name].double() - ref.double()).norm().item()
+        if not error <= run.trial.tolerance.grad * max(ref.double().norm().item(), 1e-6 * run.reference.norm):
+            yield Finding("G1", name, cause_of(found[name], ref, run.trial.axes))
+
+
+def g2_replicas(run: Run) -> Findings:
+    """Ranks that hold the same elements hold the same bits, of weights and (before update) of gradients."""
+    model, axes = run.model, run.model.mesh.axes
+    grads = model.grads()
+    for kind, tensors in (("weight", model.stored()), ("gradient", grads)):
+        names = [name for name in model.pieces if name in tensors]
+        sums = _everywhere(model.mesh, [_crc(tensors[name]) for name in names])
+        for i, name in enumerate(names):
+            for axis in place(model.table[name], model.rules, axes).copies:
+                peers = axes.group(model.mesh.rank, (axis,))
+                odd = [r for r in peers if sums[r][i] != sums[peers[0]][i]]
+                if odd and model.mesh.rank == peers[0]:
+                    hint = f": is a sum over {axis} missing?" if kind == "gradient" else ""
+                    yield Finding("G2", name, f"the {kind} of ranks {[peers[0], *odd]} differs along {axis}{hint}")
+
+
+def n1_norm(run: Run) -> Findings:
+    """With gradients that are all 1, the squared norm is the number of elements; the real norm is the reference's."""
+    ones = {name: torch.ones_like(t) for name, t in run.model.stored().items()}
+    expected = sum(p.numel for p in run.model.table)
+    squared = run.engine.norm(ones) ** 2
+    if abs(squared - expected) > 0.5:
+        yield Finding("N1", "norm of ones", f"counts {squared:.2f} elements of {expected}")
+    norm = run.engine.norm(run.model.grads())
+    if not abs(norm - run.reference.norm) <= run.trial.tolerance.grad * run.reference.norm:
+        yield Finding("N1", "norm", f"{norm!r}, one process finds {run.reference.norm!r}")
+
+
+def u1_alive(run: Run, before: Mapping[str, Tensor], pushed: set[str], later: list[float]) -> Findings:
+    """Every parameter that was pushed moved, and the next forwards saw it: their losses are the reference's."""
+    after = run.model.stored()
+    for name in sorted(pushed):
+        if torch.equal(after[name], before[name]):
+            yield Finding("U1", name, f"it has a gradient on rank {run.model.mesh.rank}, but no update moved it")
+    for step, (loss, ref_loss) in enumerate(zip(later, run.reference.losses, strict=True)):
+        if not abs(loss - ref_loss) <= run.trial.tolerance.loss * abs(ref_loss):
+            yield Finding("U1", f"loss of step {step}", f"{loss!r}, one process finds {ref_loss!r}")
+
+
+def c1_collectives(run: Run) -> Findings:
+    """The ranks of a group issue the same operations in the same order."""
+    model = run.model
+    mine = [f"{seen.op}{seen.ranks}" for seen in run.stepping]
+    all_seen: list[list[str]] = [[] for _ in range(model.mesh.axes.world)]
+    dist.all_gather_object(all_seen, mine)
+    for group in {seen.ranks for seen in run.stepping}:
+        here = [s for s in mine if s.endswith(str(group))]
+        for other in group:
+            there = [s for s in all_seen[other] if s.endswith(str(group))]
+            if there != here:
+                at = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+                yield Finding("C1", str(list(group)), f"ranks {model.mesh.rank} and {other} part at collective {at}")
+
+
+def e1_export(run: Run) -> Findings:
+    """What is handed out is the source, byte for byte, as long as nothing was trained."""
+    source = run.model.spelling.source
+    assert source is not None
+    names = []
+    for name, tensor in stream(run.model):
+        names.append(name)
+        if name in source.entries and not _same_bits(tensor, raw_tensor(source, name)):
+            yield Finding("E1", name, f"{_differs(tensor, raw_tensor(source, name))} from the source")
+    missing = set(source.entries) - set(names) - run.model.spelling.carried
+    if run.model.mesh.rank == 0 and missing:
+        yield Finding("E1", min(missing), f"{len(missing)} keys of the source are not handed out")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def d1_documents(run: Run) -> Findings:
+    """Packed documents give what each gives alone."""
+    if run.trial.head != "lm":
+        return
+    batch = run.trial.data(0)[0]  # the same on all ranks
+    packed = logprobs(run.model, batch)
+    bounds = batch.docs.bounds
+    for i, alone in enumerate(run.reference.alone):
+        here = packed[bounds[i] : bounds[i + 1]].cpu()
+        error = (here - alone).abs().max().item()
+        if not error <= run.trial.tolerance.logprob:
+            yield Finding("D1", f"document {i}", f"log-probabilities off by {error:.1e} from the document alone: a leak")
+
+
+def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
+    """The collectives of a step are those of the bill: how many, among whom, how many bytes."""
+    mesh = run.model.mesh
+    due: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    paid, due_bytes, paid_bytes = due.copy(), due.copy(), due.copy()
+    for charge in step_bill(run.model, tokens, num_batches):
+        key = (charge.op, mesh.axes.group(mesh.rank, charge.axes))
+        due[key] += charge.count
+        due_bytes[key] += charge.count * charge.num_bytes
+    for seen in run.stepping:
+        paid[seen.op, seen.ranks] += 1
+        paid_bytes[seen.op, seen.ranks] += seen.num_bytes
+    for op, ranks in sorted(due.keys() | paid.keys()):
+        where = f"among ranks {list(ranks)}, the bill says"
+        if due[op, ranks] != paid[op, ranks]:
+            yield Finding("K1", op, f"{paid[op, ranks]} {where} {due[op, ranks]}")
+        if op != "all_to_all" and due_bytes[op, ranks] != paid_bytes[op, ranks]:
+            yield Finding("K1", op, f"{paid_bytes[op, ranks]} bytes {where} {due_bytes[op, ranks]}")
+    # What a rank of experts receives depends on the router: those bytes are compared as a sum over all ranks.
+    both = [sum(n for (op, _), n in c.items() if op == "all_to_all") for c in (due_bytes, paid_bytes)]
+    want, got = mesh.sum_(torch.tensor(both, device=mesh.device), DENSE).tolist()
+    if want != got and mesh.rank == 0:
+        yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
+
+
+def _crc(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _everywhere(mesh: Mesh, numbers: list[int]) -> list[list[int]]:
+    """The numbers of every rank, on every rank."""
+    return mesh.gather_rows(torch.tensor([numbers], device=mesh.device), DENSE).tolist()
+
+
+def examine(trial: Trial, reference: Reference, mesh: Mesh, store: dist.Store | None = None) -> list[Finding]:
+    """All oracles, in one load and a few steps. Every rank calls it and gets its own findings."""
+    with Recorder(store and dist.PrefixStore("load", store), mesh.rank) as loading:
+        engine = trial.engine(mesh)
+    run = Run(trial, reference, engine, loading.seen)
+    checks: list[Callable[[Run], Findings]] = [l1_silent_load, t1_tiling, w1_load, e1_export, d1_documents]
+    findings = [finding for check in checks for finding in check(run)]
+    findings += _steps(run, store)
+    return findings
+
+
+def _steps(run: Run, store: dist.Store | None) -> list[Finding]:
+    findings: list[Finding] = []
+    engine, mesh, batches = run.engine, run.model.mesh, run.trial.batches(run.model)
+    before, pushed, found = {n: t.clone() for n, t in run.model.stored().items()}, set[str](), []
+    for step in range(STEPS):
+        with Recorder(store and dist.PrefixStore(f"step {step}", store), mesh.rank) as recorder:
+            found.append(engine.backward(batches))
+        if step == 0:
+            pushed = {name for name, grad in run.model.grads().items() if grad.any()}
+            findings += [*g1_gradients(run), *n1_norm(run)]
+        findings += g2_replicas(run)
+        with recorder:
+            engine.update()
+        run.stepping = recorder.seen
+    findings += g2_replicas(run)
+    findings += u1_alive(run, before, pushed, found)
+    findings += c1_collectives(run)
+    findings += k1_bill(run, len(batches[0]), len(batches))
+    return findings

@@ -1,0 +1,109 @@
+"""See every collective that really runs: operation, ranks, bytes. On CPU backward runs in the same thread, so nothing escapes.
+
+A `Recorder` with a store also makes the ranks of a group compare what they are about to do, so that ranks that
+disagree get an error that says who stands where, and not a hang.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import RankError
+
+_OURS = {
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+_REDUCTIONS = ("sum", "avg", "product", "min", "max")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`num_bytes` is the larger side; of an all-to-all, what comes in."""
+
+    op: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.num_bytes} bytes among ranks {list(self.ranks)}"
+
+
+class Recorder(TorchDispatchMode):
+    """`with Recorder() as recorder: ...`, then `recorder.seen`."""
+
+    def __init__(self, store: dist.Store | None = None, rank: int = 0, seconds: float = 20.0) -> None:
+        super().__init__()
+        self.seen: list[Seen] = []
+        self._store, self._rank, self._seconds = store, rank, seconds
+        self._turns: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        name = name.rstrip("_")
+        if space not in ("c10d", "_c10d_functional") or name == "wait_tensor":
+            return func(*args, **(kwargs or {}))
+        op, ranks = _OURS.get(name, name), _ranks(args)
+        self._agree(_announced(op, args), ranks)
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.nbytes for t in _tensors((args, out))] or [0]
+        self.seen.append(Seen(op, ranks, sizes[-1] if op == "all_to_all" else max(sizes)))
+        return out
+
+    def _agree(self, mine: str, ranks: tuple[int, ...]) -> None:
+        """Wait until all ranks of the group say what they are about to do; raise if it is not the same."""
+        if self._store is None or len(ranks) < 2:
+            return
+        turn, self._turns[ranks] = self._turns[ranks], self._turns[ranks] + 1
+        self._store.set(f"{ranks}/{turn}/{self._rank}", mine)
+        for other in ranks:
+            try:
+                self._store.wait([f"{ranks}/{turn}/{other}"], datetime.timedelta(seconds=self._seconds))
+            except dist.DistStoreError:
+                raise RankError(
+                    f"rank {other} did not come to collective {turn} of ranks {list(ranks)}, where rank {self._rank} "
+                    f"stands at {mine}, within {self._seconds:.0f} s"
+                ) from None
+            theirs = self._store.get(f"{ranks}/{turn}/{other}").decode()
+            if theirs != mine:
+                raise RankError(f"collective {turn} of ranks {list(ranks)}: rank {self._rank} is at {mine}, rank {other} at {theirs}")
+
+
+def _announced(op: str, args: tuple[Any, ...]) -> str:
+    """The operation and the bytes that every rank of the group must bring alike (to an all-to-all they may differ)."""
+    return op if op == "all_to_all" else f"{op} of {max((t.nbytes for t in _tensors(args)), default=0)} bytes"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [t for part in value for t in _tensors(part)]
+    return []
+
+
+def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
+    names = [arg for arg in args if isinstance(arg, str) and arg not in _REDUCTIONS]
+    if not names:  # point to point
+        return ()
+    return tuple(dist.get_process_group_ranks(torch._C._distributed_c10d._resolve_process_group(names[-1])))

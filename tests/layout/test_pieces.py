@@ -1,0 +1,238 @@
+"""T1: the pieces of all ranks tile every parameter, on any mesh of six axes up to 64 ranks."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from meshwright.errors import LayoutError
+from meshwright.layout import Param, Rules, Table, chunk, owns, pieces, place
+from meshwright.mesh.axes import Axes
+
+from . import reference
+from .reference import coordinates, examples, meshes, numbered, params
+from .tables import TINY, table_of
+
+
+def check_rank(table, axes, at):
+    """A rank holds what the reference says, in that order; gives its element numbers by parameter."""
+    held = pieces(table, Rules(), axes, at)
+    expected = {p.name for p in table if at["pp"] in reference.stages_of(p.name, table, axes.pp)}
+    assert set(held) == expected, f"{axes} {at}"
+    for name, piece in held.items():
+        want = stored(table, name, axes, at)
+        assert piece.shape == want.shape, f"{name} on {axes} at {at}"
+        assert piece.numel == want.numel()
+        check_views(piece, numbered(table[name]), want)
+    return held
+
+
+def stored(table, name, axes, at):
+    return reference.stored_ids(table[name], axes, at)
+
+
+def check_views(piece, ids, want):
+    """The views share the memory of the stored tensor, cover it once, and lie where their boxes say."""
+    tensor = torch.full(piece.shape, -1)
+    num_viewed = 0
+    for box, view in piece.views(tensor):
+        assert view.shape == box.shape
+        assert (view == -1).all(), "no element is viewed twice"
+        view.copy_(ids[box.slices])
+        num_viewed += view.numel()
+    assert num_viewed == tensor.numel() == sum(box.size for box in piece.boxes)
+    assert torch.equal(tensor, want), f"{piece}"
+
+
+def check_tiled(table, axes):
+    """Every element is held by as many ranks as the design says and owned by exactly one."""
+    held = {p.name: torch.zeros(p.numel, dtype=torch.long) for p in table}
+    owned = {p.name: torch.zeros(p.numel, dtype=torch.long) for p in table}
+    for at in coordinates(axes):
+        for name, piece in check_rank(table, axes, at).items():
+            ids = numbered(table[name])
+            own = owns(table, name, Rules(), axes, at)
+            for box in piece.boxes:
+                held[name][ids[box.slices].flatten()] += 1
+                owned[name][ids[box.slices].flatten()] += own
+    for param in table:
+        num = reference.num_holders(param, axes) * len(reference.stages_of(param.name, table, axes.pp))
+        assert (held[param.name] == num).all(), f"{param.name} on {axes}: {held[param.name].unique()} and not {num}"
+        assert (owned[param.name] == 1).all(), f"{param.name} on {axes}: {owned[param.name].unique()} owners"
+        copies = prod(axes.size_of(a) for a in place(param, Rules(), axes).copies)
+        assert copies == reference.num_holders(param, axes), f"{param.name} on {axes}"
+
+
+@pytest.mark.parametrize("name", TINY)
+@examples(6)
+@given(meshes(tp=[1, 2, 4], ep=[1, 2, 4, 8]))
+def test_tiny_models_tile(name, axes):
+    check_tiled(table_of(name), axes)
+
+
+@pytest.mark.parametrize("head", ["value", "none"])
+@pytest.mark.parametrize("name", TINY)
+def test_other_heads_tile(name, head):
+    check_tiled(table_of(name, head), Axes(pp=2, replicate=2, fsdp=2, tp=2, ep=2))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(),
+        Axes(pp=2, replicate=2, fsdp=2, cp=2, tp=4, ep=8),
+        Axes(fsdp=40, ep=8),
+        Axes(fsdp=3, cp=5, tp=2, ep=2),
+        Axes(pp=3, fsdp=7, tp=2),
+        Axes(pp=5, cp=3, tp=4, ep=2),
+    ],
+    ids=str,
+)
+def test_tiny_models_tile_on_chosen_meshes(axes):
+    for name in TINY:
+        check_tiled(table_of(name), axes)
+
+
+@st.composite
+def placed(draw, kinds=("dense", "expert"), max_world=64):
+    axes = draw(meshes(max_world))
+    return axes, draw(params(axes, kinds=kinds))
+
+
+@examples(100)
+@given(placed())
+def test_any_parameter_tiles(case):
+    axes, param = case
+    check_tiled(Table({param.name: param}), axes)
+
+
+@examples(40)
+@given(placed(kinds=("dense",)), st.integers(1, 4))
+def test_a_tied_parameter_is_on_the_first_and_the_last_stage(case, num_layers):
+    axes, param = case
+    layers = {f"layers.{i}.w": Param({"embed": 3}, {}, (), name=f"layers.{i}.w", layer=i) for i in range(num_layers)}
+    table = Table({param.name: param, **layers}, tied=param.name)
+    assert table.stages(param.name, axes.pp) == ((0, axes.pp - 1) if axes.pp > 1 else (0,))
+    check_tiled(table, axes)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_stages_are_even_runs(name):
+    table = table_of(name)
+    num_layers = 1 + max(p.layer for p in table if p.layer is not None)
+    for pp in range(1, 9):
+        of_layer = [{table.stages(p.name, pp) for p in table if p.layer == i} for i in range(num_layers)]
+        runs = [stages[0] for (stages,) in map(tuple, of_layer) if len(stages) == 1]
+        assert runs == sorted(runs), "in order"
+        assert all(len(found) == 1 for found in of_layer), "a layer is on one stage"
+        sizes = [runs.count(stage) for stage in range(pp)]
+        assert max(sizes) - min(sizes) <= 1, f"{pp} stages of {sizes} layers"
+
+
+def test_layers_are_whole():
+    """The numbers of the table are those of the model: a later number in a name is no layer."""
+    table = table_of("qwen3_moe")
+    assert {p.layer for p in table if p.name.startswith("layers.")} == {0, 1, 2}
+    assert {p.name for p in table if p.layer is None} == {"embed.weight", "head.norm.weight", "head.weight"}
+
+
+def numbers_stored(param, axes):
+    return [len(reference.stored_ids(param, axes, at)) for at in coordinates(axes)]
+
+
+def test_pieces_are_uneven_and_empty_where_they_must():
+    """The tests above see such pieces: 131 rows of vocabulary, 7 ranks that share 10 rows."""
+    table, axes = table_of("qwen3"), Axes(fsdp=7, cp=2, tp=4)
+    embed = [pieces(table, Rules(), axes, at)["embed.weight"].shape[0] for at in coordinates(axes)]
+    assert sum(embed) == 131
+    assert len(set(embed)) > 2
+    norm = [pieces(table, Rules(), axes, at)["layers.0.attn.q_norm.weight"] for at in coordinates(axes)]
+    assert [p.shape for p in norm[::4]] == [(1,)] * 10 + [(0,)] * 4
+    assert [p.boxes for p in norm[40:]] == [()] * 16
+
+
+def test_a_vocabulary_smaller_than_tp():
+    param, axes = Param({"vocab": 3}, {"embed": 2}, (), name="w"), Axes(fsdp=2, tp=5)
+    check_tiled(Table({"w": param}), axes)
+    assert numbers_stored(param, axes) == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("tp", "num_rows"), [(1, 20), (2, 10), (4, 20)])
+def test_kv_heads_are_whole_beyond_their_number(tp, num_rows):
+    table, axes = table_of("qwen3"), Axes(fsdp=2, tp=tp)
+    for at in coordinates(axes):
+        held = pieces(table, Rules(), axes, at)
+        assert held["layers.0.attn.k"].shape == (num_rows // 2, 36)
+        assert held["layers.0.attn.q"].shape == (40 // tp // 2, 36)
+    assert ("tp" in place(table["layers.0.attn.v"], Rules(), axes).copies) == (tp in (1, 4))
+
+
+@examples(60)
+@given(meshes(), st.sampled_from(["heads", "key", "ffn", "expert"]), st.integers(1, 40), st.booleans())
+def test_what_does_not_divide_is_refused(axes, dim, size, in_cols):
+    axis, parts = ("ep", axes.ep) if dim == "expert" else ("tp", axes.tp)
+    assume(size % parts)
+    sizes = [{"embed": 3}, {dim: size}]
+    param = Param(*(sizes if in_cols else sizes[::-1]), (), name="layers.3.attn.q")
+    choices = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    text = f"^{axis}={parts} does not divide {size} {dim} of layers.3.attn.q; choose {axis} from {choices}$"
+    with pytest.raises(LayoutError, match=text):
+        pieces(Table({param.name: param}), Rules(), axes, axes.coords(0))
+
+
+def test_tp_beyond_the_key_heads_of_the_delta_net_is_refused():
+    with pytest.raises(
+        LayoutError, match=r"^tp=8 does not divide 4 key of layers.0.mixer.qkv; choose tp from 1, 2, 4$"
+    ):
+        place(table_of("qwen3_5")["layers.0.mixer.qkv"], Rules(), Axes(tp=8))
+
+
+@examples(60)
+@given(placed())
+def test_spans_are_what_pieces_are_cut_to(case):
+    """Model code is told a range of heads; its parameters hold just those."""
+    axes, param = case
+    for at in coordinates(axes):
+        ids = reference.cut_ids(param, axes, at)
+        spans = [Rules().span(dim, size, axes, at, "w") for dim, size in param.dims.items()]
+        assert torch.equal(ids, numbered(param)[tuple(slice(a, b) for a, b in spans)])
+
+
+@examples(60)
+@given(placed())
+def test_every_axis_does_one_thing(case):
+    """split, shard and copies share the axes of a stage: none is used twice, none is forgotten."""
+    axes, param = case
+    placement = place(param, Rules(), axes)
+    used = [*placement.split.values(), *placement.shard, *placement.copies]
+    assert len(set(used)) == len(used)
+    view = {"replicate", "efsdp", "ep"} if reference.is_expert(param) else {"replicate", "fsdp", "cp", "tp"}
+    assert set(used) <= view
+    assert all(axes.size_of(a) == 1 for a in view - set(used)), "an axis left out has one rank"
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "axis"),
+    [
+        ({"expert": 4}, {"ffn": 8}, {"expert": "ep", "ffn": "tp"}),  # rank 0 is tp 0 and ep 0, never tp 1 and ep 0
+        ({"heads": 4}, {"ffn": 8}, {"heads": "tp", "ffn": "tp"}),
+        ({"embed": 4}, {"chan": 8}, {"embed": "fsdp"}),
+        ({"expert": 4}, {"heads": 8}, {"expert": "ep", "heads": "ep"}),
+    ],
+)
+@pytest.mark.xfail(
+    strict=True, raises=pytest.fail.Exception, reason="place does not look whether an axis cuts a parameter twice"
+)
+def test_an_axis_that_would_cut_twice_is_refused(rows, cols, axis):
+    table, axes = Table({"w": Param(rows, cols, (), name="w")}), Axes(fsdp=2, tp=2, ep=2)
+    with pytest.raises(LayoutError, match="w"):
+        place(table["w"], Rules(axis=axis), axes)
+
+
+def test_fsdp_cuts_like_chunk():
+    """A shard is a range of rows of the local matrix, `fsdp` outside of `cp`, the last ones short."""
+    param, axes = Param({"embed": 11}, {"head": 2}, (), name="w"), Axes(fsdp=2, cp=2)
+    held = [pieces(Table({"w": param}), Rules(), axes, at)["w"] for at in coordinates(axes)]
+    assert [(p.lo, p.hi) for p in held] == [(0, 3), (3, 6), (6, 9), (9, 11)] == [chunk(11, 4, i) for i in range(4)]

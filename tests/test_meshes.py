@@ -1,0 +1,35 @@
+"""Every oracle on every mesh: one process is the reference, in float64; float32 and bf16 run on the same meshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny, trials
+
+CASES = [
+    pytest.param(name, head, mesh, id=f"{name}-{head}-{trials.named(mesh)}")
+    for name in tiny.ODD
+    for head in ("lm", "value")
+    for mesh in (*trials.MESHES, *(trials.EXPERT_MESHES if "moe" in name else ()))
+    if not (head == "value" and name == "qwen3_tied")  # a value head is never tied
+]
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    at = tmp_path_factory.mktemp("sources")
+    return {name: tiny.directory(at / name, name, dtype=torch.bfloat16) for name in tiny.ODD}
+
+
+@pytest.mark.parametrize(("name", "head", "mesh"), CASES)
+def test_float64(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int]) -> None:
+    assert trials.findings(trials.trial(sources[name], mesh, head)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "head", "mesh"), [case for case in CASES if case.values[1] == "lm"])
+def test_smoke(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int], dtype: torch.dtype) -> None:
+    assert trials.findings(trials.trial(sources[name], mesh, head, dtype)) == []

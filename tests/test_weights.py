@@ -1,0 +1,273 @@
+"""Loading reads what a rank owns and nothing else; exporting gives back every byte, from any mesh, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import meshwright as mw
+from meshwright.verify import Recorder
+from tests import tiny, trials, worlds
+
+ALL = [*trials.MESHES, *trials.EXPERT_MESHES]
+
+
+def load_and_count(source: Path, mesh: dict[str, int]) -> tuple[int, int, int]:
+    """Collectives, bytes read, bytes that this rank owns in the source's dtypes."""
+    with Recorder() as recorder:
+        model = mw.load(source, mw.Mesh(**mesh))
+    sizes = {}
+    for key, parts in _made_of(model).items():
+        for name in parts:
+            sizes[name] = torch.finfo(_dtypes(source)[key]).bits // 8
+    owned = sum(piece.numel * sizes[name] for name, piece in model.pieces.items())
+    return len(recorder.seen), model.bytes_read, owned
+
+
+def _made_of(model: mw.Model) -> dict[str, list[str]]:
+    from meshwright.weights import blocks_by_key
+
+    return {k: [p.name for p, _ in parts] for k, parts in blocks_by_key(model.table, model.spelling.choice).items()}
+
+
+def _dtypes(source: Path) -> dict[str, torch.dtype]:
+    return {k: v.dtype for k, v in load_file(source / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("layout", ["per-expert", "fused"])
+@pytest.mark.parametrize("mesh", ALL, ids=trials.named)
+def test_reads_its_own_bytes_without_collectives(tmp_path: Path, mesh: dict[str, int], layout: str) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, layout=layout)
+    for collectives, read, owned in worlds.run(trials.world_of(mesh), load_and_count, source, mesh):
+        assert collectives == 0
+        assert owned <= read <= 1.02 * owned
+
+
+@pytest.mark.parametrize("mesh", trials.MESHES, ids=trials.named)
+def test_reads_its_own_bytes_of_a_hybrid(tmp_path: Path, mesh: dict[str, int]) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
+    for collectives, read, owned in worlds.run(trials.world_of(mesh), load_and_count, source, mesh):
+        assert collectives == 0
+        assert owned <= read <= 1.02 * owned
+
+
+def load_and_export(source: Path, mesh: dict[str, int], out: Path) -> bool:
+    model = mw.load(source, mw.Mesh(**mesh))
+    before = {name: t.clone() for name, t in model.stored().items()}
+    mw.export(model, out)
+    return all(torch.equal(before[name], t) for name, t in model.stored().items())
+
+
+def same_files(source: Path, out: Path) -> None:
+    for path in sorted(source.glob("*.safetensors")):
+        assert (out / path.name).read_bytes() == path.read_bytes(), f"{path.name} differs"
+    assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert {p.name for p in out.iterdir()} == {p.name for p in source.iterdir()}
+
+
+@pytest.mark.parametrize("mesh", ALL, ids=trials.named)
+@pytest.mark.parametrize("layout", ["per-expert", "fused"])
+def test_export_of_experts_is_the_source(tmp_path: Path, mesh: dict[str, int], layout: str) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, layout=layout)
+    assert all(worlds.run(trials.world_of(mesh), load_and_export, source, mesh, tmp_path / "out"))
+    same_files(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("mesh", trials.MESHES, ids=trials.named)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen3_5"])
+def test_export_is_the_source(tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
+    source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16)
+    assert all(worlds.run(trials.world_of(mesh), load_and_export, source, mesh, tmp_path / "out"))
+    same_files(source, tmp_path / "out")
+
+
+def test_tied_head_stored_twice(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_tied", layout="twice")
+    assert all(worlds.run(2, load_and_export, source, dict(tp=2), tmp_path / "out"))
+    same_files(source, tmp_path / "out")
+
+
+def test_tied_head_stored_twice_and_different(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_tied", layout="twice")
+    _change(source, lambda tensors: tensors["lm_head.weight"].add_(1))
+    with pytest.raises(AssertionError, match=r"LoadError: lm_head.weight and model.embed_tokens.weight differ, but config"):
+        worlds.run(1, load_and_export, source, {}, tmp_path / "out")
+
+
+def test_carried_tensors_and_small_files_survive(tmp_path: Path) -> None:
+    """A sharded source with an index, names of its own, mtp tensors that we do not train, a tokenizer beside it."""
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    extra = {"mtp.fc.weight": torch.randn(3, 5).bfloat16(), "mtp.count": torch.tensor(7), "mtp.none": torch.zeros(0, 4)}
+    keys = sorted(tensors)
+    parts = {"a.safetensors": {k: tensors[k] for k in keys[::2]}, "b.safetensors": {k: tensors[k] for k in keys[1::2]} | extra}
+    for file, part in parts.items():
+        save_file(part, source / file)
+    weight_map = {k: file for file, part in parts.items() for k in part}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "tokenizer.json").write_text("{}")
+    worlds.run(2, load_and_export, source, dict(fsdp=2), tmp_path / "out")
+    same_files(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"] == weight_map
+
+
+def test_export_in_another_dtype(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_5")
+    worlds.run(1, lambda: mw.export(mw.load(source), tmp_path / "out", dtype=torch.bfloat16))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(k).dtype for k in file.keys()} == {torch.bfloat16}  # noqa: SIM118 - no dict
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def export_into_full_directory(source: Path, out: Path) -> str:
+    model = mw.load(source, mw.Mesh(fsdp=2))
+    try:
+        mw.export(model, out)
+    except mw.ExportError as error:
+        return str(error)
+    return ""
+
+
+def test_export_refuses_a_directory_in_use_on_all_ranks(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("data")
+    first, second = worlds.run(2, export_into_full_directory, source, tmp_path / "out")
+    assert "exists and is not empty" in first
+    assert "nothing was exported" in second
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "out"}, "something was left behind"
+
+
+def test_export_leaves_nothing_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.weights import directory
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    monkeypatch.setattr(directory, "_write_small", full)
+    with pytest.raises(AssertionError, match=r"ExportError: nothing was exported to .*No space left"):
+        worlds.run(2, load_and_export, source, dict(tp=2), tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def initialised(config: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
+    return mw.gather(mw.init(config, mw.Mesh(**mesh), seed=3))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
+def test_init_does_not_depend_on_the_mesh(tmp_path: Path, name: str) -> None:
+    source = tiny.directory(tmp_path / "m", name)
+    (source / "model.safetensors").unlink()
+    one = worlds.run(1, initialised, source, {})[0]
+    for mesh in (dict(tp=2), dict(fsdp=2, tp=2), dict(replicate=2, fsdp=2)):
+        many = worlds.run(trials.world_of(mesh), initialised, source, mesh)[0]
+        assert all(torch.equal(one[k], many[k]) for k in one)
+        assert set(one) == set(many)
+    matrices = [v.flatten() for v in one.values() if v.ndim > 1 and v.numel() > 100]
+    assert all(not torch.equal(a[:50], b[:50]) for i, a in enumerate(matrices) for b in matrices[:i])
+
+
+def _change(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, source / "model.safetensors")
+
+
+def _rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+BROKEN: list[tuple[str, Callable[[dict[str, torch.Tensor]], object], type[mw.LoadError], str]] = [
+    ("missing", lambda t: t.pop("model.norm.weight"), mw.MissingKey, r"no model\.norm\.weight, of which head\.norm\.weight"),
+    ("unknown", lambda t: t.update({"model.extra": torch.zeros(2)}), mw.UnknownKey, r"model\.extra, which no parameter"),
+    ("renamed", _rename("model.norm.weight", "norm.weight"), mw.MissingKey, r"model\.norm\.weight"),
+    (
+        "shape",
+        lambda t: t.update({"model.norm.weight": torch.zeros(35)}),
+        mw.MismatchedKey,
+        r"model\.norm\.weight is \(35,\), but head\.norm\.weight needs \(36,\)",
+    ),
+    ("integers", lambda t: t.update({"model.norm.weight": torch.zeros(36, dtype=torch.int64)}), mw.MismatchedKey, r"is I64"),
+    (
+        "expert missing",
+        lambda t: t.pop("model.layers.0.mlp.experts.3.up_proj.weight"),
+        mw.MissingKey,
+        r"'per-expert', which lacks 1 of \d+ keys, first model\.layers\.0\.mlp\.experts\.3\.up_proj",
+    ),
+    (
+        "experts twice",
+        lambda t: t.update(
+            {f"model.layers.{i}.mlp.experts.gate_up_proj": torch.zeros(8, 40, 36) for i in (0, 2)}
+            | {f"model.layers.{i}.mlp.experts.down_proj": torch.zeros(8, 36, 20) for i in (0, 2)}
+        ),
+        mw.LoadError,
+        r"holds the experts in 2 ways: per-expert, fused",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "pattern"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
+def test_broken_sources(tmp_path: Path, change: Callable[..., object], error: type[Exception], pattern: str) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_moe")
+    _change(source, change)
+    with pytest.raises(error, match=pattern):
+        mw.load(source)
+
+
+HEADERS: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    ("truncated", lambda raw: raw[:-1], r"truncated"),
+    ("grown", lambda raw: raw + b"\0", r"truncated or grown"),
+    ("empty", lambda raw: b"", r"truncated, or no safetensors"),
+    ("huge header", lambda raw: struct.pack("<Q", 1 << 60) + raw[8:], r"truncated, or no safetensors"),
+    ("no json", lambda raw: raw[:8] + b"x" + raw[9:], r"malformed header"),
+    ("unknown dtype", lambda raw: raw.replace(b'"F32"', b'"F99"', 1), r"unknown dtype 'F99'"),
+    ("gap", lambda raw: raw.replace(b'"shape":[36]', b'"shape":[35]', 1), r"takes 140 bytes, but its offsets give it 144"),
+]
+
+
+@pytest.mark.parametrize(("change", "pattern"), [h[1:] for h in HEADERS], ids=[h[0] for h in HEADERS])
+def test_broken_files(tmp_path: Path, change: Callable[[bytes], bytes], pattern: str) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    path = source / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(mw.BrokenFile, match=pattern):
+        mw.load(source)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"model_type": "llama"}, r"model_type='llama' is not a family"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported"),
+        ({"attention_bias": True}, r"attention_bias=True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"rope_type='yarn'"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 does not divide num_attention_heads=4"),
+        ({"vocab_size": None}, r"no 'vocab_size'"),
+        ({"vocab_size": "many"}, r"vocab_size='many' is no int"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers=0"),
+    ],
+    ids=str,
+)
+def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, object], pattern: str) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(mw.ConfigError, match=pattern):
+        mw.load(source)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    with pytest.raises(mw.LoadError, match=r"pytorch_model\.bin is a pickle, which may run code"):
+        mw.load(source)

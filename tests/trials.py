@@ -1,0 +1,70 @@
+"""Run the oracles on a mesh in a forked world; references are computed once a session."""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshwright as mw
+from meshwright.mesh import Axes
+from meshwright.verify import Finding, Reference, Trial, examine, refer
+from tests import tiny, worlds
+
+MESHES: list[dict[str, int]] = [
+    dict(),
+    dict(tp=2),
+    dict(fsdp=2),
+    dict(replicate=2),
+    dict(fsdp=2, tp=2),
+    dict(replicate=2, fsdp=2),
+    dict(tp=4),  # 2 kv heads: copies
+]
+EXPERT_MESHES: list[dict[str, int]] = [
+    dict(fsdp=2, ep=2),
+    dict(fsdp=2, tp=2, ep=2),
+    dict(fsdp=2, tp=2, ep=4),
+    dict(tp=4, ep=4),
+]
+
+
+def named(mesh: dict[str, int]) -> str:
+    return ",".join(f"{k}={v}" for k, v in mesh.items()) or "one"
+
+
+def world_of(mesh: dict[str, int]) -> int:
+    return prod(v for k, v in mesh.items() if k != "ep")
+
+
+def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
+    data = functools.partial(tiny.batches, target=head == "value")
+    return Trial(source, Axes(**mesh), data, head, dtype)
+
+
+_references: dict[Any, Reference] = {}
+
+
+def reference(tried: Trial) -> Reference:
+    """Of one process; the number of data ranks decides which data it sees."""
+    key = (tried.source, tried.axes.num_data_ranks, tried.head, tried.dtype)
+    if key not in _references:
+        _references[key] = worlds.run(1, refer, tried)[0]
+    return _references[key]
+
+
+def findings(tried: Trial) -> list[Finding]:
+    """Of all ranks together; none when all is well."""
+    found = worlds.run(tried.axes.world, _examine, tried, reference(tried))
+    return [finding for of_rank in found for finding in of_rank]
+
+
+def _examine(tried: Trial, ref: Reference) -> list[Finding]:
+    import torch.distributed as dist
+
+    a = tried.axes
+    mesh = mw.Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device="cpu", timeout_s=30)
+    store = dist.distributed_c10d._get_default_store() if a.world > 1 else None
+    return examine(tried, ref, mesh, store)
