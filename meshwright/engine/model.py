@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import parallel
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError, LayoutError, StateError
 from ..layout import Piece, Rules, Table, Unit, owns, pieces, units_of
 from ..log import progress
 from ..mesh import Mesh
@@ -153,6 +153,7 @@ def _place(
     rules = Rules()
     units = units_of(module, module.units())
     parallel.distribute(module, units, table, rules, mesh, compute)
+    module.register_state_dict_pre_hook(_refuse_state_dict)
     model = Model(mesh, rules, table, (module,), tuple(units), compute, config, directory, spelling)
     for name, stored in model.stored().items():
         if tuple(stored.shape) != model.pieces[name].shape:  # FSDP and the table must cut alike
@@ -167,6 +168,11 @@ def _freeze(module: Decoder, table: Table, patterns: Sequence[str]) -> None:
     for param in table:
         trained = any(fnmatch.fnmatchcase(param.name, pattern) for pattern in patterns)
         module.get_parameter(param.name).requires_grad_(trained)
+
+
+def _refuse_state_dict(*_: object) -> None:
+    """Our tensors are pieces under our own names: a state dict of them would look whole and be wrong."""
+    raise StateError("a part's state_dict() would hold pieces; use mw.gather(model), mw.stream(model) or mw.export(model, ...)")
 
 
 def _fill(model: Model, source: Source, choice: Choice, fresh: Sequence[str]) -> int:

@@ -1,0 +1,263 @@
+"""What a user of the engine meets: losses and weights, evaluation, frozen parameters, mistakes that are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from tests import tiny, trials, worlds
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("engine") / "m", "qwen3")
+
+
+def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
+    loading = {k: options.pop(k) for k in ("head", "train") if k in options}
+    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, **loading), lr=1e-2, **options)
+
+
+def mine(engine: mw.Engine, **options: Any) -> list[mw.Batch]:
+    mesh = engine.model.mesh
+    return tiny.batches(mesh.axes.data_rank(mesh.rank), **options)
+
+
+def evaluated_between_steps(source: Path, mesh: dict[str, int]) -> list[float]:
+    engine = build(source, mesh)
+    out = [engine.evaluate(mine(engine))]
+    for _ in range(3):
+        out += [engine.step(mine(engine)).loss, engine.evaluate(mine(engine))]
+    mw.logits(engine.model, mine(engine)[0])
+    return [*out, engine.step(mine(engine)).loss]
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, tp=2)], ids=trials.named)
+def test_evaluation_sees_every_update_and_changes_nothing(source: Path, mesh: dict[str, int]) -> None:
+    losses = worlds.run(trials.world_of(mesh), evaluated_between_steps, source, mesh)
+    assert all(of_rank == losses[0] for of_rank in losses)
+    before, *rest = losses[0]
+    assert before == pytest.approx(rest[0], rel=1e-12)  # evaluate == the loss of the step that follows
+    assert rest[1] == pytest.approx(rest[2], rel=1e-12)
+    assert rest[3] == pytest.approx(rest[4], rel=1e-12)
+    assert rest[5] == pytest.approx(rest[6], rel=1e-12)
+    assert rest[-1] < before
+
+
+def inference(source: Path, mesh: dict[str, int]) -> tuple[Tensor, Tensor, Tensor]:
+    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64)
+    value = mw.load(source, model.mesh, dtype=torch.float64, head="value")
+    batch = tiny.batches(model.mesh.axes.data_rank(model.mesh.rank))[0]
+    return mw.logits(model, batch), mw.logprobs(model, batch), mw.logits(value, batch)
+
+
+@pytest.mark.parametrize("mesh", [dict(tp=2), dict(tp=4), dict(fsdp=2, tp=2)], ids=trials.named)
+def test_logits_and_logprobs_are_the_same_on_all_ranks_of_a_data_rank(source: Path, mesh: dict[str, int]) -> None:
+    one = worlds.run(1, inference, source, {})[0]
+    for found in worlds.run(trials.world_of(mesh), inference, source, mesh)[: mesh["tp"]]:
+        for ours, theirs in zip(found, one, strict=True):
+            assert ours.shape == theirs.shape
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-10)
+    logits, logprobs, _ = one
+    batch = tiny.batches(0)[0]
+    picked = logits.log_softmax(-1).gather(1, batch.labels.clamp_min(0)[:, None])[:, 0]
+    assert torch.allclose(logprobs, picked * (batch.labels >= 0), atol=1e-10)
+
+
+def weighted(source: Path, mesh: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
+    def reinforce(scores: Any, fields: Any) -> Tensor:
+        return -scores["logprobs"] * fields["advantage"] - 0.1 * scores["entropy"]
+
+    engine = build(source, mesh, loss=reinforce)
+    data_rank, num = engine.model.mesh.axes.data_rank(engine.model.mesh.rank), engine.model.mesh.axes.num_data_ranks
+    batches = [_with_fields(rank) for rank in range(data_rank, 2, num)]
+    return engine.backward(batches), mw.gather(engine.model, "grad")
+
+
+def _with_fields(seed: int) -> mw.Batch:
+    g = torch.Generator().manual_seed(seed)
+    docs = [torch.randint(131, (n,), generator=g).tolist() for n in ((9, 20) if seed else (3, 2, 1))]
+    fields = {
+        name: [torch.rand(len(d), generator=g).tolist() for d in docs] for name in ("advantage", "weight")
+    }
+    return mw.pack(docs, length=30, fields=fields)
+
+
+@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(tp=2), dict(fsdp=2, tp=2)], ids=trials.named)
+def test_own_loss_with_weights_and_entropy(source: Path, mesh: dict[str, int]) -> None:
+    ref_loss, ref = worlds.run(1, weighted, source, {})[0]
+    loss, grads = worlds.run(trials.world_of(mesh), weighted, source, mesh)[0]
+    assert loss == pytest.approx(ref_loss, rel=1e-12)
+    for name, grad in ref.items():
+        assert (grads[name] - grad).norm() <= 1e-9 * grad.norm(), name
+
+
+def test_weights_divide_by_their_sum(source: Path) -> None:
+    loss, _ = worlds.run(1, weighted, source, {})[0]
+    batches, found = [_with_fields(0), _with_fields(1)], worlds.run(1, _scores, source)[0]
+    total = weight = 0.0
+    for batch, (logprobs, entropy) in zip(batches, found, strict=True):
+        w = batch.fields["weight"] * (batch.labels >= 0)
+        total += float((w * (-logprobs * batch.fields["advantage"] - 0.1 * entropy)).sum())
+        weight += float(w.sum())
+    assert loss == pytest.approx(total / weight, rel=1e-6)  # fields are float32
+
+
+def _scores(source: Path) -> list[tuple[Tensor, Tensor]]:
+    model = mw.load(source, dtype=torch.float64)
+    out = []
+    for batch in (_with_fields(0), _with_fields(1)):
+        logp = mw.logits(model, batch).log_softmax(-1)
+        out.append((mw.logprobs(model, batch), -(logp.exp() * logp).sum(-1)))
+    return out
+
+
+def frozen(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    engine = build(source, mesh, train=["layers.1.*", "head.*"])
+    before = mw.gather(engine.model)
+    engine.backward(mine(engine))
+    grads = list(mw.gather(engine.model, "grad"))
+    engine.update()
+    return before, mw.gather(engine.model), grads
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2, tp=2)], ids=trials.named)
+def test_frozen_parameters_stay(source: Path, mesh: dict[str, int]) -> None:
+    before, after, grads = worlds.run(trials.world_of(mesh), frozen, source, mesh)[0]
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == set(grads) == {n for n in before if "layers.1." in n or n in ("lm_head.weight", "model.norm.weight")}
+
+
+def decay_only(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine = build(source, {}, weight_decay=0.5)
+    before = mw.gather(engine.model)
+    engine.backward(mine(engine))
+    for parameter in engine.model.parts[0].parameters():
+        parameter.grad.zero_()
+    engine.update()
+    return before, mw.gather(engine.model)
+
+
+def test_weight_decay_as_declared(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_5")
+    before, after = worlds.run(1, decay_only, source)[0]
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert kept == {n for n in before if n.endswith(("norm.weight", "A_log", "dt_bias"))}
+
+
+def said(source: Path, mesh: dict[str, int], mistake: Any) -> str:
+    engine = build(source, mesh)
+    try:
+        mistake(engine)
+    except mw.MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _on_rank_1(mistaken: Any, fine: Any) -> Any:
+    return lambda engine: engine.step(mistaken(engine) if engine.model.mesh.rank == 1 else fine(engine))
+
+
+MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
+    ("update first", {}, lambda e: e.update(), r"StateError: update\(\) of step 0 found no gradients; call backward"),
+    ("backward twice", {}, lambda e: [e.backward(mine(e)), e.backward(mine(e))], r"StateError: gradients of an earlier"),
+    ("no batch", {}, lambda e: e.step([]), r"DataError: a step needs at least one batch"),
+    ("nothing to learn", {}, lambda e: e.step([mw.pack([[1]])]), r"DataError: the step's 0 targets weigh 0\.0"),
+    ("unequal", {}, lambda e: e.step([mw.pack([[1, 2]]), mw.pack([[1, 2, 3]])]), r"DataError: .* have \[2, 3\] tokens"),
+    ("odd tokens", dict(tp=2), lambda e: e.step([mw.pack([[1, 2, 3]])]), r"DataError: .*cp\*tp=2; pack\(\.\.\., length=4\)"),
+    ("vocabulary", {}, lambda e: e.step([mw.pack([[1, 131]])]), r"DataError: token 131 at position 1 .* vocabulary of 131"),
+    ("a label", {}, lambda e: e.step([mw.pack([[1, 2]], [[2, -1]])]), r"DataError: label -1 at position 1"),
+    ("gradients", {}, lambda e: mw.gather(e.model, "grad"), r"StateError: there are no gradients"),
+    ("which", {}, lambda e: mw.gather(e.model, "momentum"), r"ConfigError: .*choose 'weight' or 'grad'"),
+    ("state dict", {}, lambda e: e.model.parts[0].state_dict(), r"StateError: .*mw\.gather\(model\)"),
+    (
+        "batches a rank",
+        dict(fsdp=2),
+        _on_rank_1(lambda e: mine(e)[:1], mine),
+        r"RankError: rank 1 has 1 batches of 40 tokens, rank 0 2 of 40",
+    ),
+    (
+        "one data rank, other data",
+        dict(tp=2),
+        _on_rank_1(lambda e: tiny.batches(1), lambda e: tiny.batches(0)),
+        r"RankError: ranks 0 and 1 are one data rank \(tp=2\), but were given different batches",
+    ),
+    (
+        "a loss of another shape",
+        {},
+        lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s, f: s["logprobs"].mean()).step(mine(e)),
+        r"DataError: the loss gave \(\) for \(40,\) tokens",
+    ),
+    (
+        "not finite",
+        dict(fsdp=2),
+        lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s, f: s["logprobs"] * (1e308 if e.model.mesh.rank else 1)).step(mine(e)),
+        r"NonFiniteError: the gradient norm of step 0 is (inf|nan); no parameter was changed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "mistake", "pattern"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_mistakes_are_named_on_all_ranks(source: Path, mesh: dict[str, int], mistake: Any, pattern: str) -> None:
+    import re
+
+    for text in worlds.run(trials.world_of(mesh), said, source, mesh, mistake):
+        assert re.search(pattern, text), text
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (dict(head="reward"), r"head='reward' is unknown; choose from lm, value, none"),
+        (dict(train="layer.*"), r"train='layer\.\*' matches no parameter; names are like embed\.weight"),
+        (dict(dtype=torch.float16), r"dtype=torch\.float16 cannot be computed in"),
+    ],
+    ids=["head", "train", "dtype"],
+)
+def test_bad_options_of_load(source: Path, options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(AssertionError, match=pattern):
+        worlds.run(1, lambda: mw.load(source, **options))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pattern"),
+    [
+        (dict(tp=3), r"the mesh tp=3 needs 3 processes, but 2 run; start it with torchrun --nproc-per-node 3"),
+        (dict(fsdp=2, ep=3), r"ep=3 does not divide fsdp\*cp\*tp=2; choose ep from 1, 2"),
+        (dict(fsdp=0), r"fsdp=0 is not a size"),
+        (dict(pp=2), r"the axis pp is not built yet"),
+        (dict(cp=2), r"the axis cp is not built yet"),
+    ],
+    ids=str,
+)
+def test_meshes_that_cannot_be(mesh: dict[str, int], pattern: str) -> None:
+    with pytest.raises(AssertionError, match=pattern):
+        worlds.run(2, lambda: mw.Mesh(**mesh))
+
+
+def test_tp_that_divides_nothing(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    with pytest.raises(AssertionError, match=r"tp=3 does not divide 4 heads of layers\.0\.attn\.q; choose tp from 1, 2, 4"):
+        worlds.run(3, lambda: mw.load(source, mw.Mesh(tp=3)))
+
+
+def test_tp_beyond_the_key_heads(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_5", linear_num_key_heads=2)
+    with pytest.raises(AssertionError, match=r"tp=4 does not divide 2 key of layers\.0\.mixer\.qkv; choose tp from 1, 2"):
+        worlds.run(4, lambda: mw.load(source, mw.Mesh(tp=4)))
+
+
+def test_pack_refuses_what_does_not_fit() -> None:
+    with pytest.raises(mw.DataError, match=r"2 documents of 5 tokens do not fit into length=4"):
+        mw.pack([[1, 2, 3], [4, 5]], length=4)
+    with pytest.raises(mw.DataError, match=r"document 1 is empty"):
+        mw.pack([[1], []])
+    with pytest.raises(mw.DataError, match=r"labels: document 0 differs in length"):
+        mw.pack([[1, 2]], [[1]])
+    with pytest.raises(mw.DataError, match=r"documents must be whole numbers"):
+        mw.pack([[1.5, 2]])
