@@ -56,7 +56,7 @@ class BrokenFile(LoadError):
 
 
 class ExportError(MeshwrightError):
-    """A directory that could not be written: `nothing was exported to out: out exists and is not empty; choose another`."""
+    """A directory that could not be written: `nothing was exported to out: it is not empty; choose another`."""
 
 
 class DataError(MeshwrightError):

@@ -82,9 +82,7 @@ def weighted(source: Path, mesh: dict[str, int]) -> tuple[float, dict[str, Tenso
 def _with_fields(seed: int) -> mw.Batch:
     g = torch.Generator().manual_seed(seed)
     docs = [torch.randint(131, (n,), generator=g).tolist() for n in ((9, 20) if seed else (3, 2, 1))]
-    fields = {
-        name: [torch.rand(len(d), generator=g).tolist() for d in docs] for name in ("advantage", "weight")
-    }
+    fields = {name: [torch.rand(len(d), generator=g).tolist() for d in docs] for name in ("advantage", "weight")}
     return mw.pack(docs, length=30, fields=fields)
 
 
@@ -130,7 +128,9 @@ def frozen(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[
 def test_frozen_parameters_stay(source: Path, mesh: dict[str, int]) -> None:
     before, after, grads = worlds.run(trials.world_of(mesh), frozen, source, mesh)[0]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == set(grads) == {n for n in before if "layers.1." in n or n in ("lm_head.weight", "model.norm.weight")}
+    assert (
+        moved == set(grads) == {n for n in before if "layers.1." in n or n in ("lm_head.weight", "model.norm.weight")}
+    )
 
 
 def decay_only(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -165,12 +165,27 @@ def _on_rank_1(mistaken: Any, fine: Any) -> Any:
 
 MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     ("update first", {}, lambda e: e.update(), r"StateError: update\(\) of step 0 found no gradients; call backward"),
-    ("backward twice", {}, lambda e: [e.backward(mine(e)), e.backward(mine(e))], r"StateError: gradients of an earlier"),
+    (
+        "backward twice",
+        {},
+        lambda e: [e.backward(mine(e)), e.backward(mine(e))],
+        r"StateError: gradients of an earlier",
+    ),
     ("no batch", {}, lambda e: e.step([]), r"DataError: a step needs at least one batch"),
     ("nothing to learn", {}, lambda e: e.step([mw.pack([[1]])]), r"DataError: the step's 0 targets weigh 0\.0"),
     ("unequal", {}, lambda e: e.step([mw.pack([[1, 2]]), mw.pack([[1, 2, 3]])]), r"DataError: .* have \[2, 3\] tokens"),
-    ("odd tokens", dict(tp=2), lambda e: e.step([mw.pack([[1, 2, 3]])]), r"DataError: .*cp\*tp=2; pack\(\.\.\., length=4\)"),
-    ("vocabulary", {}, lambda e: e.step([mw.pack([[1, 131]])]), r"DataError: token 131 at position 1 .* vocabulary of 131"),
+    (
+        "odd tokens",
+        dict(tp=2),
+        lambda e: e.step([mw.pack([[1, 2, 3]])]),
+        r"DataError: .*cp\*tp=2; pack\(\.\.\., length=4\)",
+    ),
+    (
+        "vocabulary",
+        {},
+        lambda e: e.step([mw.pack([[1, 131]])]),
+        r"DataError: token 131 at position 1 .* vocabulary of 131",
+    ),
     ("a label", {}, lambda e: e.step([mw.pack([[1, 2]], [[2, -1]])]), r"DataError: label -1 at position 1"),
     ("gradients", {}, lambda e: mw.gather(e.model, "grad"), r"StateError: there are no gradients"),
     ("which", {}, lambda e: mw.gather(e.model, "momentum"), r"ConfigError: .*choose 'weight' or 'grad'"),
@@ -196,7 +211,9 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     (
         "not finite",
         dict(fsdp=2),
-        lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s, f: s["logprobs"] * (1e308 if e.model.mesh.rank else 1)).step(mine(e)),
+        lambda e: mw.Engine(
+            e.model, lr=1.0, loss=lambda s, f: s["logprobs"] * (1e308 if e.model.mesh.rank else 1)
+        ).step(mine(e)),
         r"NonFiniteError: the gradient norm of step 0 is (inf|nan); no parameter was changed",
     ),
 ]
@@ -242,13 +259,17 @@ def test_meshes_that_cannot_be(mesh: dict[str, int], pattern: str) -> None:
 
 def test_tp_that_divides_nothing(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
-    with pytest.raises(AssertionError, match=r"tp=3 does not divide 4 heads of layers\.0\.attn\.q; choose tp from 1, 2, 4"):
+    with pytest.raises(
+        AssertionError, match=r"tp=3 does not divide 4 heads of layers\.0\.attn\.q; choose tp from 1, 2, 4"
+    ):
         worlds.run(3, lambda: mw.load(source, mw.Mesh(tp=3)))
 
 
 def test_tp_beyond_the_key_heads(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3_5", linear_num_key_heads=2)
-    with pytest.raises(AssertionError, match=r"tp=4 does not divide 2 key of layers\.0\.mixer\.qkv; choose tp from 1, 2"):
+    with pytest.raises(
+        AssertionError, match=r"tp=4 does not divide 2 key of layers\.0\.mixer\.qkv; choose tp from 1, 2"
+    ):
         worlds.run(4, lambda: mw.load(source, mw.Mesh(tp=4)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def tried(source: Callable[[str], Path]) -> Iterator[Callable[..., Trial]]:
+def tried(source: Callable[[str], Path]) -> Callable[..., Trial]:
     def of(name: str, **mesh: int) -> Trial:
         made = trials.trial(source(name), mesh)
         trials.reference(made)  # before anything is planted
         return made
 
-    yield of
+    return of
 
 
 def expect(tried: Trial, oracle: str, pattern: str) -> None:

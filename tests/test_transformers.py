@@ -70,7 +70,9 @@ def test_permuted_segments_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def swapped(key: str, shape: Any, cuts: Any, source: Any) -> Any:
         layout = real(key, shape, cuts, source)
         q, k, v = layout.blocks
-        return type(layout)(layout.name, (type(q)(q.ours, q.key, q.shape, k.theirs), type(k)(k.ours, k.key, k.shape, q.theirs), v))
+        return type(layout)(
+            layout.name, (type(q)(q.ours, q.key, q.shape, k.theirs), type(k)(k.ours, k.key, k.shape, q.theirs), v)
+        )
 
     monkeypatch.setattr(qwen3_5, "segments", swapped)
     source = tiny.directory(tmp_path / "m", "qwen3_5")

@@ -1,4 +1,4 @@
-"""Loading reads what a rank owns and nothing else; exporting gives back every byte, from any mesh, or nothing at all."""
+"""Loading reads what a rank owns and nothing else; exporting gives back every byte, from any mesh, or nothing."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def test_tied_head_stored_twice(tmp_path: Path) -> None:
 def test_tied_head_stored_twice_and_different(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3_tied", layout="twice")
     _change(source, lambda tensors: tensors["lm_head.weight"].add_(1))
-    with pytest.raises(AssertionError, match=r"LoadError: lm_head.weight and model.embed_tokens.weight differ, but config"):
+    with pytest.raises(
+        AssertionError, match=r"LoadError: lm_head.weight and model.embed_tokens.weight differ, but config"
+    ):
         worlds.run(1, load_and_export, source, {}, tmp_path / "out")
 
 
@@ -108,7 +110,10 @@ def test_carried_tensors_and_small_files_survive(tmp_path: Path) -> None:
     (source / "model.safetensors").unlink()
     extra = {"mtp.fc.weight": torch.randn(3, 5).bfloat16(), "mtp.count": torch.tensor(7), "mtp.none": torch.zeros(0, 4)}
     keys = sorted(tensors)
-    parts = {"a.safetensors": {k: tensors[k] for k in keys[::2]}, "b.safetensors": {k: tensors[k] for k in keys[1::2]} | extra}
+    parts = {
+        "a.safetensors": {k: tensors[k] for k in keys[::2]},
+        "b.safetensors": {k: tensors[k] for k in keys[1::2]} | extra,
+    }
     for file, part in parts.items():
         save_file(part, source / file)
     weight_map = {k: file for file, part in parts.items() for k in part}
@@ -188,8 +193,18 @@ def _rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
 
 
 BROKEN: list[tuple[str, Callable[[dict[str, torch.Tensor]], object], type[mw.LoadError], str]] = [
-    ("missing", lambda t: t.pop("model.norm.weight"), mw.MissingKey, r"no model\.norm\.weight, of which head\.norm\.weight"),
-    ("unknown", lambda t: t.update({"model.extra": torch.zeros(2)}), mw.UnknownKey, r"model\.extra, which no parameter"),
+    (
+        "missing",
+        lambda t: t.pop("model.norm.weight"),
+        mw.MissingKey,
+        r"no model\.norm\.weight, of which head\.norm\.weight",
+    ),
+    (
+        "unknown",
+        lambda t: t.update({"model.extra": torch.zeros(2)}),
+        mw.UnknownKey,
+        r"model\.extra, which no parameter",
+    ),
     ("renamed", _rename("model.norm.weight", "norm.weight"), mw.MissingKey, r"model\.norm\.weight"),
     (
         "shape",
@@ -197,7 +212,12 @@ BROKEN: list[tuple[str, Callable[[dict[str, torch.Tensor]], object], type[mw.Loa
         mw.MismatchedKey,
         r"model\.norm\.weight is \(35,\), but head\.norm\.weight needs \(36,\)",
     ),
-    ("integers", lambda t: t.update({"model.norm.weight": torch.zeros(36, dtype=torch.int64)}), mw.MismatchedKey, r"is I64"),
+    (
+        "integers",
+        lambda t: t.update({"model.norm.weight": torch.zeros(36, dtype=torch.int64)}),
+        mw.MismatchedKey,
+        r"is I64",
+    ),
     (
         "expert missing",
         lambda t: t.pop("model.layers.0.mlp.experts.3.up_proj.weight"),
@@ -231,7 +251,11 @@ HEADERS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("huge header", lambda raw: struct.pack("<Q", 1 << 60) + raw[8:], r"truncated, or no safetensors"),
     ("no json", lambda raw: raw[:8] + b"x" + raw[9:], r"malformed header"),
     ("unknown dtype", lambda raw: raw.replace(b'"F32"', b'"F99"', 1), r"unknown dtype 'F99'"),
-    ("gap", lambda raw: raw.replace(b'"shape":[36]', b'"shape":[35]', 1), r"takes 140 bytes, but its offsets give it 144"),
+    (
+        "gap",
+        lambda raw: raw.replace(b'"shape":[36]', b'"shape":[35]', 1),
+        r"takes 140 bytes, but its offsets give it 144",
+    ),
 ]
 
 

@@ -26,7 +26,8 @@ ODD: dict[str, dict[str, Any]] = {
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
         linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=6, linear_value_head_dim=10,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25, mrope_section=[1, 1, 0]),
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25,
+                             mrope_section=[1, 1, 0]),
     ),
 }  # fmt: skip
 ODD["qwen3_tied"] = {**ODD["qwen3"], "tie_word_embeddings": True}
@@ -50,7 +51,9 @@ def reference(name: str, **changes: Any) -> Any:
     return model
 
 
-def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, layout: str | None = None, **changes: Any) -> Path:
+def directory(
+    at: Path, name: str, *, dtype: torch.dtype = torch.float32, layout: str | None = None, **changes: Any
+) -> Path:
     """Save the reference under `at` in `dtype`, float32 for what hub files keep so; experts in `layout`."""
     from safetensors.torch import save_file
 
@@ -65,7 +68,12 @@ def directory(at: Path, name: str, *, dtype: torch.dtype = torch.float32, layout
         tensors.pop("lm_head.weight", None)
     at.mkdir(parents=True, exist_ok=True)
     save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
-    config = {**ODD[name], **changes, "dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
+    config = {
+        **ODD[name],
+        **changes,
+        "dtype": str(dtype).removeprefix("torch."),
+        "architectures": [type(model).__name__],
+    }
     (at / "config.json").write_text(json.dumps(config))
     return at
 
@@ -85,7 +93,9 @@ def _per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def batches(data_rank: int, *, num: int = 2, length: int = 40, vocab: int = 131, target: bool = False) -> list[mw.Batch]:
+def batches(
+    data_rank: int, *, num: int = 2, length: int = 40, vocab: int = 131, target: bool = False
+) -> list[mw.Batch]:
     """Documents that differ on every data rank and micro-batch; unequal numbers of targets; a filler tail."""
     out = []
     for number in range(num):

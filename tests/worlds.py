@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import pickle
+import pickle  # noqa: TID251 - between processes of one test
 import socket
 import tempfile
 import time
@@ -63,7 +63,7 @@ def _rank(rank: int, size: int, port: int, folder: Path, function: Callable[...,
     torch.set_num_threads(1)
     try:
         result = function(*args)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, it is the test's result
         (folder / f"{rank}.error").write_text(traceback.format_exc())
         os._exit(1)
     (folder / f"{rank}.part").write_bytes(pickle.dumps(result))

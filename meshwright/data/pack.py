@@ -68,8 +68,8 @@ def pack(
     num_filler = (length or total) - total
     if num_filler < 0:
         raise DataError(
-            f"{len(sizes)} documents of {total} tokens do not fit into length={length}; pack fewer, or split the longest "
-            f"(document {sizes.index(max(sizes))}, {max(sizes)} tokens)"
+            f"{len(sizes)} documents of {total} tokens do not fit into length={length}; pack fewer, "
+            f"or split the longest (document {sizes.index(max(sizes))}, {max(sizes)} tokens)"
         )
     shifted = labels if labels is not None else [[*document[1:], IGNORE] for document in documents_]
     filler = [num_filler] if num_filler else []
@@ -77,7 +77,9 @@ def pack(
         tokens=_flat(documents_, sizes, "documents", num_filler, 0),
         labels=_flat(shifted, sizes, "labels", num_filler, IGNORE),
         docs=documents(sizes + filler, torch.device("cpu")),
-        fields={name: _flat(values, sizes, f"fields[{name!r}]", num_filler, 0) for name, values in (fields or {}).items()},
+        fields={
+            name: _flat(values, sizes, f"fields[{name!r}]", num_filler, 0) for name, values in (fields or {}).items()
+        },
         num_filler=num_filler,
     )
 
@@ -85,8 +87,12 @@ def pack(
 def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_filler: int, fill: int) -> Tensor:
     lengths = [len(v) for v in values]
     if lengths != sizes:
-        at = next((i for i, (a, b) in enumerate(zip(lengths, sizes, strict=False)) if a != b), min(len(lengths), len(sizes)))
-        raise DataError(f"{what}: document {at} differs in length: {lengths[at : at + 1]} values, {sizes[at : at + 1]} tokens")
+        at = next(
+            (i for i, (a, b) in enumerate(zip(lengths, sizes, strict=False)) if a != b), min(len(lengths), len(sizes))
+        )
+        raise DataError(
+            f"{what}: document {at} differs in length: {lengths[at : at + 1]} values, {sizes[at : at + 1]} tokens"
+        )
     flat = torch.tensor([x for v in values for x in v] + [fill] * num_filler)
     if what in ("documents", "labels") and flat.dtype != torch.int64:
         raise DataError(f"{what} must be whole numbers, got {flat.dtype}")

@@ -146,7 +146,9 @@ class Engine:
         grads = model.grads()
         lacking = [name for name in model.trainable if name not in grads]
         if lacking:
-            raise StateError(f"{lacking[0]} got no gradient ({len(lacking)} such parameters); each must, zeros if unused")
+            raise StateError(
+                f"{lacking[0]} got no gradient ({len(lacking)} such parameters); each must, zeros if unused"
+            )
         axes = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in grads}
         parallel.finish([(axes[name], grad) for name, grad in grads.items()], model.mesh)
 
@@ -157,7 +159,9 @@ class Engine:
         labels_T, fields = own(self.model, batch)
         terms_T = self.loss(scores, fields)
         if terms_T.shape != labels_T.shape:
-            raise DataError(f"the loss gave {tuple(terms_T.shape)} for {tuple(labels_T.shape)} tokens: one term a token")
+            raise DataError(
+                f"the loss gave {tuple(terms_T.shape)} for {tuple(labels_T.shape)} tokens: one term a token"
+            )
         weights = fields.get("weight")
         terms_T = terms_T if weights is None else terms_T * weights
         return terms_T.masked_fill(labels_T == IGNORE, 0.0)
@@ -179,7 +183,9 @@ class Engine:
                     f"{int(table[0][3])}; all ranks need the same number of batches and tokens"
                 )
             if row != table[first]:
-                raise RankError(f"ranks {first} and {rank} are one data rank ({axes}), but were given different batches")
+                raise RankError(
+                    f"ranks {first} and {rank} are one data rank ({axes}), but were given different batches"
+                )
         once = [row for rank, row in enumerate(table) if not any(axes.coords(rank)[a] for a in ("pp", "cp", "tp"))]
         count = _Count(sum(r[0] for r in once), int(sum(r[1] for r in once)), int(sum(r[2] * r[3] for r in once)))
         if count.weight <= 0:

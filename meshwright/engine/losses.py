@@ -17,7 +17,7 @@ Fields = Mapping[str, Tensor]
 Loss = Callable[[Scores, Fields], Tensor]
 
 
-def cross_entropy(scores: Scores, fields: Fields) -> Tensor:
+def cross_entropy(scores: Scores, _fields: Fields) -> Tensor:
     """Minus the log-probability of the label."""
     return -scores["logprobs"]
 
@@ -25,5 +25,7 @@ def cross_entropy(scores: Scores, fields: Fields) -> Tensor:
 def squared_error(scores: Scores, fields: Fields) -> Tensor:
     """For `head="value"`: half the squared distance to the field `target`."""
     if "target" not in fields:
-        raise DataError(f"squared_error needs the field 'target'; the batch has {sorted(fields)}: pack(..., fields=...)")
+        raise DataError(
+            f"squared_error needs the field 'target'; the batch has {sorted(fields)}: pack(..., fields=...)"
+        )
     return (scores["values"] - fields["target"]).square() / 2

@@ -101,7 +101,9 @@ def load(
     directory = Path(source)
     config, found = read_config(directory), open_source(directory)
     module, table = describe(config, prefix_of(config, found.entries), head)
-    fresh = [p.name for p in table if head == "value" and p.name == "head.weight" and "score.weight" not in found.entries]
+    fresh = [
+        p.name for p in table if head == "value" and p.name == "head.weight" and "score.weight" not in found.entries
+    ]
     choice = choose(table, found)
     check_keys(table, found, choice, fresh)
     spelling = of_source(table, found, choice, carried_keys(table, found, choice), fresh)
@@ -157,7 +159,9 @@ def _place(
     model = Model(mesh, rules, table, (module,), tuple(units), compute, config, directory, spelling)
     for name, stored in model.stored().items():
         if tuple(stored.shape) != model.pieces[name].shape:  # FSDP and the table must cut alike
-            raise LayoutError(f"{name}: rank {mesh.rank} stores {tuple(stored.shape)}, the table says {model.pieces[name].shape}")
+            raise LayoutError(
+                f"{name}: rank {mesh.rank} stores {tuple(stored.shape)}, the table says {model.pieces[name].shape}"
+            )
     return model
 
 
@@ -172,7 +176,9 @@ def _freeze(module: Decoder, table: Table, patterns: Sequence[str]) -> None:
 
 def _refuse_state_dict(*_: object) -> None:
     """Our tensors are pieces under our own names: a state dict of them would look whole and be wrong."""
-    raise StateError("a part's state_dict() would hold pieces; use mw.gather(model), mw.stream(model) or mw.export(model, ...)")
+    raise StateError(
+        "a part's state_dict() would hold pieces; use mw.gather(model), mw.stream(model) or mw.export(model, ...)"
+    )
 
 
 def _fill(model: Model, source: Source, choice: Choice, fresh: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""The drawing: what every parameter is, how it is cut, and which doors activations pass. Pure data, no process group."""
+"""The drawing: what every parameter is, how it is cut, which doors activations pass. Pure data, no process group."""
 
 from .bill import Charge, Step, Unit, bill, units_of
 from .boxes import Box, check_tiling, chunk, interval

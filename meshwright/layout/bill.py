@@ -1,4 +1,4 @@
-"""The bill: every collective of a training step, known from the table, the units and the doors, with no device at hand."""
+"""The bill: every collective of a training step, known from table, units and doors, with no device at hand."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def _unit(
             padded += -(-rows // parts) * prod(cols)
     if padded:
         n = step.num_batches
-        yield Charge(unit.name or "root", "all_gather", shard, padded * parts * step.compute_bytes, n * (1 + unit.again))
+        yield Charge(
+            unit.name or "root", "all_gather", shard, padded * parts * step.compute_bytes, n * (1 + unit.again)
+        )
         yield Charge(unit.name or "root", "reduce_scatter", shard, padded * parts * step.stored_bytes, n)
         yield Charge(unit.name or "root", "all_reduce", ("replicate",), padded * step.stored_bytes, 1)
 

@@ -49,7 +49,7 @@ class Box:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """The range of part `index` when `size` is cut as `torch.chunk` and FSDP cut: ceil-sized, the last ones short or empty."""
+    """The range of part `index`, cut as `torch.chunk` and FSDP cut: ceil-sized, the last ones short or empty."""
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
 
@@ -83,6 +83,7 @@ def _prefixed(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 def check_tiling(boxes: Sequence[Box], shape: Sequence[int], what: str) -> None:
     """Raise unless the boxes cover `shape` exactly once."""
     whole = Box.whole(shape)
+    boxes = [b for b in boxes if b.size or len(b.start) != len(shape)]
     for box in boxes:
         if len(box.start) != len(shape) or whole.meet(box) != box:
             raise LayoutError(f"{what}: the block {box} does not lie inside the shape {tuple(shape)}; mend its bounds")

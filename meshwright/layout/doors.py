@@ -24,7 +24,9 @@ class Kind:
 
 ENTER = Kind("enter", "tp", "all_gather", "reduce_scatter")  # own tokens -> all tokens of the tp group
 LEAVE = Kind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums of all tokens -> own tokens
-MEET = Kind("meet", "tp", "all_to_all", "all_to_all")  # statistics of all tokens over my slice -> own tokens, all slices
+MEET = Kind(
+    "meet", "tp", "all_to_all", "all_to_all"
+)  # statistics of all tokens over my slice -> own tokens, all slices
 
 
 class Door:
@@ -42,7 +44,6 @@ class Door:
 
 
 Back = Callable[[Tensor], Tensor]
-
 
 
 class Dispatch:

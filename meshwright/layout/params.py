@@ -115,7 +115,9 @@ def weight(
 ) -> Declared:
     """Declare a parameter: with `key`, the source holds our matrix as it is; otherwise `layouts` say how."""
     if set(rows) & set(cols or {}):
-        raise LayoutError(f"dims {sorted(set(rows) & set(cols or {}))} stand among both rows and columns; name them apart")
+        raise LayoutError(
+            f"dims {sorted(set(rows) & set(cols or {}))} stand among both rows and columns; name them apart"
+        )
     if key is not None:
         layouts = (plain(key, (*rows.values(), *(cols or {}).values()), len(rows)),)
     return Declared(Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init))
@@ -129,7 +131,7 @@ def plain(key: str, shape: Sequence[int], num_rows: int, name: str = "plain") ->
 
 
 def segments(key: str, shape: Sequence[int], cuts: Sequence[int], source: Sequence[int]) -> Layout:
-    """The source lays whole segments one after the other (`[all Q | all K | all V]`); ours has them side by side in dim 1.
+    """The source has whole segments one after the other (`[all Q | all K | all V]`); ours, side by side in dim 1.
 
     `cuts` are the sizes of the segments in our dim 1; `source` is the shape of the source tensor.
     """
@@ -178,7 +180,9 @@ class Table:
         for param in self:
             names = [layout.name for layout in param.layouts]
             if out.setdefault(param.group, names) != names and param.group:
-                raise LayoutError(f"{param.name}: layouts {names} differ from {out[param.group]} of its group {param.group!r}")
+                raise LayoutError(
+                    f"{param.name}: layouts {names} differ from {out[param.group]} of its group {param.group!r}"
+                )
         return out
 
 
@@ -202,18 +206,48 @@ def _named(param: Param, name: str) -> Param:
 
 
 def check_cover(table: Table) -> None:
-    """Blocks tile our tensors, and for every choice of layouts the keys, exactly once."""
-    keys: dict[str, dict[str, list[Block]]] = {}  # by layout name, then key
+    """Blocks tile our tensors, and whatever layouts are chosen, the keys, exactly once."""
+    keys: dict[str, dict[tuple[str, str], list[Block]]] = {}  # by key, then by (group, layout)
+    viewed: set[tuple[Sequence[int], ...]] = set()
     for param in table:
         if not param.layouts or (len(param.layouts) > 1 and not param.group):
-            raise LayoutError(f"{param.name} has {len(param.layouts)} layouts and group {param.group!r}; a choice needs a group")
+            raise LayoutError(
+                f"{param.name} has {len(param.layouts)} layouts and group {param.group!r}; a choice needs a group"
+            )
         for layout in param.layouts:
             check_tiling([b.ours for b in layout.blocks], param.shape, f"{param.name} ({layout.name})")
             for block in (*layout.blocks, *layout.copies):
-                if block.ours.size != block.theirs.size:
-                    raise LayoutError(f"{param.name}: {block.ours} of ours and {block.theirs} of {block.key} differ in size")
-                keys.setdefault(param.group + layout.name, {}).setdefault(block.key, []).append(block)
-    for by_key in keys.values():
-        for key, blocks in by_key.items():
-            check_tiling([b.theirs for b in blocks], blocks[0].shape, key)
+                form = (block.shape, block.theirs.shape, block.ours.shape)
+                if form not in viewed:
+                    _check_view(param, block)
+                    viewed.add(form)
+                choice = (param.group, layout.name if param.group else "")
+                keys.setdefault(block.key, {}).setdefault(choice, []).append(block)
+    for key, by_choice in keys.items():
+        _check_key(key, by_choice)
     _ = table.groups
+
+
+def _check_view(param: Param, block: Block) -> None:
+    """A block of the source can be seen in our shape without a copy."""
+    if block.ours.size != block.theirs.size:
+        raise LayoutError(f"{param.name}: {block.ours} of ours and {block.theirs} of {block.key} differ in size")
+    if Box.whole(block.shape).meet(block.theirs) != block.theirs:
+        return  # outside of its key: that message comes with the tiling of the key
+    try:
+        block.view(torch.empty(block.shape, device="meta"))
+    except RuntimeError as error:
+        raise LayoutError(
+            f"{param.name}: {block.theirs} of {block.key} {block.shape} is no view of our {block.ours}: {error}"
+        ) from error
+
+
+def _check_key(key: str, by_choice: Mapping[tuple[str, str], Sequence[Block]]) -> None:
+    groups = {group for group, _ in by_choice}
+    if len(groups) > 1:
+        raise LayoutError(f"{key} is made of parameters of several groups {sorted(groups)}; put them into one")
+    for blocks in by_choice.values():
+        shapes = {b.shape for b in blocks}
+        if len(shapes) > 1:
+            raise LayoutError(f"{key} is declared with several shapes: {sorted(shapes)}")
+        check_tiling([b.theirs for b in blocks], blocks[0].shape, key)

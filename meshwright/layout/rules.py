@@ -10,7 +10,7 @@ from math import prod
 from torch import Tensor
 
 from ..errors import LayoutError
-from ..mesh.axes import Axes
+from ..mesh.axes import DENSE, EXPERT, Axes
 from .boxes import Box, chunk, interval
 from .params import Param, Table, matrix_shape
 
@@ -46,7 +46,9 @@ class Rules:
                 continue
             if size % parts and dim not in self.uneven:
                 choices = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-                raise LayoutError(f"{axis}={parts} does not divide {size} {dim} of {what}; choose {axis} from {choices}")
+                raise LayoutError(
+                    f"{axis}={parts} does not divide {size} {dim} of {what}; choose {axis} from {choices}"
+                )
             out[dim] = axis
         return out
 
@@ -66,12 +68,19 @@ class Placement:
 
 
 def place(param: Param, rules: Rules, axes: Axes) -> Placement:
+    """Experts live on the expert view of the ranks, all else on the dense one; float32 parameters in no shards."""
     split = rules.split(param.dims, axes, param.name)
-    if any(rules.axis.get(dim) == "ep" for dim in param.dims):
-        return Placement(split, ("efsdp",), ("replicate",))
-    shard = () if param.float32 else ("fsdp", "cp")
-    used = {*split.values(), *shard}
-    return Placement(split, shard, tuple(a for a in ("replicate", "fsdp", "cp", "tp") if a not in used))
+    expert = any(rules.axis.get(dim) == "ep" for dim in param.dims)
+    view = EXPERT if expert else DENSE
+    shard: tuple[str, ...] = ("efsdp",) if expert else ("fsdp", "cp")
+    cuts = list(split.values())
+    if len(set(cuts)) < len(cuts) or not set(cuts) <= set(view) - set(shard) - {"pp", "replicate"}:
+        raise LayoutError(
+            f"{param.name}: the rules cut {' and '.join(f'{d} by {a}' for d, a in split.items())}; "
+            "an axis cuts one dim of a parameter, and experts are cut by ep alone"
+        )
+    shard = () if param.float32 else shard
+    return Placement(split, shard, tuple(a for a in view[1:] if a not in cuts and a not in shard))
 
 
 def missing(param: Param, rules: Rules, axes: Axes) -> tuple[str, ...]:

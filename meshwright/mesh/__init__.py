@@ -137,4 +137,6 @@ def _join(device: torch.device, timeout_s: float) -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+        )

@@ -24,9 +24,8 @@ class Axes:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in (*DENSE, "ep"):
-            size = self.size_of(name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        for name, size in vars(self).items():
+            if type(size) is not int or size < 1:
                 raise MeshError(f"{name}={size!r} is not a size; give an integer of 1 or more")
         inner = self.fsdp * self.cp * self.tp
         if inner % self.ep:
@@ -41,7 +40,7 @@ class Axes:
             "cp": self.cp,
             "tp": self.tp,
             "ep": self.ep,
-            "efsdp": self.fsdp * self.cp * self.tp // self.ep if self.ep else 0,
+            "efsdp": self.fsdp * self.cp * self.tp // self.ep,
         }[axis]
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -57,6 +56,8 @@ class Axes:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank` on all axes, those of the dense and of the expert view."""
+        if not 0 <= rank < self.world:
+            raise MeshError(f"there is no rank {rank} among {self.world} ({self})")
         return {**_unravel(rank, DENSE, self.sizes(DENSE)), **_unravel(rank, EXPERT, self.sizes(EXPERT))}
 
     def data_rank(self, rank: int) -> int:
@@ -66,14 +67,24 @@ class Axes:
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` at most on `axes` (all of one view), in order."""
-        view = EXPERT if {"ep", "efsdp"} & set(axes) else DENSE
-        mine = self.coords(rank)
-        fixed = [a for a in view if a not in axes]
-        return tuple(r for r in range(self.world) if all(self.coords(r)[a] == mine[a] for a in fixed))
+        ranks, at = [rank], self.coords(rank)
+        for axis, stride in self._strides(axes).items():
+            ranks = [r + (i - at[axis]) * stride for r in ranks for i in range(self.size_of(axis))]
+        return tuple(sorted(ranks))
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Every group of ranks over `axes`, in the order of their first ranks: the same list on all ranks."""
-        return sorted({self.group(rank, axes) for rank in range(self.world)})
+        at = (self.coords(rank) for rank in range(self.world))
+        firsts = [rank for rank, coords in enumerate(at) if not any(coords[a] for a in axes)]
+        return [self.group(rank, axes) for rank in firsts]
+
+    def _strides(self, axes: tuple[str, ...]) -> dict[str, int]:
+        """How far apart neighbours on each of `axes` are."""
+        view = EXPERT if {"ep", "efsdp"} & set(axes) else DENSE
+        if not set(axes) <= set(view):
+            raise MeshError(f"{axes} are not axes of one view; they are {DENSE}, or for experts {EXPERT}")
+        sizes = self.sizes(view)
+        return {a: prod(sizes[i + 1 :]) for i, a in enumerate(view) if a in axes}
 
     def __str__(self) -> str:
         named = [f"{a}={self.size_of(a)}" for a in (*DENSE, "ep") if self.size_of(a) > 1]

@@ -19,7 +19,7 @@ def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(f"config.json: {name}={value!r} is no {kind.__name__}")
-    if kind is int and value < 1:
+    if isinstance(value, int) and kind is int and value < 1:
         raise ConfigError(f"config.json: {name}={value}; it must be at least 1")
     return value
 
@@ -39,7 +39,7 @@ def rope_theta(config: Json, default: float = 10000.0) -> float:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" and not (kind == "mrope" or "mrope_section" in rope):
         raise ConfigError(f"config.json: rope_type={kind!r} is not supported; it must be 'default'")
-    return float(rope.get("rope_theta", config.get("rope_theta", default)))
+    return float(rope.get("rope_theta") or config.get("rope_theta") or default)
 
 
 def divides(small: str, a: int, large: str, b: int) -> int:

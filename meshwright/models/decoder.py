@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, MEET, Box, Block, Door, Init, Layout, Span, plain, weight
+from ..layout import ENTER, LEAVE, MEET, Block, Box, Door, Init, Layout, Span, plain, weight
 
 Rope = tuple[Tensor, Tensor]
-HEADS = ("lm", "value", "none")
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,9 @@ class Embedding(nn.Module):
         layouts = [plain(at + "embed_tokens.weight", (trunk.vocab, trunk.width), 1, "one")]
         if trunk.tied:  # hub files of tied models hold the head once more, or do not
             layouts.append(_with_copy(layouts[0], "lm_head.weight"))
-        self.weight = weight(rows, cols, layouts=layouts, group="head" if trunk.tied else "", init=Init("normal", trunk.std))
+        self.weight = weight(
+            rows, cols, layouts=layouts, group="head" if trunk.tied else "", init=Init("normal", trunk.std)
+        )
         self.vocab = Span("vocab", trunk.vocab)
         self.leave = Door(LEAVE, trunk.width)
 
@@ -99,9 +100,7 @@ class ValueHead(nn.Module):
     def __init__(self, trunk: Trunk, at: str) -> None:
         super().__init__()
         self.norm = Norm(trunk, at + "norm.weight")
-        self.weight = weight(
-            {"label": 1}, {"embed": trunk.width}, key="score.weight", init=Init("normal", trunk.std)
-        )
+        self.weight = weight({"label": 1}, {"embed": trunk.width}, key="score.weight", init=Init("normal", trunk.std))
 
     def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
         return (ops.upcast(F.linear(self.norm(x_TD), self.weight)).squeeze(-1),)
@@ -118,6 +117,13 @@ class NoHead(nn.Module):
         return (self.norm(x_TD),)
 
 
+HEAD_OF: dict[str, type[LanguageHead | ValueHead | NoHead]] = {
+    "lm": LanguageHead,
+    "value": ValueHead,
+    "none": NoHead,
+}
+
+
 class Decoder(nn.Module):
     """A model. `forward` takes one packed stream of all tokens of the data rank and returns this rank's own tokens'
     scores: `(logprobs, entropy)`, `(values,)`, `(hidden,)`; `(logits,)` are of all tokens and this rank's vocabulary.
@@ -125,17 +131,14 @@ class Decoder(nn.Module):
 
     def __init__(self, trunk: Trunk, at: str, blocks: Sequence[Callable[[str], nn.Module]], head: str) -> None:
         super().__init__()
-        if head not in HEADS:
-            raise ConfigError(f"head={head!r} is unknown; choose from {', '.join(HEADS)}")
+        if head not in HEAD_OF:
+            raise ConfigError(f"head={head!r} is unknown; choose from {', '.join(HEAD_OF)}")
         self.trunk = trunk
         self.tied = trunk.tied and head == "lm"
         self.embed = Embedding(trunk, at)
         self.layers = nn.ModuleList(block(f"{at}layers.{i}.") for i, block in enumerate(blocks))
-        self.head = {"lm": LanguageHead, "value": ValueHead, "none": NoHead}[head](trunk, at)
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        return self.head.scores
+        self.head = HEAD_OF[head](trunk, at)
+        self.scores = HEAD_OF[head].scores  # what a forward may be asked for
 
     def units(self) -> list[nn.Module]:
         """What is gathered and freed together. A tied embedding stays with the root: two places use it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, Door, Init, segments, weight
+from ..layout import ENTER, LEAVE, Declared, Door, Init, segments, weight
 from .config import Json, divides, refuse, take
 from .decoder import Decoder, Norm, Rope, Trunk
 from .qwen3 import MLP, PLAIN, Attention, heads_of, trunk_of
@@ -30,17 +31,19 @@ def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256), delta_of(config)
     rope = config.get("rope_parameters") or {}
-    partial = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25)))
-    trunk = trunk_of(config, rope_dim=int(heads.head * partial), zero_centred=True)
+    rotated = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25)
+    trunk = trunk_of(config, rope_dim=int(heads.head * rotated), zero_centred=True)
     ffn = take(config, "intermediate_size", int)
 
     def layer(kind: str, at: str) -> nn.Module:
-        mixer = DeltaNet(trunk, delta, at + "linear_attn.") if kind == LINEAR else Attention(
-            trunk, heads, at + "self_attn.", gated=True
+        mixer = (
+            DeltaNet(trunk, delta, at + "linear_attn.")
+            if kind == LINEAR
+            else Attention(trunk, heads, at + "self_attn.", gated=True)
         )
         return Layer(trunk, mixer, MLP(trunk, ffn, at + "mlp."), at)
 
-    return Decoder(trunk, at, [lambda at, kind=kind: layer(kind, at) for kind in layer_types(config)], head)
+    return Decoder(trunk, at, [partial(layer, kind) for kind in layer_types(config)], head)
 
 
 def layer_types(config: Json) -> list[str]:
@@ -76,6 +79,10 @@ class Layer(nn.Module):
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
+def exact(rows: dict[str, int], key: str, init: Init) -> Declared:
+    return weight(rows, key=key, float32=True, decay=False, init=init)
+
+
 class DeltaNet(nn.Module):
     """The gated delta net. Everything is by key head, so that a rank's share of heads is a plain cut of dim 0:
     the file's `[all Q | all K | all V]` becomes `[key head, q | k | its values]`."""
@@ -88,18 +95,24 @@ class DeltaNet(nn.Module):
         chan, init = sum(cuts), Init("normal", trunk.std)
         fused, conv = at + "in_proj_qkv.weight", at + "conv1d.weight"
         self.qkv = weight(
-            {"key": G, "chan": chan}, {"embed": D}, layouts=[segments(fused, (G, chan, D), cuts, (G * chan, D))], init=init
+            {"key": G, "chan": chan},
+            {"embed": D},
+            layouts=[segments(fused, (G, chan, D), cuts, (G * chan, D))],
+            init=init,
         )
         self.conv = weight(
-            {"key": G, "chan": chan}, {"tap": W}, layouts=[segments(conv, (G, chan, W), cuts, (G * chan, 1, W))], init=init
+            {"key": G, "chan": chan},
+            {"tap": W},
+            layouts=[segments(conv, (G, chan, W), cuts, (G * chan, 1, W))],
+            init=init,
         )
         self.z = weight({"key": G, "value": R * shape.value}, {"embed": D}, key=at + "in_proj_z.weight", init=init)
         self.a = weight({"key": G, "ratio": R}, {"embed": D}, key=at + "in_proj_a.weight", init=init)
         self.b = weight({"key": G, "ratio": R}, {"embed": D}, key=at + "in_proj_b.weight", init=init)
-        exact = {"float32": True, "decay": False}  # enters float32 arithmetic: never rounded
-        self.A_log = weight({"key": G, "ratio": R}, key=at + "A_log", init=Init("log_uniform", 16.0), **exact)
-        self.dt_bias = weight({"key": G, "ratio": R}, key=at + "dt_bias", init=Init("ones"), **exact)
-        self.norm = weight({"value_head": shape.value}, key=at + "norm.weight", init=Init("ones"), **exact)
+        # These enter float32 arithmetic and are never rounded.
+        self.A_log = exact({"key": G, "ratio": R}, at + "A_log", Init("log_uniform", 16.0))
+        self.dt_bias = exact({"key": G, "ratio": R}, at + "dt_bias", Init("ones"))
+        self.norm = exact({"value_head": shape.value}, at + "norm.weight", Init("ones"))
         self.out = weight({"embed": D}, {"key": G, "value": R * shape.value}, key=at + "out_proj.weight", init=init)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,11 +33,15 @@ def build(config: Json, at: str, head: str) -> Decoder:
 
     def layer(index: int, at: str) -> nn.Module:
         sparse = index not in dense and (index + 1) % step == 0
-        mlp = MoE(trunk, routing, at + "mlp.") if sparse else MLP(trunk, take(config, "intermediate_size", int), at + "mlp.")
+        mlp = (
+            MoE(trunk, routing, at + "mlp.")
+            if sparse
+            else MLP(trunk, take(config, "intermediate_size", int), at + "mlp.")
+        )
         return Layer(trunk, heads, mlp, at)
 
     num_layers = take(config, "num_hidden_layers", int)
-    return Decoder(trunk, at, [lambda at, i=i: layer(i, at) for i in range(num_layers)], head)
+    return Decoder(trunk, at, [partial(layer, i) for i in range(num_layers)], head)
 
 
 def routing_of(config: Json, *, renormalise: bool) -> Routing:
@@ -102,7 +107,9 @@ def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ..
     blocks = []
     for e in range(experts):
         for i, name in enumerate(names):
-            start, stop = ((e, i, 0, 0), (e + 1, i + 1, rows, cols)) if len(names) > 1 else ((e, 0, 0), (e + 1, rows, cols))
+            start, stop = (
+                ((e, i, 0, 0), (e + 1, i + 1, rows, cols)) if len(names) > 1 else ((e, 0, 0), (e + 1, rows, cols))
+            )
             blocks.append(Block(Box(start, stop), f"{at}{e}.{name}.weight", (rows, cols), Box.whole((rows, cols))))
     return Layout("per-expert", tuple(blocks))
 

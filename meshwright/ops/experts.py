@@ -49,7 +49,7 @@ def _grouped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tens
 
 def _grouped_linear(x: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
     y: Tensor = F.grouped_mm(_contiguous(x), weight.contiguous().mT, offs=ends_E)
-    return _ContiguousGradient.apply(y)  # type: ignore[no-untyped-call, no-any-return]  # torch leaves apply untyped
+    return _ContiguousGradient.apply(y)  # torch leaves apply untyped
 
 
 class _ContiguousGradient(torch.autograd.Function):

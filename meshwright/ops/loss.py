@@ -21,7 +21,7 @@ def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 
     logsumexp; the label's logit (0 where the label is not one of 0..V-1); the mean logit under their own softmax.
     `entropy=False` leaves out the third: it is zeros, and its gradient is ignored.
     """
-    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk, entropy)  # type: ignore[no-untyped-call, no-any-return]
+    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk, entropy)
 
 
 def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:

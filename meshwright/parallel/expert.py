@@ -25,7 +25,7 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
 
 
 def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str) -> tuple[Tensor, Tensor, Back]:
-    """`x_ND` sorted by expert, `counts_E` rows each -> rows of my experts sorted by expert, their counts, the way back."""
+    """`x_ND` sorted by expert, `counts_E` rows each -> rows of my experts by expert, their counts, the way back."""
     even = [len(counts_E) // size] * size
     from_rank_RE = exchange(counts_E, even, even, group).view(size, -1)
     # The host must know the sizes of the pieces: the one place of a step that waits for the device.

@@ -13,7 +13,12 @@ from ..mesh import Mesh
 
 
 def shard(
-    model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mesh: Mesh, compute: torch.dtype, reduce: torch.dtype
+    model: nn.Module,
+    units: Iterable[Unit],
+    exact: set[nn.Parameter],
+    mesh: Mesh,
+    compute: torch.dtype,
+    reduce: torch.dtype,
 ) -> None:
     """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..engine import Engine, Model, gather, logprobs, stream
 from ..engine.bill import step_bill
@@ -71,7 +72,9 @@ def w1_load(run: Run) -> Findings:
                     theirs = block.view(file.get_tensor(block.key))[common.within(block.ours).slices].to(view.dtype)
                 ours = view[common.within(box).slices].cpu()
                 if not torch.equal(ours, theirs):
-                    yield Finding("W1", name, f"{_differs(ours, theirs)} of {block.key} in {common} on rank {model.mesh.rank}")
+                    yield Finding(
+                        "W1", name, f"{_differs(ours, theirs)} of {block.key} in {common} on rank {model.mesh.rank}"
+                    )
 
 
 def _differs(ours: Tensor, theirs: Tensor) -> str:
@@ -166,7 +169,9 @@ def c1_collectives(run: Run) -> Findings:
         for other in group:
             there = [s for s in all_seen[other] if s.endswith(str(group))]
             if there != here:
-                at = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there))
+                )
                 yield Finding("C1", str(list(group)), f"ranks {model.mesh.rank} and {other} part at collective {at}")
 
 
@@ -199,7 +204,9 @@ def d1_documents(run: Run) -> Findings:
         here = packed[bounds[i] : bounds[i + 1]].cpu()
         error = (here - alone).abs().max().item()
         if not error <= run.trial.tolerance.logprob:
-            yield Finding("D1", f"document {i}", f"log-probabilities off by {error:.1e} from the document alone: a leak")
+            yield Finding(
+                "D1", f"document {i}", f"log-probabilities off by {error:.1e} from the document alone: a leak"
+            )
 
 
 def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
@@ -236,9 +243,9 @@ def _everywhere(mesh: Mesh, numbers: list[int]) -> list[list[int]]:
     return mesh.gather_rows(torch.tensor([numbers], device=mesh.device), DENSE).tolist()
 
 
-def examine(trial: Trial, reference: Reference, mesh: Mesh, store: dist.Store | None = None) -> list[Finding]:
+def examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None = None) -> list[Finding]:
     """All oracles, in one load and a few steps. Every rank calls it and gets its own findings."""
-    with Recorder(store and dist.PrefixStore("load", store), mesh.rank) as loading:
+    with Recorder(store and PrefixStore("load", store), mesh.rank) as loading:
         engine = trial.engine(mesh)
     run = Run(trial, reference, engine, loading.seen)
     checks: list[Callable[[Run], Findings]] = [l1_silent_load, t1_tiling, w1_load, e1_export, d1_documents]
@@ -247,12 +254,12 @@ def examine(trial: Trial, reference: Reference, mesh: Mesh, store: dist.Store | 
     return findings
 
 
-def _steps(run: Run, store: dist.Store | None) -> list[Finding]:
+def _steps(run: Run, store: Store | None) -> list[Finding]:
     findings: list[Finding] = []
     engine, mesh, batches = run.engine, run.model.mesh, run.trial.batches(run.model)
     before, pushed, found = {n: t.clone() for n, t in run.model.stored().items()}, set[str](), []
     for step in range(STEPS):
-        with Recorder(store and dist.PrefixStore(f"step {step}", store), mesh.rank) as recorder:
+        with Recorder(store and PrefixStore(f"step {step}", store), mesh.rank) as recorder:
             found.append(engine.backward(batches))
         if step == 0:
             pushed = {name for name, grad in run.model.grads().items() if grad.any()}

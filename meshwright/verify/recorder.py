@@ -1,7 +1,7 @@
-"""See every collective that really runs: operation, ranks, bytes. On CPU backward runs in the same thread, so nothing escapes.
+"""See every collective that really runs: operation, ranks, bytes.
 
-A `Recorder` with a store also makes the ranks of a group compare what they are about to do, so that ranks that
-disagree get an error that says who stands where, and not a hang.
+On CPU backward runs in the same thread, so nothing escapes. A `Recorder` with a store also makes the ranks of a group
+compare what they are about to do, so that ranks that disagree get an error that says who stands where, and not a hang.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RankError
@@ -49,7 +50,7 @@ class Seen:
 class Recorder(TorchDispatchMode):
     """`with Recorder() as recorder: ...`, then `recorder.seen`."""
 
-    def __init__(self, store: dist.Store | None = None, rank: int = 0, seconds: float = 20.0) -> None:
+    def __init__(self, store: Store | None = None, rank: int = 0, seconds: float = 20.0) -> None:
         super().__init__()
         self.seen: list[Seen] = []
         self._store, self._rank, self._seconds = store, rank, seconds
@@ -83,7 +84,10 @@ class Recorder(TorchDispatchMode):
                 ) from None
             theirs = self._store.get(f"{ranks}/{turn}/{other}").decode()
             if theirs != mine:
-                raise RankError(f"collective {turn} of ranks {list(ranks)}: rank {self._rank} is at {mine}, rank {other} at {theirs}")
+                raise RankError(
+                    f"collective {turn} of ranks {list(ranks)}: rank {self._rank} is at {mine}, "
+                    f"rank {other} at {theirs}"
+                )
 
 
 def _announced(op: str, args: tuple[Any, ...]) -> str:
@@ -106,4 +110,5 @@ def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
     names = [arg for arg in args if isinstance(arg, str) and arg not in _REDUCTIONS]
     if not names:  # point to point
         return ()
-    return tuple(dist.get_process_group_ranks(torch._C._distributed_c10d._resolve_process_group(names[-1])))
+    group = torch._C._distributed_c10d._resolve_process_group(names[-1])  # type: ignore[arg-type]
+    return tuple(dist.get_process_group_ranks(group))

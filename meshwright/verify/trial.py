@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -87,5 +88,4 @@ def refer(trial: Trial) -> Reference:
 def documents_of(batch: Batch) -> list[Batch]:
     """Each document of a batch as a batch of its own."""
     bounds = batch.docs.bounds
-    cuts = list(zip(bounds, bounds[1:], strict=False))
-    return [pack([batch.tokens[a:b].tolist()], [batch.labels[a:b].tolist()]) for a, b in cuts]
+    return [pack([batch.tokens[a:b].tolist()], [batch.labels[a:b].tolist()]) for a, b in pairwise(bounds)]

@@ -23,7 +23,9 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.
 _COPY_BYTES = 16 << 20
 
 
-def write_directory(holding: Holding, spelling: Spelling, config: Mapping[str, Any], beside: Path, directory: Path) -> None:
+def write_directory(
+    holding: Holding, spelling: Spelling, config: Mapping[str, Any], beside: Path, directory: Path
+) -> None:
     """Write the model to `directory`, which must not exist yet or be empty. Every rank calls it; rank 0 writes.
 
     Everything goes into a temporary directory beside it, which is renamed when it is whole. `beside`: where the
@@ -145,5 +147,3 @@ def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dic
     if isinstance(out.get("text_config"), dict):
         out["text_config"] = {**out["text_config"], "dtype": name}
     return {**out, "dtype": name}
-
-

@@ -38,7 +38,9 @@ def choose(table: Table, source: Source) -> dict[str, str]:
         whole = [name for name in names if all(k in source.entries for k in spelled[name])]
         whole = [n for n in whole if not any(set(spelled[n]) < set(spelled[m]) for m in whole)]  # the fuller one
         if len(whole) > 1:
-            raise LoadError(f"the source holds the {group} in {len(whole)} ways: {', '.join(whole)}; remove all but one")
+            raise LoadError(
+                f"the source holds the {group} in {len(whole)} ways: {', '.join(whole)}; remove all but one"
+            )
         if not whole:
             raise MissingKey(_nearest(group, spelled, source))
         choice[group] = whole[0]
@@ -68,7 +70,7 @@ def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
 
 
 def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str] = ()) -> None:
-    """Every key of ours is there, in its shape, in a dtype that can be trained. `fresh`: parameters not in the source."""
+    """Every key of ours is there, in its shape, in a trainable dtype. `fresh`: parameters not in the source."""
     for param in table:
         if param.name in set(fresh):
             continue
@@ -79,7 +81,9 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
             if entry.shape != shape:
                 raise MismatchedKey(f"{entry.file}: {key} is {entry.shape}, but {param.name} needs {shape}")
             if entry.dtype not in TRAINABLE:
-                raise MismatchedKey(f"{entry.file}: {key} is {entry.dtype}; {param.name} needs {' or '.join(TRAINABLE)}")
+                raise MismatchedKey(
+                    f"{entry.file}: {key} is {entry.dtype}; {param.name} needs {' or '.join(TRAINABLE)}"
+                )
 
 
 @dataclass
@@ -131,9 +135,9 @@ class Reader:
         out = torch.empty(part.shape, dtype=dtype)
         whole = block.view(torch.empty(entry.shape, device="meta"))
         wanted = whole[part.within(block.ours).slices]
-        raw = memoryview(out.view(-1).view(torch.uint8).numpy()) if out.numel() else memoryview(b"")
+        raw = out.view(-1).view(torch.uint8).numpy().data
         at = 0
-        for offset, length in runs(wanted.shape, wanted.stride(), wanted.storage_offset()):
+        for offset, length in runs(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
             num = length * dtype.itemsize
             self._pread(entry, raw[at : at + num], entry.start + offset * dtype.itemsize)
             at += num

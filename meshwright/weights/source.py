@@ -132,7 +132,9 @@ def _check_index(weight_map: Mapping[str, str], entries: Mapping[str, Entry]) ->
             raise LoadError(f"the index puts {key} into {file}, but {where} has it; mend the index")
     extra = [key for key in entries if key not in weight_map]
     if extra:
-        raise LoadError(f"{entries[extra[0]].file} holds {extra[0]}, which the index does not list ({len(extra)} such keys)")
+        raise LoadError(
+            f"{entries[extra[0]].file} holds {extra[0]}, which the index does not list ({len(extra)} such keys)"
+        )
 
 
 def read_header(root: Path, file: str) -> tuple[list[Entry], Mapping[str, str]]:

@@ -93,5 +93,3 @@ def blocks_by_key(table: Table, choice: Choice) -> dict[str, list[tuple[Param, B
         for block in (*layout.blocks, *layout.copies):
             out.setdefault(block.key, []).append((param, block))
     return out
-
-

@@ -31,7 +31,9 @@ class Holding:
     stored: Mapping[str, Tensor]
 
 
-def whole_tensors(holding: Holding, spelling: Spelling, keys: Iterable[Key], *, exact: bool) -> Iterator[tuple[Key, Tensor]]:
+def whole_tensors(
+    holding: Holding, spelling: Spelling, keys: Iterable[Key], *, exact: bool
+) -> Iterator[tuple[Key, Tensor]]:
     """On rank 0 yields every key's whole tensor; elsewhere yields nothing but must be run through all the same.
 
     `exact`: in the dtype of the key (weights); otherwise in the dtype in which it is stored (gradients).

@@ -116,13 +116,8 @@ def test_bad_sizes_are_refused_by_name_and_number(name, size):
         Axes(**{name: size})
 
 
-BROKEN = pytest.mark.xfail(strict=True, raises=TypeError, reason="efsdp is computed before the sizes are checked")
-
-
 @pytest.mark.parametrize("size", ["2", [2]])
-@pytest.mark.parametrize(
-    "name", ["pp", "replicate", *(pytest.param(name, marks=BROKEN) for name in ("fsdp", "cp", "tp", "ep"))]
-)
+@pytest.mark.parametrize("name", [*DENSE_NAMES, "ep"])
 def test_sizes_of_another_type_are_refused_by_name(name, size):
     with pytest.raises(MeshError, match=re.escape(f"{name}={size!r} ")):
         Axes(**{name: size})

@@ -148,7 +148,6 @@ def test_no_boxes_tile_a_shape_without_elements(shape):
         ((4,), [Box((0,), (0,)), Box((0,), (4,))]),
     ],
 )
-@pytest.mark.xfail(strict=True, raises=LayoutError, reason="an empty block inside the shape is called outside of it")
 def test_empty_boxes_do_no_harm(shape, made):
     check_tiling(made, shape, "w")
 

@@ -152,34 +152,22 @@ def test_segments_must_fill_both_sides():
     refused(r"^net\.w \(segments\): .*cover 8 of 12", w=made)
 
 
-def not_seen(reason, raises=pytest.fail.Exception):
-    """A gap in what is checked today: `raises` is what happens instead."""
-    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
-
-
-BY_NAME = "check_cover sorts keys by the names of layouts and compares none across names"
-
-
-@not_seen(BY_NAME)
 def test_one_key_of_two_parameters_whose_layouts_have_other_names():
     layouts = [plain("k", (6,), 1, name) for name in ("plain", "other")]
     refused("^(net.v|k)", w=vector(layouts[0]), v=vector(layouts[1]))
 
 
-@not_seen(BY_NAME, LayoutError)
 def test_a_key_shared_rightly_by_layouts_of_other_names():
     halves = [one(block((0,), (3,), "k", (6,), Box((a,), (a + 3,))), name=f"from{a}") for a in (0, 3)]
     assert len(collect(Model(w=vector(halves[0], size=3), v=vector(halves[1], size=3))).params) == 2
 
 
-@not_seen("the shape of a key is taken from its first block")
 def test_blocks_that_disagree_about_the_shape_of_a_key():
     first = one(block((0,), (3,), "k", (6,), Box((0,), (3,))))
     second = one(block((0,), (3,), "k", (600,), Box((3,), (6,))))
     refused("^(net.v|k)", w=vector(first, size=3), v=vector(second, size=3))
 
 
-@not_seen("whether a block can be viewed in our shape is found out when loading")
 def test_a_block_that_cannot_be_seen_in_our_shape():
     """Columns 0-1 of four rows are no vector without a copy; loading would fail in the middle."""
     left, right = (block((a,), (a + 8,), "k", (4, 4), Box((0, a // 4), (4, a // 4 + 2))) for a in (0, 8))

@@ -222,9 +222,6 @@ def test_every_axis_does_one_thing(case):
         ({"expert": 4}, {"heads": 8}, {"expert": "ep", "heads": "ep"}),
     ],
 )
-@pytest.mark.xfail(
-    strict=True, raises=pytest.fail.Exception, reason="place does not look whether an axis cuts a parameter twice"
-)
 def test_an_axis_that_would_cut_twice_is_refused(rows, cols, axis):
     table, axes = Table({"w": Param(rows, cols, (), name="w")}), Axes(fsdp=2, tp=2, ep=2)
     with pytest.raises(LayoutError, match="w"):

@@ -73,6 +73,5 @@ def test_every_kind_on_the_mesh_of_all_axes(ep):
     check_sums(Param({"expert": 8}, {"embed": 2}, (), name="experts"), axes)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="FSDP leaves float32 out, place stores experts in shards")
 def test_float32_experts_are_summed_over_all_that_use_them():
     check_sums(Param({"expert": 4}, {"embed": 2}, (), float32=True, name="experts"), Axes(replicate=2, fsdp=4, ep=2))
