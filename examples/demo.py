@@ -60,8 +60,8 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     every_byte = pre_tokenizers.ByteLevel.alphabet()  # so that no text is unknown
-    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=[END, PAD], initial_alphabet=every_byte)
-    bpe.train_from_iterator(paragraphs(), trainer)
+    special = {"special_tokens": [END, PAD], "initial_alphabet": every_byte}
+    bpe.train_from_iterator(paragraphs(), trainers.BpeTrainer(vocab_size=1024, show_progress=False, **special))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
     tokenizer.save_pretrained(directory)
     return tokenizer
@@ -95,7 +95,7 @@ def streams(docs: list[list[int]]) -> Iterator[mw.Batch]:
             waiting.append(doc)
 
 
-def warmup_cosine(num_steps: int, peak: float = 6e-3) -> Callable[[int], float]:
+def warmup_cosine(num_steps: int, peak: float = 4e-3) -> Callable[[int], float]:
     warmup = max(1, num_steps // 10)
     return lambda step: peak * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / num_steps))
 
@@ -116,6 +116,7 @@ def work(out: Path, num_steps: int) -> None:
     if mesh.rank == 0:
         print(f"held-out loss: {before:.3f} before training, {after:.3f} after {num_steps} steps")
     mw.export(model, out / "trained")
+    torch.distributed.destroy_process_group()  # a process that just ends can abort when its network threads still run
 
 
 def fit(engine: mw.Engine, batches: Iterator[mw.Batch], num_steps: int) -> None:
@@ -168,7 +169,7 @@ def arguments() -> argparse.Namespace:
         epilog="example: python -m examples.demo --out runs/demo --steps 200",
     )
     parser.add_argument("--out", type=Path, help="directory to fill, new or empty (default: a new temporary one)")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # how `launch` starts the processes
     args = parser.parse_args()
     if args.steps < 1:

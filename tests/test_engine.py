@@ -260,7 +260,7 @@ def test_meshes_that_cannot_be(mesh: dict[str, int], pattern: str) -> None:
 def test_tp_that_divides_nothing(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
     with pytest.raises(
-        AssertionError, match=r"tp=3 does not divide 4 heads of layers\.0\.attn\.q; choose tp from 1, 2, 4"
+        AssertionError, match=r"tp=3 does not divide 4 heads of layers\.0\.mixer\.q; choose tp from 1, 2, 4"
     ):
         worlds.run(3, lambda: mw.load(source, mw.Mesh(tp=3)))
 

@@ -218,7 +218,7 @@ def test_pieces_that_do_not_tile(tried: Callable[..., Trial], monkeypatch: Plant
     trial, real = tried("qwen3", tp=2), rules.cut
 
     def first_half(param: Any, placement: Any, axes: Any, coords: Any) -> Box:
-        return real(param, placement, axes, {**coords, "tp": 0} if param.name.endswith("attn.q") else coords)
+        return real(param, placement, axes, {**coords, "tp": 0} if param.name.endswith("mixer.q") else coords)
 
     monkeypatch.setattr(rules, "cut", first_half)
-    expect(trial, "T1", r"layers\.0\.attn\.q: .*overlap")
+    expect(trial, "T1", r"layers\.0\.mixer\.q: .*overlap")

@@ -30,11 +30,22 @@ ODD: dict[str, dict[str, Any]] = {
                              mrope_section=[1, 1, 0]),
     ),
 }  # fmt: skip
+ODD["qwen2"] = dict(
+    model_type="qwen2", vocab_size=131, hidden_size=56, intermediate_size=44, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+ODD["qwen3_5_moe"] = {
+    **{k: v for k, v in ODD["qwen3_5"].items() if k != "intermediate_size"},
+    **dict(model_type="qwen3_5_moe_text", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20),
+    **dict(shared_expert_intermediate_size=28),
+}
 ODD["qwen3_tied"] = {**ODD["qwen3"], "tie_word_embeddings": True}
 
 CLASSES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
 }
 

@@ -1,4 +1,4 @@
-"""The bill of a step of the engine: the model's, and the engine's own three: count, loss and norm."""
+"""The bill of a step of the engine: the model's, and the engine's own: count, loss, norm and the router's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .engine import COUNTED
 from .model import Model
 
 
-def step_bill(model: Model, tokens: int, num_batches: int) -> list[Charge]:
+def step_bill(model: Model, tokens: int, num_batches: int, router_aux: str = "pooled") -> list[Charge]:
     """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens."""
     compute = model.dtype.itemsize
     step = Step(tokens, num_batches, compute, max(4, compute))
@@ -17,4 +17,13 @@ def step_bill(model: Model, tokens: int, num_batches: int) -> list[Charge]:
     if axes.world > 1:
         charges.append(Charge("count", "all_gather", DENSE, axes.world * COUNTED * 8, 1))
         charges += [Charge(what, "all_reduce", DENSE, 8, 1) for what in ("loss", "norm")]
+        charges += _router(model, num_batches, router_aux)
     return charges
+
+
+def _router(model: Model, num_batches: int, router_aux: str) -> list[Charge]:
+    balance, axes = model.parts[0].balance, ("replicate", "fsdp", "cp", "tp")
+    load = Charge("expert load", "all_reduce", axes, balance.num_layers * balance.num_experts * 8, 1)
+    aux = Charge("router aux", "all_reduce", axes, balance.num_experts * 8, num_batches)
+    pooled = balance.coefficient and router_aux == "pooled"
+    return [load, aux] if balance.num_layers and pooled else [load] if balance.num_layers else []

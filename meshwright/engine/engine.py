@@ -18,8 +18,9 @@ from ..optim import AdamW, Settings, squares
 from .forward import check, own, reshard, score
 from .losses import Loss, cross_entropy
 from .model import Model
+from .router import Router
 
-COUNTED = 5  # numbers that every rank tells all others before a step
+COUNTED = 6  # numbers that every rank tells all others before a step
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class StepRecord:
     grad_norm: float
     lr: float
     num_targets: int  # over all data ranks and micro-batches
-    num_tokens: int
+    num_tokens: int  # without filler
+    expert_load: Tensor | None = None  # [layers of experts, experts]: tokens that each got
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Engine:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         max_norm: float | None = 1.0,
+        router_aux: str = "pooled",
     ) -> None:
         for name, value, fine in (
             ("lr", lr, callable(lr) or lr >= 0),
@@ -72,6 +75,7 @@ class Engine:
                 raise ConfigError(f"{name}={value} is out of range")
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, max_norm
         self.steps = 0
+        self.router = Router(model.parts[0].balance, model.mesh, router_aux)
         self._ready: tuple[float, _Count] | None = None
         trained = set(model.trainable)
         decayed = {p.name for p in model.table if p.decay}
@@ -83,7 +87,8 @@ class Engine:
         assert self._ready is not None
         count, lr = self._ready[1], self._lr()
         norm = self.update()
-        return StepRecord(self.steps, loss, norm, lr, count.targets, count.tokens)
+        load = self.router.load_LE.cpu() if self.router.balance.num_layers else None
+        return StepRecord(self.steps, loss, norm, lr, count.targets, count.tokens, load)
 
     def backward(self, batches: Sequence[Batch]) -> float:
         """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
@@ -94,10 +99,11 @@ class Engine:
         for number, batch in enumerate(batches):
             parallel.expect_last(self.model.parts[0], number + 1 == len(batches))
             on_device = batch.to(self.model.mesh.device)
-            term = self._terms(on_device).sum() / count.weight
+            term, aux = self._loss(on_device, count, len(batches), training=True)
             term.backward()
-            total += term.detach().double()
+            total += term.detach().double() + aux
         self.finish()
+        self.router.close()
         loss = self.model.mesh.sum_(total, DENSE).item()
         self._ready = (loss, count)
         return loss
@@ -136,7 +142,7 @@ class Engine:
         count = self._count(batches)
         total = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         for batch in batches:
-            total += self._terms(batch.to(self.model.mesh.device)).double().sum() / count.weight
+            total += sum(self._loss(batch.to(self.model.mesh.device), count, len(batches), training=False))
         reshard(self.model)
         return self.model.mesh.sum_(total, DENSE).item()
 
@@ -151,6 +157,12 @@ class Engine:
             )
         axes = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in grads}
         parallel.finish([(axes[name], grad) for name, grad in grads.items()], model.mesh)
+
+    def _loss(self, batch: Batch, count: _Count, num_batches: int, *, training: bool) -> tuple[Tensor, Tensor]:
+        """This rank's share of the loss of a micro-batch, and of the router's, whose gradient is already attached."""
+        self.router.begin(batch)
+        term = self._terms(batch).sum() / count.weight
+        return term, self.router.end(count.tokens, num_batches, training=training)
 
     def _terms(self, batch: Batch) -> Tensor:
         """Weighted loss terms of this rank's own tokens; each token of a data rank is one rank's own."""
@@ -187,7 +199,7 @@ class Engine:
                     f"ranks {first} and {rank} are one data rank ({axes}), but were given different batches"
                 )
         once = [row for rank, row in enumerate(table) if not any(axes.coords(rank)[a] for a in ("pp", "cp", "tp"))]
-        count = _Count(sum(r[0] for r in once), int(sum(r[1] for r in once)), int(sum(r[2] * r[3] for r in once)))
+        count = _Count(sum(r[0] for r in once), int(sum(r[1] for r in once)), int(sum(r[4] for r in once)))
         if count.weight <= 0:
             raise DataError(f"the step's {count.targets} targets weigh {count.weight}; there is nothing to learn from")
         return count
@@ -197,7 +209,7 @@ class Engine:
 
 
 def _summary(batches: Sequence[Batch]) -> list[float]:
-    """Weight, targets, number of batches, tokens of each, and a checksum of the data."""
+    """Weight, targets, number of batches, tokens of each, tokens without filler, and a checksum of the data."""
     sizes = {len(b) for b in batches}
     if len(sizes) > 1:
         raise DataError(f"the batches of a step have {sorted(sizes)} tokens; pack(..., length=) makes them equal")
@@ -208,4 +220,5 @@ def _summary(batches: Sequence[Batch]) -> list[float]:
         weight += float(b.fields["weight"][has].double().sum()) if "weight" in b.fields else float(has.sum())
         for tensor in (b.tokens, b.labels, torch.tensor(b.docs.bounds), *b.fields.values()):
             crc = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), crc)
-    return [weight, targets, len(batches), len(batches[0]), crc]
+    num_tokens = sum(len(b) - b.num_filler for b in batches)
+    return [weight, targets, len(batches), len(batches[0]), num_tokens, crc]

@@ -47,6 +47,8 @@ def own(model: Model, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
 def look(model: Model, batch: Batch, want: str) -> Tensor:
     """Scores without gradients."""
     check(model, batch)
+    lo, hi = model.mesh.token_range(len(batch))
+    model.parts[0].balance.begin(torch.ones(hi - lo, dtype=torch.bool, device=model.mesh.device))
     scores = score(model, batch.to(model.mesh.device), want)[want]
     reshard(model)
     return scores

@@ -5,6 +5,7 @@ The only room that knows of devices and process groups; axes of size 1 degenerat
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from functools import cached_property
@@ -109,6 +110,15 @@ class Mesh:
         at = self.coords["cp"] * self.axes.tp + self.coords["tp"]
         return at * share, (at + 1) * share
 
+    @property
+    def data_rank(self) -> int:
+        """Which of `num_data_ranks` streams this rank reads: the same for ranks that differ only in cp, tp, pp."""
+        return self.axes.data_rank(self.rank)
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.axes.num_data_ranks
+
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, rank {self.rank} of {self.axes.world} on {self.device})"
 
@@ -137,6 +147,12 @@ def _join(device: torch.device, timeout_s: float) -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        alone = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Before the interpreter shuts down: a process that ends while gloo's threads run is aborted by them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -9,11 +9,12 @@ from torch import device
 
 from ..errors import ConfigError
 from ..layout import Table, collect
-from . import qwen3, qwen3_5, qwen3_moe
+from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from .balance import Balance
 from .config import Json
 from .decoder import Decoder
 
-__all__ = ["FAMILIES", "Decoder", "Family", "describe", "prefix_of"]
+__all__ = ["FAMILIES", "Balance", "Decoder", "Family", "describe", "prefix_of"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Family:
 
 _CARRIED = ("mtp.*", "model.visual.*")
 FAMILIES = {
+    "qwen2": Family(qwen2.build),
     "qwen3": Family(qwen3.build),
     "qwen3_moe": Family(qwen3_moe.build),
     "qwen3_5_text": Family(qwen3_5.build, ("model.", "model.language_model."), _CARRIED),
+    "qwen3_5_moe_text": Family(qwen3_5_moe.build, ("model.", "model.language_model."), _CARRIED),
 }
-_TEXT_OF = {"qwen3_5": "qwen3_5_text"}  # conditional generation: its text part
+_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # conditional generation: its text part
 
 
 def text_config(config: Json) -> Json:

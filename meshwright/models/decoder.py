@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, MEET, Block, Box, Door, Init, Layout, Span, plain, weight
+from .balance import Balance
 
 Rope = tuple[Tensor, Tensor]
 
@@ -65,6 +66,21 @@ class Embedding(nn.Module):
 def _with_copy(layout: Layout, key: str) -> Layout:
     block = layout.blocks[0]
     return Layout("twice", layout.blocks, (Block(block.ours, key, block.shape, Box.whole(block.shape)),))
+
+
+class Layer(nn.Module):
+    """`x += mixer(norm(x)); x += mlp(norm(x))`: the block of all families."""
+
+    def __init__(self, trunk: Trunk, mixer: nn.Module, mlp: nn.Module, at: str) -> None:
+        super().__init__()
+        self.norm = Norm(trunk, at + "input_layernorm.weight")
+        self.mixer = mixer
+        self.mlp_norm = Norm(trunk, at + "post_attention_layernorm.weight")
+        self.mlp = mlp
+
+    def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
+        x_TD = x_TD + self.mixer(self.norm(x_TD), rope, docs)
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 class LanguageHead(nn.Module):
@@ -129,11 +145,19 @@ class Decoder(nn.Module):
     scores: `(logprobs, entropy)`, `(values,)`, `(hidden,)`; `(logits,)` are of all tokens and this rank's vocabulary.
     """
 
-    def __init__(self, trunk: Trunk, at: str, blocks: Sequence[Callable[[str], nn.Module]], head: str) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        at: str,
+        blocks: Sequence[Callable[[str], nn.Module]],
+        head: str,
+        balance: Balance | None = None,
+    ) -> None:
         super().__init__()
         if head not in HEAD_OF:
             raise ConfigError(f"head={head!r} is unknown; choose from {', '.join(HEAD_OF)}")
         self.trunk = trunk
+        self.balance = balance or Balance()
         self.tied = trunk.tied and head == "lm"
         self.embed = Embedding(trunk, at)
         self.layers = nn.ModuleList(block(f"{at}layers.{i}.") for i, block in enumerate(blocks))

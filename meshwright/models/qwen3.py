@@ -8,23 +8,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..layout import ENTER, LEAVE, Block, Box, Door, Init, Layout, Span, weight
+from ..errors import ConfigError
+from ..layout import ENTER, LEAVE, Block, Box, Declared, Door, Init, Layout, Span, weight
 from .config import Json, divides, refuse, rope_theta, take
-from .decoder import Decoder, Norm, Rope, Trunk
+from .decoder import Decoder, Layer, Norm, Rope, Trunk
 
 PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,)}
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of grouped-query attention."""
+    """Grouped-query attention: its shape, and what a family adds or leaves out."""
 
     heads: int
     kv: int
     head: int
+    normed: bool = True  # queries and keys, over each head
+    bias: bool = False  # of q, k and v
+    gated: bool = False  # the output, by a gate beside each query
 
 
 def trunk_of(config: Json, *, rope_dim: int, zero_centred: bool = False) -> Trunk:
+    if rope_dim % 2 or rope_dim < 2:
+        raise ConfigError(f"config.json: {rope_dim} dims of each head would be rotated; it must be an even number")
     return Trunk(
         vocab=take(config, "vocab_size", int),
         width=take(config, "hidden_size", int),
@@ -37,66 +43,66 @@ def trunk_of(config: Json, *, rope_dim: int, zero_centred: bool = False) -> Trun
     )
 
 
-def heads_of(config: Json, default_head: int | None = None) -> Heads:
-    heads, kv = take(config, "num_attention_heads", int), take(config, "num_key_value_heads", int)
+def heads_of(config: Json, default_head: int, *, normed: bool = True, bias: bool = False, gated: bool = False) -> Heads:
+    heads = take(config, "num_attention_heads", int)
+    kv = take(config, "num_key_value_heads", int, heads)
     divides("num_key_value_heads", kv, "num_attention_heads", heads)
-    return Heads(heads, kv, take(config, "head_dim", int, default_head))
+    return Heads(heads, kv, take(config, "head_dim", int, default_head), normed, bias, gated)
+
+
+def depth_of(config: Json) -> int:
+    """The number of layers, all of full attention."""
+    num_layers, kinds = take(config, "num_hidden_layers", int), config.get("layer_types") or []
+    if set(kinds) - {"full_attention"} or len(kinds) not in (0, num_layers):
+        raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of 'full_attention', or absent")
+    return num_layers
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, PLAIN)
     heads = heads_of(config, default_head=128)
     trunk = trunk_of(config, rope_dim=heads.head)
-    ffn = take(config, "intermediate_size", int)
-    num_layers = take(config, "num_hidden_layers", int)
-    return Decoder(trunk, at, [lambda at: Layer(trunk, heads, MLP(trunk, ffn, at + "mlp."), at)] * num_layers, head)
+    return Decoder(trunk, at, [lambda at: dense(trunk, heads, config, at)] * depth_of(config), head)
 
 
-class Layer(nn.Module):
-    def __init__(self, trunk: Trunk, heads: Heads, mlp: nn.Module, at: str) -> None:
-        super().__init__()
-        self.norm = Norm(trunk, at + "input_layernorm.weight")
-        self.attn = Attention(trunk, heads, at + "self_attn.")
-        self.mlp_norm = Norm(trunk, at + "post_attention_layernorm.weight")
-        self.mlp = mlp
-
-    def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        x_TD = x_TD + self.attn(self.norm(x_TD), rope, docs)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+def dense(trunk: Trunk, heads: Heads, config: Json, at: str) -> Layer:
+    """A layer of attention and an MLP."""
+    mlp = MLP(trunk, take(config, "intermediate_size", int), at + "mlp.")
+    return Layer(trunk, Attention(trunk, heads, at + "self_attn."), mlp, at)
 
 
 class Attention(nn.Module):
-    def __init__(self, trunk: Trunk, shape: Heads, at: str, *, gated: bool = False) -> None:
+    def __init__(self, trunk: Trunk, shape: Heads, at: str) -> None:
         super().__init__()
         D, H, G, K = trunk.width, shape.heads, shape.kv, shape.head
+        self.shape = shape
+        queries = K * (1 + shape.gated)  # the gate of a head lies beside its query in the file: [q | gate] per head
+        self.q, self.q_bias = projection({"heads": H, "head": queries}, trunk, at + "q_proj", bias=shape.bias)
+        self.k, self.k_bias = projection({"kv": G, "head": K}, trunk, at + "k_proj", bias=shape.bias)
+        self.v, self.v_bias = projection({"kv": G, "head": K}, trunk, at + "v_proj", bias=shape.bias)
         init = Init("normal", trunk.std)
-        self.gated, self.head = gated, K
-        # The gate of a head lies beside its query in the file: [q | gate] per head.
-        self.q = weight({"heads": H, "head": K * (1 + gated)}, {"embed": D}, key=at + "q_proj.weight", init=init)
-        self.k = weight({"kv": G, "head": K}, {"embed": D}, key=at + "k_proj.weight", init=init)
-        self.v = weight({"kv": G, "head": K}, {"embed": D}, key=at + "v_proj.weight", init=init)
         self.o = weight({"embed": D}, {"heads": H, "head": K}, key=at + "o_proj.weight", init=init)
-        self.q_norm = Norm(trunk, at + "q_norm.weight", K, "head")
-        self.k_norm = Norm(trunk, at + "k_norm.weight", K, "head")
+        self.q_norm = Norm(trunk, at + "q_norm.weight", K, "head") if shape.normed else nn.Identity()
+        self.k_norm = Norm(trunk, at + "k_norm.weight", K, "head") if shape.normed else nn.Identity()
         self.heads, self.kv = Span("heads", H), Span("kv", G)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        x_TD = self.enter(x_TD)
-        q_THK, *gate = F.linear(x_TD, self.q).unflatten(1, (len(self.heads), -1)).split(self.head, -1)
-        k_TGK, v_TGK = self.kv_heads(x_TD, self.k), self.kv_heads(x_TD, self.v)
+        x_TD, K = self.enter(x_TD), self.shape.head
+        q_THK, *gate = F.linear(x_TD, self.q, self.q_bias).unflatten(1, (len(self.heads), -1)).split(K, -1)
+        k_TGK, v_TGK = self.kv_heads(x_TD, self.k, self.k_bias), self.kv_heads(x_TD, self.v, self.v_bias)
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
         o_THK = ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs)
-        if self.gated:
+        if self.shape.gated:
             o_THK = o_THK * gate[0].sigmoid()
         return self.leave(F.linear(o_THK.flatten(1), self.o))
 
-    def kv_heads(self, x_TD: Tensor, kv: Tensor) -> Tensor:
+    def kv_heads(self, x_TD: Tensor, kv: Tensor, bias: Tensor | None) -> Tensor:
         """The kv heads that this rank's query heads use. Where kv heads are fewer than ranks, the stored matrix holds
         them all: only those in use are computed, and the gradients of all ranks sum to the whole one."""
-        first, last = self.used()
-        w = kv.view(len(self.kv), self.head, -1)[first - self.kv.start : last - self.kv.start]
-        return F.linear(x_TD, w.flatten(0, 1)).unflatten(1, (-1, self.head))
+        first, last = (at - self.kv.start for at in self.used())
+        rows = slice(first * self.shape.head, last * self.shape.head)
+        return F.linear(x_TD, kv[rows], None if bias is None else bias[rows]).unflatten(1, (-1, self.shape.head))
 
     def used(self) -> tuple[int, int]:
         serves = self.heads.size // self.kv.size
@@ -111,19 +117,35 @@ class Attention(nn.Module):
         return x_TGK if even else x_TGK[:, of_query]
 
 
-class MLP(nn.Module):
-    """SwiGLU, its hidden units split by tp. `gate_up` is `[2, F, D]`: both halves are cut alike."""
+def projection(rows: dict[str, int], trunk: Trunk, key: str, *, bias: bool) -> tuple[Declared, Declared | None]:
+    """A weight from the width of a token to `rows`, and its bias where the family has one."""
+    made = weight(rows, {"embed": trunk.width}, key=key + ".weight", init=Init("normal", trunk.std))
+    return made, weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
 
-    def __init__(self, trunk: Trunk, ffn: int, at: str) -> None:
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate x) * up x)`. `gate_up` is `[2, F, D]`, so that a cut of F cuts both halves alike."""
+
+    def __init__(self, trunk: Trunk, ffn: int, at: str, dim: str) -> None:
         super().__init__()
         D, init = trunk.width, Init("normal", trunk.std)
-        self.gate_up = weight({"half": 2, "ffn": ffn}, {"embed": D}, layouts=[halves(at, ffn, D)], init=init)
-        self.down = weight({"embed": D}, {"ffn": ffn}, key=at + "down_proj.weight", init=init)
-        self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
+        self.gate_up = weight({"half": 2, dim: ffn}, {"embed": D}, layouts=[halves(at, ffn, D)], init=init)
+        self.down = weight({"embed": D}, {dim: ffn}, key=at + "down_proj.weight", init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = F.linear(self.enter(x_TD), self.gate_up).chunk(2, -1)
-        return self.leave(F.linear(ops.swiglu(gate_TF, up_TF), self.down))
+        gate_TF, up_TF = F.linear(x_TD, self.gate_up).chunk(2, -1)
+        return F.linear(ops.swiglu(gate_TF, up_TF), self.down)
+
+
+class MLP(SwiGLU):
+    """SwiGLU with its hidden units split by tp."""
+
+    def __init__(self, trunk: Trunk, ffn: int, at: str) -> None:
+        super().__init__(trunk, ffn, at, "ffn")
+        self.enter, self.leave = Door(ENTER, trunk.width), Door(LEAVE, trunk.width)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.leave(super().forward(self.enter(x_TD)))
 
 
 def halves(at: str, ffn: int, width: int) -> Layout:

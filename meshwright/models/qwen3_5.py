@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +13,11 @@ from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Declared, Door, Init, segments, weight
 from .config import Json, divides, refuse, take
-from .decoder import Decoder, Norm, Rope, Trunk
+from .decoder import Decoder, Layer, Rope, Trunk
 from .qwen3 import MLP, PLAIN, Attention, heads_of, trunk_of
 
 LINEAR, FULL = "linear_attention", "full_attention"
+Mixer = Callable[[str], nn.Module]  # key prefix of the layer -> mixer
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,27 @@ class DeltaShape:
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
+    trunk, mixers = backbone(config)
+    ffn = take(config, "intermediate_size", int)
+
+    def layer(mixer: Mixer, at: str) -> nn.Module:
+        return Layer(trunk, mixer(at), MLP(trunk, ffn, at + "mlp."), at)
+
+    return Decoder(trunk, at, [partial(layer, mixer) for mixer in mixers], head)
+
+
+def backbone(config: Json) -> tuple[Trunk, list[Mixer]]:
+    """What the dense and the MoE models share: the trunk, and how to make the mixer of each layer."""
     refuse(config, PLAIN)
-    heads, delta = heads_of(config, default_head=256), delta_of(config)
+    heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
     rope = config.get("rope_parameters") or {}
     rotated = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25)
     trunk = trunk_of(config, rope_dim=int(heads.head * rotated), zero_centred=True)
-    ffn = take(config, "intermediate_size", int)
-
-    def layer(kind: str, at: str) -> nn.Module:
-        mixer = (
-            DeltaNet(trunk, delta, at + "linear_attn.")
-            if kind == LINEAR
-            else Attention(trunk, heads, at + "self_attn.", gated=True)
-        )
-        return Layer(trunk, mixer, MLP(trunk, ffn, at + "mlp."), at)
-
-    return Decoder(trunk, at, [partial(layer, kind) for kind in layer_types(config)], head)
+    make: dict[str, Mixer] = {
+        LINEAR: lambda at: DeltaNet(trunk, delta, at + "linear_attn."),
+        FULL: lambda at: Attention(trunk, heads, at + "self_attn."),
+    }
+    return trunk, [make[kind] for kind in layer_types(config)]
 
 
 def layer_types(config: Json) -> list[str]:
@@ -64,19 +71,6 @@ def delta_of(config: Json) -> DeltaShape:
         value=take(config, "linear_value_head_dim", int),
         taps=take(config, "linear_conv_kernel_dim", int, 4),
     )
-
-
-class Layer(nn.Module):
-    def __init__(self, trunk: Trunk, mixer: nn.Module, mlp: nn.Module, at: str) -> None:
-        super().__init__()
-        self.norm = Norm(trunk, at + "input_layernorm.weight")
-        self.mixer = mixer
-        self.mlp_norm = Norm(trunk, at + "post_attention_layernorm.weight")
-        self.mlp = mlp
-
-    def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        x_TD = x_TD + self.mixer(self.norm(x_TD), rope, docs)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 def exact(rows: dict[str, int], key: str, init: Init) -> Declared:

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..errors import ConfigError
 from ..layout import Block, Box, Dispatch, Init, Layout, weight
+from .balance import Balance
 from .config import Json, refuse, take
-from .decoder import Decoder, Trunk
-from .qwen3 import MLP, PLAIN, Layer, heads_of, trunk_of
+from .decoder import Decoder, Layer, Trunk
+from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, trunk_of
 
 
 @dataclass(frozen=True)
@@ -24,38 +26,42 @@ class Routing:
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
-    refuse(config, {**PLAIN, "output_router_logits": (False,)})  # the aux loss is not built yet
+    refuse(config, PLAIN)
     heads = heads_of(config, default_head=128)
     trunk = trunk_of(config, rope_dim=heads.head)
     routing = routing_of(config, renormalise=take(config, "norm_topk_prob", bool, False))
-    dense = set(config.get("mlp_only_layers") or ())
-    step = take(config, "decoder_sparse_step", int, 1)
+    balance = balance_of(config, routing)
+    only_dense, step = set(config.get("mlp_only_layers") or ()), take(config, "decoder_sparse_step", int, 1)
 
     def layer(index: int, at: str) -> nn.Module:
-        sparse = index not in dense and (index + 1) % step == 0
-        mlp = (
-            MoE(trunk, routing, at + "mlp.")
-            if sparse
-            else MLP(trunk, take(config, "intermediate_size", int), at + "mlp.")
-        )
-        return Layer(trunk, heads, mlp, at)
+        if index in only_dense or (index + 1) % step:
+            return dense(trunk, heads, config, at)
+        mixer = Attention(trunk, heads, at + "self_attn.")
+        return Layer(trunk, mixer, MoE(trunk, routing, balance, at + "mlp."), at)
 
-    num_layers = take(config, "num_hidden_layers", int)
-    return Decoder(trunk, at, [partial(layer, i) for i in range(num_layers)], head)
+    return Decoder(trunk, at, [partial(layer, i) for i in range(depth_of(config))], head, balance)
 
 
 def routing_of(config: Json, *, renormalise: bool) -> Routing:
     experts = take(config, "num_experts", int, config.get("num_local_experts"))
     top_k = take(config, "num_experts_per_tok", int)
+    if top_k > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok={top_k} is more than num_experts={experts}")
     return Routing(experts, top_k, take(config, "moe_intermediate_size", int), renormalise)
+
+
+def balance_of(config: Json, routing: Routing) -> Balance:
+    """The aux loss counts only where the config asks for router logits, as in transformers."""
+    coefficient = take(config, "router_aux_loss_coef", float, 0.001)
+    return Balance(routing.experts, routing.top_k, coefficient if config.get("output_router_logits") else 0.0)
 
 
 class MoE(nn.Module):
     """The router works on this rank's own tokens; the experts are whole and reached through one door."""
 
-    def __init__(self, trunk: Trunk, routing: Routing, at: str) -> None:
+    def __init__(self, trunk: Trunk, routing: Routing, balance: Balance, at: str) -> None:
         super().__init__()
-        self.routing = routing
+        self.routing, self.balance, self.layer = routing, balance, balance.join()
         self.router = weight(
             {"router": routing.experts}, {"embed": trunk.width}, key=at + "gate.weight", init=Init("normal", trunk.std)
         )
@@ -64,6 +70,7 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         logits_TE = F.linear(x_TD, self.router)
         weight_Tk, expert_Tk = ops.route(logits_TE, self.routing.top_k, self.routing.renormalise)
+        weight_Tk = self.balance.watch(self.layer, weight_Tk, logits_TE, expert_Tk)
         return self.experts(x_TD, weight_Tk, expert_Tk)
 
 

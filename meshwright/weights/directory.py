@@ -39,7 +39,7 @@ def write_directory(
         try:
             _check_target(directory)
             whole.mkdir(parents=True)
-            _write_all(tensors, spelling, config, beside, whole)
+            _write_all(tensors, spelling, config, beside, whole, f"export to {directory}")
             if directory.exists():
                 directory.rmdir()
             whole.rename(directory)
@@ -66,10 +66,15 @@ def _agree(holding: Holding, failure: OSError | None, directory: Path) -> None:
 
 
 def _write_all(
-    tensors: Iterator[tuple[Key, Tensor]], spelling: Spelling, config: Mapping[str, Any], beside: Path, whole: Path
+    tensors: Iterator[tuple[Key, Tensor]],
+    spelling: Spelling,
+    config: Mapping[str, Any],
+    beside: Path,
+    whole: Path,
+    label: str,
 ) -> None:
     total = sum(k.num_bytes for k in spelling.keys.values())
-    with progress(f"export to {whole.parent}", total, "bytes", enabled=True) as advance:
+    with progress(label, total, "bytes", enabled=True) as advance:
         for file in spelling.files:
             keys = [k for k in spelling.keys.values() if k.file == file]
             with (whole / file).open("wb") as out:

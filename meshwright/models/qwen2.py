@@ -1,0 +1,17 @@
+"""Qwen2 and Qwen2.5, dense: Qwen3 with biases on q, k and v, and without normed heads."""
+
+from __future__ import annotations
+
+from .config import Json, divides, refuse, take
+from .decoder import Decoder
+from .qwen3 import PLAIN, dense, depth_of, heads_of, trunk_of
+
+
+def build(config: Json, at: str, head: str) -> Decoder:
+    refuse(config, {**PLAIN, "attention_bias": (True,)})
+    width = divides(
+        "num_attention_heads", take(config, "num_attention_heads", int), "hidden_size", take(config, "hidden_size", int)
+    )
+    heads = heads_of(config, default_head=width, normed=False, bias=True)
+    trunk = trunk_of(config, rope_dim=heads.head)
+    return Decoder(trunk, at, [lambda at: dense(trunk, heads, config, at)] * depth_of(config), head)

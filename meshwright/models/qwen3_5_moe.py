@@ -1,0 +1,40 @@
+"""Qwen3.5-MoE, text: the mixers of Qwen3.5, in every layer experts and one shared expert behind a gate."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layout import Init, weight
+from .balance import Balance
+from .config import Json, take
+from .decoder import Decoder, Layer, Trunk
+from .qwen3 import SwiGLU
+from .qwen3_5 import Mixer, backbone
+from .qwen3_moe import MoE, Routing, balance_of, routing_of
+
+
+def build(config: Json, at: str, head: str) -> Decoder:
+    trunk, mixers = backbone(config)
+    routing = routing_of(config, renormalise=True)
+    balance, shared = balance_of(config, routing), take(config, "shared_expert_intermediate_size", int)
+
+    def layer(mixer: Mixer, at: str) -> nn.Module:
+        return Layer(trunk, mixer(at), SharedMoE(trunk, routing, balance, shared, at + "mlp."), at)
+
+    return Decoder(trunk, at, [partial(layer, mixer) for mixer in mixers], head, balance)
+
+
+class SharedMoE(MoE):
+    """Experts, and one more that every token uses by its gate: all on this rank's own tokens, so nothing is split."""
+
+    def __init__(self, trunk: Trunk, routing: Routing, balance: Balance, ffn: int, at: str) -> None:
+        super().__init__(trunk, routing, balance, at)
+        self.shared = SwiGLU(trunk, ffn, at + "shared_expert.", "shared_ffn")
+        init, key = Init("normal", trunk.std), at + "shared_expert_gate.weight"
+        self.shared_gate = weight({"gate": 1}, {"embed": trunk.width}, key=key, init=init)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return super().forward(x_TD) + F.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)
