@@ -41,7 +41,7 @@ def world_of(mesh: dict[str, int]) -> int:
 
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
     data = functools.partial(tiny.batches, target=head == "value")
-    return Trial(source, Axes(**mesh), data, head, dtype)
+    return Trial(source, Axes(**mesh), data, head, dtype, steps=3 if dtype == torch.float64 else 1)
 
 
 _references: dict[Any, Reference] = {}

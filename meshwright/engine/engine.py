@@ -15,7 +15,7 @@ from ..errors import ConfigError, DataError, NonFiniteError, RankError, StateErr
 from ..layout import missing
 from ..mesh import DENSE
 from ..optim import AdamW, Settings, squares
-from .forward import check, own, reshard, score
+from .forward import check, own, score
 from .losses import Loss, cross_entropy
 from .model import Model
 from .router import Router
@@ -143,7 +143,7 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         for batch in batches:
             total += sum(self._loss(batch.to(self.model.mesh.device), count, len(batches), training=False))
-        reshard(self.model)
+        parallel.rest(self.model.parts[0])
         return self.model.mesh.sum_(total, DENSE).item()
 
     def finish(self) -> None:

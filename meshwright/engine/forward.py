@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
+from .. import parallel
 from ..data import IGNORE, Batch
 from ..errors import DataError, StateError
 from .model import Model
@@ -50,15 +50,8 @@ def look(model: Model, batch: Batch, want: str) -> Tensor:
     lo, hi = model.mesh.token_range(len(batch))
     model.parts[0].balance.begin(torch.ones(hi - lo, dtype=torch.bool, device=model.mesh.device))
     scores = score(model, batch.to(model.mesh.device), want)[want]
-    reshard(model)
+    parallel.rest(model.parts[0])
     return scores
-
-
-def reshard(model: Model) -> None:
-    """Free what a forward without backward left gathered: else the next one would not see the next update."""
-    for module in model.parts[0].modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def logprobs(model: Model, batch: Batch) -> Tensor:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from ..layout import Rules, Span, Table, Unit, attributes, cut, matrix_shape, place
 from ..mesh import Mesh
 from . import expert, fsdp, tensor
-from .fsdp import expect_last
+from .fsdp import expect_last, rest
 from .sums import finish
 
-__all__ = ["distribute", "expect_last", "finish", "local", "local_grad"]
+__all__ = ["distribute", "expect_last", "finish", "local", "local_grad", "rest"]
 
 
 def distribute(

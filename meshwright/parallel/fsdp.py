@@ -38,3 +38,15 @@ def expect_last(model: nn.Module, last: bool) -> None:
     """Replicas are summed once a step, after the last micro-batch."""
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(last)
+
+
+def rest(model: nn.Module) -> None:
+    """After a forward without backward: free what it left gathered, else the next one would not see the next update,
+    and forget its order, else the next backward would prefetch by it."""
+    assert isinstance(model, FSDPModule)
+    if hasattr(FSDPModule, "reset_iter_state"):
+        model.reset_iter_state()
+        return
+    for module in model.modules():  # torch before 2.13: the order stays, and costs one gather too many
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -6,6 +6,7 @@ parameter, the numbers and the likely cause.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +23,10 @@ from ..engine.bill import step_bill
 from ..errors import LayoutError
 from ..layout import Box, check_tiling, owns, pieces, place
 from ..mesh import DENSE, Mesh
-from ..weights import chosen, raw_tensor
+from ..weights import Source, chosen, raw_tensor
 from .causes import cause_of
 from .recorder import Recorder, Seen
-from .trial import STEPS, Reference, Trial
+from .trial import Reference, Trial
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def w1_load(run: Run) -> Findings:
     model, source = run.model, run.model.spelling.source
     assert source is not None
     stored = model.stored()
+    theirs_of = functools.cache(functools.partial(_read, source))
     for name, piece in model.pieces.items():
         layout = chosen(piece.param, model.spelling.choice)
         for box, view in piece.views(stored[name]):
@@ -68,13 +70,18 @@ def w1_load(run: Run) -> Findings:
                 common = block.ours.meet(box)
                 if common is None or block.key not in source.entries:
                     continue
-                with safe_open(source.directory / source.entries[block.key].file, "pt") as file:
-                    theirs = block.view(file.get_tensor(block.key))[common.within(block.ours).slices].to(view.dtype)
+                theirs = block.view(theirs_of(block.key))[common.within(block.ours).slices].to(view.dtype)
                 ours = view[common.within(box).slices].cpu()
                 if not torch.equal(ours, theirs):
                     yield Finding(
                         "W1", name, f"{_differs(ours, theirs)} of {block.key} in {common} on rank {model.mesh.rank}"
                     )
+
+
+def _read(source: Source, key: str) -> Tensor:
+    """By another reader than ours."""
+    with safe_open(source.directory / source.entries[key].file, "pt") as file:
+        return file.get_tensor(key)
 
 
 def _differs(ours: Tensor, theirs: Tensor) -> str:
@@ -257,17 +264,19 @@ def examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None 
 def _steps(run: Run, store: Store | None) -> list[Finding]:
     findings: list[Finding] = []
     engine, mesh, batches = run.engine, run.model.mesh, run.trial.batches(run.model)
-    before, pushed, found = {n: t.clone() for n, t in run.model.stored().items()}, set[str](), []
-    for step in range(STEPS):
-        with Recorder(store and PrefixStore(f"step {step}", store), mesh.rank) as recorder:
-            found.append(engine.backward(batches))
-        if step == 0:
-            pushed = {name for name, grad in run.model.grads().items() if grad.any()}
-            findings += [*g1_gradients(run), *n1_norm(run)]
+    before, found = {n: t.clone() for n, t in run.model.stored().items()}, []
+    recorder = Recorder(store and PrefixStore("step", store), mesh.rank)
+    with recorder:
+        found.append(engine.backward(batches))
+    pushed = {name for name, grad in run.model.grads().items() if grad.any()}
+    findings += [*g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
+    with recorder:
+        engine.update()
+    run.stepping = recorder.seen
+    for _ in range(run.trial.steps - 1):
+        found.append(engine.backward(batches))
         findings += g2_replicas(run)
-        with recorder:
-            engine.update()
-        run.stepping = recorder.seen
+        engine.update()
     findings += g2_replicas(run)
     findings += u1_alive(run, before, pushed, found)
     findings += c1_collectives(run)

@@ -14,7 +14,6 @@ from ..data import Batch, pack
 from ..engine import Engine, Model, gather, load, logprobs, losses
 from ..mesh import Axes, Mesh
 
-STEPS = 3
 LR = 1e-3
 
 DataOf = Callable[[int], list[Batch]]  # a data rank's micro-batches
@@ -43,6 +42,7 @@ class Trial:
     data: DataOf
     head: str = "lm"
     dtype: torch.dtype = torch.float64
+    steps: int = 3
 
     @property
     def tolerance(self) -> Tolerance:
@@ -76,7 +76,7 @@ def refer(trial: Trial) -> Reference:
     engine = trial.engine(Mesh(device="cpu"))
     alone = [logprobs(engine.model, one) for one in documents_of(trial.data(0)[0])] if trial.head == "lm" else []
     batches, found, norm, grads = trial.all_batches(), [], 0.0, {}
-    for step in range(STEPS):
+    for step in range(trial.steps):
         found.append(engine.backward(batches))
         if step == 0:
             grads = gather(engine.model, "grad")

@@ -1,0 +1,122 @@
+"""The router's aux loss, in transformers' pooled form and in the form that does not depend on the cut; expert loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from tests import tiny, trials, worlds
+
+COEFFICIENT = 0.3
+DOCUMENT = list(range(3, 60))
+MOE = ["qwen3_moe", "qwen3_5_moe"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    at = tmp_path_factory.mktemp("router")
+    options = dict(output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
+    return {name: tiny.directory(at / name, name, **options) for name in MOE}
+
+
+def theirs(name: str) -> tuple[float, dict[str, Tensor]]:
+    model = tiny.reference(name, output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
+    ids = torch.tensor([DOCUMENT])
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), tiny._per_expert({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
+
+
+def ours(source: Path, mesh: dict[str, int], length: int | None = None) -> tuple[float, dict[str, Tensor]]:
+    engine = mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float32), lr=1e-3)
+    loss = engine.backward([mw.pack([DOCUMENT], length=length)])
+    return loss, mw.gather(engine.model, "grad")
+
+
+@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize(("mesh", "length"), [({}, None), ({}, 70), (dict(tp=2), 70), (dict(tp=2, ep=2), 58)], ids=str)
+def test_pooled_is_transformers(sources: dict[str, Path], name: str, mesh: dict[str, int], length: int | None) -> None:
+    """Also with filler tokens, which count nothing."""
+    ref_loss, ref = worlds.run(1, theirs, name)[0]
+    loss, grads = worlds.run(trials.world_of(mesh), ours, sources[name], mesh, length)[0]
+    assert loss == pytest.approx(ref_loss, rel=1e-5)
+    norm = torch.stack([g.norm() for g in ref.values()]).norm()
+    for key, grad in ref.items():
+        assert (grads[key] - grad).norm() <= 1e-5 * max(grad.norm(), 1e-2 * norm), key
+
+
+def stepped(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> tuple[list[Any], list[Tensor], Any]:
+    engine = mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), lr=1e-3, router_aux=mode)
+    mesh_ = engine.model.mesh
+    records = [engine.step(batches(mesh_.data_rank, mesh_.num_data_ranks)) for _ in range(2)]
+    loss = engine.backward(batches(mesh_.data_rank, mesh_.num_data_ranks))
+    grads = mw.gather(engine.model, "grad")
+    return [*[r.loss for r in records], loss], [r.expert_load for r in records], grads
+
+
+def two_streams(rank: int, num: int) -> list[mw.Batch]:
+    return [batch for stream in range(rank, 2, num) for batch in tiny.batches(stream)]
+
+
+MESHES = [dict(fsdp=2), dict(tp=2), dict(fsdp=2, tp=2, ep=4)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
+def test_previous_does_not_depend_on_the_mesh(sources: dict[str, Path], mesh: dict[str, int]) -> None:
+    check_same(sources["qwen3_moe"], mesh, "previous", two_streams)
+
+
+def one_batch_a_rank(rank: int, num: int) -> list[mw.Batch]:
+    """The pooled formula is of the micro-batch of all data ranks: one process sees it as one longer micro-batch."""
+    documents = [[5, 6, 7, 8, 9, 10, 11], [1, 2, 3], [100] * 8, [33, 44]]
+    if num == 2:
+        return [mw.pack(documents[2 * rank : 2 * rank + 2])]
+    return [mw.pack(documents)]
+
+
+def test_pooled_is_over_all_data_ranks(sources: dict[str, Path]) -> None:
+    check_same(sources["qwen3_moe"], dict(fsdp=2), "pooled", one_batch_a_rank)
+    check_same(sources["qwen3_moe"], dict(fsdp=2, tp=2, ep=2), "pooled", one_batch_a_rank)
+
+
+def check_same(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> None:
+    losses, loads, grads = worlds.run(1, stepped, source, {}, mode, batches)[0]
+    for rank, found in enumerate(worlds.run(trials.world_of(mesh), stepped, source, mesh, mode, batches)):
+        assert found[0] == pytest.approx(losses, rel=1e-9)
+        assert all(torch.equal(a, b) for a, b in zip(found[1], loads, strict=True))
+        if rank == 0:
+            for key, grad in grads.items():
+                assert (found[2][key] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6), key
+
+
+def cut(num: int) -> Any:
+    """The same documents in 1, 2 or 4 micro-batches."""
+    documents = [[5, 6, 7, 8], [1, 2, 3, 4], [100, 101, 102, 103], [33, 44, 55, 66]]
+    share = len(documents) // num
+    return lambda rank, ranks: [mw.pack(documents[i : i + share]) for i in range(0, len(documents), share)]
+
+
+def test_previous_does_not_depend_on_the_cut(sources: dict[str, Path]) -> None:
+    one = worlds.run(1, stepped, sources["qwen3_moe"], {}, "previous", cut(1))[0]
+    for num in (2, 4):
+        many = worlds.run(1, stepped, sources["qwen3_moe"], {}, "previous", cut(num))[0]
+        assert many[0] == pytest.approx(one[0], rel=1e-12)
+        for key, grad in one[2].items():
+            assert (many[2][key] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6), key
+
+
+def test_load_counts_every_token_once(sources: dict[str, Path]) -> None:
+    _, loads, _ = worlds.run(2, stepped, sources["qwen3_moe"], dict(fsdp=2), "pooled", two_streams)[0]
+    tokens = sum(len(b) - b.num_filler for b in two_streams(0, 1))
+    assert [load.shape for load in loads] == [(2, 8), (2, 8)]
+    assert [load.sum(1).tolist() for load in loads] == [[3 * tokens] * 2] * 2
+
+
+def test_an_unknown_mode(sources: dict[str, Path]) -> None:
+    with pytest.raises(AssertionError, match=r"router_aux='global' is unknown; choose from pooled, previous"):
+        worlds.run(1, stepped, sources["qwen3_moe"], {}, "global", two_streams)
