@@ -30,13 +30,13 @@ class AdamW:
 
     def __init__(self, stored: Mapping[str, Tensor], decayed: set[str], settings: Settings) -> None:
         self.views = {name: torch.nn.Parameter(t.detach()) for name, t in stored.items() if t.numel()}
+        kept = [v for n, v in self.views.items() if n not in decayed]
+        nothing = torch.nn.Parameter(torch.zeros(0))  # a rank may store no part of what is trained
         groups = [
             {"params": [v for n, v in self.views.items() if n in decayed], "weight_decay": settings.weight_decay},
-            {"params": [v for n, v in self.views.items() if n not in decayed], "weight_decay": 0.0},
+            {"params": [*kept, nothing], "weight_decay": 0.0},
         ]
-        self.torch = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=0.0, betas=settings.betas, eps=settings.eps, fused=True
-        )
+        self.torch = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
     def step(self, grads: Mapping[str, Tensor], lr: float) -> None:
         for name, view in self.views.items():

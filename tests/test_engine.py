@@ -73,7 +73,7 @@ def weighted(source: Path, mesh: dict[str, int]) -> tuple[float, dict[str, Tenso
     def reinforce(scores: Any, fields: Any) -> Tensor:
         return -scores["logprobs"] * fields["advantage"] - 0.1 * scores["entropy"]
 
-    engine = build(source, mesh, loss=reinforce)
+    engine = build(source, mesh, loss=reinforce, entropy=True)
     data_rank, num = engine.model.mesh.axes.data_rank(engine.model.mesh.rank), engine.model.mesh.axes.num_data_ranks
     batches = [_with_fields(rank) for rank in range(data_rank, 2, num)]
     return engine.backward(batches), mw.gather(engine.model, "grad")
@@ -150,6 +150,102 @@ def test_weight_decay_as_declared(tmp_path: Path) -> None:
     assert kept == {n for n in before if n.endswith(("norm.weight", "A_log", "dt_bias"))}
 
 
+def adam(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Three steps of ours, and of torch's AdamW and clipping on whole tensors with the same gradients."""
+    engine = build(source, {}, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3, max_norm=0.05)
+    plain = {name: torch.nn.Parameter(t.double()) for name, t in mw.gather(engine.model).items()}
+    groups = [[p for n, p in plain.items() if ("norm" not in n) == decayed] for decayed in (True, False)]
+    torchs = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.3}, {"params": groups[1], "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.8, 0.97), eps=1e-6,
+    )  # fmt: skip
+    for _ in range(3):
+        engine.backward(mine(engine))
+        grads = mw.gather(engine.model, "grad")
+        norm = torch.stack([g.norm() for g in grads.values()]).norm()  # torch's own clipping adds 1e-6 to it
+        for name, grad in grads.items():
+            plain[name].grad = grad * (0.05 / norm)
+        torchs.step()
+        engine.update()
+    return _masters(engine), {name: p.detach() for name, p in plain.items()}
+
+
+def _masters(engine: mw.Engine) -> dict[str, Tensor]:
+    """The float64 parameters by Hugging Face name: gradients are handed out in the dtype in which they are stored."""
+    for parameter in engine.model.parts[0].parameters():
+        parameter.grad = parameter.detach().clone()
+    return mw.gather(engine.model, "grad")
+
+
+def test_three_steps_are_those_of_torch(source: Path) -> None:
+    found, expected = worlds.run(1, adam, source)[0]
+    for name, p in expected.items():
+        assert torch.allclose(found[name], p, rtol=0, atol=1e-12), name
+
+
+def recovered(source: Path, mesh: dict[str, int]) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
+    calls = []
+
+    def fails_once(scores: Any, fields: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("the user's own mistake")
+        return -scores["logprobs"]
+
+    engine, fine = build(source, mesh, loss=fails_once), build(source, mesh)
+    with pytest.raises(RuntimeError):
+        engine.backward(mine(engine))
+    engine.backward(mine(engine))
+    fine.backward(mine(fine))
+    return not fine.model.grads(), mw.gather(engine.model, "grad"), mw.gather(fine.model, "grad")
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(replicate=2), dict(fsdp=2)], ids=trials.named)
+def test_a_step_that_failed_half_way_leaves_nothing(source: Path, mesh: dict[str, int]) -> None:
+    _, found, expected = worlds.run(trials.world_of(mesh), recovered, source, mesh)[0]
+    for name, grad in expected.items():
+        assert (found[name] - grad).norm() <= 1e-12 * grad.norm(), name
+
+
+def values_of_last_tokens(source: Path) -> tuple[float, float]:
+    engine = build(source, {}, head="value", loss=mw.losses.squared_error)
+    weigh = [[0.0, 0.0, 1.0], [0.0, 2.0]]
+    batch = lambda last: mw.pack(  # noqa: E731 - two batches that differ in one number
+        [[1, 2, 3], [4, 5]], length=8, fields={"target": [[0.0, 0.0, 1.0], [0.0, last]], "weight": weigh}
+    )
+    value = mw.logits(engine.model, batch(0.0))
+    expected = ((value[2] - 1) ** 2 / 2 + 2 * (value[4] - 3) ** 2 / 2) / 3
+    return engine.evaluate([batch(3.0)]), float(expected)
+
+
+def test_a_value_head_trains_the_last_token(source: Path) -> None:
+    found, expected = worlds.run(1, values_of_last_tokens, source)[0]
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def divided_by_length(source: Path, length: int | None) -> tuple[float, float]:
+    loss = lambda scores, fields: -scores["logprobs"] / fields["length"]  # noqa: E731
+    engine = build(source, {}, loss=loss)
+    batch = mw.pack([[1, 2, 3], [4, 5]], length=length, fields={"length": [[3.0] * 3, [2.0] * 2]})
+    return engine.backward([batch]), engine.update()
+
+
+def test_a_field_may_be_a_divisor_beside_filler(source: Path) -> None:
+    assert worlds.run(1, divided_by_length, source, 9)[0] == pytest.approx(
+        worlds.run(1, divided_by_length, source, None)[0]
+    )
+
+
+def only_the_head(source: Path) -> list[str]:
+    engine = build(source, dict(fsdp=2), head="value", train="head.weight", loss=mw.losses.squared_error)
+    engine.step(mine(engine, target=True))
+    return engine.model.trainable
+
+
+def test_a_rank_that_stores_nothing_of_what_is_trained(source: Path) -> None:
+    assert worlds.run(2, only_the_head, source) == [["head.weight"]] * 2
+
+
 def said(source: Path, mesh: dict[str, int], mistake: Any) -> str:
     engine = build(source, mesh)
     try:
@@ -196,6 +292,37 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         _on_rank_1(lambda e: mine(e)[:1], mine),
         r"RankError: rank 1 has 1 batches of 40 tokens, rank 0 2 of 40",
     ),
+    (
+        "bad data on one rank",
+        dict(fsdp=2),
+        _on_rank_1(lambda e: [mw.pack([[1, 999]], length=40)] * 2, mine),
+        r"RankError: rank 1 was given data that it refuses|DataError: token 999",
+    ),
+    (
+        "a field of another shape",
+        {},
+        lambda e: e.step([mw.pack([[1, 2]], fields={"weight": [[[1.0], [2.0]]]})]),
+        r"DataError: weight has shape \(2, 1\) for 2 tokens",
+    ),
+    (
+        "a field that is not there",
+        {},
+        lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s, f: f["advantage"]).step(mine(e)),
+        r"DataError: the loss asks for 'advantage'; it has the scores \['logprobs'\]",
+    ),
+    (
+        "two engines",
+        {},
+        lambda e: [e.backward(mine(e)), mw.Engine(e.model, lr=1.0).backward(mine(e))],
+        r"StateError: gradients of an earlier backward are waiting",
+    ),
+    (
+        "lr of nan",
+        {},
+        lambda e: mw.Engine(e.model, lr=lambda s: float("nan")).step(mine(e)),
+        r"ConfigError: lr of step 0 is nan",
+    ),
+    ("loading", {}, lambda e: e.model.parts[0].layers[0].load_state_dict({}), r"StateError: .*mw\.load"),
     (
         "one data rank, other data",
         dict(tp=2),

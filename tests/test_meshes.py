@@ -9,13 +9,18 @@ import torch
 
 from tests import tiny, trials
 
+NARROW = {"qwen2", "qwen3_5_moe"}  # made of parts that the others prove: other heads and dtypes on one mesh
+BOTH = dict(fsdp=2, tp=2)
+
 CASES = [
     pytest.param(name, head, mesh, id=f"{name}-{head}-{trials.named(mesh)}")
     for name in tiny.ODD
     for head in ("lm", "value")
     for mesh in (*trials.MESHES, *(trials.EXPERT_MESHES if "moe" in name else ()))
     if not (head == "value" and tiny.ODD[name]["tie_word_embeddings"])  # a value head is never tied
+    if not (head == "value" and name in NARROW and mesh != BOTH)
 ]
+SMOKE = [case for case in CASES if case.values[1] == "lm" and (case.values[0] not in NARROW or case.values[2] == BOTH)]
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +35,6 @@ def test_float64(sources: dict[str, Path], name: str, head: str, mesh: dict[str,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "head", "mesh"), [case for case in CASES if case.values[1] == "lm"])
+@pytest.mark.parametrize(("name", "head", "mesh"), SMOKE)
 def test_smoke(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int], dtype: torch.dtype) -> None:
     assert trials.findings(trials.trial(sources[name], mesh, head, dtype)) == []

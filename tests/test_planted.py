@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import meshwright as mw
 from meshwright import parallel
 from meshwright.engine import engine as engine_module
 from meshwright.engine import model as engine_model
@@ -20,10 +21,10 @@ from meshwright.layout import Box, rules
 from meshwright.mesh import collectives
 from meshwright.models import qwen3, qwen3_5
 from meshwright.parallel import tensor
-from meshwright.verify import Trial
+from meshwright.verify import Seen, Trial, oracles
 from meshwright.weights import load as loading
 from meshwright.weights import streaming
-from tests import tiny, trials
+from tests import tiny, trials, worlds
 
 Plant = pytest.MonkeyPatch
 
@@ -141,7 +142,7 @@ def test_skipped_collective(tried: Callable[..., Trial], monkeypatch: Plant) -> 
 
 
 def test_other_order_of_collectives(tried: Callable[..., Trial], monkeypatch: Plant) -> None:
-    """Found without the watch too: C1 compares what was recorded."""
+    """One rank reduces where the other gathers."""
     trial, real = tried("qwen3", fsdp=2), parallel.finish
 
     def two_kinds(grads: Any, mesh: Any) -> None:
@@ -222,3 +223,39 @@ def test_pieces_that_do_not_tile(tried: Callable[..., Trial], monkeypatch: Plant
 
     monkeypatch.setattr(rules, "cut", first_half)
     expect(trial, "T1", r"layers\.0\.mixer\.q: .*overlap")
+
+
+def test_a_door_that_sends_in_another_dtype(tried: Callable[..., Trial], monkeypatch: Plant) -> None:
+    trial, real = tried("qwen3", tp=2), collectives.scatter_sum
+    monkeypatch.setattr(collectives, "scatter_sum", lambda x, size, group: real(x.float(), size, group).to(x.dtype))
+    expect(trial, "K1", r"reduce_scatter: \d+ bytes among ranks \[0, 1\], the bill says \d+")
+
+
+def test_half_an_update(tried: Callable[..., Trial], monkeypatch: Plant) -> None:
+    trial, real = tried("qwen3", fsdp=2), engine_module.AdamW.step
+    monkeypatch.setattr(engine_module.AdamW, "step", lambda self, grads, lr: real(self, grads, lr / 2))
+    expect(trial, "U1", r"loss of step 1: \S+, one process finds")
+
+
+def test_replicas_that_drift(tried: Callable[..., Trial], monkeypatch: Plant) -> None:
+    trial, real = tried("qwen3", tp=2), engine_module.AdamW.step
+
+    def by_rank(self: Any, grads: Any, lr: float) -> None:
+        real(self, grads, lr * (1 + 1e-6 * dist.get_rank()))
+
+    monkeypatch.setattr(engine_module.AdamW, "step", by_rank)
+    expect(trial, "G2", r"norm\.weight: the weight of ranks \[0, 1\] differs along tp")
+
+
+def recorded_otherwise(trial: Trial, ref: Any) -> list[str]:
+    """What C1 says when the ranks wrote down other orders (with a watch nobody gets that far)."""
+    engine = trial.engine(mw.Mesh(fsdp=2))
+    run = oracles.Run(trial, ref, engine)
+    run.stepping = [Seen("all_gather", (0, 1), 8), Seen("all_reduce", (0, 1), 8)][:: 1 if dist.get_rank() else -1]
+    return [str(f) for f in oracles.c1_collectives(run)]
+
+
+def test_recorded_orders_that_differ(tried: Callable[..., Trial]) -> None:
+    trial = tried("qwen3", fsdp=2)
+    for lines in worlds.run(2, recorded_otherwise, trial, trials.reference(trial)):
+        assert any(re.search(r"C1 \[0, 1\]: ranks \d and \d part at collective 0", line) for line in lines), lines

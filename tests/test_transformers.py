@@ -20,9 +20,9 @@ from tests import tiny, worlds
 DOCUMENTS = [[5, 6, 7, 1, 2], [9], [3] * 7 + [100, 130], list(range(40, 110)), [8, 8]]
 
 
-def theirs(name: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def theirs(name: str, changes: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Logits of each document alone, gradients and value of the mean loss over all targets."""
-    model = tiny.reference(name)
+    model = tiny.reference(name, **(changes or {}))
     num_targets = sum(len(d) - 1 for d in DOCUMENTS)
     logits = [model(torch.tensor([d])).logits[0] for d in DOCUMENTS]
     targets = [torch.tensor(d[1:], dtype=torch.int64) for d in DOCUMENTS]
@@ -47,11 +47,26 @@ def kl(a: Tensor, b: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("name", list(tiny.ODD))
-def test_logits_and_gradients(tmp_path: Path, name: str) -> None:
-    source = tiny.directory(tmp_path / "m", name)
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+FIELDS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in tiny.ODD),
+    ("qwen3", dict(rope_parameters=ROPE, rms_norm_eps=1e-2)),
+    ("qwen3", dict(num_key_value_heads=4, head_dim=6)),
+    ("qwen2", dict(tie_word_embeddings=False, num_key_value_heads=1)),
+    ("qwen3_moe", dict(norm_topk_prob=False, num_experts_per_tok=1)),
+    ("qwen3_moe", dict(mlp_only_layers=[], decoder_sparse_step=2, num_hidden_layers=4)),
+    ("qwen3_5", dict(rope_parameters={**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]})),
+    ("qwen3_5", dict(rms_norm_eps=1e-2, linear_conv_kernel_dim=3, linear_num_value_heads=4)),
+    ("qwen3_5", dict(layer_types=None, num_hidden_layers=5, tie_word_embeddings=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), FIELDS, ids=str)
+def test_logits_and_gradients(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    """Of every family, and of every field of the config that a family reads, away from its default."""
+    source = tiny.directory(tmp_path / "m", name, **changes)
     logits, grads, loss = worlds.run(1, ours, source)[0]
-    ref_logits, ref_grads, ref_loss = worlds.run(1, theirs, name)[0]
+    ref_logits, ref_grads, ref_loss = worlds.run(1, theirs, name, changes)[0]
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
     assert kl(ref_logits, logits) <= 3e-7
     assert math.isclose(loss, ref_loss.item(), rel_tol=1e-6)
@@ -103,3 +118,52 @@ def _train_and_export(source: Path, out: Path) -> None:
 
 def _logits(source: Path, document: list[int]) -> Tensor:
     return mw.logits(mw.load(source, dtype=torch.float32), mw.pack([document]))
+
+
+def test_a_value_head_is_a_token_classifier_of_one_label(tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["score.weight"] = torch.randn(1, 36)
+    save_file(tensors, source / "model.safetensors")
+    values = worlds.run(1, _values, source)[0]
+    config = transformers.Qwen3Config.from_pretrained(source, num_labels=1)
+    model = transformers.Qwen3ForTokenClassification.from_pretrained(source, config=config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.score.bias.zero_()
+        expected = torch.cat([model(torch.tensor([d])).logits[0, :, 0] for d in DOCUMENTS])
+    assert (values - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def _values(source: Path) -> Tensor:
+    return mw.logits(mw.load(source, dtype=torch.float32, head="value"), mw.pack(DOCUMENTS))
+
+
+def _dtypes(source: Path) -> dict[str, set[torch.dtype]]:
+    """What reaches the ops that must not get rounded values, in a bf16 run."""
+    seen: dict[str, set[torch.dtype]] = {}
+    ops = qwen3_5.ops
+
+    def spy(name: str, exact: Callable[..., list[Tensor]]) -> None:
+        real = getattr(ops, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(name, set()).update(t.dtype for t in exact(*args))
+            return real(*args, **kwargs)
+
+        setattr(ops, name, watched)
+
+    spy("gates", lambda a, b, A_log, dt_bias: [A_log, dt_bias])
+    spy("gated_rms_norm", lambda x, gate, w, eps: [w])
+    spy("rotate", lambda x, cos, sin: [cos, sin])
+    engine = mw.Engine(mw.load(source, dtype=torch.bfloat16), lr=1e-3)
+    engine.step([mw.pack(DOCUMENTS)])
+    return seen
+
+
+def test_bfloat16_rounds_nothing_that_is_float32(tmp_path: Path) -> None:
+    seen = worlds.run(1, _dtypes, tiny.directory(tmp_path / "m", "qwen3_5"))[0]
+    assert seen == {name: {torch.float32} for name in ("gates", "gated_rms_norm", "rotate")}

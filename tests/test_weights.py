@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import meshwright as mw
 from meshwright.verify import Recorder
+from meshwright.weights import open_source, raw_tensor
 from tests import tiny, trials, worlds
 
 ALL = [*trials.MESHES, *trials.EXPERT_MESHES]
@@ -123,6 +124,75 @@ def test_carried_tensors_and_small_files_survive(tmp_path: Path) -> None:
     worlds.run(2, load_and_export, source, dict(fsdp=2), tmp_path / "out")
     same_files(source, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"] == weight_map
+
+
+CARRIED = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+           "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "I64": 64, "I32": 32, "I16": 16,
+           "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8}  # fmt: skip
+
+
+def _append(path: Path, extra: dict[str, tuple[str, list[int], bytes]]) -> None:
+    """Add tensors of any dtype behind those of a file."""
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    for key, (dtype, shape, values) in extra.items():
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(values)]}
+        data += values
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_every_dtype_of_the_format_is_carried(tmp_path: Path) -> None:
+    """Integers, flags, scalars, empty tensors, float8 and what torch has no dtype for: byte for byte."""
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
+    extra = {f"mtp.{d}": (d, [2, 4], bytes(range(7, 7 + bits))) for d, bits in CARRIED.items()}
+    extra |= {f"mtp.{d}.empty": (d, [3, 0], b"") for d in CARRIED}
+    extra |= {f"mtp.{d}.scalar": (d, [], b"\x01" * (bits // 8)) for d, bits in CARRIED.items() if bits % 8 == 0}
+    _append(source / "model.safetensors", extra)
+    worlds.run(2, load_and_export, source, dict(fsdp=2), tmp_path / "out")
+    same_files(source, tmp_path / "out")
+    found = open_source(source)
+    assert {e.dtype for e in found.entries.values()} == set(CARRIED)
+    for key, (_, _, values) in extra.items():
+        assert bytes(raw_tensor(found, key).flatten().contiguous().view(torch.uint8).tolist()) == values
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tp=2)], ids=trials.named)
+def test_dtypes_mixed_key_by_key(tmp_path: Path, mesh: dict[str, int]) -> None:
+    """Even within one parameter of ours: gate in bfloat16, up in float32."""
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
+    kinds = [torch.float32, torch.bfloat16, torch.float16]
+    _change(source, lambda t: t.update({k: v.to(kinds[i % 3]) for i, (k, v) in enumerate(sorted(t.items()))}))
+    assert all(worlds.run(trials.world_of(mesh), load_and_export, source, mesh, tmp_path / "out"))
+    assert _keys(source) == _keys(tmp_path / "out")
+
+
+def _keys(directory: Path) -> dict[str, tuple[torch.dtype, bytes]]:
+    found = load_file(directory / "model.safetensors")
+    return {k: (v.dtype, v.flatten().view(torch.uint8).numpy().tobytes()) for k, v in found.items()}
+
+
+def conditional(at: Path, name: str) -> Path:
+    """A source of conditional generation: text under `model.language_model.`, a tower and only some of the mtp."""
+    source = tiny.directory(at, name, dtype=torch.bfloat16)
+    text = json.loads((source / "config.json").read_text())
+    config = {"model_type": text["model_type"].removesuffix("_text"), "text_config": {**text, "mtp_num_layers": 1}}
+    (source / "config.json").write_text(json.dumps({**config, "vision_config": {"depth": 1}, "dtype": "bfloat16"}))
+    tensors = load_file(source / "model.safetensors")
+    moved = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
+    moved |= {"model.visual.patch_embed.proj.weight": torch.randn(4, 3, 2, 2), "mtp.norm.weight": torch.ones(36)}
+    save_file(moved, source / "model.safetensors")
+    return source
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tp=2)], ids=trials.named)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_conditional_generation(tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
+    source = conditional(tmp_path / "m", name)
+    assert all(worlds.run(trials.world_of(mesh), load_and_export, source, mesh, tmp_path / "out"))
+    same_files(source, tmp_path / "out")
 
 
 def test_export_in_another_dtype(tmp_path: Path) -> None:
@@ -295,3 +365,44 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     with pytest.raises(mw.LoadError, match=r"pytorch_model\.bin is a pickle, which may run code"):
         mw.load(source)
+
+
+def export_after(source: Path, out: Path, change: Callable[[Path], object], **options: torch.dtype) -> None:
+    model = mw.load(source)
+    change(source)
+    mw.export(model, out, **options)
+
+
+def test_a_source_that_changed_is_not_read_again(tmp_path: Path) -> None:
+    """Carried tensors are copied from it: by old offsets they would be other tensors' bytes."""
+    source = tiny.directory(tmp_path / "m", "qwen3_5")
+    _change(source, lambda tensors: tensors.update({"mtp.fc.weight": torch.ones(3, 5)}))
+    again = lambda at: _change(at, lambda tensors: tensors.update({"mtp.a": torch.zeros(7)}))  # noqa: E731
+    with pytest.raises(AssertionError, match=r"ExportError: nothing was exported .* has changed since it was loaded"):
+        worlds.run(1, export_after, source, tmp_path / "out", again)
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_only_small_files_are_copied(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    for name in ("tokenizer.json", "merges.txt", "chat_template.jinja", "tf_model.h5", "model.st", "x.bin.index.json"):
+        (source / name).write_text("{}")
+    worlds.run(1, load_and_export, source, {}, tmp_path / "out")
+    small = {"tokenizer.json", "merges.txt", "chat_template.jinja"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", *small}
+
+
+def test_export_refuses_dtypes_that_hold_no_weights(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    for dtype in (torch.int8, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(AssertionError, match=r"ConfigError: dtype=torch\.\w+ cannot hold weights; choose from"):
+            worlds.run(1, lambda d: export_after(source, tmp_path / "out", lambda at: None, dtype=d), dtype)
+
+
+def test_float64_sources_are_not_rounded(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    _change(source, lambda tensors: tensors.update({"model.norm.weight": torch.rand(36, dtype=torch.float64)}))
+    with pytest.raises(mw.MismatchedKey, match=r"model\.norm\.weight is F64 and would be rounded to torch\.float32"):
+        mw.load(source)
+    worlds.run(1, lambda: mw.export(mw.load(source, dtype=torch.float64), tmp_path / "out"))
+    same_files(source, tmp_path / "out")

@@ -75,7 +75,7 @@ def directory(
         tensors[key] = value.detach().to(torch.float32 if exact else dtype).contiguous().clone()
     if layout != "fused":
         tensors = _per_expert(tensors)
-    if ODD[name].get("tie_word_embeddings") and layout != "twice":
+    if {**ODD[name], **changes}["tie_word_embeddings"] and layout != "twice":
         tensors.pop("lm_head.weight", None)
     at.mkdir(parents=True, exist_ok=True)
     save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})

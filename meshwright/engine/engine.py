@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from .. import parallel
-from ..data import IGNORE, Batch
+from ..data import Batch
 from ..errors import ConfigError, DataError, NonFiniteError, RankError, StateError
 from ..layout import missing
-from ..mesh import DENSE
+from ..mesh import DENSE, Axes
 from ..optim import AdamW, Settings, squares
-from .forward import check, own, score
+from .forward import WEIGHT, check, counted, own, score
 from .losses import Loss, cross_entropy
 from .model import Model
 from .router import Router
 
-COUNTED = 6  # numbers that every rank tells all others before a step
+COUNTED = 7  # numbers that every rank tells all others before a step
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Engine:
     >>> engine = Engine(model, lr=1e-5)                        # doctest: +SKIP
     >>> record = engine.step([batch, another])                 # doctest: +SKIP
 
+    `entropy=True` gives the loss `scores["entropy"]` too. `router_aux`: see `engine.router`.
+
     `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, AdamW).
     """
 
@@ -63,6 +65,7 @@ class Engine:
         weight_decay: float = 0.1,
         max_norm: float | None = 1.0,
         router_aux: str = "pooled",
+        entropy: bool = False,
     ) -> None:
         for name, value, fine in (
             ("lr", lr, callable(lr) or lr >= 0),
@@ -75,6 +78,9 @@ class Engine:
                 raise ConfigError(f"{name}={value} is out of range")
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, max_norm
         self.steps = 0
+        self.want = model.parts[0].scores[0]
+        if entropy:
+            self.want = "entropy"
         self.router = Router(model.parts[0].balance, model.mesh, router_aux)
         self._ready: tuple[float, _Count] | None = None
         trained = set(model.trainable)
@@ -92,21 +98,26 @@ class Engine:
 
     def backward(self, batches: Sequence[Batch]) -> float:
         """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
-        if self._ready is not None:
+        if self._ready is not None or self.model.grads():
             raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
         count = self._count(batches)
-        total = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
-        for number, batch in enumerate(batches):
-            parallel.expect_last(self.model.parts[0], number + 1 == len(batches))
-            on_device = batch.to(self.model.mesh.device)
-            term, aux = self._loss(on_device, count, len(batches), training=True)
-            term.backward()
-            total += term.detach().double() + aux
-        self.finish()
+        try:
+            total = sum(self._run(batch, count, number, len(batches)) for number, batch in enumerate(batches))
+            self.finish()
+        except BaseException:
+            self.discard()  # half a step of gradients must not be added to the next one
+            raise
         self.router.close()
-        loss = self.model.mesh.sum_(total, DENSE).item()
+        loss = self.model.mesh.sum_(torch.as_tensor(total), DENSE).item()
         self._ready = (loss, count)
         return loss
+
+    def _run(self, batch: Batch, count: _Count, number: int, num_batches: int) -> Tensor:
+        """Forward and backward of one micro-batch; this rank's share of the loss."""
+        parallel.expect_last(self.model.parts[0], number + 1 == num_batches)
+        term, aux = self._loss(batch.to(self.model.mesh.device), count, num_batches, training=True)
+        term.backward()
+        return term.detach().double() + aux
 
     def update(self) -> float:
         """Clip and apply the gradients that `backward` left. Returns their norm before clipping."""
@@ -131,7 +142,8 @@ class Engine:
         return mesh.sum_(squares(grads, self.model.owned, mesh.device), DENSE).sqrt().item()
 
     def discard(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, also those of a step that failed half way."""
+        parallel.rest(self.model.parts[0])
         for parameter in self.model.parts[0].parameters():
             parameter.grad = None
         self._ready = None
@@ -166,59 +178,81 @@ class Engine:
 
     def _terms(self, batch: Batch) -> Tensor:
         """Weighted loss terms of this rank's own tokens; each token of a data rank is one rank's own."""
-        want = self.model.parts[0].scores[0]
-        scores = score(self.model, batch, want)
-        labels_T, fields = own(self.model, batch)
-        terms_T = self.loss(scores, fields)
-        if terms_T.shape != labels_T.shape:
+        scores, fields = score(self.model, batch, self.want), own(self.model, batch, batch.fields)
+        counted_T = own(self.model, batch, {"counted": counted(batch, self.want)})["counted"]
+        # A loss may divide by a field that filler tokens do not have: no gradient can come back from those.
+        scores = {name: torch.where(counted_T, value, value.detach()) for name, value in scores.items()}
+        try:
+            terms_T = self.loss(scores, fields)
+        except KeyError as error:
             raise DataError(
-                f"the loss gave {tuple(terms_T.shape)} for {tuple(labels_T.shape)} tokens: one term a token"
+                f"the loss asks for {error}; it has the scores {sorted(scores)} (entropy with Engine(entropy=True)) "
+                f"and the fields {sorted(fields)} (pack(..., fields=))"
+            ) from error
+        if terms_T.shape != counted_T.shape:
+            raise DataError(
+                f"the loss gave {tuple(terms_T.shape)} for {tuple(counted_T.shape)} tokens: one term a token"
             )
-        weights = fields.get("weight")
-        terms_T = terms_T if weights is None else terms_T * weights
-        return terms_T.masked_fill(labels_T == IGNORE, 0.0)
+        if WEIGHT in fields:
+            terms_T = terms_T * fields[WEIGHT]
+        return terms_T.masked_fill(~counted_T, 0.0)
 
     def _count(self, batches: Sequence[Batch]) -> _Count:
         """The targets of the step, counted before any work; and that all ranks are about to do the same."""
-        if not batches:
-            raise DataError("a step needs at least one batch")
-        for batch in batches:
-            check(self.model, batch)
-        mine = torch.tensor([_summary(batches)], dtype=torch.float64, device=self.model.mesh.device)
-        table = self.model.mesh.gather_rows(mine, DENSE).tolist()
-        axes = self.model.mesh.axes
-        for rank, row in enumerate(table):
-            first = next(r for r in range(axes.world) if axes.data_rank(r) == axes.data_rank(rank))
-            if row[2:4] != table[0][2:4]:
-                raise RankError(
-                    f"rank {rank} has {int(row[2])} batches of {int(row[3])} tokens, rank 0 {int(table[0][2])} of "
-                    f"{int(table[0][3])}; all ranks need the same number of batches and tokens"
-                )
-            if row != table[first]:
-                raise RankError(
-                    f"ranks {first} and {rank} are one data rank ({axes}), but were given different batches"
-                )
-        once = [row for rank, row in enumerate(table) if not any(axes.coords(rank)[a] for a in ("pp", "cp", "tp"))]
-        count = _Count(sum(r[0] for r in once), int(sum(r[1] for r in once)), int(sum(r[4] for r in once)))
-        if count.weight <= 0:
-            raise DataError(f"the step's {count.targets} targets weigh {count.weight}; there is nothing to learn from")
-        return count
+        problem: DataError | None = None
+        try:
+            row = [0.0, *_summary(self.model, batches, self.want)]
+        except DataError as error:  # the others are waiting: they are told, and then all raise
+            problem, row = error, [1.0] + [0.0] * (COUNTED - 1)
+        mine = torch.tensor([row], dtype=torch.float64, device=self.model.mesh.device)
+        rows = self.model.mesh.gather_rows(mine, DENSE).tolist()
+        if problem is not None:
+            raise problem
+        _check_alike(rows, self.model.mesh.axes)
+        first = {self.model.mesh.axes.data_rank(rank): row for rank, row in reversed(list(enumerate(rows)))}
+        weight, targets, tokens = (sum(row[i] for row in first.values()) for i in (1, 2, 5))
+        if weight <= 0:
+            raise DataError(f"the step's {int(targets)} targets weigh {weight}; there is nothing to learn from")
+        return _Count(weight, int(targets), int(tokens))
 
     def _lr(self) -> float:
-        return float(self.lr(self.steps)) if callable(self.lr) else float(self.lr)
+        lr = float(self.lr(self.steps)) if callable(self.lr) else float(self.lr)
+        if not 0 <= lr < float("inf"):
+            raise ConfigError(f"lr of step {self.steps} is {lr}; it must be 0 or more")
+        return lr
 
 
-def _summary(batches: Sequence[Batch]) -> list[float]:
+def _check_alike(rows: list[list[float]], axes: Axes) -> None:
+    """All ranks take part, with as many batches and tokens; the ranks of a data rank have the same data."""
+    first: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        if row[0]:
+            raise RankError(f"rank {rank} was given data that it refuses; see its message")
+        if row[3:5] != rows[0][3:5]:
+            raise RankError(
+                f"rank {rank} has {int(row[3])} batches of {int(row[4])} tokens, rank 0 {int(rows[0][3])} of "
+                f"{int(rows[0][4])}; all ranks need the same number of batches and tokens"
+            )
+        other = first.setdefault(axes.data_rank(rank), rank)
+        if row != rows[other]:
+            raise RankError(f"ranks {other} and {rank} are one data rank ({axes}), but were given different batches")
+
+
+def _summary(model: Model, batches: Sequence[Batch], want: str) -> list[float]:
     """Weight, targets, number of batches, tokens of each, tokens without filler, and a checksum of the data."""
+    if not batches:
+        raise DataError("a step needs at least one batch")
+    for batch in batches:
+        check(model, batch)
     sizes = {len(b) for b in batches}
     if len(sizes) > 1:
         raise DataError(f"the batches of a step have {sorted(sizes)} tokens; pack(..., length=) makes them equal")
-    weight, targets, crc = 0.0, 0, 0
+    masks = [counted(b, want) for b in batches]
+    targets = sum(int(mask.sum()) for mask in masks)
+    weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
+    weight = sum(float(w.double().sum()) for w in weights)
+    crc = 0
     for b in batches:
-        has = b.labels != IGNORE
-        targets += int(has.sum())
-        weight += float(b.fields["weight"][has].double().sum()) if "weight" in b.fields else float(has.sum())
-        for tensor in (b.tokens, b.labels, torch.tensor(b.docs.bounds), *b.fields.values()):
-            crc = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), crc)
-    num_tokens = sum(len(b) - b.num_filler for b in batches)
-    return [weight, targets, len(batches), len(batches[0]), num_tokens, crc]
+        for tensor in (b.tokens, b.labels, torch.tensor(b.docs.bounds), *(b.fields[k] for k in sorted(b.fields))):
+            crc = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return [weight, targets, len(batches), len(batches[0]), sum(len(b) - b.num_filler for b in batches), crc]

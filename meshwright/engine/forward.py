@@ -12,6 +12,8 @@ from ..data import IGNORE, Batch
 from ..errors import DataError, StateError
 from .model import Model
 
+WEIGHT = "weight"  # the field that weighs the terms of a loss
+
 
 def check(model: Model, batch: Batch) -> None:
     """What can be wrong with a batch, said before any work."""
@@ -19,6 +21,13 @@ def check(model: Model, batch: Batch) -> None:
     if len(batch) % share:
         fit = -(-len(batch) // share) * share
         raise DataError(f"a batch of {len(batch)} tokens does not divide into cp*tp={share}; pack(..., length={fit})")
+    for name, values in {"labels": batch.labels, **batch.fields}.items():
+        if values.shape != batch.tokens.shape:
+            raise DataError(f"{name} has shape {tuple(values.shape)} for {len(batch)} tokens; one number a token")
+    if batch.docs.bounds[-1] != len(batch):
+        raise DataError(
+            f"the documents of the batch end at {batch.docs.bounds[-1]} of {len(batch)} tokens; use pack(...)"
+        )
     vocab = model.parts[0].trunk.vocab
     for what, values, lowest in (("token", batch.tokens, 0), ("label", batch.labels, IGNORE)):
         bad = (values < lowest) | (values >= vocab) | ((values < 0) & (values != lowest))
@@ -27,20 +36,27 @@ def check(model: Model, batch: Batch) -> None:
             raise DataError(f"{what} {int(values[at])} at position {at} is outside the vocabulary of {vocab}")
 
 
+def counted(batch: Batch, want: str) -> Tensor:
+    """Which tokens have a term of the loss: those with a label; of values, all but filler."""
+    if want == "values":
+        return torch.arange(len(batch), device=batch.tokens.device) < len(batch) - batch.num_filler
+    return batch.labels != IGNORE
+
+
 def score(model: Model, batch: Batch, want: str) -> dict[str, Tensor]:
     """Scores of this rank's own tokens (logits: of all tokens, this rank's vocabulary). `batch` is on the device."""
     module = model.parts[0]
     if want not in module.scores:
         raise StateError(f"this model's head gives {', '.join(module.scores)}, not {want}; choose head= in load")
     outs = module(batch.tokens, batch.labels, batch.docs, want)
-    names = ("logprobs", "entropy") if want == "logprobs" else (want,)
+    names = ("logprobs", "entropy") if want == "entropy" else (want,)
     return dict(zip(names, outs, strict=True))
 
 
-def own(model: Model, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Labels and fields of this rank's own tokens."""
+def own(model: Model, batch: Batch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of per-token values, those of this rank's own tokens."""
     lo, hi = model.mesh.token_range(len(batch))
-    return batch.labels[lo:hi], {name: value[lo:hi] for name, value in batch.fields.items()}
+    return {name: value[lo:hi] for name, value in values.items()}
 
 
 @torch.no_grad()

@@ -40,7 +40,9 @@ def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtyp
     """
     spelling = model.spelling if dtype is None else model.spelling.recast(dtype)
     config = weights.exported_config(model.config, dtype)
-    weights.write_directory(model.holding(model.stored()), spelling, config, model.directory, Path(directory))
+    weights.write_directory(
+        model.holding(model.stored()), spelling, config, model.directory, Path(directory).absolute()
+    )
 
 
 def _stored(model: Model, which: str) -> dict[str, Tensor]:

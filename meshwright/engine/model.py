@@ -18,7 +18,7 @@ from ..errors import ConfigError, LayoutError, StateError
 from ..layout import Piece, Rules, Table, Unit, owns, pieces, units_of
 from ..log import progress
 from ..mesh import Mesh
-from ..models import Decoder, describe, prefix_of
+from ..models import Decoder, describe, prefix_of, text_config
 from ..weights import (
     Choice,
     Holding,
@@ -30,6 +30,7 @@ from ..weights import (
     choose,
     chosen,
     fill_fresh,
+    local_directory,
     of_source,
     of_table,
     open_source,
@@ -93,19 +94,17 @@ def load(
     dtype: torch.dtype | None = None,
     train: str | Sequence[str] = "**",
 ) -> Model:
-    """A model from a Hugging Face directory, each rank reading just the bytes that it stores.
+    """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
 
     `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32. `head`: "lm", "value" (one
     score a token; new if the source has none) or "none". `train`: patterns of the parameters that are trained.
     """
-    directory = Path(source)
+    directory = local_directory(source, mesh)
     config, found = read_config(directory), open_source(directory)
     module, table = describe(config, prefix_of(config, found.entries), head)
-    fresh = [
-        p.name for p in table if head == "value" and p.name == "head.weight" and "score.weight" not in found.entries
-    ]
+    fresh = [p.name for p in table if p.optional and not any(k in found.entries for k in p.layouts[0].keys)]
     choice = choose(table, found)
-    check_keys(table, found, choice, fresh)
+    check_keys(table, found, choice, fresh, torch.promote_types(dtype or torch.bfloat16, torch.float32))
     spelling = of_source(table, found, choice, carried_keys(table, found, choice), fresh)
     model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train)
     model.bytes_read = _fill(model, found, choice, fresh)
@@ -122,7 +121,7 @@ def init(
     seed: int = 0,
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
-    directory = Path(source)
+    directory = local_directory(source, mesh, weights=False)
     config = read_config(directory)
     module, table = describe(config, prefix_of(config, None), head)
     model = _place(module, table, mesh or Mesh(), config, directory, of_table(table, _file_dtype(config)), dtype, train)
@@ -131,7 +130,8 @@ def init(
 
 
 def _file_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    text = text_config(config)
+    name = next((c[n] for c in (config, text) for n in ("dtype", "torch_dtype") if c.get(n)), "float32")
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if name not in kinds:
         raise ConfigError(f"config.json: dtype={name!r} is unknown; choose from {', '.join(kinds)}")
@@ -155,7 +155,9 @@ def _place(
     rules = Rules()
     units = units_of(module, module.units())
     parallel.distribute(module, units, table, rules, mesh, compute)
-    module.register_state_dict_pre_hook(_refuse_state_dict)
+    for each in module.modules():
+        each.register_state_dict_pre_hook(_refuse_state_dict)
+        each.register_load_state_dict_pre_hook(_refuse_state_dict)
     model = Model(mesh, rules, table, (module,), tuple(units), compute, config, directory, spelling)
     for name, stored in model.stored().items():
         if tuple(stored.shape) != model.pieces[name].shape:  # FSDP and the table must cut alike
@@ -177,7 +179,7 @@ def _freeze(module: Decoder, table: Table, patterns: Sequence[str]) -> None:
 def _refuse_state_dict(*_: object) -> None:
     """Our tensors are pieces under our own names: a state dict of them would look whole and be wrong."""
     raise StateError(
-        "a part's state_dict() would hold pieces; use mw.gather(model), mw.stream(model) or mw.export(model, ...)"
+        "a state dict of a part holds pieces; use mw.gather(model), mw.stream(model), mw.export or mw.load"
     )
 
 

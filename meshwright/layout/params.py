@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from math import prod
 
 import torch
@@ -64,6 +65,7 @@ class Param:
     float32: bool = False  # never rounded to the compute dtype
     decay: bool = True
     init: Init = Init("normal", 0.02)
+    optional: bool = False  # a source may lack it: it is then new
     name: str = ""
     layer: int | None = None
 
@@ -112,6 +114,7 @@ def weight(
     float32: bool = False,
     decay: bool = True,
     init: Init = Init("normal", 0.02),
+    optional: bool = False,
 ) -> Declared:
     """Declare a parameter: with `key`, the source holds our matrix as it is; otherwise `layouts` say how."""
     if set(rows) & set(cols or {}):
@@ -120,7 +123,7 @@ def weight(
         )
     if key is not None:
         layouts = (plain(key, (*rows.values(), *(cols or {}).values()), len(rows)),)
-    return Declared(Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init))
+    return Declared(Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init, optional))
 
 
 def plain(key: str, shape: Sequence[int], num_rows: int, name: str = "plain") -> Layout:
@@ -163,15 +166,22 @@ class Table:
 
     def stages(self, name: str, pp: int) -> tuple[int, ...]:
         """The pipeline stages that hold a parameter: layers in even runs, what comes before and after at the ends."""
-        num_layers = 1 + max((p.layer for p in self if p.layer is not None), default=0)
+        if pp == 1:
+            return (0,)
         layer = self[name].layer
         if layer is not None:
-            return (layer * pp // num_layers,)
-        first = next(i for i, p in enumerate(self) if p.layer is not None or i + 1 == len(self.params))
-        before = list(self.params).index(name) <= first
-        if name == self.tied and pp > 1:
+            return (layer * pp // self._num_layers,)
+        if name == self.tied:
             return (0, pp - 1)
-        return (0,) if before else (pp - 1,)
+        return (0,) if name in self._before_layers else (pp - 1,)
+
+    @cached_property
+    def _num_layers(self) -> int:
+        return 1 + max((p.layer for p in self if p.layer is not None), default=0)
+
+    @cached_property
+    def _before_layers(self) -> set[str]:
+        return {p.name for p in takewhile(lambda p: p.layer is None, self)}
 
     @property
     def groups(self) -> dict[str, list[str]]:

@@ -49,7 +49,8 @@ class Mesh:
                 f"start it with torchrun --nproc-per-node {self.axes.world}, or choose sizes whose product is {world}"
             )
         self.device = _device(device)
-        _join(self.device, timeout_s)
+        self.timeout = datetime.timedelta(seconds=timeout_s)
+        _join(self.device, self.timeout)
         self.rank = dist.get_rank()
         self.coords = self.axes.coords(self.rank)
 
@@ -76,7 +77,7 @@ class Mesh:
         mine = self.axes.group(self.rank, axes)
         if mine not in self._groups:
             for ranks in self.axes.groups(axes):  # every rank makes every group, in the same order
-                group = dist.new_group(list(ranks), use_local_synchronization=False)
+                group = dist.new_group(list(ranks), timeout=self.timeout)
                 if self.rank in ranks:
                     self._groups[ranks] = group
         return self._groups[mine]
@@ -139,10 +140,9 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     return device
 
 
-def _join(device: torch.device, timeout_s: float) -> None:
+def _join(device: torch.device, timeout: datetime.timedelta) -> None:
     if dist.is_initialized():
         return
-    timeout = datetime.timedelta(seconds=timeout_s)
     backend = dist.get_default_backend_for_device(device)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

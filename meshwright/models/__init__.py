@@ -11,10 +11,10 @@ from ..errors import ConfigError
 from ..layout import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from .balance import Balance
-from .config import Json
+from .config import Json, group
 from .decoder import Decoder
 
-__all__ = ["FAMILIES", "Balance", "Decoder", "Family", "describe", "prefix_of"]
+__all__ = ["FAMILIES", "Balance", "Decoder", "Family", "describe", "prefix_of", "text_config"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def text_config(config: Json) -> Json:
     """The text part of a config, with the tie that files state at the top."""
     if config.get("model_type") not in _TEXT_OF:
         return config
-    text = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **config.get("text_config", {})}
+    text = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **group(config, "text_config")}
     return {**text, "model_type": _TEXT_OF[config["model_type"]]}
 
 

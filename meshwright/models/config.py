@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
         raise ConfigError(f"config.json: {name}={value!r} is no {kind.__name__}")
     if isinstance(value, int) and kind is int and value < 1:
         raise ConfigError(f"config.json: {name}={value}; it must be at least 1")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"config.json: {name}={value}; it must be a finite number")
     return value
 
 
@@ -35,11 +38,29 @@ def refuse(config: Json, supported: Mapping[str, tuple[Any, ...]]) -> None:
 
 def rope_theta(config: Json, default: float = 10000.0) -> float:
     """theta, from `rope_parameters` (new files) or the top level (older ones). Scaled variants are refused."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" and not (kind == "mrope" or "mrope_section" in rope):
-        raise ConfigError(f"config.json: rope_type={kind!r} is not supported; it must be 'default'")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or default)
+    rope = {name: group(config, name) for name in ("rope_parameters", "rope_scaling")}
+    for name, fields in rope.items():
+        kind = fields.get("rope_type", fields.get("type", "default"))
+        if kind not in ("default", "mrope"):
+            raise ConfigError(f"config.json: rope_type={kind!r} of {name} is not supported; it must be 'default'")
+    found = [fields["rope_theta"] for fields in (*rope.values(), config) if fields.get("rope_theta") is not None]
+    return take({"rope_theta": found[0] if found else default}, "rope_theta", float)
+
+
+def group(config: Json, name: str) -> Json:
+    """A field that holds fields; empty where it is absent."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: {name}={value!r} must hold fields")
+    return value
+
+
+def listed(config: Json, name: str) -> list[Any]:
+    """A field that holds a list; empty where it is absent."""
+    value = config.get(name) or []
+    if not isinstance(value, list):
+        raise ConfigError(f"config.json: {name}={value!r} must be a list")
+    return value
 
 
 def divides(small: str, a: int, large: str, b: int) -> int:

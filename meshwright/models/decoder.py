@@ -86,7 +86,7 @@ class Layer(nn.Module):
 class LanguageHead(nn.Module):
     """Final norm and vocabulary scores; `[T, V]` never exists in full except when logits are asked for."""
 
-    scores = ("logprobs", "logits")
+    scores = ("logprobs", "entropy", "logits")
 
     def __init__(self, trunk: Trunk, at: str) -> None:
         super().__init__()
@@ -104,8 +104,9 @@ class LanguageHead(nn.Module):
         own_tokens, x_TD = x_TD.shape[0], self.enter(self.norm(x_TD))
         if want == "logits":
             return (ops.upcast(F.linear(x_TD, weight_VD)),)
-        stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start)
-        return ops.combine_stats(self.meet(stats_T3).view(-1, own_tokens, 3))
+        stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start, entropy=want == "entropy")
+        logprobs_T, entropy_T = ops.combine_stats(self.meet(stats_T3).view(-1, own_tokens, 3))
+        return (logprobs_T, entropy_T) if want == "entropy" else (logprobs_T,)
 
 
 class ValueHead(nn.Module):
@@ -116,7 +117,8 @@ class ValueHead(nn.Module):
     def __init__(self, trunk: Trunk, at: str) -> None:
         super().__init__()
         self.norm = Norm(trunk, at + "norm.weight")
-        self.weight = weight({"label": 1}, {"embed": trunk.width}, key="score.weight", init=Init("normal", trunk.std))
+        init = Init("normal", trunk.std)
+        self.weight = weight({"label": 1}, {"embed": trunk.width}, key="score.weight", init=init, optional=True)
 
     def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
         return (ops.upcast(F.linear(self.norm(x_TD), self.weight)).squeeze(-1),)
@@ -142,7 +144,8 @@ HEAD_OF: dict[str, type[LanguageHead | ValueHead | NoHead]] = {
 
 class Decoder(nn.Module):
     """A model. `forward` takes one packed stream of all tokens of the data rank and returns this rank's own tokens'
-    scores: `(logprobs, entropy)`, `(values,)`, `(hidden,)`; `(logits,)` are of all tokens and this rank's vocabulary.
+    scores: `(logprobs,)`, for `want="entropy"` `(logprobs, entropy)`, `(values,)`, `(hidden,)`. `(logits,)` are of all
+    tokens and this rank's vocabulary.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Block, Box, Declared, Door, Init, Layout, Span, weight
-from .config import Json, divides, refuse, rope_theta, take
+from .config import Json, divides, listed, refuse, rope_theta, take
 from .decoder import Decoder, Layer, Norm, Rope, Trunk
 
 PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,)}
@@ -52,7 +52,7 @@ def heads_of(config: Json, default_head: int, *, normed: bool = True, bias: bool
 
 def depth_of(config: Json) -> int:
     """The number of layers, all of full attention."""
-    num_layers, kinds = take(config, "num_hidden_layers", int), config.get("layer_types") or []
+    num_layers, kinds = take(config, "num_hidden_layers", int), listed(config, "layer_types")
     if set(kinds) - {"full_attention"} or len(kinds) not in (0, num_layers):
         raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of 'full_attention', or absent")
     return num_layers

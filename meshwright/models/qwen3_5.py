@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Declared, Door, Init, segments, weight
-from .config import Json, divides, refuse, take
+from .config import Json, divides, group, listed, refuse, take
 from .decoder import Decoder, Layer, Rope, Trunk
 from .qwen3 import MLP, PLAIN, Attention, heads_of, trunk_of
 
@@ -43,7 +43,7 @@ def backbone(config: Json) -> tuple[Trunk, list[Mixer]]:
     """What the dense and the MoE models share: the trunk, and how to make the mixer of each layer."""
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
-    rope = config.get("rope_parameters") or {}
+    rope = group(config, "rope_parameters")
     rotated = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25)
     trunk = trunk_of(config, rope_dim=int(heads.head * rotated), zero_centred=True)
     make: dict[str, Mixer] = {
@@ -56,7 +56,7 @@ def backbone(config: Json) -> tuple[Trunk, list[Mixer]]:
 def layer_types(config: Json) -> list[str]:
     num_layers = take(config, "num_hidden_layers", int)
     every = take(config, "full_attention_interval", int, 4)
-    kinds = config.get("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
+    kinds = listed(config, "layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
         raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of {LINEAR!r} or {FULL!r}")
     return list(kinds)

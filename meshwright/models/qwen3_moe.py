@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..layout import Block, Box, Dispatch, Init, Layout, weight
 from .balance import Balance
-from .config import Json, refuse, take
+from .config import Json, listed, refuse, take
 from .decoder import Decoder, Layer, Trunk
 from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, trunk_of
 
@@ -31,7 +32,7 @@ def build(config: Json, at: str, head: str) -> Decoder:
     trunk = trunk_of(config, rope_dim=heads.head)
     routing = routing_of(config, renormalise=take(config, "norm_topk_prob", bool, False))
     balance = balance_of(config, routing)
-    only_dense, step = set(config.get("mlp_only_layers") or ()), take(config, "decoder_sparse_step", int, 1)
+    only_dense, step = set(listed(config, "mlp_only_layers")), take(config, "decoder_sparse_step", int, 1)
 
     def layer(index: int, at: str) -> nn.Module:
         if index in only_dense or (index + 1) % step:
@@ -99,14 +100,14 @@ class Experts(nn.Module):
         self.dispatch = Dispatch(E, D, routing.top_k)
 
     def forward(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Tensor:
-        order_N = expert_Tk.flatten().argsort(stable=True)
-        token_N = order_N // expert_Tk.shape[1]
-        counts_E = expert_Tk.flatten().bincount(minlength=self.num_experts)
-        rows_ND, here_E, back = self.dispatch(x_TD[token_N], counts_E)
+        expert_N = expert_Tk.flatten()
+        order_N = expert_N.argsort(stable=True)  # by expert; within one, by token
+        counts_E = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
+        rows_ND, here_E, back = self.dispatch(x_TD[order_N // expert_Tk.shape[1]], counts_E)
         gate_up_ERD, down_EDF = (w.view(len(here_E), -1, w.shape[-1]) for w in (self.gate_up, self.down))
         y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E))
-        y_ND = y_ND * weight_Tk.flatten()[order_N, None].to(y_ND.dtype)
-        return x_TD.new_zeros(x_TD.shape).index_add(0, token_N, y_ND)
+        y_TkD = y_ND[order_N.argsort()].unflatten(0, expert_Tk.shape)
+        return (y_TkD * weight_Tk[..., None].to(y_TkD.dtype)).sum(1)
 
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..errors import LayoutError
 from ..layout import Rules, Span, Table, Unit, attributes, cut, matrix_shape, place
 from ..mesh import Mesh
 from . import expert, fsdp, tensor
@@ -44,6 +45,8 @@ def _cut(model: nn.Module, table: Table, rules: Rules, mesh: Mesh, stored: torch
 def _tell_spans(model: nn.Module, rules: Rules, mesh: Mesh) -> None:
     for name, span in attributes(model, Span):
         span.start, span.stop = rules.span(span.dim, span.size, mesh.axes, mesh.coords, name)
+        if len(span) == 0:
+            raise LayoutError(f"{name}: rank {mesh.rank} of {mesh.axes} is left without any of {span.size} {span.dim}")
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -32,7 +32,11 @@ def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str) -> tuple[Ten
     sent, received = torch.stack([counts_E.view(size, -1).sum(1), from_rank_RE.sum(1)]).tolist()
     rows_ND = Exchange.apply(x_ND, received, sent, group)
     num_here = from_rank_RE.shape[1]
-    expert_N = torch.arange(num_here, device=x_ND.device).repeat(size).repeat_interleave(from_rank_RE.flatten())
+    expert_N = (
+        torch.arange(num_here, device=x_ND.device)
+        .repeat(size)
+        .repeat_interleave(from_rank_RE.flatten(), output_size=sum(received))
+    )
     order_N = expert_N.argsort(stable=True)  # they came by rank, then expert; the experts want them by expert
 
     def back(y_ND: Tensor) -> Tensor:

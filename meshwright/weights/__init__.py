@@ -1,9 +1,11 @@
 """Hugging Face directories in and out, by intersection of boxes."""
 
 from .directory import exported_config, raw_tensor, write_directory
+from .header import DTYPES, Entry
+from .hub import local_directory
 from .init import fill_fresh
 from .load import Choice, Reader, carried_keys, check_keys, choose, chosen
-from .source import DTYPES, Entry, Source, open_source, read_config
+from .source import Source, open_source, read_config
 from .spelling import Key, Spelling, blocks_by_key, of_source, of_table
 from .streaming import Holding, whole_tensors
 
@@ -23,6 +25,7 @@ __all__ = [
     "chosen",
     "exported_config",
     "fill_fresh",
+    "local_directory",
     "of_source",
     "of_table",
     "open_source",

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ..errors import ExportError
 from ..log import progress
-from .source import DTYPES, Source
+from .header import DTYPES
+from .source import Source
 from .spelling import Key, Spelling
 from .streaming import Holding, whole_tensors
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+_SMALL = (".json", ".jinja", ".txt", ".model", ".md", "LICENSE")  # what a tokenizer, a processor or a reader needs
 _COPY_BYTES = 16 << 20
 
 
@@ -31,7 +32,8 @@ def write_directory(
     Everything goes into a temporary directory beside it, which is renamed when it is whole. `beside`: where the
     tokenizer's and other small files are copied from.
     """
-    rank, failure = holding.mesh.rank, None
+    rank = holding.mesh.rank
+    failure: Exception | None = None
     whole = directory.with_name(f".{directory.name}.unfinished-{os.getpid()}")
     trained = [k for k in spelling.keys.values() if k.name not in spelling.carried]
     tensors = whole_tensors(holding, spelling, trained, exact=True)
@@ -43,7 +45,7 @@ def write_directory(
             if directory.exists():
                 directory.rmdir()
             whole.rename(directory)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks hear of it and raise
             failure = error
             shutil.rmtree(whole, ignore_errors=True)
     for _ in tensors:  # other ranks send here; after a failure rank 0 takes what they still send
@@ -56,7 +58,7 @@ def _check_target(directory: Path) -> None:
         raise FileExistsError(f"{directory} exists and is not empty; choose another or remove it")
 
 
-def _agree(holding: Holding, failure: OSError | None, directory: Path) -> None:
+def _agree(holding: Holding, failure: Exception | None, directory: Path) -> None:
     """All ranks end alike."""
     failed = torch.tensor(0 if failure is None else 1, device=holding.mesh.device)
     holding.mesh.sum_(failed, ("pp", "replicate", "fsdp", "cp", "tp"))
@@ -112,6 +114,7 @@ def header(keys: Iterable[Key], metadata: Mapping[str, str]) -> bytes:
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
     """The bytes of a carried tensor, as they are."""
     entry = source.entries[key]
+    source.check_unchanged(entry.file)
     with (source.directory / entry.file).open("rb") as f:
         f.seek(entry.start)
         left = entry.stop - entry.start
@@ -124,16 +127,19 @@ def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
 
 
 def raw_tensor(source: Source, key: str) -> Tensor:
-    """A tensor of the source, exactly as stored."""
+    """A tensor of the source, exactly as stored: a dtype that torch does not know as its bytes."""
     entry = source.entries[key]
     flat = torch.frombuffer(bytearray(b"".join(raw_bytes(source, key))) or bytearray(1), dtype=torch.uint8)
-    return flat[: entry.stop - entry.start].view(DTYPES[entry.dtype]).view(entry.shape)
+    flat = flat[: entry.stop - entry.start]
+    return flat.view(DTYPES[entry.dtype]).view(entry.shape) if entry.dtype in DTYPES else flat
 
 
 def _write_small(spelling: Spelling, config: Mapping[str, Any], beside: Path, whole: Path, total: int) -> None:
     """Config, index, and copies of whatever small files lie beside the source (tokenizer, templates)."""
+    ours = {"config.json", *spelling.files}
     for path in sorted(beside.iterdir()) if beside.is_dir() else []:
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != "config.json":
+        small = path.name.endswith(_SMALL) and not path.name.endswith(".index.json")
+        if small and path.is_file() and path.name not in ours:
             shutil.copyfile(path, whole / path.name)
     (whole / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     if len(spelling.files) > 1 or (spelling.source is not None and spelling.source.index is not None):

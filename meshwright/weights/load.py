@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKey
 from ..layout import Block, Box, Layout, Param, Piece, Table, interval
-from .source import DTYPES, TRAINABLE, Entry, Source
+from .header import DTYPES, TRAINABLE, Entry
+from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
-_STAGED_ELEMENTS = 4 << 20  # a read goes through a buffer of this many elements at most
+_STAGED_ELEMENTS = 1 << 20  # a read goes through a buffer of this many elements at most
 
 
 def chosen(param: Param, choice: Choice) -> Layout:
@@ -52,7 +53,8 @@ def _nearest(group: str, spelled: Mapping[str, list[str]], source: Source) -> st
     name = min(lacking, key=lambda n: len(lacking[n]) / max(1, len(spelled[n])))
     return (
         f"{source.directory} holds the {group} in none of the layouts {', '.join(spelled)}; nearest is {name!r}, "
-        f"which lacks {len(lacking[name])} of {len(spelled[name])} keys, first {lacking[name][0]}"
+        f"which lacks {len(lacking[name])} of {len(spelled[name])} keys, first {lacking[name][0]}; "
+        "fetch the files that hold them, or correct config.json"
     )
 
 
@@ -69,32 +71,52 @@ def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
     return rest
 
 
-def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str] = ()) -> None:
-    """Every key of ours is there, in its shape, in a trainable dtype. `fresh`: parameters not in the source."""
+def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str], stored: torch.dtype) -> None:
+    """Every key of ours is there, in its shape, in a dtype that is stored without rounding.
+
+    `fresh`: parameters not in the source. `stored`: the dtype in which parameters are kept.
+    """
     for param in table:
         if param.name in set(fresh):
             continue
         for key, shape in chosen(param, choice).keys.items():
             entry = source.entries.get(key)
             if entry is None:
-                raise MissingKey(f"{source.directory} has no {key}, of which {param.name} {param.shape} is made")
+                raise MissingKey(
+                    f"{source.directory} has no {key}, of which {param.name} {param.shape} is made; fetch the file "
+                    "that holds it, or correct config.json"
+                )
             if entry.shape != shape:
-                raise MismatchedKey(f"{entry.file}: {key} is {entry.shape}, but {param.name} needs {shape}")
+                raise MismatchedKey(
+                    f"{entry.file}: {key} is {entry.shape}, but {param.name} needs {shape}; correct config.json, or "
+                    "fetch the file of this model"
+                )
             if entry.dtype not in TRAINABLE:
                 raise MismatchedKey(
-                    f"{entry.file}: {key} is {entry.dtype}; {param.name} needs {' or '.join(TRAINABLE)}"
+                    f"{entry.file}: {key} is {entry.dtype}; {param.name} needs {' or '.join(TRAINABLE)}; "
+                    "fetch the unquantised model, or convert the file"
+                )
+            if entry.dtype == "F64" and stored != torch.float64:
+                raise MismatchedKey(
+                    f"{entry.file}: {key} is F64 and would be rounded to {stored}; "
+                    "load it with dtype=torch.float64, or convert the file"
                 )
 
 
 @dataclass
 class Reader:
-    """Reads boxes of source tensors, and counts the bytes."""
+    """Reads boxes of source tensors through one small buffer, and counts the bytes.
+
+    No threads: converting and first touching the memory takes most of the time, and the ranks of a node do that side
+    by side.
+    """
 
     source: Source
     num_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._open: dict[str, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Reader:
         return self
@@ -109,50 +131,56 @@ class Reader:
             for block in layout.blocks:
                 common = block.ours.meet(box)
                 if common is not None:
-                    self._copy(block, common, view[common.within(box).slices])
+                    for into, found in self._staged(block, common, view[common.within(box).slices]):
+                        into.copy_(found)
 
     def check_copies(self, param: Param, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Keys that hold a parameter once more must hold the same (a tied head stored twice)."""
-        again = torch.empty_like(stored)
         for copy in layout.copies:
-            for box, view in piece.views(again):
-                self._copy(copy, box, view)
-            if not torch.equal(again, stored):
-                raise LoadError(
-                    f"{copy.key} and {layout.blocks[0].key} differ, but config.json ties them "
-                    "(tie_word_embeddings); set it to false or store one of them"
-                )
+            for box, view in piece.views(stored):
+                if not all(torch.equal(a, b.to(a)) for a, b in self._staged(copy, box, view)):
+                    raise LoadError(
+                        f"{copy.key} and {layout.blocks[0].key} differ, but config.json ties them "
+                        "(tie_word_embeddings); set it to false or store one of them"
+                    )
 
-    def _copy(self, block: Block, common: Box, into: Tensor) -> None:
+    def _staged(self, block: Block, common: Box, ours: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Part by part: ours, and what the source has for it until the next part is read."""
         entry = self.source.entries[block.key]
         for lo in range(0, common.size, _STAGED_ELEMENTS):
             for part in interval(common, lo, min(lo + _STAGED_ELEMENTS, common.size)):
-                into[part.within(common).slices].copy_(self.read(entry, block, part))
+                yield ours[part.within(common).slices], self.read(entry, block, part)
 
     def read(self, entry: Entry, block: Block, part: Box) -> Tensor:
-        """A box of ours, in the dtype of the source."""
+        """A box of ours, in the dtype of the source: in the buffer, so until the next read."""
         dtype = DTYPES[entry.dtype]
-        out = torch.empty(part.shape, dtype=dtype)
-        whole = block.view(torch.empty(entry.shape, device="meta"))
-        wanted = whole[part.within(block.ours).slices]
-        raw = out.view(-1).view(torch.uint8).numpy().data
-        at = 0
+        out = self._room(part.size * dtype.itemsize)
+        raw, at = out.numpy().data, 0
+        wanted = block.view(torch.empty(entry.shape, device="meta"))[part.within(block.ours).slices]
         for offset, length in runs(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
             num = length * dtype.itemsize
             self._pread(entry, raw[at : at + num], entry.start + offset * dtype.itemsize)
             at += num
-        return out
+        return out.view(dtype).view(part.shape)
+
+    def _room(self, num_bytes: int) -> Tensor:
+        if len(self._buffer) < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffer[:num_bytes]
 
     def _pread(self, entry: Entry, into: memoryview, offset: int) -> None:
-        if entry.file not in self._open:
-            self._open[entry.file] = os.open(self.source.directory / entry.file, os.O_RDONLY)
-        fd = self._open[entry.file]
-        while into:
-            num = os.preadv(fd, [into], offset)
-            if num == 0:
-                raise BrokenFile(f"{entry.file} ended at byte {offset} inside {entry.key}; it shrank while it was read")
-            self.num_bytes += num
-            into, offset = into[num:], offset + num
+        path = self.source.directory / entry.file
+        try:
+            if entry.file not in self._open:
+                self._open[entry.file] = os.open(path, os.O_RDONLY)
+            while into:
+                num = os.preadv(self._open[entry.file], [into], offset)
+                if num == 0:
+                    raise BrokenFile(f"{path} ended at byte {offset} inside {entry.key}; it shrank: fetch it again")
+                self.num_bytes += num
+                into, offset = into[num:], offset + num
+        except OSError as error:
+            raise BrokenFile(f"{path} cannot be read inside {entry.key}: {error.strerror}; check its disk") from error
 
 
 def runs(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Iterator[tuple[int, int]]:

@@ -8,9 +8,11 @@ from math import prod
 
 import torch
 
+from ..errors import ConfigError
 from ..layout import Block, Param, Table
+from .header import DTYPES, NAMES, TRAINABLE, num_bytes
 from .load import Choice, chosen
-from .source import DTYPES, NAMES, Source
+from .source import Source
 
 _MAX_FILE_BYTES = 5_000_000_000
 
@@ -26,7 +28,7 @@ class Key:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return num_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class Spelling:
 
     def recast(self, dtype: torch.dtype) -> Spelling:
         """The same with another dtype for every trained key."""
-        name = NAMES[dtype]
+        name = NAMES.get(dtype)
+        if name not in TRAINABLE:
+            choices = ", ".join(str(DTYPES[n]) for n in TRAINABLE)
+            raise ConfigError(f"dtype={dtype} cannot hold weights; choose from {choices}")
         keys = {k.name: k if k.name in self.carried else Key(k.name, name, k.shape, k.file) for k in self.keys.values()}
         return Spelling(self.choice, keys, self.carried, self.metadata, self.source)
 
@@ -55,7 +60,8 @@ def of_source(table: Table, source: Source, choice: Choice, carried: list[str], 
     for name in fresh:
         for key, shape in chosen(table[name], choice).keys.items():
             keys[key] = Key(key, last.dtype if last.dtype in ("F32", "F16", "BF16") else "F32", shape, last.file)
-    ordered = sorted(keys.values(), key=lambda k: source.files.index(k.file))
+    place = {file: number for number, file in enumerate(source.files)}
+    ordered = sorted(keys.values(), key=lambda k: place[k.file])
     return Spelling(choice, {k.name: k for k in ordered}, frozenset(carried), source.metadata, source)
 
 

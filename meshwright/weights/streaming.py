@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..layout import Block, Box, Param, Piece, Rules, Table, owns, pieces
 from ..mesh import Mesh
-from .source import DTYPES
+from .header import DTYPES
 from .spelling import Key, Spelling, blocks_by_key
 
 _BATCH_BYTES = 64 << 20  # of keys in flight; a larger tensor goes alone

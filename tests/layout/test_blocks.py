@@ -99,7 +99,10 @@ PLAIN = {
     "mlp_norm.weight": "post_attention_layernorm.weight",
     "mlp.down": "mlp.down_proj.weight",
     "mlp.router": "mlp.gate.weight",
-    **{f"{mixer}.{name}": f"self_attn.{key}" for mixer in ("attn", "mixer") for name, key in ATTENTION.items()},
+    **{f"mixer.{name}": f"self_attn.{key}" for name, key in ATTENTION.items()},
+    **{f"mixer.{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkv"},
+    "mlp.shared.down": "mlp.shared_expert.down_proj.weight",
+    "mlp.shared_gate": "mlp.shared_expert_gate.weight",
     **{f"mixer.{name}": f"linear_attn.{key}" for name, key in DELTA.items()},
 }
 ENDS = {
@@ -115,8 +118,9 @@ def wanted(name, source):
         return source["score.weight" if name == "head.weight" and "score.weight" in source else ENDS[name]]
     _, layer, short = name.split(".", 2)
     at = f"model.layers.{layer}."
-    if short == "mlp.gate_up":
-        return torch.cat([source[at + "mlp.gate_proj.weight"], source[at + "mlp.up_proj.weight"]])
+    if short in ("mlp.gate_up", "mlp.shared.gate_up"):
+        at += "mlp." if short == "mlp.gate_up" else "mlp.shared_expert."
+        return torch.cat([source[at + "gate_proj.weight"], source[at + "up_proj.weight"]])
     if short.startswith("mlp.experts."):
         return experts_wanted(short, at + "mlp.experts.", source)
     if short in ("mixer.qkv", "mixer.conv"):

@@ -148,7 +148,7 @@ def test_pieces_are_uneven_and_empty_where_they_must():
     embed = [pieces(table, Rules(), axes, at)["embed.weight"].shape[0] for at in coordinates(axes)]
     assert sum(embed) == 131
     assert len(set(embed)) > 2
-    norm = [pieces(table, Rules(), axes, at)["layers.0.attn.q_norm.weight"] for at in coordinates(axes)]
+    norm = [pieces(table, Rules(), axes, at)["layers.0.mixer.q_norm.weight"] for at in coordinates(axes)]
     assert [p.shape for p in norm[::4]] == [(1,)] * 10 + [(0,)] * 4
     assert [p.boxes for p in norm[40:]] == [()] * 16
 
@@ -164,9 +164,9 @@ def test_kv_heads_are_whole_beyond_their_number(tp, num_rows):
     table, axes = table_of("qwen3"), Axes(fsdp=2, tp=tp)
     for at in coordinates(axes):
         held = pieces(table, Rules(), axes, at)
-        assert held["layers.0.attn.k"].shape == (num_rows // 2, 36)
-        assert held["layers.0.attn.q"].shape == (40 // tp // 2, 36)
-    assert ("tp" in place(table["layers.0.attn.v"], Rules(), axes).copies) == (tp in (1, 4))
+        assert held["layers.0.mixer.k"].shape == (num_rows // 2, 36)
+        assert held["layers.0.mixer.q"].shape == (40 // tp // 2, 36)
+    assert ("tp" in place(table["layers.0.mixer.v"], Rules(), axes).copies) == (tp in (1, 4))
 
 
 @examples(60)
@@ -175,9 +175,9 @@ def test_what_does_not_divide_is_refused(axes, dim, size, in_cols):
     axis, parts = ("ep", axes.ep) if dim == "expert" else ("tp", axes.tp)
     assume(size % parts)
     sizes = [{"embed": 3}, {dim: size}]
-    param = Param(*(sizes if in_cols else sizes[::-1]), (), name="layers.3.attn.q")
+    param = Param(*(sizes if in_cols else sizes[::-1]), (), name="layers.3.mixer.q")
     choices = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-    text = f"^{axis}={parts} does not divide {size} {dim} of layers.3.attn.q; choose {axis} from {choices}$"
+    text = f"^{axis}={parts} does not divide {size} {dim} of layers.3.mixer.q; choose {axis} from {choices}$"
     with pytest.raises(LayoutError, match=text):
         pieces(Table({param.name: param}), Rules(), axes, axes.coords(0))
 

@@ -1,0 +1,188 @@
+"""Forward + backward of one process, ours and transformers alternating in one run, beside the matmul roofline.
+
+    python -m bench.step                     # all three models, float32 and bfloat16
+    python -m bench.step --models qwen3 --dtypes float32 --rounds 5
+
+The models are those of the field's usual small comparison: 8 layers, width 512, vocabulary 32000, 1024 tokens of one
+document. Times are medians of the alternating rounds; peak memory is that of a fresh process a model, above what it
+had before the first step. `--append` adds the table to bench/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+
+import meshwright as mw
+
+TOKENS, THREADS = 1024, 2
+COMMON = dict(
+    vocab_size=32000, hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=64, intermediate_size=1536, tie_word_embeddings=False, max_position_embeddings=4096,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": dict(model_type="qwen3", **COMMON),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", **COMMON, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=256,
+        norm_topk_prob=True,
+    ),
+    "qwen3_5": dict(
+        model_type="qwen3_5_text", **COMMON, linear_num_key_heads=4, linear_num_value_heads=8,
+        linear_key_head_dim=64, linear_value_head_dim=64,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25,
+                             mrope_section=[3, 3, 2]),
+    ),
+}  # fmt: skip
+
+Step = Callable[[], float]
+
+
+def document() -> list[int]:
+    return torch.randint(32000, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def ours(directory: Path, dtype: torch.dtype) -> Step:
+    engine = mw.Engine(mw.load(directory, mw.Mesh(device="cpu"), dtype=dtype), lr=1e-3)
+    batch = mw.pack([document()])
+
+    def step() -> float:
+        loss = engine.backward([batch])
+        engine.discard()
+        return loss
+
+    return step
+
+
+def theirs(directory: Path, dtype: torch.dtype) -> Step:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    ids = torch.tensor([document()])
+
+    def step() -> float:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+SIDES = {"meshwright": ours, "transformers": theirs}
+
+
+def flops(config: dict[str, Any], parameters: int) -> float:
+    """Of the matrix products of forward and backward: 6 a parameter in use and token; attention left out."""
+    unused = config["vocab_size"] * config["hidden_size"]  # the embedding is looked up
+    if "num_experts" in config:
+        idle = config["num_experts"] - config["num_experts_per_tok"]
+        unused += config["num_hidden_layers"] * idle * 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    return 6.0 * (parameters - unused) * TOKENS
+
+
+def roofline(dtype: torch.dtype) -> float:
+    """FLOP/s of the products that a layer is made of, in this run."""
+    x, w = torch.randn(TOKENS, 512, dtype=dtype), torch.randn(3072, 512, dtype=dtype)
+    times = []
+    for _ in range(30):
+        begin = time.perf_counter()
+        torch.nn.functional.linear(x, w)
+        times.append(time.perf_counter() - begin)
+    return 2.0 * TOKENS * 512 * 3072 / statistics.median(times)
+
+
+def peak_megabytes(side: str, directory: Path, dtype: torch.dtype) -> float:
+    """Of three steps in a fresh process, above what loading took (weights included in neither side's growth)."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_grown, (side, directory, dtype))
+
+
+def _grown(side: str, directory: Path, dtype: torch.dtype) -> float:
+    torch.set_num_threads(THREADS)
+    step = SIDES[side](directory, dtype)
+    for _ in range(3):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(name: str, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        (directory / "config.json").write_text(json.dumps({**MODELS[name], "dtype": "bfloat16"}))
+        model = mw.init(directory, mw.Mesh(device="cpu"))
+        num = sum(p.numel for p in model.table)
+        mw.export(model, directory / "m")
+        steps = {side: make(directory / "m", dtype) for side, make in SIDES.items()}
+        losses = {side: step() for side, step in steps.items()}
+        times: dict[str, list[float]] = {side: [] for side in steps}
+        speed = []
+        for _ in range(rounds):
+            speed.append(roofline(dtype))
+            for side, step in steps.items():
+                begin = time.perf_counter()
+                step()
+                times[side].append(time.perf_counter() - begin)
+        peaks = {side: peak_megabytes(side, directory / "m", dtype) for side in steps}
+    ratios = [b / a for a, b in zip(times["meshwright"], times["transformers"], strict=True)]
+    ideal = flops(MODELS[name], num) / statistics.median(speed)
+    return dict(
+        model=name, dtype=str(dtype).removeprefix("torch."), million=num / 1e6, ideal=ideal, losses=losses,
+        ours=statistics.median(times["meshwright"]), theirs=statistics.median(times["transformers"]),
+        ratio=statistics.median(ratios), low=min(ratios), high=max(ratios), peaks=peaks,
+    )  # fmt: skip
+
+
+HEADER = (
+    "| model | dtype | meshwright s | transformers s | ratio (min-max) | of the roofline | peak MB ours | theirs |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(r: dict[str, Any]) -> str:
+    peaks = r["peaks"]
+    return (
+        f"| {r['model']}, {r['million']:.0f}M | {r['dtype']} | {r['ours']:.3f} | {r['theirs']:.3f} "
+        f"| {r['ratio']:.2f} ({r['low']:.2f}-{r['high']:.2f}) | {r['ideal'] / r['ours']:.0%} "
+        f"| {peaks['meshwright']:.0f} | {peaks['transformers']:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    lines = [HEADER]
+    print(HEADER)
+    for name in options.models:
+        for dtype in options.dtypes:
+            result = measure(name, getattr(torch, dtype), options.rounds)
+            lines.append(row(result))
+            print(lines[-1], f" losses {result['losses']}", flush=True)
+    if options.append:
+        title = f"\n## step, {datetime.date.today()}\n\n{THREADS} threads of {platform.machine()}, "
+        title += f"torch {torch.__version__}, transformers {transformers.__version__}, {TOKENS} tokens, "
+        title += f"{torch.backends.cpu.get_cpu_capability()}\n\n"
+        with (Path(__file__).parent / "results.md").open("a") as file:
+            file.write(title + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

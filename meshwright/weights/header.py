@@ -1,0 +1,202 @@
+"""One safetensors file as a list of byte ranges: its header is parsed strictly, and nothing in it is trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+import torch
+
+from ..errors import BrokenFile
+
+# Every dtype of the format: bits of an element, and what torch calls it. Those that torch does not know, or knows only
+# packed, can be carried and not trained.
+BITS: dict[str, int] = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TRAINABLE = ("BF16", "F16", "F32", "F64")
+_MAX_JSON_BYTES = 100_000_000  # the format's own limit for a header
+_MAX_DIMS = 64  # of torch
+_MAX_SIZE = 2**63 - 1
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: `start` and `stop` are byte offsets in it."""
+
+    key: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def short(value: object) -> str:
+    """As `repr`, of bounded length: messages quote what a hostile file says."""
+    return _SHORT.repr(value)
+
+
+def num_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """What a tensor takes in a file. Elements smaller than a byte are packed; they must fill whole bytes."""
+    bits = math.prod(shape) * BITS[dtype]
+    if bits % 8:
+        raise ValueError(f"{dtype} {tuple(shape)} takes {bits} bits, which are no whole bytes")
+    return bits // 8
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    text = _bytes_of(path, 0, _size_of(path), "a JSON file")
+    return _object(path, text)
+
+
+def read_header(root: Path, file: str) -> tuple[list[Entry], Mapping[str, str]]:
+    """The tensors of one file in the order of their bytes, and its metadata."""
+    path = root / file
+    size = _size_of(path)
+    raw = _bytes_of(path, 0, min(8, size), "a safetensors file")
+    length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
+    if not 2 <= length <= min(_MAX_JSON_BYTES, size - 8):
+        raise BrokenFile(f"{path}: {size} bytes, header of {length}: truncated, or no safetensors file; fetch it again")
+    header = _object(path, _bytes_of(path, 8, length, "a header"))
+    try:
+        metadata = _metadata(header.pop("__metadata__", {}))
+        entries = [_entry(file, key, spec, 8 + length) for key, spec in header.items()]
+    except ValueError as error:
+        raise BrokenFile(f"{path}: malformed header: {error}; fetch or write the file again") from error
+    entries.sort(key=lambda e: (e.start, e.stop))
+    _check_extent(path, entries, 8 + length, size)
+    return entries, metadata
+
+
+def _size_of(path: Path) -> int:
+    """The size of a regular file; whatever else has the name (a directory, a pipe, a broken link) is refused."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise BrokenFile(f"{path} cannot be read: {error.strerror}; fetch it again or mend the link") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise BrokenFile(f"{path} is no regular file; put the file itself there, or a link to it")
+    return found.st_size
+
+
+def _bytes_of(path: Path, start: int, length: int, what: str) -> bytes:
+    if length > _MAX_JSON_BYTES:
+        raise BrokenFile(f"{path}: {length} bytes are too many for {what}; at most {_MAX_JSON_BYTES} are read")
+    try:
+        with path.open("rb") as f:
+            f.seek(start)
+            raw = f.read(length)
+    except OSError as error:
+        raise BrokenFile(f"{path} cannot be read: {error.strerror}; check its permissions and its disk") from error
+    if len(raw) != length:
+        raise BrokenFile(f"{path} ended at byte {start + len(raw)} of {start + length} while it was read")
+    return raw
+
+
+def _object(path: Path, text: bytes) -> dict[str, Any]:
+    """Strict JSON: UTF-8, no doubled keys, no NaN, an object at the top."""
+    try:
+        found = json.loads(text.decode(), object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+    except ValueError as error:
+        raise BrokenFile(f"{path}: malformed header or JSON: {error}; fetch or write the file again") from error
+    except RecursionError as error:
+        raise BrokenFile(f"{path}: malformed header or JSON: nested too deep; fetch or write the file again") from error
+    if not isinstance(found, dict):
+        raise BrokenFile(f"{path} holds a {type(found).__name__}, not an object of fields; fetch or write it again")
+    return found
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"the key {short(key)} stands there twice")
+        out[key] = value
+    return out
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _metadata(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise ValueError(f"__metadata__ is {short(found)}; it must map names to strings")
+    for text in (*found, *found.values()):
+        text.encode()  # half a surrogate pair could be read and never be written
+    return found
+
+
+def _entry(file: str, key: str, spec: Any, base: int) -> Entry:
+    key.encode()
+    if not isinstance(spec, dict) or set(spec) != _FIELDS:
+        raise ValueError(f"{short(key)} has {short(spec)}; it must have dtype, shape and data_offsets, and no more")
+    dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{short(key)} has the unknown dtype {short(dtype)}; known are {', '.join(BITS)}")
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or len(shape) > _MAX_DIMS:
+        raise ValueError(
+            f"{short(key)} has shape {short(shape)} and offsets {short(offsets)}; these must be lists of whole "
+            f"numbers, at most {_MAX_DIMS} and exactly 2"
+        )
+    (start, stop), expected = offsets, num_bytes(dtype, shape)
+    if stop - start != expected:
+        raise ValueError(f"{short(key)} {dtype} {shape} takes {expected} bytes, but its offsets give it {stop - start}")
+    return Entry(key, file, dtype, tuple(shape), base + start, base + stop)
+
+
+def _sizes(found: Any) -> bool:
+    return isinstance(found, list) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in found)
+
+
+def _check_extent(path: Path, entries: list[Entry], base: int, size: int) -> None:
+    at = base
+    for entry in entries:
+        if entry.start != at:
+            raise BrokenFile(
+                f"{path}: {short(entry.key)} begins at byte {entry.start}, expected {at}: a gap or an overlap; "
+                "fetch or write the file again"
+            )
+        at = entry.stop
+    if at != size:
+        raise BrokenFile(
+            f"{path}: its header speaks of {at} bytes, it has {size}: truncated or grown; fetch the file again"
+        )

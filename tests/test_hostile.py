@@ -1,0 +1,495 @@
+"""Hostile and broken sources: each ends in an error of our own that names the thing and a way out, at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import meshwright as mw
+from meshwright.weights import open_source
+from tests import tiny
+
+INDEX = "model.safetensors.index.json"
+WAYS_OUT = (
+    "fetch", "mend", "remove", "correct", "give", "convert", "choose", "check", "put", "must", "set it", "write",
+    "is config.json of another model", "ended", "not supported", "known are", "at most", "needs it", "is no int",
+)  # fmt: skip
+
+
+def written(header: object, data: bytes = b"") -> bytes:
+    """A safetensors file with any header whatever."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def spec(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8), **more: object) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
+
+
+@contextmanager
+def refused(error: type[Exception], pattern: str, directory: Path) -> Iterator[None]:
+    """One error of our own, with a way out, within a second, with no file touched and none left open."""
+    before, fds, began = tree(directory), set(os.listdir("/proc/self/fd")), time.monotonic()
+    with pytest.raises(error, match=pattern) as caught:
+        yield
+    assert isinstance(caught.value, mw.MeshwrightError)
+    assert any(way in str(caught.value) for way in WAYS_OUT), f"no way out in: {caught.value}"
+    assert len(str(caught.value)) < 2000, "the message quotes too much"
+    str(caught.value).encode()
+    assert time.monotonic() - began < 1
+    assert tree(directory) == before
+    assert set(os.listdir("/proc/self/fd")) <= fds
+
+
+def tree(directory: Path) -> dict[str, object]:
+    return {
+        str(p): (p.lstat().st_mtime_ns, p.lstat().st_size) for p in [*directory.rglob("*"), directory] if p.is_symlink()
+        or p.exists()
+    }  # fmt: skip
+
+
+A = spec()
+DEEP = 200_000
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "no bytes": (b"", r"0 bytes, header of -1: truncated"),
+    "seven bytes": (b"\0" * 7, r"7 bytes, header of -1"),
+    "length alone": (struct.pack("<Q", 64), r"header of 64: truncated"),
+    "length beyond the file": (struct.pack("<Q", 1 << 40) + b"{}", r"header of 1099511627776: truncated"),
+    "length of all ones": (b"\xff" * 64, r"header of 18446744073709551615"),
+    "zero length": (struct.pack("<Q", 0) + b"{}", r"header of 0"),
+    "truncated data": (written({"a": A}, b"\0" * 7), r"speaks of \d+ bytes, it has \d+: truncated"),
+    "grown data": (written({"a": A}, b"\0" * 9), r"truncated or grown"),
+    "data outside": (written({"a": spec(offsets=(800, 808))}, b"\0" * 8), r"'a' begins at byte \d+, expected"),
+    "overlap": (written({"a": A, "b": spec(offsets=(4, 12))}, b"\0" * 12), r"'b' begins .* overlap"),
+    "same bytes": (written({"a": A, "b": A}, b"\0" * 8), r"'b' begins .* overlap"),
+    "gap": (written({"a": A, "b": spec(offsets=(12, 20))}, b"\0" * 20), r"'b' begins .* a gap"),
+    "gap in front": (written({"a": spec(offsets=(4, 12))}, b"\0" * 12), r"'a' begins .* a gap"),
+    "doubled key": (
+        written(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},' * 1 + b'"a":{"dtype":"U8"}}'),
+        r"the key 'a' stands there twice",
+    ),
+    "doubled field": (written(b'{"a":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}}'), r"'dtype' stand"),
+    "unknown dtype": (written({"a": spec("F99")}, b"\0" * 8), r"'a' has the unknown dtype 'F99'"),
+    "dtype of a list": (written({"a": spec(["F32"])}, b"\0" * 8), r"'a' has the unknown dtype \['F32'\]"),
+    "negative size": (written({"a": spec(shape=(-2,))}, b"\0" * 8), r"'a' has shape \[-2\]"),
+    "two negative sizes": (written({"a": spec(shape=(-2, -1))}, b"\0" * 8), r"'a' has shape \[-2, -1\]"),
+    "float size": (written({"a": spec(shape=(2.0,))}, b"\0" * 8), r"'a' has shape \[2\.0\]"),
+    "bool size": (written({"a": spec("U8", (True,), (0, 1))}, b"\0"), r"'a' has shape \[True\]"),
+    "size in words": (written({"a": spec(shape=("2",))}, b"\0" * 8), r"'a' has shape \['2'\]"),
+    "shape of a number": (written({"a": spec(shape=2)}, b"\0" * 8), r"'a' has shape 2"),
+    "huge size": (written({"a": spec(shape=(1 << 70,))}, b"\0" * 8), r"'a' has shape \["),
+    "size of 5000 digits": (
+        written(b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}'),
+        r"malformed",
+    ),
+    "product overflows": (written({"a": spec(shape=(1 << 62, 1 << 62))}, b"\0" * 8), r"'a' F32 \[.* takes \d{30,} b"),
+    "product wraps to 8": (written({"a": spec(shape=((1 << 62) + 1, 2))}, b"\0" * 8), r"'a' F32 .* takes"),
+    "a million dims": (written({"a": spec(shape=[1 << 60] * 1_000_000)}, b"\0" * 8), r"'a' has shape .* at most 64"),
+    "negative offset": (written({"a": spec(offsets=(-8, 0))}, b"\0" * 8), r"offsets \[-8, 0\]"),
+    "offsets backwards": (written({"a": spec(offsets=(8, 0))}, b"\0" * 8), r"gives? it -8"),
+    "float offset": (written({"a": spec(offsets=(0.0, 8))}, b"\0" * 8), r"offsets \[0\.0, 8\]"),
+    "bool offset": (written({"a": spec("U8", (1,), (False, True))}, b"\0"), r"offsets \[False, True\]"),
+    "huge offset": (written({"a": spec(offsets=(0, 1 << 80))}, b"\0" * 8), r"'a' has shape"),
+    "one offset": (written({"a": spec(offsets=(0,))}, b"\0" * 8), r"exactly 2"),
+    "three offsets": (written({"a": spec(offsets=(0, 4, 8))}, b"\0" * 8), r"exactly 2"),
+    "half a byte": (written({"a": spec("F4", (3,), (0, 2))}, b"\0" * 2), r"takes 12 bits"),
+    "no offsets": (written({"a": {"dtype": "F32", "shape": [2]}}, b"\0" * 8), r"must have dtype, shape and data_off"),
+    "a field too many": (written({"a": spec(code="import os")}, b"\0" * 8), r"and no more"),
+    "tensor of a list": (written({"a": [1, 2]}, b"\0" * 8), r"'a' has \[1, 2\]"),
+    "tensor of null": (written({"a": None}), r"'a' has None"),
+    "header of a list": (written([1, 2]), r"holds a list"),
+    "header of a string": (written("abc"), r"holds a str"),
+    "metadata of a list": (written({"__metadata__": ["a"]}), r"__metadata__ is \['a'\]"),
+    "metadata of numbers": (written({"__metadata__": {"a": 1}}), r"must map names to strings"),
+    "deep lists": (written(b"[" * DEEP + b"]" * DEEP), r"nested too deep|malformed"),
+    "deep objects": (written(b'{"a":' * DEEP + b"1" + b"}" * DEEP), r"nested too deep|malformed"),
+    "no UTF-8": (written(b'{"\xff\xfe":1}'), r"malformed .*utf-8"),
+    "UTF-16": (written('{"a":1}'.encode("utf-16")), r"malformed"),
+    "half a surrogate": (written(b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), r"malformed"),
+    "NaN": (written(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}'), r"NaN is no JSON number"),
+    "Infinity": (written(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,Infinity]}}'), r"Infinity is no JSON"),
+    "no JSON": (written(b"{'a': __import__('os').system('touch x')}"), r"malformed"),
+    "cut JSON": (written(b'{"a":{"dtype":"F3'), r"malformed"),
+    "two objects": (written(b"{}{}"), r"malformed"),
+    "a pickle by another name": (b"\x80\x04cos\nsystem\n(S'touch x'\ntR." + b"\0" * 64, r"header of"),
+    "no tensors": (written({}), r"holds no tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "pattern"), HEADERS.values(), ids=HEADERS.keys())
+def test_headers(tmp_path: Path, raw: bytes, pattern: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    with refused(mw.LoadError, pattern, tmp_path):
+        open_source(tmp_path)
+
+
+def good(at: Path, name: str = "a.safetensors", key: str = "a") -> Path:
+    (at / name).write_bytes(written({key: A}, b"\0" * 8))
+    return at / name
+
+
+def index(at: Path, weight_map: object) -> None:
+    (at / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def directory_as_file(at: Path) -> None:
+    (at / "model.safetensors").mkdir()
+
+
+def dangling(at: Path) -> None:
+    (at / "model.safetensors").symlink_to(at / "gone")
+
+
+def pipe(at: Path) -> None:
+    os.mkfifo(at / "model.safetensors")
+
+
+def device(at: Path) -> None:
+    (at / "model.safetensors").symlink_to("/dev/zero")
+
+
+def loop(at: Path) -> None:
+    (at / "model.safetensors").symlink_to(at / "model.safetensors")
+
+
+def sparse_index(at: Path) -> None:
+    with (at / INDEX).open("wb") as f:
+        f.truncate(1 << 40)
+
+
+FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda at: None, r"holds no safetensors file"),
+    "pickles only": (lambda at: (at / "pytorch_model.bin").write_bytes(b"\x80"), r"is a pickle, which may run code"),
+    "a directory as file": (directory_as_file, r"model\.safetensors is no regular file"),
+    "a dangling link": (dangling, r"model\.safetensors cannot be read: No such file"),
+    "a link to itself": (loop, r"model\.safetensors cannot be read: Too many levels"),
+    "a pipe": (pipe, r"is no regular file"),
+    "a device": (device, r"is no regular file"),
+    "key in two files": (lambda at: (good(at), good(at, "b.safetensors")), r"'a' stands in both a\.saf.* and b\.saf"),
+    "index of a directory": (lambda at: (good(at), (at / INDEX).mkdir()), r"is no regular file"),
+    "index without end": (sparse_index, r"1099511627776 bytes are too many"),
+    "index no JSON": (lambda at: (good(at), (at / INDEX).write_text("{")), r"malformed"),
+    "index no UTF-8": (lambda at: (at / INDEX).write_bytes(b"\xff\xfe{"), r"malformed"),
+    "index of a list": (lambda at: (at / INDEX).write_text("[]"), r"holds a list"),
+    "index too deep": (lambda at: (at / INDEX).write_text('{"a":' * DEEP), r"too deep|malformed"),
+    "no weight_map": (lambda at: (good(at), (at / INDEX).write_text("{}")), r"weight_map is None"),
+    "weight_map of a list": (lambda at: index(at, ["a"]), r"weight_map is \['a'\]"),
+    "weight_map of numbers": (lambda at: index(at, {"a": 1}), r"must map keys to file names"),
+    "empty weight_map": (lambda at: (good(at), index(at, {})), r"weight_map is \{\}"),
+    "index metadata of a list": (lambda at: (at / INDEX).write_text('{"metadata":[],"weight_map":{"a":"a"}}'), r"not "),
+    "doubled key in index": (
+        lambda at: (at / INDEX).write_text('{"weight_map":{"a":"a.safetensors","a":"b.safetensors"}}'),
+        r"'a' stands there twice",
+    ),
+    "index leaves upwards": (
+        lambda at: (good(at.parent, "x.safetensors"), index(at, {"a": "../x.safetensors"})),
+        r"names '\.\./x\.safetensors'",
+    ),
+    "index leaves absolutely": (lambda at: index(at, {"a": str(good(at).absolute())}), r"names '/.*a\.safetensors'"),
+    "index into a folder": (
+        lambda at: ((at / "d").mkdir(), good(at / "d"), index(at, {"a": "d/a.safetensors"})),
+        r"names 'd/a\.safetensors'",
+    ),
+    "index names the parent": (lambda at: index(at, {"a": ".."}), r"names '\.\.'"),
+    "index names nothing": (lambda at: index(at, {"a": ""}), r"names ''"),
+    "index names a NUL": (lambda at: index(at, {"a": "a\0.safetensors"}), r"names 'a"),
+    "index names half a surrogate": (lambda at: index(at, {"a": "\ud800.safetensors"}), r"names '"),
+    "index names another kind": (lambda at: (good(at, "config.json"), index(at, {"a": "config.json"})), r"names 'conf"),
+    "missing shard": (
+        lambda at: (good(at), index(at, {"a": "a.safetensors", "b": "b.safetensors"})),
+        r"names 'b\.safetensors', which is no",
+    ),
+    "shard is a dangling link": (
+        lambda at: ((at / "a.safetensors").symlink_to("gone"), index(at, {"a": "a.safetensors"})),
+        r"names 'a\.safetensors'",
+    ),
+    "key in index, not in file": (
+        lambda at: (good(at), index(at, {"a": "a.safetensors", "b": "a.safetensors"})),
+        r"puts 'b' into a\.safetensors, but no file has it",
+    ),
+    "key in file, not in index": (
+        lambda at: (good(at), index(at, {"c": "a.safetensors"})),
+        r"puts 'c' into",
+    ),
+    "a file that the index does not list": (
+        lambda at: (good(at), good(at, "b.safetensors", "b"), index(at, {"a": "a.safetensors"})),
+        r"holds b\.safetensors, which model\.safetensors\.index\.json does not list",
+    ),
+    "two files and no index": (
+        lambda at: (good(at, "model.safetensors"), good(at, "more.safetensors", "b")),
+        r"holds more\.safetensors, which stands beside model\.safetensors without an index",
+    ),
+    "more in a file than the index says": (
+        lambda at: (
+            (at / "a.safetensors").write_bytes(written({"a": A, "b": spec(offsets=(8, 16))}, b"\0" * 16)),
+            index(at, {"a": "a.safetensors"}),
+        ),
+        r"holds 'b', which the index does not list",
+    ),
+    "index swaps files": (
+        lambda at: (good(at), good(at, "b.safetensors", "b"), index(at, {"a": "b.safetensors", "b": "a.safetensors"})),
+        r"puts 'a' into b\.safetensors, but a\.safetensors has it",
+    ),
+    "file doubled under the index": (
+        lambda at: (good(at), good(at, "b.safetensors"), index(at, {"a": "a.safetensors", "b": "b.safetensors"})),
+        r"'a' stands in both",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "pattern"), FOLDERS.values(), ids=FOLDERS.keys())
+def test_directories(tmp_path: Path, make: Callable[[Path], object], pattern: str) -> None:
+    at = tmp_path / "m"
+    at.mkdir()
+    make(at)
+    with refused(mw.LoadError, pattern, tmp_path):
+        open_source(at)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with refused(mw.LoadError, r"gone is no directory", tmp_path):
+        open_source(tmp_path / "gone")
+    file = good(tmp_path)
+    with refused(mw.LoadError, r"a\.safetensors is no directory", tmp_path):
+        open_source(file)
+
+
+def test_links_to_regular_files_are_fine(tmp_path: Path) -> None:
+    """The hub's cache is made of them."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a.safetensors").symlink_to(good(tmp_path / "blobs"))
+    index(tmp_path / "m", {"a": "a.safetensors"})
+    assert list(open_source(tmp_path / "m").entries) == ["a"]
+
+
+def test_empty_and_scalar_tensors_are_fine(tmp_path: Path) -> None:
+    shapes = {"e": ((0, 4), (0, 0)), "s": ((), (0, 4)), "f": ((3, 0), (4, 4))}
+    header = {key: spec("F32", shape, offsets) for key, (shape, offsets) in shapes.items()}
+    (tmp_path / "model.safetensors").write_bytes(written(header, b"\0" * 4))
+    assert {k: e.shape for k, e in open_source(tmp_path).entries.items()} == {k: s for k, (s, _) in shapes.items()}
+
+
+CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
+    "no JSON": (b"{", r"config\.json: malformed"),
+    "no UTF-8": (b"\xff\xfe", r"config\.json: malformed"),
+    "list": (b"[1]", r"holds a list, not an object"),
+    "null": (b"null", r"holds a NoneType"),
+    "deep": (b'{"a":' * DEEP, r"too deep|malformed"),
+    "NaN": (b'{"rms_norm_eps": NaN}', r"NaN is no JSON number"),
+    "doubled": (b'{"model_type":"qwen3","model_type":"qwen2"}', r"'model_type' stands there twice"),
+    "empty": (b"{}", r"model_type=None is not a family"),
+    "no family": (dict(model_type="llama"), r"model_type='llama' is not a family"),
+    "vision": (dict(model_type="qwen3_vl"), r"model_type='qwen3_vl' is not a family"),
+    "text_config of a list": (dict(model_type="qwen3_5", text_config=[1]), r"text_config=\[1\] must hold fields"),
+    "rope of a string": (dict(rope_parameters="yarn"), r"rope_parameters='yarn' must hold fields"),
+    "layer types of a number": (dict(layer_types=5), r"layer_types=5 must be a list"),
+    "dense layers of a number": (
+        dict(model_type="qwen3_moe", mlp_only_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8),
+        r"mlp_only_layers=1 must be a list",
+    ),
+    "scaled rope beside a section": (
+        dict(rope_parameters={"rope_type": "yarn", "mrope_section": [1, 1, 0]}),
+        r"rope_type='yarn' of rope_parameters is not supported",
+    ),
+    "scaled rope beside a default one": (
+        dict(rope_parameters={"rope_type": "default"}, rope_scaling={"rope_type": "linear", "factor": 2}),
+        r"rope_type='linear' of rope_scaling is not supported",
+    ),
+    "width of a string": (dict(hidden_size="36"), r"hidden_size='36' is no int"),
+    "width of a float": (dict(hidden_size=36.0), r"hidden_size=36\.0 is no int"),
+    "width of a bool": (dict(hidden_size=True), r"hidden_size=True is no int"),
+    "negative width": (dict(hidden_size=-36), r"hidden_size=-36"),
+    "wide": (dict(hidden_size=40), r"embed_tokens\.weight is \(131, 36\), but embed\.weight needs \(131, 40\)"),
+    "deeper than its files": (dict(num_hidden_layers=3), r"has no model\.layers\.2\."),
+    "shallower than its files": (dict(num_hidden_layers=1), r"holds model\.layers\.1\..*, which no parameter"),
+    "other activation": (dict(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny.directory(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return get
+
+
+def copy_of(source: Path, at: Path) -> Path:
+    at.mkdir()
+    for path in source.iterdir():
+        (at / path.name).write_bytes(path.read_bytes())
+    return at
+
+
+@pytest.mark.parametrize(("change", "pattern"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_configs(tmp_path: Path, plain: Callable[[str], Path], change: bytes | dict[str, Any], pattern: str) -> None:
+    at = copy_of(plain("qwen3"), tmp_path / "m")
+    if isinstance(change, dict):
+        change = json.dumps(json.loads((at / "config.json").read_text()) | change).encode()
+    (at / "config.json").write_bytes(change)
+    with refused(mw.MeshwrightError, pattern, tmp_path):
+        mw.load(at)
+
+
+def test_config_that_is_missing_a_link_or_a_directory(tmp_path: Path, plain: Callable[[str], Path]) -> None:
+    at = copy_of(plain("qwen3"), tmp_path / "m")
+    (at / "config.json").unlink()
+    with refused(mw.LoadError, r"has no config\.json", tmp_path):
+        mw.load(at)
+    (at / "config.json").symlink_to("gone")
+    with refused(mw.LoadError, r"has no config\.json", tmp_path):
+        mw.init(at)
+    (at / "config.json").unlink()
+    (at / "config.json").mkdir()
+    with refused(mw.LoadError, r"has no config\.json", tmp_path):
+        mw.load(at)
+
+
+Tensors = dict[str, torch.Tensor]
+EXPERT = "model.layers.0.mlp.experts."
+
+
+def cast(key: str, dtype: torch.dtype) -> Callable[[Tensors], object]:
+    return lambda t: t.update({key: t[key].to(dtype)})
+
+
+def fused(half: bool) -> Callable[[Tensors], object]:
+    def change(tensors: Tensors) -> None:
+        for layer in (0, 2):
+            at = f"model.layers.{layer}.mlp.experts."
+            tensors[at + "gate_up_proj"] = torch.zeros(8, 40, 36)
+            if not half:
+                tensors[at + "down_proj"] = torch.zeros(8, 36, 20)
+
+    return change
+
+
+def drop(pattern: str) -> Callable[[Tensors], object]:
+    return lambda t: [t.pop(k) for k in list(t) if pattern in k]
+
+
+NORM, Q, EMBED = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
+KEYS: dict[str, tuple[str, Callable[[Tensors], object], type[mw.LoadError], str]] = {
+    "int8": ("qwen3", cast(Q, torch.int8), mw.MismatchedKey, r"q_proj\.weight is I8"),
+    "bool": ("qwen3", cast(NORM, torch.bool), mw.MismatchedKey, r"norm\.weight is BOOL"),
+    "e4m3": ("qwen3", cast(Q, torch.float8_e4m3fn), mw.MismatchedKey, r"is F8_E4M3"),
+    "e5m2": ("qwen3", cast(Q, torch.float8_e5m2), mw.MismatchedKey, r"is F8_E5M2"),
+    "complex": ("qwen3", cast(NORM, torch.complex64), mw.MismatchedKey, r"is C64"),
+    "a scale beside": ("qwen3", lambda t: t.update({Q + "_scale_inv": torch.ones(1)}), mw.UnknownKey, r"scale_inv"),
+    "a bias beside": ("qwen3", lambda t: t.update({Q[:-6] + "bias": torch.ones(40)}), mw.UnknownKey, r"q_proj\.bias"),
+    "transposed": ("qwen3", lambda t: t.update({Q: t[Q].T.contiguous()}), mw.MismatchedKey, r"is \(36, 40\), but"),
+    "scalar": ("qwen3", lambda t: t.update({NORM: torch.tensor(1.0)}), mw.MismatchedKey, r"is \(\), but"),
+    "empty": ("qwen3", lambda t: t.update({NORM: torch.zeros(0)}), mw.MismatchedKey, r"is \(0,\), but"),
+    "another prefix": ("qwen3", lambda t: t.update({"embed_tokens.weight": t.pop(EMBED)}), mw.LoadError, r"embed"),
+    "no head": ("qwen3", drop("lm_head"), mw.MissingKey, r"no lm_head\.weight"),
+    "head of a tied model, misshapen": (
+        "qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(5, 36)}), mw.MismatchedKey, r"lm_head\.weight",
+    ),
+    "head of a tied model, integers": (
+        "qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(131, 36).int()}), mw.MismatchedKey, r"is I32",
+    ),
+    "no embedding under a tie": ("qwen3_tied", drop("embed_tokens"), mw.MissingKey, r"embed_tokens"),
+    "experts twice": ("qwen3_moe", fused(half=False), mw.LoadError, r"experts in 2 ways"),
+    "experts and half of the other layout": ("qwen3_moe", fused(half=True), mw.UnknownKey, r"experts\.gate_up_proj"),
+    "half of each layout": (
+        "qwen3_moe", lambda t: (fused(half=True)(t), drop("up_proj.weight")(t), drop("gate_proj.weight")(t)),
+        mw.MissingKey, r"in none of the layouts",
+    ),
+    "no experts": ("qwen3_moe", drop(".experts."), mw.MissingKey, r"nearest is"),
+    "one expert lost": ("qwen3_moe", drop(EXPERT + "7.down"), mw.MissingKey, r"lacks 1 of"),
+    "one expert too many": (
+        "qwen3_moe", lambda t: t.update({EXPERT + "8.up_proj.weight": torch.zeros(20, 36)}), mw.UnknownKey, r"ts\.8",
+    ),
+    "one expert transposed": (
+        "qwen3_moe", lambda t: t.update({EXPERT + "3.up_proj.weight": torch.zeros(36, 20)}), mw.MismatchedKey, r"s\.3",
+    ),
+    "no router": ("qwen3_moe", drop("mlp.gate.weight"), mw.MissingKey, r"mlp\.gate\.weight"),
+    "no A_log": ("qwen3_5", drop("A_log"), mw.MissingKey, r"A_log"),
+    "conv1d squeezed": (
+        "qwen3_5", lambda t: t.update({k: v.squeeze() for k, v in t.items() if "conv" in k}), mw.MismatchedKey, r"conv",
+    ),
+    "both prefixes": (
+        "qwen3_5", lambda t: t.update({"model.language_model.a": torch.ones(36)}), mw.UnknownKey, r"language_model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "error", "pattern"), KEYS.values(), ids=KEYS.keys())
+def test_keys(
+    tmp_path: Path,
+    plain: Callable[[str], Path],
+    name: str,
+    change: Callable[[Tensors], object],
+    error: type[mw.LoadError],
+    pattern: str,
+) -> None:
+    at = copy_of(plain(name), tmp_path / "m")
+    tensors = load_file(at / "model.safetensors")
+    change(tensors)
+    save_file(tensors, at / "model.safetensors")
+    with refused(error, pattern, tmp_path):
+        mw.load(at)
+
+
+BYTES = b'{}[]",:0123456789-.eE\\u\x00\x7f\x80\xffabctrufalsn '
+
+
+def mutated(raw: bytes, draw: random.Random) -> bytes:
+    """A few bytes changed, inserted, removed, repeated or cut off."""
+    out = bytearray(raw)
+    for _ in range(draw.randint(1, 4)):
+        at, kind = draw.randrange(len(out) + 1), draw.randrange(5)
+        if kind == 0 and at < len(out):
+            out[at] = draw.choice(BYTES)
+        elif kind == 1:
+            out[at:at] = bytes(draw.choices(BYTES, k=draw.randint(1, 9)))
+        elif kind == 2:
+            del out[at : at + draw.randint(1, 12)]
+        elif kind == 3:
+            out[at:at] = out[at : at + draw.randint(1, 40)]
+        elif draw.random() < 0.2:
+            del out[at:]
+    return bytes(out)
+
+
+def outcome(at: Path) -> str:
+    """Whatever is no error of ours rises from here."""
+    try:
+        source = open_source(at)
+    except mw.MeshwrightError as error:
+        str(error).encode()
+        return "refused"
+    assert all(0 <= e.start <= e.stop <= (at / e.file).stat().st_size for e in source.entries.values())
+    return "read"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fuzzed_headers_and_indexes(tmp_path: Path, seed: int) -> None:
+    draw, seen = random.Random(seed), {"read": 0, "refused": 0}
+    tensors = {"a.b": spec("BF16", (3, 2), (0, 12)), "c": spec("F4", (4,), (12, 14)), "d": spec("U8", (), (14, 15))}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    whole = json.dumps({"metadata": {"total_size": 15}, "weight_map": dict.fromkeys(tensors, "a.safetensors")}).encode()
+    for round_ in range(300):
+        text = mutated(header, draw) if round_ % 3 else header
+        raw = written(text, bytes(15))
+        (tmp_path / "a.safetensors").write_bytes(mutated(raw[:8], draw) + raw[8:] if round_ % 7 == 0 else raw)
+        (tmp_path / INDEX).write_bytes(whole if round_ % 3 else mutated(whole, draw))
+        seen[outcome(tmp_path)] += 1
+    assert seen["refused"] > 200
+    assert seen["read"] > 0
