@@ -12,7 +12,7 @@ from ..layout import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from .balance import Balance
 from .config import Json, group
-from .decoder import Decoder
+from .decoder import LM_HEAD, Decoder
 
 __all__ = ["FAMILIES", "Balance", "Decoder", "Family", "describe", "prefix_of", "text_config"]
 
@@ -65,5 +65,5 @@ def describe(config: Json, prefix: str, head: str) -> tuple[Decoder, Table]:
     with device("meta"):
         model = family.build(text_config(config), prefix, head)
     drops_head = head != "lm" and not model.trunk.tied
-    carried = (*family.carried, *(("lm_head.weight",) if drops_head else ()))
+    carried = (*family.carried, *((LM_HEAD,) if drops_head else ()))
     return model, collect(model, carried, "embed.weight" if model.tied else None)

@@ -14,6 +14,7 @@ from ..layout import ENTER, LEAVE, MEET, Block, Box, Door, Init, Layout, Span, p
 from .balance import Balance
 
 Rope = tuple[Tensor, Tensor]
+LM_HEAD = "lm_head.weight"  # the key of the vocabulary matrix, or of a tied embedding's copy
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Embedding(nn.Module):
         rows, cols = {"vocab": trunk.vocab}, {"embed": trunk.width}
         layouts = [plain(at + "embed_tokens.weight", (trunk.vocab, trunk.width), 1, "one")]
         if trunk.tied:  # hub files of tied models hold the head once more, or do not
-            layouts.append(_with_copy(layouts[0], "lm_head.weight"))
+            layouts.append(_with_copy(layouts[0], LM_HEAD))
         self.weight = weight(
             rows, cols, layouts=layouts, group="head" if trunk.tied else "", init=Init("normal", trunk.std)
         )
@@ -92,7 +93,7 @@ class LanguageHead(nn.Module):
         super().__init__()
         self.norm = Norm(trunk, at + "norm.weight")
         rows, cols = {"vocab": trunk.vocab}, {"embed": trunk.width}
-        own = weight(rows, cols, key="lm_head.weight", init=Init("normal", trunk.std))
+        own = weight(rows, cols, key=LM_HEAD, init=Init("normal", trunk.std))
         self.weight = None if trunk.tied else own
         self.vocab = Span("vocab", trunk.vocab)
         self.enter = Door(ENTER, trunk.width)
