@@ -72,4 +72,4 @@ def test_demo_fails_with_the_message_of_its_workers(tmp_path: Path, capfd: pytes
     assert (
         stopped.value.code == "demo: training failed (exit code 1); the message of the process that failed stands above"
     )
-    assert f"{tmp_path}/start has no config.json" in capfd.readouterr().err
+    assert f"{tmp_path}/start is no directory and no hub id" in capfd.readouterr().err
