@@ -104,7 +104,7 @@ class LanguageHead(nn.Module):
         assert weight_VD is not None
         own_tokens, x_TD = x_TD.shape[0], self.enter(self.norm(x_TD))
         if want == "logits":
-            return (ops.upcast(F.linear(x_TD, weight_VD)),)
+            return (ops.upcast(ops.linear(x_TD, weight_VD)),)
         stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start, entropy=want == "entropy")
         logprobs_T, entropy_T = ops.combine_stats(self.meet(stats_T3).view(-1, own_tokens, 3))
         return (logprobs_T, entropy_T) if want == "entropy" else (logprobs_T,)
@@ -122,7 +122,7 @@ class ValueHead(nn.Module):
         self.weight = weight({"label": 1}, {"embed": trunk.width}, key="score.weight", init=init, optional=True)
 
     def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
-        return (ops.upcast(F.linear(self.norm(x_TD), self.weight)).squeeze(-1),)
+        return (ops.upcast(ops.linear(self.norm(x_TD), self.weight)).squeeze(-1),)
 
 
 class NoHead(nn.Module):

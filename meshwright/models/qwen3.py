@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
@@ -89,20 +88,20 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         x_TD, K = self.enter(x_TD), self.shape.head
-        q_THK, *gate = F.linear(x_TD, self.q, self.q_bias).unflatten(1, (len(self.heads), -1)).split(K, -1)
+        q_THK, *gate = ops.linear(x_TD, self.q, self.q_bias).unflatten(1, (len(self.heads), -1)).split(K, -1)
         k_TGK, v_TGK = self.kv_heads(x_TD, self.k, self.k_bias), self.kv_heads(x_TD, self.v, self.v_bias)
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
         o_THK = ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs)
         if self.shape.gated:
             o_THK = o_THK * gate[0].sigmoid()
-        return self.leave(F.linear(o_THK.flatten(1), self.o))
+        return self.leave(ops.linear(o_THK.flatten(1), self.o))
 
     def kv_heads(self, x_TD: Tensor, kv: Tensor, bias: Tensor | None) -> Tensor:
         """The kv heads that this rank's query heads use. Where kv heads are fewer than ranks, the stored matrix holds
         them all: only those in use are computed, and the gradients of all ranks sum to the whole one."""
         first, last = (at - self.kv.start for at in self.used())
         rows = slice(first * self.shape.head, last * self.shape.head)
-        return F.linear(x_TD, kv[rows], None if bias is None else bias[rows]).unflatten(1, (-1, self.shape.head))
+        return ops.linear(x_TD, kv[rows], None if bias is None else bias[rows]).unflatten(1, (-1, self.shape.head))
 
     def used(self) -> tuple[int, int]:
         serves = self.heads.size // self.kv.size
@@ -133,8 +132,8 @@ class SwiGLU(nn.Module):
         self.down = weight({"embed": D}, {dim: ffn}, key=at + "down_proj.weight", init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = F.linear(x_TD, self.gate_up).chunk(2, -1)
-        return F.linear(ops.swiglu(gate_TF, up_TF), self.down)
+        gate_TF, up_TF = ops.linear(x_TD, self.gate_up).chunk(2, -1)
+        return ops.linear(ops.swiglu(gate_TF, up_TF), self.down)
 
 
 class MLP(SwiGLU):

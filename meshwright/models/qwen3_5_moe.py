@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ..layout import Init, weight
 from .balance import Balance
 from .config import Json, take
@@ -37,4 +37,4 @@ class SharedMoE(MoE):
         self.shared_gate = weight({"gate": 1}, {"embed": trunk.width}, key=key, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return super().forward(x_TD) + F.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)
+        return super().forward(x_TD) + ops.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)

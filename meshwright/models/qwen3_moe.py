@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
@@ -69,7 +68,7 @@ class MoE(nn.Module):
         self.experts = Experts(trunk, routing, at + "experts.")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        logits_TE = F.linear(x_TD, self.router)
+        logits_TE = ops.linear(x_TD, self.router)
         weight_Tk, expert_Tk = ops.route(logits_TE, self.routing.top_k, self.routing.renormalise)
         weight_Tk = self.balance.watch(self.layer, weight_Tk, logits_TE, expert_Tk)
         return self.experts(x_TD, weight_Tk, expert_Tk)

@@ -11,6 +11,7 @@ from meshwright.ops.documents import Documents, documents
 from meshwright.ops.experts import experts, route
 from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast
+from meshwright.ops.product import linear
 from meshwright.ops.rope import rope_tables, rotate
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "experts",
     "gated_rms_norm",
     "gates",
+    "linear",
     "rms_norm",
     "rope_tables",
     "rotate",

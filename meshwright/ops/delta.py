@@ -6,9 +6,12 @@ least d. So nothing here loops over documents, pads them, or has a shape that de
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from meshwright.ops.documents import Documents, check_tokens
 from meshwright.ops.norms import upcast
@@ -17,16 +20,42 @@ from meshwright.ops.norms import upcast
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents) -> Tensor:
     """Depthwise causal convolution over W tokens, each document starting from zeros; then SiLU. -> y_TC in x.dtype"""
     check_tokens(docs, x=x_TC)
-    num_tokens, width = x_TC.shape[0], weight_CW.shape[1]
-    history = F.pad(upcast(x_TC), (0, 0, width - 1, 0))
-    taps_WC = upcast(weight_CW).T
-    y_TC = history[width - 1 :] * taps_WC[width - 1]
-    for back in range(1, width):
-        shifted = history[width - 1 - back : width - 1 - back + num_tokens]
-        # masked, not multiplied by 0: another document's inf must not become a NaN here
-        shifted = shifted.masked_fill((docs.positions_T < back)[:, None], 0.0)
-        y_TC = y_TC + shifted * taps_WC[width - 1 - back]
+    y_TC: Tensor = _Convolution.apply(x_TC, weight_CW, docs.positions_T)
     return F.silu(y_TC).to(x_TC.dtype)
+
+
+class _Convolution(torch.autograd.Function):
+    """y[t] = sum over back = 0 .. W-1 of x[t - back] w[W - 1 - back], in at least float32; keeps x and no shifted copy.
+
+    Tokens of another document are masked, not multiplied by 0: its inf must not become a NaN here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TC, weight_CW, positions_T)
+        x_TC, taps = upcast(x_TC), upcast(weight_CW).T.flip(0)  # taps[back]
+        y_TC = x_TC * taps[0]
+        for back in range(1, len(taps)):
+            y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), taps[back])
+        return y_TC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_TC: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_TC, weight_CW, positions_T = ctx.saved_tensors
+        x_TC, taps = upcast(x_TC), upcast(weight_CW).T.flip(0)
+        dx_TC, d_taps = d_TC * taps[0], [(d_TC * x_TC).sum(0)]
+        for back in range(1, len(taps)):
+            d = _of_document(d_TC[back:], positions_T[back:], back)
+            dx_TC[:-back].addcmul_(d, taps[back])
+            d_taps.append((d * _of_document(x_TC[:-back], positions_T[back:], back)).sum(0))
+        d_weight_CW = torch.stack(d_taps).flip(0).T
+        return dx_TC.to(ctx.saved_tensors[0].dtype), d_weight_CW.to(weight_CW.dtype), None
+
+
+def _of_document(x: Tensor, positions: Tensor, back: int) -> Tensor:
+    """Rows that pair tokens t and t - back, 0 where these are not of one document."""
+    return x.masked_fill((positions < back)[:, None], 0.0)
 
 
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

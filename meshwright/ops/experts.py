@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.ops.norms import swiglu, upcast
+from meshwright.ops.product import linear, product_dtype
 
 
 def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def can_group(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor) -> bool:
 
     The strides are D, 2F and F elements; an F that does not fit passes forward and fails only in backward.
     """
-    dtypes = {x_ND.dtype, gate_up_ERD.dtype, down_EDF.dtype}
+    dtypes = {x_ND.dtype, gate_up_ERD.dtype, down_EDF.dtype, product_dtype(x_ND)}
     if dtypes not in ({torch.float32}, {torch.bfloat16}):
         return False
     return all(width * x_ND.element_size() % 16 == 0 for width in down_EDF.shape[1:])
@@ -73,4 +74,4 @@ def _looped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tenso
     """One expert after the other, empty ones too. Needs the counts on the host: on a GPU it waits for the device."""
     rows = x_ND.split(counts_E.tolist())
     experts = zip(rows, gate_up_ERD.unbind(0), down_EDF.unbind(0), strict=True)
-    return torch.cat([F.linear(swiglu(*F.linear(x, gate_up).chunk(2, dim=-1)), down) for x, gate_up, down in experts])
+    return torch.cat([linear(swiglu(*linear(x, gate_up).chunk(2, dim=-1)), down) for x, gate_up, down in experts])

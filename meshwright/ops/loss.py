@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ops.norms import upcast
+from meshwright.ops.product import product_dtype
 
 
 def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 1024, entropy: bool = True) -> Tensor:
@@ -37,13 +38,16 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _TokenStats(torch.autograd.Function):
-    """Chunks of tokens; backward computes the logits again from x and weight rather than keep them."""
+    """Chunks of tokens. Backward makes the logits again rather than keep them. The last chunk, which it wants first,
+    is still at hand as exponentials, except where the entropy's gradient needs the logits themselves."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, entropy: bool) -> Tensor:
         stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+        ctx.last = None
         for x, labels, stats in zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True):
-            _stats_into(stats, _logits(x, weight_VD), labels, entropy)
+            ctx.last = None  # freed before the next chunk needs as much
+            ctx.last = _stats_into(stats, _logits(x, weight_VD), labels, entropy)
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_T3)
         ctx.chunk, ctx.entropy = chunk, entropy
         return stats_T3
@@ -53,22 +57,28 @@ class _TokenStats(torch.autograd.Function):
     def backward(ctx: Any, d_stats_T3: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_TD, weight_VD, labels_T, stats_T3 = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
+        wide = product_dtype(x_TD)
         dx_TD = torch.empty_like(x_TD) if need_x else None
-        # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
-        dw_VD = torch.zeros_like(weight_VD, dtype=stats_T3.dtype) if need_weight else None
-        for begin in range(0, x_TD.shape[0], ctx.chunk):
+        dw_VD: Tensor | None = None
+        last, ctx.last = ctx.last, None  # to be overwritten: a second backward makes its own
+        for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
-            x, logits = x_TD[rows], _logits(x_TD[rows], weight_VD)
-            d = _logits_gradient(logits, labels_T[rows], stats_T3[rows], d_stats_T3[rows], ctx.entropy).to(x.dtype)
+            x, stats, labels, d_stats = x_TD[rows], stats_T3[rows], labels_T[rows], d_stats_T3[rows]
+            d_TV = _softmax_gradient(last, x, weight_VD, stats, d_stats, ctx.entropy)
+            last = None
+            d_TV = _add_at_labels(d_TV, labels, d_stats[:, 1:2]).to(wide)
             if dx_TD is not None:
-                dx_TD[rows] = d @ weight_VD.to(x.dtype)
-            if dw_VD is not None:
-                dw_VD += d.T @ x
+                dx_TD[rows] = (d_TV @ weight_VD.to(wide)).to(x.dtype)
+            if need_weight:
+                # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
+                part_VD = (d_TV.T @ x.to(wide)).to(stats.dtype)
+                dw_VD = part_VD if dw_VD is None else dw_VD.add_(part_VD)
         return dx_TD, None if dw_VD is None else dw_VD.to(weight_VD.dtype), None, None, None
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    return upcast(x_TD @ weight_VD.to(x_TD.dtype).T)
+    wide = product_dtype(x_TD)
+    return upcast(x_TD.to(wide) @ weight_VD.to(wide).T)
 
 
 def _local(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
@@ -77,23 +87,36 @@ def _local(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
     return here_T[:, None], labels_T.where(here_T, 0)[:, None]
 
 
-def _stats_into(stats_T3: Tensor, logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> None:
+def _stats_into(stats_T3: Tensor, logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> tuple[Tensor, Tensor] | None:
+    """Without entropy logits_TV is overwritten and comes back as (exponentials, their sum), to be kept."""
     here_T1, index_T1 = _local(labels_T, logits_TV.shape[-1])
-    lse_T1 = logits_TV.logsumexp(-1, keepdim=True)
-    stats_T3[:, 0:1] = lse_T1
     stats_T3[:, 1:2] = logits_TV.gather(-1, index_T1).masked_fill(~here_T1, 0.0)
     if entropy:
+        stats_T3[:, 0:1] = lse_T1 = logits_TV.logsumexp(-1, keepdim=True)
         stats_T3[:, 2] = torch.linalg.vecdot((logits_TV - lse_T1).exp_(), logits_TV)
+        return None
+    largest_T1 = logits_TV.amax(-1, keepdim=True)
+    exp_TV = logits_TV.sub_(largest_T1).exp_()
+    sum_T1 = exp_TV.sum(-1, keepdim=True)
+    stats_T3[:, 0:1] = sum_T1.log() + largest_T1
+    return exp_TV, sum_T1
 
 
-def _logits_gradient(logits_TV: Tensor, labels_T: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: bool) -> Tensor:
-    """p * (d_lse + d_mean * (1 + logit - mean)) + d_target at the label; may overwrite logits_TV to save memory."""
+def _softmax_gradient(
+    kept: tuple[Tensor, Tensor] | None, x_TD: Tensor, weight_VD: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: bool
+) -> Tensor:
+    """p * (d_lse + d_mean * (1 + logit - mean)), for p the softmax of the logits."""
     lse, _, mean = stats_T3.split(1, dim=-1)
-    d_lse, d_target, d_mean = d_T3.split(1, dim=-1)
-    here_T1, index_T1 = _local(labels_T, logits_TV.shape[-1])
-    grad_TV: Tensor
+    d_lse, _, d_mean = d_T3.split(1, dim=-1)
+    if kept is not None:
+        exp_TV, sum_T1 = kept
+        return exp_TV.mul_(d_lse / sum_T1)
+    logits_TV = _logits(x_TD, weight_VD)
     if entropy:
-        grad_TV = (logits_TV - lse).exp_().mul_((logits_TV - mean + 1).mul_(d_mean).add_(d_lse))
-    else:
-        grad_TV = logits_TV.sub_(lse).exp_().mul_(d_lse)
-    return grad_TV.scatter_add_(-1, index_T1, d_target.masked_fill(~here_T1, 0.0))
+        return (logits_TV - lse).exp_().mul_((logits_TV - mean + 1).mul_(d_mean).add_(d_lse))
+    return logits_TV.sub_(lse).exp_().mul_(d_lse)
+
+
+def _add_at_labels(d_TV: Tensor, labels_T: Tensor, d_target_T1: Tensor) -> Tensor:
+    here_T1, index_T1 = _local(labels_T, d_TV.shape[-1])
+    return d_TV.scatter_add_(-1, index_T1, d_target_T1.masked_fill(~here_T1, 0.0))

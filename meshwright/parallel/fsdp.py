@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..layout import Unit
 from ..mesh import Mesh
+from . import whole
 
 
 def shard(
@@ -20,30 +21,40 @@ def shard(
     compute: torch.dtype,
     reduce: torch.dtype,
 ) -> None:
-    """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh."""
+    """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh.
+
+    Units of a mesh of one rank stay as they are. The root is wrapped if any unit is: the others are then its own.
+    """
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    left_out = set(exact)
+    wrapped = False
     for unit in units:
-        module = fully_shard(
-            model.get_submodule(unit.name),
-            mesh=mesh.expert if unit.expert else mesh.dense,
-            mp_policy=policy,
-            reshard_after_forward=unit.again,
-            ignored_params=exact,
+        module, grid = model.get_submodule(unit.name), mesh.expert if unit.expert else mesh.dense
+        if grid.size() == 1:
+            mine = [p for name in unit.params if (p := model.get_parameter(name)) not in exact]
+            whole.cast(module, mine, compute)
+            left_out.update(mine)
+        if grid.size() == 1 and not (wrapped and module is model):
+            continue
+        wrapped = True
+        sharded = fully_shard(
+            module, mesh=grid, mp_policy=policy, reshard_after_forward=unit.again, ignored_params=left_out
         )
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
 
 
 def expect_last(model: nn.Module, last: bool) -> None:
     """Replicas are summed once a step, after the last micro-batch."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_all_reduce(last)
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
 
 
 def rest(model: nn.Module) -> None:
     """After a forward without backward: free what it left gathered, else the next one would not see the next update,
     and forget its order, else the next backward would prefetch by it."""
-    assert isinstance(model, FSDPModule)
+    if not isinstance(model, FSDPModule):
+        return
     if hasattr(FSDPModule, "reset_iter_state"):
         model.reset_iter_state()
         return
