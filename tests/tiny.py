@@ -50,10 +50,13 @@ CLASSES = {
 }
 
 
-def reference(name: str, **changes: Any) -> Any:
-    """transformers' model of an odd config, every parameter away from its special initial value."""
+def reference(name: str, kind: str = "", **changes: Any) -> Any:
+    """transformers' model of an odd config, every parameter away from its special initial value. `kind`: "Sequence" or
+    "Token" for a classifier."""
     config = {**ODD[name], **changes}
     make_config, make_model = CLASSES[config["model_type"]]
+    if kind:
+        make_model = getattr(transformers, f"{make_config.__name__.removesuffix('Config')}For{kind}Classification")
     torch.manual_seed(7)
     model = make_model(make_config(**{k: v for k, v in config.items() if k != "model_type"})).float().eval()
     with torch.no_grad():
@@ -86,6 +89,12 @@ def directory(
         "architectures": [type(model).__name__],
     }
     (at / "config.json").write_text(json.dumps(config))
+    return at
+
+
+def classifier(at: Path, name: str, kind: str, **changes: Any) -> Path:
+    """A classifier under `at`, as transformers itself writes it."""
+    reference(name, kind, **changes).save_pretrained(at)
     return at
 
 

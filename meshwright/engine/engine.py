@@ -181,7 +181,7 @@ class Engine:
         scores, fields = score(self.model, batch, self.want), own(self.model, batch, batch.fields)
         counted_T = own(self.model, batch, {"counted": counted(batch, self.want)})["counted"]
         # A loss may divide by a field that filler tokens do not have: no gradient can come back from those.
-        scores = {name: torch.where(counted_T, value, value.detach()) for name, value in scores.items()}
+        scores = {name: torch.where(counted_T, x.t(), x.detach().t()).t() for name, x in scores.items()}
         try:
             terms_T = self.loss(scores, fields)
         except KeyError as error:

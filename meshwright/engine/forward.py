@@ -78,7 +78,8 @@ def logprobs(model: Model, batch: Batch) -> Tensor:
 
 
 def logits(model: Model, batch: Batch) -> Tensor:
-    """`[T, V]` of this data rank's tokens (head "value": `[T]`), at least float32, no gradients."""
+    """`[T, V]` of this data rank's tokens (head "value": `[T]`, or `[T, labels]` of several), at least float32, no
+    gradients."""
     if "values" in model.parts[0].scores:
         return model.mesh.gather_rows(look(model, batch, "values"), ("cp", "tp"))
     local_TV = look(model, batch, "logits")

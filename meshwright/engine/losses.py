@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-Scores = Mapping[str, Tensor]  # one number a token: "logprobs" (with Engine(entropy=True) "entropy"), or "values"
+from ..errors import DataError
+
+# One number a token: "logprobs" (with Engine(entropy=True) "entropy"), or "values" (of several labels: [T, labels]).
+Scores = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
 Loss = Callable[[Scores, Fields], Tensor]
 
@@ -21,5 +24,9 @@ def cross_entropy(scores: Scores, _fields: Fields) -> Tensor:
 
 
 def squared_error(scores: Scores, fields: Fields) -> Tensor:
-    """For `head="value"`: half the squared distance to the field `target`."""
+    """For `head="value"` of one label: half the squared distance to the field `target`."""
+    if scores["values"].ndim > 1:
+        raise DataError(
+            f"squared_error is of one label, the model has {scores['values'].shape[1]}; give Engine a loss of your own"
+        )
     return (scores["values"] - fields["target"]).square() / 2

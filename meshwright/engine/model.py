@@ -96,12 +96,13 @@ def load(
 ) -> Model:
     """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
 
-    `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32. `head`: "lm", "value" (one
-    score a token; new if the source has none) or "none". `train`: patterns of the parameters that are trained.
+    `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32. `head`: "lm", "value" (`[T]`, or
+    `[T, labels]` where `id2label` or `num_labels` of config.json say more than one: sequence and token classifiers; a
+    language model gets a new one) or "none". `train`: patterns of the parameters that are trained.
     """
     directory = local_directory(source, mesh)
     config, found = read_config(directory), open_source(directory)
-    module, table = describe(config, prefix_of(config, found.entries), head)
+    module, table = describe(config, prefix_of(config, found.entries), head, found.entries)
     fresh = [p.name for p in table if p.optional and not any(k in found.entries for k in p.layouts[0].keys)]
     choice = choose(table, found)
     check_keys(table, found, choice, fresh, torch.promote_types(dtype or torch.bfloat16, torch.float32))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import device
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnknownKey
 from ..layout import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from .balance import Balance
-from .config import Json, group
-from .decoder import LM_HEAD, Decoder
+from .config import LABELS, Json, group
+from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder
 
 __all__ = ["FAMILIES", "Balance", "Decoder", "Family", "describe", "prefix_of", "text_config"]
 
@@ -36,11 +36,12 @@ _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # con
 
 
 def text_config(config: Json) -> Json:
-    """The text part of a config, with the tie that files state at the top."""
+    """The text part of a config, with the tie and the labels that files state at the top."""
     if config.get("model_type") not in _TEXT_OF:
         return config
     text = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **group(config, "text_config")}
-    return {**text, "model_type": _TEXT_OF[config["model_type"]]}
+    labels = {name: config[name] for name in LABELS if config.get(name) is not None}
+    return {**text, **labels, "model_type": _TEXT_OF[config["model_type"]]}
 
 
 def family_of(config: Json) -> Family:
@@ -59,11 +60,18 @@ def prefix_of(config: Json, keys: Container[str] | None) -> str:
     return next((p for p in prefixes if p + "embed_tokens.weight" in keys), prefixes[0])
 
 
-def describe(config: Json, prefix: str, head: str) -> tuple[Decoder, Table]:
-    """The model on the meta device and its table, checked to cover everything exactly once."""
-    family = family_of(config)
+def describe(config: Json, prefix: str, head: str, keys: Container[str] = ()) -> tuple[Decoder, Table]:
+    """The model on the meta device and its table, checked to cover everything exactly once. `keys`: of the source."""
+    family, text = family_of(config), text_config(config)
+    if SCORE_BIAS in keys:  # critics are often stored beside the config of the language model that they began as
+        text = {**text, "token_classification_bias": True}
     with device("meta"):
-        model = family.build(text_config(config), prefix, head)
+        model = family.build(text, prefix, head)
+    if head == "lm" and SCORE in keys:
+        raise UnknownKey(
+            f"the source holds {SCORE}, which a classifier or a critic has and a language model has not; "
+            'give head="value" to train it, or head="none" to keep it as it is'
+        )
     drops_head = head != "lm" and not model.trunk.tied
-    carried = (*family.carried, *((LM_HEAD,) if drops_head else ()))
-    return model, collect(model, carried, "embed.weight" if model.tied else None)
+    dropped = (*((LM_HEAD,) if drops_head else ()), *((SCORE, SCORE_BIAS) if head == "none" else ()))
+    return model, collect(model, (*family.carried, *dropped), "embed.weight" if model.tied else None)

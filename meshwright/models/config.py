@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
 
 Json = Mapping[str, Any]
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+LABELS = ("architectures", "id2label", "num_labels", "token_classification_bias")  # the fields that `labels_of` reads
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a value head gives of each token."""
+
+    num: int = 1
+    bias: bool = False
+    new: bool = True  # a source may lack the head
 
 
 def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
@@ -68,3 +80,16 @@ def divides(small: str, a: int, large: str, b: int) -> int:
     if b % a:
         raise ConfigError(f"config.json: {small}={a} does not divide {large}={b}")
     return b // a
+
+
+def labels_of(config: Json) -> Labels:
+    """A classifier's as transformers has them: its files leave out 2 labels, the default. Any other model's: a critic's
+    one label."""
+    names = [str(name) for name in listed(config, "architectures")]
+    sequence, token = (any(name.endswith(kind) for name in names) for kind in CLASSIFIERS)
+    named = len(group(config, "id2label"))
+    num = take(config, "num_labels", int, named or (2 if sequence or token else 1))
+    if named not in (0, num):
+        raise ConfigError(f"config.json: num_labels={num}, but id2label names {named} labels; correct either")
+    bias = take(config, "token_classification_bias", bool, token)
+    return Labels(num, bias, new=not (sequence or token or bias))

@@ -12,9 +12,11 @@ from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, MEET, Block, Box, Door, Init, Layout, Span, plain, weight
 from .balance import Balance
+from .config import Labels
 
 Rope = tuple[Tensor, Tensor]
 LM_HEAD = "lm_head.weight"  # the key of the vocabulary matrix, or of a tied embedding's copy
+SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Trunk:
     rope_theta: float
     tied: bool
     std: float
+    labels: Labels  # of a value head
     zero_centred: bool = False  # norms: 1 + w
 
 
@@ -111,18 +114,21 @@ class LanguageHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """One score a token."""
+    """One score a token and label, `[T, labels]`; `[T]` of one label. On this rank's own tokens, as the norm."""
 
     scores = ("values",)
 
     def __init__(self, trunk: Trunk, at: str) -> None:
         super().__init__()
         self.norm = Norm(trunk, at + "norm.weight")
-        init = Init("normal", trunk.std)
-        self.weight = weight({"label": 1}, {"embed": trunk.width}, key="score.weight", init=init, optional=True)
+        labels, init = trunk.labels, Init("normal", trunk.std)
+        rows, cols = {"label": labels.num}, {"embed": trunk.width}
+        self.weight = weight(rows, cols, key=SCORE, init=init, optional=labels.new)
+        self.bias = weight(rows, key=SCORE_BIAS, decay=False, init=Init("zeros")) if labels.bias else None
 
     def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
-        return (ops.upcast(ops.linear(self.norm(x_TD), self.weight)).squeeze(-1),)
+        values_TL = ops.upcast(ops.linear(self.norm(x_TD), self.weight, self.bias))
+        return (values_TL.squeeze(-1).clone(),)  # FSDP warns of views: a change in place would lose its hook
 
 
 class NoHead(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Block, Box, Declared, Door, Init, Layout, Span, weight
-from .config import Json, divides, listed, refuse, rope_theta, take
+from .config import Json, divides, labels_of, listed, refuse, rope_theta, take
 from .decoder import Decoder, Layer, Norm, Rope, Trunk
 
 PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,)}
@@ -38,6 +38,7 @@ def trunk_of(config: Json, *, rope_dim: int, zero_centred: bool = False) -> Trun
         rope_theta=rope_theta(config),
         tied=take(config, "tie_word_embeddings", bool, False),
         std=take(config, "initializer_range", float, 0.02),
+        labels=labels_of(config),
         zero_centred=zero_centred,
     )
 

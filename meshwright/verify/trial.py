@@ -50,7 +50,7 @@ class Trial:
 
     def engine(self, mesh: Mesh) -> Engine:
         model = load(self.source, mesh, head=self.head, dtype=self.dtype)
-        loss = losses.squared_error if self.head == "value" else losses.cross_entropy
+        loss = squared_errors if self.head == "value" else losses.cross_entropy
         return Engine(model, lr=LR, loss=loss)
 
     def batches(self, model: Model) -> list[Batch]:
@@ -59,6 +59,12 @@ class Trial:
     def all_batches(self) -> list[Batch]:
         """Of all data ranks: the whole step, for one process."""
         return [batch for rank in range(self.axes.num_data_ranks) for batch in self.data(rank)]
+
+
+def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
+    """Of every label, each with a weight of its own: labels that change places would show."""
+    error_TL = scores["values"].view(len(fields["target"]), -1) - fields["target"][:, None]
+    return (error_TL.square() * torch.arange(1, error_TL.shape[1] + 1, device=error_TL.device)).sum(1) / 2
 
 
 @dataclass(frozen=True)

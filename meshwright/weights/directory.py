@@ -141,7 +141,7 @@ def _write_small(spelling: Spelling, config: Mapping[str, Any], beside: Path, wh
         small = path.name.endswith(_SMALL) and not path.name.endswith(".index.json")
         if small and path.is_file() and path.name not in ours:
             shutil.copyfile(path, whole / path.name)
-    (whole / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    (whole / "config.json").write_text(json.dumps(config, indent=2) + "\n")  # to the byte as transformers does
     if len(spelling.files) > 1 or (spelling.source is not None and spelling.source.index is not None):
         index = dict(spelling.source.index or {}) if spelling.source else {}
         index["metadata"] = {**index.get("metadata", {}), "total_size": total}

@@ -88,7 +88,8 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
                 )
             if entry.shape != shape:
                 raise MismatchedKey(
-                    f"{entry.file}: {key} is {entry.shape}, but {param.name} needs {shape}; correct config.json, or "
+                    f"{entry.file}: {key} is {entry.shape}, but {param.name} needs {shape} "
+                    f"({', '.join(f'{dim}={size}' for dim, size in param.dims.items())}); correct config.json, or "
                     "fetch the file of this model"
                 )
             if entry.dtype not in TRAINABLE:

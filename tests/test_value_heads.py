@@ -1,0 +1,272 @@
+"""Sequence and token classifiers as sources of `head="value"`: as transformers, on every mesh, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import meshwright as mw
+from tests import tiny, trials, worlds
+
+DOCUMENTS = [[5, 6, 7, 1, 2], [9], [3] * 7 + [100, 130], list(range(40, 80)), [8, 8]]
+SPEECH = {0: "schön", 1: "weder noch", 2: "\N{PILE OF POO}"}
+TWO = dict(fsdp=2, tp=2)
+
+
+def labels(num: int) -> list[list[int]]:
+    """Of each token; a sequence classifier reads those of the last ones."""
+    return [[(7 * token + at) % num for at, token in enumerate(d)] for d in DOCUMENTS]
+
+
+def theirs(name: str, kind: str, changes: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of each document alone; gradients of the mean cross-entropy over all that is classified."""
+    model = tiny.reference(name, kind, **changes)
+    found = torch.cat([model(torch.tensor([d])).logits.view(-1, model.num_labels) for d in DOCUMENTS])
+    wanted = [of[-1:] if kind == "Sequence" else of for of in labels(model.num_labels)]
+    F.cross_entropy(found, torch.tensor([label for of in wanted for label in of])).backward()
+    grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
+    return found.detach(), tiny._per_expert(grads)
+
+
+def ours(source: Path, kind: str, num: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same of the packed documents."""
+    model = mw.load(source, head="value", dtype=torch.float32)
+    weigh = [[float(kind == "Token" or at == len(d) - 1) for at in range(len(d))] for d in DOCUMENTS]
+    batch = mw.pack(DOCUMENTS, length=60, fields={"label": labels(num), "weight": weigh})
+    engine = mw.Engine(model, lr=1e-3, loss=lambda s, f: F.cross_entropy(s["values"], f["label"], reduction="none"))
+    engine.backward([batch])
+    return mw.logits(model, batch)[batch.fields["weight"] > 0], mw.gather(model, "grad")
+
+
+CLASSIFIERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3", "Sequence", dict(num_labels=3)),
+    ("qwen3", "Token", dict(num_labels=3)),
+    ("qwen3_moe", "Token", dict(num_labels=2)),  # 2 are not stated in config.json
+    ("qwen3_5", "Sequence", dict(num_labels=4)),
+    ("qwen2", "Token", dict(num_labels=3, token_classification_bias=False)),  # tied, which a classifier ignores
+]
+
+
+def warned(at: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = mw.load(at, head="value", dtype=torch.float32)
+        mw.Engine(model, lr=1e-3, loss=lambda s, _: s["values"].view(40, -1).sum(1)).step(tiny.batches(0))
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_nothing_to_warn_of(tmp_path: Path, num: int) -> None:
+    """FSDP does of views that leave a module."""
+    assert worlds.run(1, warned, tiny.classifier(tmp_path / "m", "qwen3", "Token", num_labels=num)) == [[]]
+
+
+@pytest.mark.parametrize(("name", "kind", "changes"), CLASSIFIERS, ids=str)
+def test_as_transformers(tmp_path: Path, name: str, kind: str, changes: dict[str, Any]) -> None:
+    source = tiny.classifier(tmp_path / "m", name, kind, **changes)
+    values, grads = worlds.run(1, ours, source, kind, changes["num_labels"])[0]
+    ref_values, ref_grads = worlds.run(1, theirs, name, kind, changes)[0]
+    assert values.shape == ref_values.shape
+    assert (values - ref_values).abs().max() <= 1e-5 * ref_values.abs().max()
+    assert set(grads) == set(ref_grads)
+    norm = torch.stack([g.double().norm() for g in ref_grads.values()]).norm().item()
+    for key, ref in ref_grads.items():
+        error = (grads[key].double() - ref.double()).norm().item()
+        assert error <= 1e-5 * max(ref.double().norm().item(), 1e-2 * norm), f"{key}: {error / norm:.2e} of the norm"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A token classifier: three labels and a bias."""
+    at = tmp_path_factory.mktemp("classifiers")
+
+    def of(name: str) -> Path:
+        there = (at / name).is_dir()
+        return at / name if there else tiny.classifier(at / name, name, "Token", num_labels=3, id2label=SPEECH)
+
+    return of
+
+
+MESHES = [("qwen3", dict(fsdp=2)), ("qwen3", dict(tp=2)), ("qwen3", TWO), ("qwen3", dict(replicate=2))]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*MESHES, ("qwen3_moe", dict(fsdp=2, tp=2, ep=2))], ids=str)
+def test_on_meshes(source: Callable[[str], Path], name: str, mesh: dict[str, int]) -> None:
+    """Every oracle in float64: gradients of head and bias among them, each label weighted otherwise."""
+    assert trials.findings(trials.trial(source(name), mesh, "value")) == []
+
+
+def export(at: Path, mesh: dict[str, int], out: Path, head: str) -> list[int]:
+    model = mw.load(at, mw.Mesh(**mesh), head=head)
+    mw.export(model, out)
+    return list(mw.logits(model, tiny.batches(0)[0]).shape) if head == "value" else []
+
+
+def bytes_of(at: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in at.iterdir()}
+
+
+@pytest.mark.parametrize("head", ["value", "none"])
+@pytest.mark.parametrize("mesh", [dict(), TWO], ids=trials.named)
+def test_export_is_the_source(tmp_path: Path, source: Callable[[str], Path], mesh: dict[str, int], head: str) -> None:
+    shapes = worlds.run(trials.world_of(mesh), export, source("qwen3"), mesh, tmp_path / "out", head)
+    assert shapes == [[40, 3] if head == "value" else []] * len(shapes)
+    assert bytes_of(tmp_path / "out") == bytes_of(source("qwen3"))
+
+
+VISION = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=36, patch_size=4)
+
+
+def test_labels_of_a_classifier_with_a_tower_stand_at_the_top(tmp_path: Path) -> None:
+    text = {k: v for k, v in tiny.ODD["qwen3_5"].items() if k != "model_type"}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=VISION, num_labels=3)
+    transformers.Qwen3_5ForTokenClassification(config).save_pretrained(tmp_path / "m")
+    assert worlds.run(2, export, tmp_path / "m", dict(tp=2), tmp_path / "out", "value") == [[40, 3]] * 2
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "m")
+
+
+def train_and_export(at: Path, mesh: dict[str, int], out: Path) -> Tensor:
+    model = mw.load(at, mw.Mesh(**mesh), head="value", dtype=torch.float32)
+    loss = lambda s, f: s["values"].square().sum(1)  # noqa: E731
+    mw.Engine(model, lr=1e-2, loss=loss).step([mw.pack(DOCUMENTS, length=58)])
+    mw.export(model, out)
+    return mw.logits(model, mw.pack([DOCUMENTS[3]]))
+
+
+def test_transformers_loads_what_was_trained(tmp_path: Path, source: Callable[[str], Path]) -> None:
+    values = worlds.run(4, train_and_export, source("qwen3"), TWO, tmp_path / "out")[0]
+    load = transformers.AutoModelForTokenClassification.from_pretrained
+    model, info = load(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert type(model) is transformers.Qwen3ForTokenClassification
+    assert not any(info.values()), info
+    before = load_file(source("qwen3") / "model.safetensors")
+    assert (model.score.bias != before["score.bias"]).all()
+    with torch.no_grad():
+        expected = model.eval()(torch.tensor([DOCUMENTS[3]])).logits[0]
+    assert (values - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def changed(at: Path, config: dict[str, Any], **tensors: Tensor | None) -> Path:
+    """Fields and tensors (named without dots) replaced; None removes one."""
+    old = json.loads((at / "config.json").read_text())
+    (at / "config.json").write_text(json.dumps({**old, **config}, indent=2) + "\n")
+    found = load_file(at / "model.safetensors")
+    found |= {k.replace("_", ".", 1): t for k, t in tensors.items() if t is not None}
+    kept = {k: t for k, t in found.items() if tensors.get(k.replace(".", "_", 1), t) is not None}
+    save_file(kept, at / "model.safetensors", metadata={"format": "pt"})
+    return at
+
+
+def fresh(at: Path, out: Path) -> tuple[list[int], dict[str, Tensor]]:
+    return export(at, {}, out, "value"), load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize(("fields", "num"), [({}, 1), (dict(id2label=SPEECH), 3), (dict(num_labels=2), 2)], ids=str)
+def test_a_new_head(tmp_path: Path, fields: dict[str, Any], num: int) -> None:
+    """A critic's one label, unless config.json says otherwise; it can be loaded again."""
+    at = changed(tiny.directory(tmp_path / "m", "qwen3"), fields)
+    shape, tensors = worlds.run(1, fresh, at, tmp_path / "out")[0]
+    assert shape == ([40] if num == 1 else [40, num])
+    assert {k: list(t.shape) for k, t in tensors.items() if "score" in k} == {"score.weight": [num, 36]}
+    assert worlds.run(2, export, tmp_path / "out", dict(fsdp=2), tmp_path / "again", "value")[0] == shape
+    assert bytes_of(tmp_path / "again") == bytes_of(tmp_path / "out")
+
+
+def test_a_critic_with_a_bias_beside_the_config_of_its_language_model(tmp_path: Path) -> None:
+    at = changed(
+        tiny.directory(tmp_path / "m", "qwen3"), {}, score_weight=torch.zeros(1, 36), score_bias=torch.tensor([2.5])
+    )
+    values = worlds.run(1, lambda: mw.logits(mw.load(at, head="value"), tiny.batches(0)[0]))[0]
+    assert torch.equal(values, torch.full((40,), 2.5))
+
+
+def initialised(at: Path) -> dict[str, Tensor]:
+    return mw.gather(mw.init(at, mw.Mesh(fsdp=2), head="value"))
+
+
+def test_init_has_the_bias_of_a_token_classifier(source: Callable[[str], Path]) -> None:
+    made = worlds.run(2, initialised, source("qwen3"))[0]
+    assert torch.equal(made["score.bias"], torch.zeros(3))
+    assert made["score.weight"].shape == (3, 36)
+
+
+TRUNCATED, BIAS = torch.zeros(2, 36), torch.zeros(3)
+SEQUENCE = dict(architectures=["Qwen3ForSequenceClassification"])
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = {
+    "a label too few": (
+        "value", {}, dict(score_weight=TRUNCATED),
+        r"model\.safetensors: score\.weight is \(2, 36\), but head\.weight needs \(3, 36\) \(label=3, embed=36\); corr",
+    ),
+    "bias of other labels": (
+        "value", {}, dict(score_bias=torch.zeros(2)), r"score\.bias is \(2,\), but head\.bias needs \(3,\) \(label=3\)",
+    ),
+    "labels not stated: a classifier has two": ("value", dict(id2label=None), {}, r"is \(3, 36\), .* needs \(2, 36\)"),
+    "labels not stated: a critic has one": (
+        "value", dict(id2label=None, architectures=["Qwen3ForCausalLM"]), {}, r"is \(3, 36\), .* needs \(1, 36\)",
+    ),
+    "no score of a token classifier": ("value", {}, dict(score_weight=None), r"has no score\.weight, .*; fetch"),
+    "no score of a sequence classifier": (
+        "value", SEQUENCE, dict(score_weight=None, score_bias=None), r"has no score\.weight, .*; fetch",
+    ),
+    "bias alone beside a language model": (
+        "value", dict(architectures=["Qwen3ForCausalLM"]), dict(score_weight=None),
+        r"has no score\.weight, of which head\.weight \(3, 36\) is made; fetch",
+    ),
+    "no bias of a token classifier": ("value", {}, dict(score_bias=None), r"has no score\.bias, .*; fetch the file"),
+    "two numbers of labels": (
+        "value", dict(num_labels=2), {}, r"config\.json: num_labels=2, but id2label names 3 labels; correct either",
+    ),
+    "labels in words": ("value", dict(id2label=None, num_labels="3"), {}, r"num_labels='3' is no int"),
+    "labels in a list": ("value", dict(id2label=["a", "b", "c"]), {}, r"id2label=\['a', 'b', 'c'\] must hold fields"),
+    "no labels": ("value", dict(id2label={}, num_labels=0), {}, r"num_labels=0; it must be at least 1"),
+    "language model of a classifier": (
+        "lm", {}, {}, r"holds score\.weight, .* a language model has not; give head=\"value\" to train it, or",
+    ),
+    "another key": ("none", {}, {"score_0.weight": TRUNCATED}, r"holds score\.0\.weight, which no parameter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("head", "config", "tensors", "pattern"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(
+    tmp_path: Path,
+    source: Callable[[str], Path],
+    head: str,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor | None],
+    pattern: str,
+) -> None:
+    (tmp_path / "m").mkdir()
+    for path in source("qwen3").iterdir():
+        (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
+    changed(tmp_path / "m", config, **tensors)
+    with pytest.raises((mw.LoadError, mw.ConfigError), match=pattern):
+        mw.load(tmp_path / "m", head=head)
+
+
+def mistaken(at: Path, loss: Any) -> str:
+    engine = mw.Engine(mw.load(at, head="value"), lr=1.0, loss=loss)
+    with pytest.raises(mw.DataError) as caught:
+        engine.backward(tiny.batches(0, target=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (mw.losses.squared_error, "squared_error is of one label, the model has 3; give Engine a loss of your own"),
+        (lambda scores, _: scores["values"], "the loss gave (40, 3) for (40,) tokens: one term a token"),
+    ],
+    ids=["squared_error", "a term a label"],
+)
+def test_losses_of_several_labels(source: Callable[[str], Path], loss: Any, text: str) -> None:
+    assert worlds.run(1, mistaken, source("qwen3"), loss) == [text]
