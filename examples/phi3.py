@@ -27,7 +27,7 @@ def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, REFUSED)
     width, num_heads = take(config, "hidden_size", int), take(config, "num_attention_heads", int)
     heads = heads_of(config, default_head=divides("num_attention_heads", num_heads, "hidden_size", width))
-    turned = group(config, "rope_parameters").get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    turned = take({**config, **group(config, "rope_parameters")}, "partial_rotary_factor", float, 1.0)
     trunk = trunk_of({"rms_norm_eps": 1e-5, **config}, rope_dim=int(heads.head * turned))
     ffn = take(config, "intermediate_size", int)
 
