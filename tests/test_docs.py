@@ -1,18 +1,31 @@
-"""The docs tell the truth: the tests that they name exist, their code compiles and uses what there is."""
+"""The docs tell the truth: the tests that they name exist, their code runs, and one page holds all that is public."""
 
 from __future__ import annotations
 
 import ast
 import doctest
+import inspect
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from itertools import groupby
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
+from tests import tiny, worlds
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ALL = ROOT / "docs" / "all-of-meshwright.md"
+SOURCES = {"Qwen3-8B": "qwen3", "phi-4": "phi3"}  # directories that examples load: a tiny model of the same family
 
 
 def test_named_tests_exist() -> None:
@@ -30,6 +43,120 @@ def test_code_of_the_docs(page: Path) -> None:
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mw":
                 assert node.attr in mw.__all__ or node.attr == "losses", f"{page.name} uses mw.{node.attr}"
+
+
+def blocks_of(page: Path) -> list[tuple[int, str]]:
+    """The python blocks of a page, each with the number of lines before it."""
+    text = page.read_text("utf-8")
+    found = re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
+    return [(text[: match.start(1)].count("\n"), match[1]) for match in found]
+
+
+def ranks_of(block: tuple[int, str]) -> int:
+    """A block that begins with `# on 2 processes` runs on so many; the others one after the other in one."""
+    found = re.match(r"# on (\d+) processes\n", block[1])
+    return int(found[1]) if found else 1
+
+
+def _execute(name: str, blocks: list[tuple[int, str]], folder: Path) -> None:
+    os.chdir(folder)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for num_lines, code in blocks:
+        exec(compile("\n" * num_lines + code, name, "exec"), namespace)  # an error names the line of the page
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda p: p.name)
+def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
+    """In the order of the page, in a directory that holds what a reader has: this README, and the model it names."""
+    for directory, name in SOURCES.items():
+        tiny.directory(tmp_path / directory, name, dtype=torch.bfloat16)
+    tiny.classifier(tmp_path / "my-classifier", "qwen3", "Sequence", num_labels=3)
+    (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    for ranks, blocks in groupby(blocks_of(page), ranks_of):
+        worlds.run(ranks, _execute, page.name, list(blocks), tmp_path)
+
+
+def shown(default: object) -> str:
+    if isinstance(default, FunctionType):
+        return f"mw.losses.{default.__name__}"
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """As a caller sees it: names and defaults."""
+    out: list[str] = []
+    for p in inspect.signature(function).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and "*" not in out:
+            out.append("*")
+        if p.name != "self":
+            out.append(p.name.lstrip("_") + ("" if p.default is p.empty else f"={shown(p.default)}"))
+    return f"({', '.join(out)})"
+
+
+def due(name: str) -> Iterator[str]:
+    """What the section of a public name must hold: its signature, its arguments, what a caller reaches by it."""
+    public = getattr(mw, name)
+    if isinstance(public, ModuleType):
+        functions = {k: v for k, v in vars(public).items() if isinstance(v, FunctionType)}
+        yield from (f"`mw.{name}.{k}{signature(v)}`" for k, v in functions.items())
+    elif isinstance(public, FunctionType) or not is_dataclass(public):
+        yield f"### `mw.{name}{signature(public)}`\n"
+        arguments = list(inspect.signature(public).parameters)
+        yield from (f"`{k}`" for k in arguments if len(arguments) > 2)  # two speak for themselves
+    if isinstance(public, type):
+        yield from (f"`{field.name}`" for field in (fields(public) if is_dataclass(public) else ()))
+        members = {k: v for k, v in vars(public).items() if not k.startswith("_")}
+        yield from (f"{k}{signature(v)}`" if isinstance(v, FunctionType) else f"{k}`" for k, v in members.items())
+
+
+def section(name: str) -> str:
+    """From the heading of a name to the next one."""
+    found = re.search(rf"^### `mw\.{name}\b.*?(?=^##)", ALL.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert found, f"{ALL.name} has no section '### `mw.{name}...`'"
+    return found[0]
+
+
+@pytest.mark.parametrize("name", mw.__all__)
+def test_all_of_meshwright_is_on_the_page(name: str) -> None:
+    public = getattr(mw, name)
+    if isinstance(public, type) and issubclass(public, Exception):
+        bases = ", ".join(f"`{base.__name__}`" for base in public.__bases__)
+        assert f"| `mw.{name}` | {bases} |" in ALL.read_text("utf-8")
+        return
+    text = section(name)
+    lacking = [what for what in due(name) if what not in text]
+    assert not lacking, f"the section of mw.{name} in {ALL.name} lacks {lacking}"
+
+
+def test_the_page_speaks_of_nothing_else() -> None:
+    named = set(re.findall(r"^(?:### |\| )`mw\.(\w+)", ALL.read_text("utf-8"), re.MULTILINE))
+    assert named == set(mw.__all__)
+
+
+def test_a_missing_argument_is_seen() -> None:
+    def load(source: str, *, head: str = "lm", new: int | None = None) -> None: ...
+
+    assert signature(load) == '(source, *, head="lm", new=None)'
+    assert f"mw.load{signature(load)}" not in ALL.read_text("utf-8")
+
+
+def test_what_is_said_of_peers(tmp_path: Path) -> None:
+    """docs/peers.md quotes what our scripts print on the release that it names: words and whole numbers alike."""
+    import transformers
+
+    page = (ROOT / "docs" / "peers.md").read_text("utf-8")
+    quoted = re.findall(r"^    \S+python (bench/peers/\S+)\n\n```text\n(.*?)```", page, re.DOTALL | re.MULTILINE)
+    assert {script for script, _ in quoted} == {f"bench/peers/{p.name}" for p in (ROOT / "bench/peers").glob("*.py")}
+    for script, text in quoted:
+        if f"transformers {transformers.__version__}," not in text:
+            pytest.skip(f"docs/peers.md speaks of another release than {transformers.__version__}")
+        done = subprocess.run([sys.executable, ROOT / script], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert _coarse(done.stdout) == _coarse(text)
+
+
+def _coarse(text: str) -> list[str]:
+    """Without the digits that rounding decides; the first line names versions of what need not be the same."""
+    return [re.sub(r"\d(e[+-]\d)\d", r"\1", line) for line in text.splitlines()[1:]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

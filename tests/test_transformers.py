@@ -64,7 +64,12 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "changes"), FIELDS, ids=str)
 def test_logits_and_gradients(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     """Of every family, and of every field of the config that a family reads, away from its default."""
-    source = tiny.directory(tmp_path / "m", name, **changes)
+    compare(tmp_path, name, changes)
+
+
+def compare(at: Path, name: str, changes: dict[str, Any]) -> None:
+    """The rules by which a family agrees with transformers."""
+    source = tiny.directory(at / "m", name, **changes)
     logits, grads, loss = worlds.run(1, ours, source)[0]
     ref_logits, ref_grads, ref_loss = worlds.run(1, theirs, name, changes)[0]
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()

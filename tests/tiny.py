@@ -41,7 +41,16 @@ ODD["qwen3_5_moe"] = {
 }
 ODD["qwen3_tied"] = {**ODD["qwen3"], "tie_word_embeddings": True}
 
+# Families that are not in the package: what docs/add-a-model.md adds.
+OUTSIDE: dict[str, dict[str, Any]] = {
+    "phi3": dict(
+        model_type="phi3", vocab_size=131, hidden_size=40, intermediate_size=44, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=None,
+    ),
+}  # fmt: skip
+
 CLASSES = {
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
@@ -50,10 +59,14 @@ CLASSES = {
 }
 
 
+def of(name: str, **changes: Any) -> dict[str, Any]:
+    return {**{**ODD, **OUTSIDE}[name], **changes}
+
+
 def reference(name: str, kind: str = "", **changes: Any) -> Any:
     """transformers' model of an odd config, every parameter away from its special initial value. `kind`: "Sequence" or
     "Token" for a classifier."""
-    config = {**ODD[name], **changes}
+    config = of(name, **changes)
     make_config, make_model = CLASSES[config["model_type"]]
     if kind:
         make_model = getattr(transformers, f"{make_config.__name__.removesuffix('Config')}For{kind}Classification")
@@ -78,13 +91,12 @@ def directory(
         tensors[key] = value.detach().to(torch.float32 if exact else dtype).contiguous().clone()
     if layout != "fused":
         tensors = _per_expert(tensors)
-    if {**ODD[name], **changes}["tie_word_embeddings"] and layout != "twice":
+    if of(name, **changes)["tie_word_embeddings"] and layout != "twice":
         tensors.pop("lm_head.weight", None)
     at.mkdir(parents=True, exist_ok=True)
     save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
     config = {
-        **ODD[name],
-        **changes,
+        **of(name, **changes),
         "dtype": str(dtype).removeprefix("torch."),
         "architectures": [type(model).__name__],
     }

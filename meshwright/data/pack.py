@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..errors import DataError
-from ..ops import Documents, documents
+from ..ops import Documents
 
 IGNORE = -100  # the label of a token that predicts nothing
 
@@ -45,7 +46,7 @@ class Batch:
 
 
 def pack(
-    documents_: Sequence[Sequence[int]],
+    documents: Sequence[Sequence[int]],
     labels: Sequence[Sequence[int]] | None = None,
     *,
     length: int | None = None,
@@ -60,7 +61,7 @@ def pack(
     >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds
     ([5, 6, 7, 8, 9, 0], [6, 7, -100, 9, -100, -100], (0, 3, 5, 6))
     """
-    sizes = [len(document) for document in documents_]
+    sizes = [len(document) for document in documents]
     empty = next((i for i, size in enumerate(sizes) if size == 0), None)
     if empty is not None or not sizes:
         raise DataError(f"document {empty} is empty; leave it out" if sizes else "there are no documents to pack")
@@ -71,12 +72,12 @@ def pack(
             f"{len(sizes)} documents of {total} tokens do not fit into length={length}; pack fewer, "
             f"or split the longest (document {sizes.index(max(sizes))}, {max(sizes)} tokens)"
         )
-    shifted = labels if labels is not None else [[*document[1:], IGNORE] for document in documents_]
+    shifted = labels if labels is not None else [[*document[1:], IGNORE] for document in documents]
     filler = [num_filler] if num_filler else []
     return Batch(
-        tokens=_flat(documents_, sizes, "documents", num_filler, 0),
+        tokens=_flat(documents, sizes, "documents", num_filler, 0),
         labels=_flat(shifted, sizes, "labels", num_filler, IGNORE),
-        docs=documents(sizes + filler, torch.device("cpu")),
+        docs=ops.documents(sizes + filler, torch.device("cpu")),
         fields={
             name: _flat(values, sizes, f"fields[{name!r}]", num_filler, 0) for name, values in (fields or {}).items()
         },

@@ -1,4 +1,5 @@
-"""The families: a registry that is a dict. To add one, write its file and name it here."""
+"""The families: a registry that is a dict. To add one, write its file and name it here, or from outside: in a file of
+your own, `FAMILIES["model_type"] = Family(build)` (docs/add-a-model.md)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def family_of(config: Json) -> Family:
     kind = text_config(config).get("model_type")
     if kind not in FAMILIES:
         known = ", ".join([*FAMILIES, *_TEXT_OF])
-        raise ConfigError(f"config.json: model_type={kind!r} is not a family known here; known are {known}")
+        raise ConfigError(
+            f"config.json: model_type={kind!r} is not a family known here; known are {known}; "
+            "to add one, see docs/add-a-model.md"
+        )
     return FAMILIES[kind]
 
 

@@ -1,0 +1,91 @@
+"""Phi-3 and Phi-4, dense: a family that meshwright does not know, in one file that may lie anywhere.
+
+`docs/add-a-model.md` walks through it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwright import ops
+from meshwright.layout import ENTER, LEAVE, Block, Box, Door, Init, Layout, Span, weight
+from meshwright.models import FAMILIES, Family
+from meshwright.models.config import Json, divides, group, refuse, take
+from meshwright.models.decoder import Decoder, Layer, Rope, Trunk
+from meshwright.models.qwen3 import Heads, depth_of, heads_of, trunk_of
+
+REFUSED = {  # fields that would change the numbers, and the values that this file computes
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "sliding_window": (None,),
+    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), (0,)),
+}
+
+
+def build(config: Json, at: str, head: str) -> Decoder:
+    refuse(config, REFUSED)
+    width, num_heads = take(config, "hidden_size", int), take(config, "num_attention_heads", int)
+    heads = heads_of(config, default_head=divides("num_attention_heads", num_heads, "hidden_size", width))
+    turned = take({**config, **group(config, "rope_parameters")}, "partial_rotary_factor", float, 1.0)
+    trunk = trunk_of({"rms_norm_eps": 1e-5, **config}, rope_dim=int(heads.head * turned))
+    ffn = take(config, "intermediate_size", int)
+
+    def layer(at: str) -> Layer:
+        return Layer(trunk, Attention(trunk, heads, at + "self_attn."), MLP(trunk, ffn, at + "mlp."), at)
+
+    return Decoder(trunk, at, [layer] * depth_of(config), head)
+
+
+class MLP(nn.Module):
+    """`down(silu(gate x) * up x)`; the file has gate and up in one tensor, as we do."""
+
+    def __init__(self, trunk: Trunk, ffn: int, at: str) -> None:
+        super().__init__()
+        D, init = trunk.width, Init("normal", trunk.std)
+        self.gate_up = weight({"half": 2, "ffn": ffn}, {"embed": D}, key=at + "gate_up_proj.weight", init=init)
+        self.down = weight({"embed": D}, {"ffn": ffn}, key=at + "down_proj.weight", init=init)
+        self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        x_TD = self.enter(x_TD)
+        gate_TF, up_TF = ops.linear(x_TD, self.gate_up).chunk(2, -1)
+        return self.leave(ops.linear(ops.swiglu(gate_TF, up_TF), self.down))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; the file has all q, all k and all v below each other in one tensor."""
+
+    def __init__(self, trunk: Trunk, shape: Heads, at: str) -> None:
+        super().__init__()
+        D, H, G, K = trunk.width, shape.heads, shape.kv, shape.head
+        init, key, rows = Init("normal", trunk.std), at + "qkv_proj.weight", (H + 2 * G) * K
+        query, kv, cols = {"heads": H, "head": K}, {"kv": G, "head": K}, {"embed": D}
+        self.q = weight(query, cols, layouts=[part(key, rows, 0, (H, K, D))], init=init)
+        self.k = weight(kv, cols, layouts=[part(key, rows, H * K, (G, K, D))], init=init)
+        self.v = weight(kv, cols, layouts=[part(key, rows, (H + G) * K, (G, K, D))], init=init)
+        self.o = weight(cols, query, key=at + "o_proj.weight", init=init)
+        self.head, self.heads, self.kv = K, Span("heads", H), Span("kv", G)
+        self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
+
+    def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
+        x_TD = self.enter(x_TD)
+        q_THK, k_TGK, v_TGK = (ops.linear(x_TD, w).unflatten(1, (-1, self.head)) for w in (self.q, self.k, self.v))
+        q_THK, k_TGK = ops.rotate(q_THK, *rope), ops.rotate(k_TGK, *rope)
+        mine = self.kv_of_queries()
+        o_THK = ops.attention(q_THK, k_TGK[:, mine], v_TGK[:, mine], docs)
+        return self.leave(ops.linear(o_THK.flatten(1), self.o))
+
+    def kv_of_queries(self) -> list[int]:
+        """For each query head of this rank its kv head, counted from the first that this rank has."""
+        serves = self.heads.size // self.kv.size
+        return [h // serves - self.kv.start for h in range(self.heads.start, self.heads.stop)]
+
+
+def part(key: str, rows: int, first: int, shape: tuple[int, int, int]) -> Layout:
+    """A parameter of `[heads, head, embed]` that is the rows from `first` on of a tensor of `rows` rows."""
+    heads, head, width = shape
+    theirs = Box((first, 0), (first + heads * head, width))
+    return Layout("part", (Block(Box.whole(shape), key, (rows, width), theirs),))
+
+
+FAMILIES["phi3"] = Family(build)

@@ -1,0 +1,164 @@
+"""The family of docs/add-a-model.md, which lies outside of the package: proven as those inside are, and every mistake
+that the page names made and seen."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from examples import phi3
+from meshwright.models import FAMILIES
+from tests import tiny, trials, worlds
+from tests.test_transformers import DOCUMENTS, compare
+from tests.test_weights import load_and_export, same_files
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "add-a-model.md").read_text("utf-8")
+FILE = Path(phi3.__file__).read_text("utf-8")
+MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    (dict(fsdp=2), {}),
+    (dict(tp=2), dict(num_key_value_heads=1)),  # fewer kv heads than ranks
+    (dict(fsdp=2, tp=2), {}),
+]
+FIELDS: list[dict[str, Any]] = [
+    {},
+    dict(rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.4), rms_norm_eps=1e-2),
+    dict(partial_rotary_factor=0.6, rope_theta=1e5),  # as older files have it
+    dict(tie_word_embeddings=True, num_key_value_heads=1, head_dim=6),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("phi3") / "m", "phi3", dtype=torch.bfloat16)
+
+
+def test_the_page_quotes_the_file() -> None:
+    shown = re.findall(r"```python\n(.*?)```", PAGE.partition("Whoever imports the file")[0], re.DOTALL)
+    lines = [[line for line in text.splitlines() if line] for text in ("\n".join(shown), FILE)]
+    assert lines[0] == lines[1], "docs/add-a-model.md and examples/phi3.py differ; copy the file into the page"
+
+
+@pytest.mark.parametrize("changes", FIELDS, ids=str)
+def test_it_agrees_with_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    compare(tmp_path, "phi3", changes)
+
+
+@pytest.mark.parametrize("field", list(phi3.REFUSED))
+def test_what_it_does_not_compute_is_refused(tmp_path: Path, field: str) -> None:
+    value = {"hidden_act": "gelu", "attention_bias": True}.get(field, 3)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.of("phi3", **{field: value})))
+    with pytest.raises(mw.ConfigError, match=rf"^config.json: {field}={value!r} is not supported"):
+        mw.init(tmp_path)
+
+
+@pytest.mark.parametrize(("mesh", "changes"), MESHES, ids=str)
+def test_every_oracle_on_a_mesh(tmp_path: Path, mesh: dict[str, int], changes: dict[str, Any]) -> None:
+    source = tiny.directory(tmp_path / "m", "phi3", dtype=torch.bfloat16, **changes)
+    assert trials.findings(trials.trial(source, mesh)) == []
+
+
+def test_export_is_the_source(source: Path, tmp_path: Path) -> None:
+    assert all(worlds.run(4, load_and_export, source, dict(fsdp=2, tp=2), tmp_path / "out"))
+    same_files(source, tmp_path / "out")
+
+
+def train_and_export(source: Path, out: Path) -> torch.Tensor:
+    model = mw.load(source, mw.Mesh(tp=2), dtype=torch.float32)
+    mw.Engine(model, lr=1e-2).step([mw.pack(DOCUMENTS, length=88)])
+    mw.export(model, out, dtype=torch.float32)
+    return mw.logits(model, mw.pack([DOCUMENTS[3]]))
+
+
+def test_transformers_loads_what_was_trained(source: Path, tmp_path: Path) -> None:
+    import transformers
+
+    found = worlds.run(2, train_and_export, source, tmp_path / "out")[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "Phi3ForCausalLM"
+    with torch.no_grad():
+        expected = model(torch.tensor([DOCUMENTS[3]])).logits[0]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+LEAVES = "return self.leave(ops.linear(ops.swiglu(gate_TF, up_TF), self.down))"
+STAYS = "return ops.linear(ops.swiglu(gate_TF, up_TF), self.down)"
+ENTERS = "x_TD = self.enter(x_TD)\n        gate_TF"
+G1 = "G1 model.layers.1.mlp.gate_up_proj.weight"
+FORGOTTEN_LEAVE = [(LEAVES, STAYS)]
+FORGOTTEN_DOORS = [(LEAVES, STAYS), (ENTERS, "gate_TF")]
+UNCUT = [('"ffn": ffn', '"hidden": ffn')]
+GATE_IS_UP = [("gate_TF, up_TF =", "up_TF, gate_TF =")]
+V_AT_K = [("(H + G) * K", "H * K")]
+V_IS_K = [("self.k = ", "self.x = "), ("self.v = ", "self.k = "), ("self.x = ", "self.v = ")]
+DOWN = 'self.down = weight({"embed": D}, {"ffn": ffn}, key=at + "down_proj.weight", init=init)'
+BARE = [(DOWN, "self.down = nn.Parameter(torch.empty(D, ffn))")]
+UNREAD = [('    "sliding_window": (None,),\n', "")]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]]) -> None:
+    """Register the file with mistakes in it, until the test is over."""
+    text = FILE
+    for old, new in edits:
+        assert old in text, f"{old!r} is not in examples/phi3.py any more"
+        text = text.replace(old, new)
+    monkeypatch.setitem(FAMILIES, "phi3", FAMILIES["phi3"])
+    exec(compile(text, "mistaken", "exec"), {"__name__": "mistaken", "torch": torch})
+
+
+def said(source: Path, mesh: dict[str, int]) -> str:
+    """All findings, or the error; the reference has the mistake too, as it would have for its author."""
+    tried = replace(trials.trial(source, mesh), steps=1)
+    kept, trials._references = trials._references, {}
+    try:
+        return "\n".join(map(str, trials.findings(tried)))
+    except AssertionError as error:
+        return str(error)
+    finally:
+        trials._references = kept
+
+
+@pytest.mark.parametrize(
+    ("edits", "alone", "promised"),
+    [
+        pytest.param(FORGOTTEN_LEAVE, "", ["must match the size of tensor b"], id="forgotten LEAVE"),
+        pytest.param(FORGOTTEN_DOORS, "", ["D1 document 0", G1, "U1 loss of step 0"], id="both doors"),
+        pytest.param(UNCUT, "", ["D1 document 0", G1, "U1 loss of step 0"], id="a dim that no rule cuts"),
+        pytest.param(V_AT_K, *["the blocks [40:60, 0:40] and [40:60, 0:40] overlap"] * 2, id="v at the rows of k"),
+        pytest.param(BARE, *["layers.0.mlp.down is a bare nn.Parameter"] * 2, id="a bare parameter"),
+    ],
+)
+def test_mistakes_that_are_seen(
+    source: Path, monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]], alone: str, promised: str | list[str]
+) -> None:
+    plant(monkeypatch, edits)
+    here, there = said(source, {}), said(source, dict(tp=2))
+    assert alone in here if alone else not here, here
+    for words in [promised] if isinstance(promised, str) else promised:
+        assert words in there, f"{words!r} is not in:\n{there}"
+        assert f"`{words}`" in PAGE, f"docs/add-a-model.md does not promise {words!r}"
+
+
+@pytest.mark.parametrize(
+    ("edits", "changes"),
+    [
+        pytest.param(GATE_IS_UP, {}, id="gate and up swapped"),
+        pytest.param(V_IS_K, {}, id="k and v swapped"),
+        pytest.param(UNREAD, dict(sliding_window=3), id="a field that is not read"),
+    ],
+)
+def test_mistakes_that_only_transformers_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]], changes: dict[str, Any]
+) -> None:
+    plant(monkeypatch, edits)
+    source = tiny.directory(tmp_path / "s", "phi3", dtype=torch.bfloat16, **changes)
+    assert not said(source, dict(tp=2))
+    with pytest.raises(AssertionError):
+        compare(tmp_path, "phi3", changes)
