@@ -4,8 +4,8 @@
     python -m bench.step --models qwen3 --dtypes float32 --rounds 5
 
 The models are those of the field's usual small comparison: 8 layers, width 512, vocabulary 32000, 1024 tokens of one
-document. Times are medians of the alternating rounds; peak memory is that of a fresh process a model, above what it
-had before the first step. `--append` adds the table to bench/results.md.
+document. Times are medians of the alternating rounds; peak memory is the most that a fresh process holds during its
+steps, weights and libraries included. `--append` adds the table to bench/results.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import statistics
 import tempfile
 import time
@@ -106,17 +105,19 @@ def roofline(dtype: torch.dtype) -> float:
 
 
 def peak_megabytes(side: str, directory: Path, dtype: torch.dtype) -> float:
-    """Of three steps in a fresh process, above what loading took (weights included in neither side's growth)."""
+    """The most that a fresh process holds while it makes two steps; what loading took at times does not count."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_grown, (side, directory, dtype))
+        return pool.apply(_held, (side, directory, dtype))
 
 
-def _grown(side: str, directory: Path, dtype: torch.dtype) -> float:
+def _held(side: str, directory: Path, dtype: torch.dtype) -> float:
     torch.set_num_threads(THREADS)
     step = SIDES[side](directory, dtype)
-    for _ in range(3):
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    for _ in range(2):
         step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) / 1024
 
 
 def measure(name: str, dtype: torch.dtype, rounds: int) -> dict[str, Any]:

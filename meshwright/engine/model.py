@@ -15,21 +15,19 @@ from torch import Tensor
 
 from .. import parallel
 from ..errors import ConfigError, LayoutError, StateError
-from ..layout import Piece, Rules, Table, Unit, owns, pieces, units_of
-from ..log import progress
+from ..layout import Charge, Piece, Rules, Table, Unit, owns, pieces, units_of
 from ..mesh import Mesh
 from ..models import Decoder, describe, prefix_of, text_config
 from ..weights import (
-    Choice,
     Holding,
-    Reader,
-    Source,
     Spelling,
     carried_keys,
     check_keys,
     choose,
-    chosen,
+    deliveries,
+    fill,
     fill_fresh,
+    load_bill,
     local_directory,
     of_source,
     of_table,
@@ -37,6 +35,7 @@ from ..weights import (
     read_config,
 )
 
+READ = ("rank", "node")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -54,6 +53,7 @@ class Model:
     directory: Path  # of config.json and the tokenizer
     spelling: Spelling
     bytes_read: int = 0
+    load_bill: tuple[Charge, ...] = ()  # what loading sent and received
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -93,13 +93,18 @@ def load(
     head: str = "lm",
     dtype: torch.dtype | None = None,
     train: str | Sequence[str] = "**",
+    read: str = "rank",
 ) -> Model:
     """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
 
     `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32. `head`: "lm", "value" (`[T]`, or
     `[T, labels]` where `id2label` or `num_labels` of config.json say more than one: sequence and token classifiers; a
     language model gets a new one) or "none". `train`: patterns of the parameters that are trained.
+    `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
+    node reads what its node stores and sends it on (`model.load_bill`).
     """
+    if read not in READ:
+        raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
     directory = local_directory(source, mesh)
     config, found = read_config(directory), open_source(directory)
     module, table = describe(config, prefix_of(config, found.entries), head, found.entries)
@@ -108,7 +113,11 @@ def load(
     check_keys(table, found, choice, fresh, torch.promote_types(dtype or torch.bfloat16, torch.float32))
     spelling = of_source(table, found, choice, carried_keys(table, found, choice), fresh)
     model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train)
-    model.bytes_read = _fill(model, found, choice, fresh)
+    node = _node(model.mesh, read)
+    plan = list(deliveries(table, model.rules, model.mesh.axes, node, found, choice, fresh))
+    model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
+    model.bytes_read = fill(model.holding(model.stored()), plan, node, found)
+    _fill_fresh(model, fresh, seed=0)
     return model
 
 
@@ -184,20 +193,9 @@ def _refuse_state_dict(*_: object) -> None:
     )
 
 
-def _fill(model: Model, source: Source, choice: Choice, fresh: Sequence[str]) -> int:
-    stored = model.stored()
-    total = sum(piece.numel for piece in model.pieces.values())
-    label = f"load {source.directory}"
-    with Reader(source) as reader, progress(label, total, "elements", enabled=model.mesh.rank == 0) as advance:
-        for name, piece in model.pieces.items():
-            if name not in fresh:
-                layout = chosen(piece.param, choice)
-                reader.fill(piece.param, layout, piece, stored[name])
-                reader.check_copies(piece.param, layout, piece, stored[name])
-            advance(piece.numel)
-        num_bytes = reader.num_bytes
-    _fill_fresh(model, fresh, seed=0)
-    return num_bytes
+def _node(mesh: Mesh, read: str) -> range:
+    """The ranks of which the first reads for all."""
+    return mesh.node if read == "node" else range(mesh.rank, mesh.rank + 1)
 
 
 def _fill_fresh(model: Model, names: Sequence[str], seed: int) -> None:

@@ -112,6 +112,15 @@ class Mesh:
         return at * share, (at + 1) * share
 
     @property
+    def node(self) -> range:
+        """The ranks on this rank's machine: neighbours, as torchrun numbers them. Without torchrun, all."""
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", self.axes.world))
+        if self.axes.world % size:
+            raise MeshError(f"{self.axes.world} ranks are not whole nodes of LOCAL_WORLD_SIZE={size}")
+        first = self.rank - self.rank % size
+        return range(first, first + size)
+
+    @property
     def data_rank(self) -> int:
         """Which of `num_data_ranks` streams this rank reads: the same for ranks that differ only in cp, tp, pp."""
         return self.axes.data_rank(self.rank)

@@ -1,5 +1,6 @@
 """Hugging Face directories in and out, by intersection of boxes."""
 
+from .deliver import Delivery, deliveries, fill, load_bill
 from .directory import exported_config, raw_tensor, write_directory
 from .header import DTYPES, Entry
 from .hub import local_directory
@@ -12,6 +13,7 @@ from .streaming import Holding, whole_tensors
 __all__ = [
     "DTYPES",
     "Choice",
+    "Delivery",
     "Entry",
     "Holding",
     "Key",
@@ -23,8 +25,11 @@ __all__ = [
     "check_keys",
     "choose",
     "chosen",
+    "deliveries",
     "exported_config",
+    "fill",
     "fill_fresh",
+    "load_bill",
     "local_directory",
     "of_source",
     "of_table",

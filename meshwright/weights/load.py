@@ -126,7 +126,7 @@ class Reader:
         for fd in self._open.values():
             os.close(fd)
 
-    def fill(self, param: Param, layout: Layout, piece: Piece, stored: Tensor) -> None:
+    def fill(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Every stored element of a piece, from the blocks that its boxes meet."""
         for box, view in piece.views(stored):
             for block in layout.blocks:
@@ -135,7 +135,7 @@ class Reader:
                     for into, found in self._staged(block, common, view[common.within(box).slices]):
                         into.copy_(found)
 
-    def check_copies(self, param: Param, layout: Layout, piece: Piece, stored: Tensor) -> None:
+    def check_copies(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Keys that hold a parameter once more must hold the same (a tied head stored twice)."""
         for copy in layout.copies:
             for box, view in piece.views(stored):

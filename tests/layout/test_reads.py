@@ -176,7 +176,7 @@ def check_fill(reader, table, choice, axes, at, whole):
     num_read = 0
     for name, piece in pieces(table, Rules(), axes, at).items():
         stored = torch.full(piece.shape, -1.0, dtype=torch.float64)
-        reader.fill(table[name], layout_of(table[name], choice), piece, stored)
+        reader.fill(layout_of(table[name], choice), piece, stored)
         assert torch.equal(stored.long(), whole[name].flatten()[stored_ids(table[name], axes, at)]), f"{name} at {at}"
         num_read += stored.numel()
     assert reader.num_bytes == num_read * 8, "a rank reads what it stores and nothing else"
