@@ -48,8 +48,7 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         x_TD = self.enter(x_TD)
-        gate_TF, up_TF = ops.linear(x_TD, self.gate_up).chunk(2, -1)
-        return self.leave(ops.linear(ops.swiglu(gate_TF, up_TF), self.down))
+        return self.leave(ops.linear(ops.swiglu(ops.linear(x_TD, self.gate_up)), self.down))
 
 
 class Attention(nn.Module):

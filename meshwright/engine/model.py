@@ -164,6 +164,7 @@ def _place(
     _freeze(module, table, [train] if isinstance(train, str) else list(train))
     rules = Rules()
     units = units_of(module, module.units())
+    module.compute_in(compute)
     parallel.distribute(module, units, table, rules, mesh, compute)
     for each in module.modules():
         each.register_state_dict_pre_hook(_refuse_state_dict)

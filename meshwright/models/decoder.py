@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,11 +60,12 @@ class Embedding(nn.Module):
         )
         self.vocab = Span("vocab", trunk.vocab)
         self.leave = Door(LEAVE, trunk.width)
+        self.compute = torch.float32  # the dtype of what all layers are given
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         row_T = tokens_T - self.vocab.start
         here_T = (row_T >= 0) & (row_T < len(self.vocab))
-        x_TD = F.embedding(row_T.where(here_T, 0), self.weight) * here_T[:, None]
+        x_TD = F.embedding(row_T.where(here_T, 0), self.weight).to(self.compute) * here_T[:, None]
         return self.leave(x_TD)  # each token's row lives on one rank: the others add exact zeros
 
 
@@ -173,6 +175,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(block(f"{at}layers.{i}.") for i, block in enumerate(blocks))
         self.head = HEAD_OF[head](trunk, at)
         self.scores = HEAD_OF[head].scores  # what a forward may be asked for
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        self.embed.compute = dtype
 
     def units(self) -> list[nn.Module]:
         """What is gathered and freed together. A tied embedding stays with the root: two places use it."""

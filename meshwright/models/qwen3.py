@@ -133,8 +133,7 @@ class SwiGLU(nn.Module):
         self.down = weight({"embed": D}, {dim: ffn}, key=at + "down_proj.weight", init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = ops.linear(x_TD, self.gate_up).chunk(2, -1)
-        return ops.linear(ops.swiglu(gate_TF, up_TF), self.down)
+        return ops.linear(ops.swiglu(ops.linear(x_TD, self.gate_up)), self.down)
 
 
 class MLP(SwiGLU):

@@ -1,6 +1,7 @@
 """Pure functions on one device: the mathematics of the models, with no idea of modules, meshes or files.
 
-They compute in at least float32 inside, never wait for the device (where one must, its docstring says so), and give
+They work in the dtype of the activations they are given, to which they bring parameters, compute in at least float32
+inside, never wait for the device (where one must, its docstring says so), and give
 every parameter that they receive a gradient. Which kernel runs is chosen here and nowhere else. Each has a slow and
 obvious reference in `tests/ops/references.py`.
 """

@@ -33,7 +33,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CW, positions_T)
-        x_TC, taps = upcast(x_TC), upcast(weight_CW).T.flip(0)  # taps[back]
+        x_TC, taps = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # taps[back]
         y_TC = x_TC * taps[0]
         for back in range(1, len(taps)):
             y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), taps[back])
@@ -43,7 +43,7 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_TC: Tensor) -> tuple[Tensor, Tensor, None]:
         x_TC, weight_CW, positions_T = ctx.saved_tensors
-        x_TC, taps = upcast(x_TC), upcast(weight_CW).T.flip(0)
+        x_TC, taps = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)
         dx_TC, d_taps = d_TC * taps[0], [(d_TC * x_TC).sum(0)]
         for back in range(1, len(taps)):
             d = _of_document(d_TC[back:], positions_T[back:], back)

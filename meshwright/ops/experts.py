@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from meshwright.ops.norms import swiglu, upcast
-from meshwright.ops.product import linear, product_dtype
+from meshwright.ops.product import operand, product_dtype
 
 
 def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -26,18 +29,17 @@ def experts(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tenso
     if counts_E.device.type == "cpu" and int(counts_E.sum()) != x_ND.shape[0]:
         # the grouped kernel would leave the rows beyond the counts uninitialised, here and in dX
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
-    if can_group(x_ND, gate_up_ERD, down_EDF):
+    if can_group(x_ND, down_EDF):
         return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E)
     return _looped(x_ND, gate_up_ERD, down_EDF, counts_E)
 
 
-def can_group(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor) -> bool:
+def can_group(x_ND: Tensor, down_EDF: Tensor) -> bool:
     """Whether grouped_mm takes these, in backward too: it has no float64, and wants strides of whole 16 bytes.
 
     The strides are D, 2F and F elements; an F that does not fit passes forward and fails only in backward.
     """
-    dtypes = {x_ND.dtype, gate_up_ERD.dtype, down_EDF.dtype, product_dtype(x_ND)}
-    if dtypes not in ({torch.float32}, {torch.bfloat16}):
+    if x_ND.dtype not in (torch.float32, torch.bfloat16) or product_dtype(x_ND) != x_ND.dtype:
         return False
     return all(width * x_ND.element_size() % 16 == 0 for width in down_EDF.shape[1:])
 
@@ -45,11 +47,11 @@ def can_group(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor) -> bool:
 def _grouped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
     ends_E = counts_E.cumsum(0).to(torch.int32)
     hidden_NR = _grouped_linear(x_ND, gate_up_ERD, ends_E)
-    return _grouped_linear(swiglu(*hidden_NR.chunk(2, dim=-1)), down_EDF, ends_E)
+    return _grouped_linear(swiglu(hidden_NR), down_EDF, ends_E)
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
-    y: Tensor = F.grouped_mm(_contiguous(x), weight.contiguous().mT, offs=ends_E)
+    y: Tensor = F.grouped_mm(_contiguous(x), weight.to(x.dtype).contiguous().mT, offs=ends_E)
     return _ContiguousGradient.apply(y)  # torch leaves apply untyped
 
 
@@ -71,7 +73,33 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _looped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """One expert after the other, empty ones too. Needs the counts on the host: on a GPU it waits for the device."""
-    rows = x_ND.split(counts_E.tolist())
-    experts = zip(rows, gate_up_ERD.unbind(0), down_EDF.unbind(0), strict=True)
-    return torch.cat([linear(swiglu(*linear(x, gate_up).chunk(2, dim=-1)), down) for x, gate_up, down in experts])
+    """One expert after the other. Needs the counts on the host: on a GPU it waits for the device."""
+    counts = counts_E.tolist()
+    hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts)
+    y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR), down_EDF, counts)
+    return y_ND
+
+
+class _LoopedLinear(torch.autograd.Function):
+    """Each expert's product written where it belongs: no gradient of one expert's weight is held beside that of all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weight_EOI)
+        ctx.counts = counts
+        y = x.new_empty(len(x), weight_EOI.shape[1])
+        for rows, into, weight in zip(x.split(counts), y.split(counts), weight_EOI, strict=True):
+            into.copy_(rows.to(product_dtype(x)) @ operand(weight, x).mT)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_EOI = ctx.saved_tensors
+        wide, dx, d_weight_EOI = product_dtype(x), torch.empty_like(x), torch.empty_like(weight_EOI)
+        experts = zip(*(t.split(ctx.counts) for t in (d, x, dx)), weight_EOI, d_weight_EOI, strict=True)
+        for d_rows, rows, d_into, weight, d_weight in experts:
+            d_wide = d_rows.to(wide)
+            d_into.copy_(d_wide @ operand(weight, x))
+            d_weight.copy_(d_wide.mT @ rows.to(wide))  # of no rows: zeros
+        return dx, d_weight_EOI, None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ops.norms import upcast
-from meshwright.ops.product import product_dtype
+from meshwright.ops.product import operand, product_dtype
 
 
 def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 1024, entropy: bool = True) -> Tensor:
@@ -68,7 +68,7 @@ class _TokenStats(torch.autograd.Function):
             last = None
             d_TV = _add_at_labels(d_TV, labels, d_stats[:, 1:2]).to(wide)
             if dx_TD is not None:
-                dx_TD[rows] = (d_TV @ weight_VD.to(wide)).to(x.dtype)
+                dx_TD[rows] = (d_TV @ operand(weight_VD, x_TD)).to(x.dtype)
             if need_weight:
                 # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
                 part_VD = (d_TV.T @ x.to(wide)).to(stats.dtype)
@@ -78,7 +78,7 @@ class _TokenStats(torch.autograd.Function):
 
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     wide = product_dtype(x_TD)
-    return upcast(x_TD.to(wide) @ weight_VD.to(wide).T)
+    return upcast(x_TD.to(wide) @ operand(weight_VD, x_TD).T)
 
 
 def _local(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -12,10 +15,9 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _unit(x: Tensor, eps: float) -> Tensor:
-    """x over its root mean square, in at least float32."""
-    x = upcast(x)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def _rstd(x: Tensor, eps: float) -> Tensor:
+    """One over the root mean square of a wide x."""
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
@@ -24,16 +26,64 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) 
     Plain (Qwen2, Qwen3): round to x.dtype, then times weight. Zero-centred (Qwen3.5): times 1 + weight, formed in
     float32 because bf16 would lose a small weight beside the 1, then round.
     """
-    if zero_centred:
-        return (_unit(x, eps) * (1 + upcast(weight))).to(x.dtype)
-    return (weight * _unit(x, eps).to(x.dtype)).to(x.dtype)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, zero_centred)  # torch leaves apply untyped
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x as it came, and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+        wide = upcast(x)
+        rstd = _rstd(wide, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.zero_centred = zero_centred
+        unit = wide * rstd
+        if zero_centred:
+            return unit.mul_(1 + upcast(weight.to(x.dtype))).to(x.dtype)
+        return unit.to(x.dtype) * weight.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        d, unit, factor = upcast(d), upcast(x) * rstd, upcast(weight.to(x.dtype)) + float(ctx.zero_centred)
+        d_unit = d * factor
+        d_weight = (d * unit).flatten(0, -2).sum(0)
+        share = (d_unit * unit).mean(-1, keepdim=True)
+        dx = d_unit.sub_(unit.mul_(share)).mul_(rstd)
+        return dx.to(x.dtype), d_weight.to(weight.dtype), None, None
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The delta net's norm, in x.dtype: weight (plain, not zero-centred) * rms_norm(x) * silu(gate)."""
-    return (weight * _unit(x, eps).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype)
+    wide = upcast(x)
+    return (weight * (wide * _rstd(wide, eps)).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up. Not upcast: both kernels compute in float32 inside, and float32 copies would be saved."""
-    return F.silu(gate) * up
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of `[..., gate | up]`. Not upcast: both kernels compute in float32 inside."""
+    y: Tensor = _SwiGLU.apply(gate_up)
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its input alone, and writes its gradient in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        d_gate_up = torch.empty_like(gate_up)
+        d_gate, d_up = d_gate_up.chunk(2, -1)
+        torch.mul(d, F.silu(gate), out=d_up)
+        d_gate.copy_(torch.ops.aten.silu_backward(d * up, gate))
+        return d_gate_up

@@ -24,10 +24,16 @@ def _cpu_has_bf16() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, in x.dtype."""
+    bias = None if bias is None else bias.to(x.dtype)
     if product_dtype(x) == x.dtype:
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias)
     y: Tensor = _WiderLinear.apply(x, weight)  # torch leaves apply untyped
     return y if bias is None else y + bias
+
+
+def operand(weight: Tensor, x: Tensor) -> Tensor:
+    """A parameter as it meets x in a product: rounded to x.dtype, then as wide as the product."""
+    return weight.to(x.dtype).to(product_dtype(x))
 
 
 class _WiderLinear(torch.autograd.Function):
@@ -37,7 +43,7 @@ class _WiderLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         wide = product_dtype(x)
-        return F.linear(x.to(wide), weight.to(wide)).to(x.dtype)
+        return F.linear(x.to(wide), operand(weight, x)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -45,6 +51,6 @@ class _WiderLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wide, (need_x, need_weight) = product_dtype(x), ctx.needs_input_grad
         d = d.to(wide)
-        dx = (d @ weight.to(wide)).to(x.dtype) if need_x else None
+        dx = (d @ operand(weight, x)).to(x.dtype) if need_x else None
         dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).to(weight.dtype) if need_weight else None
         return dx, dw

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..layout import Unit
 from ..mesh import Mesh
-from . import whole
 
 
 def shard(
@@ -23,7 +22,8 @@ def shard(
 ) -> None:
     """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh.
 
-    Units of a mesh of one rank stay as they are. The root is wrapped if any unit is: the others are then its own.
+    Units of a mesh of one rank stay as they are: FSDP would copy every parameter and gradient for nothing, and the
+    ops cast what they are given. The root is wrapped if any unit is: the others are then its own.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     left_out = set(exact)
@@ -31,11 +31,9 @@ def shard(
     for unit in units:
         module, grid = model.get_submodule(unit.name), mesh.expert if unit.expert else mesh.dense
         if grid.size() == 1:
-            mine = [p for name in unit.params if (p := model.get_parameter(name)) not in exact]
-            whole.cast(module, mine, compute)
-            left_out.update(mine)
-        if grid.size() == 1 and not (wrapped and module is model):
-            continue
+            left_out.update(model.get_parameter(name) for name in unit.params)
+            if module is not model or not wrapped:
+                continue
         wrapped = True
         sharded = fully_shard(
             module, mesh=grid, mp_policy=policy, reshard_after_forward=unit.again, ignored_params=left_out
