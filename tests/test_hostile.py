@@ -314,6 +314,8 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "wide": (dict(hidden_size=40), r"embed_tokens\.weight is \(131, 36\), but embed\.weight needs \(131, 40\)"),
     "deeper than its files": (dict(num_hidden_layers=3), r"has no model\.layers\.2\."),
     "shallower than its files": (dict(num_hidden_layers=1), r"holds model\.layers\.1\..*, which no parameter"),
+    "endlessly deep": (dict(num_hidden_layers=10**9), r"num_hidden_layers=1000000000; it can be at most 1024"),
+    "endlessly wide": (dict(hidden_size=2**40), r"hidden_size=1099511627776; it can be at most"),
     "other activation": (dict(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
 }  # fmt: skip
 

@@ -14,6 +14,11 @@ CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 LABELS = ("architectures", "id2label", "num_labels", "token_classification_bias")  # the fields that `labels_of` reads
 
 
+# No model has more, and a broken file must not keep us busy for hours.
+MOST = {"num_hidden_layers": 1024, "num_experts": 4096}
+LARGEST = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class Labels:
     """What a value head gives of each token."""
@@ -34,6 +39,8 @@ def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
         raise ConfigError(f"config.json: {name}={value!r} is no {kind.__name__}")
     if isinstance(value, int) and kind is int and value < 1:
         raise ConfigError(f"config.json: {name}={value}; it must be at least 1")
+    if isinstance(value, int) and value > MOST.get(name, LARGEST):
+        raise ConfigError(f"config.json: {name}={value}; it can be at most {MOST.get(name, LARGEST)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"config.json: {name}={value}; it must be a finite number")
     return value
