@@ -15,6 +15,13 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.accelerator.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="there is no accelerator"))
+
+
 @pytest.fixture(autouse=True)
 def _no_process_group_here() -> Iterator[None]:
     """Process groups belong into forked worlds: one that lived here would leave threads and locks to later forks."""

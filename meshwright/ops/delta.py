@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ops.documents import Documents, check_tokens
+from meshwright.ops.kernels import fastest
 from meshwright.ops.norms import upcast
 
 
@@ -65,20 +66,47 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
 
 
 def delta_rule(
-    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents, chunk: int = 64
+    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents
 ) -> Tensor:
     """Gated delta rule; each of G key heads serves R value heads; the state restarts at each document. -> o_TGRV
 
     Token by token, with unit-length q and k, q also times K**-0.5:
         S <- exp(g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
-    In a chunk that begins with state S0, with D_ij the decay from j to i and d_i that from S0 to i, this is
+    """
+    check_tokens(docs, q=q_TGK, k=k_TGK, v=v_TGRV, g=g_TGR, beta=beta_TGR)
+    inputs = (q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR)
+    return fastest(_fla, chunked, inputs, _gated)(*inputs, docs)
+
+
+def _gated(noise: list[Tensor]) -> list[Tensor]:
+    q, k, v, g, beta = noise
+    return [q, k, v, -g.abs() / 4, beta.sigmoid()]
+
+
+def _fla(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents) -> Tensor:
+    """flash-linear-attention's, which wants as many key heads as value heads."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k = (x.repeat_interleave(v_TGRV.shape[2], dim=1) for x in (q_TGK, k_TGK))
+    v, g, beta = (x.flatten(1, 2) for x in (v_TGRV, g_TGR, beta_TGR))
+    bounds = docs.cu_seqlens[: len(docs.bounds)].long()
+    o, _ = chunk_gated_delta_rule(
+        q[None], k[None], v[None], g[None], beta[None], cu_seqlens=bounds, use_qk_l2norm_in_kernel=True
+    )
+    o_TGRV: Tensor = o[0].unflatten(1, v_TGRV.shape[1:3])
+    return o_TGRV.to(v_TGRV.dtype)
+
+
+def chunked(
+    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents, chunk: int = 64
+) -> Tensor:
+    """Our own form. In a chunk that begins with state S0, with D_ij the decay from j to i and d_i that from S0 to i:
         u_i + beta_i sum_{j<i} D_ij (k_i.k_j) u_j = beta_i (v_i - d_i S0^T k_i)       a unit triangular system for u
         o_i = d_i S0^T q_i + sum_{j<=i} D_ij (q_i.k_j) u_j
     so all but S0 is matrix products over all chunks at once. Chunks cut the stream, not the documents: D and d are 0
     across a boundary, wherever it lies in the chunk, and that alone separates documents.
     Its weakness: several float32 tensors of T*G*R*chunk elements live at once.
     """
-    check_tokens(docs, q=q_TGK, k=k_TGK, v=v_TGRV, g=g_TGR, beta=beta_TGR)
     num_tokens, work = v_TGRV.shape[0], torch.promote_types(v_TGRV.dtype, torch.float32)
     q, k, v = (_chunks(x.to(work), chunk).movedim(1, -2) for x in (q_TGK, k_TGK, v_TGRV))  # n chunks: v_nGRCV
     g, beta = (_chunks(x.to(work), chunk).movedim(1, -1) for x in (g_TGR, beta_TGR))  # g_nGRC

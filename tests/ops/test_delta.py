@@ -10,6 +10,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from meshwright.ops import causal_conv, delta_rule, documents, gates
+from meshwright.ops.delta import chunked
 from tests.ops import references
 from tests.ops.references import assert_no_leak, assert_same, compare, differentiate, quick, ragged, rand, smoke
 
@@ -67,7 +68,7 @@ def test_gates_round_nothing_to_bf16():
 def test_rule_against_reference(lengths, heads, chunk):
     docs = documents(lengths, "cpu")
     compare(
-        lambda *x: delta_rule(*x, docs, chunk),
+        lambda *x: chunked(*x, docs, chunk),
         lambda *x: references.delta_rule(*x, docs.bounds),
         inputs(sum(lengths), *heads),
     )
@@ -85,7 +86,7 @@ def test_rule_over_documents_longer_than_its_real_chunk():
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_rule_documents_do_not_leak(chunk):
     docs = documents([3, 1, 9, 1, 2, 13], "cpu")
-    assert_no_leak(lambda *x: delta_rule(*x, docs, chunk), inputs(29), docs.bounds)
+    assert_no_leak(lambda *x: chunked(*x, docs, chunk), inputs(29), docs.bounds)
 
 
 def test_a_document_is_the_same_alone_and_packed():
@@ -126,7 +127,7 @@ def test_no_decay_at_all_is_finite():
     streams = inputs(40)
     streams[3] = torch.zeros_like(streams[3]).requires_grad_()
     docs = documents([40], "cpu")
-    compare(lambda *x: delta_rule(*x, docs, 16), lambda *x: references.delta_rule(*x, docs.bounds), streams)
+    compare(lambda *x: chunked(*x, docs, 16), lambda *x: references.delta_rule(*x, docs.bounds), streams)
 
 
 def test_zero_keys_are_finite():
@@ -134,7 +135,7 @@ def test_zero_keys_are_finite():
     with torch.no_grad():
         streams[0][3], streams[1][3] = 0, 0
     docs = documents([20], "cpu")
-    compare(lambda *x: delta_rule(*x, docs, 16), lambda *x: references.delta_rule(*x, docs.bounds), streams)
+    compare(lambda *x: chunked(*x, docs, 16), lambda *x: references.delta_rule(*x, docs.bounds), streams)
 
 
 def test_no_tokens_still_give_gradients():

@@ -1,0 +1,71 @@
+"""Kernels of other packages. None is trusted: for each device, dtype and head size it must first agree with ours.
+
+A kernel that is not installed, refuses its input or gives other numbers is not used; the last is said aloud.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.log import logger
+from meshwright.ops.documents import Documents, documents
+
+Op = Callable[..., Tensor]
+Realism = Callable[[list[Tensor]], list[Tensor]]
+SLOW = ("cpu", "meta")  # devices for which there are no such kernels
+TOLERANCE = 2e-2  # of a norm; both sides round to bf16 here and there
+_LENGTHS = (1, 2, 67, 130)  # of the documents that a kernel is tried on
+
+_agreed: dict[object, bool] = {}
+
+
+def fastest(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list) -> Op:
+    """`kernel` where it agrees with `plain` on inputs like these, `plain` elsewhere. Both take `(*inputs, docs)`.
+
+    `real` turns random normal numbers into such as the op is given. The first call for a device, dtype and head size
+    tries both, and waits for the device.
+    """
+    if inputs[0].device.type in SLOW:
+        return plain
+    key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
+    if key not in _agreed:
+        _agreed[key] = agrees(kernel, plain, inputs, real)
+    return kernel if _agreed[key] else plain
+
+
+def agrees(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list) -> bool:
+    """Output and every gradient, on small random inputs of the dtypes and head sizes of `inputs`."""
+    name, docs = kernel.__name__.strip("_"), documents(_LENGTHS, inputs[0].device)
+    sample = [x.detach().requires_grad_() for x in real([_noise(x, docs, seed) for seed, x in enumerate(inputs)])]
+    try:
+        found = _differentiate(kernel, sample, docs)
+    except ImportError as error:
+        logger.info("kernel %s is not there: %s", name, error)
+        return False
+    except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises, ours works
+        logger.info("kernel %s refuses %s: %s", name, inputs[0].dtype, error)
+        return False
+    wanted = _differentiate(plain, sample, docs)
+    worst = max(_distance(a, b) for a, b in zip(found, wanted, strict=True))
+    if not worst <= TOLERANCE:  # NaN too
+        logger.warning("kernel %s is off by %.1e of the norm on %s; ours is used", name, worst, inputs[0].device)
+    return worst <= TOLERANCE
+
+
+def _noise(like: Tensor, docs: Documents, seed: int) -> Tensor:
+    noise = torch.randn(docs.bounds[-1], *like.shape[1:], generator=torch.Generator().manual_seed(seed))
+    return noise.to(like.device, like.dtype)
+
+
+def _differentiate(op: Op, inputs: Sequence[Tensor], docs: Documents) -> list[Tensor]:
+    with torch.enable_grad():
+        y = op(*inputs, docs)
+        weights = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)
+        return [y.detach(), *torch.autograd.grad((y.float() * weights).sum(), list(inputs))]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return ((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12)).item()

@@ -1,0 +1,117 @@
+"""Kernels of others are used only where they agree with ours; that they do on an accelerator is a `gpu` test."""
+
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+
+from meshwright.ops import attention, delta, documents
+from meshwright.ops.kernels import agrees, fastest
+from tests.ops import references
+from tests.ops.references import assert_same, differentiate, rand
+
+
+def mean_so_far(x, docs):
+    parts = [x[a:b].cumsum(0) / torch.arange(1, b - a + 1)[:, None] for a, b in pairwise(docs.bounds)]
+    return torch.cat(parts)
+
+
+def same(x, docs):
+    return mean_so_far(x, docs)
+
+
+def leaks(x, docs):
+    return x.cumsum(0) / (docs.positions_T + 1)[:, None]
+
+
+def wrong_gradient(x, docs):
+    return mean_so_far(x, docs).detach() + 0.9 * (x - x.detach())
+
+
+def not_a_number(x, docs):
+    return mean_so_far(x, docs) / 0 * 0
+
+
+def not_installed(x, docs):
+    import a_package_that_nobody_has
+
+    return a_package_that_nobody_has.kernel(x, docs)
+
+
+def refuses(x, docs):
+    raise RuntimeError("head size 3 is not supported")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "used", "said"),
+    [
+        (same, True, ""),
+        (leaks, False, "kernel leaks is off by"),
+        (wrong_gradient, False, "kernel wrong_gradient is off by"),
+        (not_a_number, False, "kernel not_a_number is off by nan"),
+        (not_installed, False, ""),
+        (refuses, False, ""),
+    ],
+)
+def test_only_what_agrees_is_used(kernel, used, said, caplog):
+    with caplog.at_level(logging.WARNING, "meshwright"), torch.no_grad():
+        assert agrees(kernel, mean_so_far, [torch.zeros(4, 3)]) == used
+    assert caplog.text == "" if not said else said in caplog.text
+
+
+def test_trying_leaves_the_random_numbers_of_the_user_alone():
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    agrees(same, mean_so_far, [torch.zeros(4, 3)])
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_nothing_is_tried_on_a_cpu():
+    assert fastest(refuses, mean_so_far, [torch.zeros(4, 3)]) is mean_so_far
+
+
+LENGTHS = [1, 2, 300, 77, 1000]
+
+
+def on_accelerator(*tensors, dtype=torch.bfloat16):
+    device = torch.accelerator.current_accelerator()
+    return [t.detach().to(device, dtype).requires_grad_() for t in tensors]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head", [64, 128, 256])
+def test_attention_on_an_accelerator(head):
+    streams = [rand(sum(LENGTHS), heads, head, seed=heads) for heads in (8, 2, 2)]
+    low = on_accelerator(*streams)
+    assert agrees(attention._varlen, attention._by_document, low)
+    docs = documents(LENGTHS, low[0].device)
+    found = [x.cpu() for x in differentiate_there(lambda *x: attention.attention(*x, docs), low)]
+    here = [x.detach().cpu().double().requires_grad_() for x in low]
+    wanted = differentiate(lambda *x: references.attention(*x, documents(LENGTHS, "cpu").bounds), here)
+    assert_same(found, wanted, 3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_delta_rule_on_an_accelerator(ratio):
+    pytest.importorskip("fla")
+    T = sum(LENGTHS)
+    q, k, v = rand(T, 2, 128), rand(T, 2, 128, seed=1), rand(T, 2, ratio, 128, seed=2)
+    g, beta = -rand(T, 2, ratio, seed=3).abs() / 4, rand(T, 2, ratio, seed=4).sigmoid()
+    low = [*on_accelerator(q, k, v), *on_accelerator(g, beta, dtype=torch.float32)]
+    assert agrees(delta._fla, delta.chunked, low, delta._gated)
+    docs = documents(LENGTHS, low[0].device)
+    found = [x.cpu() for x in differentiate_there(lambda *x: delta.delta_rule(*x, docs), low)]
+    here = [x.detach().cpu().double().requires_grad_() for x in low]
+    cpu_docs = documents(LENGTHS, "cpu")
+    assert_same(found, differentiate(lambda *x: delta.chunked(*x, cpu_docs), here), 3e-2)
+
+
+def differentiate_there(function, inputs):
+    """`references.differentiate` where the inputs are."""
+    y = function(*inputs)
+    d = torch.randn(y.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    y.backward(d.to(y.device, y.dtype))
+    return [y.detach(), *(x.grad for x in inputs)]
