@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import Lock
 
 from rich.console import Console
@@ -17,6 +18,18 @@ SECONDS_BETWEEN_LINES = 5.0
 
 Advance = Callable[[int], None]
 
+_quiet = ContextVar("quiet", default=False)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress from here, nor from processes forked here: who calls shows his own."""
+    before = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
+
 
 @contextmanager
 def progress(label: str, total: int, unit: str, *, enabled: bool) -> Iterator[Advance]:
@@ -27,7 +40,7 @@ def progress(label: str, total: int, unit: str, *, enabled: bool) -> Iterator[Ad
         with progress("loading", total=size_bytes, unit="bytes", enabled=True) as advance:
             advance(len(chunk))
     """
-    if not enabled:
+    if not enabled or _quiet.get():
         yield _silent
     elif sys.stderr.isatty():
         with _bar(label, total, unit) as advance:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.errors import RankError
 from tests import tiny, trials, worlds
 
 
@@ -364,7 +365,7 @@ def test_mistakes_are_named_on_all_ranks(source: Path, mesh: dict[str, int], mis
     ids=["head", "train", "dtype"],
 )
 def test_bad_options_of_load(source: Path, options: dict[str, Any], pattern: str) -> None:
-    with pytest.raises(AssertionError, match=pattern):
+    with pytest.raises(RankError, match=pattern):
         worlds.run(1, lambda: mw.load(source, **options))
 
 
@@ -380,23 +381,19 @@ def test_bad_options_of_load(source: Path, options: dict[str, Any], pattern: str
     ids=str,
 )
 def test_meshes_that_cannot_be(mesh: dict[str, int], pattern: str) -> None:
-    with pytest.raises(AssertionError, match=pattern):
+    with pytest.raises(RankError, match=pattern):
         worlds.run(2, lambda: mw.Mesh(**mesh))
 
 
 def test_tp_that_divides_nothing(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3")
-    with pytest.raises(
-        AssertionError, match=r"tp=3 does not divide 4 heads of layers\.0\.mixer\.q; choose tp from 1, 2, 4"
-    ):
+    with pytest.raises(RankError, match=r"tp=3 does not divide 4 heads of layers\.0\.mixer\.q; choose tp from 1, 2, 4"):
         worlds.run(3, lambda: mw.load(source, mw.Mesh(tp=3)))
 
 
 def test_tp_beyond_the_key_heads(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3_5", linear_num_key_heads=2)
-    with pytest.raises(
-        AssertionError, match=r"tp=4 does not divide 2 key of layers\.0\.mixer\.qkv; choose tp from 1, 2"
-    ):
+    with pytest.raises(RankError, match=r"tp=4 does not divide 2 key of layers\.0\.mixer\.qkv; choose tp from 1, 2"):
         worlds.run(4, lambda: mw.load(source, mw.Mesh(tp=4)))
 
 

@@ -17,6 +17,7 @@ import meshwright as mw
 from meshwright import parallel
 from meshwright.engine import engine as engine_module
 from meshwright.engine import model as engine_model
+from meshwright.errors import RankError
 from meshwright.layout import Box, rules
 from meshwright.mesh import collectives
 from meshwright.models import qwen3, qwen3_5
@@ -103,14 +104,14 @@ def test_permuted_segment_in_loading(tried: Callable[..., Trial], monkeypatch: P
 
 def test_overwritten_expert(tried: Callable[..., Trial], monkeypatch: Plant) -> None:
     """A broadcast of rank 0's experts to all (transformers#45662)."""
-    trial, real = tried("qwen3_moe", fsdp=2, ep=2), engine_model._fill
+    trial, real = tried("qwen3_moe", fsdp=2, ep=2), engine_model.fill
 
-    def broadcast_after(model: Any, *args: Any) -> int:
-        num_bytes = real(model, *args)
-        dist.broadcast(model.stored()["layers.0.mlp.experts.down"], 0)
+    def broadcast_after(holding: Any, *args: Any) -> int:
+        num_bytes = real(holding, *args)
+        dist.broadcast(holding.stored["layers.0.mlp.experts.down"], 0)
         return num_bytes
 
-    monkeypatch.setattr(engine_model, "_fill", broadcast_after)
+    monkeypatch.setattr(engine_model, "fill", broadcast_after)
     expect(trial, "W1", r"layers\.0\.mlp\.experts\.down: .*experts\.4\.down_proj\.weight in .* on rank 1")
     expect(trial, "L1", r"loading issued an? broadcast")
 
@@ -137,7 +138,7 @@ def test_skipped_collective(tried: Callable[..., Trial], monkeypatch: Plant) -> 
     """One rank leaves a collective out: no hang, but an error that says which rank stands where."""
     trial, real = tried("qwen3", tp=2), parallel.finish
     monkeypatch.setattr(parallel, "finish", lambda grads, mesh: real(grads, mesh) if mesh.rank == 0 else None)
-    with pytest.raises(AssertionError, match=r"rank 0 is at all_reduce of \d+ bytes, rank 1 at all_reduce of 8 bytes"):
+    with pytest.raises(RankError, match=r"rank 0 is at all_reduce of \d+ bytes, rank 1 at all_reduce of 8 bytes"):
         trials.findings(trial)
 
 
@@ -156,7 +157,7 @@ def test_other_order_of_collectives(tried: Callable[..., Trial], monkeypatch: Pl
             mesh.gather_rows(torch.zeros(1), second)
 
     monkeypatch.setattr(parallel, "finish", two_kinds)
-    with pytest.raises(AssertionError, match=r"rank 0 is at all_reduce of 4 bytes, rank 1 at all_gather of 4 bytes"):
+    with pytest.raises(RankError, match=r"rank 0 is at all_reduce of 4 bytes, rank 1 at all_gather of 4 bytes"):
         trials.findings(trial)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.errors import RankError
 from tests import tiny, trials, worlds
 
 COEFFICIENT = 0.3
@@ -118,5 +119,5 @@ def test_load_counts_every_token_once(sources: dict[str, Path]) -> None:
 
 
 def test_an_unknown_mode(sources: dict[str, Path]) -> None:
-    with pytest.raises(AssertionError, match=r"router_aux='global' is unknown; choose from pooled, previous"):
+    with pytest.raises(RankError, match=r"router_aux='global' is unknown; choose from pooled, previous"):
         worlds.run(1, stepped, sources["qwen3_moe"], {}, "global", two_streams)

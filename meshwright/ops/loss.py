@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from meshwright.ops.norms import upcast
 from meshwright.ops.product import operand, product_dtype
 
+_CAST_WORDS = 4096  # of a weight that is cast for a product
+
 
 def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 1024, entropy: bool = True) -> Tensor:
     """Of each token's logits over these V words, in at least float32, stats_T3:
@@ -68,7 +70,7 @@ class _TokenStats(torch.autograd.Function):
             last = None
             d_TV = _add_at_labels(d_TV, labels, d_stats[:, 1:2]).to(wide)
             if dx_TD is not None:
-                dx_TD[rows] = (d_TV @ operand(weight_VD, x_TD)).to(x.dtype)
+                dx_TD[rows] = _times(d_TV, weight_VD, x)
             if need_weight:
                 # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
                 part_VD = (d_TV.T @ x.to(wide)).to(stats.dtype)
@@ -77,8 +79,26 @@ class _TokenStats(torch.autograd.Function):
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    wide = product_dtype(x_TD)
-    return upcast(x_TD.to(wide) @ operand(weight_VD, x_TD).T)
+    x_wide = x_TD.to(product_dtype(x_TD))
+    logits_TV = x_wide.new_empty(len(x_TD), len(weight_VD))
+    for words in _words(weight_VD, x_TD):
+        torch.mm(x_wide, operand(weight_VD[words], x_TD).T, out=logits_TV[:, words])
+    return upcast(logits_TV)
+
+
+def _times(d_TV: Tensor, weight_VD: Tensor, x_TD: Tensor) -> Tensor:
+    """d @ weight, in x.dtype."""
+    dx_TD = d_TV.new_zeros(x_TD.shape)
+    for words in _words(weight_VD, x_TD):
+        dx_TD.addmm_(d_TV[:, words], operand(weight_VD[words], x_TD))
+    return dx_TD.to(x_TD.dtype)
+
+
+def _words(weight_VD: Tensor, x_TD: Tensor) -> list[slice]:
+    """All at once; but a weight that is cast for the product, part by part: whole, the copy may be gigabytes."""
+    num, cast = len(weight_VD), not weight_VD.dtype == x_TD.dtype == product_dtype(x_TD)
+    step = _CAST_WORDS if cast else max(1, num)
+    return [slice(at, at + step) for at in range(0, num, step)]
 
 
 def _local(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:

@@ -65,9 +65,9 @@ def of_source(table: Table, source: Source, choice: Choice, carried: list[str], 
     return Spelling(choice, {k.name: k for k in ordered}, frozenset(carried), source.metadata, source)
 
 
-def of_table(table: Table, dtype: torch.dtype) -> Spelling:
-    """For a model with no source: the first layout of each group, `dtype` for all but float32 parameters."""
-    choice = {group: names[0] for group, names in table.groups.items() if group}
+def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> Spelling:
+    """For a model with no source: `choice`, or each group's first layout; `dtype` for all but float32 parameters."""
+    choice = {**{group: names[0] for group, names in table.groups.items() if group}, **(choice or {})}
     shapes = [(k, s, p) for p in table for k, s in chosen(p, choice).keys.items()]
     unique = {k: (s, "F32" if p.float32 else NAMES[dtype]) for k, s, p in shapes}
     sizes = {k: prod(s) * DTYPES[d].itemsize for k, (s, d) in unique.items()}

@@ -1,0 +1,99 @@
+"""The command line. Exit codes: 0 all is well, 1 something was found, 2 what was asked for cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from .errors import ConfigError, MeshwrightError
+
+EXAMPLES = """examples:
+  meshwright verify tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
+  meshwright verify path/to/Qwen3-30B-A3B --mesh fsdp=4,tp=2,ep=8      shrunk: its layers, heads and experts
+  meshwright verify path/to/Qwen3-0.6B --mesh tp=2 --full --dtypes float32,bfloat16
+  meshwright verify my-critic --mesh fsdp=2 --head value --json
+  meshwright verify --list
+"""
+ABOUT = """Prove that a model on a mesh computes what one process computes: every gradient, in float64, and more.
+
+The model is shrunk to odd sizes (the same kinds of layers, head counts, experts and files; narrow and shallow) and
+filled with random weights, unless --full. The ranks of the mesh run as processes on this machine.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except MeshwrightError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    verify = commands.add_parser(
+        "verify",
+        help="prove a model on a mesh against one process",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify.set_defaults(run=_verify)
+    verify.add_argument("model", nargs="?", help="a Hugging Face directory, or one of the tiny-... names")
+    verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
+    verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
+    verify.add_argument(
+        "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
+        help="float64 is the proof, the others a smoke (default all)",
+    )  # fmt: skip
+    verify.add_argument("--full", action="store_true", help="the model and its weights as they are, not shrunk")
+    verify.add_argument("--device", default="cpu", help="cpu (default), or a kind of device with one for each rank")
+    verify.add_argument("--seconds", type=float, default=600.0, help="how long one run may take (default 600)")
+    verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    verify.add_argument("--list", action="store_true", help="what each oracle checks, and nothing else")
+    return parser
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """`fsdp=2,tp=2` as sizes."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.replace(" ", ",").split(",")):
+        axis, equals, size = part.partition("=")
+        if axis not in ("pp", "replicate", "fsdp", "cp", "tp", "ep") or not equals or not size.isdecimal():
+            raise ConfigError(f"--mesh {text!r}: {part!r} is not AXIS=N with AXIS of replicate, fsdp, cp, tp, ep, pp")
+        if axis in sizes:
+            raise ConfigError(f"--mesh {text!r} gives {axis} twice")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from . import verify  # imports torch: --help should not wait for it
+    from .mesh import Axes
+    from .verify import report
+
+    if options.list:
+        report.print_oracles()
+        return 0
+    if options.model is None:
+        raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(verify.TINY))
+    plan = verify.plan(
+        options.model, Axes(**mesh_of(options.mesh)), head=options.head, dtypes=options.dtypes.split(","),
+        full=options.full, device=options.device, seconds=options.seconds,
+    )  # fmt: skip
+    began = time.monotonic()
+    parts = verify.inspect(plan, lambda text: print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr))
+    if options.json:
+        print(json.dumps(report.as_json(options.model, plan, parts), indent=2))
+    else:
+        report.print_table(options.model, plan, parts)
+    return int(any(part.findings for part in parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""A small model like a given one: the same kinds of layers, heads, experts and files, but narrow, shallow and odd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Json = Mapping[str, Any]
+
+_COMMON = {
+    "vocab_size": 131, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_HYBRID = {
+    "num_hidden_layers": 3, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+# Names that stand for a model where none is at hand.
+TINY: dict[str, dict[str, Any]] = {
+    "tiny-qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
+    "tiny-qwen3": {**_COMMON, "model_type": "qwen3"},
+    "tiny-qwen3-moe": {
+        **_COMMON,
+        **_EXPERTS,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "tiny-qwen3.5": {**_COMMON, **_HYBRID, "model_type": "qwen3_5_text"},
+    "tiny-qwen3.5-moe": {
+        **_COMMON,
+        **_HYBRID,
+        **_EXPERTS,
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": 28,
+    },
+}
+
+_WIDTHS = {
+    "hidden_size": 36,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+
+
+def shrink(config: Json, tp: int) -> dict[str, Any]:
+    """Widths and depth down; head counts, experts and everything else as they are."""
+    if "text_config" in config:
+        return {**config, "text_config": _shrink(config["text_config"], tp)}
+    return _shrink(config, tp)
+
+
+def _shrink(text: Json, tp: int) -> dict[str, Any]:
+    out = dict(text)
+    out.update({name: width for name, width in _WIDTHS.items() if name in out})
+    out["vocab_size"] = _uneven(131, tp)
+    if "intermediate_size" in out:
+        out["intermediate_size"] = -(-44 // tp) * tp
+    rope = text.get("rope_parameters") or {}
+    whole = (rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0) == 1.0
+    out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
+    if text.get("model_type") == "qwen2":  # its heads make up its width
+        out["hidden_size"] = out["num_attention_heads"] * out["head_dim"]
+    depth = _depth(text)
+    out["num_hidden_layers"] = depth
+    if text.get("layer_types"):
+        out["layer_types"] = list(text["layer_types"])[:depth]
+    if text.get("mlp_only_layers"):
+        out["mlp_only_layers"] = [i for i in text["mlp_only_layers"] if i < depth]
+    return out
+
+
+def _uneven(width: int, tp: int) -> int:
+    """At least about `width`, every rank with something, the last with less than the others."""
+    return -(-width // tp) * tp - 1 if tp > 1 else width
+
+
+def _depth(text: Json) -> int:
+    """The first layers, as many as hold every kind that the model has, and at least two."""
+    kinds = [_kind(text, i) for i in range(text["num_hidden_layers"])]
+    return min(len(kinds), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
+
+
+def _kind(text: Json, layer: int) -> tuple[object, bool]:
+    every = text.get("full_attention_interval") or (4 if "linear_key_head_dim" in text else 1)
+    kinds = text.get("layer_types")
+    mixer = kinds[layer] if kinds else (layer + 1) % every == 0
+    dense = layer in (text.get("mlp_only_layers") or ()) or (layer + 1) % (text.get("decoder_sparse_step") or 1) != 0
+    return mixer, dense

@@ -1,0 +1,240 @@
+"""`meshwright verify`: what a user sees of it, and that it finds a mistake in the package that he runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright import cli
+from meshwright.errors import RankError
+from meshwright.mesh import Axes
+from meshwright.verify import TINY, plan, run_ranks, shrink
+from meshwright.verify.report import ROWS
+from tests import tiny
+
+ROOT = Path(__file__).parent.parent
+
+# As published: the sizes that matter to a mesh.
+QWEN3_30B_A3B: dict[str, Any] = dict(
+    model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    moe_intermediate_size=768, norm_topk_prob=True, tie_word_embeddings=False, mlp_only_layers=[],
+    decoder_sparse_step=1, rope_theta=1000000.0, max_window_layers=48,
+)  # fmt: skip
+QWEN3_5: dict[str, Any] = dict(
+    model_type="qwen3_5",
+    text_config=dict(
+        model_type="qwen3_5_text", vocab_size=248320, hidden_size=4096, intermediate_size=12288,
+        num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        full_attention_interval=4,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8,
+        rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25,
+                             mrope_section=[11, 11, 10]),
+    ),
+    vision_config=dict(depth=27), tie_word_embeddings=False,
+)  # fmt: skip
+QWEN2: dict[str, Any] = dict(
+    model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+    num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def directory(at: Path, config: dict[str, Any]) -> str:
+    at.mkdir()
+    (at / "config.json").write_text(json.dumps(config))
+    return str(at)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["verify", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def passed(out: str) -> dict[str, Any]:
+    found = json.loads(out)
+    assert found["ok"], out
+    assert all(list(run["oracles"]) == list(ROWS) for run in found["runs"])
+    return found
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(capsys, name, "--mesh", "fsdp=2", "--dtypes", "float64", "--json")
+    assert code == 0, out
+    assert passed(out)["ranks"] == 2
+    assert "float64: one process" in err
+    assert "float64: 2 ranks, fsdp=2" in err
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "head"),
+    [
+        (QWEN3_30B_A3B, "fsdp=2,tp=2,ep=4", "lm"),
+        (QWEN3_5, "tp=4", "lm"),
+        (QWEN2, "tp=2", "lm"),
+        (QWEN3_5, "replicate=2", "value"),
+    ],
+    ids=["qwen3-30b-a3b", "qwen3.5", "qwen2.5-0.5b", "qwen3.5-value"],
+)
+def test_a_published_model_shrunk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], mesh: str, head: str
+) -> None:
+    at = directory(tmp_path / "m", config)
+    code, out, _ = said(capsys, at, "--mesh", mesh, "--head", head, "--dtypes", "float64,bfloat16", "--json")
+    assert code == 0, out
+    assert [run["dtype"] for run in passed(out)["runs"]] == ["float64", "bfloat16"]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 8])
+def test_shrinking_keeps_what_a_mesh_is_about(tp: int) -> None:
+    small = shrink(QWEN3_30B_A3B, tp)
+    for kept in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok", "norm_topk_prob"):
+        assert small[kept] == QWEN3_30B_A3B[kept]
+    assert small["num_hidden_layers"] == 2
+    text = shrink(QWEN3_5, tp)["text_config"]
+    assert text["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
+    assert text["num_hidden_layers"] == 4
+    assert small["intermediate_size"] % tp == 0
+    most = -(-text["vocab_size"] // tp)
+    last = text["vocab_size"] - (tp - 1) * most
+    assert 0 < last < most or (tp == 1 and last == most), "the last rank has less than the others"
+
+
+def test_the_depth_holds_every_kind_of_layer() -> None:
+    assert shrink({**QWEN3_30B_A3B, "mlp_only_layers": [0, 1, 2]}, 1)["num_hidden_layers"] == 4
+    assert shrink({**QWEN3_30B_A3B, "mlp_only_layers": [0, 1, 2]}, 1)["mlp_only_layers"] == [0, 1, 2]
+    assert shrink({**QWEN3_30B_A3B, "decoder_sparse_step": 5}, 1)["num_hidden_layers"] == 5
+
+
+def test_experts_are_spelled_as_in_the_source(tmp_path: Path) -> None:
+    for layout in ("per-expert", "fused"):
+        source = tiny.directory(tmp_path / layout, "qwen3_moe", dtype=torch.bfloat16, layout=layout)
+        assert plan(str(source), Axes()).choice["experts"] == layout
+
+
+def test_full_takes_the_weights_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16)
+    code, out, err = said(capsys, str(source), "--mesh", "tp=2", "--full", "--dtypes", "float64", "--json")
+    assert code == 0, out
+    assert "making a model" not in err
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "tiny-qwen3", "--mesh", "tp=2", "--dtypes", "float64")
+    assert code == 0
+    assert "all is well" in out
+    assert out.count("pass") == len(ROWS)
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "--list")
+    assert code == 0
+    assert all(oracle in out for oracle in ROWS)
+
+
+REFUSED = [
+    (["tiny-qwen3", "--mesh", "tp=3"], r"tp=3 does not divide 4 heads of layers.0.mixer.q; choose tp from 1, 2, 4"),
+    (["tiny-qwen3.5", "--mesh", "tp=8"], "tp=8 does not divide"),
+    (["tiny-qwen3-moe", "--mesh", "fsdp=2,ep=3"], "ep=3 does not divide fsdp*cp*tp=2; choose ep from 1, 2"),
+    (["tiny-qwen3", "--mesh", "cp=2"], "the axis cp is not built yet"),
+    (["tiny-qwen3", "--mesh", "sp=2"], "'sp=2' is not AXIS=N"),
+    (["tiny-qwen3", "--mesh", "tp=2,tp=4"], "gives tp twice"),
+    (["tiny-qwen3", "--mesh", "tp=two"], "'tp=two' is not AXIS=N"),
+    (["tiny-qwen3", "--mesh", "tp=0"], "tp=0 is not a size"),
+    (["tiny-qwen3", "--dtypes", "float8"], "dtype 'float8' is unknown"),
+    (["tiny-qwen3", "--full"], "has no weights to take as they are"),
+    (["no/such/place"], "is neither a directory nor one of tiny-qwen2"),
+    ([], "verify needs a model"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "pattern"), REFUSED, ids=[" ".join(a) or "nothing" for a, _ in REFUSED])
+def test_refused_at_once(capsys: pytest.CaptureFixture[str], arguments: list[str], pattern: str) -> None:
+    began = time.monotonic()
+    code, _, err = said(capsys, *arguments)
+    assert code == 2
+    assert pattern in err
+    assert time.monotonic() - began < 5
+
+
+def test_what_the_real_sizes_do_not_allow_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Though the shrunk ones would."""
+    at = directory(
+        tmp_path / "m", {**QWEN3_30B_A3B, "num_experts": 6, "intermediate_size": 6145, "mlp_only_layers": [0]}
+    )
+    code, _, err = said(capsys, at, "--mesh", "tp=2")
+    assert code == 2
+    assert "tp=2 does not divide 4865 ffn" in err
+
+
+def test_devices_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("they are")
+    code, _, err = said(capsys, "tiny-qwen3", "--mesh", "tp=2", "--device", "cuda")
+    assert code == 2
+    assert "tp=2 needs 2 devices, 0 are here" in err
+
+
+def dies(rank_of_death: int) -> None:
+    if int(os.environ["RANK"]) == rank_of_death:
+        os._exit(3)
+    time.sleep(60)
+
+
+def sleeps() -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(60)
+
+
+def test_a_rank_that_dies_or_hangs_is_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 died without a word"):
+        run_ranks(2, dies, 1, seconds=30)
+    assert time.monotonic() - began < 10
+    with pytest.raises(RankError, match=r"ranks \[1\] of 2 hung for 2 s"):
+        run_ranks(2, sleeps, seconds=2)
+
+
+BREAKS = {
+    "a sum is removed": (
+        "parallel/sums.py", "        mesh.sum_(flat, axes)\n", "",
+        ["tiny-qwen3", "--mesh", "tp=2"], ["G1 model.layers.0.input_layernorm.weight", "a sum over tp is missing"],
+    ),
+    "a sum becomes an average": (
+        "parallel/fsdp.py", "sharded.set_gradient_divide_factor(1.0)", "sharded.set_gradient_divide_factor(2.0)",
+        ["tiny-qwen3", "--mesh", "fsdp=2"], ["ratio 0.5: 1/2 of it = 1/fsdp"],
+    ),
+    "the wrong half is loaded": (
+        "layout/rules.py", "_index(placement.shard, axes, coords))\n    return Piece", "0)\n    return Piece",
+        ["tiny-qwen3", "--mesh", "fsdp=2"],
+        ["RUN 2 ranks: it stopped", "rank 1 stores (65, 36), the table says (66, 36)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "old", "new", "arguments", "told"), BREAKS.values(), ids=BREAKS)
+def test_a_broken_copy_of_the_package_is_found_out(
+    tmp_path: Path, file: str, old: str, new: str, arguments: list[str], told: list[str]
+) -> None:
+    shutil.copytree(ROOT / "meshwright", tmp_path / "meshwright", ignore=shutil.ignore_patterns("__pycache__"))
+    text = (tmp_path / "meshwright" / file).read_text()
+    assert old in text, f"{old!r} is not in {file} any more"
+    (tmp_path / "meshwright" / file).write_text(text.replace(old, new))
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright.cli", "verify", *arguments, "--dtypes", "float64"],
+        check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    out = " ".join(done.stdout.split())
+    assert all(text in out for text in told), done.stdout
