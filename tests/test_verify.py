@@ -170,9 +170,7 @@ def test_refused_at_once(capsys: pytest.CaptureFixture[str], arguments: list[str
 
 def test_what_the_real_sizes_do_not_allow_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Though the shrunk ones would."""
-    at = directory(
-        tmp_path / "m", {**QWEN3_30B_A3B, "num_experts": 6, "intermediate_size": 6145, "mlp_only_layers": [0]}
-    )
+    at = directory(tmp_path / "m", {**QWEN2, "intermediate_size": 4865})
     code, _, err = said(capsys, at, "--mesh", "tp=2")
     assert code == 2
     assert "tp=2 does not divide 4865 ffn" in err
