@@ -54,7 +54,8 @@ def units_of(model: nn.Module, gathered: Sequence[nn.Module]) -> list[Unit]:
     for name in [*experts, *(names[m] for m in gathered), ""]:
         inside = [n for n, _ in model.named_parameters() if n.startswith(f"{name}." if name else "") and n not in taken]
         taken.update(inside)
-        units.append(Unit(name, tuple(inside), name in experts, again=name != ""))
+        last = name in ("", names[gathered[-1]])  # backward wants the last one first: it is kept
+        units.append(Unit(name, tuple(inside), name in experts, again=not last))
     return units
 
 
