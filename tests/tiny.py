@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-import meshwright as mw
+from meshwright.verify.data import ragged as batches  # noqa: F401 - what all tests train on
 
 ODD: dict[str, dict[str, Any]] = {
     "qwen3": dict(
@@ -122,18 +122,4 @@ def _per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 out[key.replace("down_proj", f"{e}.down_proj.weight")] = one.contiguous().clone()
         else:
             out[key] = value
-    return out
-
-
-def batches(
-    data_rank: int, *, num: int = 2, length: int = 40, vocab: int = 131, target: bool = False
-) -> list[mw.Batch]:
-    """Documents that differ on every data rank and micro-batch; unequal numbers of targets; a filler tail."""
-    out = []
-    for number in range(num):
-        g = torch.Generator().manual_seed(100 * data_rank + number)
-        sizes = [[5, 1, 9, 13], [17, 2, 3], [30, 1], [11, 11, 11, 4]][(data_rank + 2 * number) % 4]
-        docs = [torch.randint(vocab, (n,), generator=g).tolist() for n in sizes]
-        fields = {"target": [torch.randn(n, generator=g).tolist() for n in sizes]} if target else None
-        out.append(mw.pack(docs, length=length, fields=fields))
     return out

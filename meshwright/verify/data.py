@@ -7,10 +7,12 @@ import torch
 from ..data import Batch, pack
 
 _SIZES = [[5, 1, 9, 13], [17, 2, 3], [30, 1], [11, 11, 11, 4]]
-_LENGTH = 40
+LENGTH = 40
 
 
-def ragged(data_rank: int, *, vocab: int, tp: int, target: bool = False, num: int = 2) -> list[Batch]:
+def ragged(
+    data_rank: int, *, num: int = 2, length: int = LENGTH, vocab: int = 131, target: bool = False
+) -> list[Batch]:
     """The micro-batches of a data rank, of unequal numbers of targets."""
     out = []
     for number in range(num):
@@ -18,5 +20,5 @@ def ragged(data_rank: int, *, vocab: int, tp: int, target: bool = False, num: in
         sizes = _SIZES[(data_rank + 2 * number) % len(_SIZES)]
         docs = [torch.randint(vocab, (n,), generator=g).tolist() for n in sizes]
         fields = {"target": [torch.randn(n, generator=g).tolist() for n in sizes]} if target else None
-        out.append(pack(docs, length=-(-_LENGTH // tp) * tp, fields=fields))
+        out.append(pack(docs, length=length, fields=fields))
     return out

@@ -21,7 +21,7 @@ from ..log import quiet
 from ..mesh import Axes, Mesh
 from ..models import describe, prefix_of, text_config
 from ..weights import choose, of_table, open_source, read_config
-from .data import ragged
+from .data import LENGTH, ragged
 from .oracles import Finding, examine
 from .ranks import run_ranks
 from .shrink import TINY, shrink
@@ -136,7 +136,9 @@ def inspect(plan: Plan, say: Say) -> list[Part]:
 
 def _part(plan: Plan, dtype: str, source: Path, say: Say) -> Part:
     began = time.monotonic()
-    data = functools.partial(ragged, vocab=plan.vocab, tp=plan.axes.tp * plan.axes.cp, target=plan.head == "value")
+    share = plan.axes.tp * plan.axes.cp
+    length = -(-LENGTH // share) * share  # a batch divides into the shares of a data rank
+    data = functools.partial(ragged, vocab=plan.vocab, length=length, target=plan.head == "value")
     trial = Trial(source, plan.axes, data, plan.head, DTYPES[dtype], steps=_STEPS[dtype])
     say(f"{dtype}: one process")
     reference = run_ranks(1, refer, trial, seconds=plan.seconds)[0]
