@@ -40,6 +40,6 @@ def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str) -> tuple[Ten
     order_N = expert_N.argsort(stable=True)  # they came by rank, then expert; the experts want them by expert
 
     def back(y_ND: Tensor) -> Tensor:
-        return Exchange.apply(y_ND[order_N.argsort()], sent, received, group)
+        return Exchange.apply(y_ND.index_select(0, order_N.argsort()), sent, received, group)
 
-    return rows_ND[order_N], from_rank_RE.sum(0), back
+    return rows_ND.index_select(0, order_N), from_rank_RE.sum(0), back
