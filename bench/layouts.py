@@ -19,7 +19,6 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import meshwright as mw
-from bench.step import MODELS, TOKENS
+from bench.step import MODELS, TOKENS, Step, document, our_step, their_step
 from meshwright.verify import Recorder, run_ranks
 
 LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
@@ -39,37 +38,18 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "fsdp2": ("qwen3", {"fsdp": 2}),
     "fsdp2+ep2": ("qwen3_moe", {"fsdp": 2, "ep": 2}),
 }
-Step = Callable[[], float]
-
-
-def document(data_rank: int) -> list[int]:
-    return torch.randint(32000, (TOKENS,), generator=torch.Generator().manual_seed(1 + data_rank)).tolist()
 
 
 def ours(directory: Path, mesh: dict[str, int]) -> Step:
     model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32)
-    engine, batch = mw.Engine(model, lr=1e-3), mw.pack([document(model.mesh.data_rank)])
-
-    def step() -> float:
-        loss = engine.backward([batch])
-        engine.discard()
-        return loss
-
-    return step
+    return our_step(model, document(1 + model.mesh.data_rank))
 
 
 def theirs(directory: Path, mesh: dict[str, int]) -> Step:
     config = DistributedConfig(**{f"{axis}_size": size for axis, size in mesh.items()})
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, distributed_config=config)
-    ids = torch.tensor([document(dist.get_rank() if "fsdp" in mesh else 0)])
-
-    def step() -> float:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.float32, distributed_config=config)
+    return their_step(model, document(1 + dist.get_rank() if "fsdp" in mesh else 1))
 
 
 SIDES = {"meshwright": ours, "transformers": theirs}

@@ -52,13 +52,16 @@ MODELS: dict[str, dict[str, Any]] = {
 Step = Callable[[], float]
 
 
-def document() -> list[int]:
-    return torch.randint(32000, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+def document(seed: int = 1) -> list[int]:
+    return torch.randint(32000, (TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def ours(directory: Path, dtype: torch.dtype) -> Step:
-    engine = mw.Engine(mw.load(directory, mw.Mesh(device="cpu"), dtype=dtype), lr=1e-3)
-    batch = mw.pack([document()])
+    return our_step(mw.load(directory, mw.Mesh(device="cpu"), dtype=dtype), document())
+
+
+def our_step(model: mw.Model, tokens: list[int]) -> Step:
+    engine, batch = mw.Engine(model, lr=1e-3), mw.pack([tokens])
 
     def step() -> float:
         loss = engine.backward([batch])
@@ -69,8 +72,11 @@ def ours(directory: Path, dtype: torch.dtype) -> Step:
 
 
 def theirs(directory: Path, dtype: torch.dtype) -> Step:
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    ids = torch.tensor([document()])
+    return their_step(transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), document())
+
+
+def their_step(model: Any, tokens: list[int]) -> Step:
+    ids = torch.tensor([tokens])
 
     def step() -> float:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss

@@ -20,7 +20,7 @@ from ..errors import MeshError
 from .axes import DENSE, EXPERT, Axes
 from .collectives import gather
 
-__all__ = ["DENSE", "EXPERT", "Axes", "Mesh"]
+__all__ = ["DENSE", "EXPERT", "Axes", "Mesh", "refuse_unbuilt"]
 
 
 class Mesh:
@@ -41,7 +41,7 @@ class Mesh:
         timeout_s: float = 600.0,
     ) -> None:
         self.axes = Axes(pp, replicate, fsdp, cp, tp, ep)
-        _refuse_unbuilt(self.axes)
+        refuse_unbuilt(self.axes)
         world = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
         if self.axes.world != world:
             raise MeshError(
@@ -133,7 +133,7 @@ class Mesh:
         return f"Mesh({self.axes}, rank {self.rank} of {self.axes.world} on {self.device})"
 
 
-def _refuse_unbuilt(axes: Axes) -> None:
+def refuse_unbuilt(axes: Axes) -> None:
     for name in ("pp", "cp"):
         if axes.size_of(name) > 1:
             raise MeshError(f"{name}={axes.size_of(name)}: the axis {name} is not built yet; choose {name}=1")

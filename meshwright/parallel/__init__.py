@@ -6,18 +6,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError
 from ..layout import Rules, Span, Table, Unit, attributes, cut, matrix_shape, place
-from ..mesh import Mesh
+from ..mesh import Axes, Mesh
 from . import expert, fsdp, tensor
 from .fsdp import expect_last, rest
 from .sums import finish
 
-__all__ = ["distribute", "expect_last", "finish", "local", "local_grad", "rest"]
+__all__ = ["distribute", "expect_last", "finish", "local", "local_grad", "rest", "spans"]
 
 
 def distribute(
@@ -25,7 +27,8 @@ def distribute(
 ) -> None:
     """Turn a model on the meta device into this rank's part of it, with uninitialised parameters."""
     _cut(model, table, rules, mesh, torch.promote_types(compute, torch.float32))
-    _tell_spans(model, rules, mesh)
+    for span, start, stop in spans(model, rules, mesh.axes, mesh.rank):
+        span.start, span.stop = start, stop
     tensor.arm(model, mesh)
     expert.arm(model, mesh)
     exact = {model.get_parameter(p.name) for p in table if p.float32}
@@ -42,11 +45,13 @@ def _cut(model: nn.Module, table: Table, rules: Rules, mesh: Mesh, stored: torch
         setattr(model.get_submodule(owner), name, nn.Parameter(mine, requires_grad=old.requires_grad))
 
 
-def _tell_spans(model: nn.Module, rules: Rules, mesh: Mesh) -> None:
+def spans(model: nn.Module, rules: Rules, axes: Axes, rank: int) -> Iterator[tuple[Span, int, int]]:
+    """What a rank works on of each dim that the model asks for; never nothing."""
     for name, span in attributes(model, Span):
-        span.start, span.stop = rules.span(span.dim, span.size, mesh.axes, mesh.coords, name)
-        if len(span) == 0:
-            raise LayoutError(f"{name}: rank {mesh.rank} of {mesh.axes} is left without any of {span.size} {span.dim}")
+        start, stop = rules.span(span.dim, span.size, axes, axes.coords(rank), name)
+        if start == stop:
+            raise LayoutError(f"{name}: rank {rank} of {axes} is left without any of {span.size} {span.dim}")
+        yield span, start, stop
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import parallel
 from ..engine import export, init
-from ..errors import ConfigError, LayoutError, MeshError, RankError
-from ..layout import Rules, Span, attributes, pieces
+from ..errors import ConfigError, MeshError, RankError
+from ..layout import Rules, pieces
 from ..log import quiet
-from ..mesh import Axes, Mesh
+from ..mesh import Axes, Mesh, refuse_unbuilt
 from ..models import describe, prefix_of, text_config
 from ..weights import choose, of_table, open_source, read_config
 from .data import LENGTH, ragged
@@ -110,17 +111,11 @@ def _check_devices(axes: Axes, device: str) -> None:
 
 def check_layout(config: Mapping[str, Any], axes: Axes, head: str) -> None:
     """What each rank of the mesh would refuse, found without any of them."""
-    for name in ("pp", "cp"):
-        if axes.size_of(name) > 1:
-            raise MeshError(f"{name}={axes.size_of(name)}: the axis {name} is not built yet; choose {name}=1")
+    refuse_unbuilt(axes)
     module, table = describe(config, prefix_of(config, None), head)
     for rank in range(axes.world):
-        coords = axes.coords(rank)
-        pieces(table, Rules(), axes, coords)
-        for name, span in attributes(module, Span):
-            start, stop = Rules().span(span.dim, span.size, axes, coords, name)
-            if stop == start:
-                raise LayoutError(f"{name}: rank {rank} of {axes} is left without any of {span.size} {span.dim}")
+        pieces(table, Rules(), axes, axes.coords(rank))
+        list(parallel.spans(module, Rules(), axes, rank))
 
 
 def inspect(plan: Plan, say: Say) -> list[Part]:

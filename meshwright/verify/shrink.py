@@ -41,8 +41,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 
+_WIDTH = 36
 _WIDTHS = {
-    "hidden_size": 36,
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
     "moe_intermediate_size": 20,
@@ -66,8 +66,8 @@ def _shrink(text: Json, tp: int) -> dict[str, Any]:
     rope = text.get("rope_parameters") or {}
     whole = (rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0) == 1.0
     out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
-    if text.get("model_type") == "qwen2":  # its heads make up its width
-        out["hidden_size"] = out["num_attention_heads"] * out["head_dim"]
+    heads = out["num_attention_heads"]
+    out["hidden_size"] = -(-_WIDTH // heads) * heads  # some families want the heads to divide it
     depth = _depth(text)
     out["num_hidden_layers"] = depth
     if text.get("layer_types"):
