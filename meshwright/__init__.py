@@ -1,7 +1,7 @@
 """Train Qwen-family models on any mesh of devices, and prove the run right before renting the devices."""
 
 from .data import Batch, pack
-from .engine import Engine, Model, StepRecord, export, gather, init, load, logits, logprobs, losses, stream
+from .engine import Engine, Model, Savings, StepRecord, export, gather, init, load, logits, logprobs, losses, stream
 from .errors import (
     BrokenFile,
     ConfigError,
@@ -39,6 +39,7 @@ __all__ = [
     "Model",
     "NonFiniteError",
     "RankError",
+    "Savings",
     "StateError",
     "StepRecord",
     "UnknownKey",

@@ -5,10 +5,12 @@ from .engine import Engine, StepRecord
 from .forward import logits, logprobs
 from .hand_out import export, gather, stream
 from .model import Model, init, load
+from .savings import Savings
 
 __all__ = [
     "Engine",
     "Model",
+    "Savings",
     "StepRecord",
     "export",
     "gather",

@@ -15,6 +15,7 @@ from ..errors import ConfigError, DataError, NonFiniteError, RankError, StateErr
 from ..layout import missing
 from ..mesh import DENSE, Axes
 from ..optim import AdamW, Settings, squares
+from .fit import refuse_too_large
 from .forward import WEIGHT, check, counted, own, score
 from .losses import Loss, cross_entropy
 from .model import Model
@@ -49,7 +50,8 @@ class Engine:
     >>> engine = Engine(model, lr=1e-5)                        # doctest: +SKIP
     >>> record = engine.step([batch, another])                 # doctest: +SKIP
 
-    `entropy=True` gives the loss `scores["entropy"]` too. `router_aux`: see `engine.router`.
+    `entropy=True` gives the loss `scores["entropy"]` too. `router_aux`: see `engine.router`. `state_dtype`: of both
+    moments of AdamW, as stored; torch.bfloat16 takes 4 bytes a parameter instead of 8.
 
     `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, AdamW).
     """
@@ -66,6 +68,7 @@ class Engine:
         max_norm: float | None = 1.0,
         router_aux: str = "pooled",
         entropy: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         for name, value, fine in (
             ("lr", lr, callable(lr) or lr >= 0),
@@ -76,6 +79,7 @@ class Engine:
         ):
             if not fine:
                 raise ConfigError(f"{name}={value} is out of range")
+        refuse_too_large(model.need(state_dtype), model.mesh.room)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, max_norm
         self.steps = 0
         self.want = model.parts[0].scores[0]
@@ -86,7 +90,7 @@ class Engine:
         trained = set(model.trainable)
         decayed = {p.name for p in model.table if p.decay}
         stored = {name: t for name, t in model.stored().items() if name in trained}
-        self.optimizer = AdamW(stored, decayed, Settings(betas, eps, weight_decay))
+        self.optimizer = AdamW(stored, decayed, Settings(betas, eps, weight_decay, state_dtype))
 
     def step(self, batches: Sequence[Batch]) -> StepRecord:
         loss = self.backward(batches)

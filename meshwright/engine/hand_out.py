@@ -17,7 +17,7 @@ from .model import Model
 def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) one after the other on global rank 0, in the source's layout.
 
-    All ranks must run through it; elsewhere it yields nothing. Memory: a few tensors (64 MiB) at a time. Weights come
+    All ranks must run through it; elsewhere it yields nothing. Savings: a few tensors (64 MiB) at a time. Weights come
     in the dtype of the source, gradients in float32; tensors that are not trained (`mtp.*`) are left out.
     """
     stored = _stored(model, which)

@@ -17,7 +17,7 @@ from .. import parallel
 from ..errors import ConfigError, LayoutError, StateError
 from ..layout import Charge, Piece, Rules, Table, Unit, owns, pieces, units_of
 from ..mesh import Mesh
-from ..models import Decoder, describe, prefix_of, text_config
+from ..models import Decoder, arm_layers, describe, prefix_of, text_config
 from ..weights import (
     Holding,
     Spelling,
@@ -34,6 +34,8 @@ from ..weights import (
     open_source,
     read_config,
 )
+from .fit import Need, refuse_too_large, widths_of
+from .savings import Savings
 
 READ = ("rank", "node")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
@@ -52,6 +54,7 @@ class Model:
     config: Mapping[str, Any]
     directory: Path  # of config.json and the tokenizer
     spelling: Spelling
+    savings: Savings
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
 
@@ -78,6 +81,11 @@ class Model:
         found = ((name, parallel.local_grad(self.parts[0].get_parameter(name))) for name in self.trainable)
         return {name: grad for name, grad in found if grad is not None}
 
+    def need(self, state_dtype: torch.dtype | None = None) -> Need:
+        """What decides about the bytes that training takes here."""
+        widths, trained = widths_of(self.dtype, state_dtype), frozenset(self.trainable)
+        return Need(self.units, self.table, self.rules, self.mesh.axes, widths, trained, self.savings.offload)
+
     def holding(self, stored: Mapping[str, Tensor]) -> Holding:
         return Holding(self.table, self.rules, self.mesh, stored)
 
@@ -94,6 +102,7 @@ def load(
     dtype: torch.dtype | None = None,
     train: str | Sequence[str] = "**",
     read: str = "rank",
+    savings: Savings = Savings(),
 ) -> Model:
     """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
 
@@ -101,7 +110,7 @@ def load(
     `[T, labels]` where `id2label` or `num_labels` of config.json say more than one: sequence and token classifiers; a
     language model gets a new one) or "none". `train`: patterns of the parameters that are trained.
     `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
-    node reads what its node stores and sends it on (`model.load_bill`).
+    node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time.
     """
     if read not in READ:
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
@@ -112,7 +121,7 @@ def load(
     choice = choose(table, found)
     check_keys(table, found, choice, fresh, torch.promote_types(dtype or torch.bfloat16, torch.float32))
     spelling = of_source(table, found, choice, carried_keys(table, found, choice), fresh)
-    model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train)
+    model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train, savings)
     node = _node(model.mesh, read)
     plan = list(deliveries(table, model.rules, model.mesh.axes, node, found, choice, fresh))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
@@ -129,12 +138,14 @@ def init(
     dtype: torch.dtype | None = None,
     train: str | Sequence[str] = "**",
     seed: int = 0,
+    savings: Savings = Savings(),
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
     directory = local_directory(source, mesh, weights=False)
     config = read_config(directory)
     module, table = describe(config, prefix_of(config, None), head)
-    model = _place(module, table, mesh or Mesh(), config, directory, of_table(table, _file_dtype(config)), dtype, train)
+    spelling = of_table(table, _file_dtype(config))
+    model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train, savings)
     _fill_fresh(model, list(model.pieces), seed)
     return model
 
@@ -157,19 +168,22 @@ def _place(
     spelling: Spelling,
     dtype: torch.dtype | None,
     train: str | Sequence[str],
+    savings: Savings,
 ) -> Model:
     compute = dtype or torch.bfloat16
     if compute not in COMPUTE:
         raise ConfigError(f"dtype={compute} cannot be computed in; choose from {', '.join(map(str, COMPUTE))}")
     _freeze(module, table, [train] if isinstance(train, str) else list(train))
     rules = Rules()
-    units = units_of(module, module.units())
+    units = units_of(module, module.units(), reshard=savings.reshard)
+    refuse_too_large(Need(units, table, rules, mesh.axes, widths_of(compute), frozenset(), savings.offload), mesh.room)
     module.compute_in(compute)
-    parallel.distribute(module, units, table, rules, mesh, compute)
+    arm_layers(module, savings.recompute, savings.compiled)
+    parallel.distribute(module, units, table, rules, mesh, compute, offload=savings.offload)
     for each in module.modules():
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
-    model = Model(mesh, rules, table, (module,), tuple(units), compute, config, directory, spelling)
+    model = Model(mesh, rules, table, (module,), tuple(units), compute, config, directory, spelling, savings)
     for name, stored in model.stored().items():
         if tuple(stored.shape) != model.pieces[name].shape:  # FSDP and the table must cut alike
             raise LayoutError(

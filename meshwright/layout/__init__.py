@@ -5,6 +5,7 @@ from .boxes import Box, check_tiling, chunk, interval
 from .doors import ENTER, LEAVE, MEET, Dispatch, Door, Kind, Span, attributes
 from .params import Block, Declared, Init, Layout, Param, Table, collect, matrix_shape, plain, segments, weight
 from .rules import Piece, Placement, Rules, cut, missing, owns, piece, pieces, place
+from .storage import Stored, Widths, storage
 
 __all__ = [
     "ENTER",
@@ -25,8 +26,10 @@ __all__ = [
     "Rules",
     "Span",
     "Step",
+    "Stored",
     "Table",
     "Unit",
+    "Widths",
     "attributes",
     "bill",
     "check_tiling",
@@ -42,6 +45,7 @@ __all__ = [
     "place",
     "plain",
     "segments",
+    "storage",
     "units_of",
     "weight",
 ]

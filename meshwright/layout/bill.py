@@ -23,6 +23,11 @@ class Unit:
     expert: bool
     again: bool
 
+    @property
+    def shard(self) -> tuple[str, ...]:
+        """The axes over which it is stored in shards."""
+        return ("efsdp",) if self.expert else ("fsdp", "cp")
+
 
 @dataclass(frozen=True)
 class Charge:
@@ -45,8 +50,9 @@ class Step:
     stored_bytes: int = 4
 
 
-def units_of(model: nn.Module, gathered: Sequence[nn.Module]) -> list[Unit]:
-    """Experts, then the units around them, then the root with what is left, as they are wrapped."""
+def units_of(model: nn.Module, gathered: Sequence[nn.Module], *, reshard: bool = True) -> list[Unit]:
+    """Experts, then the units around them, then the root with what is left, as they are wrapped. Without `reshard`
+    what forward has gathered stays until backward is done with it."""
     names = {module: name for name, module in model.named_modules()}
     experts = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in attributes(model, Dispatch)))
     taken: set[str] = set()
@@ -55,7 +61,7 @@ def units_of(model: nn.Module, gathered: Sequence[nn.Module]) -> list[Unit]:
         inside = [n for n, _ in model.named_parameters() if n.startswith(f"{name}." if name else "") and n not in taken]
         taken.update(inside)
         last = name in ("", names[gathered[-1]])  # backward wants the last one first: it is kept
-        units.append(Unit(name, tuple(inside), name in experts, again=not last))
+        units.append(Unit(name, tuple(inside), name in experts, again=reshard and not last))
     return units
 
 
@@ -77,34 +83,36 @@ def _doors(model: nn.Module, axes: Axes, step: Step) -> Iterator[Charge]:
     for name, door in attributes(model, Door):
         item = step.stored_bytes if door.floats else step.compute_bytes
         num_bytes = step.tokens // axes.cp * door.width * item
-        for op in (door.kind.forward, door.kind.backward):
-            yield Charge(name, op, (door.kind.axis,), num_bytes, step.num_batches)
+        yield Charge(name, door.kind.forward, (door.kind.axis,), num_bytes, (1 + door.again) * step.num_batches)
+        yield Charge(name, door.kind.backward, (door.kind.axis,), num_bytes, step.num_batches)
     for name, dispatch in attributes(model, Dispatch):
         rows = step.tokens // (axes.cp * axes.tp) * dispatch.top_k
-        yield Charge(f"{name}.counts", "all_to_all", ("ep",), dispatch.num_experts * 8, step.num_batches)
-        yield Charge(
-            f"{name}.rows", "all_to_all", ("ep",), rows * dispatch.width * step.compute_bytes, 4 * step.num_batches
-        )
+        forwards, rows_bytes = 1 + dispatch.again, rows * dispatch.width * step.compute_bytes
+        counts_bytes = dispatch.num_experts * 8
+        yield Charge(f"{name}.counts", "all_to_all", ("ep",), counts_bytes, forwards * step.num_batches)
+        yield Charge(f"{name}.rows", "all_to_all", ("ep",), rows_bytes, (2 * forwards + 2) * step.num_batches)
+
+
+def padded(unit: Unit, table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> int:
+    """Elements that each rank brings to a gathering: shards are made equal."""
+    parts, num = prod(axes.sizes(unit.shard)), 0
+    for name in unit.params:
+        param = table[name]
+        if not param.float32:
+            rows, *cols = matrix_shape(param, cut(param, place(param, rules, axes), axes, coords).shape)
+            num += -(-rows // parts) * prod(cols)
+    return num
 
 
 def _unit(
     unit: Unit, table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int], step: Step
 ) -> Iterator[Charge]:
-    shard = ("efsdp",) if unit.expert else ("fsdp", "cp")
-    parts = prod(axes.sizes(shard))
-    padded = 0
-    for name in unit.params:
-        param = table[name]
-        if not param.float32:
-            rows, *cols = matrix_shape(param, cut(param, place(param, rules, axes), axes, coords).shape)
-            padded += -(-rows // parts) * prod(cols)
-    if padded:
-        n = step.num_batches
-        yield Charge(
-            unit.name or "root", "all_gather", shard, padded * parts * step.compute_bytes, n * (1 + unit.again)
-        )
-        yield Charge(unit.name or "root", "reduce_scatter", shard, padded * parts * step.stored_bytes, n)
-        yield Charge(unit.name or "root", "all_reduce", ("replicate",), padded * step.stored_bytes, 1)
+    mine, name, n = padded(unit, table, rules, axes, coords), unit.name or "root", step.num_batches
+    if mine:
+        whole = mine * prod(axes.sizes(unit.shard))
+        yield Charge(name, "all_gather", unit.shard, whole * step.compute_bytes, n * (1 + unit.again))
+        yield Charge(name, "reduce_scatter", unit.shard, whole * step.stored_bytes, n)
+        yield Charge(name, "all_reduce", ("replicate",), mine * step.stored_bytes, 1)
 
 
 def _rest(table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int], step: Step) -> Iterator[Charge]:

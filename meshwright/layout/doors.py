@@ -34,6 +34,7 @@ class Door:
 
     def __init__(self, kind: Kind, width: int, *, floats: bool = False) -> None:
         self.kind, self.width, self.floats = kind, width, floats
+        self.again = False  # passed once more when backward recomputes
         self.armed: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -49,11 +50,12 @@ Back = Callable[[Tensor], Tensor]
 class Dispatch:
     """The door of a mixture of experts: rows sorted by expert -> rows of this rank's experts, and the way back.
 
-    Five all-to-alls when armed: the counts, rows there and back, and the two of backward.
+    Five all-to-alls when armed: the counts, rows there and back, and the two of backward. Three more when `again`.
     """
 
     def __init__(self, num_experts: int, width: int, top_k: int) -> None:
         self.num_experts, self.width, self.top_k = num_experts, width, top_k
+        self.again = False
         self.armed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]] | None = None
 
     def __call__(self, x_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Back]:

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import MeshError
 from .axes import DENSE, EXPERT, Axes
 from .collectives import gather
+from .room import Room, room_of
 
-__all__ = ["DENSE", "EXPERT", "Axes", "Mesh", "refuse_unbuilt"]
+__all__ = ["DENSE", "EXPERT", "Axes", "Mesh", "Room", "refuse_unbuilt", "room_of"]
 
 
 class Mesh:
@@ -119,6 +120,11 @@ class Mesh:
             raise MeshError(f"{self.axes.world} ranks are not whole nodes of LOCAL_WORLD_SIZE={size}")
         first = self.rank - self.rank % size
         return range(first, first + size)
+
+    @property
+    def room(self) -> Room:
+        """The memory that this rank may use."""
+        return room_of(self.device, len(self.node))
 
     @property
     def data_rank(self) -> int:

@@ -14,6 +14,14 @@ from torch.autograd import Function
 
 _c10d = torch.ops._c10d_functional
 
+# All of them; what they return is not ready before `wait_tensor`.
+OPS = [
+    _c10d.all_gather_into_tensor.default,
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.all_to_all_single.default,
+    _c10d.wait_tensor.default,
+]
+
 
 def gather(x: Tensor, size: int, group: str) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), size, group))

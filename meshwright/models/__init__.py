@@ -14,8 +14,9 @@ from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from .balance import Balance
 from .config import LABELS, Json, group
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder
+from .running import arm_layers
 
-__all__ = ["FAMILIES", "Balance", "Decoder", "Family", "describe", "prefix_of", "text_config"]
+__all__ = ["FAMILIES", "Balance", "Decoder", "Family", "arm_layers", "describe", "prefix_of", "text_config"]
 
 
 @dataclass(frozen=True)

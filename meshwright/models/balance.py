@@ -42,7 +42,7 @@ class Balance:
             self.counts[layer] = tokens_N.new_zeros(self.num_experts).index_add(0, expert_Tk.flatten(), tokens_N)
         if not self.coefficient:
             return weight_Tk
-        probs_E = counted_T @ logits_TE.to(weight_Tk.dtype).softmax(-1)
+        probs_E = (counted_T[None] @ logits_TE.to(weight_Tk.dtype).softmax(-1))[0]
         self.probs[layer] = probs_E.detach()
         return _Attach.apply(weight_Tk, probs_E, self)
 

@@ -83,8 +83,12 @@ class Layer(nn.Module):
         self.mixer = mixer
         self.mlp_norm = Norm(trunk, at + "post_attention_layernorm.weight")
         self.mlp = mlp
+        self.run: Callable[[Tensor, Rope, ops.Documents], Tensor] = self.block  # or as `models.running` arms it
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
+        return self.run(x_TD, rope, docs)
+
+    def block(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         x_TD = x_TD + self.mixer(self.norm(x_TD), rope, docs)
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 

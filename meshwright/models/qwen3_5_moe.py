@@ -37,4 +37,5 @@ class SharedMoE(MoE):
         self.shared_gate = weight({"gate": 1}, {"embed": trunk.width}, key=key, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return super().forward(x_TD) + ops.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)
+        shared_TD = ops.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)
+        return shared_TD + super().forward(x_TD)  # the experts last: backward comes to them first, and gathers once

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.ops.documents import Documents, check_tokens
-from meshwright.ops.kernels import fastest
+from meshwright.ops.kernels import fastest, uncompiled
 from meshwright.ops.product import product_dtype
 
 
+@uncompiled
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
     """Causal attention inside each document, scale K**-0.5; query head h uses kv head h // (H // G). -> o_THK"""
     check_tokens(docs, q=q_THK, k=k_TGK, v=v_TGK)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ops.documents import Documents, check_tokens
-from meshwright.ops.kernels import fastest
+from meshwright.ops.kernels import fastest, uncompiled
 from meshwright.ops.norms import upcast
 
 
@@ -43,15 +43,15 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TC: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_TC, weight_CW, positions_T = ctx.saved_tensors
-        x_TC, taps = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)
+        given_TC, weight_CW, positions_T = ctx.saved_tensors
+        x_TC, taps = upcast(given_TC), upcast(weight_CW.to(given_TC.dtype)).T.flip(0)
         dx_TC, d_taps = d_TC * taps[0], [(d_TC * x_TC).sum(0)]
         for back in range(1, len(taps)):
             d = _of_document(d_TC[back:], positions_T[back:], back)
             dx_TC[:-back].addcmul_(d, taps[back])
             d_taps.append((d * _of_document(x_TC[:-back], positions_T[back:], back)).sum(0))
         d_weight_CW = torch.stack(d_taps).flip(0).T
-        return dx_TC.to(ctx.saved_tensors[0].dtype), d_weight_CW.to(weight_CW.dtype), None
+        return dx_TC.to(given_TC.dtype), d_weight_CW.to(weight_CW.dtype), None
 
 
 def _of_document(x: Tensor, positions: Tensor, back: int) -> Tensor:
@@ -65,6 +65,7 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
     return g, upcast(b).sigmoid()
 
 
+@uncompiled
 def delta_rule(
     q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents
 ) -> Tensor:

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.ops.kernels import uncompiled
 from meshwright.ops.norms import swiglu, upcast
 from meshwright.ops.product import operand, product_dtype
 
 
+@uncompiled
 def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """(weights_Tk in at least float32, indices_Tk): softmax over all experts, then the k largest."""
     weights_Tk, indices_Tk = upcast(logits_TE).softmax(-1).topk(k, dim=-1)
@@ -21,6 +23,7 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
     return weights_Tk, indices_Tk
 
 
+@uncompiled
 def experts(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
     """SwiGLU experts on rows sorted by expert, counts_E (int64) of them each; R = 2F rows, [gate; up]. -> y_ND
 

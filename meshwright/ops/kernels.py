@@ -6,6 +6,7 @@ A kernel that is not installed, refuses its input or gives other numbers is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ TOLERANCE = 2e-2  # of a norm; both sides round to bf16 here and there
 _LENGTHS = (1, 2, 67, 130)  # of the documents that a kernel is tried on
 
 _agreed: dict[object, bool] = {}
+
+Plain = TypeVar("Plain", bound=Callable[..., object])
+
+
+def uncompiled(op: Plain) -> Plain:
+    """Left out of `torch.compile`: what it does depends on the data, and would be compiled anew for every batch."""
+    made: Plain = torch.compiler.disable(op)
+    return made
 
 
 def fastest(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list) -> Op:

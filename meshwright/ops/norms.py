@@ -84,6 +84,6 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, -1)
         d_gate_up = torch.empty_like(gate_up)
         d_gate, d_up = d_gate_up.chunk(2, -1)
-        torch.mul(d, F.silu(gate), out=d_up)
+        d_up.copy_(F.silu(gate)).mul_(d)
         d_gate.copy_(torch.ops.aten.silu_backward(d * up, gate))
         return d_gate_up

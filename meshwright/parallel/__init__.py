@@ -1,7 +1,7 @@
 """The only place that knows the order in which parallelisms compose.
 
 1. cut every parameter to what tp and ep give this rank; 2. tell the model its ranges; 3. arm the doors;
-4. store what is left in shards (FSDP2); 5. give it memory.
+4. store what is left in shards (FSDP2), on the device or in host memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["distribute", "expect_last", "finish", "local", "local_grad", "rest",
 
 
 def distribute(
-    model: nn.Module, units: list[Unit], table: Table, rules: Rules, mesh: Mesh, compute: torch.dtype
+    model: nn.Module, units: list[Unit], table: Table, rules: Rules, mesh: Mesh, compute: torch.dtype, *, offload: bool
 ) -> None:
     """Turn a model on the meta device into this rank's part of it, with uninitialised parameters."""
     _cut(model, table, rules, mesh, torch.promote_types(compute, torch.float32))
@@ -32,17 +32,29 @@ def distribute(
     tensor.arm(model, mesh)
     expert.arm(model, mesh)
     exact = {model.get_parameter(p.name) for p in table if p.float32}
-    fsdp.shard(model, units, exact, mesh, compute, torch.promote_types(compute, torch.float32))
-    model.to_empty(device=mesh.device)
+    fsdp.shard(model, units, exact, mesh, compute, torch.promote_types(compute, torch.float32), offload=offload)
+    _give_memory(model, mesh, offload)
 
 
 def _cut(model: nn.Module, table: Table, rules: Rules, mesh: Mesh, stored: torch.dtype) -> None:
     for param in table:
         box = cut(param, place(param, rules, mesh.axes), mesh.axes, mesh.coords)
-        owner, _, name = param.name.rpartition(".")
-        mine = torch.empty(matrix_shape(param, box.shape), device="meta", dtype=stored)
-        old = model.get_parameter(param.name)
-        setattr(model.get_submodule(owner), name, nn.Parameter(mine, requires_grad=old.requires_grad))
+        _put(model, param.name, torch.empty(matrix_shape(param, box.shape), device="meta", dtype=stored))
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """In the place of a parameter; trained or frozen like it."""
+    owner, _, last = name.rpartition(".")
+    trained = model.get_parameter(name).requires_grad
+    setattr(model.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=trained))
+
+
+def _give_memory(model: nn.Module, mesh: Mesh, offload: bool) -> None:
+    """On the device; with `offload` on the host, but for what FSDP does not bring to the device."""
+    model.to_empty(device="cpu" if offload else mesh.device)
+    for name, parameter in list(model.named_parameters()) if offload else ():
+        if not isinstance(parameter, DTensor):
+            _put(model, name, torch.empty_like(parameter, device=mesh.device))
 
 
 def spans(model: nn.Module, rules: Rules, axes: Axes, rank: int) -> Iterator[tuple[Span, int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..layout import Unit
 from ..mesh import Mesh
@@ -19,25 +19,30 @@ def shard(
     mesh: Mesh,
     compute: torch.dtype,
     reduce: torch.dtype,
+    *,
+    offload: bool,
 ) -> None:
     """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh.
 
     Units of a mesh of one rank stay as they are: FSDP would copy every parameter and gradient for nothing, and the
     ops cast what they are given. The root is wrapped if any unit is: the others are then its own.
+    With `offload` all that is wrapped lies in host memory; what is left out (`exact` and such units) on the device.
     """
+    home = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     left_out = set(exact)
     wrapped = False
     for unit in units:
         module, grid = model.get_submodule(unit.name), mesh.expert if unit.expert else mesh.dense
-        if grid.size() == 1:
+        if grid.size() == 1 and not offload:
             left_out.update(model.get_parameter(name) for name in unit.params)
             if module is not model or not wrapped:
                 continue
         wrapped = True
         sharded = fully_shard(
-            module, mesh=grid, mp_policy=policy, reshard_after_forward=unit.again, ignored_params=left_out
-        )
+            module, mesh=grid, mp_policy=policy, reshard_after_forward=unit.again, ignored_params=left_out,
+            offload_policy=home,
+        )  # fmt: skip
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
 

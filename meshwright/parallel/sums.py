@@ -15,14 +15,14 @@ from ..mesh import Mesh
 
 
 def finish(grads: Iterable[tuple[tuple[str, ...], Tensor]], mesh: Mesh) -> None:
-    """Sum each gradient over its axes, in place: one flat all-reduce for each set of axes."""
+    """Sum each gradient over its axes, in place: one flat all-reduce for each set of axes. Some may lie on the host."""
     buckets: dict[tuple[str, ...], list[Tensor]] = {}
     for axes, grad in grads:
         live = tuple(a for a in axes if mesh.axes.size_of(a) > 1)
         if live:
             buckets.setdefault(live, []).append(grad)
     for axes, bucket in buckets.items():
-        flat = torch.cat([g.flatten() for g in bucket])
+        flat = torch.cat([g.flatten().to(mesh.device) for g in bucket])
         mesh.sum_(flat, axes)
         for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))

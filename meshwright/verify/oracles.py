@@ -48,6 +48,7 @@ class Run:
     engine: Engine
     loading: list[Seen] = field(default_factory=list)
     stepping: list[Seen] = field(default_factory=list)
+    stored: dict[str, int] = field(default_factory=dict)  # bytes of this rank before the first update
 
     @property
     def model(self) -> Model:
@@ -154,7 +155,8 @@ def g2_replicas(run: Run) -> Findings:
 
 
 def n1_norm(run: Run) -> Findings:
-    """With gradients that are all 1, the squared norm is the number of elements; the real norm is the reference's."""
+    """With gradients that are all 1, the squared norm is the number of elements; the real norm is the reference's, and
+    every token counts once in the load of its experts."""
     ones = {name: torch.ones_like(t) for name, t in run.model.stored().items()}
     expected = sum(p.numel for p in run.model.table)
     squared = run.engine.norm(ones) ** 2
@@ -163,6 +165,11 @@ def n1_norm(run: Run) -> Findings:
     norm = run.engine.norm(run.model.grads())
     if not abs(norm - run.reference.norm) <= run.trial.tolerance.grad * run.reference.norm:
         yield Finding("N1", "norm", f"{norm!r}, one process finds {run.reference.norm!r}")
+    loads, expected_loads = run.engine.router.load_LE, run.reference.loads
+    if run.trial.dtype != torch.float64:  # rounding sends a token to another expert, but not away
+        loads, expected_loads = loads.sum(), expected_loads.sum()
+    if not torch.equal(loads.cpu(), expected_loads):
+        yield Finding("N1", "load of experts", f"{loads.tolist()}, one process counts {expected_loads.tolist()}")
 
 
 def u1_alive(run: Run, before: Mapping[str, Tensor], pushed: set[str], later: list[float]) -> Findings:
@@ -228,8 +235,14 @@ def d1_documents(run: Run) -> Findings:
 
 
 def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
-    """The collectives of a step are those of the bill: how many, among whom, how many bytes."""
+    """The collectives of a step are those of the bill: how many, among whom, how many bytes. So is what is stored."""
     mesh = run.model.mesh
+    due_stored = Counter(dict.fromkeys(run.stored, 0))
+    for stored in run.model.need().stored(mesh.rank):
+        due_stored[stored.what] += stored.num_bytes
+    for what, num_bytes in run.stored.items():
+        if num_bytes != due_stored[what]:
+            yield Finding("K1", what, f"{num_bytes} bytes on rank {mesh.rank}, the bill says {due_stored[what]}")
     due: Counter[tuple[str, tuple[int, ...]]] = Counter()
     paid, due_bytes, paid_bytes = due.copy(), due.copy(), due.copy()
     for charge in step_bill(run.model, tokens, num_batches):
@@ -250,6 +263,15 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     want, got = mesh.sum_(torch.tensor(both, device=mesh.device), DENSE).tolist()
     if want != got and mesh.rank == 0:
         yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
+
+
+def _bytes(engine: Engine) -> dict[str, int]:
+    kept = {
+        "parameters": engine.model.stored().values(),
+        "gradients": engine.model.grads().values(),
+        "moments": [m for both in engine.optimizer.moments.values() for m in both],
+    }
+    return {what: sum(t.nbytes for t in tensors) for what, tensors in kept.items()}
 
 
 def _crc(tensor: Tensor) -> int:
@@ -295,6 +317,7 @@ def _steps(run: Run, store: Store | None) -> list[Finding]:
     with recorder:
         found.append(engine.backward(batches))
     pushed = {name for name, grad in run.model.grads().items() if grad.any()}
+    run.stored = _bytes(engine)
     findings += [*g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
     with recorder:
         engine.update()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..data import Batch, pack
-from ..engine import Engine, Model, gather, load, logprobs, losses
+from ..engine import Engine, Model, Savings, gather, load, logprobs, losses
 from ..mesh import Axes, Mesh
 
 LR = 1e-3
@@ -43,13 +43,14 @@ class Trial:
     head: str = "lm"
     dtype: torch.dtype = torch.float64
     steps: int = 3
+    savings: Savings = Savings()
 
     @property
     def tolerance(self) -> Tolerance:
         return TOLERANCES[self.dtype]
 
     def engine(self, mesh: Mesh) -> Engine:
-        model = load(self.source, mesh, head=self.head, dtype=self.dtype)
+        model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings)
         loss = squared_errors if self.head == "value" else losses.cross_entropy
         return Engine(model, lr=LR, loss=loss)
 
@@ -75,20 +76,21 @@ class Reference:
     norm: float  # of the first gradient
     grads: dict[str, Tensor]  # of the first step, by Hugging Face name
     alone: Sequence[Tensor]  # log-probabilities of each document of the first batch, run alone
+    loads: Tensor  # [layers of experts, experts]: tokens that each got in the first step
 
 
 def refer(trial: Trial) -> Reference:
-    """Run the trial on one process (call it in a world of one)."""
-    engine = trial.engine(Mesh(device="cpu"))
+    """Run the trial on one process (call it in a world of one), as plainly as can be."""
+    engine = replace(trial, savings=Savings()).engine(Mesh(device="cpu"))
     alone = [logprobs(engine.model, one) for one in documents_of(trial.data(0)[0])] if trial.head == "lm" else []
-    batches, found, norm, grads = trial.all_batches(), [], 0.0, {}
+    batches, found, norm, grads, loads = trial.all_batches(), [], 0.0, {}, torch.zeros(0)
     for step in range(trial.steps):
         found.append(engine.backward(batches))
         if step == 0:
-            grads = gather(engine.model, "grad")
+            grads, loads = gather(engine.model, "grad"), engine.router.load_LE
         norm_here = engine.update()
         norm = norm if step else norm_here
-    return Reference(found, norm, grads, alone)
+    return Reference(found, norm, grads, alone, loads)
 
 
 def documents_of(batch: Batch) -> list[Batch]:

@@ -108,7 +108,7 @@ def _packed(parts: list[_Part], holding: Holding, exact: bool) -> dict[torch.dty
             if box.meet(part.ours) == part.ours:
                 values = view[part.ours.within(box).slices].detach().flatten()
                 dtype = _dtype(part.key, stored.dtype, exact)
-                flat.setdefault(dtype, []).append(values.to(dtype))
+                flat.setdefault(dtype, []).append(values.to(holding.mesh.device, dtype))
     return {dtype: torch.cat(flat[dtype]) for dtype in sorted(flat, key=str)}
 
 

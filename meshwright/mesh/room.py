@@ -1,0 +1,35 @@
+"""How much memory a rank may use: of its device, and of its machine's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+
+
+@dataclass(frozen=True)
+class Room:
+    """On a CPU both are the same memory."""
+
+    device_bytes: int
+    host_bytes: int
+    shared: bool
+
+
+def room_of(device: torch.device, ranks_here: int) -> Room:
+    """Of one of `ranks_here` ranks on this machine, of which each accelerator has one."""
+    host = _host_bytes() // ranks_here
+    if device.type == "cpu":
+        return Room(host, host, shared=True)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return Room(int(properties.total_memory), host, shared=False)
+
+
+def _host_bytes() -> int:
+    texts = (Path(file).read_text().strip() for file in _LIMITS if Path(file).exists())
+    limits = [int(text) for text in texts if text.isdecimal()]  # "max" is none
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])

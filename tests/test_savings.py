@@ -1,0 +1,292 @@
+"""What saves memory or time changes no number: on meshes that combine, and it does save."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.errors import ConfigError, MeshError
+from meshwright.mesh import Axes, Room
+from meshwright.models import running
+from meshwright.verify import Trial
+from tests import tiny, trials, worlds
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    at, made = tmp_path_factory.mktemp("savings"), dict[str, Path]()
+
+    def of(name: str, **changes: Any) -> Path:
+        key = name + "".join(f"-{k}={v}" for k, v in changes.items())
+        if key not in made:
+            made[key] = tiny.directory(at / key, name, dtype=torch.bfloat16, **changes)
+        return made[key]
+
+    return of
+
+
+def tried(source: Path, mesh: dict[str, int], **savings: Any) -> Trial:
+    return replace(trials.trial(source, mesh), savings=mw.Savings(**savings))
+
+
+OFFLOADED = [
+    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), dict(recompute="full")),
+    ("qwen3_moe", dict(tp=2, ep=2), dict()),  # the experts' shards: one rank
+    ("qwen3_tied", dict(replicate=2, fsdp=2), dict(reshard=False)),
+    ("qwen3_5", dict(), dict(recompute="selective")),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "more"), OFFLOADED, ids=[f"{n}-{trials.named(m)}" for n, m, _ in OFFLOADED])
+def test_offloaded(source: Callable[..., Path], name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
+    assert trials.findings(tried(source(name), mesh, offload=True, **more)) == []
+
+
+AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+def test_aux_loss_is_counted_once(source: Callable[..., Path], name: str, kind: str) -> None:
+    """On one data rank: pooled, it depends on what a micro-batch of all data ranks is."""
+    assert trials.findings(tried(source(name, **AUX), dict(tp=2, ep=2), recompute=kind)) == []
+
+
+def test_loads_counted_twice_are_found(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, real = tried(source("qwen3_moe"), dict(fsdp=2), recompute="full"), mw.engine.router.Balance.watch
+    trials.reference(trial)
+
+    def counts_again(self: Any, layer: int, *args: Any) -> Tensor:
+        before = self.counts.get(layer, 0)
+        out = real(self, layer, *args)
+        self.counts[layer] = self.counts[layer] + before
+        return out
+
+    def counts_late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._here_LE += 0 if not self.balance.counts else torch.stack(list(self.balance.counts.values())).double()
+        return real_begin(self, *args, **kwargs)
+
+    real_begin = mw.engine.router.Router.begin
+    monkeypatch.setattr(mw.engine.router.Balance, "watch", counts_again)
+    monkeypatch.setattr(mw.engine.router.Router, "begin", counts_late)
+    assert any("N1 load of experts" in str(f) for f in trials.findings(trial))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["choice kept", "choice made again"])
+def test_a_token_is_routed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """All experts tie; in the recomputation the last digit falls the other way, as with atomics of a GPU."""
+    at = tiny.directory(tmp_path / "ties", "qwen3_moe")
+    tensors = load_file(at / "model.safetensors")
+    save_file(
+        {k: t.zero_() if k.endswith("mlp.gate.weight") else t for k, t in tensors.items()}, at / "model.safetensors"
+    )
+    trial, real = tried(at, dict(fsdp=2, ep=2), recompute="full"), mw.ops.route
+    trials.reference(trial)
+
+    def unsteady(logits_TE: Tensor, *args: Any) -> Any:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return real(logits_TE + in_backward * 1e-14 * torch.arange(logits_TE.shape[1]), *args)
+
+    monkeypatch.setattr(mw.ops, "route", unsteady)
+    if kept:
+        assert trials.findings(trial) == []
+        return
+    monkeypatch.setattr(running, "_ROUTING", [])
+    with pytest.raises(mw.RankError, match=r"CheckpointError"):
+        trials.findings(trial)
+
+
+def _kept_by_forward(directory: Path, kind: str) -> int:
+    """Bytes that the process holds more of after a forward than before: what backward will want."""
+    model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, savings=mw.Savings(recompute=kind))
+    batch = mw.pack([torch.randint(131, (500,)).tolist() for _ in range(4)])
+
+    def resident() -> int:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def forward() -> Tensor:
+        model.parts[0].balance.begin(torch.ones(len(batch), dtype=torch.bool))
+        return model.parts[0](batch.tokens, batch.labels, batch.docs, "logprobs")[0]
+
+    with torch.no_grad():
+        forward()
+    before = resident()
+    scores = forward()
+    after = resident()
+    scores.sum().backward()
+    return after - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory where Linux shows it")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_recomputing_saves_memory(source: Callable[..., Path], name: str) -> None:
+    at = source(name, hidden_size=96, num_hidden_layers=6)
+    none, selective, full = (worlds.run(1, _kept_by_forward, at, k)[0] for k in ("none", "selective", "full"))
+    assert full < 0.3 * none
+    assert full < selective < 0.8 * none
+
+
+def _steps(directory: Path, state: torch.dtype | None) -> tuple[list[float], dict[str, Tensor], int]:
+    engine = mw.Engine(mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32), lr=1e-2, state_dtype=state)
+    batches = tiny.batches(engine.model.mesh.data_rank)
+    losses = [engine.step(batches).loss for _ in range(12)]
+    moments = {name: both[1] for name, both in engine.optimizer.moments.items()}
+    return losses, moments, sum(m.nbytes for both in engine.optimizer.moments.values() for m in both)
+
+
+def test_moments_in_bfloat16(source: Callable[..., Path]) -> None:
+    """Half the bytes; the same course within what 8 bits can say."""
+    (wide, in_32, wide_bytes), _ = worlds.run(2, _steps, source("qwen3"), None)
+    (narrow, in_16, narrow_bytes), _ = worlds.run(2, _steps, source("qwen3"), torch.bfloat16)
+    assert narrow_bytes * 2 == wide_bytes
+    assert narrow[0] == wide[0]
+    assert narrow[-1] < 0.9 * narrow[0]
+    assert abs(narrow[-1] - wide[-1]) < 0.02 * wide[-1]
+    for name, moment in in_16.items():
+        assert moment.dtype == torch.bfloat16
+        torch.testing.assert_close(moment.float(), in_32[name], rtol=0.3, atol=float(in_32[name].max()) * 0.05)
+
+
+def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
+    from meshwright.optim import AdamW, Settings
+
+    g = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(7, 5, generator=g) for name in ("a", "b")}
+    grads = [{name: torch.randn(7, 5, generator=g) for name in weights} for _ in range(3)]
+    for decay in (0.0, 0.3):
+        narrow = {name: w.clone() for name, w in weights.items()}
+        ours = AdamW(narrow, {"a"}, Settings(weight_decay=decay, state=torch.bfloat16))
+        expected = {}
+        for name, start in weights.items():
+            w, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+            for t, grad in enumerate((each[name] for each in grads), 1):
+                m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad.square()
+                w *= 1 - 0.01 * (decay if name == "a" else 0)
+                w -= 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+                m, v = m.bfloat16().float(), v.bfloat16().float()
+            expected[name] = w
+        for each in grads:
+            ours.step(each, 0.01)
+        for name in narrow:
+            torch.testing.assert_close(narrow[name], expected[name], rtol=1e-6, atol=1e-7)
+
+
+def _whole_gradients(directory: Path) -> int:
+    """Elements of gradients that are held whole between two micro-batches, and after the last."""
+    from torch.distributed.fsdp import FSDPModule
+
+    engine = mw.Engine(mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32), lr=1e-2)
+    seen, real = [], engine._run
+
+    def run(*args: Any) -> Tensor:
+        out = real(*args)
+        groups = [
+            m._get_fsdp_state()._fsdp_param_group for m in engine.model.parts[0].modules() if isinstance(m, FSDPModule)
+        ]
+        for param in (p for group in groups if group for p in group.fsdp_params):
+            seen.append(param.unsharded_accumulated_grad is not None)
+            seen.append(param.unsharded_param.grad is not None if hasattr(param, "_unsharded_param") else False)
+        return out
+
+    engine._run = run
+    engine.backward([b for n in range(2) for b in tiny.batches(engine.model.mesh.data_rank)])
+    assert seen
+    return sum(seen)
+
+
+def test_accumulated_gradients_are_shards(source: Callable[..., Path]) -> None:
+    assert worlds.run(2, _whole_gradients, source("qwen3")) == [0, 0]
+
+
+def _gradients(directory: Path, compiled: bool) -> dict[str, Tensor]:
+    model = mw.load(directory, mw.Mesh(tp=2), dtype=torch.float64, savings=mw.Savings(compiled=compiled))
+    engine = mw.Engine(model, lr=1e-3)
+    engine.backward(tiny.batches(0))
+    return mw.gather(model, "grad")
+
+
+def test_compiled(source: Callable[..., Path]) -> None:
+    plain, _ = worlds.run(2, _gradients, source("qwen3"), False)
+    compiled, _ = worlds.run(2, _gradients, source("qwen3"), True, seconds=240)
+    for name, grad in plain.items():
+        assert (compiled[name] - grad).norm() <= 1e-9 * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("savings", "pattern"),
+    [
+        (dict(recompute="half"), "recompute='half' is unknown; choose from none, selective, full"),
+        (dict(recompute="selective", compiled=True), 'choose recompute="full" or "none", or compiled=False'),
+    ],
+)
+def test_refused(source: Callable[..., Path], savings: dict[str, Any], pattern: str) -> None:
+    assert pattern in worlds.run(1, _refused, source("qwen3"), savings)[0]
+
+
+def _refused(directory: Path, savings: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        mw.init(directory, savings=mw.Savings(**savings))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "pattern"),
+    [
+        (dict(state_dtype=torch.bfloat16, betas=(0.9, 0.999)), "choose betas of at most 0.996"),
+        (dict(state_dtype=torch.float16), "state_dtype=torch.float16 is not offered; choose torch.bfloat16"),
+    ],
+)
+def test_refused_by_the_optimizer(more: dict[str, Any], pattern: str) -> None:
+    from meshwright.optim import Settings
+
+    with pytest.raises(ConfigError, match=pattern):
+        Settings(state=more["state_dtype"], betas=more.get("betas", (0.9, 0.95)))
+
+
+def _small_room(directory: Path, what: str, room: Room) -> str:
+    mw.Mesh.room = property(lambda self: room)  # type: ignore[method-assign,assignment]
+    try:
+        model = mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32)
+        if what == "train":
+            mw.Engine(model, lr=1e-3)
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_fit_is_refused(source: Callable[..., Path]) -> None:
+    """27,796 parameters over 2 ranks: 56 kB to look at, as much for gradients, twice as much for moments."""
+    at = source("qwen3")
+    assert worlds.run(2, _small_room, at, "look", Room(200_000, 10**9, shared=False))[0] == ""
+    assert worlds.run(2, _small_room, at, "train", Room(600_000, 10**9, shared=False))[0] == ""
+    told = worlds.run(2, _small_room, at, "train", Room(200_000, 10**9, shared=False))
+    assert told[0] == told[1]
+    assert "fsdp=2 does not fit: a rank needs" in told[0]
+    assert "and has 0.0002 GB, and 1 GB on the host" in told[0]
+    assert "choose Savings(offload=True)" in told[0]  # no fsdp: a layer must be gathered all the same
+    told = worlds.run(2, _small_room, at, "look", Room(1_000, 1_000, shared=False))
+    assert "no fsdp up to 4096 would do" in told[0]
+
+
+def test_a_published_model_is_refused_where_it_cannot_fit() -> None:
+    from meshwright.engine.fit import Need, refuse_too_large, widths_of
+    from meshwright.layout import Rules, units_of
+    from meshwright.models import describe
+    from tests.test_verify import QWEN3_30B_A3B
+
+    module, table = describe(QWEN3_30B_A3B, "model.", "lm")
+    units = units_of(module, module.units())
+    need = Need(units, table, Rules(), Axes(fsdp=2, ep=2), widths_of(torch.bfloat16), frozenset(table.params))
+    with pytest.raises(MeshError, match=r"fsdp=2 ep=2 does not fit: .*choose fsdp=8 \(8 ranks\)"):
+        refuse_too_large(need, Room(80 * 10**9, 10**12, shared=False))
