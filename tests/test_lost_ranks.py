@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle  # noqa: TID251 - what run_ranks' processes leave
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +24,11 @@ from meshwright import mesh as mesh_module
 from meshwright.errors import RankError
 from meshwright.layout import Door, attributes
 from meshwright.mesh import DENSE, whereabouts
-from meshwright.verify import ranks
+from meshwright.mesh.verdict import LEFT, RAISED, WAITS, WORKS, Sign, judge
+from meshwright.verify import ranks, run_ranks
 from tests import tiny, trials
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 BEAT_S = 0.4
 SOON_S = TIMEOUT_S + 5.0  # a busy machine is slow to start processes
 
@@ -38,6 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whereabouts, "BEAT_S", BEAT_S)
+    monkeypatch.setattr(whereabouts, "_STORE_S", 1.5)
 
 
 @dataclass
@@ -175,11 +179,9 @@ LOST: list[tuple[str, dict[str, int], Callable[[mw.Engine], None], list[str], bo
      ["rank 1: died, its process is gone", rf"rank 0: waiting at FSDP of [\w.]+, .* {MICRO}"], True),
     ("stopped in the loss", FSDP, in_the_loss(2, stopped),
      [r"rank 1: stopped \(SIGSTOP, a debugger\)", r"[2-9] s ago", r"rank 0: waiting at FSDP of "], False),
-    ("asleep in the loss", TP, in_the_loss(2, asleep),
-     [rf"rank 1: in no collective: test_lost_ranks\.py:\d+ in asleep, after head\.meet, forward {MICRO}, for [3-6] s",
-      r"rank 0: waiting at head\.meet, backward"], False),
     ("asleep in the loss", BOTH, in_the_loss(2, asleep),
-     [r"rank 3: in no collective: test_lost_ranks\.py:\d+ in asleep", r"ranks? (0, )?2: waiting at head\.meet, back"], False),
+     [rf"rank 3: in no collective: test_lost_ranks\.py:\d+ in asleep, after head\.meet, forward {MICRO}, for [2-6] s",
+      r"ranks? (0, )?2: waiting at head\.meet, backward"], False),
     ("one collective more", FSDP, one_more,
      [rf"rank 1: waiting at a sum of my own {MICRO}", "rank 0: waiting at FSDP of "], False),
     ("a door less", TP, skips,
@@ -199,10 +201,111 @@ def test_every_other_rank_names_it(
     size = trials.world_of(mesh)
     found = survive(size, size - 1, tmp_path, trained, source, mesh, harm, size - 1)
     for rank in range(size - 1):
-        print(rank, found.get(rank))
-    for rank in range(size - 1):
         outcome = found[rank]
         for pattern in told:
             assert re.search(pattern, outcome.said), outcome
         assert outcome.seconds < (SOON_S - TIMEOUT_S if at_once else SOON_S)
         assert outcome.left_s < 2
+
+
+def keeps_the_store(source: Path, harm: Callable[[mw.Engine], None], port: int) -> Outcome:
+    """As without torchrun: the store dies with rank 0."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
+    return trained(source, TP, harm, victim=0)
+
+
+@pytest.mark.parametrize("act", [killed, stopped])
+def test_the_keeper_of_the_store_is_lost(source: Path, tmp_path: Path, act: Callable[[], None]) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    outcome = survive(2, 0, tmp_path, keeps_the_store, source, at_a_door("layers.1.mixer.enter", 2, act), port)[1]
+    assert "rank 0: no answer from the store of the run, which it keeps" in outcome.said, outcome
+    assert r"rank 1: waits at layers.1.mixer.enter, forward (step 1, micro-batch 2 of 2)" in outcome.said, outcome
+    assert outcome.seconds < SOON_S
+
+
+def lost_under_run_ranks(source: Path, harm: Callable[[mw.Engine], None]) -> None:
+    engine = mw.Engine(mw.load(source, mw.Mesh(tp=2), dtype=torch.float64), lr=1e-2)
+    if engine.model.mesh.rank == 1:
+        harm(engine)
+    engine.step(tiny.batches(0))
+
+
+def test_run_ranks_says_where_all_stand(source: Path) -> None:
+    asleep_there = at_a_door("layers.1.mixer.enter", 2, asleep)
+    with pytest.raises(RankError) as hung:
+        run_ranks(2, lost_under_run_ranks, source, asleep_there, seconds=4)
+    place = r"layers\.\d\.mixer\.enter, forward \(step 0, micro-batch 2 of 2\)"
+    assert re.search(r"ranks \[0, 1\] of 2 hung for 4 s", str(hung.value))
+    assert re.search(rf"rank 0 waits at {place}", str(hung.value))
+    assert re.search(r"rank 1 works test_lost_ranks\.py:\d+ in asleep, after layers\.0\.mlp\.leave", str(hung.value))
+    with pytest.raises(RankError, match=r"ranks \[1\] of 2 died without a word \(exit code -9\)"):
+        run_ranks(2, lost_under_run_ranks, source, in_the_loss(1, killed), seconds=20)
+
+
+def at(state: str, place: str, beat: float = 10.0, still_s: float = 4.0, home: str = "here", pid: int = 1) -> Sign:
+    return Sign(state, place, "step 7", still_s, beat, home, pid)
+
+
+def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> None:
+    before: dict[int, Sign | None] = {rank: at(WAITS, "the norm") for rank in range(4096)}
+    after: dict[int, Sign | None] = {rank: at(WAITS, "the norm", 14.0, 8.0) for rank in range(4096)}
+    after[77] = before[77] = at(WORKS, "after the norm", 9.0, home="elsewhere")
+    after[78] = at(RAISED, "ValueError: no", 13.0)
+    after[79], after[80] = at(WORKS, "train.py:3 in next, after the loss", 14.0, 8.0), None
+    after[81] = at(LEFT, "after the norm", 12.0)
+    said = judge(before, after, "here", 600.0)
+    assert said == (
+        "rank 80: never joined the run. "
+        "rank 77: no sign of life: it died, or its machine or network is gone; last seen after the norm (step 7), 5 s "
+        "ago. rank 81: left, its script came to an end; last seen after the norm (step 7), 2 s ago. "
+        "rank 78: raised an error: ValueError: no (step 7), 1 s ago. "
+        "rank 79: in no collective: train.py:3 in next, after the loss (step 7), for 8 s. "
+        "ranks 0-76, 82-4095: waiting at the norm (step 7), for 8 s. "
+        "(timeout_s=600) See its own output, and start all ranks again."
+    )
+
+
+def test_what_a_silent_process_of_this_machine_is() -> None:
+    silent = {0: at(WORKS, "x", pid=os.getpid())}
+    assert "no sign of life, though its process runs" in judge(silent, silent, "here", 1.0)
+    gone = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    gone.start()
+    assert gone.pid is not None
+    gone.join()
+    silent = {0: at(WORKS, "x", pid=gone.pid)}
+    assert "died, its process is gone" in judge(silent, silent, "here", 1.0)
+    assert "no sign of life: it died, or its machine" in judge(silent, silent, "elsewhere", 1.0)
+
+
+def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in mesh_module._RECORDER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/here/rank_")
+    assert mesh_module._record(torch.device("cpu")) == ""
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+    told = mesh_module._record(torch.device("cuda", 0))
+    assert "/here/rank_*" in told
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+
+
+def says_it_in_the_log(source: Path) -> list[str]:
+    """Where torch would end the process, nobody catches an error: the verdict is logged."""
+    said: list[str] = []
+    engine = mw.Engine(mw.load(source, mw.Mesh(tp=2, timeout_s=TIMEOUT_S), dtype=torch.float64), lr=1e-2)
+    watch = whereabouts.here.watch
+    assert watch is not None
+    whereabouts.logger.addFilter(lambda record: bool(said.append(record.getMessage())))
+    watch.loud, watch.timeout_s = "The dump is there.", 1.0
+    if engine.model.mesh.rank == 1:
+        in_the_loss(1, lambda: time.sleep(2.8))(engine)
+    with contextlib.suppress(RankError):
+        engine.step(tiny.batches(0))
+    return said
+
+
+def test_a_rank_that_stands_too_long_says_so_in_the_log(source: Path) -> None:
+    for said in run_ranks(2, says_it_in_the_log, source, seconds=20):
+        assert len(said) == 1
+        assert re.search(r"rank 1: in no collective: .* rank 0: waiting at .* The dump is there\.", said[0])

@@ -162,13 +162,17 @@ _RECORDER = {
 }
 
 
+def _record(device: torch.device) -> str:
+    """Have torch write down what the devices do; where that lies once a collective fails."""
+    if device.type == "cpu":
+        return ""
+    for name, value in _RECORDER.items():
+        os.environ.setdefault(name, value)
+    return f"What the devices did: {os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}*, to be read with torchfrtrace."
+
+
 def _join(device: torch.device, timeout: datetime.timedelta) -> None:
-    loud = ""
-    if device.type != "cpu":
-        for name, value in _RECORDER.items():
-            os.environ.setdefault(name, value)
-        dumps = os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
-        loud = f"What the devices did is in {dumps}*; read it with torchfrtrace."
+    loud = _record(device)
     if not dist.is_initialized():
         backend = dist.get_default_backend_for_device(device)
         if "WORLD_SIZE" in os.environ:

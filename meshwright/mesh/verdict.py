@@ -25,7 +25,7 @@ class Sign:
 
     def __str__(self) -> str:
         task = f" ({self.task})" if self.task else ""
-        return f"{self.state}{' at' if self.state == WAITS else ':'} {self.at}{task}, for {self.still_s:.0f} s"
+        return f"{self.state} {'at ' if self.state == WAITS else ''}{self.at}{task}, for {self.still_s:.0f} s"
 
 
 # What can be found, worst first, with what is to be done about it.
@@ -59,12 +59,12 @@ def judge(before: Mapping[int, Sign | None], after: Mapping[int, Sign | None], h
     for rank, sign in after.items():
         kind = _kind(before[rank], sign, home)
         alike.setdefault((kind, _place(kind, sign)), []).append(rank)
-    order = list(_WAYS_OUT)
+    order, now = list(_WAYS_OUT), max((sign.beat for sign in after.values() if sign), default=0.0)
     told = sorted(alike.items(), key=lambda item: (order.index(item[0][0]), len(item[1]), item[1]))
     sentences = []
     for (kind, place), ranks in told[:_MOST]:
-        since = max(_since(kind, sign, after) for rank in ranks if (sign := after[rank]) or kind == NEVER)
-        sentences.append(f"{_named(ranks)}: {kind}{place}{_for(kind, since)}.")
+        signs = [sign for rank in ranks if (sign := after[rank])]
+        sentences.append(f"{_named(ranks)}: {kind}{place}{_since(kind, signs, now)}.")
     if len(told) > _MOST:
         sentences.append(f"{sum(len(ranks) for _, ranks in told[_MOST:])} ranks elsewhere.")
     return f"{' '.join(sentences)} (timeout_s={timeout_s:g}) {_WAYS_OUT[told[0][0][0]]}"
@@ -99,18 +99,13 @@ def _place(kind: str, sign: Sign | None) -> str:
     return f"{link}{'at ' if sign.state == WAITS else ''}{sign.at}{task}"
 
 
-def _for(kind: str, seconds: float) -> str:
-    if kind == NEVER:
+def _since(kind: str, signs: list[Sign], now: float) -> str:
+    """`now` is the youngest sign of all, as the clocks of machines differ by little."""
+    if not signs:
         return ""
-    return f", for {seconds:.0f} s" if kind in (BUSY, WAITING) else f", {seconds:.0f} s ago"
-
-
-def _since(kind: str, sign: Sign | None, all_: Mapping[int, Sign | None]) -> float:
-    """Clocks of machines differ by little; the youngest sign of all is now."""
-    if sign is None:
-        return 0.0
-    now = max(s.beat for s in all_.values() if s)
-    return sign.still_s if kind in (WAITING, BUSY) else now - sign.beat
+    if kind in (BUSY, WAITING):
+        return f", for {max(sign.still_s for sign in signs):.0f} s"
+    return f", {max(now - sign.beat for sign in signs):.0f} s ago"
 
 
 def _named(ranks: list[int]) -> str:

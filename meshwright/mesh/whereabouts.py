@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import functools
 import json
 import os
-import sys
+import re
 import sysconfig
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ from .verdict import LEFT, RAISED, WAITS, WORKS, Sign, judge
 
 BEAT_S = 1.0
 PREFIX = "whereabouts"
-_STORE_TIMEOUT = datetime.timedelta(seconds=5)
+_STORE_S = 3.0  # the store answers within this, or never
 _FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]))  # code that is not the user's
 
 
@@ -51,6 +53,12 @@ here = _Here()
 def task(what: str) -> None:
     """What the rank is at, beside the place: which step and micro-batch."""
     here.task = what
+
+
+def door() -> str:
+    """` at layers.0.mixer.enter, forward` between the two sides of a door, elsewhere nothing."""
+    state, at, _ = here.now
+    return f" at {at}" if state == WAITS else ""
 
 
 class standing:
@@ -96,32 +104,42 @@ def _of_a_collective(error: Exception) -> bool:
 
 def _stood(error: Exception) -> str:
     state, at, _ = here.now
-    last = error.__traceback__
-    while last and last.tb_next:
-        last = last.tb_next
-    return at if state == WAITS or last is None else f"{_look(last.tb_frame)[1]}, {at}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    groups = [frame.f_locals.get("self") for frame in frames]
+    unit = next((group._module_fqn or "the root" for group in groups if isinstance(group, FSDPParamGroup)), "")
+    lines = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames]
+    return at if state == WAITS else f"{_look(lines)[1]}{unit and f' of {unit}'}, {at}"
 
 
-def _look(frame: FrameType) -> tuple[str, str]:
-    """State and place of a thread outside of our own doors: FSDP's unit, or else the user's own line."""
-    state, unit = WORKS, ""
-    while frame.f_back and frame.f_code.co_filename.startswith(_FOREIGN):
-        if f"torch{os.sep}distributed" in frame.f_code.co_filename:
+def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
+    """State and place of a thread outside of our own doors, innermost line first: FSDP, or else the user's own line."""
+    state = WORKS
+    for file, number, function in lines:
+        if f"{os.sep}_fully_shard{os.sep}" in file:
+            return WAITS, "FSDP"
+        if f"torch{os.sep}distributed" in file:
             state = WAITS
-        # Locals of FSDP's own short frames only: a look keeps them alive as long as their frame.
-        if frame.f_code.co_filename.endswith("_fsdp_param_group.py"):
-            group = frame.f_locals.get("self")
-            if isinstance(group, FSDPParamGroup):  # which may be half made
-                unit = f"FSDP of {vars(group).get('_module_fqn') or 'the root'}"
-        frame = frame.f_back
-    return state, unit or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if not file.startswith(_FOREIGN):
+            return state, f"{Path(file).name}:{number} in {function}"
+    return state, "nowhere"
+
+
+def _main_thread() -> list[tuple[str, int, str]]:
+    """Its Python lines. Frames of a thread that runs are not safe to touch from another one: this only prints them."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threads = file.read().split("hread 0x")
+    ident = f"{threading.main_thread().ident:016x}"
+    mine = next((text for text in threads if text.startswith(ident)), "")
+    return [(file, int(number), name) for file, number, name in re.findall(r'File "(.*)", line (\d+) in (.*)', mine)]
 
 
 def sign() -> Sign:
     state, at, since = here.now
     still_s = time.monotonic() - since
     if state == WORKS and still_s > BEAT_S / 2:
-        state, line = _look(sys._current_frames()[threading.main_thread().ident or 0])
+        state, line = _look(_main_thread())
         at = f"{line}, {at}"
     return Sign(state, at, here.task, still_s, time.time(), _home(), os.getpid())
 
@@ -142,9 +160,10 @@ class Watch:
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, loud: str) -> None:
         # A connection of its own: another thread may be waiting for an answer on the first one.
         self.store = PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined] # torch's stub lacks it
-        self.store.set_timeout(_STORE_TIMEOUT)
+        self.store.set_timeout(datetime.timedelta(seconds=_STORE_S))
         self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
         self._over = threading.Event()
+        here.now = (WORKS, "after joining the run", time.monotonic())
         self.tell()
         self._thread = threading.Thread(target=self._beat, name="whereabouts", daemon=True)
         self._thread.start()
@@ -157,31 +176,41 @@ class Watch:
             while not self._over.wait(_every_s(self.size)):
                 self.tell()
                 if self.loud and here.inside and time.monotonic() - here.now[2] > self.timeout_s:
-                    logger.error("%s %s", self.verdict(), self.loud)
+                    threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
                     self.loud = ""
         except dist.DistError:
             return  # the store is gone, and the run with it: `verdict` says so
 
+    def _speak(self, where: str) -> None:
+        logger.error("%s %s", self.verdict(), where)
+
     def leave(self) -> None:
         self._over.set()
-        self._thread.join(_STORE_TIMEOUT.total_seconds())
+        self._thread.join(_STORE_S)
+        if self._thread.is_alive():  # the store is stuck; so would we be
+            return
+        here.now = (RAISED if here.now[0] == RAISED else LEFT, here.now[1], here.now[2])
         with contextlib.suppress(dist.DistError):  # the store is gone: nobody asks any more
-            here.now = (here.now[0] if here.now[0] == RAISED else LEFT, here.now[1], here.now[2])
             self.tell()
 
     def verdict(self) -> str:
         """Of the rank that failed first, for all. In a thread: a store whose process is stopped never answers."""
-        found = ["the store of the run, which rank 0 or its torchrun keeps, does not answer; see why that one is gone"]
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        found = [
+            f"{'the torchrun of the first machine' if agent else 'rank 0'}: no answer from the store of the run, which "
+            f"it keeps; it died, is stopped, or cannot be reached. rank {self.rank}: {sign()}. "
+            "See its own output and the log of its machine, and start all ranks again."
+        ]
         asking = threading.Thread(target=self._ask, args=(found,), daemon=True)
         asking.start()
-        asking.join(3 * _patience_s(self.size) + _STORE_TIMEOUT.total_seconds())
+        asking.join(2 * _patience_s(self.size) + _STORE_S)
         return found[-1]
 
     def _ask(self, found: list[str]) -> None:
         with contextlib.suppress(dist.DistError):  # `found` then keeps what it says of a store that is gone
             self.tell()
             first = self.store.add("judges", 1) == 1
-            patience = time.monotonic() + 2 * _patience_s(self.size)
+            patience = time.monotonic() + 1.5 * _patience_s(self.size)
             while not first and time.monotonic() < patience:  # no `store.wait`: our own beats would wait for it
                 if self.store.check(["verdict"]):
                     found.append(self.store.get("verdict").decode())

@@ -61,12 +61,13 @@ def _wait(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
 
 def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:
     said = {rank for rank in range(len(ranks)) if (folder / f"{rank}.error").exists()}
-    died = [rank for rank, p in enumerate(ranks) if p.exitcode not in (None, 0) and rank not in said]
+    died = {rank: p.exitcode for rank, p in enumerate(ranks) if p.exitcode not in (None, 0) and rank not in said}
     hung = [rank for rank, p in enumerate(ranks) if p.is_alive()]
     if not died and (said or not hung):
         return ""  # who has failed is a reason for others to hang
-    what = f"{died} of {len(ranks)} died without a word" if died else f"{hung} of {len(ranks)} hung for {seconds:g} s"
-    return "\n".join([f"ranks {what}", *stands(store, range(len(ranks)))])
+    codes = ", ".join(map(str, died.values()))
+    how = f"died without a word (exit code {codes})" if died else f"hung for {seconds:g} s"
+    return "\n".join([f"ranks {list(died or hung)} of {len(ranks)} {how}", *stands(store, range(len(ranks)))])
 
 
 def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
