@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle  # noqa: TID251 - what run_ranks' processes leave
@@ -41,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whereabouts, "BEAT_S", BEAT_S)
-    monkeypatch.setattr(whereabouts, "_STORE_S", 1.5)
+    monkeypatch.setattr(whereabouts, "_STORE_S", 0.8)
 
 
 @dataclass
@@ -225,6 +226,25 @@ def test_the_keeper_of_the_store_is_lost(source: Path, tmp_path: Path, act: Call
     assert outcome.seconds < SOON_S
 
 
+def ended_by_torchrun(source: Path, harm: Callable[[mw.Engine], None], log: Path) -> None:
+    whereabouts.logger.addHandler(logging.FileHandler(log))
+    if os.environ["RANK"] == "0":
+        real = whereabouts.Watch.verdict
+
+        def and_torchrun_is_quicker(watch: whereabouts.Watch) -> str:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return real(watch)
+
+        whereabouts.Watch.verdict = and_torchrun_is_quicker  # type: ignore[method-assign]
+    trained(source, TP, harm, victim=1)
+
+
+def test_who_is_ended_by_torchrun_says_why_first(source: Path, tmp_path: Path) -> None:
+    harm = at_a_door("layers.1.mixer.enter", 2, killed)
+    assert survive(2, 1, tmp_path, ended_by_torchrun, source, harm, tmp_path / "log") == {}
+    assert "rank 1: died, its process is gone" in (tmp_path / "log").read_text()
+
+
 def lost_under_run_ranks(source: Path, harm: Callable[[mw.Engine], None]) -> None:
     engine = mw.Engine(mw.load(source, mw.Mesh(tp=2), dtype=torch.float64), lr=1e-2)
     if engine.model.mesh.rank == 1:
@@ -235,9 +255,9 @@ def lost_under_run_ranks(source: Path, harm: Callable[[mw.Engine], None]) -> Non
 def test_run_ranks_says_where_all_stand(source: Path) -> None:
     asleep_there = at_a_door("layers.1.mixer.enter", 2, asleep)
     with pytest.raises(RankError) as hung:
-        run_ranks(2, lost_under_run_ranks, source, asleep_there, seconds=4)
+        run_ranks(2, lost_under_run_ranks, source, asleep_there, seconds=3)
     place = r"layers\.\d\.mixer\.enter, forward \(step 0, micro-batch 2 of 2\)"
-    assert re.search(r"ranks \[0, 1\] of 2 hung for 4 s", str(hung.value))
+    assert re.search(r"ranks \[0, 1\] of 2 hung for 3 s", str(hung.value))
     assert re.search(rf"rank 0 waits at {place}", str(hung.value))
     assert re.search(r"rank 1 works test_lost_ranks\.py:\d+ in asleep, after layers\.0\.mlp\.leave", str(hung.value))
     with pytest.raises(RankError, match=r"ranks \[1\] of 2 died without a word \(exit code -9\)"):

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import re
+import signal
 import sysconfig
 import tempfile
 import threading
@@ -90,9 +91,29 @@ def watched() -> Iterator[None]:
             here.watch.tell()
             raise
         here.now = (WAITS, _stood(error), here.now[2])
-        raise RankError(here.watch.verdict()) from error
+        with _to_the_end() as told:
+            told.append(here.watch.verdict())
+        raise RankError(told[0]) from error
     finally:
         here.inside = False
+
+
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[list[str]]:
+    """torchrun ends the ranks of a machine as soon as one dies: one that is about to say why says it first."""
+    told: list[str] = []
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield told
+        return
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    if asked:
+        logger.error("%s", told[0])
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _of_a_collective(error: Exception) -> bool:
