@@ -68,7 +68,7 @@ class StateError(MeshwrightError):
 
 
 class RankError(MeshwrightError):
-    """Ranks that disagree: `rank 3 has 7 micro-batches, ranks 0-2 have 8; give every data rank the same number`."""
+    """Ranks that disagree or are lost: `rank 3 has 7 micro-batches, ranks 0-2 have 8; give every data rank as many`."""
 
 
 class NonFiniteError(MeshwrightError):

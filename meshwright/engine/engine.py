@@ -13,7 +13,7 @@ from .. import parallel
 from ..data import Batch
 from ..errors import ConfigError, DataError, NonFiniteError, RankError, StateError
 from ..layout import missing
-from ..mesh import DENSE, Axes
+from ..mesh import DENSE, Axes, task, watched
 from ..optim import AdamW, Settings, squares
 from .fit import refuse_too_large
 from .forward import WEIGHT, check, counted, own, score
@@ -100,10 +100,12 @@ class Engine:
         load = self.router.load_LE.cpu() if self.router.balance.num_layers else None
         return StepRecord(self.steps, loss, norm, lr, count.targets, count.tokens, load)
 
+    @watched()
     def backward(self, batches: Sequence[Batch]) -> float:
         """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
         if self._ready is not None or self.model.grads():
             raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
+        task(f"step {self.steps}")
         count = self._count(batches)
         try:
             total = sum(self._run(batch, count, number, len(batches)) for number, batch in enumerate(batches))
@@ -112,17 +114,20 @@ class Engine:
             self.discard()  # half a step of gradients must not be added to the next one
             raise
         self.router.close()
-        loss = self.model.mesh.sum_(torch.as_tensor(total), DENSE).item()
+        task(f"step {self.steps}")
+        loss = self.model.mesh.sum_(torch.as_tensor(total), DENSE, "the loss").item()
         self._ready = (loss, count)
         return loss
 
     def _run(self, batch: Batch, count: _Count, number: int, num_batches: int) -> Tensor:
         """Forward and backward of one micro-batch; this rank's share of the loss."""
+        task(f"step {self.steps}, micro-batch {number + 1} of {num_batches}")
         parallel.expect_last(self.model.parts[0], number + 1 == num_batches)
         term, aux = self._loss(batch.to(self.model.mesh.device), count, num_batches, training=True)
         term.backward()
         return term.detach().double() + aux
 
+    @watched()
     def update(self) -> float:
         """Clip and apply the gradients that `backward` left. Returns their norm before clipping."""
         if self._ready is None:
@@ -137,13 +142,14 @@ class Engine:
                 grad.mul_(self.max_norm / norm)
         self.optimizer.step(grads, self._lr())
         self.discard()
+        task(f"step {self.steps} done")
         self.steps += 1
         return norm
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
         """Of finished gradients, given as each rank stores them: every element of the model counts once."""
         mesh = self.model.mesh
-        return mesh.sum_(squares(grads, self.model.owned, mesh.device), DENSE).sqrt().item()
+        return mesh.sum_(squares(grads, self.model.owned, mesh.device), DENSE, "the norm").sqrt().item()
 
     def discard(self) -> None:
         """Forget the gradients, also those of a step that failed half way."""
@@ -152,15 +158,17 @@ class Engine:
             parameter.grad = None
         self._ready = None
 
+    @watched()
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """The loss over all data ranks; nothing changes."""
+        task(f"evaluation before step {self.steps}")
         count = self._count(batches)
         total = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         for batch in batches:
             total += sum(self._loss(batch.to(self.model.mesh.device), count, len(batches), training=False))
         parallel.rest(self.model.parts[0])
-        return self.model.mesh.sum_(total, DENSE).item()
+        return self.model.mesh.sum_(total, DENSE, "the loss").item()
 
     def finish(self) -> None:
         """The one place where the sums that FSDP leaves out are made: every gradient is then complete."""
@@ -209,7 +217,7 @@ class Engine:
         except DataError as error:  # the others are waiting: they are told, and then all raise
             problem, row = error, [1.0] + [0.0] * (COUNTED - 1)
         mine = torch.tensor([row], dtype=torch.float64, device=self.model.mesh.device)
-        rows = self.model.mesh.gather_rows(mine, DENSE).tolist()
+        rows = self.model.mesh.gather_rows(mine, DENSE, "the count of the step").tolist()
         if problem is not None:
             raise problem
         _check_alike(rows, self.model.mesh.axes)

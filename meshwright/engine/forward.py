@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import parallel
 from ..data import IGNORE, Batch
 from ..errors import DataError, StateError
+from ..mesh import watched
 from .model import Model
 
 WEIGHT = "weight"  # the field that weighs the terms of a loss
@@ -70,6 +71,7 @@ def look(model: Model, batch: Batch, want: str) -> Tensor:
     return scores
 
 
+@watched()
 def logprobs(model: Model, batch: Batch) -> Tensor:
     """`[T]` log-probabilities of the labels of this data rank's tokens (0 where there is no label), no gradients."""
     own_T = look(model, batch, "logprobs")
@@ -77,6 +79,7 @@ def logprobs(model: Model, batch: Batch) -> Tensor:
     return model.mesh.gather_rows(own_T, ("cp", "tp")).masked_fill(labels == IGNORE, 0.0)
 
 
+@watched()
 def logits(model: Model, batch: Batch) -> Tensor:
     """`[T, V]` of this data rank's tokens (head "value": `[T]`, or `[T, labels]` of several), at least float32, no
     gradients."""

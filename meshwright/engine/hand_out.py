@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import weights
 from ..errors import ConfigError, StateError
+from ..mesh import watched
 from .model import Model
 
 
@@ -28,11 +29,13 @@ def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
         yield key.name, tensor
 
 
+@watched()
 def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
     """`stream` as a dict: whole on rank 0, empty elsewhere."""
     return dict(stream(model, which))
 
 
+@watched()
 def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
     """Write a Hugging Face directory: files, keys, layouts and dtypes as in the source (or all in `dtype`).
 

@@ -53,7 +53,7 @@ class Router:
 
     def _pooled(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
         """Of this micro-batch, all ranks: how often each expert is chosen a token and layer; the number of those."""
-        self.mesh.sum_(counts_E, _AXES)
+        self.mesh.sum_(counts_E, _AXES, "the router's pooled counts")
         num = (counts_E.sum() / self.balance.top_k).clamp_min(1)
         return counts_E / num, num
 
@@ -67,6 +67,6 @@ class Router:
         """The load of every expert over the step and all ranks, by layer."""
         if not self.balance.num_layers:
             return None
-        self.load_LE = self.mesh.sum_(self._here_LE, _AXES)
+        self.load_LE = self.mesh.sum_(self._here_LE, _AXES, "the load of the experts")
         self._here_LE = torch.zeros_like(self.load_LE)
         return self.load_LE

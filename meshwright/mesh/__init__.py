@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import tempfile
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +21,20 @@ from ..errors import MeshError
 from .axes import DENSE, EXPERT, Axes
 from .collectives import gather
 from .room import Room, room_of
+from .whereabouts import Watch, here, standing, task, watched
 
-__all__ = ["DENSE", "EXPERT", "Axes", "Mesh", "Room", "refuse_unbuilt", "room_of"]
+__all__ = [
+    "DENSE",
+    "EXPERT",
+    "Axes",
+    "Mesh",
+    "Room",
+    "refuse_unbuilt",
+    "room_of",
+    "standing",
+    "task",
+    "watched",
+]
 
 
 class Mesh:
@@ -78,7 +91,8 @@ class Mesh:
         mine = self.axes.group(self.rank, axes)
         if mine not in self._groups:
             for ranks in self.axes.groups(axes):  # every rank makes every group, in the same order
-                group = dist.new_group(list(ranks), timeout=self.timeout)
+                with standing(f"the making of the groups over {' x '.join(axes)}"):
+                    group = dist.new_group(list(ranks), timeout=self.timeout)
                 if self.rank in ranks:
                     self._groups[ranks] = group
         return self._groups[mine]
@@ -93,18 +107,20 @@ class Mesh:
     def size_of(self, axes: tuple[str, ...]) -> int:
         return len(self.axes.group(self.rank, axes))
 
-    def sum_(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """In place, and nothing at all where the axes have size 1."""
+    def sum_(self, x: Tensor, axes: tuple[str, ...], at: str = "a sum") -> Tensor:
+        """In place, and nothing at all where the axes have size 1. `at`: what a RankError calls it."""
         if self.size_of(axes) > 1:
-            dist.all_reduce(x, group=self.process_group(axes))
+            with standing(at):
+                dist.all_reduce(x, group=self.process_group(axes))
         return x
 
-    def gather_rows(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "a gathering of rows") -> Tensor:
         """`[n, ...]` of every rank of `axes`, one after the other (the same `n` on all); no gradients."""
         size = self.size_of(axes)
         if size == 1:
             return x
-        return gather(x, size, self.name_of(axes))
+        with standing(at):
+            return gather(x, size, self.name_of(axes))
 
     def token_range(self, num_tokens: int) -> tuple[int, int]:
         """This rank's tokens of its data rank's stream: contiguous by (cp, tp)."""
@@ -155,16 +171,37 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     return device
 
 
+# Torch's flight recorder, by the names that all versions know, if the user has not set it himself.
+_RECORDER = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": os.path.join(tempfile.gettempdir(), "meshwright_flight_rank_"),
+}
+
+
+def _record(device: torch.device) -> str:
+    """Have torch write down what the devices do; where that lies once a collective fails."""
+    if device.type == "cpu":
+        return ""
+    for name, value in _RECORDER.items():
+        os.environ.setdefault(name, value)
+    return f"What the devices did: {os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}*, to be read with torchfrtrace."
+
+
 def _join(device: torch.device, timeout: datetime.timedelta) -> None:
-    if dist.is_initialized():
-        return
-    backend = dist.get_default_backend_for_device(device)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        alone = torch._C._distributed_c10d.HashStore()
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
-    atexit.register(_leave)
+    loud = _record(device)
+    if not dist.is_initialized():
+        backend = dist.get_default_backend_for_device(device)
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            alone = torch._C._distributed_c10d.HashStore()
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        atexit.register(_leave)
+    if here.watch is None and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()
+        here.watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), loud)
+        atexit.register(here.watch.leave)  # runs before `_leave`
 
 
 def _leave() -> None:

@@ -1,7 +1,8 @@
 """The differentiable collectives that doors are made of. Each states its forward and its backward.
 
 They use the functional collectives of torch, which a compiler, selective checkpointing and a counting
-`TorchDispatchMode` all see. Equal splits act on dim 0, which is always the tokens.
+`TorchDispatchMode` all see. Equal splits act on dim 0, which is always the tokens. `at` names the door, so that a rank
+that waits there for ever can be named too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+
+from .whereabouts import standing
 
 _c10d = torch.ops._c10d_functional
 
@@ -40,36 +43,42 @@ class Gather(Function):
     """Own tokens -> the tokens of the group. Backward: sum of everybody's gradients, own tokens kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return gather(x, size, group)
+    def forward(ctx: Any, x: Tensor, size: int, group: str, at: str = "a door") -> Tensor:
+        ctx.size, ctx.group, ctx.at = size, group, at
+        with standing(at, "forward"):
+            return gather(x, size, group)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_sum(d, ctx.size, ctx.group), None, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        with standing(ctx.at, "backward"):
+            return scatter_sum(d, ctx.size, ctx.group), None, None, None
 
 
 class ScatterSum(Function):
     """Partial sums of the group's tokens -> own tokens, summed. Backward: gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return scatter_sum(x, size, group)
+    def forward(ctx: Any, x: Tensor, size: int, group: str, at: str = "a door") -> Tensor:
+        ctx.size, ctx.group, ctx.at = size, group, at
+        with standing(at, "forward"):
+            return scatter_sum(x, size, group)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        return gather(d, ctx.size, ctx.group), None, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        with standing(ctx.at, "backward"):
+            return gather(d, ctx.size, ctx.group), None, None, None
 
 
 class Exchange(Function):
     """All-to-all of rows in uneven pieces. Backward: the same, the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
-        ctx.outs, ctx.ins, ctx.group = outs, ins, group
-        return exchange(x, outs, ins, group)
+    def forward(ctx: Any, x: Tensor, outs: list[int], ins: list[int], group: str, at: str = "a door") -> Tensor:
+        ctx.outs, ctx.ins, ctx.group, ctx.at = outs, ins, group, at
+        with standing(at, "forward"):
+            return exchange(x, outs, ins, group)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange(d, ctx.ins, ctx.outs, ctx.group), None, None, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None, None]:
+        with standing(ctx.at, "backward"):
+            return exchange(d, ctx.ins, ctx.outs, ctx.group), None, None, None, None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from ..layout import Dispatch, attributes
 from ..layout.doors import Back
-from ..mesh import Mesh
+from ..mesh import Mesh, standing
 from ..mesh.collectives import Exchange, exchange
 
 
@@ -16,21 +18,18 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     if size == 1:
         return
     group = mesh.name_of(("ep",))
-
-    def there_and_back(x_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Back]:
-        return dispatch(x_ND, counts_E, size, group)
-
-    for _, door in attributes(model, Dispatch):
-        door.armed = there_and_back
+    for name, door in attributes(model, Dispatch):
+        door.armed = functools.partial(dispatch, size=size, group=group, at=name)
 
 
-def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str) -> tuple[Tensor, Tensor, Back]:
+def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str, at: str) -> tuple[Tensor, Tensor, Back]:
     """`x_ND` sorted by expert, `counts_E` rows each -> rows of my experts by expert, their counts, the way back."""
     even = [len(counts_E) // size] * size
-    from_rank_RE = exchange(counts_E, even, even, group).view(size, -1)
+    with standing(at, "the counts"):
+        from_rank_RE = exchange(counts_E, even, even, group).view(size, -1)
     # The host must know the sizes of the pieces: the one place of a step that waits for the device.
     sent, received = torch.stack([counts_E.view(size, -1).sum(1), from_rank_RE.sum(1)]).tolist()
-    rows_ND = Exchange.apply(x_ND, received, sent, group)
+    rows_ND = Exchange.apply(x_ND, received, sent, group, at)
     num_here = from_rank_RE.shape[1]
     expert_N = (
         torch.arange(num_here, device=x_ND.device)
@@ -40,6 +39,6 @@ def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str) -> tuple[Ten
     order_N = expert_N.argsort(stable=True)  # they came by rank, then expert; the experts want them by expert
 
     def back(y_ND: Tensor) -> Tensor:
-        return Exchange.apply(y_ND.index_select(0, order_N.argsort()), sent, received, group)
+        return Exchange.apply(y_ND.index_select(0, order_N.argsort()), sent, received, group, f"{at}, the way back")
 
     return rows_ND.index_select(0, order_N), from_rank_RE.sum(0), back

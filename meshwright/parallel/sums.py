@@ -23,6 +23,6 @@ def finish(grads: Iterable[tuple[tuple[str, ...], Tensor]], mesh: Mesh) -> None:
             buckets.setdefault(live, []).append(grad)
     for axes, bucket in buckets.items():
         flat = torch.cat([g.flatten().to(mesh.device) for g in bucket])
-        mesh.sum_(flat, axes)
+        mesh.sum_(flat, axes, "the last sums of gradients")
         for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))

@@ -16,19 +16,19 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     if size == 1:
         return
     group = mesh.name_of(("tp",))
-    for _, door in attributes(model, Door):
-        door.armed = _collective(door, size, group)
+    for name, door in attributes(model, Door):
+        door.armed = _collective(door, size, group, name)
 
 
-def _collective(door: Door, size: int, group: str) -> Callable[[Tensor], Tensor]:
+def _collective(door: Door, size: int, group: str, at: str) -> Callable[[Tensor], Tensor]:
     def enter(x: Tensor) -> Tensor:
-        return Gather.apply(x, size, group)
+        return Gather.apply(x, size, group, at)
 
     def leave(x: Tensor) -> Tensor:
-        return ScatterSum.apply(x, size, group)
+        return ScatterSum.apply(x, size, group, at)
 
     def meet(x: Tensor) -> Tensor:
         even = [x.shape[0] // size] * size
-        return Exchange.apply(x, even, even, group)
+        return Exchange.apply(x, even, even, group, at)
 
     return {ENTER: enter, LEAVE: leave, MEET: meet}[door.kind]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle  # noqa: TID251 - between processes of one run, in a directory that is theirs alone
-import socket
 import tempfile
 import time
 import traceback
@@ -19,27 +18,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from ..errors import RankError
+from ..mesh.whereabouts import stands
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
     """`function(*args)` on every rank; the results in the order of the ranks (tensors and plain data)."""
     fork = multiprocessing.get_context("fork")
+    ports = fork.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
         ranks: list[BaseProcess] = [
-            fork.Process(target=_rank, args=(rank, size, port, Path(folder), function, args), daemon=True)
+            fork.Process(target=_rank, args=(rank, size, ports, Path(folder), function, args), daemon=True)
             for rank in range(size)
         ]
         for process in ranks:
             process.start()
-        hung = _wait(ranks, seconds)
-        return _results(size, Path(folder), hung, seconds)
+        # As torchrun does, the parent keeps the store: it outlives any rank. Its thread must not be forked.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in ranks:
+            ports.put(store.port)
+        lost = _wait(ranks, seconds, Path(folder), store)
+        return _results(size, Path(folder), lost)
 
 
-def _wait(ranks: list[BaseProcess], seconds: float) -> list[int]:
-    """Until all have ended, one has failed, or the time is over. Who was still at it."""
+def _wait(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:
+    """Until all have ended, one has failed, or the time is over. Who died or hung, and where all were last."""
     deadline = time.monotonic() + seconds
     try:
         while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
@@ -47,17 +52,27 @@ def _wait(ranks: list[BaseProcess], seconds: float) -> list[int]:
                 time.sleep(0.5)  # let the others say what they saw
                 break
             ranks[0].join(0.02)
-        return [rank for rank, p in enumerate(ranks) if p.is_alive()]
+        return _lost(ranks, seconds, folder, store)
     finally:
         for process in ranks:
             process.kill()
             process.join()
 
 
-def _rank(rank: int, size: int, port: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:
+    said = {rank for rank in range(len(ranks)) if (folder / f"{rank}.error").exists()}
+    died = {rank: p.exitcode for rank, p in enumerate(ranks) if p.exitcode not in (None, 0) and rank not in said}
+    hung = [rank for rank, p in enumerate(ranks) if p.is_alive()]
+    if not died and (said or not hung):
+        return ""  # who has failed is a reason for others to hang
+    codes = ", ".join(map(str, died.values()))
+    how = f"died without a word (exit code {codes})" if died else f"hung for {seconds:g} s"
+    return "\n".join([f"ranks {list(died or hung)} of {len(ranks)} {how}", *stands(store, range(len(ranks)))])
+
+
+def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(ports.get()), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
     try:
         result = function(*args)
@@ -69,18 +84,9 @@ def _rank(rank: int, size: int, port: int, folder: Path, function: Callable[...,
     os._exit(0)
 
 
-def _results(size: int, folder: Path, hung: list[int], seconds: float) -> list[Any]:
+def _results(size: int, folder: Path, lost: str) -> list[Any]:
     errors = {r: (folder / f"{r}.error").read_text() for r in range(size) if (folder / f"{r}.error").exists()}
-    if errors:
-        raise RankError("\n".join(f"rank {rank} of {size}:\n{text}" for rank, text in errors.items()))
-    lost = [r for r in range(size) if not (folder / f"{r}.result").exists()]
-    if lost:
-        what = f"hung for {seconds:g} s" if lost == hung else "died without a word"
-        raise RankError(f"ranks {lost} of {size} {what}")
+    if errors or lost:
+        told = [f"rank {rank} of {size}:\n{text}" for rank, text in errors.items()]
+        raise RankError("\n".join([lost, *told] if lost else told))
     return [pickle.loads((folder / f"{r}.result").read_bytes()) for r in range(size)]
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import RankError
+from ..mesh.whereabouts import door
 
 _OURS = {
     "allgather": "all_gather",
@@ -65,7 +66,7 @@ class Recorder(TorchDispatchMode):
         if space not in ("c10d", "_c10d_functional") or name == "wait_tensor":
             return func(*args, **(kwargs or {}))
         op, ranks = _OURS.get(name, name), _ranks(args)
-        self._agree(_announced(op, args), ranks)
+        self._agree(_announced(op, args) + door(), ranks)
         out = func(*args, **(kwargs or {}))
         sizes = [t.nbytes for t in _tensors((args, out))] or [0]
         self.seen.append(Seen(op, ranks, sizes[-1] if op == "all_to_all" else max(sizes)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import LoadError
 from ..layout import Charge, Layout, Piece, Rules, Table, pieces
 from ..log import progress
-from ..mesh import DENSE, Axes, Mesh
+from ..mesh import DENSE, Axes, Mesh, standing, watched
 from .header import DTYPES
 from .load import Choice, Reader, chosen
 from .source import Source
@@ -72,6 +72,7 @@ def load_bill(plan: Iterable[Delivery], rank: int, node: range) -> list[Charge]:
     return [c for c in charges if c.count]
 
 
+@watched()
 def fill(holding: Holding, plan: Sequence[Delivery], node: range, source: Source) -> int:
     """Fill what is stored with what the first rank of `node` reads: of this rank alone, no one sends. Bytes read."""
     mesh, stored = holding.mesh, holding.stored
@@ -87,7 +88,8 @@ def fill(holding: Holding, plan: Sequence[Delivery], node: range, source: Source
                 failure = _hand_out(delivery, mine, mesh, reader, failure)
             elif mesh.rank in delivery.ranks:
                 buffer = torch.empty(delivery.piece.shape, dtype=delivery.dtype, device=mesh.device)
-                dist.recv(buffer, node[0])
+                with standing(f"the loading of {delivery.piece.param.name}"):
+                    dist.recv(buffer, node[0])
                 mine.copy_(buffer)
             advance(delivery.piece.numel)
     _agree(mesh, node, failure)
@@ -110,14 +112,15 @@ def _hand_out(d: Delivery, mine: Tensor, mesh: Mesh, reader: Reader, failure: Lo
             if rank == mesh.rank:
                 mine.copy_(whole)
             else:
-                dist.send(whole, rank)
+                with standing(f"the loading of {d.piece.param.name}"):
+                    dist.send(whole, rank)
     return failure
 
 
 def _agree(mesh: Mesh, node: range, failure: LoadError | None) -> None:
     if len(node) > 1:
         failed = torch.tensor(0 if failure is None else 1, device=mesh.device)
-        mesh.sum_(failed, DENSE)
+        mesh.sum_(failed, DENSE, "the end of loading")
         if failed.item() and failure is None:
             raise LoadError("the weights could not be read by a rank that reads for others; see its message")
     if failure is not None:

@@ -61,7 +61,7 @@ def _check_target(directory: Path) -> None:
 def _agree(holding: Holding, failure: Exception | None, directory: Path) -> None:
     """All ranks end alike."""
     failed = torch.tensor(0 if failure is None else 1, device=holding.mesh.device)
-    holding.mesh.sum_(failed, ("pp", "replicate", "fsdp", "cp", "tp"))
+    holding.mesh.sum_(failed, ("pp", "replicate", "fsdp", "cp", "tp"), "the end of an export")
     if failed.item():
         reason = failure or "see the message of rank 0"
         raise ExportError(f"nothing was exported to {directory}: {reason}") from failure

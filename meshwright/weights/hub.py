@@ -59,7 +59,7 @@ def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
 def _agree(hub_id: str, mesh: Mesh, failure: LoadError | None) -> None:
     """All ranks go on, or none: this is the barrier too."""
     failed = torch.tensor(0 if failure is None else 1, device=mesh.device)
-    mesh.sum_(failed, ("pp", "replicate", "fsdp", "cp", "tp"))
+    mesh.sum_(failed, ("pp", "replicate", "fsdp", "cp", "tp"), "the download")
     if failed.item():
         raise failure or LoadError(f"{hub_id} could not be fetched by {failed.item()} processes; see their errors")
 

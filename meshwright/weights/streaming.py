@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import Block, Box, Param, Piece, Rules, Table, owns, pieces
-from ..mesh import Mesh
+from ..mesh import Mesh, standing
 from .header import DTYPES
 from .spelling import Key, Spelling, blocks_by_key
 
@@ -49,7 +49,8 @@ def whole_tensors(
         mine = _packed(plan[holding.mesh.rank], holding, exact)
         if holding.mesh.rank != 0:
             for buffer in mine.values():
-                dist.send(buffer, 0)
+                with standing("a handing out of weights"):
+                    dist.send(buffer, 0)
             continue
         whole = {k.name: _empty(k, made_of[k.name], holding, exact) for k in batch}
         for rank in range(axes.world):
@@ -120,7 +121,8 @@ def _received(parts: list[_Part], holding: Holding, exact: bool, rank: int) -> d
     out = {}
     for dtype in sorted(sizes, key=str):
         out[dtype] = torch.empty(sizes[dtype], dtype=dtype, device=holding.mesh.device)
-        dist.recv(out[dtype], rank)
+        with standing("a handing out of weights"):
+            dist.recv(out[dtype], rank)
     return out
 
 

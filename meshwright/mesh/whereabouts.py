@@ -1,0 +1,270 @@
+"""Where every rank stands, told to all through the store, so that a rank that is lost can be named, with its door.
+
+The main thread notes each door by an attribute write; a thread puts the note into the store once a second. A collective
+that fails is then a `RankError` that says who gives no sign of life, who is elsewhere, and who waits where.
+On a GPU the host runs ahead: the door is the host's, and torch's flight recorder knows what the device does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import functools
+import json
+import os
+import re
+import signal
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from ..errors import RankError
+from ..log import logger
+from .verdict import LEFT, RAISED, WAITS, WORKS, Sign, judge
+
+BEAT_S = 1.0
+PREFIX = "whereabouts"
+_STORE_S = 3.0  # the store answers within this, or never
+_FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]))  # code that is not the user's
+
+
+class _Here:
+    """Of this process, which is at one place only."""
+
+    now: tuple[str, str, float] = (WORKS, "the start", time.monotonic())  # its state, where, since when
+    task = ""
+    inside = False  # of a call that `watched` guards
+    watch: Watch | None = None  # none in a run of one
+
+
+here = _Here()
+
+
+def task(what: str) -> None:
+    """What the rank is at, beside the place: which step and micro-batch."""
+    here.task = what
+
+
+def door() -> str:
+    """` at layers.0.mixer.enter, forward` between the two sides of a door, elsewhere nothing."""
+    state, at, _ = here.now
+    return f" at {at}" if state == WAITS else ""
+
+
+class standing:
+    """`with standing("the norm"):` around a collective: the rank waits there, and then works on after it."""
+
+    def __init__(self, *at: str) -> None:
+        self.at = at
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():
+            here.now = (WAITS, ", ".join(self.at), time.monotonic())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and not torch.compiler.is_compiling():  # after a failure it stands there still
+            here.now = (WORKS, f"after {', '.join(self.at)}", time.monotonic())
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """A collective that fails in here is a RankError that names the lost rank; of another error the others are told."""
+    here.inside = True
+    try:
+        yield
+    except Exception as error:
+        if here.watch is None or isinstance(error, RankError):
+            raise
+        if not _of_a_collective(error):
+            here.now = (RAISED, f"{type(error).__name__}: {str(error)[:200]}", time.monotonic())
+            here.watch.tell()
+            raise
+        here.now = (WAITS, _stood(error), here.now[2])
+        with _to_the_end() as told:
+            told.append(here.watch.verdict())
+        raise RankError(told[0]) from error
+    finally:
+        here.inside = False
+
+
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[list[str]]:
+    """torchrun ends the ranks of a machine as soon as one dies: one that is about to say why says it first."""
+    told: list[str] = []
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield told
+        return
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    if asked:
+        logger.error("%s", told[0])
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _of_a_collective(error: Exception) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    known = ("gloo", "caused pair closure")  # gloo raises plain RuntimeErrors
+    return isinstance(error, RuntimeError) and (here.now[0] == WAITS or any(text in str(error) for text in known))
+
+
+def _stood(error: Exception) -> str:
+    state, at, _ = here.now
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    groups = [frame.f_locals.get("self") for frame in frames]
+    unit = next((group._module_fqn or "the root" for group in groups if isinstance(group, FSDPParamGroup)), "")
+    lines = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames]
+    return at if state == WAITS else f"{_look(lines)[1]}{unit and f' of {unit}'}, {at}"
+
+
+def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
+    """State and place of a thread outside of our own doors, innermost line first: FSDP, or else the user's own line."""
+    state = WORKS
+    for file, number, function in lines:
+        if f"{os.sep}_fully_shard{os.sep}" in file:
+            return WAITS, "FSDP"
+        if f"torch{os.sep}distributed" in file:
+            state = WAITS
+        if not file.startswith(_FOREIGN):
+            return state, f"{Path(file).name}:{number} in {function}"
+    return state, "nowhere"
+
+
+def _main_thread() -> list[tuple[str, int, str]]:
+    """Its Python lines. Frames of a thread that runs are not safe to touch from another one: this only prints them."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threads = file.read().split("hread 0x")
+    ident = f"{threading.main_thread().ident:016x}"
+    mine = next((text for text in threads if text.startswith(ident)), "")
+    return [(file, int(number), name) for file, number, name in re.findall(r'File "(.*)", line (\d+) in (.*)', mine)]
+
+
+def sign() -> Sign:
+    state, at, since = here.now
+    still_s = time.monotonic() - since
+    if state == WORKS and still_s > BEAT_S / 2:
+        state, line = _look(_main_thread())
+        at = f"{line}, {at}"
+    return Sign(state, at, here.task, still_s, time.time(), _home(), os.getpid())
+
+
+@functools.cache
+def _home() -> str:
+    """Names the table of processes: of this boot of this machine, in this container."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+class Watch:
+    """Tells where this rank stands until `leave`. `loud`: it logs the verdict itself, where torch ends the process
+    before any error reaches Python."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, loud: str) -> None:
+        # A connection of its own: another thread may be waiting for an answer on the first one.
+        self.store = PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined] # torch's stub lacks it
+        self.store.set_timeout(datetime.timedelta(seconds=_STORE_S))
+        self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
+        self._over = threading.Event()
+        here.now = (WORKS, "after joining the run", time.monotonic())
+        self.tell()
+        self._thread = threading.Thread(target=self._beat, name="whereabouts", daemon=True)
+        self._thread.start()
+
+    def tell(self) -> None:
+        self.store.set(str(self.rank), json.dumps(asdict(sign())))
+
+    def _beat(self) -> None:
+        try:
+            while not self._over.wait(_every_s(self.size)):
+                self.tell()
+                if self.loud and here.inside and time.monotonic() - here.now[2] > self.timeout_s:
+                    threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
+                    self.loud = ""
+        except dist.DistError:
+            return  # the store is gone, and the run with it: `verdict` says so
+
+    def _speak(self, where: str) -> None:
+        logger.error("%s %s", self.verdict(), where)
+
+    def leave(self) -> None:
+        self._over.set()
+        self._thread.join(_STORE_S)
+        if self._thread.is_alive():  # the store is stuck; so would we be
+            return
+        here.now = (RAISED if here.now[0] == RAISED else LEFT, here.now[1], here.now[2])
+        with contextlib.suppress(dist.DistError):  # the store is gone: nobody asks any more
+            self.tell()
+
+    def verdict(self) -> str:
+        """Of the rank that failed first, for all. In a thread: a store whose process is stopped never answers."""
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        found = [
+            f"{'the torchrun of the first machine' if agent else 'rank 0'}: no answer from the store of the run, which "
+            f"it keeps; it died, is stopped, or cannot be reached. rank {self.rank}: {sign()}. "
+            "See its own output and the log of its machine, and start all ranks again."
+        ]
+        asking = threading.Thread(target=self._ask, args=(found,), daemon=True)
+        asking.start()
+        asking.join(2 * _patience_s(self.size) + _STORE_S)
+        return found[-1]
+
+    def _ask(self, found: list[str]) -> None:
+        with contextlib.suppress(dist.DistError):  # `found` then keeps what it says of a store that is gone
+            self.tell()
+            first = self.store.add("judges", 1) == 1
+            patience = time.monotonic() + 1.5 * _patience_s(self.size)
+            while not first and time.monotonic() < patience:  # no `store.wait`: our own beats would wait for it
+                if self.store.check(["verdict"]):
+                    found.append(self.store.get("verdict").decode())
+                    return
+                time.sleep(_every_s(self.size) / 5)
+            found.append(diagnose(self.store, range(self.size), self.timeout_s))
+            self.store.set("verdict", found[-1])
+
+
+def diagnose(store: Store, ranks: range, timeout_s: float) -> str:
+    before = signs(store, ranks)
+    time.sleep(_patience_s(len(ranks)))
+    return judge(before, signs(store, ranks), _home(), timeout_s)
+
+
+def _every_s(size: int) -> float:
+    return max(1.0, size / 1000) * BEAT_S  # a store answers some thousand calls a second with ease
+
+
+def _patience_s(size: int) -> float:
+    """Who changes nothing in the store for so long gives no sign of life."""
+    return 2.5 * _every_s(size)
+
+
+def signs(store: Store, ranks: range) -> Mapping[int, Sign | None]:
+    keys = [str(rank) for rank in ranks]
+    here_are = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    found = {int(key): Sign(**json.loads(text)) for key, text in zip(here_are, store.multi_get(here_are), strict=True)}
+    return {rank: found.get(rank) for rank in ranks}
+
+
+def stands(store: Store, ranks: range) -> list[str]:
+    """Where each rank that joined stood last, for whoever keeps the store and is no rank himself."""
+    prefixes = {key.rpartition("/")[0] for key in store.list_keys() if f"/{PREFIX}/" in key}
+    told = [signs(PrefixStore(prefix, store), ranks) for prefix in prefixes]
+    return [f"rank {rank} {mine}" for of_run in told for rank, mine in of_run.items() if mine]

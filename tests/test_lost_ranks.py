@@ -1,0 +1,331 @@
+"""A rank that dies, hangs or disagrees: every other one ends soon, with an error that names it and where all stand."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle  # noqa: TID251 - what run_ranks' processes leave
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+import meshwright as mw
+from meshwright import mesh as mesh_module
+from meshwright.errors import RankError
+from meshwright.layout import Door, attributes
+from meshwright.mesh import DENSE, whereabouts
+from meshwright.mesh.verdict import LEFT, RAISED, WAITS, WORKS, Sign, judge
+from meshwright.verify import ranks, run_ranks
+from tests import tiny, trials
+
+TIMEOUT_S = 2.0
+BEAT_S = 0.4
+SOON_S = TIMEOUT_S + 5.0  # a busy machine is slow to start processes
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("lost") / "m", "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whereabouts, "BEAT_S", BEAT_S)
+    monkeypatch.setattr(whereabouts, "_STORE_S", 0.8)
+
+
+@dataclass
+class Outcome:
+    said: str  # by the error of a survivor
+    cause: str
+    seconds: float  # from the first step's end to the error
+    left_s: float  # to leave the process groups
+
+
+def survive(size: int, victim: int, tmp_path: Path, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
+    """Start the ranks as run_ranks does, but leave the survivors alone until they end by themselves."""
+    fork = multiprocessing.get_context("fork")
+    ports = fork.SimpleQueue()
+    started = [
+        fork.Process(target=ranks._rank, args=(rank, size, ports, tmp_path, function, args), daemon=True)
+        for rank in range(size)
+    ]
+    for process in started:
+        process.start()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _ in started:
+        ports.put(store.port)
+    try:
+        deadline = time.monotonic() + 40
+        for rank, process in enumerate(started):
+            if rank != victim:
+                process.join(max(deadline - time.monotonic(), 0))
+                assert not process.is_alive(), f"rank {rank} never ended"
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    errors = [path.read_text() for path in tmp_path.glob("*.error") if path.stem != str(victim)]
+    assert not errors, "\n".join(errors)
+    return {
+        r: pickle.loads((tmp_path / f"{r}.result").read_bytes())
+        for r in range(size)
+        if (tmp_path / f"{r}.result").exists()
+    }
+
+
+def trained(source: Path, mesh: dict[str, int], harm: Callable[[mw.Engine], None], victim: int) -> Outcome:
+    """A step that goes well, then one in which `harm` was done to the victim."""
+    engine = mw.Engine(mw.load(source, mw.Mesh(**mesh, timeout_s=TIMEOUT_S), dtype=torch.float64), lr=1e-2)
+    batches = tiny.batches(engine.model.mesh.data_rank)
+    engine.step(batches)
+    if engine.model.mesh.rank == victim:
+        harm(engine)
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            engine.step(batches)
+    except RankError as error:
+        failed = time.monotonic()
+        assert whereabouts.here.watch is not None
+        whereabouts.here.watch.leave()
+        mesh_module._leave()
+        return Outcome(str(error), repr(error.__cause__), failed - began, time.monotonic() - failed)
+    return Outcome("nothing", "", time.monotonic() - began, 0.0)
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def asleep() -> None:
+    time.sleep(60)
+
+
+def at_a_door(name: str, call: int, act: Callable[[], None]) -> Callable[[mw.Engine], None]:
+    """`act` in the `call`th passage of the door, that is in a micro-batch."""
+
+    def harm(engine: mw.Engine) -> None:
+        door = dict(attributes(engine.model.parts[0], Door))[name]
+        armed, calls = door.armed, []
+
+        def acting(x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == call:
+                act()
+            assert armed is not None
+            return armed(x)
+
+        door.armed = acting
+
+    return harm
+
+
+def in_the_loss(call: int, act: Callable[[], None]) -> Callable[[mw.Engine], None]:
+    def harm(engine: mw.Engine) -> None:
+        real, calls = engine.loss, []
+
+        def my_loss(scores: Any, fields: Any) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == call:
+                act()
+            return real(scores, fields)
+
+        engine.loss = my_loss
+
+    return harm
+
+
+def one_more(engine: mw.Engine) -> None:
+    """A sum of its own, after the first micro-batch's forward: the others never come to it."""
+    in_the_loss(2, lambda: engine.model.mesh.sum_(torch.zeros(()), DENSE, "a sum of my own") and None)(engine)
+
+
+def skips(engine: mw.Engine) -> None:
+    dict(attributes(engine.model.parts[0], Door))["layers.1.mixer.leave"].armed = lambda x: x[: x.shape[0] // 2]
+
+
+def raises(engine: mw.Engine) -> None:
+    def fail() -> None:
+        raise ValueError("a label is missing")
+
+    in_the_loss(2, fail)(engine)
+
+
+MICRO = r"\(step 1, micro-batch 2 of 2\)"
+TP, FSDP, BOTH = dict(tp=2), dict(fsdp=2), dict(fsdp=2, tp=2)
+
+# Who is lost, how, in which words; whether that shows at once, or only when the time is over.
+LOST: list[tuple[str, dict[str, int], Callable[[mw.Engine], None], list[str], bool]] = [
+    ("killed at a door", TP, at_a_door("layers.1.mixer.enter", 2, killed),
+     ["rank 1: died, its process is gone", rf"rank 0: waiting at layers\.1\.mixer\.enter, forward {MICRO}"], True),
+    ("killed at a door", BOTH, at_a_door("layers.1.mixer.enter", 2, killed),
+     ["rank 3: died, its process is gone", rf"rank 2: waiting at layers\.1\.mixer\.enter, forward {MICRO}"], True),
+    ("killed in the loss", FSDP, in_the_loss(2, killed),
+     ["rank 1: died, its process is gone", rf"rank 0: waiting at FSDP of [\w.]+, .* {MICRO}"], True),
+    ("stopped in the loss", FSDP, in_the_loss(2, stopped),
+     [r"rank 1: stopped \(SIGSTOP, a debugger\)", r"[2-9] s ago", r"rank 0: waiting at FSDP of "], False),
+    ("asleep in the loss", BOTH, in_the_loss(2, asleep),
+     [rf"rank 3: in no collective: test_lost_ranks\.py:\d+ in asleep, after head\.meet, forward {MICRO}, for [2-6] s",
+      r"ranks? (0, )?2: waiting at head\.meet, backward"], False),
+    ("one collective more", FSDP, one_more,
+     [rf"rank 1: waiting at a sum of my own {MICRO}", "rank 0: waiting at FSDP of "], False),
+    ("a door less", TP, skips,
+     [r"rank 0: waiting at layers\.1\.mixer\.leave, forward", r"rank 1: waiting at layers\.1\.mlp\.enter"], False),
+    ("an error of its own", TP, raises, [rf"rank 1: raised an error: ValueError: a label is missing {MICRO}"], True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "harm", "told", "at_once"),
+    [case[1:] for case in LOST],
+    ids=[f"{case[0]}, {trials.named(case[1])}" for case in LOST],
+)
+def test_every_other_rank_names_it(
+    source: Path, tmp_path: Path, mesh: dict[str, int], harm: Any, told: list[str], at_once: bool
+) -> None:
+    size = trials.world_of(mesh)
+    found = survive(size, size - 1, tmp_path, trained, source, mesh, harm, size - 1)
+    for rank in range(size - 1):
+        outcome = found[rank]
+        for pattern in told:
+            assert re.search(pattern, outcome.said), outcome
+        assert outcome.seconds < (SOON_S - TIMEOUT_S if at_once else SOON_S)
+        assert outcome.left_s < 2
+
+
+def keeps_the_store(source: Path, harm: Callable[[mw.Engine], None], port: int) -> Outcome:
+    """As without torchrun: the store dies with rank 0."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
+    return trained(source, TP, harm, victim=0)
+
+
+@pytest.mark.parametrize("act", [killed, stopped])
+def test_the_keeper_of_the_store_is_lost(source: Path, tmp_path: Path, act: Callable[[], None]) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    outcome = survive(2, 0, tmp_path, keeps_the_store, source, at_a_door("layers.1.mixer.enter", 2, act), port)[1]
+    assert "rank 0: no answer from the store of the run, which it keeps" in outcome.said, outcome
+    assert r"rank 1: waits at layers.1.mixer.enter, forward (step 1, micro-batch 2 of 2)" in outcome.said, outcome
+    assert outcome.seconds < SOON_S
+
+
+def ended_by_torchrun(source: Path, harm: Callable[[mw.Engine], None], log: Path) -> None:
+    whereabouts.logger.addHandler(logging.FileHandler(log))
+    if os.environ["RANK"] == "0":
+        real = whereabouts.Watch.verdict
+
+        def and_torchrun_is_quicker(watch: whereabouts.Watch) -> str:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return real(watch)
+
+        whereabouts.Watch.verdict = and_torchrun_is_quicker  # type: ignore[method-assign]
+    trained(source, TP, harm, victim=1)
+
+
+def test_who_is_ended_by_torchrun_says_why_first(source: Path, tmp_path: Path) -> None:
+    harm = at_a_door("layers.1.mixer.enter", 2, killed)
+    assert survive(2, 1, tmp_path, ended_by_torchrun, source, harm, tmp_path / "log") == {}
+    assert "rank 1: died, its process is gone" in (tmp_path / "log").read_text()
+
+
+def lost_under_run_ranks(source: Path, harm: Callable[[mw.Engine], None]) -> None:
+    engine = mw.Engine(mw.load(source, mw.Mesh(tp=2), dtype=torch.float64), lr=1e-2)
+    if engine.model.mesh.rank == 1:
+        harm(engine)
+    engine.step(tiny.batches(0))
+
+
+def test_run_ranks_says_where_all_stand(source: Path) -> None:
+    asleep_there = at_a_door("layers.1.mixer.enter", 2, asleep)
+    with pytest.raises(RankError) as hung:
+        run_ranks(2, lost_under_run_ranks, source, asleep_there, seconds=3)
+    place = r"layers\.\d\.mixer\.enter, forward \(step 0, micro-batch 2 of 2\)"
+    assert re.search(r"ranks \[0, 1\] of 2 hung for 3 s", str(hung.value))
+    assert re.search(rf"rank 0 waits at {place}", str(hung.value))
+    assert re.search(r"rank 1 works test_lost_ranks\.py:\d+ in asleep, after layers\.0\.mlp\.leave", str(hung.value))
+    with pytest.raises(RankError, match=r"ranks \[1\] of 2 died without a word \(exit code -9\)"):
+        run_ranks(2, lost_under_run_ranks, source, in_the_loss(1, killed), seconds=20)
+
+
+def at(state: str, place: str, beat: float = 10.0, still_s: float = 4.0, home: str = "here", pid: int = 1) -> Sign:
+    return Sign(state, place, "step 7", still_s, beat, home, pid)
+
+
+def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> None:
+    before: dict[int, Sign | None] = {rank: at(WAITS, "the norm") for rank in range(4096)}
+    after: dict[int, Sign | None] = {rank: at(WAITS, "the norm", 14.0, 8.0) for rank in range(4096)}
+    after[77] = before[77] = at(WORKS, "after the norm", 9.0, home="elsewhere")
+    after[78] = at(RAISED, "ValueError: no", 13.0)
+    after[79], after[80] = at(WORKS, "train.py:3 in next, after the loss", 14.0, 8.0), None
+    after[81] = at(LEFT, "after the norm", 12.0)
+    said = judge(before, after, "here", 600.0)
+    assert said == (
+        "rank 80: never joined the run. "
+        "rank 77: no sign of life: it died, or its machine or network is gone; last seen after the norm (step 7), 5 s "
+        "ago. rank 81: left, its script came to an end; last seen after the norm (step 7), 2 s ago. "
+        "rank 78: raised an error: ValueError: no (step 7), 1 s ago. "
+        "rank 79: in no collective: train.py:3 in next, after the loss (step 7), for 8 s. "
+        "ranks 0-76, 82-4095: waiting at the norm (step 7), for 8 s. "
+        "(timeout_s=600) See its own output, and start all ranks again."
+    )
+
+
+def test_what_a_silent_process_of_this_machine_is() -> None:
+    silent = {0: at(WORKS, "x", pid=os.getpid())}
+    assert "no sign of life, though its process runs" in judge(silent, silent, "here", 1.0)
+    gone = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    gone.start()
+    assert gone.pid is not None
+    gone.join()
+    silent = {0: at(WORKS, "x", pid=gone.pid)}
+    assert "died, its process is gone" in judge(silent, silent, "here", 1.0)
+    assert "no sign of life: it died, or its machine" in judge(silent, silent, "elsewhere", 1.0)
+
+
+def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in mesh_module._RECORDER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/here/rank_")
+    assert mesh_module._record(torch.device("cpu")) == ""
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+    told = mesh_module._record(torch.device("cuda", 0))
+    assert "/here/rank_*" in told
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+
+
+def says_it_in_the_log(source: Path) -> list[str]:
+    """Where torch would end the process, nobody catches an error: the verdict is logged."""
+    said: list[str] = []
+    engine = mw.Engine(mw.load(source, mw.Mesh(tp=2, timeout_s=TIMEOUT_S), dtype=torch.float64), lr=1e-2)
+    watch = whereabouts.here.watch
+    assert watch is not None
+    whereabouts.logger.addFilter(lambda record: bool(said.append(record.getMessage())))
+    watch.loud, watch.timeout_s = "The dump is there.", 1.0
+    if engine.model.mesh.rank == 1:
+        in_the_loss(1, lambda: time.sleep(2.8))(engine)
+    with contextlib.suppress(RankError):
+        engine.step(tiny.batches(0))
+    return said
+
+
+def test_a_rank_that_stands_too_long_says_so_in_the_log(source: Path) -> None:
+    for said in run_ranks(2, says_it_in_the_log, source, seconds=20):
+        assert len(said) == 1
+        assert re.search(r"rank 1: in no collective: .* rank 0: waiting at .* The dump is there\.", said[0])
