@@ -44,14 +44,22 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verify.set_defaults(run=_verify)
-    verify.add_argument("model", nargs="?", help="a Hugging Face directory, or one of the tiny-... names")
+    verify.add_argument("model", nargs="?", help="a Hugging Face directory, a hub id, or one of the tiny-... names")
     verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
         help="float64 is the proof, the others a smoke (default all)",
     )  # fmt: skip
-    verify.add_argument("--full", action="store_true", help="the model and its weights as they are, not shrunk")
+    kind = verify.add_mutually_exclusive_group()
+    kind.set_defaults(kind="shrunk")
+    kind.add_argument(
+        "--full", dest="kind", action="store_const", const="full", help="the model and its weights as they are"
+    )
+    kind.add_argument(
+        "--weights", dest="kind", action="store_const", const="weights",
+        help="load the weights as they are, and compare the bytes on every rank with the files; nothing else",
+    )  # fmt: skip
     verify.add_argument("--device", default="cpu", help="cpu (default), or a kind of device with one for each rank")
     verify.add_argument("--seconds", type=float, default=600.0, help="how long one run may take (default 600)")
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
@@ -82,12 +90,16 @@ def _verify(options: argparse.Namespace) -> int:
         return 0
     if options.model is None:
         raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(verify.TINY))
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr)
+
     plan = verify.plan(
         options.model, Axes(**mesh_of(options.mesh)), head=options.head, dtypes=options.dtypes.split(","),
-        full=options.full, device=options.device, seconds=options.seconds,
+        kind=options.kind, device=options.device, seconds=options.seconds, say=say,
     )  # fmt: skip
-    began = time.monotonic()
-    parts = verify.inspect(plan, lambda text: print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr))
+    parts = verify.inspect(plan, say)
     if options.json:
         print(json.dumps(report.as_json(options.model, plan, parts), indent=2))
     else:

@@ -15,6 +15,11 @@ from .oracles import ORACLES, Finding
 ROWS = (RUN, *ORACLES)
 
 
+def rows_of(parts: Sequence[Part]) -> list[str]:
+    """What was asked, in order; before all else, whether the run came to its end."""
+    return [RUN, *dict.fromkeys(oracle for part in parts for oracle in part.oracles)]
+
+
 def sentence(row: str) -> str:
     """What holds, if all is well."""
     if row == RUN:
@@ -32,30 +37,32 @@ def print_oracles() -> None:
 
 def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     """A line an oracle, and below it the first that fails, with its likely cause."""
-    grid = Grid("oracle", "holds if", *(part.dtype for part in parts), title=f"{model} on {plan.axes}")
-    for oracle in ROWS:
+    grid = Grid("oracle", "holds if", *(part.name for part in parts), title=f"{model} on {plan.axes}")
+    for oracle in rows_of(parts):
         grid.add_row(oracle, sentence(oracle), *(_cell(part, oracle) for part in parts))
     console = Console()
     console.print(grid)
     for part in parts:
-        for oracle in ROWS:
-            found = _of(part, oracle)
+        for oracle in rows_of(parts):
+            found = found_by(part, oracle)
             if found:
                 more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-                console.print(Text(f"{part.dtype} {found[0]}{more}"))
+                console.print(Text(f"{part.name} {found[0]}{more}"))
+        for note in part.notes:
+            console.print(Text(f"{part.name}: {note}"))
     num = sum(len(part.findings) for part in parts)
     seconds = sum(part.seconds for part in parts)
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
 
 
 def _cell(part: Part, oracle: str) -> Text:
-    found = _of(part, oracle)
-    if oracle != RUN and _of(part, RUN):
+    found = found_by(part, oracle)
+    if oracle != RUN and found_by(part, RUN):
         return Text("-")
     return Text(f"FAILS ({len(found)})", style="bold red") if found else Text("pass", style="green")
 
 
-def _of(part: Part, oracle: str) -> list[Finding]:
+def found_by(part: Part, oracle: str) -> list[Finding]:
     return [f for f in part.findings if f.oracle == oracle]
 
 
@@ -68,9 +75,10 @@ def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
         "ok": not any(part.findings for part in parts),
         "runs": [
             {
-                "dtype": part.dtype,
+                "dtype": part.name,
                 "seconds": round(part.seconds, 2),
-                "oracles": {o: [{"name": f.name, "what": f.what} for f in _of(part, o)] for o in ROWS},
+                "notes": list(part.notes),
+                "oracles": {o: [{"name": f.name, "what": f.what} for f in found_by(part, o)] for o in rows_of([part])},
             }
             for part in parts
         ],
