@@ -39,7 +39,7 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     """A line an oracle, and below it the first that fails, with its likely cause."""
     grid = Grid("oracle", "holds if", *(part.name for part in parts), title=f"{model} on {plan.axes}")
     for oracle in rows_of(parts):
-        grid.add_row(oracle, sentence(oracle), *(_cell(part, oracle) for part in parts))
+        grid.add_row(oracle, sentence(oracle), *(_styled(cell(part, oracle)) for part in parts))
     console = Console()
     console.print(grid)
     for part in parts:
@@ -55,11 +55,15 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
 
 
-def _cell(part: Part, oracle: str) -> Text:
-    found = found_by(part, oracle)
-    if oracle != RUN and found_by(part, RUN):
-        return Text("-")
-    return Text(f"FAILS ({len(found)})", style="bold red") if found else Text("pass", style="green")
+def cell(part: Part, row: str) -> str:
+    found = found_by(part, row)
+    if row != RUN and found_by(part, RUN):
+        return "-"
+    return f"FAILS ({len(found)})" if found else "pass"
+
+
+def _styled(text: str) -> Text:
+    return Text(text, style={"pass": "green", "-": ""}.get(text, "bold red"))
 
 
 def found_by(part: Part, oracle: str) -> list[Finding]:
