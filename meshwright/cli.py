@@ -56,7 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     kind = verify.add_mutually_exclusive_group()
     kind.set_defaults(kind="shrunk")
     kind.add_argument(
-        "--full", dest="kind", action="store_const", const="full", help="the model and its weights as they are"
+        "--full",
+        dest="kind",
+        action="store_const",
+        const="full",
+        help="the model and its weights as they are; and what bfloat16 adds",
     )
     kind.add_argument(
         "--weights", dest="kind", action="store_const", const="weights",

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..models import describe, prefix_of, text_config
 from ..weights import of_table
 from .data import LENGTH, ragged
 from .oracles import ORACLES, Finding, examine, silent
+from .precision import Cost, Portrait, Precision, cost_of, portray
 from .ranks import run_ranks
 from .recorder import Recorder
 from .shrink import TINY, shrink
@@ -69,6 +70,7 @@ class Part:
     findings: Sequence[Finding]
     oracles: Sequence[str] = tuple(ORACLES)  # what was asked
     notes: Sequence[str] = ()
+    precision: Precision | None = None  # what bfloat16 adds, where that was asked
 
 
 def plan(
@@ -104,15 +106,18 @@ def inspect(plan: Plan, say: Say) -> list[Part]:
             source = Path(folder) / "model"
             say("making a model of odd sizes")
             run_ranks(1, _make, plan, Path(folder) / "recipe", source, seconds=plan.seconds)
-        return [_part(plan, dtype, source, say) for dtype in plan.dtypes]
+        return _with_precision(plan, [_part(plan, dtype, source, say) for dtype in plan.dtypes], source, say)
 
 
-def _part(plan: Plan, dtype: str, source: Path, say: Say) -> Part:
-    began = time.monotonic()
+def _trial(plan: Plan, dtype: str, source: Path) -> Trial:
     share = plan.axes.tp * plan.axes.cp
     length = -(-LENGTH // share) * share  # a batch divides into the shares of a data rank
     data = functools.partial(ragged, vocab=plan.vocab, length=length, target=plan.head == "value")
-    trial = Trial(source, plan.axes, data, plan.head, DTYPES[dtype], steps=_STEPS[dtype])
+    return Trial(source, plan.axes, data, plan.head, DTYPES[dtype], steps=_STEPS[dtype])
+
+
+def _part(plan: Plan, dtype: str, source: Path, say: Say) -> Part:
+    began, trial = time.monotonic(), _trial(plan, dtype, source)
     say(f"{dtype}: one process")
     reference = run_ranks(1, refer, trial, seconds=plan.seconds)[0]
     say(f"{dtype}: {plan.axes.world} ranks, {plan.axes}")
@@ -124,13 +129,47 @@ def _part(plan: Plan, dtype: str, source: Path, say: Say) -> Part:
     return Part(dtype, time.monotonic() - began, found)
 
 
+def _with_precision(plan: Plan, parts: list[Part], source: Path, say: Say) -> list[Part]:
+    """Of a model as it is: random weights would tell nothing of what bfloat16 costs."""
+    wide = next((d for d in ("float64", "float32") if d in plan.dtypes), None)
+    stopped = any(finding.oracle == RUN for part in parts for finding in part.findings)
+    if plan.kind != FULL or "bfloat16" not in plan.dtypes or wide is None or stopped:
+        return parts
+    say(f"what bfloat16 adds to {wide}: one process, then {plan.axes.world} ranks")
+    try:
+        found = _measured(plan, wide, source)
+    except RankError as error:  # what the oracles found is not lost with it
+        return [*parts[:-1], replace(parts[-1], notes=[f"what bfloat16 adds is not known: {error}"])]
+    return [replace(part, precision=found) if part.name == "bfloat16" else part for part in parts]
+
+
+def _measured(plan: Plan, wide: str, source: Path) -> Precision:
+    def run(size: int, dtype: str) -> Cost:
+        told: list[Cost] = run_ranks(size, _cost, plan, dtype, source, size, measure, seconds=plan.seconds)
+        return told[0]
+
+    measure = run_ranks(1, portray, _trial(plan, wide, source), seconds=plan.seconds)[0]
+    costs = {"bfloat16, one process": run(1, "bfloat16")}
+    for dtype in ("bfloat16", wide) if plan.axes.world > 1 else ():
+        costs[f"{dtype}, {plan.axes}"] = run(plan.axes.world, dtype)
+    return Precision(f"{wide}, one process", costs)
+
+
+def _cost(plan: Plan, dtype: str, source: Path, size: int, measure: Portrait) -> Cost | None:
+    trial = _trial(plan, dtype, source)
+    mesh = _mesh(plan) if size > 1 else None
+    found = portray(trial, mesh)
+    return cost_of(found, measure, trial.data(0), plan.head) if mesh is None or mesh.rank == 0 else None
+
+
 def _stopped(plan: Plan, error: RankError) -> Finding:
     return Finding(RUN, f"{plan.axes.world} ranks", f"it stopped\n{error}")
 
 
 def _mesh(plan: Plan) -> Mesh:
     a = plan.axes
-    return Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device=plan.device, timeout_s=min(plan.seconds, 60.0))
+    patience = plan.seconds if plan.kind == WEIGHTS else min(plan.seconds, 60.0)  # there, until the slowest has read
+    return Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device=plan.device, timeout_s=patience)
 
 
 def _examine(plan: Plan, trial: Trial, reference: Reference) -> list[Finding]:

@@ -19,6 +19,7 @@ from ..mesh import DENSE, EXPERT, Axes
 from ..models import text_config
 from .account import CHARGES, PARAMETERS, alike, charge_lines, parameter_line, ranges, span
 from .inspection import SHRUNK, Part, Plan
+from .precision import lines_of
 from .report import cell, found_by, rows_of, sentence
 from .subject import stored_bytes
 
@@ -60,7 +61,7 @@ def page(plan: Plan, parts: Sequence[Part]) -> str:
     title = f"{plan.subject.name} on {plan.axes}"
     num = sum(len(part.findings) for part in parts)
     verdict = _tag("p", f"{num} findings", "fails") if num else _tag("p", "all is well", "pass")
-    sections = (_results(plan, parts), _mesh(plan.axes), _parameters(plan), _bill(plan))
+    sections = (_results(plan, parts), _precision(parts), _mesh(plan.axes), _parameters(plan), _bill(plan))
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     body = "\n".join([_tag("h1", title), verdict, *(part for section in sections for part in section)])
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
@@ -94,6 +95,13 @@ def _results(plan: Plan, parts: Sequence[Part]) -> Iterator[str]:
             yield from (_tag("pre", f"{part.name} {finding}") for finding in found[:_MOST_FINDINGS])
             if len(found) > _MOST_FINDINGS:
                 yield _tag("p", f"and {len(found) - _MOST_FINDINGS} more of {row}")
+
+
+def _precision(parts: Sequence[Part]) -> Iterator[str]:
+    for found in (part.precision for part in parts):
+        if found:
+            yield _tag("h2", "What bfloat16 adds, and what the mesh adds")
+            yield _table([f"against {found.measure}", *found.costs], lines_of(found))
 
 
 def _coloured(text: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from .inspection import RUN, Part, Plan
 from .oracles import ORACLES, Finding
+from .precision import Precision, lines_of
 
 ROWS = (RUN, *ORACLES)
 
@@ -33,6 +35,7 @@ def print_oracles() -> None:
     for oracle in ROWS:
         grid.add_row(oracle, sentence(oracle))
     Console().print(grid)
+    Console().print("--weights asks RUN, L1 and W1 of the weights as they are, and trains nothing.")
 
 
 def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
@@ -50,9 +53,20 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
                 console.print(Text(f"{part.name} {found[0]}{more}"))
         for note in part.notes:
             console.print(Text(f"{part.name}: {note}"))
+        if part.precision:
+            console.print(_precision_grid(part.precision))
     num = sum(len(part.findings) for part in parts)
     seconds = sum(part.seconds for part in parts)
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
+
+
+def _precision_grid(found: Precision) -> Grid:
+    grid = Grid(title="what bfloat16 adds, and what the mesh adds")
+    for head in (f"against {found.measure}", *found.costs):
+        grid.add_column(head, overflow="fold")  # names are long, and their ends tell them apart
+    for line in lines_of(found):
+        grid.add_row(*map(Text, line))
+    return grid
 
 
 def cell(part: Part, row: str) -> str:
@@ -82,6 +96,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
                 "dtype": part.name,
                 "seconds": round(part.seconds, 2),
                 "notes": list(part.notes),
+                "precision": asdict(part.precision) if part.precision else None,
                 "oracles": {o: [{"name": f.name, "what": f.what} for f in found_by(part, o)] for o in rows_of([part])},
             }
             for part in parts
