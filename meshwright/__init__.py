@@ -19,6 +19,7 @@ from .errors import (
     UnknownKey,
 )
 from .mesh import Mesh
+from .verify import Difference, WeightCheck, check_weights
 
 __version__ = "0.1.0.dev0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "BrokenFile",
     "ConfigError",
     "DataError",
+    "Difference",
     "Engine",
     "ExportError",
     "LayoutError",
@@ -43,6 +45,8 @@ __all__ = [
     "StateError",
     "StepRecord",
     "UnknownKey",
+    "WeightCheck",
+    "check_weights",
     "export",
     "gather",
     "init",

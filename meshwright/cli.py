@@ -13,14 +13,16 @@ from .errors import ConfigError, MeshwrightError
 EXAMPLES = """examples:
   meshwright verify tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
   meshwright verify path/to/Qwen3-30B-A3B --mesh fsdp=4,tp=2,ep=8      shrunk: its layers, heads and experts
+  meshwright verify Qwen/Qwen3-0.6B --mesh fsdp=2 --html proof.html    from the hub; a page with placement and bill
   meshwright verify path/to/Qwen3-0.6B --mesh tp=2 --full --dtypes float32,bfloat16
+  meshwright verify path/to/Qwen3-0.6B --mesh fsdp=2,tp=2 --weights    are the bytes on each rank those of the files?
   meshwright verify my-critic --mesh fsdp=2 --head value --json
   meshwright verify --list
 """
 ABOUT = """Prove that a model on a mesh computes what one process computes: every gradient, in float64, and more.
 
 The model is shrunk to odd sizes (the same kinds of layers, head counts, experts and files; narrow and shallow) and
-filled with random weights, unless --full. The ranks of the mesh run as processes on this machine.
+filled with random weights, unless --full or --weights. The ranks of the mesh run as processes on this machine.
 """
 
 
@@ -44,17 +46,30 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verify.set_defaults(run=_verify)
-    verify.add_argument("model", nargs="?", help="a Hugging Face directory, or one of the tiny-... names")
+    verify.add_argument("model", nargs="?", help="a Hugging Face directory, a hub id, or one of the tiny-... names")
     verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
         help="float64 is the proof, the others a smoke (default all)",
     )  # fmt: skip
-    verify.add_argument("--full", action="store_true", help="the model and its weights as they are, not shrunk")
+    kind = verify.add_mutually_exclusive_group()
+    kind.set_defaults(kind="shrunk")
+    kind.add_argument(
+        "--full",
+        dest="kind",
+        action="store_const",
+        const="full",
+        help="the model and its weights as they are; and what bfloat16 adds",
+    )
+    kind.add_argument(
+        "--weights", dest="kind", action="store_const", const="weights",
+        help="load the weights as they are, and compare the bytes on every rank with the files; nothing else",
+    )  # fmt: skip
     verify.add_argument("--device", default="cpu", help="cpu (default), or a kind of device with one for each rank")
     verify.add_argument("--seconds", type=float, default=600.0, help="how long one run may take (default 600)")
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    verify.add_argument("--html", metavar="FILE", help="write a page: mesh, placement, bill and what was found")
     verify.add_argument("--list", action="store_true", help="what each oracle checks, and nothing else")
     return parser
 
@@ -75,19 +90,26 @@ def mesh_of(text: str) -> dict[str, int]:
 def _verify(options: argparse.Namespace) -> int:
     from . import verify  # imports torch: --help should not wait for it
     from .mesh import Axes
-    from .verify import report
+    from .verify import page, report
 
     if options.list:
         report.print_oracles()
         return 0
     if options.model is None:
         raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(verify.TINY))
+    target = page.check_target(options.html) if options.html else None
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr)
+
     plan = verify.plan(
         options.model, Axes(**mesh_of(options.mesh)), head=options.head, dtypes=options.dtypes.split(","),
-        full=options.full, device=options.device, seconds=options.seconds,
+        kind=options.kind, device=options.device, seconds=options.seconds, say=say,
     )  # fmt: skip
-    began = time.monotonic()
-    parts = verify.inspect(plan, lambda text: print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr))
+    parts = verify.inspect(plan, say)
+    if target:
+        page.write_page(target, plan, parts)
     if options.json:
         print(json.dumps(report.as_json(options.model, plan, parts), indent=2))
     else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ..layout import Charge, Step, bill
-from ..mesh import DENSE
+from collections.abc import Sequence
+
+from ..layout import Charge, Rules, Step, Table, Unit, bill
+from ..mesh import DENSE, Axes
+from ..models import Balance, Decoder
 from .engine import COUNTED
 from .model import Model
 
@@ -12,17 +15,26 @@ def step_bill(model: Model, tokens: int, num_batches: int, router_aux: str = "po
     """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens."""
     compute = model.dtype.itemsize
     step = Step(tokens, num_batches, compute, max(4, compute))
-    axes = model.mesh.axes
-    charges = bill(model.parts[0], model.units, model.table, model.rules, axes, model.mesh.rank, step)
+    axes, rank = model.mesh.axes, model.mesh.rank
+    return engine_bill(model.parts[0], model.units, model.table, model.rules, axes, rank, step, router_aux)
+
+
+def engine_bill(
+    module: Decoder, units: Sequence[Unit], table: Table, rules: Rules, axes: Axes, rank: int, step: Step,
+    router_aux: str = "pooled",
+) -> list[Charge]:  # fmt: skip
+    """The same of any rank of any mesh, from the drawing alone: the module may be on the meta device, its doors
+    unarmed, and no process group need exist."""
+    charges = bill(module, units, table, rules, axes, rank, step)
     if axes.world > 1:
         charges.append(Charge("count", "all_gather", DENSE, axes.world * COUNTED * 8, 1))
         charges += [Charge(what, "all_reduce", DENSE, 8, 1) for what in ("loss", "norm")]
-        charges += _router(model, num_batches, router_aux)
+        charges += _router(module.balance, step.num_batches, router_aux)
     return charges
 
 
-def _router(model: Model, num_batches: int, router_aux: str) -> list[Charge]:
-    balance, axes = model.parts[0].balance, ("replicate", "fsdp", "cp", "tp")
+def _router(balance: Balance, num_batches: int, router_aux: str) -> list[Charge]:
+    axes = ("replicate", "fsdp", "cp", "tp")
     load = Charge("expert load", "all_reduce", axes, balance.num_layers * balance.num_experts * 8, 1)
     aux = Charge("router aux", "all_reduce", axes, balance.num_experts * 8, num_batches)
     pooled = balance.coefficient and router_aux == "pooled"

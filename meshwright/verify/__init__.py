@@ -1,15 +1,20 @@
 """The inspector: walks everywhere, builds nothing."""
 
-from .inspection import Part, Plan, inspect, plan
+from .inspection import FULL, SHRUNK, WEIGHTS, Part, Plan, inspect, plan
 from .oracles import ORACLES, Finding, examine
 from .ranks import run_ranks
 from .recorder import Recorder, Seen
 from .shrink import TINY, shrink
 from .trial import Reference, Trial, refer
+from .weights import Difference, WeightCheck, check_weights
 
 __all__ = [
+    "FULL",
     "ORACLES",
+    "SHRUNK",
     "TINY",
+    "WEIGHTS",
+    "Difference",
     "Finding",
     "Part",
     "Plan",
@@ -17,6 +22,8 @@ __all__ = [
     "Reference",
     "Seen",
     "Trial",
+    "WeightCheck",
+    "check_weights",
     "examine",
     "inspect",
     "plan",

@@ -4,48 +4,51 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .. import parallel
-from ..engine import export, init
-from ..errors import ConfigError, MeshError, RankError
-from ..layout import Rules, pieces
+from ..engine import export, init, load
+from ..errors import ConfigError, RankError
 from ..log import quiet
 from ..mesh import Axes, Mesh, refuse_unbuilt
 from ..models import describe, prefix_of, text_config
-from ..weights import choose, of_table, open_source, read_config
+from ..weights import of_table
 from .data import LENGTH, ragged
-from .oracles import Finding, examine
+from .oracles import ORACLES, Finding, examine, silent
+from .precision import Cost, Portrait, Precision, cost_of, portray
 from .ranks import run_ranks
+from .recorder import Recorder
 from .shrink import TINY, shrink
+from .subject import Say, Subject, check_devices, check_layout, check_memory, find
 from .trial import Reference, Trial, refer
+from .weights import WeightCheck, check_weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _STEPS = {"float64": 3, "float32": 1, "bfloat16": 1}
 
 RUN = "RUN"  # the finding where a run stopped before its end
-
-Say = Callable[[str], None]
+WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
+FULL, SHRUNK = "full", "shrunk"
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is to be tried. Made by `plan`, which refuses what cannot be."""
 
-    config: Mapping[str, Any]
+    subject: Subject  # the model as it is
+    config: Mapping[str, Any]  # of what runs: shrunk, or not
     axes: Axes
     head: str
     dtypes: Sequence[str]
-    directory: Path | None = None  # of the weights themselves; without, they are drawn
-    choice: Mapping[str, str] = field(default_factory=dict)  # how the model's files spell it
+    kind: str  # FULL, SHRUNK or WEIGHTS
     device: str = "cpu"
     seconds: float = 600.0
 
@@ -53,104 +56,150 @@ class Plan:
     def vocab(self) -> int:
         return int(text_config(self.config)["vocab_size"])
 
+    @property
+    def choice(self) -> Mapping[str, str]:
+        return self.subject.choice
+
 
 @dataclass(frozen=True)
 class Part:
-    """What was found in one dtype."""
+    """What was found in one run. `name`: its dtype, or WEIGHTS."""
 
-    dtype: str
+    name: str
     seconds: float
     findings: Sequence[Finding]
+    oracles: Sequence[str] = tuple(ORACLES)  # what was asked
+    notes: Sequence[str] = ()
+    precision: Precision | None = None  # what bfloat16 adds, where that was asked
 
 
 def plan(
-    model: str, axes: Axes, *, head: str = "lm", dtypes: Sequence[str] = tuple(DTYPES), full: bool = False,
-    device: str = "cpu", seconds: float = 600.0,
+    model: str, axes: Axes, *, head: str = "lm", dtypes: Sequence[str] = tuple(DTYPES), kind: str = SHRUNK,
+    device: str = "cpu", seconds: float = 600.0, say: Say = print,
 ) -> Plan:  # fmt: skip
     """Everything that can be refused is refused here, before any process."""
     unknown = [d for d in dtypes if d not in DTYPES]
     if unknown:
         raise ConfigError(f"dtype {unknown[0]!r} is unknown; choose from {', '.join(DTYPES)}")
-    _check_devices(axes, device)
-    choice: Mapping[str, str] = {}
-    directory = None
-    if model in TINY:
-        if full:
-            raise ConfigError(f"{model} has no weights to take as they are; leave out --full, or name a directory")
-        config: Mapping[str, Any] = TINY[model]
-    else:
-        directory = _directory(model)
-        config = read_config(directory)
-        if any(directory.glob("*.safetensors")):
-            found = open_source(directory)
-            _, table = describe(config, prefix_of(config, found.entries), head, found.entries)
-            choice = choose(table, found)
-        elif full:
-            raise ConfigError(f"{directory} holds no *.safetensors to take as they are; leave out --full")
-        check_layout(config, axes, head)
-        if not full:
-            config, directory = shrink(config, axes.tp), None
-    check_layout(config, axes, head)
-    return Plan(config, axes, head, tuple(dtypes), directory, choice, device, seconds)
-
-
-def _directory(model: str) -> Path:
-    at = Path(model)
-    if at.is_dir():
-        return at
-    known = ", ".join(TINY)
-    raise ConfigError(f"{model!r} is neither a directory nor one of {known}; for a hub id, download it first")
-
-
-def _check_devices(axes: Axes, device: str) -> None:
-    kind = torch.device(device).type
-    if kind != "cpu" and torch.accelerator.device_count() < axes.world:
-        num = torch.accelerator.device_count()
-        raise MeshError(f"{axes} needs {axes.world} devices, {num} are here; leave out --device to use CPU processes")
-
-
-def check_layout(config: Mapping[str, Any], axes: Axes, head: str) -> None:
-    """What each rank of the mesh would refuse, found without any of them."""
     refuse_unbuilt(axes)
-    module, table = describe(config, prefix_of(config, None), head)
-    for rank in range(axes.world):
-        pieces(table, Rules(), axes, axes.coords(rank))
-        list(parallel.spans(module, Rules(), axes, rank))
+    check_devices(axes, device)
+    subject = find(model, head, False, say)
+    check_layout(subject.module, subject.table, axes)  # before many gigabytes are fetched
+    if kind != SHRUNK:
+        subject = find(model, head, True, say)
+    if kind == WEIGHTS and device == "cpu":
+        check_memory(subject.table, axes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    config = subject.config
+    if kind == SHRUNK and model not in TINY:
+        config = shrink(config, axes.tp)
+        check_layout(*describe(config, prefix_of(config, None), head), axes)
+    return Plan(subject, config, axes, head, tuple(dtypes), kind, device, seconds)
 
 
 def inspect(plan: Plan, say: Say) -> list[Part]:
     """Run it. `say` is told what is going on."""
+    if plan.kind == WEIGHTS:
+        return [_compare_weights(plan, say)]
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        source = plan.directory
-        if source is None:
+        source = plan.subject.directory
+        if plan.kind == SHRUNK or source is None:
             source = Path(folder) / "model"
             say("making a model of odd sizes")
             run_ranks(1, _make, plan, Path(folder) / "recipe", source, seconds=plan.seconds)
-        return [_part(plan, dtype, source, say) for dtype in plan.dtypes]
+        return _with_precision(plan, [_part(plan, dtype, source, say) for dtype in plan.dtypes], source, say)
 
 
-def _part(plan: Plan, dtype: str, source: Path, say: Say) -> Part:
-    began = time.monotonic()
+def _trial(plan: Plan, dtype: str, source: Path) -> Trial:
     share = plan.axes.tp * plan.axes.cp
     length = -(-LENGTH // share) * share  # a batch divides into the shares of a data rank
     data = functools.partial(ragged, vocab=plan.vocab, length=length, target=plan.head == "value")
-    trial = Trial(source, plan.axes, data, plan.head, DTYPES[dtype], steps=_STEPS[dtype])
+    return Trial(source, plan.axes, data, plan.head, DTYPES[dtype], steps=_STEPS[dtype])
+
+
+def _part(plan: Plan, dtype: str, source: Path, say: Say) -> Part:
+    began, trial = time.monotonic(), _trial(plan, dtype, source)
     say(f"{dtype}: one process")
     reference = run_ranks(1, refer, trial, seconds=plan.seconds)[0]
     say(f"{dtype}: {plan.axes.world} ranks, {plan.axes}")
     try:
-        ranks = run_ranks(plan.axes.world, _examine, trial, reference, plan.device, plan.seconds, seconds=plan.seconds)
+        ranks = run_ranks(plan.axes.world, _examine, plan, trial, reference, seconds=plan.seconds)
         found = [finding for of_rank in ranks for finding in of_rank]
     except RankError as error:
-        found = [Finding(RUN, f"{plan.axes.world} ranks", f"it stopped\n{error}")]
+        found = [_stopped(plan, error)]
     return Part(dtype, time.monotonic() - began, found)
 
 
-def _examine(trial: Trial, reference: Reference, device: str, seconds: float) -> list[Finding]:
-    a = trial.axes
-    mesh = Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device=device, timeout_s=min(seconds, 60.0))
-    store = dist.distributed_c10d._get_default_store() if a.world > 1 else None
+def _with_precision(plan: Plan, parts: list[Part], source: Path, say: Say) -> list[Part]:
+    """Of a model as it is: random weights would tell nothing of what bfloat16 costs."""
+    wide = next((d for d in ("float64", "float32") if d in plan.dtypes), None)
+    stopped = any(finding.oracle == RUN for part in parts for finding in part.findings)
+    if plan.kind != FULL or "bfloat16" not in plan.dtypes or wide is None or stopped:
+        return parts
+    say(f"what bfloat16 adds to {wide}: one process, then {plan.axes.world} ranks")
+    try:
+        found = _measured(plan, wide, source)
+    except RankError as error:  # what the oracles found is not lost with it
+        return [*parts[:-1], replace(parts[-1], notes=[f"what bfloat16 adds is not known: {error}"])]
+    return [replace(part, precision=found) if part.name == "bfloat16" else part for part in parts]
+
+
+def _measured(plan: Plan, wide: str, source: Path) -> Precision:
+    def run(size: int, dtype: str) -> Cost:
+        told: list[Cost] = run_ranks(size, _cost, plan, dtype, source, size, measure, seconds=plan.seconds)
+        return told[0]
+
+    measure = run_ranks(1, portray, _trial(plan, wide, source), seconds=plan.seconds)[0]
+    costs = {"bfloat16, one process": run(1, "bfloat16")}
+    for dtype in ("bfloat16", wide) if plan.axes.world > 1 else ():
+        costs[f"{dtype}, {plan.axes}"] = run(plan.axes.world, dtype)
+    return Precision(f"{wide}, one process", costs)
+
+
+def _cost(plan: Plan, dtype: str, source: Path, size: int, measure: Portrait) -> Cost | None:
+    trial = _trial(plan, dtype, source)
+    mesh = _mesh(plan) if size > 1 else None
+    found = portray(trial, mesh)
+    return cost_of(found, measure, trial.data(0), plan.head) if mesh is None or mesh.rank == 0 else None
+
+
+def _stopped(plan: Plan, error: RankError) -> Finding:
+    return Finding(RUN, f"{plan.axes.world} ranks", f"it stopped\n{error}")
+
+
+def _mesh(plan: Plan) -> Mesh:
+    a = plan.axes
+    patience = plan.seconds if plan.kind == WEIGHTS else min(plan.seconds, 60.0)  # there, until the slowest has read
+    return Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device=plan.device, timeout_s=patience)
+
+
+def _examine(plan: Plan, trial: Trial, reference: Reference) -> list[Finding]:
+    mesh = _mesh(plan)
+    store = dist.distributed_c10d._get_default_store() if plan.axes.world > 1 else None
     return examine(trial, reference, mesh, store)
+
+
+def _compare_weights(plan: Plan, say: Say) -> Part:
+    began = time.monotonic()
+    say(f"{plan.subject.directory}: loading on {plan.axes.world} ranks, {plan.axes}, then comparing")
+    try:
+        ranks = run_ranks(plan.axes.world, _load_and_compare, plan, seconds=plan.seconds)
+    except RankError as error:
+        return Part(WEIGHTS, time.monotonic() - began, [_stopped(plan, error)], ("L1", "W1"))
+    check: WeightCheck = ranks[0][1]
+    found = [finding for of_rank, _ in ranks for finding in of_rank]
+    found += [Finding("W1", d.name, str(d)) for d in check.differences]
+    notes = [f"{check.num_elements} elements compared on {plan.axes.world} ranks, {check.num_differences} boxes differ"]
+    notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
+    return Part(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes)
+
+
+def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
+    assert plan.subject.directory is not None
+    wide = "F64" in plan.subject.dtypes
+    mesh = _mesh(plan)
+    with Recorder() as recorder:
+        model = load(plan.subject.directory, mesh, head=plan.head, dtype=torch.float64 if wide else None)
+    return list(silent(recorder.seen)), check_weights(model)
 
 
 def _make(plan: Plan, recipe: Path, at: Path) -> None:

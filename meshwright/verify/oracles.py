@@ -6,7 +6,6 @@ parameter, the numbers and the likely cause.
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -23,10 +21,11 @@ from ..engine.bill import step_bill
 from ..errors import LayoutError
 from ..layout import Box, check_tiling, owns, pieces, place
 from ..mesh import DENSE, Mesh
-from ..weights import Source, blocks_by_key, chosen, raw_tensor
+from ..weights import blocks_by_key, raw_tensor
 from .causes import cause_of
 from .recorder import Recorder, Seen
 from .trial import Reference, Trial
+from .weights import differences
 
 
 @dataclass(frozen=True)
@@ -60,29 +59,7 @@ Findings = Iterator[Finding]
 
 def w1_load(run: Run) -> Findings:
     """Every stored element is bitwise the source's."""
-    model, source = run.model, run.model.spelling.source
-    assert source is not None
-    stored = model.stored()
-    theirs_of = functools.cache(functools.partial(_read, source))
-    for name, piece in model.pieces.items():
-        layout = chosen(piece.param, model.spelling.choice)
-        for box, view in piece.views(stored[name]):
-            for block in layout.blocks:
-                common = block.ours.meet(box)
-                if common is None or block.key not in source.entries:
-                    continue
-                theirs = block.view(theirs_of(block.key))[common.within(block.ours).slices].to(view.dtype)
-                ours = view[common.within(box).slices].cpu()
-                if not torch.equal(ours, theirs):
-                    yield Finding(
-                        "W1", name, f"{_differs(ours, theirs)} of {block.key} in {common} on rank {model.mesh.rank}"
-                    )
-
-
-def _read(source: Source, key: str) -> Tensor:
-    """By another reader than ours."""
-    with safe_open(source.directory / source.entries[key].file, "pt") as file:
-        return file.get_tensor(key)
+    yield from (Finding("W1", found.name, str(found)) for found in differences(run.model, list(run.model.pieces)))
 
 
 def _differs(ours: Tensor, theirs: Tensor) -> str:
@@ -93,8 +70,11 @@ def _differs(ours: Tensor, theirs: Tensor) -> str:
 
 def l1_silent_load(run: Run) -> Findings:
     """Loading issues no collective."""
-    for seen in run.loading:
-        yield Finding("L1", seen.op, f"loading issued an {seen}")
+    yield from silent(run.loading)
+
+
+def silent(loading: list[Seen]) -> Findings:
+    yield from (Finding("L1", seen.op, f"loading issued an {seen}") for seen in loading)
 
 
 def t1_tiling(run: Run) -> Findings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,8 +12,14 @@ from rich.text import Text
 
 from .inspection import RUN, Part, Plan
 from .oracles import ORACLES, Finding
+from .precision import Precision, lines_of
 
 ROWS = (RUN, *ORACLES)
+
+
+def rows_of(parts: Sequence[Part]) -> list[str]:
+    """What was asked, in order; before all else, whether the run came to its end."""
+    return [RUN, *dict.fromkeys(oracle for part in parts for oracle in part.oracles)]
 
 
 def sentence(row: str) -> str:
@@ -28,34 +35,52 @@ def print_oracles() -> None:
     for oracle in ROWS:
         grid.add_row(oracle, sentence(oracle))
     Console().print(grid)
+    Console().print("--weights asks RUN, L1 and W1 of the weights as they are, and trains nothing.")
 
 
 def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     """A line an oracle, and below it the first that fails, with its likely cause."""
-    grid = Grid("oracle", "holds if", *(part.dtype for part in parts), title=f"{model} on {plan.axes}")
-    for oracle in ROWS:
-        grid.add_row(oracle, sentence(oracle), *(_cell(part, oracle) for part in parts))
+    grid = Grid("oracle", "holds if", *(part.name for part in parts), title=f"{model} on {plan.axes}")
+    for oracle in rows_of(parts):
+        grid.add_row(oracle, sentence(oracle), *(_styled(cell(part, oracle)) for part in parts))
     console = Console()
     console.print(grid)
     for part in parts:
-        for oracle in ROWS:
-            found = _of(part, oracle)
+        for oracle in rows_of(parts):
+            found = found_by(part, oracle)
             if found:
                 more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-                console.print(Text(f"{part.dtype} {found[0]}{more}"))
+                console.print(Text(f"{part.name} {found[0]}{more}"))
+        for note in part.notes:
+            console.print(Text(f"{part.name}: {note}"))
+        if part.precision:
+            console.print(_precision_grid(part.precision))
     num = sum(len(part.findings) for part in parts)
     seconds = sum(part.seconds for part in parts)
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
 
 
-def _cell(part: Part, oracle: str) -> Text:
-    found = _of(part, oracle)
-    if oracle != RUN and _of(part, RUN):
-        return Text("-")
-    return Text(f"FAILS ({len(found)})", style="bold red") if found else Text("pass", style="green")
+def _precision_grid(found: Precision) -> Grid:
+    grid = Grid(title="what bfloat16 adds, and what the mesh adds")
+    for head in (f"against {found.measure}", *found.costs):
+        grid.add_column(head, overflow="fold")  # names are long, and their ends tell them apart
+    for line in lines_of(found):
+        grid.add_row(*map(Text, line))
+    return grid
 
 
-def _of(part: Part, oracle: str) -> list[Finding]:
+def cell(part: Part, row: str) -> str:
+    found = found_by(part, row)
+    if row != RUN and found_by(part, RUN):
+        return "-"
+    return f"FAILS ({len(found)})" if found else "pass"
+
+
+def _styled(text: str) -> Text:
+    return Text(text, style={"pass": "green", "-": ""}.get(text, "bold red"))
+
+
+def found_by(part: Part, oracle: str) -> list[Finding]:
     return [f for f in part.findings if f.oracle == oracle]
 
 
@@ -68,9 +93,11 @@ def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
         "ok": not any(part.findings for part in parts),
         "runs": [
             {
-                "dtype": part.dtype,
+                "dtype": part.name,
                 "seconds": round(part.seconds, 2),
-                "oracles": {o: [{"name": f.name, "what": f.what} for f in _of(part, o)] for o in ROWS},
+                "notes": list(part.notes),
+                "precision": asdict(part.precision) if part.precision else None,
+                "oracles": {o: [{"name": f.name, "what": f.what} for f in found_by(part, o)] for o in rows_of([part])},
             }
             for part in parts
         ],

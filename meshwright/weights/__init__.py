@@ -3,10 +3,10 @@
 from .deliver import Delivery, deliveries, fill, load_bill
 from .directory import exported_config, raw_tensor, write_directory
 from .header import DTYPES, Entry
-from .hub import local_directory
+from .hub import download, is_hub_id, local_directory
 from .init import fill_fresh
 from .load import Choice, Reader, carried_keys, check_keys, choose, chosen
-from .source import Source, open_source, read_config
+from .source import Source, open_index, open_source, read_config
 from .spelling import Key, Spelling, blocks_by_key, of_source, of_table
 from .streaming import Holding, whole_tensors
 
@@ -26,13 +26,16 @@ __all__ = [
     "choose",
     "chosen",
     "deliveries",
+    "download",
     "exported_config",
     "fill",
     "fill_fresh",
+    "is_hub_id",
     "load_bill",
     "local_directory",
     "of_source",
     "of_table",
+    "open_index",
     "open_source",
     "raw_tensor",
     "read_config",

@@ -25,6 +25,7 @@ from ..mesh import Mesh
 
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")  # config, index, tokenizer, templates
 _WEIGHTS = ("*.safetensors",)
+_SECONDS = {True: 10.0, False: 4.0}  # that the hub may take to answer before the cache is taken; with weights or not
 _LETTERS = frozenset(string.ascii_letters + string.digits + "-_.")
 
 
@@ -33,12 +34,12 @@ def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weight
     path = Path(source)
     if path.is_dir():
         return path
-    if not _is_hub_id(os.fspath(source)):
+    if not is_hub_id(os.fspath(source)):
         raise LoadError(f"{path} is no directory and no hub id (org/name); give a Hugging Face model directory")
     return _fetch(os.fspath(source), mesh or Mesh(), weights)
 
 
-def _is_hub_id(source: str) -> bool:
+def is_hub_id(source: str) -> bool:
     parts = source.split("/")
     return len(parts) == 2 and all(p and set(p) <= _LETTERS and p[0] not in "-." for p in parts)
 
@@ -49,7 +50,7 @@ def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
         failure = None
         if mine:
             try:
-                path = _download(hub_id, weights)
+                path = download(hub_id, weights)
             except LoadError as error:
                 failure = error
         _agree(hub_id, mesh, failure)
@@ -64,10 +65,14 @@ def _agree(hub_id: str, mesh: Mesh, failure: LoadError | None) -> None:
         raise failure or LoadError(f"{hub_id} could not be fetched by {failed.item()} processes; see their errors")
 
 
-def _download(hub_id: str, weights: bool) -> Path:
+def download(hub_id: str, weights: bool) -> Path:
+    """For one process by itself: it speaks to the hub and to no other rank."""
     patterns = [*_SMALL, *(_WEIGHTS if weights else ())]
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        at = huggingface_hub.snapshot_download(
+            hub_id, allow_patterns=patterns, ignore_patterns=["*/*"], etag_timeout=_SECONDS[weights]
+        )
+        return Path(at)
     except (OSError, HFValidationError, HTTPError) as error:
         raise LoadError(f"{hub_id} is no directory here, and could not be fetched: {_reason(error)}") from error
 

@@ -64,6 +64,16 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
     return Source(root, entries, metadata, index, {file: _stamp(root / file) for file in files})
 
 
+def open_index(directory: str | os.PathLike[str]) -> Source:
+    """The keys that an index promises, where its files are not here: enough to tell how they are spelled. Without an
+    index, no keys."""
+    root = Path(directory)
+    if not (root / INDEX).is_file():
+        return Source(root, {})
+    index = _read_index(root / INDEX)
+    return Source(root, {key: Entry(key, file, "", (), 0, 0) for key, file in index["weight_map"].items()}, index=index)
+
+
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.is_file():

@@ -1,0 +1,103 @@
+"""Whom to try: a user's model as it is, drawn on the meta device from its config and the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import parallel
+from ..errors import ConfigError, LoadError, MeshError
+from ..layout import Rules, Table, pieces
+from ..mesh import Axes, refuse_unbuilt
+from ..models import Decoder, describe, prefix_of
+from ..weights import Source, check_keys, choose, download, is_hub_id, of_table, open_index, open_source, read_config
+from .shrink import TINY
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model in its real sizes. `choice`: how its files spell it, as far as they are known."""
+
+    name: str
+    config: Mapping[str, Any]
+    module: Decoder
+    table: Table
+    choice: Mapping[str, str]
+    directory: Path | None = None  # of its files; a built-in name has none
+    fresh: tuple[str, ...] = ()  # parameters that the files lack: drawn
+    dtypes: frozenset[str] = frozenset()  # of the keys of its files
+
+
+def find(model: str, head: str, weights: bool, say: Say) -> Subject:
+    """`weights`: the files of the weights are wanted too, whole and fit for the model."""
+    if model in TINY:
+        if weights:
+            raise ConfigError(f"{model} has no weights to take as they are; name a directory or a hub id")
+        return _drawn(model, TINY[model], None, Source(Path(), {}), head)
+    directory, from_hub = _located(model, weights, say)
+    config = read_config(directory)
+    there = any(directory.glob("*.safetensors"))
+    if weights and not there:
+        raise ConfigError(f"{directory} holds no *.safetensors to take as they are; give a directory that does")
+    # a cache of the hub may hold a few of the files: only the index tells of all
+    source = open_index(directory) if (from_hub and not weights) or not there else open_source(directory)
+    subject = _drawn(model, config, directory, source, head)
+    if weights:
+        check_keys(subject.table, source, subject.choice, subject.fresh, torch.float64)
+    return subject
+
+
+def _drawn(model: str, config: Mapping[str, Any], directory: Path | None, source: Source, head: str) -> Subject:
+    keys = source.entries
+    module, table = describe(config, prefix_of(config, keys or None), head, keys)
+    fresh = tuple(p.name for p in table if p.optional and not any(k in keys for k in p.layouts[0].keys))
+    choice = choose(table, source) if keys else of_table(table, torch.bfloat16).choice
+    dtypes = frozenset(entry.dtype for entry in keys.values())
+    return Subject(model, config, module, table, choice, directory, fresh, dtypes)
+
+
+def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
+    at = Path(model)
+    if at.is_dir():
+        return at, False
+    if not is_hub_id(model):
+        known = ", ".join(TINY)
+        raise ConfigError(f"{model!r} is neither a directory nor one of {known}, nor a hub id (org/name)")
+    say(f"fetching {model} from the hub: " + ("its weights too" if weights else "its config alone"))
+    return download(model, weights), True
+
+
+def check_devices(axes: Axes, device: str) -> None:
+    kind = torch.device(device).type
+    if kind != "cpu" and torch.accelerator.device_count() < axes.world:
+        num = torch.accelerator.device_count()
+        raise MeshError(f"{axes} needs {axes.world} devices, {num} are here; leave out --device to use CPU processes")
+
+
+def check_layout(module: Decoder, table: Table, axes: Axes) -> None:
+    """What each rank of the mesh would refuse, found without any of them."""
+    refuse_unbuilt(axes)
+    for rank in range(axes.world):
+        pieces(table, Rules(), axes, axes.coords(rank))
+        list(parallel.spans(module, Rules(), axes, rank))
+
+
+def stored_bytes(table: Table, axes: Axes, rank: int, item: int = 4) -> int:
+    """Of all parameters, as a rank keeps them."""
+    return item * sum(piece.numel for piece in pieces(table, Rules(), axes, axes.coords(rank)).values())
+
+
+def check_memory(table: Table, axes: Axes, physical_bytes: int) -> None:
+    """All ranks on this machine hold their weights at once."""
+    wanted = sum(stored_bytes(table, axes, rank) for rank in range(axes.world))
+    if wanted > physical_bytes:
+        raise LoadError(
+            f"the weights take {wanted / 1e9:.1f} GB in float32 on {axes}, this machine has {physical_bytes / 1e9:.1f} "
+            "GB; try a mesh that keeps fewer copies (fsdp for replicate or tp), or call mw.check_weights where it fits"
+        )

@@ -1,0 +1,220 @@
+"""Are the weights that a rank holds those of its source? Each rank compares its own, box by box, and sends none.
+
+The source is read by another reader than the one that loading uses: safetensors' own, which maps files into memory. So
+a mistake in ours cannot hide, and a tensor costs memory only where it is looked at.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..engine import Model
+from ..errors import ConfigError, LoadError, StateError
+from ..layout import Block, Box, Piece
+from ..log import Advance, progress
+from ..weights import Source, chosen
+
+_SLAB_ELEMENTS = 1 << 20  # compared at once
+_MAPPED_BYTES = 64 << 20  # looked at before the mapping of a file is given back
+_MOST = 100  # differences that a rank tells the others in full
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x2545F4914F6CDD1D
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A box of a parameter that a rank does not hold as a key of the source has it."""
+
+    name: str  # of the parameter
+    key: str
+    box: str  # of the parameter
+    rank: int
+    num_wrong: int
+    num_elements: int
+    misplaced: bool  # the right values stand there, in the wrong places
+    checksums: tuple[int, int]  # crc32 of the first bytes that differ, here and in the source
+
+    def __str__(self) -> str:
+        moved = ": the right values in the wrong places" if self.misplaced else ""
+        here, source = self.checksums
+        return (
+            f"{self.num_wrong} of {self.num_elements} elements differ{moved} of {self.key} in {self.box} on rank "
+            f"{self.rank} (crc32 {here:08x} here, {source:08x} in the source)"
+        )
+
+
+@dataclass(frozen=True)
+class WeightCheck:
+    """What all ranks found, the same on every one."""
+
+    differences: tuple[Difference, ...]  # of each rank the first 100
+    num_differences: int
+    num_elements: int  # compared, on all ranks together: copies count each time
+    skipped: tuple[str, ...]  # parameters that the source does not hold: they were drawn
+
+    @property
+    def ok(self) -> bool:
+        return self.num_differences == 0
+
+
+def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck:
+    """Compare what each rank holds with the source, bit for bit. All ranks call it and learn the same.
+
+    `only`: patterns of the parameters to look at, those that nothing should have changed.
+    """
+    names, rank = _chosen_names(model, [only] if isinstance(only, str) else list(only)), model.mesh.rank
+    skipped = [name for name in names if is_fresh(model, name)]
+    total = sum(model.pieces[name].numel for name in names if name not in skipped)
+    found: list[Difference] = []
+    failure = None
+    try:
+        with progress("check weights", total, "elements", enabled=rank == 0) as advance:
+            found.extend(differences(model, names, advance))
+    except LoadError as error:
+        failure = f"rank {rank}: {error}"
+    told = _everywhere(model, (found[:_MOST], len(found), total, failure))
+    failures = [f for _, _, _, f in told if f is not None]
+    if failures:
+        raise LoadError("; ".join(failures[:3]))
+    return WeightCheck(
+        tuple(d for some, _, _, _ in told for d in some), sum(n for _, n, _, _ in told),
+        sum(n for _, _, n, _ in told), tuple(skipped),
+    )  # fmt: skip
+
+
+def _chosen_names(model: Model, patterns: Sequence[str]) -> list[str]:
+    if model.spelling.source is None:
+        raise StateError("the model was made by mw.init: there are no files to compare its weights with")
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in model.table.params):
+            raise ConfigError(f"only={pattern!r} matches no parameter; names are like {next(iter(model.table)).name}")
+    return [name for name in model.pieces if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _everywhere(model: Model, mine: Any) -> list[Any]:
+    told: list[Any] = [None] * model.mesh.axes.world
+    dist.all_gather_object(told, mine)
+    return told
+
+
+def is_fresh(model: Model, name: str) -> bool:
+    """The source holds nothing of the parameter."""
+    source = model.spelling.source
+    assert source is not None
+    return not any(key in source.entries for key in chosen(model.table[name], model.spelling.choice).keys)
+
+
+def differences(model: Model, names: Sequence[str], advance: Advance | None = None) -> Iterator[Difference]:
+    """Of what this rank holds of `names`. Keys that hold a parameter once more are compared too."""
+    assert model.spelling.source is not None
+    files, stored = _Mapped(model.spelling.source), model.stored()
+    for name in names:
+        if is_fresh(model, name):
+            continue
+        layout, piece = chosen(model.table[name], model.spelling.choice), model.pieces[name]
+        found = [c for block in layout.blocks for c in _compared(block, piece, stored[name], files)]
+        again = [c for block in layout.copies for c in _compared(block, piece, stored[name], files)]
+        for comparisons in (found, again):
+            moved = sum(c.excess for c in comparisons) % 2**64 == 0  # from one box to another
+            yield from (c.difference(name, model.mesh.rank, moved) for c in comparisons)
+        if advance is not None:
+            advance(piece.numel)
+
+
+def _compared(block: Block, piece: Piece, stored: Tensor, files: _Mapped) -> Iterator[_Comparison]:
+    """Of the boxes of a piece that meet a block, those that differ."""
+    for box, view in piece.views(stored):
+        common = block.ours.meet(box)
+        if common is None:
+            continue
+        found = _Comparison(block.key, common)
+        for slab in _slabs(common):
+            theirs = block.view(files.tensor(block.key, slab.size))[slab.within(block.ours).slices]
+            found.add(view[slab.within(box).slices], theirs)
+        if found.num_wrong:
+            yield found
+
+
+def _slabs(box: Box) -> Iterator[Box]:
+    """The box in halves of halves, until they are small."""
+    if box.size <= _SLAB_ELEMENTS:
+        yield box
+        return
+    dim = next(d for d, size in enumerate(box.shape) if size > 1)
+    middle = (box.start[dim] + box.stop[dim]) // 2
+    yield from _slabs(Box(box.start, (*box.stop[:dim], middle, *box.stop[dim + 1 :])))
+    yield from _slabs(Box((*box.start[:dim], middle, *box.start[dim + 1 :]), box.stop))
+
+
+class _Comparison:
+    """Of one box, slab by slab. The sum of hashes of the elements does not depend on their order."""
+
+    def __init__(self, key: str, box: Box) -> None:
+        self.key, self.box, self.num_wrong, self.excess = key, box, 0, 0
+        self.checksums = (0, 0)
+
+    def add(self, ours: Tensor, theirs: Tensor) -> None:
+        """The source's values are cast as loading casts them, where ours lie."""
+        ours_bits, their_bits = (_bits(t.contiguous()) for t in (ours, theirs.to(ours.device).to(ours.dtype)))
+        if torch.equal(ours_bits, their_bits):
+            return
+        if not self.num_wrong:
+            self.checksums = (_crc(ours_bits), _crc(their_bits))
+        self.num_wrong += int((ours_bits != their_bits).sum())
+        self.excess += _unordered(ours_bits) - _unordered(their_bits)
+
+    def difference(self, name: str, rank: int, moved: bool) -> Difference:
+        moved = moved or self.excess % 2**64 == 0
+        return Difference(name, self.key, str(self.box), rank, self.num_wrong, self.box.size, moved, self.checksums)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """NaN is NaN, and 0 is not -0."""
+    return tensor.view(_BITS[tensor.itemsize])
+
+
+def _crc(bits: Tensor) -> int:
+    return zlib.crc32(bits.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _unordered(bits: Tensor) -> int:
+    hashed = bits.long() * _ODD
+    hashed = (hashed ^ (hashed >> 29)) * _ODD
+    return int((hashed ^ (hashed >> 32)).sum())
+
+
+class _Mapped:
+    """Tensors of a source as views of mapped files. What was looked at stays in memory until its file is closed, so it
+    is opened anew from time to time."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.num_bytes = source, 0
+        self.files: dict[str, Any] = {}
+
+    def tensor(self, key: str, num_elements: int) -> Tensor:
+        """Of which `num_elements` will be looked at."""
+        entry = self.source.entries[key]
+        try:
+            if self.num_bytes > _MAPPED_BYTES:
+                self.files, self.num_bytes = {}, 0
+            if entry.file not in self.files:
+                self.files[entry.file] = safe_open(self.source.directory / entry.file, "pt")
+            found: Tensor = self.files[entry.file].get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise LoadError(f"{key} cannot be read again from {self.source.directory / entry.file}: {error}") from error
+        if tuple(found.shape) != entry.shape:
+            raise LoadError(
+                f"{self.source.directory / entry.file} has changed since it was loaded: {key} is {tuple(found.shape)}, "
+                f"it was {entry.shape}; put the old file back"
+            )
+        self.num_bytes += num_elements * found.itemsize
+        return found

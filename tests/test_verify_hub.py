@@ -1,0 +1,82 @@
+"""`meshwright verify org/name`: what is fetched, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from meshwright import cli
+from meshwright.mesh import Axes
+from meshwright.verify import FULL, WEIGHTS, plan
+from tests import tiny
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A hub that holds org/tiny; whether weights were asked for, each time."""
+    whole, asked = tiny.directory(tmp_path / "hub", "qwen3_moe", layout="fused"), list[bool]()
+    keys = ["model.layers.0.mlp.experts.gate_up_proj"]
+    assert all(key in (whole / "model.safetensors").read_bytes().decode("latin1") for key in keys)
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], **options: Any) -> str:
+        assert repo_id == "org/tiny"
+        asked.append("*.safetensors" in allow_patterns)
+        if asked[-1]:
+            return str(whole)
+        small = tmp_path / "config-only"
+        small.mkdir(exist_ok=True)
+        shutil.copy(whole / "config.json", small)
+        return str(small)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download, raising=False)
+    return asked
+
+
+def test_the_config_alone_is_fetched_for_a_shrunk_run(asked: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "org/tiny", "--mesh", "fsdp=2,ep=2", "--dtypes", "float64"]) == 0
+    assert asked == [False]
+    assert "fetching org/tiny from the hub: its config alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [FULL, WEIGHTS])
+def test_the_mesh_is_looked_at_before_weights_are_fetched(asked: list[bool], kind: str) -> None:
+    assert plan("org/tiny", Axes(tp=2), kind=kind).choice == {"experts": "fused"}
+    assert asked == [False, True]
+    with pytest.raises(Exception, match="tp=3 does not divide"):
+        plan("org/tiny", Axes(tp=3), kind=kind)
+    assert asked == [False, True, False]
+
+
+def test_the_index_tells_how_experts_are_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And files that a cache happens to hold are not looked at: they may be half of them."""
+    whole = tiny.directory(tmp_path / "hub", "qwen3_moe", layout="fused")
+    from safetensors import safe_open
+
+    with safe_open(whole / "model.safetensors", "pt") as file:
+        keys = list(file.keys())
+    weight_map = dict.fromkeys(keys, "model-00002-of-00002.safetensors") | {
+        "model.norm.weight": "model-00001-of-00002.safetensors"
+    }
+    (whole / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (whole / "model.safetensors").rename(whole / "model-00002-of-00002.safetensors")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(whole), raising=False)
+    assert plan("org/tiny", Axes(fsdp=2)).choice == {"experts": "fused"}
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        assert options["etag_timeout"] < 5
+        raise errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download, raising=False)
+    began = time.monotonic()
+    assert cli.main(["verify", "org/tiny", "--mesh", "tp=2"]) == 2
+    assert "the hub cannot be reached and the cache lacks it; go online" in capsys.readouterr().err
+    assert time.monotonic() - began < 5
