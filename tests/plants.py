@@ -304,6 +304,17 @@ def another_kv_head(patch: Patch) -> None:
     patch.setattr(qwen3.Attention, "shared", lambda self, x: real(self, x.flip(1) if self.heads.start else x))
 
 
+def scores_of_other_experts(patch: Patch) -> None:
+    """Weights and experts of a token are paired in another order on rank 1 (transformers#45473)."""
+    real = qwen3_moe.ops.route
+
+    def route(*args: Any) -> tuple[Tensor, Tensor]:
+        weight_Tk, expert_Tk = real(*args)
+        return weight_Tk, expert_Tk.flip(1) if dist.get_rank() else expert_Tk
+
+    patch.setattr(qwen3_moe.ops, "route", route)
+
+
 # Documents.
 
 
@@ -323,15 +334,24 @@ def leak_in_convolution(patch: Patch) -> None:
 # Weights, in and out.
 
 
-def permuted_segment(patch: Patch) -> None:
-    """Each rank reads its part of the fused Q|K|V as if the file had it by heads."""
+def _read_by_heads(patch: Patch, ending: str) -> None:
+    """Each rank reads its part of a fused tensor as if the file had it in another order."""
     real = loading.Reader.read
 
     def permuted(self: Any, entry: Any, block: Any, part: Box) -> Tensor:
         out = real(self, entry, block, part)
-        return out.flip(0) if entry.key.endswith("in_proj_qkv.weight") else out
+        return out.flip(0) if entry.key.endswith(ending) else out
 
     patch.setattr(loading.Reader, "read", permuted)
+
+
+def permuted_segment(patch: Patch) -> None:
+    _read_by_heads(patch, "in_proj_qkv.weight")
+
+
+def gate_in_another_order(patch: Patch) -> None:
+    """`q_proj` of a gated attention has [q | gate] head by head, not all q and then all gates."""
+    _read_by_heads(patch, "q_proj.weight")
 
 
 def overwritten_expert(patch: Patch) -> None:

@@ -46,6 +46,24 @@ PLANTS = {
             r"U1 loss of step 1: .*: the gradients are wrong, see G1",
         ),
     ),
+    "no sum of routers over tp": Planted(
+        plants.no_rest,
+        "qwen3_moe",
+        TP,
+        "G1 model.norm.weight: .*" + SHARE.format("tp"),
+        (
+            r"G1 \S*layers\.2\.mlp\.gate\.weight: .*" + SHARE.format("tp"),
+            r"G2 layers\.2\.mlp\.router: the gradient of ranks \[0, 1\] differs along tp",
+            r"G2 layers\.2\.mlp\.router: the weight of ranks \[0, 1\] differs along tp",
+        ),
+    ),
+    "no sum of a delta net's norm over tp": Planted(
+        plants.no_rest,
+        "qwen3_5",
+        TP,
+        "G1 model.norm.weight: .*" + SHARE.format("tp"),
+        (r"G1 \S*layers\.2\.linear_attn\.norm\.weight: .*" + SHARE.format("tp"),),
+    ),
     "no sum of float32 parameters over fsdp": Planted(
         plants.no_rest, "qwen3_5", FSDP, r"G1 \S*layers\.2\.linear_attn\.\w*[^:]*: .*" + SHARE.format("fsdp")
     ),
@@ -219,6 +237,16 @@ PLANTS = {
         TP,
         r"W1 layers\.0\.mixer\.qkv: .*the right values in the wrong places of \S*in_proj_qkv",
         (r"D1 layers\.0\.mixer: .*: weights are not those of the source, see W1",),
+    ),
+    "the gate of a query in another order": Planted(
+        plants.gate_in_another_order,
+        "qwen3_5",
+        TP,
+        r"W1 layers\.1\.mixer\.q: .*the right values in the wrong places of \S*q_proj",
+        (r"D1 layers\.1\.mixer: .*: weights are not those of the source, see W1",),
+    ),
+    "weights paired with other experts": Planted(
+        plants.scores_of_other_experts, "qwen3_moe", EP, r"D1 layers\.0\.mlp: what it gives out is the first"
     ),
     "an expert overwritten": Planted(
         plants.overwritten_expert,

@@ -107,6 +107,10 @@ def test_the_device_refuses_what_an_accelerator_would() -> None:
 def test_a_tensor_made_without_its_device_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3", **MODELS["qwen3"])
     real = torch.arange
-    monkeypatch.setattr(torch, "arange", lambda *args, device=None: real(*args))
+
+    def forgetful(*args: Any, device: object = None) -> Tensor:
+        return real(*args)
+
+    monkeypatch.setattr(torch, "arange", forgetful)
     with pytest.raises(mw.RankError, match="mixes moon with cpu"):
         worlds.run(1, compared, source, tmp_path / "o", {}, renamed.NAME, torch.float32, "lm")
