@@ -315,6 +315,14 @@ def scores_of_other_experts(patch: Patch) -> None:
     patch.setattr(qwen3_moe.ops, "route", route)
 
 
+def labels_of_another_slice(patch: Patch) -> None:
+    """Each rank of tp looks labels up as if its slice of the vocabulary were the first."""
+    real = decoder.ops.token_stats
+    patch.setattr(
+        decoder.ops, "token_stats", lambda x, w, labels, **kw: real(x, w, labels + 66 * dist.get_rank(), **kw)
+    )
+
+
 # Documents.
 
 

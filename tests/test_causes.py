@@ -221,6 +221,9 @@ PLANTS = {
         r"D1 layers\.0\.mixer: what it gives out is the first",
         changes=dict(num_key_value_heads=4),
     ),
+    "labels of another slice of the vocabulary": Planted(
+        plants.labels_of_another_slice, "qwen3", TP, r"D1 head: what it gives out is the first that is wrong"
+    ),
     "documents leak in attention": Planted(
         plants.leak_in_attention,
         "qwen3",

@@ -27,7 +27,7 @@ from ..mesh import DENSE, Mesh
 from ..weights import Source, blocks_by_key, chosen, raw_tensor
 from .blame import begins, suspects
 from .causes import cause_of, cause_of_loss, scale
-from .parts import about_doors, first_wrong, scores_of, watched
+from .parts import Wrong, about_doors, first_wrong, scores_of, watched
 from .recorder import Recorder, Seen
 from .trial import Reference, Trial
 
@@ -242,12 +242,13 @@ def d1_documents(run: Run) -> Findings:
     off = [i for i, error in enumerate(errors) if not error <= limit]
     if not off:
         return
-    leak = 0 not in off and (wrong is None or wrong.leak)
-    if wrong is not None:
-        why = "a leak from the documents before" if leak else about_doors(model, wrong.part, seen.passed)
-        why = run.blame or why or (scale(wrong.ratio, run.trial.axes) if wrong.ratio == wrong.ratio else "")
-        yield Finding("D1", wrong.part, f"what it gives out is the first that is wrong{why and ': '}{why}")
-        run.blame = run.blame or f"the forward is wrong from {wrong.part} on, see D1"
+    wrong = wrong or Wrong("head", leak=0 not in off, ratio=float("nan"))  # all before it is right
+    leak = wrong.leak and 0 not in off
+    why = run.blame or ("a leak from the documents before" if leak else about_doors(model, wrong.part, seen.passed))
+    if not why and wrong.ratio == wrong.ratio:
+        why = scale(wrong.ratio, run.trial.axes)
+    yield Finding("D1", wrong.part, f"what it gives out is the first that is wrong{why and ': '}{why}")
+    run.blame = run.blame or f"the forward is wrong from {wrong.part} on, see D1"
     for i in off:
         hint = ": a leak" if leak else ", which is not a leak: so is the first document"
         yield Finding("D1", f"document {i}", f"scores off by {errors[i]:.1e} from the document alone{hint}")
