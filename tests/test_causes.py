@@ -67,6 +67,16 @@ PLANTS = {
     "no sum of float32 parameters over fsdp": Planted(
         plants.no_rest, "qwen3_5", FSDP, r"G1 \S*layers\.2\.linear_attn\.\w*[^:]*: .*" + SHARE.format("fsdp")
     ),
+    "no sum of float32 parameters over fsdp and tp": Planted(
+        plants.no_rest,
+        "qwen3_5",
+        dict(fsdp=2, tp=2),
+        "G1 model.norm.weight: .*" + SHARE.format("tp"),
+        (
+            r"G1 \S*layers\.0\.linear_attn\.norm\.weight: .*" + SHARE.format("fsdp and tp"),
+            r"G1 \S*layers\.0\.linear_attn\.A_log: .*" + SHARE.format("fsdp"),
+        ),
+    ),
     "no sum over fsdp": Planted(
         plants.own_share_of_fsdp, "qwen3", FSDP, r"G1 model\.norm\.weight: .* a sum over fsdp is missing"
     ),

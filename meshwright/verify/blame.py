@@ -19,16 +19,19 @@ def suspects(
     model: Model, found: Mapping[str, Tensor], wrong: Sequence[Sequence[str]], reference: Reference
 ) -> dict[str, Suspect]:
     """By key, those nearest to the loss first. Every rank calls it; rank 0 knows what is wrong."""
-    again = {axis: _summed_again(model, axis) for axis in _live(model)}
+    again = {axis: _summed_again(model, {axis}) for axis in _live(model)}
+    over_all = _summed_again(model, set(_live(model)))
     made_of, order = blocks_by_key(model.table, model.spelling.choice), list(model.table.params)
     names = {keys[0]: made_of[keys[0]][0][0].name for keys in wrong}
     summed = _axes_of(model, set(names.values()))
     out = {}
+    placed = {name: place(model.table[name], model.rules, model.mesh.axes) for name in names.values()}
     for keys in sorted(wrong, key=lambda keys: -order.index(names[keys[0]])):
         whole = lambda grads, keys=keys: torch.cat([grads[k].double().flatten() for k in keys])  # noqa: E731 - short
+        copies = " and ".join(axis for axis in placed[names[keys[0]]].copies if axis in again)
+        retried = {axis: whole(grads) for axis, grads in again.items()}
         out[keys[0]] = Suspect(
-            whole(found), whole(reference.grads), model.mesh.axes, summed,
-            {axis: whole(grads) for axis, grads in again.items()},
+            whole(found), whole(reference.grads), model.mesh.axes, summed, {**retried, copies: whole(over_all)},
             whole(reference.aux[1]) if reference.aux[1] else None, names[keys[0]] == model.table.tied,
         )  # fmt: skip
     return out
@@ -44,16 +47,15 @@ def _axes(model: Model, name: str) -> set[str]:
     return {*at.copies, *at.shard, *at.split.values()}
 
 
-def _summed_again(model: Model, axis: str) -> dict[str, Tensor]:
-    """The gradients as they would be if copies were summed over `axis` (once more)."""
-    grads = {
-        n: g for n, g in model.grads().items() if axis in place(model.table[n], model.rules, model.mesh.axes).copies
-    }
-    kept = {name: grad.clone() for name, grad in grads.items()}
-    for grad in grads.values():
-        model.mesh.sum_(grad, (axis,))
+def _summed_again(model: Model, axes: set[str]) -> dict[str, Tensor]:
+    """The gradients as they would be if copies were summed over `axes` (once more)."""
+    kept = {}
+    for name, grad in model.grads().items():
+        copies = place(model.table[name], model.rules, model.mesh.axes).copies
+        kept[name] = grad.clone()
+        model.mesh.sum_(grad, tuple(axis for axis in copies if axis in axes))
     found = gather(model, "grad")
-    for name, grad in grads.items():
+    for name, grad in model.grads().items():
         grad.copy_(kept[name])
     return found
 

@@ -22,7 +22,7 @@ class Suspect:
     reference: Tensor
     axes: Axes
     summed: Sequence[str]  # the axes of more than one rank over which it is to be summed
-    retried: Mapping[str, Tensor] = field(default_factory=dict)  # by axis: summed over it once more
+    retried: Mapping[str, Tensor] = field(default_factory=dict)  # by axes: summed over them once more
     aux: Tensor | None = None  # the router's aux loss alone gives this
     tied: bool = False
 
@@ -45,9 +45,9 @@ def _guess(s: Suspect, found: Tensor, reference: Tensor, norm: float) -> str:
     ratio = (found @ reference).item() / norm**2
     if _close(found, ratio * reference, norm) and abs(ratio - 1) > _CLOSE:
         return scale(ratio, s.axes, s.summed)
-    for axis, once_more in s.retried.items():
+    for axes, once_more in s.retried.items():
         if _close(once_more.double().flatten(), reference):
-            return f"one rank's share of it, a sum over {axis} is missing"
+            return f"one rank's share of it, a sum over {axes} is missing"
     if s.aux is not None and (parts := _parts(found, reference, s.aux.double().flatten())):
         return parts
     if _close(found.sort().values, reference.sort().values):
