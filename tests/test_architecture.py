@@ -14,6 +14,24 @@ SOURCES = sorted((ROOT / "meshwright").rglob("*.py"))
 MAX_FILE_LINES = 499
 MAX_FUNCTION_LINES = 60
 WITHOUT_PROCESS_GROUP = ("layout", "ops", "models")
+KINDS = {
+    "cuda",
+    "nccl",
+    "gloo",
+    "rocm",
+    "hip",
+    "rccl",
+    "xpu",
+    "xccl",
+    "mps",
+    "npu",
+    "hccl",
+    "hpu",
+    "mtia",
+    "tpu",
+    "xla",
+}
+ON_THE_DEVICE = ("layout", "models", "parallel", "optim", "engine")  # others also work on the host, and say so
 
 Finding = tuple[int, str]
 Rule = Callable[[str, ast.Module, str], Iterator[Finding]]
@@ -67,10 +85,25 @@ def reference_library(room: str, tree: ast.Module, text: str) -> Iterator[Findin
 
 
 def device_names(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
-    if not room.startswith("mesh"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and str(node.value).split(":")[0] == "cuda":
-                yield node.lineno, '"cuda" outside of mesh; take the device from the mesh or from a tensor'
+    if room == "mesh":
+        return
+    for node in ast.walk(tree):
+        named = KINDS.intersection(parts_of_name(node))
+        if named:
+            yield node.lineno, f"{min(named)} outside of mesh; take the device from the mesh or from a tensor"
+        elif room in ON_THE_DEVICE and isinstance(node, ast.Constant) and node.value == "cpu":
+            yield node.lineno, f'"cpu" in {room}; make it on mesh.device, or on that of a tensor'
+
+
+def parts_of_name(node: ast.AST) -> list[str]:
+    """`torch.cuda.amp`, `x.cuda()` and "cuda:0" all have the part cuda."""
+    if isinstance(node, ast.Attribute | ast.alias):
+        return (node.attr if isinstance(node, ast.Attribute) else node.name).split(".")
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").split(".")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [part.partition(":")[0] for part in node.value.split(",")]
+    return []
 
 
 def dotted(node: ast.expr) -> str:
@@ -150,6 +183,15 @@ def test_the_house_keeps(rule: Rule) -> None:
         (device_names, "engine.py", "x.to('cuda')", 1),
         (device_names, "engine.py", "x.to(f'cuda:{i}')", 1),
         (device_names, "mesh.py", "x.to('cuda')", 0),
+        (device_names, "mesh/__init__.py", "x.to('cuda')", 0),
+        (device_names, "ops/kernels.py", "torch.cuda.synchronize()", 1),
+        (device_names, "ops/kernels.py", "import torch\nx.cuda()", 2),
+        (device_names, "parallel/fsdp.py", "from torch.cuda import amp", 1),
+        (device_names, "verify/ranks.py", "import torch.xpu", 1),
+        (device_names, "verify/ranks.py", "dist.init_process_group('cpu:gloo,cuda:nccl')", 1),
+        (device_names, "engine/model.py", "torch.accelerator.current_accelerator()", 0),
+        (device_names, "engine/model.py", "torch.zeros(3, device='cpu')", 1),
+        (device_names, "data/pack.py", "torch.device('cpu')", 0),
     ],
 )
 def test_rule_sees(rule: Rule, path: str, text: str, line: int) -> None:

@@ -21,6 +21,7 @@ import torch
 
 import meshwright as mw
 from tests import tiny, worlds
+from tests.test_causes import PLANTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -35,6 +36,11 @@ def test_named_tests_exist() -> None:
         path = next((p for p in (ROOT / "tests" / file, ROOT / "bench" / Path(file).name) if p.is_file()), ROOT / file)
         assert path.is_file(), f"docs/bugs.md names {file}, which is not there"
         assert not test or f"def {test}(" in path.read_text(), f"docs/bugs.md names {file}::{test}, which is not there"
+
+
+def test_named_plants_exist() -> None:
+    named = re.findall(r"planted: (.+?)(?=;| \(| \|)", (ROOT / "docs" / "bugs.md").read_text())
+    assert set(named) == set(PLANTS), f"docs/bugs.md and PLANTS differ in {set(named) ^ set(PLANTS)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -1,42 +1,117 @@
-"""From a wrong gradient to its likely cause: the ratio to the right one says which sum is missing or made twice."""
+"""From what is wrong to its likely cause: numbers that a mistake would give are computed and compared."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
 from torch import Tensor
 
 from ..mesh import Axes
 
 _CLOSE = 1e-3
+_AXES = ("replicate", "fsdp", "cp", "tp", "ep")
 
 
-def cause_of(found: Tensor, reference: Tensor, axes: Axes) -> str:
-    found, reference = found.double().flatten(), reference.double().flatten()
+@dataclass(frozen=True)
+class Suspect:
+    """A wrong gradient, and what it is when this or that is done to it or left out."""
+
+    found: Tensor
+    reference: Tensor
+    axes: Axes
+    summed: Sequence[str]  # the axes of more than one rank over which it is to be summed
+    retried: Mapping[str, Tensor] = field(default_factory=dict)  # by axes: summed over them once more
+    aux: Tensor | None = None  # the router's aux loss alone gives this
+    tied: bool = False
+
+
+def cause_of(s: Suspect, known: str = "") -> str:
+    """`known`: what is wrong already, which explains it."""
+    found, reference = s.found.double().flatten(), s.reference.double().flatten()
     norm = reference.norm().item()
     if found.shape != reference.shape:
         return f"{found.numel()} elements, one process has {reference.numel()}"
     if norm == 0:
         return f"norm {found.norm().item():.3g}, but no token of the step reaches it: it must be zero"
+    said = f"off by {(found - reference).norm().item() / norm:.1e} of its norm, ratio {found.norm().item() / norm:.6g}"
+    return f"{said}: {known or _guess(s, found, reference, norm)}"
+
+
+def _guess(s: Suspect, found: Tensor, reference: Tensor, norm: float) -> str:
+    if not found.any():
+        return "it is zero, nothing flows back to it, as when a value is detached or a collective has no backward"
     ratio = (found @ reference).item() / norm**2
-    error = (found - reference).norm().item() / norm
-    said = f"off by {error:.1e} of its norm, ratio {found.norm().item() / norm:.6g}"
-    if (found - ratio * reference).norm() <= _CLOSE * norm and abs(ratio - 1) > _CLOSE:
-        return f"{said}: {_scale(ratio, axes)}"
-    if (found.sort().values - reference.sort().values).norm() <= _CLOSE * norm:
-        return f"{said}: the right values in the wrong places, as when segments or heads are swapped"
-    if ratio < 1:
-        return f"{said}: a share of it, as when a sum over {_wide(axes)} is missing"
-    return f"{said}: no simple factor"
+    if _close(found, ratio * reference, norm) and abs(ratio - 1) > _CLOSE:
+        return scale(ratio, s.axes, s.summed)
+    for axes, once_more in s.retried.items():
+        if _close(once_more.double().flatten(), reference):
+            return f"one rank's share of it, a sum over {axes} is missing"
+    if s.aux is not None and (parts := _parts(found, reference, s.aux.double().flatten())):
+        return parts
+    if _close(found.sort().values, reference.sort().values):
+        return "the right values in the wrong places, as when segments or heads are swapped"
+    if s.tied:
+        return "it is tied, as when the embedding or the head gives it no gradient"
+    missing = f"a sum over {' or '.join(s.summed)} is missing, or " if s.summed else ""
+    return f"no simple factor, as when {missing}a part of it is lost on its way back"
 
 
-def _scale(ratio: float, axes: Axes) -> str:
-    sizes = {a: axes.size_of(a) for a in ("replicate", "fsdp", "cp", "tp", "ep") if axes.size_of(a) > 1}
-    for name, size in sizes.items():
-        if abs(ratio - size) < _CLOSE:
-            return f"{size} times too large = {name}, as when it is summed once too often over {name}"
-        if abs(ratio * size - 1) < _CLOSE:
-            return f"1/{size} of it = 1/{name}, as when it is averaged over {name}, or a sum over {name} is missing"
+def _close(a: Tensor, b: Tensor, norm: float | None = None) -> bool:
+    return bool((a - b).norm() <= _CLOSE * (b.norm() if norm is None else norm))
+
+
+def scale(ratio: float, axes: Axes, summed: Sequence[str] = _AXES) -> str:
+    """`summed`: the axes that come into question."""
+    sizes = {a: axes.size_of(a) for a in summed if axes.size_of(a) > 1} or {
+        a: axes.size_of(a) for a in _AXES if axes.size_of(a) > 1
+    }
+    many = " or ".join(a for a, n in sizes.items() if abs(ratio - n) < _CLOSE)
+    if many:
+        return f"{ratio:.3g} times too large = {many}, as when it is summed once too often over {many}"
+    few = " or ".join(a for a, n in sizes.items() if abs(ratio * n - 1) < _CLOSE)
+    if few:
+        return f"1/{1 / ratio:.3g} of it = 1/{few}, as when it is averaged over {few} instead of summed"
     return f"{ratio:.6g} times what it should be"
 
 
-def _wide(axes: Axes) -> str:
-    return " or ".join(a for a in ("replicate", "fsdp", "cp", "tp", "ep") if axes.size_of(a) > 1) or "ranks"
+def _parts(found: Tensor, reference: Tensor, aux: Tensor) -> str:
+    """`found` as a times the gradient of the loss and b times that of the router's aux loss, where it is such."""
+    both = torch.stack([reference - aux, aux], 1)
+    a, b = torch.linalg.lstsq(both, found[:, None]).solution.flatten().tolist()
+    if not _close(both @ torch.tensor([a, b], dtype=found.dtype), found):
+        return ""
+    if abs(a) < _CLOSE:
+        return f"only the router's aux loss reaches it ({b:.4g} times), the loss itself does not"
+    return f"{a:.4g} times the gradient of the loss and {b:.4g} times that of the router's aux loss"
+
+
+def cause_of_loss(
+    found: float, reference: float, aux: float, sums: Sequence[Sequence[tuple[float, float]]], axes: Axes
+) -> str:
+    """A wrong loss of a right forward: what was it divided by? `sums`: terms and weights by data rank and batch."""
+    ranks = [tuple(map(sum, zip(*batches, strict=True))) for batches in sums]
+    batches = [batch for of_rank in sums for batch in of_rank]
+    total = sum(terms for terms, _ in ranks)
+    by_rank, by_batch = (sum(terms / weight for terms, weight in each) for each in (ranks, batches))
+    guesses = {
+        "each data rank divides by its own targets, not by those of the whole step": by_rank,
+        "it is a mean of the data ranks' means, whatever their targets": by_rank / len(ranks),
+        "each micro-batch is divided by its own targets": by_batch,
+        "each micro-batch is divided by its own targets, and then averaged": by_batch / len(batches),
+        "each micro-batch is divided by its own targets, averaged on a rank, summed over ranks": by_batch
+        / len(sums[0]),
+        "it is divided by the targets of one micro-batch": total / batches[0][1],
+        "it is divided by nothing": total,
+    }
+    for what, loss in guesses.items():
+        if abs(found - aux - loss) <= 1e-6 * abs(loss):
+            return what
+    main = reference - aux
+    if aux and abs(found - reference) <= 0.5 * abs(main):
+        return (
+            f"the router's aux loss would be {found - main:.6g}, one process has {aux:.6g} "
+            f"({(found - main) / aux:.4g} times): counted again for each micro-batch or rank, or with filler tokens"
+        )
+    return scale(found / reference, axes)

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..engine import Engine, Model, gather, logprobs, stream
+from ..engine import Engine, Model, gather, stream
 from ..engine.bill import step_bill
 from ..errors import LayoutError
 from ..layout import Box, check_tiling, owns, pieces, place
 from ..mesh import DENSE, Mesh
 from ..weights import blocks_by_key, raw_tensor
-from .causes import cause_of
+from .blame import begins, suspects
+from .causes import cause_of, cause_of_loss, scale
+from .parts import Wrong, about_doors, first_wrong, scores_of, watched
 from .recorder import Recorder, Seen
 from .trial import Reference, Trial
 from .weights import differences
@@ -48,6 +51,7 @@ class Run:
     loading: list[Seen] = field(default_factory=list)
     stepping: list[Seen] = field(default_factory=list)
     stored: dict[str, int] = field(default_factory=dict)  # bytes of this rank before the first update
+    blame: str = ""  # what is wrong already, and makes all that comes later wrong too
 
     @property
     def model(self) -> Model:
@@ -59,7 +63,10 @@ Findings = Iterator[Finding]
 
 def w1_load(run: Run) -> Findings:
     """Every stored element is bitwise the source's."""
-    yield from (Finding("W1", found.name, str(found)) for found in differences(run.model, list(run.model.pieces)))
+    found = [Finding("W1", each.name, str(each)) for each in differences(run.model, list(run.model.pieces))]
+    if sum(n for (n,) in _everywhere(run.model.mesh, [len(found)])):
+        run.blame = "weights are not those of the source, see W1"
+    yield from found
 
 
 def _differs(ours: Tensor, theirs: Tensor) -> str:
@@ -94,17 +101,25 @@ def t1_tiling(run: Run) -> Findings:
 
 
 def g1_gradients(run: Run) -> Findings:
-    """Every gradient is that of one process. Call between backward and update."""
-    found = gather(run.model, "grad")
-    if run.model.mesh.rank != 0:
+    """Every gradient is that of one process. Call between backward and update. Those nearest to the loss come first:
+    what goes wrong on the way back makes all before it wrong."""
+    found, refs, limit = gather(run.model, "grad"), run.reference.grads, run.trial.tolerance.grad
+    wrong = []
+    if run.model.mesh.rank == 0:
+        yield from (Finding("G1", name, "it has no gradient") for name in refs if name not in found)
+        for names in _judged_together(run, [name for name in refs if name in found]):
+            mine, ref = (torch.cat([grads[n].double().flatten() for n in names]) for grads in (found, refs))
+            if not (mine - ref).norm().item() <= limit * max(ref.norm().item(), 1e-6 * run.reference.norm):
+                wrong.append(names)
+    numbers = [len(wrong)] if run.model.mesh.rank == 0 else [0]
+    if not _everywhere(run.model.mesh, numbers)[0][0]:
         return
-    refs = run.reference.grads
-    yield from (Finding("G1", name, "it has no gradient") for name in refs if name not in found)
-    for names in _judged_together(run, [name for name in refs if name in found]):
-        mine, ref = (torch.cat([grads[n].double().flatten() for n in names]) for grads in (found, refs))
-        error = (mine - ref).norm().item()
-        if not error <= run.trial.tolerance.grad * max(ref.norm().item(), 1e-6 * run.reference.norm):
-            yield Finding("G1", names[0], cause_of(mine, ref, run.trial.axes))
+    made = suspects(run.model, found, wrong, run.reference)  # all ranks: it sums once more
+    where = begins(run.model, made, run.reference)
+    for name, suspect in made.items():
+        yield Finding("G1", name, cause_of(suspect, run.blame) + where)
+        where = ""
+    run.blame = run.blame or "the gradients are wrong, see G1"
 
 
 def _judged_together(run: Run, names: list[str]) -> list[list[str]]:
@@ -141,10 +156,12 @@ def n1_norm(run: Run) -> Findings:
     expected = sum(p.numel for p in run.model.table)
     squared = run.engine.norm(ones) ** 2
     if abs(squared - expected) > 0.5:
-        yield Finding("N1", "norm of ones", f"counts {squared:.2f} elements of {expected}")
+        hint = "copies are counted too" if squared > expected else "some shards are left out"
+        yield Finding("N1", "norm of ones", f"counts {squared:.2f} elements of {expected}: {hint}")
     norm = run.engine.norm(run.model.grads())
     if not abs(norm - run.reference.norm) <= run.trial.tolerance.grad * run.reference.norm:
-        yield Finding("N1", "norm", f"{norm!r}, one process finds {run.reference.norm!r}")
+        hint = f": {run.blame}" if run.blame else ""
+        yield Finding("N1", "norm", f"{norm!r}, one process finds {run.reference.norm!r}{hint}")
     loads, expected_loads = run.engine.router.load_LE, run.reference.loads
     if run.trial.dtype != torch.float64:  # rounding sends a token to another expert, but not away
         loads, expected_loads = loads.sum(), expected_loads.sum()
@@ -157,10 +174,13 @@ def u1_alive(run: Run, before: Mapping[str, Tensor], pushed: set[str], later: li
     after = run.model.stored()
     for name in sorted(pushed):
         if torch.equal(after[name], before[name]):
-            yield Finding("U1", name, f"it has a gradient on rank {run.model.mesh.rank}, but no update moved it")
+            yield Finding(
+                "U1", name, f"it has a gradient on rank {run.model.mesh.rank}, but no update moved it: is it a copy?"
+            )
     for step, (loss, ref_loss) in enumerate(zip(later, run.reference.losses, strict=True)):
         if not abs(loss - ref_loss) <= run.trial.tolerance.loss * abs(ref_loss):
-            yield Finding("U1", f"loss of step {step}", f"{loss!r}, one process finds {ref_loss!r}")
+            hint = run.blame or "the gradients were right, so the update was not, or is not seen"
+            yield Finding("U1", f"loss of step {step}", f"{loss!r}, one process finds {ref_loss!r}: {hint}")
 
 
 def c1_collectives(run: Run) -> Findings:
@@ -199,19 +219,30 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def d1_documents(run: Run) -> Findings:
-    """Packed documents give what each gives alone."""
-    if run.trial.head != "lm":
+    """Packed documents give what each gives alone. First comes the part of the model where they begin to differ."""
+    model, batch = run.model, run.trial.data(0)[0]  # the same on all ranks
+    limit, bounds = run.trial.tolerance.logprob, batch.docs.bounds
+    with watched(model) as seen:
+        packed = scores_of(model, batch).cpu()
+    wrong = first_wrong(model, seen, run.reference.prints, bounds[1], limit)
+    errors = [(packed[a:b] - alone).abs().max().item() for a, b, alone in _documents(bounds, run.reference.alone)]
+    off = [i for i, error in enumerate(errors) if not error <= limit]
+    if not off:
         return
-    batch = run.trial.data(0)[0]  # the same on all ranks
-    packed = logprobs(run.model, batch)
-    bounds = batch.docs.bounds
-    for i, alone in enumerate(run.reference.alone):
-        here = packed[bounds[i] : bounds[i + 1]].cpu()
-        error = (here - alone).abs().max().item()
-        if not error <= run.trial.tolerance.logprob:
-            yield Finding(
-                "D1", f"document {i}", f"log-probabilities off by {error:.1e} from the document alone: a leak"
-            )
+    wrong = wrong or Wrong("head", leak=0 not in off, ratio=float("nan"))  # all before it is right
+    leak = wrong.leak and 0 not in off
+    why = run.blame or ("a leak from the documents before" if leak else about_doors(model, wrong.part, seen.passed))
+    if not why and wrong.ratio == wrong.ratio:
+        why = scale(wrong.ratio, run.trial.axes)
+    yield Finding("D1", wrong.part, f"what it gives out is the first that is wrong{why and ': '}{why}")
+    run.blame = run.blame or f"the forward is wrong from {wrong.part} on, see D1"
+    for i in off:
+        hint = ": a leak" if leak else ", which is not a leak: so is the first document"
+        yield Finding("D1", f"document {i}", f"scores off by {errors[i]:.1e} from the document alone{hint}")
+
+
+def _documents(bounds: Sequence[int], alone: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    return ((a, b, scores) for (a, b), scores in zip(pairwise(bounds), alone, strict=True))
 
 
 def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
@@ -235,7 +266,9 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     for op, ranks in sorted(due.keys() | paid.keys()):
         where = f"among ranks {list(ranks)}, the bill says"
         if due[op, ranks] != paid[op, ranks]:
-            yield Finding("K1", op, f"{paid[op, ranks]} {where} {due[op, ranks]}")
+            more = paid[op, ranks] - due[op, ranks]
+            hint = f": {more} that nobody declared" if more > 0 else f": {-more} left out on all of them"
+            yield Finding("K1", op, f"{paid[op, ranks]} {where} {due[op, ranks]}{hint}")
         if op != "all_to_all" and due_bytes[op, ranks] != paid_bytes[op, ranks]:
             yield Finding("K1", op, f"{paid_bytes[op, ranks]} bytes {where} {due_bytes[op, ranks]}")
     # What a rank of experts receives depends on the router: those bytes are compared as a sum over all ranks.
@@ -289,6 +322,13 @@ def examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None 
     return findings
 
 
+def _wrong_loss(run: Run, loss: float) -> str:
+    ref = run.reference
+    if abs(loss - ref.losses[0]) <= run.trial.tolerance.loss * abs(ref.losses[0]):
+        return ""
+    return f"the loss is wrong already: {cause_of_loss(loss, ref.losses[0], ref.aux[0], ref.sums, run.trial.axes)}"
+
+
 def _steps(run: Run, store: Store | None) -> list[Finding]:
     findings: list[Finding] = []
     engine, mesh, batches = run.engine, run.model.mesh, run.trial.batches(run.model)
@@ -298,6 +338,7 @@ def _steps(run: Run, store: Store | None) -> list[Finding]:
         found.append(engine.backward(batches))
     pushed = {name for name, grad in run.model.grads().items() if grad.any()}
     run.stored = _bytes(engine)
+    run.blame = run.blame or _wrong_loss(run, found[0])
     findings += [*g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
     with recorder:
         engine.update()

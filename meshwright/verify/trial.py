@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..data import Batch, pack
-from ..engine import Engine, Model, Savings, gather, load, logprobs, losses
+from ..engine import Engine, Model, Savings, gather, load, losses
 from ..mesh import Axes, Mesh
+from .parts import scores_of, watched
 
 LR = 1e-3
 
@@ -58,8 +59,9 @@ class Trial:
         return self.data(model.mesh.axes.data_rank(model.mesh.rank))
 
     def all_batches(self) -> list[Batch]:
-        """Of all data ranks: the whole step, for one process."""
-        return [batch for rank in range(self.axes.num_data_ranks) for batch in self.data(rank)]
+        """The whole step for one process: each micro-batch of all data ranks as one longer stream, since the router's
+        aux loss is pooled over them."""
+        return [_merged(each) for each in zip(*map(self.data, range(self.axes.num_data_ranks)), strict=True)]
 
 
 def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
@@ -75,14 +77,18 @@ class Reference:
     losses: Sequence[float]  # of the first steps
     norm: float  # of the first gradient
     grads: dict[str, Tensor]  # of the first step, by Hugging Face name
-    alone: Sequence[Tensor]  # log-probabilities of each document of the first batch, run alone
+    alone: Sequence[Tensor]  # scores of each document of the first batch, run alone
+    prints: dict[str, Tensor]  # what every part gave out for them, by part
+    sums: Sequence[Sequence[tuple[float, float]]]  # by data rank and micro-batch: loss terms and weight, without aux
+    aux: tuple[float, dict[str, Tensor]]  # the router's part of the first loss, and of its gradients (if any)
     loads: Tensor  # [layers of experts, experts]: tokens that each got in the first step
 
 
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     engine = replace(trial, savings=Savings()).engine(Mesh(device="cpu"))
-    alone = [logprobs(engine.model, one) for one in documents_of(trial.data(0)[0])] if trial.head == "lm" else []
+    alone, prints = _alone(trial, engine.model)
+    sums, aux = _sums(trial, engine), _aux(trial, engine)
     batches, found, norm, grads, loads = trial.all_batches(), [], 0.0, {}, torch.zeros(0)
     for step in range(trial.steps):
         found.append(engine.backward(batches))
@@ -90,10 +96,55 @@ def refer(trial: Trial) -> Reference:
             grads, loads = gather(engine.model, "grad"), engine.router.load_LE
         norm_here = engine.update()
         norm = norm if step else norm_here
-    return Reference(found, norm, grads, alone, loads)
+    return Reference(found, norm, grads, alone, prints, sums, aux, loads)
+
+
+def _alone(trial: Trial, model: Model) -> tuple[list[Tensor], dict[str, Tensor]]:
+    scores, prints = [], []
+    for one in documents_of(trial.data(0)[0]):
+        with watched(model) as seen:
+            scores.append(scores_of(model, one))
+        prints.append(seen.prints)
+    return scores, {name: torch.cat([each[name] for each in prints]) for name in prints[0]}
+
+
+def _sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
+    """With these it can be told what a wrong loss was divided by."""
+    balance = engine.router.balance
+    kept, balance.coefficient = balance.coefficient, 0.0
+    weigh = lambda b: float(len(b) - b.num_filler if trial.head == "value" else b.num_targets)  # noqa: E731 - short
+    ranks = [trial.data(rank) for rank in range(trial.axes.num_data_ranks)]
+    sums = [[(engine.evaluate([b]) * weigh(b), weigh(b)) for b in batches] for batches in ranks]
+    balance.coefficient = kept
+    return sums
+
+
+def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
+    if not engine.router.balance.coefficient:
+        return 0.0, {}
+    kept, engine.loss = engine.loss, lambda scores, fields: kept(scores, fields) * 0.0
+    loss, grads = engine.backward(trial.all_batches()), gather(engine.model, "grad")
+    engine.discard()
+    engine.loss = kept
+    return loss, grads
 
 
 def documents_of(batch: Batch) -> list[Batch]:
     """Each document of a batch as a batch of its own."""
     bounds = batch.docs.bounds
     return [pack([batch.tokens[a:b].tolist()], [batch.labels[a:b].tolist()]) for a, b in pairwise(bounds)]
+
+
+def _merged(batches: Sequence[Batch]) -> Batch:
+    """One stream of the documents of all, their filler at its end."""
+    documents: list[list[int]] = []
+    labels: list[list[int]] = []
+    fields: dict[str, list[list[float]]] = {name: [] for name in batches[0].fields}
+    for batch in batches:
+        bounds = [at for at in batch.docs.bounds if at <= len(batch) - batch.num_filler]
+        for a, b in pairwise(bounds):
+            documents.append(batch.tokens[a:b].tolist())
+            labels.append(batch.labels[a:b].tolist())
+            for name, values in batch.fields.items():
+                fields[name].append(values[a:b].tolist())
+    return pack(documents, labels, length=sum(map(len, batches)), fields=fields)

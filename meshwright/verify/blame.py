@@ -1,0 +1,94 @@
+"""Which gradients are wrong says where to look: on which axes their parameters lie, how near to the loss they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..engine import Model, gather
+from ..layout import place
+from ..mesh import DENSE, EXPERT
+from ..weights import blocks_by_key
+from .causes import Suspect
+from .trial import Reference
+
+
+def suspects(
+    model: Model, found: Mapping[str, Tensor], wrong: Sequence[Sequence[str]], reference: Reference
+) -> dict[str, Suspect]:
+    """By key, those nearest to the loss first. Every rank calls it; rank 0 knows what is wrong."""
+    again = {axis: _summed_again(model, {axis}) for axis in _live(model)}
+    over_all = _summed_again(model, set(_live(model)))
+    made_of, order = blocks_by_key(model.table, model.spelling.choice), list(model.table.params)
+    names = {keys[0]: made_of[keys[0]][0][0].name for keys in wrong}
+    summed = _axes_of(model, set(names.values()))
+    out = {}
+    placed = {name: place(model.table[name], model.rules, model.mesh.axes) for name in names.values()}
+    for keys in sorted(wrong, key=lambda keys: -order.index(names[keys[0]])):
+        whole = lambda grads, keys=keys: torch.cat([grads[k].double().flatten() for k in keys])  # noqa: E731 - short
+        copies = " and ".join(axis for axis in placed[names[keys[0]]].copies if axis in again)
+        retried = {axis: whole(grads) for axis, grads in again.items()}
+        out[keys[0]] = Suspect(
+            whole(found), whole(reference.grads), model.mesh.axes, summed, {**retried, copies: whole(over_all)},
+            whole(reference.aux[1]) if reference.aux[1] else None, names[keys[0]] == model.table.tied,
+        )  # fmt: skip
+    return out
+
+
+def _live(model: Model) -> list[str]:
+    used = {a for p in model.table for a in _axes(model, p.name)}
+    return [a for a in dict.fromkeys((*DENSE, *EXPERT)) if a in used and model.mesh.axes.size_of(a) > 1]
+
+
+def _axes(model: Model, name: str) -> set[str]:
+    at = place(model.table[name], model.rules, model.mesh.axes)
+    return {*at.copies, *at.shard, *at.split.values()}
+
+
+def _summed_again(model: Model, axes: set[str]) -> dict[str, Tensor]:
+    """The gradients as they would be if copies were summed over `axes` (once more)."""
+    kept = {}
+    for name, grad in model.grads().items():
+        copies = place(model.table[name], model.rules, model.mesh.axes).copies
+        kept[name] = grad.clone()
+        model.mesh.sum_(grad, tuple(axis for axis in copies if axis in axes))
+    found = gather(model, "grad")
+    for name, grad in model.grads().items():
+        grad.copy_(kept[name])
+    return found
+
+
+def _axes_of(model: Model, wrong: set[str]) -> list[str]:
+    """The axes that explain why just these are wrong: they are summed over it, or cut by it, and few others are."""
+    groups: list[tuple[str, set[str]]] = []
+    placed = {p.name: place(p, model.rules, model.mesh.axes) for p in model.table}
+    for axis in _live(model):
+        groups.append((axis, {n for n, at in placed.items() if axis in (*at.copies, *at.shard)}))
+        groups.append((axis, {n for n, at in placed.items() if axis in at.split.values()}))
+    fits = [(axis, len(names)) for axis, names in groups if wrong <= names]
+    fewest = min((num for _, num in fits), default=0)
+    return list(dict.fromkeys(axis for axis, num in fits if num == fewest)) or _live(model)
+
+
+def begins(model: Model, made: Mapping[str, Suspect], reference: Reference) -> str:
+    """Where the way back is broken: all before a part of the model is wrong, and what is behind it right."""
+    made_of = blocks_by_key(model.table, model.spelling.choice)
+    wrong = {made_of[key][0][0].name for key in made}
+    parts: dict[str, list[bool]] = {}  # in forward order: which of its gradients are wrong
+    used = {made_of[key][0][0].name for key, grad in reference.grads.items() if grad.any()}
+    for name in model.table.params:
+        if name in used:
+            parts.setdefault(_part(name), []).append(name in wrong)
+    all_wrong = [part for part, each in parts.items() if all(each)]
+    behind = list(parts)[len(all_wrong) :]
+    if len(all_wrong) < 2 or not behind or all_wrong != list(parts)[: len(all_wrong)]:
+        return ""
+    if any(any(parts[part]) for part in behind[1:]):
+        return ""
+    return f". All before {behind[0]} are wrong and all behind it right: look at the way back through {behind[0]}"
+
+
+def _part(name: str) -> str:
+    return ".".join(name.split(".")[:3]) if name.startswith("layers.") else name.split(".")[0]

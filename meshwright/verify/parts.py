@@ -1,0 +1,122 @@
+"""Where a forward goes wrong: a fingerprint of what every part of a model gives out, one number a token.
+
+The reference is each document alone on one process, so that both a leak and a wrong door show in the part that has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Model, logits, logprobs
+from ..layout import Door, attributes, place
+from ..mesh import DENSE
+
+RIGHT = 1 << 30  # the number of a part where none is wrong
+
+
+@dataclass
+class Watched:
+    """Of one forward: fingerprints in the order in which parts ran, and which doors were passed."""
+
+    prints: dict[str, Tensor] = field(default_factory=dict)
+    passed: Counter[str] = field(default_factory=Counter)
+
+
+def scores_of(model: Model, documents: Any) -> Tensor:
+    return (logits if "values" in model.parts[0].scores else logprobs)(model, documents)
+
+
+def parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """The embedding, and the norms, mixer and MLP of every layer."""
+    whole = model.parts[0]
+    yield "embed", whole.embed
+    for number, layer in enumerate(whole.layers):
+        yield from ((f"layers.{number}.{name}", part) for name, part in layer.named_children())
+    yield "head.norm", whole.head.norm
+
+
+@contextmanager
+def watched(model: Model) -> Iterator[Watched]:
+    seen = Watched()
+
+    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _args: Any, out: Any) -> None:
+            if not isinstance(out, Tensor):
+                return
+            wave = torch.arange(out.shape[-1], device=out.device, dtype=torch.float64).cos()
+            seen.prints[name] = out.detach().double() @ wave
+
+        return hook
+
+    def counting(name: str, armed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: (seen.passed.update([name]), armed(x))[1]
+
+    hooks = [part.register_forward_hook(note(name)) for name, part in parts_of(model)]
+    doors = [(door, name, door.armed) for name, door in attributes(model.parts[0], Door) if door.armed]
+    for door, name, armed in doors:
+        door.armed = counting(name, armed)
+    try:
+        yield seen
+    finally:
+        for door, _, armed in doors:
+            door.armed = armed
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The first part that is wrong on any rank. `leak`: what no document precedes is right."""
+
+    part: str
+    leak: bool
+    ratio: float  # to what it should be, where that is one number; else NaN
+
+
+def first_wrong(model: Model, seen: Watched, reference: Mapping[str, Tensor], start: int, close: float) -> Wrong | None:
+    """Every rank calls it and gets the same. `start`: where the second document begins."""
+    mesh, rows = model.mesh, torch.tensor([[float(RIGHT), float(RIGHT), float("nan")]], dtype=torch.float64)
+    names = list(reference)
+    for at, name in reversed(list(enumerate(names))):
+        num = len(reference[name])
+        lo, hi = mesh.token_range(num)
+        theirs, mine = reference[name][lo:hi], seen.prints[name].cpu()
+        off = (mine - theirs).abs() > close * reference[name].abs().max()
+        if off.any() or not mine.isfinite().all():
+            ratio = float(mine @ theirs / theirs.square().sum())
+            alike = (mine - ratio * theirs).abs().max() <= close * reference[name].abs().max()
+            rows[0, 0], rows[0, 2] = at, ratio if alike else float("nan")
+            rows[0, 1] = at if off[: max(0, start - lo)].any() else rows[0, 1]
+    found = mesh.gather_rows(rows.to(mesh.device), DENSE).tolist()
+    first = min(found)
+    if first[0] == RIGHT:
+        return None
+    return Wrong(names[int(first[0])], min(row[1] for row in found) == RIGHT, first[2])
+
+
+def about_doors(model: Model, part: str, passed: Mapping[str, int]) -> str:
+    """What is the matter with the doors of a part on a mesh with tp, or nothing."""
+    axes, inside = model.mesh.axes, f"{part}."
+    doors = [name.removeprefix(inside) for name, _ in attributes(model.parts[0], Door) if name.startswith(inside)]
+    cut = [p.name for p in model.table if p.name.startswith(inside) and _cut_by_tp(model, p.name)]
+    unpassed = [name for name in doors if not passed.get(inside + name)]
+    if axes.tp == 1:
+        return ""
+    if unpassed:
+        return f"its doors {' and '.join(unpassed)} were not passed"
+    if cut and not doors:
+        return f"tp cuts {cut[0]}, but there is no door"
+    if doors and not cut:
+        return f"no rule cuts a weight between its doors {' and '.join(doors)}: each rank of tp computes all of it"
+    return ""
+
+
+def _cut_by_tp(model: Model, name: str) -> bool:
+    return "tp" in place(model.table[name], model.rules, model.mesh.axes).split.values()

@@ -1,0 +1,485 @@
+"""Bugs to plant in the package that runs: functions that monkeypatch; forked ranks inherit it.
+
+tests/test_causes.py lists them, each with what the oracles have to say of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright import parallel
+from meshwright.engine import engine as engine_module
+from meshwright.engine import model as engine_model
+from meshwright.engine import router as router_module
+from meshwright.layout import Box, rules
+from meshwright.mesh import collectives
+from meshwright.models import decoder, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from meshwright.parallel import tensor
+from meshwright.weights import load as loading
+from meshwright.weights import streaming
+
+Patch = pytest.MonkeyPatch
+
+
+# Sums of gradients.
+
+
+def no_rest(patch: Patch) -> None:
+    patch.setattr(parallel, "finish", lambda grads, mesh: None)
+
+
+def rest_twice(patch: Patch) -> None:
+    real = parallel.finish
+
+    def twice(grads: Any, mesh: Any) -> None:
+        grads = list(grads)
+        real(grads, mesh)
+        real(grads, mesh)
+
+    patch.setattr(parallel, "finish", twice)
+
+
+def rest_averaged(patch: Patch) -> None:
+    real = parallel.finish
+
+    def averaged(grads: Any, mesh: Any) -> None:
+        grads = list(grads)
+        real(grads, mesh)
+        for axes, grad in grads:
+            grad.div_(mesh.size_of(axes) if axes else 1)
+
+    patch.setattr(parallel, "finish", averaged)
+
+
+def rest_without_matrices(patch: Patch) -> None:
+    """As when norms are flagged as replicated, and the kv projections that tp cannot cut are forgotten."""
+    real = parallel.finish
+    patch.setattr(parallel, "finish", lambda grads, mesh: real([(a, g) for a, g in grads if g.dim() == 1], mesh))
+
+
+def _reducing(patch: Patch, change: Callable[[Tensor, Tensor], object]) -> None:
+    """FSDP's reduce-scatter, changed afterwards."""
+    real = torch.distributed.reduce_scatter_tensor
+
+    def changed(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        whole = args[0] if args else kwargs["input"]
+        mine = whole.chunk(len(whole) // len(output))[dist.get_rank()].clone()
+        work = real(output, *args, **kwargs)
+        change(output, mine)
+        return work
+
+    patch.setattr("torch.distributed.reduce_scatter_tensor", changed)
+    patch.setattr("torch.distributed.reduce_scatter_single", changed, raising=False)
+
+
+def own_share_of_fsdp(patch: Patch) -> None:
+    _reducing(patch, lambda output, mine: output.copy_(mine))
+
+
+def fsdp_averages(patch: Patch) -> None:
+    _reducing(patch, lambda output, _: output.div_(2))
+
+
+def fsdp_twice(patch: Patch) -> None:
+    _reducing(patch, lambda output, _: output.mul_(2))
+
+
+def replicas_never(patch: Patch) -> None:
+    real, backward = torch.distributed.all_reduce, engine_module.Engine.backward
+
+    def skipped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        kept = x.clone()
+        work = real(x, *args, **kwargs)
+        if x.numel() > 500:  # a unit of FSDP
+            x.copy_(kept)
+        return work
+
+    def backward_without(self: Any, batches: Any) -> float:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr("torch.distributed.all_reduce", skipped)
+            return backward(self, batches)
+
+    patch.setattr(engine_module.Engine, "backward", backward_without)
+
+
+def _finished(patch: Patch, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Gradients changed once they are complete."""
+    real = engine_module.Engine.finish
+
+    def changed(self: Any) -> None:
+        real(self)
+        change(self.model.grads())
+
+    patch.setattr(engine_module.Engine, "finish", changed)
+
+
+def experts_twice(patch: Patch) -> None:
+    _finished(patch, lambda grads: [g.mul_(2) for n, g in grads.items() if ".experts." in n])
+
+
+def heads_swapped(patch: Patch) -> None:
+    def swap(grads: dict[str, Tensor]) -> None:
+        grad = grads["layers.1.mixer.q"]
+        grad.copy_(grad.unflatten(0, (2, -1)).flip(0).flatten(0, 1))
+
+    _finished(patch, swap)
+
+
+# The way back.
+
+
+def enter_keeps_its_own(patch: Patch) -> None:
+    """The backward of a gather that slices, as if all ranks had computed the same (NeMo-Automodel#1260)."""
+
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return d.chunk(ctx.size)[dist.get_rank()].clone(), None, None
+
+    def zero_sum(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        collectives.scatter_sum(d, ctx.size, ctx.group)
+        return backward(ctx, d)
+
+    patch.setattr(collectives.Gather, "backward", staticmethod(zero_sum))
+
+
+def experts_detached(patch: Patch) -> None:
+    """Rows are sent by a collective without a backward."""
+    real = parallel.expert.dispatch
+    patch.setattr(parallel.expert, "dispatch", lambda x, *args: real(x.detach(), *args))
+
+
+def router_detached(patch: Patch) -> None:
+    real = qwen3_moe.ops.route
+
+    def route(*args: Any) -> tuple[Tensor, Tensor]:
+        weight_Tk, expert_Tk = real(*args)
+        return weight_Tk.detach(), expert_Tk
+
+    patch.setattr(qwen3_moe.ops, "route", route)
+
+
+def router_of_zero_gradient(patch: Patch) -> None:
+    real = qwen3_moe.ops.route
+
+    def route(*args: Any) -> tuple[Tensor, Tensor]:
+        weight_Tk, expert_Tk = real(*args)
+        return weight_Tk.detach() + 0 * weight_Tk, expert_Tk
+
+    patch.setattr(qwen3_moe.ops, "route", route)
+
+
+def experts_without_backward(patch: Patch) -> None:
+    """A kernel that has only a forward (KellerJordan/Muon#65)."""
+    real = qwen3_moe.ops.experts
+    patch.setattr(qwen3_moe.ops, "experts", lambda x, up, down, n: real(x, up.detach(), down.detach(), n) + 0 * x)
+
+
+def experts_of_zero_gradient(patch: Patch) -> None:
+    real = qwen3_moe.ops.experts
+    patch.setattr(
+        qwen3_moe.ops,
+        "experts",
+        lambda x, up, down, n: real(x, up.detach(), down.detach(), n) + 0.0 * (up.sum() + down.sum()),
+    )
+
+
+def head_keeps_its_gradient(patch: Patch) -> None:
+    real = decoder.LanguageHead.forward
+    patch.setattr(
+        decoder.LanguageHead, "forward", lambda self, x, labels, want, tied: real(self, x, labels, want, tied.detach())
+    )
+
+
+# What the loss is divided by.
+
+
+def _divided(patch: Patch, weight: Callable[[Any, Any, Any, int], float]) -> None:
+    real = engine_module.Engine._loss
+
+    def divided(self: Any, batch: Any, count: Any, num_batches: int, *, training: bool) -> Any:
+        count = replace(count, weight=weight(self, batch, count, num_batches))
+        return real(self, batch, count, num_batches, training=training)
+
+    patch.setattr(engine_module.Engine, "_loss", divided)
+
+
+def by_micro_batch(patch: Patch) -> None:
+    _divided(patch, lambda engine, batch, count, num: batch.num_targets * num * engine.model.mesh.num_data_ranks)
+
+
+def by_own_micro_batch(patch: Patch) -> None:
+    _divided(patch, lambda engine, batch, count, num: batch.num_targets * num)
+
+
+def by_tp_ranks_too(patch: Patch) -> None:
+    _divided(patch, lambda engine, batch, count, num: count.weight * engine.model.mesh.axes.tp)
+
+
+def _of_rank(patch: Patch, share: Callable[[Any], int]) -> None:
+    real = engine_module.Engine._count
+
+    def own(self: Any, batches: Any) -> Any:
+        return replace(real(self, batches), weight=sum(b.num_targets for b in batches) * share(self))
+
+    patch.setattr(engine_module.Engine, "_count", own)
+
+
+def by_own_targets(patch: Patch) -> None:
+    _of_rank(patch, lambda engine: 1)
+
+
+def mean_of_means(patch: Patch) -> None:
+    _of_rank(patch, lambda engine: engine.model.mesh.num_data_ranks)
+
+
+# The router's aux loss.
+
+
+def aux_each_micro_batch(patch: Patch) -> None:
+    real = router_module.Router.end
+    patch.setattr(
+        router_module.Router, "end", lambda self, tokens, num, *, training: real(self, tokens, 1, training=training)
+    )
+
+
+def aux_with_filler(patch: Patch) -> None:
+    real = router_module.Router.begin
+    patch.setattr(router_module.Router, "begin", lambda self, batch: real(self, replace(batch, num_filler=0)))
+
+
+def aux_of_own_rank(patch: Patch) -> None:
+    """Each rank pools its own tokens only (Megatron-LM#3769)."""
+    patch.setattr(router_module, "_AXES", ())
+
+
+def aux_pushes_twice(patch: Patch) -> None:
+    real = router_module.Router.end
+
+    def end(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        out = real(self, *args, **kwargs)
+        self.balance.slope_E = self.balance.slope_E * 2
+        return out
+
+    patch.setattr(router_module.Router, "end", end)
+
+
+# Doors.
+
+
+def _mlp(self: Any, x_TD: Tensor) -> Tensor:
+    return qwen3.SwiGLU.forward(self, x_TD)
+
+
+def no_doors(patch: Patch) -> None:
+    patch.setattr(qwen3.MLP, "forward", _mlp)
+
+
+def uncut(patch: Patch) -> None:
+    real = qwen3.SwiGLU.__init__
+    patch.setattr(
+        qwen3.SwiGLU,
+        "__init__",
+        lambda self, trunk, ffn, at, dim: real(self, trunk, ffn, at, "hidden" if dim == "ffn" else dim),
+    )
+
+
+def cut_without_doors(patch: Patch) -> None:
+    """The shared expert works on own tokens; tp must not cut it."""
+    patch.setattr(qwen3_5_moe, "SwiGLU", lambda trunk, ffn, at, dim: qwen3.SwiGLU(trunk, ffn, at, "ffn"))
+
+
+def leave_twice(patch: Patch) -> None:
+    real = collectives.scatter_sum
+    patch.setattr(collectives, "scatter_sum", lambda x, size, group: real(x, size, group) * size)
+
+
+def another_kv_head(patch: Patch) -> None:
+    real = qwen3.Attention.shared
+    patch.setattr(qwen3.Attention, "shared", lambda self, x: real(self, x.flip(1) if self.heads.start else x))
+
+
+def scores_of_other_experts(patch: Patch) -> None:
+    """Weights and experts of a token are paired in another order on rank 1 (transformers#45473)."""
+    real = qwen3_moe.ops.route
+
+    def route(*args: Any) -> tuple[Tensor, Tensor]:
+        weight_Tk, expert_Tk = real(*args)
+        return weight_Tk, expert_Tk.flip(1) if dist.get_rank() else expert_Tk
+
+    patch.setattr(qwen3_moe.ops, "route", route)
+
+
+def labels_of_another_slice(patch: Patch) -> None:
+    """Each rank of tp looks labels up as if its slice of the vocabulary were the first."""
+    real = decoder.ops.token_stats
+    patch.setattr(
+        decoder.ops, "token_stats", lambda x, w, labels, **kw: real(x, w, labels + 66 * dist.get_rank(), **kw)
+    )
+
+
+# Documents.
+
+
+def leak_in_attention(patch: Patch) -> None:
+    real = qwen3.ops.attention
+    patch.setattr(
+        qwen3.ops, "attention", lambda q, k, v, docs: real(q, k, v, replace(docs, bounds=(0, docs.bounds[-1])))
+    )
+
+
+def leak_in_convolution(patch: Patch) -> None:
+    real = qwen3_5.ops.causal_conv
+    one = lambda docs: replace(docs, positions_T=torch.arange(len(docs.positions_T)))  # noqa: E731 - short
+    patch.setattr(qwen3_5.ops, "causal_conv", lambda x, w, docs: real(x, w, one(docs)))
+
+
+# Weights, in and out.
+
+
+def _read_by_heads(patch: Patch, ending: str) -> None:
+    """Each rank reads its part of a fused tensor as if the file had it in another order."""
+    real = loading.Reader.read
+
+    def permuted(self: Any, entry: Any, block: Any, part: Box) -> Tensor:
+        out = real(self, entry, block, part)
+        return out.flip(0) if entry.key.endswith(ending) else out
+
+    patch.setattr(loading.Reader, "read", permuted)
+
+
+def permuted_segment(patch: Patch) -> None:
+    _read_by_heads(patch, "in_proj_qkv.weight")
+
+
+def gate_in_another_order(patch: Patch) -> None:
+    """`q_proj` of a gated attention has [q | gate] head by head, not all q and then all gates."""
+    _read_by_heads(patch, "q_proj.weight")
+
+
+def overwritten_expert(patch: Patch) -> None:
+    """A broadcast of rank 0's experts to all (transformers#45662)."""
+    real = engine_model.fill
+
+    def broadcast_after(holding: Any, *args: Any) -> int:
+        num_bytes = real(holding, *args)
+        dist.broadcast(holding.stored["layers.0.mlp.experts.down"], 0)
+        return num_bytes
+
+    patch.setattr(engine_model, "fill", broadcast_after)
+
+
+def dropped_key(patch: Patch) -> None:
+    real = engine_model.of_source
+
+    def without_one(*args: Any) -> Any:
+        made = real(*args)
+        return replace(made, keys={k: v for k, v in made.keys.items() if k != "model.norm.weight"})
+
+    patch.setattr(engine_model, "of_source", without_one)
+
+
+def rounded_on_the_way_out(patch: Patch) -> None:
+    real = streaming._packed
+    patch.setattr(streaming, "_packed", lambda *args: {d: flat.bfloat16().to(d) for d, flat in real(*args).items()})
+
+
+def both_have_the_first_half(patch: Patch) -> None:
+    """Both tp ranks believe that the first half of the query heads is theirs."""
+    real = rules.cut
+
+    def first_half(param: Any, placement: Any, axes: Any, coords: Any) -> Box:
+        return real(param, placement, axes, {**coords, "tp": 0} if param.name.endswith("mixer.q") else coords)
+
+    patch.setattr(rules, "cut", first_half)
+
+
+# Norm and update.
+
+
+def norm_of_copies(patch: Patch) -> None:
+    patch.setattr(engine_model.Model, "owned", property(lambda self: set(self.pieces)))
+
+
+def norm_without_shards(patch: Patch) -> None:
+    """What only tp cuts is taken for a copy (Megatron-LM#7452 f.8)."""
+    real = engine_model.Model.owned.func
+    small = lambda self: {n for n in real(self) if self.table[n].cols or not self.mesh.coords["tp"]}  # noqa: E731
+    patch.setattr(engine_model.Model, "owned", property(small))
+
+
+def optimizer_over_copies(patch: Patch) -> None:
+    class Detached(engine_module.AdamW):
+        def __init__(self, stored: Any, *args: Any) -> None:
+            super().__init__({name: t.clone() for name, t in stored.items()}, *args)
+
+    patch.setattr(engine_module, "AdamW", Detached)
+
+
+def half_an_update(patch: Patch) -> None:
+    real = engine_module.AdamW.step
+    patch.setattr(engine_module.AdamW, "step", lambda self, grads, lr: real(self, grads, lr / 2))
+
+
+def replicas_drift(patch: Patch) -> None:
+    real = engine_module.AdamW.step
+    patch.setattr(
+        engine_module.AdamW, "step", lambda self, grads, lr: real(self, grads, lr * (1 + 1e-6 * dist.get_rank()))
+    )
+
+
+# Collectives.
+
+
+def gathered_twice(patch: Patch) -> None:
+    real = tensor._collective
+
+    def twice(door: Any, size: int, group: str, at: str) -> Callable[[Tensor], Tensor]:
+        arm = real(door, size, group, at)
+
+        def enter(x: Tensor) -> Tensor:
+            collectives.gather(x.detach(), size, group)
+            return arm(x)
+
+        return enter if door.kind is tensor.ENTER else arm
+
+    patch.setattr(tensor, "_collective", twice)
+
+
+def in_another_dtype(patch: Patch) -> None:
+    real = collectives.scatter_sum
+    patch.setattr(collectives, "scatter_sum", lambda x, size, group: real(x.float(), size, group).to(x.dtype))
+
+
+def one_rank_skips(patch: Patch) -> None:
+    real = parallel.finish
+    patch.setattr(parallel, "finish", lambda grads, mesh: real(grads, mesh) if mesh.rank == 0 else None)
+
+
+def one_rank_does_more(patch: Patch) -> None:
+    real = parallel.finish
+
+    def more(grads: Any, mesh: Any) -> None:
+        real(grads, mesh)
+        if mesh.rank == 1:
+            mesh.gather_rows(torch.zeros(1), ("fsdp",))
+
+    patch.setattr(parallel, "finish", more)
+
+
+def other_order(patch: Patch) -> None:
+    """One rank reduces where the other gathers."""
+    real = parallel.finish
+
+    def two_kinds(grads: Any, mesh: Any) -> None:
+        real(grads, mesh)
+        both = [lambda: mesh.sum_(torch.zeros(1), ("fsdp",)), lambda: mesh.gather_rows(torch.zeros(1), ("fsdp",))]
+        for each in both[:: 1 if mesh.rank == 0 else -1]:
+            each()
+
+    patch.setattr(parallel, "finish", two_kinds)
