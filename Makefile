@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test matrix check format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -24,6 +24,9 @@ demo: setup  ## run the demonstration
 
 test: setup  ## run the tests; PYTEST_ARGS are passed on
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+matrix: setup  ## run the full matrix; hours
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 check: setup  ## formatting, lint, types, storeys
 	@$(BIN)/ruff format --check .

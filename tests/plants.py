@@ -138,10 +138,10 @@ def heads_swapped(patch: Patch) -> None:
 def enter_keeps_its_own(patch: Patch) -> None:
     """The backward of a gather that slices, as if all ranks had computed the same (NeMo-Automodel#1260)."""
 
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        return d.chunk(ctx.size)[dist.get_rank()].clone(), None, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        return d.chunk(ctx.size)[dist.get_rank()].clone(), None, None, None
 
-    def zero_sum(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+    def zero_sum(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
         collectives.scatter_sum(d, ctx.size, ctx.group)
         return backward(ctx, d)
 
@@ -151,7 +151,7 @@ def enter_keeps_its_own(patch: Patch) -> None:
 def experts_detached(patch: Patch) -> None:
     """Rows are sent by a collective without a backward."""
     real = parallel.expert.dispatch
-    patch.setattr(parallel.expert, "dispatch", lambda x, *args: real(x.detach(), *args))
+    patch.setattr(parallel.expert, "dispatch", lambda x, *args, **at: real(x.detach(), *args, **at))
 
 
 def router_detached(patch: Patch) -> None:

@@ -151,8 +151,7 @@ def crowded(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict
             stored.zero_()
     before = mw.gather(engine.model)
     load_LE = engine.step(mine(engine)).expert_load
-    state = engine.optimizer.torch.state
-    num_without = sum("exp_avg" not in state[view] for view in engine.optimizer.views.values())
+    num_without = len(set(engine.optimizer.views) - set(engine.optimizer.moments))
     assert load_LE is not None
     return before, mw.gather(engine.model), load_LE[0], num_without
 

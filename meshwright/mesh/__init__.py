@@ -63,6 +63,7 @@ class Mesh:
                 f"start it with torchrun --nproc-per-node {self.axes.world}, or choose sizes whose product is {world}"
             )
         self.device = _device(device)
+        self.host = torch.device("cpu")
         self.timeout = datetime.timedelta(seconds=timeout_s)
         _join(self.device, self.timeout)
         self.rank = dist.get_rank()

@@ -51,7 +51,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _give_memory(model: nn.Module, mesh: Mesh, offload: bool) -> None:
     """On the device; with `offload` on the host, but for what FSDP does not bring to the device."""
-    model.to_empty(device="cpu" if offload else mesh.device)
+    model.to_empty(device=mesh.host if offload else mesh.device)
     for name, parameter in list(model.named_parameters()) if offload else ():
         if not isinstance(parameter, DTensor):
             _put(model, name, torch.empty_like(parameter, device=mesh.device))

@@ -28,7 +28,7 @@ def shard(
     ops cast what they are given. The root is wrapped if any unit is: the others are then its own.
     With `offload` all that is wrapped lies in host memory; what is left out (`exact` and such units) on the device.
     """
-    home = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
+    home = CPUOffloadPolicy(pin_memory=mesh.device != mesh.host) if offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     left_out = set(exact)
     wrapped = False

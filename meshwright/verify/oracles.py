@@ -278,7 +278,7 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
         yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
 
 
-def _bytes(engine: Engine) -> dict[str, int]:
+def stored_bytes(engine: Engine) -> dict[str, int]:
     kept = {
         "parameters": engine.model.stored().values(),
         "gradients": engine.model.grads().values(),
@@ -337,7 +337,7 @@ def _steps(run: Run, store: Store | None) -> list[Finding]:
     with recorder:
         found.append(engine.backward(batches))
     pushed = {name for name, grad in run.model.grads().items() if grad.any()}
-    run.stored = _bytes(engine)
+    run.stored = stored_bytes(engine)
     run.blame = run.blame or _wrong_loss(run, found[0])
     findings += [*g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
     with recorder:

@@ -1,0 +1,214 @@
+"""The full matrix: every family on every mesh of 1 to 8 ranks, however memory is saved, whatever head is trained.
+
+    make matrix                                     # all of it: hours on two cores, it says how many
+    python -m tests.matrix --ranks 1 2 4            # of these sizes
+    python -m tests.matrix --only qwen3_moe fsdp=2,tp=2,ep=2 full
+
+A run loads a model and makes a step of 1 micro-batch and then, on updated weights, one of 3. After each, every
+gradient, the norm, the loss, the load of the experts, replicas and the bill (collectives and bytes) are held against
+one process, in float64. `tests/test_matrix.py` takes a few runs in which every two dials meet in each of their values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshwright as mw
+from meshwright.log import quiet
+from meshwright.mesh import Axes
+from meshwright.verify import Finding, Recorder, Reference, Trial, oracles
+from tests import tiny, worlds
+
+BATCHES = (1, 3)  # micro-batches of the first step, and of the second
+KINDS = ("tied", "untied", "value")
+KEPT = ("none", "selective", "full")
+
+# Heads for tp=8 (4 kv heads too few), all else odd; two layers that differ.
+_HEADS = dict(num_attention_heads=8, head_dim=6, num_hidden_layers=2, intermediate_size=40)
+_DELTA = dict(
+    num_attention_heads=8, head_dim=8, num_hidden_layers=2, linear_num_key_heads=8, linear_num_value_heads=16,
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": dict(num_attention_heads=8, hidden_size=48, num_hidden_layers=2, intermediate_size=40),
+    "qwen3": _HEADS,
+    "qwen3_moe": _HEADS,
+    "qwen3_5": {**_DELTA, "intermediate_size": 40},
+    "qwen3_5_moe": _DELTA,
+}
+
+
+@dataclass(frozen=True)
+class Dials:
+    """Of one run."""
+
+    family: str
+    replicate: int
+    fsdp: int
+    tp: int
+    ep: int
+    recompute: str
+    kind: str
+    reshard: bool
+
+    @property
+    def axes(self) -> Axes:
+        return Axes(replicate=self.replicate, fsdp=self.fsdp, tp=self.tp, ep=self.ep)
+
+    def __str__(self) -> str:
+        mesh = ",".join(str(self.axes).split()) if self.axes.world > 1 else "one"
+        return f"{self.family} {mesh} {self.recompute} {self.kind} {'reshard' if self.reshard else 'keep'}"
+
+
+def meshes(world: int) -> Iterator[tuple[int, int, int, int]]:
+    for replicate, fsdp, tp, ep in product((1, 2, 4, 8), repeat=4):
+        if replicate * fsdp * tp == world and (fsdp * tp) % ep == 0:
+            yield replicate, fsdp, tp, ep
+
+
+def everything(ranks: Sequence[int] = (1, 2, 4, 8)) -> list[Dials]:
+    grid = [mesh for world in ranks for mesh in meshes(world)]
+    return [
+        Dials(family, *mesh, recompute, kind, reshard)
+        for mesh, family, kind, recompute, reshard in product(grid, FAMILIES, KINDS, KEPT, (True, False))
+    ]
+
+
+def pairwise(runs: Sequence[Dials]) -> list[Dials]:
+    """Some of the runs, in which any two dials meet in all values in which they meet in `runs`; small worlds first."""
+    pairs = {run: set(combinations(vars(run).items(), 2)) for run in runs}
+    left = set().union(*pairs.values())
+    chosen = []
+    while left:
+        best = max(runs, key=lambda run: len(pairs[run] & left) / run.axes.world)
+        chosen.append(best)
+        left -= pairs[best]
+    return chosen
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is trained on: the same for all runs of a family, head and number of data ranks."""
+
+    source: Path
+    head: str
+    num_data_ranks: int
+
+    def trial(self, num: int, run: Dials | None = None) -> Trial:
+        data = functools.partial(tiny.batches, num=num, target=self.head == "value")
+        axes = Axes(replicate=self.num_data_ranks) if run is None else run.axes
+        savings = mw.Savings() if run is None else mw.Savings(recompute=run.recompute, reshard=run.reshard)
+        return Trial(self.source, axes, data, self.head, savings=savings)
+
+
+def refer(course: Course) -> list[Reference]:
+    """Of one process: a reference for each step."""
+    engine, out = course.trial(1).engine(mw.Mesh(device="cpu")), []
+    for num in BATCHES:
+        loss = engine.backward(course.trial(num).all_batches())
+        grads = mw.gather(engine.model, "grad")
+        norm = engine.update()
+        out.append(Reference([loss], norm, grads, [], {}, [[]], (0.0, {}), engine.router.load_LE))
+    return out
+
+
+def examine(runs: Sequence[tuple[Dials, Course]], references: dict[Course, list[Reference]]) -> list[list[str]]:
+    """On every rank of a mesh: what this rank found wrong in each run. They share a mesh."""
+    first = runs[0][0]
+    mesh = mw.Mesh(
+        replicate=first.replicate, fsdp=first.fsdp, tp=first.tp, ep=first.ep, device="cpu", timeout_s=60
+    )  # fmt: skip
+    return [[str(f) for f in _steps(run, course, references[course], mesh)] for run, course in runs]
+
+
+def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.Mesh) -> Iterator[Finding]:
+    engine = course.trial(1, dials).engine(mesh)
+    for num, reference in zip(BATCHES, references, strict=True):
+        trial = course.trial(num, dials)
+        batches = trial.batches(engine.model)
+        run = oracles.Run(trial, reference, engine)
+        with Recorder() as recorder:
+            loss = engine.backward(batches)
+            run.stored = oracles.stored_bytes(engine)
+        found = [*oracles.g1_gradients(run), *oracles.n1_norm(run), *oracles.g2_replicas(run)]
+        with recorder:
+            engine.update()
+        run.stepping = recorder.seen
+        found += [*oracles.c1_collectives(run), *oracles.k1_bill(run, len(batches[0]), num)]
+        if not abs(loss - reference.losses[0]) <= 1e-9 * abs(reference.losses[0]):
+            found.append(Finding("U1", "loss", f"{loss!r}, one process finds {reference.losses[0]!r}"))
+        yield from (Finding(f.oracle, f"{num} micro-batches, {f.name}", f.what) for f in found)
+
+
+class Matrix:
+    """Runs, by mesh; sources and references are made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.references = folder, dict[Course, list[Reference]]()
+
+    def course(self, run: Dials) -> Course:
+        tied = run.kind == "tied"
+        at = self.folder / f"{run.family}{'-tied' if tied else ''}"
+        if not at.exists():
+            changes = {**FAMILIES[run.family], "tie_word_embeddings": tied}
+            tiny.directory(at, run.family, dtype=torch.bfloat16, **changes)
+        made = Course(at, "value" if run.kind == "value" else "lm", run.axes.num_data_ranks)
+        if made not in self.references:
+            self.references[made] = worlds.run(1, refer, made)[0]
+        return made
+
+    def findings(self, runs: Sequence[Dials]) -> list[list[str]]:
+        """Of each run, on all ranks together. The runs are of one mesh."""
+        both = [(run, self.course(run)) for run in runs]
+        seconds = 60.0 + 20.0 * len(runs)
+        ranks = worlds.run(runs[0].axes.world, examine, both, self.references, seconds=seconds)
+        return [[line for rank in ranks for line in rank[i]] for i in range(len(runs))]
+
+
+def by_mesh(runs: Iterable[Dials], most: int = 30) -> list[list[Dials]]:
+    """Runs of the same mesh, at most so many together: what a hang or a death takes with it."""
+    groups: dict[Axes, list[Dials]] = {}
+    for run in runs:
+        groups.setdefault(run.axes, []).append(run)
+    return [group[i : i + most] for group in groups.values() for i in range(0, len(group), most)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], choices=[1, 2, 4, 8])
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs in whose name all these stand")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = [run for run in everything(options.ranks) if set(options.only) <= set(str(run).split())]
+    began, done, wrong = time.monotonic(), 0, 0
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(Path(folder))
+        for group in by_mesh(runs):
+            try:
+                found = matrix.findings(group)
+            except mw.RankError as error:
+                found = [[f"RUN {error}"], *([[]] * (len(group) - 1))]
+            for run, lines in zip(group, found, strict=True):
+                wrong += bool(lines)
+                for line in lines[:3]:
+                    print(f"{run}: {line}", flush=True)
+            done += len(group)
+            print(f"{time.monotonic() - began:7.0f} s  {done} of {len(runs)} runs, {wrong} wrong", flush=True)
+    steps = len(runs) * len(BATCHES)
+    print(f"{'passed' if not wrong else 'FAILED'}: {len(runs)} runs, {steps} steps, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
