@@ -176,6 +176,22 @@ def test_what_the_real_sizes_do_not_allow_is_refused(tmp_path: Path, capsys: pyt
     assert "tp=2 does not divide 4865 ffn" in err
 
 
+def test_what_cannot_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is: 30 billion parameters, their gradients and moments. Shrunk: too many processes."""
+    at, began = directory(tmp_path / "m", QWEN3_30B_A3B), time.monotonic()
+    code, _, err = said(capsys, at, "--mesh", "fsdp=2,ep=2", "--full")
+    assert code == 2
+    assert "training on fsdp=2 ep=2 takes" in err
+    assert "choose fewer ranks, leave out --full, or choose narrower --dtypes" in err
+    code, _, err = said(capsys, at, "--mesh", "fsdp=2,ep=2", "--weights")
+    assert code == 2
+    assert "the weights on fsdp=2 ep=2 takes 1" in err
+    code, _, err = said(capsys, at, "--mesh", "replicate=4096")
+    assert code == 2
+    assert "4096 processes of 0.1" in err
+    assert time.monotonic() - began < 15
+
+
 def test_devices_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.accelerator.is_available():
         pytest.skip("they are")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -84,15 +83,16 @@ def plan(
     refuse_unbuilt(axes)
     check_devices(axes, device)
     subject = find(model, head, False, say)
-    check_layout(subject.module, subject.table, axes)  # before many gigabytes are fetched
-    if kind != SHRUNK:
-        subject = find(model, head, True, say)
-    if kind == WEIGHTS and device == "cpu":
-        check_memory(subject.table, axes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    config = subject.config
+    check_layout(subject.module, subject.table, axes)
+    widest = torch.float32 if kind == WEIGHTS else max((DTYPES[d] for d in dtypes), key=lambda d: d.itemsize)
+    config, drawing = subject.config, (subject.module, subject.table)
     if kind == SHRUNK and model not in TINY:
         config = shrink(config, axes.tp)
-        check_layout(*describe(config, prefix_of(config, None), head), axes)
+        drawing = describe(config, prefix_of(config, None), head)
+        check_layout(*drawing, axes)
+    check_memory(*drawing, axes, widest, device, training=kind != WEIGHTS)
+    if kind != SHRUNK:  # not before: it may fetch many gigabytes
+        subject = find(model, head, True, say)
     return Plan(subject, config, axes, head, tuple(dtypes), kind, device, seconds)
 
 

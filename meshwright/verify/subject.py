@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import parallel
-from ..errors import ConfigError, LoadError, MeshError
-from ..layout import Rules, Table, pieces
-from ..mesh import Axes, refuse_unbuilt
+from ..engine.fit import Need, refuse_too_large, widths_of
+from ..errors import ConfigError, MeshError
+from ..layout import Rules, Table, pieces, units_of
+from ..mesh import Axes, refuse_unbuilt, room_of
 from ..models import Decoder, describe, prefix_of
 from ..weights import Source, check_keys, choose, download, is_hub_id, of_table, open_index, open_source, read_config
 from .shrink import TINY
 
 Say = Callable[[str], None]
+PROCESS_BYTES = 64 << 20  # of a forked rank without a model
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,11 @@ def check_devices(axes: Axes, device: str) -> None:
 
 
 def check_layout(module: Decoder, table: Table, axes: Axes) -> None:
-    """What each rank of the mesh would refuse, found without any of them."""
+    """What each rank of the mesh would refuse, found without any of them: ranks that only store other rows are alike."""
     refuse_unbuilt(axes)
-    for rank in range(axes.world):
-        pieces(table, Rules(), axes, axes.coords(rank))
+    where = {rank: axes.coords(rank) for rank in range(axes.world)}
+    for rank in {(at["tp"], at["ep"]): rank for rank, at in where.items()}.values():
+        pieces(table, Rules(), axes, where[rank])
         list(parallel.spans(module, Rules(), axes, rank))
 
 
@@ -93,11 +96,21 @@ def stored_bytes(table: Table, axes: Axes, rank: int, item: int = 4) -> int:
     return item * sum(piece.numel for piece in pieces(table, Rules(), axes, axes.coords(rank)).values())
 
 
-def check_memory(table: Table, axes: Axes, physical_bytes: int) -> None:
-    """All ranks on this machine hold their weights at once."""
-    wanted = sum(stored_bytes(table, axes, rank) for rank in range(axes.world))
-    if wanted > physical_bytes:
-        raise LoadError(
-            f"the weights take {wanted / 1e9:.1f} GB in float32 on {axes}, this machine has {physical_bytes / 1e9:.1f} "
-            "GB; try a mesh that keeps fewer copies (fsdp for replicate or tp), or call mw.check_weights where it fits"
+def check_memory(module: Decoder, table: Table, axes: Axes, dtype: torch.dtype, device: str, training: bool) -> None:
+    """Before any process. On CPUs all ranks share one memory, so a larger mesh is no way out."""
+    units, trained = units_of(module, module.units()), frozenset(table.params if training else ())
+    need = Need(units, table, Rules(), axes, widths_of(dtype), trained)
+    room = room_of(torch.device(device), axes.world)
+    if not room.shared:
+        refuse_too_large(need, room)
+        return
+    a_rank = PROCESS_BYTES + sum(s.num_bytes for s in need.stored())
+    alone = PROCESS_BYTES + sum(s.num_bytes for s in replace(need, axes=Axes()).stored())  # what it is compared with
+    wanted, has = max(axes.world * a_rank, alone), axes.world * room.host_bytes
+    if wanted > has:
+        what = "training" if training else "the weights"
+        raise MeshError(
+            f"{what} on {axes} takes {wanted / 1e9:.1f} GB ({axes.world} processes of {a_rank / 1e9:.1f}, one alone "
+            f"{alone / 1e9:.1f}) in {str(dtype).removeprefix('torch.')}, this machine has {has / 1e9:.1f} GB; choose "
+            f"fewer ranks{', leave out --full, or choose narrower --dtypes' if training else ' or fsdp for the others'}"
         )
