@@ -185,7 +185,7 @@ def test_what_cannot_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "choose fewer ranks, leave out --full, or choose narrower --dtypes" in err
     code, _, err = said(capsys, at, "--mesh", "fsdp=2,ep=2", "--weights")
     assert code == 2
-    assert "the weights on fsdp=2 ep=2 takes 1" in err
+    assert "holding the weights on fsdp=2 ep=2 takes 1" in err
     code, _, err = said(capsys, at, "--mesh", "replicate=4096")
     assert code == 2
     assert "4096 processes of 0.1" in err

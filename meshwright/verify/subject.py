@@ -83,7 +83,7 @@ def check_devices(axes: Axes, device: str) -> None:
 
 
 def check_layout(module: Decoder, table: Table, axes: Axes) -> None:
-    """What each rank of the mesh would refuse, found without any of them: ranks that only store other rows are alike."""
+    """What each rank of the mesh would refuse, without any of them. Ranks that only store other rows are alike."""
     refuse_unbuilt(axes)
     where = {rank: axes.coords(rank) for rank in range(axes.world)}
     for rank in {(at["tp"], at["ep"]): rank for rank, at in where.items()}.values():
@@ -108,7 +108,7 @@ def check_memory(module: Decoder, table: Table, axes: Axes, dtype: torch.dtype, 
     alone = PROCESS_BYTES + sum(s.num_bytes for s in replace(need, axes=Axes()).stored())  # what it is compared with
     wanted, has = max(axes.world * a_rank, alone), axes.world * room.host_bytes
     if wanted > has:
-        what = "training" if training else "the weights"
+        what = "training" if training else "holding the weights"
         raise MeshError(
             f"{what} on {axes} takes {wanted / 1e9:.1f} GB ({axes.world} processes of {a_rank / 1e9:.1f}, one alone "
             f"{alone / 1e9:.1f}) in {str(dtype).removeprefix('torch.')}, this machine has {has / 1e9:.1f} GB; choose "
