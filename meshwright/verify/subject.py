@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..weights import Source, check_keys, choose, download, is_hub_id, of_table,
 from .shrink import TINY
 
 Say = Callable[[str], None]
+RANKS_A_CORE = 32
 PROCESS_BYTES = 64 << 20  # of a forked rank without a model
 
 
@@ -76,7 +78,12 @@ def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
 
 
 def check_devices(axes: Axes, device: str) -> None:
-    kind = torch.device(device).type
+    kind, cores = torch.device(device).type, os.cpu_count() or 1
+    if kind == "cpu" and axes.world > RANKS_A_CORE * cores:
+        raise MeshError(
+            f"{axes} is {axes.world} processes for {cores} cores, which would take hours; choose at most "
+            f"{RANKS_A_CORE * cores}: what is wrong on an axis of size 64 is nearly always wrong on one of size 2"
+        )
     if kind != "cpu" and torch.accelerator.device_count() < axes.world:
         num = torch.accelerator.device_count()
         raise MeshError(f"{axes} needs {axes.world} devices, {num} are here; leave out --device to use CPU processes")
