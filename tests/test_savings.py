@@ -82,6 +82,32 @@ def test_loads_counted_twice_are_found(source: Callable[..., Path], monkeypatch:
     assert any("N1 load of experts" in str(f) for f in trials.findings(trial))
 
 
+def _loads(directory: Path, fails: bool) -> Tensor:
+    engine = mw.Engine(mw.load(directory, mw.Mesh(), dtype=torch.float64), lr=1e-3, router_aux="previous")
+    batches, real = tiny.batches(0), engine.loss
+
+    def loss(scores: Any, fields: Any) -> Tensor:
+        batches_seen.append(1)
+        if len(batches_seen) == 2:
+            raise ValueError("planted")
+        return real(scores, fields)
+
+    batches_seen: list[int] = []
+    if fails:
+        engine.loss = loss
+        with pytest.raises(ValueError, match="planted"):
+            engine.backward(batches)
+        engine.loss = real
+    engine.backward(batches)
+    return engine.router.load_LE
+
+
+def test_a_step_that_failed_is_not_counted(source: Callable[..., Path]) -> None:
+    """In the load of the experts, of which the aux loss of the next step is made."""
+    at = source("qwen3_moe", **AUX)
+    assert torch.equal(worlds.run(1, _loads, at, True)[0], worlds.run(1, _loads, at, False)[0])
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["choice kept", "choice made again"])
 def test_a_token_is_routed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     """All experts tie; in the recomputation the last digit falls the other way, as with atomics of a GPU."""
