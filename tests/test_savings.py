@@ -208,6 +208,40 @@ def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
             torch.testing.assert_close(narrow[name], expected[name], rtol=1e-6, atol=1e-7)
 
 
+def _passing(directory: Path, offload: bool, train: str) -> tuple[dict[str, int], dict[str, int]]:
+    """What FSDP holds beside what is stored, at its most, and the bill's word for it."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    model = mw.load(directory, mw.Mesh(replicate=2), train=train, savings=mw.Savings(offload=offload))
+    engine, real = mw.Engine(model, lr=1e-2), FSDPParamGroup.wait_for_unshard
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.parts[0].modules() if isinstance(m, FSDPModule)]
+    groups = [group for group in groups if group]
+    most = {"gathered parameters": 0, "gradients of a replica": 0}
+
+    def wait(group: Any) -> None:
+        real(group)
+        tensors = [t for g in groups for p in g.fsdp_params for t in getattr(p, "all_gather_outputs", [])]
+        waiting = [g._partial_reduce_output for g in groups if g._partial_reduce_output is not None]
+        for what, num in zip(most, (sum(t.untyped_storage().size() for t in tensors),
+                                    sum(t.nbytes for t in waiting)), strict=True):  # fmt: skip
+            most[what] = max(most[what], num)
+
+    FSDPParamGroup.wait_for_unshard = wait  # type: ignore[method-assign]
+    engine.backward(tiny.batches(model.mesh.data_rank))
+    return most, {s.what: s.num_bytes for s in model.need().stored(model.mesh.rank)}
+
+
+@pytest.mark.parametrize(("offload", "train"), [(True, "**"), (False, "*norm*")])
+def test_what_replicas_gather_is_on_the_bill(source: Callable[..., Path], offload: bool, train: str) -> None:
+    """FSDP copies what it gathers even from one rank, and keeps the sums of a replica on the device."""
+    most, billed = worlds.run(2, _passing, source("qwen3"), offload, train)[0]
+    assert 0 < most["gathered parameters"] <= billed["gathered parameters"]
+    waiting = most["gradients of a replica"]
+    assert billed.get("gradients of a replica", 0) == (waiting if offload else 0)  # else they are the gradients
+    assert 0 < billed["gradients on their way"] < 2 * waiting  # nothing for what is frozen
+
+
 def _whole_gradients(directory: Path) -> int:
     """Elements of gradients that are held whole between two micro-batches, and after the last."""
     from torch.distributed.fsdp import FSDPModule

@@ -15,7 +15,8 @@ class Savings:
     `reshard`: free gathered parameters after forward and gather them again for backward. False saves that all-gather
     and keeps the whole model in the compute dtype.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
-    when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device.
+    when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
+    do gradients until the last micro-batch, after which replicas are summed.
     `compiled`: `torch.compile` for every layer, but for attention, delta rule and experts, whose shapes change with
     the data. Saves time in norms, gates and rotations; costs seconds to minutes in the first step.
     """
