@@ -132,6 +132,27 @@ def test_a_token_is_routed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         trials.findings(trial)
 
 
+def test_the_attention_of_accelerators_is_kept_by_selective() -> None:
+    """Its kernel at the meta device: one forward, though backward makes again what stands behind it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from meshwright.ops.attention import _varlen
+
+    names: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    docs = mw.ops.documents([5, 11], "meta")
+    qkv = torch.empty(16, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with Seen():
+        out = running._checkpointed(lambda x: _varlen(x, x, x, docs).sin(), running._COSTLY, qkv)
+        out.backward(torch.empty_like(out))
+    assert [names.count(f"torch_attn._varlen_attn{way}.default") for way in ("", "_backward")] == [1, 1]
+
+
 def _kept_by_forward(directory: Path, kind: str) -> int:
     """Bytes that the process holds more of after a forward than before: what backward will want."""
     model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, savings=mw.Savings(recompute=kind))

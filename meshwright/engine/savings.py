@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Savings:
     """The numbers stay what they are, but for rounding.
 
-    `recompute`: what backward makes again instead of keeping it. "selective": norms, rotations and gates, but no
-    product, attention or collective. "full": whole layers; kept is the `[T, D]` that enters each, and the choice of
-    experts. It costs a third more products, and the doors of forward twice.
+    `recompute`: what backward makes again instead of keeping it. "selective": norms, rotations, gates and the delta
+    rule, but no linear product, attention or collective. "full": whole layers; kept is the `[T, D]` that enters each,
+    and the choice of experts. It costs a third more products, and the doors of forward twice.
     `reshard`: free gathered parameters after forward and gather them again for backward. False saves that all-gather
     and keeps the whole model in the compute dtype.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
