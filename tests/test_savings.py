@@ -304,6 +304,28 @@ def test_compiled(source: Callable[..., Path]) -> None:
         assert (compiled[name] - grad).norm() <= 1e-9 * grad.norm(), name
 
 
+def _graphs(directory: Path) -> list[int]:
+    """How many the compiler made after a step, and after one of other documents; -1 where it gave up."""
+    from torch._dynamo.utils import counters
+
+    made, real = [], torch.compile
+    torch.compile = lambda f, **options: real(f, backend="eager", **options)  # type: ignore[assignment]
+    model = mw.load(directory, mw.Mesh(tp=2, ep=2), dtype=torch.float64, savings=mw.Savings(compiled=True))
+    engine = mw.Engine(model, lr=1e-3)
+    for lengths in ([9, 7], [3, 5, 4, 4]):
+        engine.step([mw.pack([list(range(length)) for length in lengths])])
+        frames = counters["frames"]
+        made.append(counters["stats"]["unique_graphs"] if frames["ok"] == frames["total"] else -1)
+    return made
+
+
+def test_layers_and_documents_share_what_is_compiled(source: Callable[..., Path]) -> None:
+    """torch gives up at 8 graphs for a place of the code: a door's name or a layer's number would use them up."""
+    layers = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+    once, again = worlds.run(2, _graphs, source("qwen3_5_moe", **layers))[0]
+    assert 0 < once == again <= 10
+
+
 @pytest.mark.parametrize(
     ("savings", "pattern"),
     [

@@ -18,7 +18,8 @@ class Savings:
     when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
     do gradients until the last micro-batch, after which replicas are summed.
     `compiled`: `torch.compile` for every layer, but for attention, delta rule and experts, whose shapes change with
-    the data. Saves time in norms, gates and rotations; costs seconds to minutes in the first step.
+    the data. Saves time in norms, gates and rotations; costs seconds to minutes in the first step, and again for every
+    other number of tokens: pack to one `length`. After a few of them torch gives up, with a warning.
     """
 
     recompute: str = "none"
