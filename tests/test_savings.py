@@ -82,6 +82,32 @@ def test_loads_counted_twice_are_found(source: Callable[..., Path], monkeypatch:
     assert any("N1 load of experts" in str(f) for f in trials.findings(trial))
 
 
+def _loads(directory: Path, fails: bool) -> Tensor:
+    engine = mw.Engine(mw.load(directory, mw.Mesh(), dtype=torch.float64), lr=1e-3, router_aux="previous")
+    batches, real = tiny.batches(0), engine.loss
+
+    def loss(scores: Any, fields: Any) -> Tensor:
+        batches_seen.append(1)
+        if len(batches_seen) == 2:
+            raise ValueError("planted")
+        return real(scores, fields)
+
+    batches_seen: list[int] = []
+    if fails:
+        engine.loss = loss
+        with pytest.raises(ValueError, match="planted"):
+            engine.backward(batches)
+        engine.loss = real
+    engine.backward(batches)
+    return engine.router.load_LE
+
+
+def test_a_step_that_failed_is_not_counted(source: Callable[..., Path]) -> None:
+    """In the load of the experts, of which the aux loss of the next step is made."""
+    at = source("qwen3_moe", **AUX)
+    assert torch.equal(worlds.run(1, _loads, at, True)[0], worlds.run(1, _loads, at, False)[0])
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["choice kept", "choice made again"])
 def test_a_token_is_routed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     """All experts tie; in the recomputation the last digit falls the other way, as with atomics of a GPU."""
@@ -104,6 +130,27 @@ def test_a_token_is_routed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(running, "_ROUTING", [])
     with pytest.raises(mw.RankError, match=r"CheckpointError"):
         trials.findings(trial)
+
+
+def test_the_attention_of_accelerators_is_kept_by_selective() -> None:
+    """Its kernel at the meta device: one forward, though backward makes again what stands behind it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from meshwright.ops.attention import _varlen
+
+    names: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    docs = mw.ops.documents([5, 11], "meta")
+    qkv = torch.empty(16, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with Seen():
+        out = running._checkpointed(lambda x: _varlen(x, x, x, docs).sin(), running._COSTLY, qkv)
+        out.backward(torch.empty_like(out))
+    assert [names.count(f"torch_attn._varlen_attn{way}.default") for way in ("", "_backward")] == [1, 1]
 
 
 def _kept_by_forward(directory: Path, kind: str) -> int:
@@ -182,6 +229,40 @@ def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
             torch.testing.assert_close(narrow[name], expected[name], rtol=1e-6, atol=1e-7)
 
 
+def _passing(directory: Path, offload: bool, train: str) -> tuple[dict[str, int], dict[str, int]]:
+    """What FSDP holds beside what is stored, at its most, and the bill's word for it."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    model = mw.load(directory, mw.Mesh(replicate=2), train=train, savings=mw.Savings(offload=offload))
+    engine, real = mw.Engine(model, lr=1e-2), FSDPParamGroup.wait_for_unshard
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.parts[0].modules() if isinstance(m, FSDPModule)]
+    groups = [group for group in groups if group]
+    most = {"gathered parameters": 0, "gradients of a replica": 0}
+
+    def wait(group: Any) -> None:
+        real(group)
+        tensors = [t for g in groups for p in g.fsdp_params for t in getattr(p, "all_gather_outputs", [])]
+        waiting = [g._partial_reduce_output for g in groups if g._partial_reduce_output is not None]
+        for what, num in zip(most, (sum(t.untyped_storage().size() for t in tensors),
+                                    sum(t.nbytes for t in waiting)), strict=True):  # fmt: skip
+            most[what] = max(most[what], num)
+
+    FSDPParamGroup.wait_for_unshard = wait  # type: ignore[method-assign]
+    engine.backward(tiny.batches(model.mesh.data_rank))
+    return most, {s.what: s.num_bytes for s in model.need().stored(model.mesh.rank)}
+
+
+@pytest.mark.parametrize(("offload", "train"), [(True, "**"), (False, "*norm*")])
+def test_what_replicas_gather_is_on_the_bill(source: Callable[..., Path], offload: bool, train: str) -> None:
+    """FSDP copies what it gathers even from one rank, and keeps the sums of a replica on the device."""
+    most, billed = worlds.run(2, _passing, source("qwen3"), offload, train)[0]
+    assert 0 < most["gathered parameters"] <= billed["gathered parameters"]
+    waiting = most["gradients of a replica"]
+    assert billed.get("gradients of a replica", 0) == (waiting if offload else 0)  # else they are the gradients
+    assert 0 < billed["gradients on their way"] < 2 * waiting  # nothing for what is frozen
+
+
 def _whole_gradients(directory: Path) -> int:
     """Elements of gradients that are held whole between two micro-batches, and after the last."""
     from torch.distributed.fsdp import FSDPModule
@@ -221,6 +302,28 @@ def test_compiled(source: Callable[..., Path]) -> None:
     compiled, _ = worlds.run(2, _gradients, source("qwen3"), True, seconds=240)
     for name, grad in plain.items():
         assert (compiled[name] - grad).norm() <= 1e-9 * grad.norm(), name
+
+
+def _graphs(directory: Path) -> list[int]:
+    """How many the compiler made after a step, and after one of other documents; -1 where it gave up."""
+    from torch._dynamo.utils import counters
+
+    made, real = [], torch.compile
+    torch.compile = lambda f, **options: real(f, backend="eager", **options)  # type: ignore[assignment]
+    model = mw.load(directory, mw.Mesh(tp=2, ep=2), dtype=torch.float64, savings=mw.Savings(compiled=True))
+    engine = mw.Engine(model, lr=1e-3)
+    for lengths in ([9, 7], [3, 5, 4, 4]):
+        engine.step([mw.pack([list(range(length)) for length in lengths])])
+        frames = counters["frames"]
+        made.append(counters["stats"]["unique_graphs"] if frames["ok"] == frames["total"] else -1)
+    return made
+
+
+def test_layers_and_documents_share_what_is_compiled(source: Callable[..., Path]) -> None:
+    """torch gives up at 8 graphs for a place of the code: a door's name or a layer's number would use them up."""
+    layers = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+    once, again = worlds.run(2, _graphs, source("qwen3_5_moe", **layers))[0]
+    assert 0 < once == again <= 10
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,9 @@ class Engine:
         return mesh.sum_(squares(grads, self.model.owned, mesh.device), DENSE, "the norm").sqrt().item()
 
     def discard(self) -> None:
-        """Forget the gradients, also those of a step that failed half way."""
+        """Forget the gradients, also those of a step that failed half way, and what it counted."""
         parallel.rest(self.model.parts[0])
+        self.router.forget()
         for parameter in self.model.parts[0].parameters():
             parameter.grad = None
         self._ready = None

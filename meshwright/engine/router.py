@@ -20,7 +20,7 @@ _AXES = ("replicate", "fsdp", "cp", "tp")
 
 
 class Router:
-    """`begin` before a micro-batch's forward, `end` after it, `close` after the step."""
+    """`begin` before a micro-batch's forward, `end` after it, `close` after the step; `forget` one that failed."""
 
     def __init__(self, balance: Balance, mesh: Mesh, mode: str) -> None:
         if mode not in MODES:
@@ -68,5 +68,9 @@ class Router:
         if not self.balance.num_layers:
             return None
         self.load_LE = self.mesh.sum_(self._here_LE, _AXES, "the load of the experts")
-        self._here_LE = torch.zeros_like(self.load_LE)
+        self.forget()
         return self.load_LE
+
+    def forget(self) -> None:
+        """What has been counted since the last `close`."""
+        self._here_LE = torch.zeros_like(self.load_LE)

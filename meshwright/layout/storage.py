@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ..mesh.axes import Axes
@@ -51,18 +51,23 @@ def _passing(
     units: Sequence[Unit], table: Table, rules: Rules, axes: Axes, rank: int, widths: Widths,
     trained: Container[str], offload: bool,
 ) -> list[Stored]:  # fmt: skip
-    """What is gathered: the units that stay so, two of the others (one at work, one on its way); and the gradients of
-    one unit before and in its reduce-scatter."""
+    """What is gathered: the units that stay so, two of the others (one at work, one on its way); the gradients of one
+    unit before and in its reduce-scatter; and those of all, which wait on the device for the last micro-batch where
+    replicas are summed before they go to the host."""
     coords = axes.coords(rank)
-    whole = {
-        unit.name: padded(unit, table, rules, axes, coords) * prod(axes.sizes(unit.shard))
-        for unit in units
-        if offload or prod(axes.sizes(unit.shard)) > 1
-    }
-    stay = [whole[u.name] for u in units if u.name in whole and not u.again]
-    pass_by = sorted((whole[u.name] for u in units if u.name in whole and u.again), reverse=True)[:2]
-    learn = [whole[u.name] for u in units if u.name in whole and any(name in trained for name in u.params)]
+    wrapped = [u for u in units if offload or prod(axes.sizes(("replicate", *u.shard))) > 1]
+    learning = [replace(u, params=tuple(name for name in u.params if name in trained)) for u in wrapped]
+
+    def mine(some: Sequence[Unit]) -> list[int]:
+        return [padded(u, table, rules, axes, coords) for u in some]
+
+    def whole(some: Sequence[Unit]) -> list[int]:
+        return [num * prod(axes.sizes(u.shard)) for num, u in zip(mine(some), some, strict=True)]
+
+    stay, pass_by = whole([u for u in wrapped if not u.again]), sorted(whole([u for u in wrapped if u.again]))[-2:]
+    waiting = sum(mine(learning)) if offload and axes.replicate > 1 else 0
     return [
         Stored("gathered parameters", (sum(stay) + sum(pass_by)) * widths.compute),
-        Stored("gradients on their way", max(learn, default=0) * (widths.compute + widths.stored)),
+        Stored("gradients on their way", max(whole(learning), default=0) * (widths.compute + widths.stored)),
+        Stored("gradients of a replica", waiting * widths.stored),
     ]

@@ -67,6 +67,7 @@ class MoE(nn.Module):
         )
         self.experts = Experts(trunk, routing, at + "experts.")
 
+    @ops.uncompiled  # the numbers of rows depend on the data, and reports and doors on the layer
     def forward(self, x_TD: Tensor) -> Tensor:
         logits_TE = ops.linear(x_TD, self.router)
         weight_Tk, expert_Tk = ops.route(logits_TE, self.routing.top_k, self.routing.renormalise)

@@ -10,6 +10,7 @@ from meshwright.ops.attention import attention
 from meshwright.ops.delta import causal_conv, delta_rule, gates
 from meshwright.ops.documents import Documents, documents
 from meshwright.ops.experts import experts, route
+from meshwright.ops.kernels import uncompiled
 from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast
 from meshwright.ops.product import linear
@@ -32,5 +33,6 @@ __all__ = [
     "route",
     "swiglu",
     "token_stats",
+    "uncompiled",
     "upcast",
 ]

@@ -53,7 +53,10 @@ def documents(lengths: Sequence[int], device: torch.device | str, padded: int | 
 
 
 def check_tokens(docs: Documents, **streams: Tensor) -> None:
-    """Refuse a stream whose first dim is not the T of its documents (a slip that broadcasting could hide)."""
+    """Refuse a stream whose first dim is not the T of its documents (a slip that broadcasting could hide).
+
+    T is that of the positions: `torch.compile` would make a graph for every number of `bounds`."""
+    num_tokens = docs.positions_T.shape[0]
     for name, x in streams.items():
-        if x.shape[0] != docs.bounds[-1]:
-            raise ValueError(f"{name} has {x.shape[0]} tokens but its documents have {docs.bounds[-1]}")
+        if x.shape[0] != num_tokens:
+            raise ValueError(f"{name} has {x.shape[0]} tokens but its documents have {num_tokens}")

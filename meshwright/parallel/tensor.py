@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from ..layout import ENTER, LEAVE, MEET, Door, attributes
@@ -20,15 +21,18 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
         door.armed = _collective(door, size, group, name)
 
 
-def _collective(door: Door, size: int, group: str, at: str) -> Callable[[Tensor], Tensor]:
+def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tensor], Tensor]:
+    def at() -> str:  # a compiler must not see the name: it would make a graph for every layer
+        return "a door" if torch.compiler.is_compiling() else name
+
     def enter(x: Tensor) -> Tensor:
-        return Gather.apply(x, size, group, at)
+        return Gather.apply(x, size, group, at())
 
     def leave(x: Tensor) -> Tensor:
-        return ScatterSum.apply(x, size, group, at)
+        return ScatterSum.apply(x, size, group, at())
 
     def meet(x: Tensor) -> Tensor:
         even = [x.shape[0] // size] * size
-        return Exchange.apply(x, even, even, group, at)
+        return Exchange.apply(x, even, even, group, at())
 
     return {ENTER: enter, LEAVE: leave, MEET: meet}[door.kind]
