@@ -12,6 +12,11 @@ from torch.optim.adamw import adamw
 from .errors import ConfigError
 
 _PART = 1 << 26  # elements that are updated together: moments of a narrow dtype are widened a part at a time
+_MOST = (
+    0.98  # of a beta: with a longer memory a moment in bfloat16 stands still while the true one moves by 20% and more
+)
+
+Slice = tuple[str, slice]  # of a parameter, flat
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.state not in (None, torch.bfloat16, torch.float32):
             raise ConfigError(f"state_dtype={self.state} is not offered; choose torch.bfloat16 or torch.float32")
-        if self.state == torch.bfloat16 and 1 - max(self.betas) <= torch.finfo(torch.bfloat16).eps / 2:
+        if self.state == torch.bfloat16 and max(self.betas) > _MOST:
             raise ConfigError(
-                f"state_dtype=torch.bfloat16 with betas={self.betas}: a moment that shrinks by less than 1/256 a step "
-                "would be rounded back to what it was; choose betas of at most 0.996, or torch.float32"
+                f"state_dtype=torch.bfloat16 with betas={self.betas}: what a step changes of a moment would be rounded "
+                f"away; choose betas of at most {_MOST}, or torch.float32"
             )
 
 
@@ -61,28 +66,33 @@ class AdamW:
                 self._update(part, grads, lr, decay)
         self.steps += 1
 
-    def _parts(self, names: list[str]) -> Iterator[list[str]]:
-        """Of one device each, and not too large."""
-        part: list[str] = []
+    def _parts(self, names: list[str]) -> Iterator[list[Slice]]:
+        """Slices of flat parameters, of one device and at most `_PART` elements together."""
+        part: list[Slice] = []
+        room, device = 0, None
         for name in names:
-            view, num = self.views[name], sum(self.views[n].numel() for n in part)
-            if part and (num + view.numel() > _PART or view.device != self.views[part[0]].device):
-                yield part
-                part = []
-            part.append(name)
+            view = self.views[name]
+            for start in range(0, view.numel(), _PART):
+                stop = min(start + _PART, view.numel())
+                if part and (stop - start > room or view.device != device):
+                    yield part
+                    part = []
+                room, device = (room if part else _PART) - (stop - start), view.device
+                part.append((name, slice(start, stop)))
         if part:
             yield part
 
-    def _update(self, names: list[str], grads: Mapping[str, Tensor], lr: float, decay: float) -> None:
-        views = [self.views[name] for name in names]
-        moments = [[m.to(v.dtype) for m in self.moments[name]] for v, name in zip(views, names, strict=True)]
+    def _update(self, part: list[Slice], grads: Mapping[str, Tensor], lr: float, decay: float) -> None:
+        views = [self.views[name].view(-1)[at] for name, at in part]
+        kept = [[m.view(-1)[at] for m in self.moments[name]] for name, at in part]
+        moments = [[m.to(view.dtype) for m in both] for view, both in zip(views, kept, strict=True)]
         beta1, beta2 = self.settings.betas
         adamw(
-            views, [grads[name] for name in names], [m for m, _ in moments], [v for _, v in moments], [],
-            [torch.full((), float(self.steps), device=v.device) for v in views], fused=True, amsgrad=False,
+            views, [grads[name].reshape(-1)[at] for name, at in part], [m for m, _ in moments], [v for _, v in moments],
+            [], [torch.full((), float(self.steps), device=v.device) for v in views], fused=True, amsgrad=False,
             beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=self.settings.eps, maximize=False,
         )  # fmt: skip
-        for name, wide in zip(names, moments, strict=True):
-            for kept, moment in zip(self.moments[name], wide, strict=True):
-                if kept is not moment:
-                    kept.copy_(moment)
+        for narrow, wide in zip(kept, moments, strict=True):
+            for at, moment in zip(narrow, wide, strict=True):
+                if at is not moment:
+                    at.copy_(moment)

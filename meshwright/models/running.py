@@ -44,8 +44,11 @@ def arm_layers(model: Decoder, recompute: str, compiled: bool) -> None:
             'recompute="selective" chooses among the operations of a layer, which compiled=True fuses; '
             'choose recompute="full" or "none", or compiled=False'
         )
+    if recompute == "none" and not compiled:
+        return
     for layer in model.layers:
-        assert isinstance(layer, Layer), f"{type(layer).__name__} is no models.decoder.Layer"
+        if not isinstance(layer, Layer):
+            raise ConfigError(f"{type(layer).__name__} is no models.decoder.Layer, which savings of a layer need")
         if compiled:
             layer.run = torch.compile(layer.run, dynamic=False)
         if recompute != "none":
