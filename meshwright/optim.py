@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from .errors import ConfigError
 
-_PART = 1 << 26  # elements that are updated together: moments of a narrow dtype are widened a part at a time
+_PART = 1 << 24  # elements that are updated together: moments of a narrow dtype are widened a part at a time
 _MOST = (
     0.98  # of a beta: with a longer memory a moment in bfloat16 stands still while the true one moves by 20% and more
 )
