@@ -178,7 +178,8 @@ class Engine:
         lacking = [name for name in model.trainable if name not in grads]
         if lacking:
             raise StateError(
-                f"{lacking[0]} got no gradient ({len(lacking)} such parameters); each must, zeros if unused"
+                f"{lacking[0]} got no gradient, as {len(lacking)} of {len(model.trainable)} parameters; each must, "
+                "zeros if unused (if none did, FSDP was kept from its sums)"
             )
         axes = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in grads}
         parallel.finish([(axes[name], grad) for name, grad in grads.items()], model.mesh)

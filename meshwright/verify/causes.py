@@ -54,8 +54,9 @@ def _guess(s: Suspect, found: Tensor, reference: Tensor, norm: float) -> str:
         return "the right values in the wrong places, as when segments or heads are swapped"
     if s.tied:
         return "it is tied, as when the embedding or the head gives it no gradient"
-    missing = f"a sum over {' or '.join(s.summed)} is missing, or " if s.summed else ""
-    return f"no simple factor, as when {missing}a part of it is lost on its way back"
+    live = [a for a in _AXES if s.axes.size_of(a) > 1]
+    missing = f", as when a door's sum over {' or '.join(live)} is missing" if live else ""
+    return f"no simple factor: a part of it is lost on its way back{missing}"
 
 
 def _close(a: Tensor, b: Tensor, norm: float | None = None) -> bool:

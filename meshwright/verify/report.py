@@ -50,14 +50,23 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
             found = found_by(part, oracle)
             if found:
                 more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-                console.print(Text(f"{part.name} {found[0]}{more}"))
+                console.print(Text(f"{part.name} {found[0]}{more}"), soft_wrap=True)  # one line, to be searched
         for note in part.notes:
-            console.print(Text(f"{part.name}: {note}"))
+            console.print(Text(f"{part.name}: {note}"), soft_wrap=True)
         if part.precision:
             console.print(_precision_grid(part.precision))
     num = sum(len(part.findings) for part in parts)
     seconds = sum(part.seconds for part in parts)
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
+    console.print(unproven(plan), soft_wrap=True)
+
+
+def unproven(plan: Plan) -> str:
+    """What this run says nothing of."""
+    idle = [axis for axis in ("replicate", "fsdp", "tp", "ep") if plan.axes.size_of(axis) == 1]
+    if plan.axes.world == 1:
+        return "one process against itself: give a mesh, as in --mesh fsdp=2,tp=2"
+    return f"not tried, as they have size 1 here: {', '.join(idle)}" if idle else ""
 
 
 def _precision_grid(found: Precision) -> Grid:
@@ -97,8 +106,15 @@ def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
                 "seconds": round(part.seconds, 2),
                 "notes": list(part.notes),
                 "precision": asdict(part.precision) if part.precision else None,
-                "oracles": {o: [{"name": f.name, "what": f.what} for f in found_by(part, o)] for o in rows_of([part])},
+                "oracles": {row: _rows(part, row) for row in rows_of([part])},
             }
             for part in parts
         ],
     }
+
+
+def _rows(part: Part, row: str) -> list[dict[str, str]] | None:
+    """None: it did not run, since a rank stopped before."""
+    if cell(part, row) == "-":
+        return None
+    return [{"name": f.name, "what": f.what} for f in found_by(part, row)]
