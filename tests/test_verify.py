@@ -220,6 +220,18 @@ def test_a_rank_that_dies_or_hangs_is_named() -> None:
         run_ranks(2, sleeps, seconds=2)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads where Linux shows them")
+def test_no_thread_outlives_a_run() -> None:
+    """Of the store that the parent keeps: ranks of a later run would inherit half of it, and hang."""
+    before = len(os.listdir("/proc/self/task"))
+    kept = []
+    for _ in range(3):
+        with pytest.raises(RankError) as caught:
+            run_ranks(1, dies, 0, seconds=30)
+        kept.append(caught)
+    assert len(os.listdir("/proc/self/task")) == before
+
+
 BREAKS = {
     "a sum is removed": (
         "parallel/sums.py", '        mesh.sum_(flat, axes, "the last sums of gradients")\n', "",

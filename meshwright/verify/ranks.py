@@ -35,12 +35,17 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
         ]
         for process in ranks:
             process.start()
-        # As torchrun does, the parent keeps the store: it outlives any rank. Its thread must not be forked.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for _ in ranks:
-            ports.put(store.port)
-        lost = _wait(ranks, seconds, Path(folder), store)
+        lost = _with_store(ranks, ports, seconds, Path(folder))
         return _results(size, Path(folder), lost)
+
+
+def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Path) -> str:
+    """As torchrun does, the parent keeps the store: it outlives any rank. It ends with this call, which raises nothing
+    that would keep it: a rank that is forked beside a store hangs when it drops its copy, whose thread it has not."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _ in ranks:
+        ports.put(store.port)
+    return _wait(ranks, seconds, folder, store)
 
 
 def _wait(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:
