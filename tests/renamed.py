@@ -8,6 +8,7 @@ process of its own: the renaming cannot be undone.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,9 +85,12 @@ class Queue:
 
 
 class Module(_DummyBackendModule):
-    """What FSDP asks of `torch.moon`."""
+    """What FSDP and the mesh ask of `torch.moon`."""
 
     Stream = Event = Queue
+
+    def get_device_properties(self, _: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=1 << 30)
 
     def current_stream(self, _: object = None) -> Queue:
         return Queue()

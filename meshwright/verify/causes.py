@@ -54,9 +54,10 @@ def _guess(s: Suspect, found: Tensor, reference: Tensor, norm: float) -> str:
         return "the right values in the wrong places, as when segments or heads are swapped"
     if s.tied:
         return "it is tied, as when the embedding or the head gives it no gradient"
-    live = [a for a in _AXES if s.axes.size_of(a) > 1]
-    missing = f", as when a door's sum over {' or '.join(live)} is missing" if live else ""
-    return f"no simple factor: a part of it is lost on its way back{missing}"
+    missing = f"a sum over {' or '.join(s.summed)} is missing, or " if s.summed else ""
+    doors = [a for a in ("tp", "ep") if s.axes.size_of(a) > 1]
+    through = f" through a door of {' or '.join(doors)}" if doors else ""
+    return f"no simple factor, as when {missing}a part of it is lost on its way back{through}"
 
 
 def _close(a: Tensor, b: Tensor, norm: float | None = None) -> bool:

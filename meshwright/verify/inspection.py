@@ -123,7 +123,7 @@ def _part(plan: Plan, dtype: str, source: Path, say: Say) -> Part:
     say(f"{dtype}: {plan.axes.world} ranks, {plan.axes}")
     try:
         ranks = run_ranks(plan.axes.world, _examine, plan, trial, reference, seconds=plan.seconds)
-        found = [finding for of_rank in ranks for finding in of_rank]
+        found = list(dict.fromkeys(finding for of_rank in ranks for finding in of_rank))  # what all say, once
     except RankError as error:
         found = [_stopped(plan, error)]
     return Part(dtype, time.monotonic() - began, found)

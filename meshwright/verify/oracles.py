@@ -6,6 +6,7 @@ parameter, the numbers and the likely cause.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..engine import Engine, Model, gather, stream
 from ..engine.bill import step_bill
 from ..errors import LayoutError
-from ..layout import Box, check_tiling, owns, pieces, place
+from ..layout import Box, Charge, Door, attributes, check_tiling, owns, pieces, place
 from ..mesh import DENSE, Mesh
 from ..weights import blocks_by_key, raw_tensor
 from .blame import begins, suspects
@@ -247,16 +248,11 @@ def _documents(bounds: Sequence[int], alone: Sequence[Tensor]) -> Iterator[tuple
 
 def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     """The collectives of a step are those of the bill: how many, among whom, how many bytes. So is what is stored."""
-    mesh = run.model.mesh
-    due_stored = Counter(dict.fromkeys(run.stored, 0))
-    for stored in run.model.need().stored(mesh.rank):
-        due_stored[stored.what] += stored.num_bytes
-    for what, num_bytes in run.stored.items():
-        if num_bytes != due_stored[what]:
-            yield Finding("K1", what, f"{num_bytes} bytes on rank {mesh.rank}, the bill says {due_stored[what]}")
+    yield from _stored_as_billed(run)
+    mesh, bill = run.model.mesh, step_bill(run.model, tokens, num_batches)
     due: Counter[tuple[str, tuple[int, ...]]] = Counter()
     paid, due_bytes, paid_bytes = due.copy(), due.copy(), due.copy()
-    for charge in step_bill(run.model, tokens, num_batches):
+    for charge in bill:
         key = (charge.op, mesh.axes.group(mesh.rank, charge.axes))
         due[key] += charge.count
         due_bytes[key] += charge.count * charge.num_bytes
@@ -268,7 +264,8 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
         if due[op, ranks] != paid[op, ranks]:
             more = paid[op, ranks] - due[op, ranks]
             hint = f": {more} that nobody declared" if more > 0 else f": {-more} left out on all of them"
-            yield Finding("K1", op, f"{paid[op, ranks]} {where} {due[op, ranks]}{hint}")
+            apart = _doors_apart(run, bill, op, ranks)
+            yield Finding("K1", op, f"{paid[op, ranks]} {where} {due[op, ranks]}{hint}{apart}")
         if op != "all_to_all" and due_bytes[op, ranks] != paid_bytes[op, ranks]:
             yield Finding("K1", op, f"{paid_bytes[op, ranks]} bytes {where} {due_bytes[op, ranks]}")
     # What a rank of experts receives depends on the router: those bytes are compared as a sum over all ranks.
@@ -276,6 +273,34 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     want, got = mesh.sum_(torch.tensor(both, device=mesh.device), DENSE).tolist()
     if want != got and mesh.rank == 0:
         yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
+
+
+def _stored_as_billed(run: Run) -> Findings:
+    rank, due = run.model.mesh.rank, Counter(dict.fromkeys(run.stored, 0))
+    for stored in run.model.need().stored(rank):
+        due[stored.what] += stored.num_bytes
+    for what, num_bytes in run.stored.items():
+        if num_bytes != due[what]:
+            yield Finding("K1", what, f"{num_bytes} bytes on rank {rank}, the bill says {due[what]}")
+
+
+def _doors_apart(run: Run, bill: Sequence[Charge], op: str, ranks: tuple[int, ...]) -> str:
+    """At which doors the collectives of one kind are too few or too many; layers alike are one."""
+    doors, mesh = {name for name, _ in attributes(run.model.parts[0], Door)}, run.model.mesh
+    more: Counter[str] = Counter()
+    for charge in bill:
+        if charge.what in doors and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):
+            more[_alike(charge.what)] -= charge.count
+    for seen in run.stepping:
+        name = seen.at.removeprefix(" at ").partition(",")[0]
+        if name in doors and (seen.op, seen.ranks) == (op, ranks):
+            more[_alike(name)] += 1
+    told = ", ".join(f"{name} {num:+}" for name, num in sorted(more.items()) if num)
+    return f" ({told})" if told else ""
+
+
+def _alike(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def stored_bytes(engine: Engine) -> dict[str, int]:

@@ -90,8 +90,13 @@ def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[...
 
 
 def _results(size: int, folder: Path, lost: str) -> list[Any]:
-    errors = {r: (folder / f"{r}.error").read_text() for r in range(size) if (folder / f"{r}.error").exists()}
+    errors: dict[str, list[int]] = {}  # once for all ranks that say the same
+    for rank in range(size):
+        if (folder / f"{rank}.error").exists():
+            errors.setdefault((folder / f"{rank}.error").read_text(), []).append(rank)
     if errors or lost:
-        told = [f"rank {rank} of {size}:\n{text}" for rank, text in errors.items()]
+        told = [
+            f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))} of {size}:\n{text}" for text, of in errors.items()
+        ]
         raise RankError("\n".join([lost, *told] if lost else told))
     return [pickle.loads((folder / f"{r}.result").read_bytes()) for r in range(size)]

@@ -39,11 +39,12 @@ _REDUCTIONS = ("sum", "avg", "product", "min", "max")
 
 @dataclass(frozen=True)
 class Seen:
-    """`num_bytes` is the larger side; of an all-to-all, what comes in."""
+    """`num_bytes` is the larger side; of an all-to-all, what comes in. `at`: the door, where one said so."""
 
     op: str
     ranks: tuple[int, ...]
     num_bytes: int
+    at: str = ""
 
     def __str__(self) -> str:
         return f"{self.op} of {self.num_bytes} bytes among ranks {list(self.ranks)}"
@@ -69,7 +70,7 @@ class Recorder(TorchDispatchMode):
         self._agree(_announced(op, args) + door(), ranks)
         out = func(*args, **(kwargs or {}))
         sizes = [t.nbytes for t in _tensors((args, out))] or [0]
-        self.seen.append(Seen(op, ranks, sizes[-1] if op == "all_to_all" else max(sizes)))
+        self.seen.append(Seen(op, ranks, sizes[-1] if op == "all_to_all" else max(sizes), door()))
         return out
 
     def _agree(self, mine: str, ranks: tuple[int, ...]) -> None:
