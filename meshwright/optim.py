@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -48,14 +49,18 @@ def squares(grads: Mapping[str, Tensor], owned: set[str], device: torch.device) 
 
 
 class AdamW:
-    """Over views that share storage with the parameters, so that the next forward sees every update. The moments lie
-    where the parameters lie; computed is always in the dtype of the parameters."""
+    """Over views that share storage with the parameters, so that the next forward sees every update."""
 
     def __init__(self, stored: Mapping[str, Tensor], decayed: set[str], settings: Settings) -> None:
         self.settings, self.decayed, self.steps = settings, decayed, 0
         self.views = {name: t.detach() for name, t in stored.items() if t.numel()}
-        self.moments = {
-            name: (torch.zeros_like(t, dtype=settings.state), torch.zeros_like(t, dtype=settings.state))
+
+    @functools.cached_property
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Where the parameters lie. Made when first asked for: who never updates holds none."""
+        narrow = self.settings.state
+        return {
+            name: (torch.zeros_like(t, dtype=narrow), torch.zeros_like(t, dtype=narrow))
             for name, t in self.views.items()
         }
 
