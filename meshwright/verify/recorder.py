@@ -7,6 +7,7 @@ compare what they are about to do, so that ranks that disagree get an error that
 from __future__ import annotations
 
 import datetime
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,13 +61,12 @@ class Recorder(TorchDispatchMode):
         self._turns: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
+        if types and any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # what it does inside comes by here then
-        space, _, name = func._schema.name.partition("::")
-        name = name.rstrip("_")
-        if space not in ("c10d", "_c10d_functional") or name == "wait_tensor":
-            return func(*args, **(kwargs or {}))
-        op, ranks = _OURS.get(name, name), _ranks(args)
+        op = _collective(func)
+        if op is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        ranks = _ranks(args)
         self._agree(_announced(op, args) + door(), ranks)
         out = func(*args, **(kwargs or {}))
         sizes = [t.nbytes for t in _tensors((args, out))] or [0]
@@ -93,6 +93,15 @@ class Recorder(TorchDispatchMode):
                     f"collective {turn} of ranks {list(ranks)}: rank {self._rank} is at {mine}, "
                     f"rank {other} at {theirs}"
                 )
+
+
+@functools.cache  # asked of every operation that runs
+def _collective(func: Any) -> str | None:
+    space, _, name = func._schema.name.partition("::")
+    name = name.rstrip("_")
+    if space not in ("c10d", "_c10d_functional") or name == "wait_tensor":
+        return None
+    return _OURS.get(name, name)
 
 
 def _announced(op: str, args: tuple[Any, ...]) -> str:
