@@ -80,7 +80,7 @@ def mesh_of(text: str) -> dict[str, int]:
     for part in filter(None, text.replace(" ", ",").split(",")):
         axis, equals, size = part.partition("=")
         if axis not in ("pp", "replicate", "fsdp", "cp", "tp", "ep") or not equals or not size.isdecimal():
-            raise ConfigError(f"--mesh {text!r}: {part!r} is not AXIS=N with AXIS of replicate, fsdp, cp, tp, ep, pp")
+            raise ConfigError(f"--mesh {text!r}: {part!r} is not AXIS=N with AXIS of replicate, fsdp, tp, ep")
         if axis in sizes:
             raise ConfigError(f"--mesh {text!r} gives {axis} twice")
         sizes[axis] = int(size)

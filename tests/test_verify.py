@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from meshwright import cli
 from meshwright.errors import RankError
 from meshwright.mesh import Axes
-from meshwright.verify import TINY, plan, run_ranks, shrink
+from meshwright.verify import TINY, Finding, plan, report, run_ranks, shrink
+from meshwright.verify.inspection import Part
+from meshwright.verify.oracles import ORACLES
 from meshwright.verify.report import ROWS
 from tests import tiny
 
@@ -135,6 +138,23 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "all is well" in out
     assert out.count("pass") == len(ROWS)
+
+
+def test_what_is_found_is_told_in_few_lines() -> None:
+    names = [f"layers.{i}.{what}" for what in ("mlp.out", "mixer.q", "mixer.k", "norm", "mlp.up") for i in range(2)]
+    found = [Finding("K1", "all_reduce", "3 of 4"), *(Finding("G1", name, "1/2 of it") for name in names)]
+    part = Part("float64", 1.0, found, tuple(ORACLES))
+    assert report.lines_found(part) == [
+        "G1 layers.0.mlp.out: 1/2 of it (and 1 more of layers.*.mlp.out)",
+        "G1 layers.0.mixer.q: 1/2 of it (and 1 more of layers.*.mixer.q)",
+        "G1 layers.0.mixer.k: 1/2 of it (and 1 more of layers.*.mixer.k)",
+        "G1 and 4 more of 2 other names: --json has them all",
+        "K1 all_reduce: 3 of 4",
+    ]
+    well = Part("bfloat16", 1.0, [], tuple(ORACLES))
+    told = "begin with G1 layers.0.mlp.out, and with K1 all_reduce: the others may be consequences"
+    assert report.beginning([well, part]) == told
+    assert report.beginning([well]) == report.beginning([replace(part, findings=found[:1])]) == ""
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -290,16 +290,17 @@ def _doors_apart(run: Run, bill: Sequence[Charge], op: str, ranks: tuple[int, ..
     more: Counter[str] = Counter()
     for charge in bill:
         if charge.what in doors and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):
-            more[_alike(charge.what)] -= charge.count
+            more[alike(charge.what)] -= charge.count
     for seen in run.stepping:
         name = seen.at.removeprefix(" at ").partition(",")[0]
         if name in doors and (seen.op, seen.ranks) == (op, ranks):
-            more[_alike(name)] += 1
+            more[alike(name)] += 1
     told = ", ".join(f"{name} {num:+}" for name, num in sorted(more.items()) if num)
     return f" ({told})" if told else ""
 
 
-def _alike(name: str) -> str:
+def alike(name: str) -> str:
+    """The same for all layers and experts."""
     return re.sub(r"\d+", "*", name)
 
 

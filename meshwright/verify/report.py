@@ -11,10 +11,11 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from .inspection import RUN, Part, Plan
-from .oracles import ORACLES, Finding
+from .oracles import ORACLES, Finding, alike
 from .precision import Precision, lines_of
 
 ROWS = (RUN, *ORACLES)
+_KINDS = 3  # of names, printed for an oracle
 
 
 def rows_of(parts: Sequence[Part]) -> list[str]:
@@ -39,18 +40,15 @@ def print_oracles() -> None:
 
 
 def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
-    """A line an oracle, and below it the first that fails, with its likely cause."""
+    """A line an oracle; below it what fails, with its likely cause, and at the end where to begin."""
     grid = Grid("oracle", "holds if", *(part.name for part in parts), title=f"{model} on {plan.axes}")
     for oracle in rows_of(parts):
         grid.add_row(oracle, sentence(oracle), *(_styled(cell(part, oracle)) for part in parts))
     console = Console()
     console.print(grid)
     for part in parts:
-        for oracle in rows_of(parts):
-            found = found_by(part, oracle)
-            if found:
-                more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-                console.print(Text(f"{part.name} {found[0]}{more}"), soft_wrap=True)  # one line, to be searched
+        for line in lines_found(part):
+            console.print(Text(f"{part.name} {line}"), soft_wrap=True)  # one line, to be searched
         for note in part.notes:
             console.print(Text(f"{part.name}: {note}"), soft_wrap=True)
         if part.precision:
@@ -58,7 +56,36 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     num = sum(len(part.findings) for part in parts)
     seconds = sum(part.seconds for part in parts)
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
-    console.print(unproven(plan), soft_wrap=True)
+    for text in filter(None, (beginning(parts), unproven(plan))):
+        console.print(text, soft_wrap=True, markup=False)
+
+
+def lines_found(part: Part) -> list[str]:
+    """Of each oracle the first findings, those of layers alike in one line."""
+    lines = []
+    for oracle in rows_of([part]):
+        kinds: dict[str, list[Finding]] = {}
+        for finding in found_by(part, oracle):
+            kinds.setdefault(alike(finding.name), []).append(finding)
+        for kind, (first, *others) in list(kinds.items())[:_KINDS]:
+            lines.append(f"{first}{f' (and {len(others)} more of {kind})' if others else ''}")
+        left = list(kinds.values())[_KINDS:]
+        if left:
+            lines.append(f"{oracle} and {sum(map(len, left))} more of {len(left)} other names: --json has them all")
+    return lines
+
+
+def beginning(parts: Sequence[Part]) -> str:
+    """Which finding to look at first: the earliest oracle that fails, and the bill, which may know the very door."""
+    found = next((part.findings for part in parts if part.findings), [])
+    firsts: dict[str, Finding] = {}
+    for finding in sorted(found, key=lambda f: ROWS.index(f.oracle)):
+        firsts.setdefault(finding.oracle, finding)
+    if len(firsts) < 2:
+        return ""
+    first = next(iter(firsts.values()))
+    bill = f", and with K1 {firsts['K1'].name}" if "K1" in firsts else ""
+    return f"begin with {first.oracle} {first.name}{bill}: the others may be consequences"
 
 
 def unproven(plan: Plan) -> str:
