@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+import meshwright as mw
+from meshwright.engine.bill import step_bill
 from meshwright.errors import RankError
-from meshwright.verify import Trial
+from meshwright.verify import Recorder, Trial
+from meshwright.verify.oracles import place_of
 from meshwright.verify.report import ROWS
-from tests import plants, tiny, trials
+from tests import plants, tiny, trials, worlds
 
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 
@@ -42,7 +45,7 @@ PLANTS = {
         "G1 model.norm.weight: .*" + SHARE.format("tp"),
         (
             r"G2 \S*norm\.weight: the gradient of ranks \[0, 1\] differs along tp: is a sum over tp missing",
-            r"K1 all_reduce: .*: 1 left out on all of them",
+            r"K1 all_reduce: 2 among ranks \[0, 1\] \(.*tp.*: 1 left out .* \(the last sums of gradients -1\)",
             r"U1 loss of step 1: .*: the gradients are wrong, see G1",
         ),
     ),
@@ -303,14 +306,14 @@ PLANTS = {
         plants.gathered_twice,
         "qwen3",
         TP,
-        r"K1 all_gather: \d+ among ranks \[0, 1\], the bill says \d+: 10 that nobody declared",
+        r"K1 all_gather: \d+ among ranks \[0, 1\] \(tp\), the bill says \d+: 10 that nobody declared",
     ),
     "a door sends in another dtype": Planted(
         plants.in_another_dtype,
         "qwen3",
         TP,
         r"D1 ",
-        (r"K1 reduce_scatter: \d+ bytes among ranks \[0, 1\], the bill says \d+",),
+        (r"K1 reduce_scatter: \d+ bytes among ranks \[0, 1\] \(tp\), the bill says \d+",),
     ),
     "one rank leaves a collective out": Planted(
         plants.one_rank_skips,
@@ -376,3 +379,21 @@ OTHERWISE = [p for p in PLANTS.values() if p.changes]  # all else is in tests/te
 def test_nothing_is_found_where_nothing_is_planted(trial: Callable[..., Trial], name: str) -> None:
     bug = next(p for p in OTHERWISE if f"{p.model} {p.mesh} {p.changes}" == name)
     assert printed(trial(bug.model, bug.mesh, bug.changes)) == []
+
+
+def _places(tried: Trial) -> tuple[set[str], set[str]]:
+    a = tried.axes
+    engine = tried.engine(mw.Mesh(fsdp=a.fsdp, tp=a.tp, ep=a.ep, device="cpu"))
+    batches = tried.batches(engine.model)
+    with Recorder() as recorder:
+        engine.step(batches)
+    bill = step_bill(engine.model, len(batches[0]), len(batches))
+    return {place_of(seen.at) for seen in recorder.seen if seen.at}, {place_of(c.what) for c in bill}
+
+
+def test_ranks_stand_where_the_bill_says(trial: Callable[..., Trial]) -> None:
+    """So that a finding about the bill can name the place."""
+    tried = trial("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), AUX)
+    for stood, billed in worlds.run(4, _places, tried):
+        assert stood <= billed, stood - billed
+        assert {"the last sums of gradients", "the loss", "the norm", "the router's pooled counts"} <= stood

@@ -98,7 +98,7 @@ def test_a_large_model_is_a_small_page(tmp_path: Path) -> None:
     ]
     norm = by_name["layers.{i}.mixer.q_norm.weight"]
     assert norm["gradient summed by FSDP over"] == "replicate=2 fsdp=4"
-    assert norm["at the end of the step over"] == "tp=2"
+    assert norm["in the last sums of gradients over"] == "tp=2"
     assert norm["copied over"] == "replicate=2 tp=2"
 
 
@@ -106,7 +106,7 @@ def test_kinds_of_layers_and_ties(tmp_path: Path) -> None:
     hybrid = read(directory(tmp_path / "h", QWEN3_5), fsdp=2, tp=2).table("parameter")
     a_log = next(row for row in hybrid if row["parameter"] == "layers.{i}.mixer.A_log\nnever rounded")
     assert a_log["layers"].startswith("0-2 4-6 8-10")
-    assert (a_log["rows stored in shards over"], a_log["at the end of the step over"]) == ("-", "fsdp=2")
+    assert (a_log["rows stored in shards over"], a_log["in the last sums of gradients over"]) == ("-", "fsdp=2")
     assert next(row for row in hybrid if row["parameter"] == "layers.{i}.mixer.q")["layers"] == "3-31 by 4"
     tied = read(directory(tmp_path / "t", QWEN2), fsdp=3, tp=2).table("parameter")
     assert tied[0]["parameter"] == "embed.weight\ntied: the head too"

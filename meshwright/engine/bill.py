@@ -27,15 +27,15 @@ def engine_bill(
     unarmed, and no process group need exist."""
     charges = bill(module, units, table, rules, axes, rank, step)
     if axes.world > 1:
-        charges.append(Charge("count", "all_gather", DENSE, axes.world * COUNTED * 8, 1))
-        charges += [Charge(what, "all_reduce", DENSE, 8, 1) for what in ("loss", "norm")]
+        charges.append(Charge("the count of the step", "all_gather", DENSE, axes.world * COUNTED * 8, 1))
+        charges += [Charge(what, "all_reduce", DENSE, 8, 1) for what in ("the loss", "the norm")]
         charges += _router(module.balance, step.num_batches, router_aux)
     return charges
 
 
 def _router(balance: Balance, num_batches: int, router_aux: str) -> list[Charge]:
     axes = ("replicate", "fsdp", "cp", "tp")
-    load = Charge("expert load", "all_reduce", axes, balance.num_layers * balance.num_experts * 8, 1)
-    aux = Charge("router aux", "all_reduce", axes, balance.num_experts * 8, num_batches)
+    load = Charge("the load of the experts", "all_reduce", axes, balance.num_layers * balance.num_experts * 8, 1)
+    aux = Charge("the router's pooled counts", "all_reduce", axes, balance.num_experts * 8, num_batches)
     pooled = balance.coefficient and router_aux == "pooled"
     return [load, aux] if balance.num_layers and pooled else [load] if balance.num_layers else []

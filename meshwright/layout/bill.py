@@ -31,7 +31,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class Charge:
-    """One kind of collective of a step: `num_bytes` is the larger side of one of them on this rank."""
+    """One kind of collective of a step: `num_bytes` is the larger side of one of them on this rank. `what`: the place
+    where a rank says that it stands then, as a door; of FSDP's the unit."""
 
     what: str
     op: str
@@ -89,8 +90,8 @@ def _doors(model: nn.Module, axes: Axes, step: Step) -> Iterator[Charge]:
         rows = step.tokens // (axes.cp * axes.tp) * dispatch.top_k
         forwards, rows_bytes = 1 + dispatch.again, rows * dispatch.width * step.compute_bytes
         counts_bytes = dispatch.num_experts * 8
-        yield Charge(f"{name}.counts", "all_to_all", ("ep",), counts_bytes, forwards * step.num_batches)
-        yield Charge(f"{name}.rows", "all_to_all", ("ep",), rows_bytes, (2 * forwards + 2) * step.num_batches)
+        yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards * step.num_batches)
+        yield Charge(f"{name}, rows", "all_to_all", ("ep",), rows_bytes, (2 * forwards + 2) * step.num_batches)
 
 
 def padded(unit: Unit, table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> int:
@@ -123,4 +124,4 @@ def _rest(table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int], ste
         if live:
             sizes[live] = sizes.get(live, 0) + piece(param, rules, axes, coords).numel
     for live, numel in sizes.items():
-        yield Charge("rest", "all_reduce", live, numel * step.stored_bytes, 1)
+        yield Charge("the last sums of gradients", "all_reduce", live, numel * step.stored_bytes, 1)

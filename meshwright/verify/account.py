@@ -13,7 +13,7 @@ from .subject import Subject
 
 PARAMETERS = (
     "parameter", "layers", "dims", "cut", "rows stored in shards over", "copied over", "bytes on a rank",
-    "gradient summed by FSDP over", "at the end of the step over", "keys of the files",
+    "gradient summed by FSDP over", "in the last sums of gradients over", "keys of the files",
 )  # fmt: skip
 CHARGES = ("what", "layers", "operation", "over", "ranks in the group", "bytes of one", "how many", "bytes in all")
 

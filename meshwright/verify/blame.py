@@ -73,7 +73,7 @@ def _axes_of(model: Model, wrong: set[str]) -> list[str]:
 
 
 def begins(model: Model, made: Mapping[str, Suspect], reference: Reference) -> str:
-    """Where the way back is broken: all before a part of the model is wrong, and what is behind it right."""
+    """Where the way back is broken: all from the input to a part of the model is wrong, what comes after it right."""
     made_of = blocks_by_key(model.table, model.spelling.choice)
     wrong = {made_of[key][0][0].name for key in made}
     parts: dict[str, list[bool]] = {}  # in forward order: which of its gradients are wrong
@@ -87,7 +87,8 @@ def begins(model: Model, made: Mapping[str, Suspect], reference: Reference) -> s
         return ""
     if any(any(parts[part]) for part in behind[1:]):
         return ""
-    return f". All before {behind[0]} are wrong and all behind it right: look at the way back through {behind[0]}"
+    where = f"look at the way back through {behind[0]}, and at what K1 says of doors like its own"
+    return f". All from the input to {behind[0]} are wrong and all from there to the loss right: {where}"
 
 
 def _part(name: str) -> str:

@@ -188,7 +188,8 @@ def _compare_weights(plan: Plan, say: Say) -> Part:
     check: WeightCheck = ranks[0][1]
     found = [finding for of_rank, _ in ranks for finding in of_rank]
     found += [Finding("W1", d.name, str(d)) for d in check.differences]
-    notes = [f"{check.num_elements} elements compared on {plan.axes.world} ranks, {check.num_differences} boxes differ"]
+    compared = f"{check.num_elements} elements compared on {plan.axes.world} ranks, those stored twice also twice"
+    notes = [f"{compared}; {check.num_differences} boxes differ"]
     notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
     return Part(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes)
 

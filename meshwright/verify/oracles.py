@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..engine import Engine, Model, gather, stream
 from ..engine.bill import step_bill
 from ..errors import LayoutError
-from ..layout import Box, Charge, Door, attributes, check_tiling, owns, pieces, place
+from ..layout import Box, Charge, check_tiling, owns, pieces, place
 from ..mesh import DENSE, Mesh
 from ..weights import blocks_by_key, raw_tensor
 from .blame import begins, suspects
@@ -259,15 +259,14 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     for seen in run.stepping:
         paid[seen.op, seen.ranks] += 1
         paid_bytes[seen.op, seen.ranks] += seen.num_bytes
-    for op, ranks in sorted(due.keys() | paid.keys()):
-        where = f"among ranks {list(ranks)}, the bill says"
+    for op, ranks in sorted(due.keys() | paid.keys(), key=lambda key: (paid[key] - due[key], key)):
         if due[op, ranks] != paid[op, ranks]:
             more = paid[op, ranks] - due[op, ranks]
             hint = f": {more} that nobody declared" if more > 0 else f": {-more} left out on all of them"
-            apart = _doors_apart(run, bill, op, ranks)
-            yield Finding("K1", op, f"{paid[op, ranks]} {where} {due[op, ranks]}{hint}{apart}")
-        if op != "all_to_all" and due_bytes[op, ranks] != paid_bytes[op, ranks]:
-            yield Finding("K1", op, f"{paid_bytes[op, ranks]} bytes {where} {due_bytes[op, ranks]}")
+            apart = _places_apart(run, bill, op, ranks)
+            yield Finding("K1", op, f"{paid[op, ranks]} {_among(mesh, ranks, bill)} {due[op, ranks]}{hint}{apart}")
+        elif op != "all_to_all" and due_bytes[op, ranks] != paid_bytes[op, ranks]:
+            yield Finding("K1", op, f"{paid_bytes[op, ranks]} bytes {_among(mesh, ranks, bill)} {due_bytes[op, ranks]}")
     # What a rank of experts receives depends on the router: those bytes are compared as a sum over all ranks.
     both = [sum(n for (op, _), n in c.items() if op == "all_to_all") for c in (due_bytes, paid_bytes)]
     want, got = mesh.sum_(torch.tensor(both, device=mesh.device), DENSE).tolist()
@@ -284,19 +283,31 @@ def _stored_as_billed(run: Run) -> Findings:
             yield Finding("K1", what, f"{num_bytes} bytes on rank {rank}, the bill says {due[what]}")
 
 
-def _doors_apart(run: Run, bill: Sequence[Charge], op: str, ranks: tuple[int, ...]) -> str:
-    """At which doors the collectives of one kind are too few or too many; layers alike are one."""
-    doors, mesh = {name for name, _ in attributes(run.model.parts[0], Door)}, run.model.mesh
-    more: Counter[str] = Counter()
+def _among(mesh: Mesh, ranks: tuple[int, ...], bill: Sequence[Charge]) -> str:
+    """A group of ranks, and the axes that the bill knows it by."""
+    over = {c.axes for c in bill if mesh.axes.group(mesh.rank, c.axes) == ranks}
+    live = {" x ".join(a for a in axes if mesh.axes.size_of(a) > 1) for axes in over}
+    return f"among ranks {list(ranks)} ({' or '.join(sorted(live)) or 'no group of the bill'}), the bill says"
+
+
+def _places_apart(run: Run, bill: Sequence[Charge], op: str, ranks: tuple[int, ...]) -> str:
+    """At which doors, or sums of the engine, the collectives of one kind are too few or too many; layers alike are one.
+    What FSDP does has no place."""
+    mesh, more = run.model.mesh, Counter[str]()
+    places = {place_of(charge.what) for charge in bill} - {unit.name or "root" for unit in run.model.units}
     for charge in bill:
-        if charge.what in doors and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):
-            more[alike(charge.what)] -= charge.count
+        if place_of(charge.what) in places and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):
+            more[alike(place_of(charge.what))] -= charge.count
     for seen in run.stepping:
-        name = seen.at.removeprefix(" at ").partition(",")[0]
-        if name in doors and (seen.op, seen.ranks) == (op, ranks):
-            more[alike(name)] += 1
+        if place_of(seen.at) in places and (seen.op, seen.ranks) == (op, ranks):
+            more[alike(place_of(seen.at))] += 1
     told = ", ".join(f"{name} {num:+}" for name, num in sorted(more.items()) if num)
     return f" ({told})" if told else ""
+
+
+def place_of(name: str) -> str:
+    """The door, or the sum of the engine, of a charge or of where a rank stood."""
+    return name.removeprefix(" at ").partition(",")[0]
 
 
 def alike(name: str) -> str:
