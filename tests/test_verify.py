@@ -145,9 +145,9 @@ def test_what_is_found_is_told_in_few_lines() -> None:
     found = [Finding("K1", "all_reduce", "3 of 4"), *(Finding("G1", name, "1/2 of it") for name in names)]
     part = Part("float64", 1.0, found, tuple(ORACLES))
     assert report.lines_found(part) == [
-        "G1 layers.0.mlp.out: 1/2 of it (and 1 more of layers.*.mlp.out)",
-        "G1 layers.0.mixer.q: 1/2 of it (and 1 more of layers.*.mixer.q)",
-        "G1 layers.0.mixer.k: 1/2 of it (and 1 more of layers.*.mixer.k)",
+        "G1 layers.0.mlp.out: 1/2 of it (the first of 2 in layers.*.mlp.out)",
+        "G1 layers.0.mixer.q: 1/2 of it (the first of 2 in layers.*.mixer.q)",
+        "G1 layers.0.mixer.k: 1/2 of it (the first of 2 in layers.*.mixer.k)",
         "G1 and 4 more of 2 other names: --json has them all",
         "K1 all_reduce: 3 of 4",
     ]

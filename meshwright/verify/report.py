@@ -68,7 +68,7 @@ def lines_found(part: Part) -> list[str]:
         for finding in found_by(part, oracle):
             kinds.setdefault(alike(finding.name), []).append(finding)
         for kind, (first, *others) in list(kinds.items())[:_KINDS]:
-            lines.append(f"{first}{f' (and {len(others)} more of {kind})' if others else ''}")
+            lines.append(f"{first}{f' (the first of {len(others) + 1} in {kind})' if others else ''}")
         left = list(kinds.values())[_KINDS:]
         if left:
             lines.append(f"{oracle} and {sum(map(len, left))} more of {len(left)} other names: --json has them all")
