@@ -23,7 +23,7 @@ from tests import tiny
 INDEX = "model.safetensors.index.json"
 WAYS_OUT = (
     "fetch", "mend", "remove", "correct", "give", "convert", "choose", "check", "put", "must", "set it", "write",
-    "is config.json of another model", "ended", "not supported", "known are", "at most", "needs it", "is no int",
+    "is config.json of another model", "ended", "not supported", "known are", "at most", "needs it",
 )  # fmt: skip
 
 
@@ -292,6 +292,27 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "empty": (b"{}", r"model_type=None is not a family"),
     "no family": (dict(model_type="llama"), r"model_type='llama' is not a family"),
     "vision": (dict(model_type="qwen3_vl"), r"model_type='qwen3_vl' is not a family"),
+    "model_type of a list": (dict(model_type=["qwen3"]), r"model_type=\['qwen3'\] is not a family"),
+    "layer types of lists": (dict(layer_types=[["full_attention"]] * 2), r"layer_types=.* must be a list of str"),
+    "dense layers of lists": (
+        dict(model_type="qwen3_moe", mlp_only_layers=[[1]], num_experts=8, num_experts_per_tok=2,
+             moe_intermediate_size=8), r"mlp_only_layers=\[\[1\]\] must be a list of int",
+    ),
+    "endless experts": (
+        dict(model_type="qwen3_moe", num_experts=4096, num_experts_per_tok=2, moe_intermediate_size=8,
+             num_hidden_layers=1024), r"1024 layers of 4096 experts; they can be at most 65536",
+    ),
+    "epsilon beyond floats": (b'{"model_type":"qwen3","num_attention_heads":4,"vocab_size":5,"hidden_size":8,'
+                              b'"rms_norm_eps":1' + b"0" * 400 + b"}", r"rms_norm_eps=1000.* is no float"),
+    "sizes beyond tensors": (dict(vocab_size=2**31 - 1, hidden_size=2**31 - 1), r"it can be at most"),
+    "all of each head twice": (
+        dict(model_type="qwen3_5_text", partial_rotary_factor=2.0, linear_num_key_heads=2, linear_num_value_heads=4,
+             linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor=2\.0; it must be above 0",
+    ),
+    "rotated by a string": (
+        dict(model_type="qwen3_5_text", partial_rotary_factor="x", linear_num_key_heads=2, linear_num_value_heads=4,
+             linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor='x' is no float",
+    ),
     "text_config of a list": (dict(model_type="qwen3_5", text_config=[1]), r"text_config=\[1\] must hold fields"),
     "rope of a string": (dict(rope_parameters="yarn"), r"rope_parameters='yarn' must hold fields"),
     "layer types of a number": (dict(layer_types=5), r"layer_types=5 must be a list"),
@@ -347,6 +368,14 @@ def test_configs(tmp_path: Path, plain: Callable[[str], Path], change: bytes | d
     (at / "config.json").write_bytes(change)
     with refused(mw.MeshwrightError, pattern, tmp_path):
         mw.load(at)
+
+
+def test_dtype_of_a_list(tmp_path: Path, plain: Callable[[str], Path]) -> None:
+    at = copy_of(plain("qwen3"), tmp_path / "m")
+    config = json.loads((at / "config.json").read_text()) | dict(dtype=["float32"])
+    (at / "config.json").write_text(json.dumps(config))
+    with refused(mw.ConfigError, r"dtype=\['float32'\] is unknown", tmp_path):
+        mw.init(at)
 
 
 def test_config_that_is_missing_a_link_or_a_directory(tmp_path: Path, plain: Callable[[str], Path]) -> None:

@@ -154,8 +154,8 @@ def _file_dtype(config: Mapping[str, Any]) -> torch.dtype:
     text = text_config(config)
     name = next((c[n] for c in (config, text) for n in ("dtype", "torch_dtype") if c.get(n)), "float32")
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    if name not in kinds:
-        raise ConfigError(f"config.json: dtype={name!r} is unknown; choose from {', '.join(kinds)}")
+    if not isinstance(name, str) or name not in kinds:
+        raise ConfigError(f"config.json: dtype={name!r:.200} is unknown; choose from {', '.join(kinds)}")
     return kinds[name]
 
 

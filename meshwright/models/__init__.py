@@ -39,19 +39,26 @@ _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # con
 
 def text_config(config: Json) -> Json:
     """The text part of a config, with the tie and the labels that files state at the top."""
-    if config.get("model_type") not in _TEXT_OF:
+    if _kind(config) not in _TEXT_OF:
         return config
     text = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **group(config, "text_config")}
     labels = {name: config[name] for name in LABELS if config.get(name) is not None}
-    return {**text, **labels, "model_type": _TEXT_OF[config["model_type"]]}
+    return {**text, **labels, "model_type": _TEXT_OF[_kind(config)]}
+
+
+def _kind(config: Json) -> str:
+    """Its model_type, whatever stands there."""
+    kind = config.get("model_type")
+    return kind if isinstance(kind, str) else repr(kind)
 
 
 def family_of(config: Json) -> Family:
-    kind = text_config(config).get("model_type")
+    kind = _kind(text_config(config))
     if kind not in FAMILIES:
         known = ", ".join([*FAMILIES, *_TEXT_OF])
+        found = text_config(config).get("model_type")
         raise ConfigError(
-            f"config.json: model_type={kind!r} is not a family known here; known are {known}; "
+            f"config.json: model_type={found!r:.200} is not a family known here; known are {known}; "
             "to add one, see docs/add-a-model.md"
         )
     return FAMILIES[kind]
@@ -61,7 +68,7 @@ def prefix_of(config: Json, keys: Container[str] | None) -> str:
     """Where the keys of the text model stand: the first prefix that the source uses; with no source, the usual one."""
     prefixes = family_of(config).prefixes
     if keys is None:
-        return prefixes[-1] if config.get("model_type") in _TEXT_OF else prefixes[0]
+        return prefixes[-1] if _kind(config) in _TEXT_OF else prefixes[0]
     return next((p for p in prefixes if p + "embed_tokens.weight" in keys), prefixes[0])
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import ConfigError
 
 Json = Mapping[str, Any]
+Item = TypeVar("Item")
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 LABELS = ("architectures", "id2label", "num_labels", "token_classification_bias")  # the fields that `labels_of` reads
 
 
-# No model has more, and a broken file must not keep us busy for hours.
-MOST = {"num_hidden_layers": 1024, "num_experts": 4096}
+# No model has more, and a broken file must not keep us busy for hours, or make sizes that no number of torch holds.
+MOST = {
+    "num_hidden_layers": 1024, "num_experts": 4096, "vocab_size": 2**24, "hidden_size": 2**20,
+    "intermediate_size": 2**22, "moe_intermediate_size": 2**22, "shared_expert_intermediate_size": 2**22,
+}  # fmt: skip
 LARGEST = 2**31 - 1
+_MOST_EXPERTS = 2**16  # of all layers
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,15 @@ class Labels:
 
 
 def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
-    """The field `name`; an error that says what is missing or of the wrong type."""
-    value = config.get(name, default)
+    """The field `name`, `default` where it is absent or null; an error says what is missing or of the wrong type."""
+    value = config.get(name)
+    value = default if value is None else value
     if value is None:
         raise ConfigError(f"config.json has no {name!r}; a {config.get('model_type')} model needs it")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"config.json: {name}={value!r} is no {kind.__name__}")
+        raise ConfigError(f"config.json: {name}={value!r:.200} is no {kind.__name__}; correct it")
     if isinstance(value, int) and kind is int and value < 1:
         raise ConfigError(f"config.json: {name}={value}; it must be at least 1")
     if isinstance(value, int) and value > MOST.get(name, LARGEST):
@@ -74,12 +80,17 @@ def group(config: Json, name: str) -> Json:
     return value
 
 
-def listed(config: Json, name: str) -> list[Any]:
+def listed(config: Json, name: str, kind: type[Item]) -> list[Item]:
     """A field that holds a list; empty where it is absent."""
     value = config.get(name) or []
-    if not isinstance(value, list):
-        raise ConfigError(f"config.json: {name}={value!r} must be a list")
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise ConfigError(f"config.json: {name}={value!r:.200} must be a list of {kind.__name__}")
     return value
+
+
+def refuse_endless(layers: int, experts: int) -> None:
+    if layers * experts > _MOST_EXPERTS:
+        raise ConfigError(f"config.json: {layers} layers of {experts} experts; they can be at most {_MOST_EXPERTS}")
 
 
 def divides(small: str, a: int, large: str, b: int) -> int:
@@ -92,7 +103,7 @@ def divides(small: str, a: int, large: str, b: int) -> int:
 def labels_of(config: Json) -> Labels:
     """A classifier's as transformers has them: its files leave out 2 labels, the default. Any other model's: a critic's
     one label."""
-    names = [str(name) for name in listed(config, "architectures")]
+    names = listed(config, "architectures", str)
     sequence, token = (any(name.endswith(kind) for name in names) for kind in CLASSIFIERS)
     named = len(group(config, "id2label"))
     num = take(config, "num_labels", int, named or (2 if sequence or token else 1))

@@ -52,7 +52,7 @@ def heads_of(config: Json, default_head: int, *, normed: bool = True, bias: bool
 
 def depth_of(config: Json) -> int:
     """The number of layers, all of full attention."""
-    num_layers, kinds = take(config, "num_hidden_layers", int), listed(config, "layer_types")
+    num_layers, kinds = take(config, "num_hidden_layers", int), listed(config, "layer_types", str)
     if set(kinds) - {"full_attention"} or len(kinds) not in (0, num_layers):
         raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of 'full_attention', or absent")
     return num_layers

@@ -43,7 +43,10 @@ def backbone(config: Json) -> tuple[Trunk, list[Mixer]]:
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
     rope = group(config, "rope_parameters")
-    rotated = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25)
+    name = "partial_rotary_factor"
+    rotated = take({name: rope.get(name) or config.get(name)}, name, float, 0.25)
+    if not 0 < rotated <= 1:
+        raise ConfigError(f"config.json: {name}={rotated}; it must be above 0 and at most 1")
     trunk = trunk_of(config, rope_dim=int(heads.head * rotated), zero_centred=True)
     make: dict[str, Mixer] = {
         LINEAR: lambda at: DeltaNet(trunk, delta, at + "linear_attn."),
@@ -55,7 +58,7 @@ def backbone(config: Json) -> tuple[Trunk, list[Mixer]]:
 def layer_types(config: Json) -> list[str]:
     num_layers = take(config, "num_hidden_layers", int)
     every = take(config, "full_attention_interval", int, 4)
-    kinds = listed(config, "layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
+    kinds = listed(config, "layer_types", str) or [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
         raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of {LINEAR!r} or {FULL!r}")
     return list(kinds)

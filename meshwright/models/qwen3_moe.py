@@ -12,7 +12,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..layout import Block, Box, Dispatch, Init, Layout, weight
 from .balance import Balance
-from .config import Json, listed, refuse, take
+from .config import Json, listed, refuse, refuse_endless, take
 from .decoder import Decoder, Layer, Trunk
 from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, trunk_of
 
@@ -31,7 +31,7 @@ def build(config: Json, at: str, head: str) -> Decoder:
     trunk = trunk_of(config, rope_dim=heads.head)
     routing = routing_of(config, renormalise=take(config, "norm_topk_prob", bool, False))
     balance = balance_of(config, routing)
-    only_dense, step = set(listed(config, "mlp_only_layers")), take(config, "decoder_sparse_step", int, 1)
+    only_dense, step = set(listed(config, "mlp_only_layers", int)), take(config, "decoder_sparse_step", int, 1)
 
     def layer(index: int, at: str) -> nn.Module:
         if index in only_dense or (index + 1) % step:
@@ -47,6 +47,7 @@ def routing_of(config: Json, *, renormalise: bool) -> Routing:
     top_k = take(config, "num_experts_per_tok", int)
     if top_k > experts:
         raise ConfigError(f"config.json: num_experts_per_tok={top_k} is more than num_experts={experts}")
+    refuse_endless(take(config, "num_hidden_layers", int), experts)
     return Routing(experts, top_k, take(config, "moe_intermediate_size", int), renormalise)
 
 
