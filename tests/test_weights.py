@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import meshwright as mw
 from meshwright.errors import RankError
 from meshwright.verify import Recorder
-from meshwright.weights import open_source, raw_tensor
+from meshwright.weights import directory, open_source, raw_tensor
 from tests import tiny, trials, worlds
 
 ALL = [*trials.MESHES, *trials.EXPERT_MESHES]
@@ -70,7 +73,7 @@ def load_and_export(source: Path, mesh: dict[str, int], out: Path) -> bool:
 def same_files(source: Path, out: Path) -> None:
     for path in sorted(source.glob("*.safetensors")):
         assert (out / path.name).read_bytes() == path.read_bytes(), f"{path.name} differs"
-    assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert {p.name for p in out.iterdir()} == {p.name for p in source.iterdir()}
 
 
@@ -222,8 +225,6 @@ def test_export_refuses_a_directory_in_use_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_export_leaves_nothing_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.weights import directory
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -232,6 +233,81 @@ def test_export_leaves_nothing_when_the_disk_is_full(tmp_path: Path, monkeypatch
     with pytest.raises(RankError, match=r"ExportError: nothing was exported to .*No space left"):
         worlds.run(2, load_and_export, source, dict(tp=2), tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_export_through_a_link_and_over_an_empty_directory(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    (tmp_path / "empty").mkdir()
+    for name, to in (("link", "empty"), ("dangling", "new")):
+        (tmp_path / name).symlink_to(tmp_path / to)
+        worlds.run(1, load_and_export, source, {}, tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        same_files(source, tmp_path / to)
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "empty", "new", "link", "dangling"}
+
+
+def test_export_to_a_mount_point_is_refused_before_a_byte_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    for place, why in ((Path("/"), "exists and is not empty"), (tmp_path / "disk", "is a mount point")):
+        with pytest.raises(RankError, match=f"ExportError: nothing was exported to .*{why}"):
+            worlds.run(1, load_and_export, source, {}, place)
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "disk"}
+
+
+def test_export_asks_for_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000, total=10**9))
+    with pytest.raises(RankError, match=r"\d+ bytes are to be written, but .* has room for 1000; make more"):
+        worlds.run(1, load_and_export, source, {}, tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def _interrupted(source: Path, out: Path) -> str:
+    model = mw.load(source)
+    try:
+        mw.export(model, out)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "exported"
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    monkeypatch.setattr(directory, "_write_key", interrupt)
+    assert worlds.run(1, _interrupted, source, tmp_path / "out") == ["interrupted"]
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def _exported_from_elsewhere(source: Path, out: Path) -> None:
+    os.chdir(source.parent)
+    model = mw.load(source.name)
+    os.chdir("/")
+    mw.export(model, out)
+
+
+def test_small_files_are_found_again_from_elsewhere(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    worlds.run(1, _exported_from_elsewhere, source, tmp_path / "out")
+    same_files(source, tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
+
+
+def test_export_without_the_source_that_it_copies_from(tmp_path: Path) -> None:
+    """The tokenizer would be missing, and nobody would be told."""
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    with pytest.raises(RankError, match=r"ExportError: nothing was exported to .*No such file or directory: '.*/m'"):
+        worlds.run(1, export_after, source, tmp_path / "out", shutil.rmtree)
+    assert {p.name for p in tmp_path.iterdir()} == set()
 
 
 def initialised(config: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:

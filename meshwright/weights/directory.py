@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,14 +15,16 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..errors import ExportError
+from ..errors import ExportError, LoadError
 from ..log import progress
-from .header import DTYPES
+from .header import DTYPES, read_json
 from .source import Source
 from .spelling import Key, Spelling
 from .streaming import Holding, whole_tensors
 
-_SMALL = (".json", ".jinja", ".txt", ".model", ".md", "LICENSE")  # what a tokenizer, a processor or a reader needs
+# What a tokenizer, a processor or a reader needs.
+_SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
+_TEMPLATES = "additional_chat_templates"
 _COPY_BYTES = 16 << 20
 
 
@@ -28,34 +32,64 @@ def write_directory(
     holding: Holding, spelling: Spelling, config: Mapping[str, Any], beside: Path, directory: Path
 ) -> None:
     """Write the model to `directory`, which must not exist yet or be empty. Every rank calls it; rank 0 writes.
-
-    Everything goes into a temporary directory beside it, which is renamed when it is whole. `beside`: where the
-    tokenizer's and other small files are copied from.
+    `beside`: where the tokenizer's and other small files are copied from.
     """
-    rank = holding.mesh.rank
     failure: Exception | None = None
-    whole = directory.with_name(f".{directory.name}.unfinished-{os.getpid()}")
     trained = [k for k in spelling.keys.values() if k.name not in spelling.carried]
     tensors = whole_tensors(holding, spelling, trained, exact=True)
-    if rank == 0:
+    if holding.mesh.rank == 0:
         try:
-            _check_target(directory)
-            whole.mkdir(parents=True)
-            _write_all(tensors, spelling, config, beside, whole, f"export to {directory}")
-            if directory.exists():
-                directory.rmdir()
-            whole.rename(directory)
+            with appearing(directory, _total(spelling)) as whole:
+                _write_small(spelling, config, beside, whole)  # what can be lacking is missed before the long work
+                _write_all(tensors, spelling, whole, f"export to {directory}")
         except Exception as error:  # noqa: BLE001 - whatever it is, all ranks hear of it and raise
             failure = error
-            shutil.rmtree(whole, ignore_errors=True)
     for _ in tensors:  # other ranks send here; after a failure rank 0 takes what they still send
         pass
     _agree(holding, failure, directory)
 
 
-def _check_target(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory} exists and is not empty; choose another or remove it")
+@contextlib.contextmanager
+def appearing(directory: Path, num_bytes: int) -> Iterator[Path]:
+    """An empty directory beside `directory`, which takes its place when it is whole and on the disk. After a failure or
+    an interrupt nothing is left of it; a process that is killed leaves a hidden `.NAME.unfinished-...`."""
+    target = directory.resolve()  # a link stays, and what it points to is filled
+    _check_target(target, num_bytes)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    whole = target.with_name(f".{target.name}.unfinished-{secrets.token_hex(4)}")
+    whole.mkdir()
+    try:
+        yield whole
+        for path in (*whole.rglob("*"), whole):
+            _to_disk(path)
+        whole.rename(target)  # an empty directory is replaced
+        _to_disk(target.parent)
+    except BaseException:
+        shutil.rmtree(whole, ignore_errors=True)
+        raise
+
+
+def _check_target(target: Path, num_bytes: int) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not empty; choose another or remove it")
+    if target.is_mount():
+        raise FileExistsError(f"{target} is a mount point, which no whole directory can replace; choose one inside it")
+    there = next(p for p in target.parents if p.exists())
+    disk = shutil.disk_usage(there)
+    if disk.free < num_bytes and disk.total:  # of 0 where a file system does not say
+        room = f"{there} has room for {disk.free}"
+        raise OSError(f"{num_bytes} bytes are to be written, but {room}; make more, or choose another place")
+
+
+def _to_disk(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError:
+        if not path.is_dir():  # some network file systems cannot for a directory
+            raise
+    finally:
+        os.close(fd)
 
 
 def _agree(holding: Holding, failure: Exception | None, directory: Path) -> None:
@@ -67,16 +101,8 @@ def _agree(holding: Holding, failure: Exception | None, directory: Path) -> None
         raise ExportError(f"nothing was exported to {directory}: {reason}") from failure
 
 
-def _write_all(
-    tensors: Iterator[tuple[Key, Tensor]],
-    spelling: Spelling,
-    config: Mapping[str, Any],
-    beside: Path,
-    whole: Path,
-    label: str,
-) -> None:
-    total = sum(k.num_bytes for k in spelling.keys.values())
-    with progress(label, total, "bytes", enabled=True) as advance:
+def _write_all(tensors: Iterator[tuple[Key, Tensor]], spelling: Spelling, whole: Path, label: str) -> None:
+    with progress(label, _total(spelling), "bytes", enabled=True) as advance:
         for file in spelling.files:
             keys = [k for k in spelling.keys.values() if k.file == file]
             with (whole / file).open("wb") as out:
@@ -84,9 +110,6 @@ def _write_all(
                 for key in keys:
                     _write_key(out, key, tensors, spelling)
                     advance(key.num_bytes)
-                out.flush()
-                os.fsync(out.fileno())
-    _write_small(spelling, config, beside, whole, total)
 
 
 def _write_key(out: BinaryIO, key: Key, tensors: Iterator[tuple[Key, Tensor]], spelling: Spelling) -> None:
@@ -134,19 +157,35 @@ def raw_tensor(source: Source, key: str) -> Tensor:
     return flat.view(DTYPES[entry.dtype]).view(entry.shape) if entry.dtype in DTYPES else flat
 
 
-def _write_small(spelling: Spelling, config: Mapping[str, Any], beside: Path, whole: Path, total: int) -> None:
+def _write_small(spelling: Spelling, config: Mapping[str, Any], beside: Path, whole: Path) -> None:
     """Config, index, and copies of whatever small files lie beside the source (tokenizer, templates)."""
-    ours = {"config.json", *spelling.files}
-    for path in sorted(beside.iterdir()) if beside.is_dir() else []:
+    if spelling.source is not None:
+        for file in sorted({spelling.source.entries[key].file for key in spelling.carried}):
+            spelling.source.check_unchanged(file)
+    for path in sorted(beside.iterdir()):
         small = path.name.endswith(_SMALL) and not path.name.endswith(".index.json")
-        if small and path.is_file() and path.name not in ours:
+        if small and path.is_file() and path.name not in spelling.files:
             shutil.copyfile(path, whole / path.name)
-    (whole / "config.json").write_text(json.dumps(config, indent=2) + "\n")  # to the byte as transformers does
+    if (beside / _TEMPLATES).is_dir():
+        shutil.copytree(beside / _TEMPLATES, whole / _TEMPLATES)
+    if not _holds(whole / "config.json", config):  # else the copy is kept, to the byte
+        (whole / "config.json").write_text(json.dumps(config, indent=2) + "\n")  # to the byte as transformers does
     if len(spelling.files) > 1 or (spelling.source is not None and spelling.source.index is not None):
         index = dict(spelling.source.index or {}) if spelling.source else {}
-        index["metadata"] = {**index.get("metadata", {}), "total_size": total}
+        index["metadata"] = {**index.get("metadata", {}), "total_size": _total(spelling)}
         index["weight_map"] = {k.name: k.file for k in sorted(spelling.keys.values(), key=lambda k: k.name)}
         (whole / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _holds(path: Path, config: Mapping[str, Any]) -> bool:
+    try:
+        return path.is_file() and read_json(path) == config
+    except LoadError:
+        return False
+
+
+def _total(spelling: Spelling) -> int:
+    return sum(k.num_bytes for k in spelling.keys.values())
 
 
 def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

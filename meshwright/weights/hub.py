@@ -31,7 +31,7 @@ _LETTERS = frozenset(string.ascii_letters + string.digits + "-_.")
 
 def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weights: bool = True) -> Path:
     """Where a source lies on this machine. `weights`: whether its safetensors files are wanted too."""
-    path = Path(source)
+    path = Path(source).absolute()  # it is looked at again at export, wherever the process is then
     if path.is_dir():
         return path
     if not is_hub_id(os.fspath(source)):
