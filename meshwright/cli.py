@@ -79,8 +79,9 @@ def mesh_of(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", ",").split(",")):
         axis, equals, size = part.partition("=")
-        if axis not in ("pp", "replicate", "fsdp", "cp", "tp", "ep") or not equals or not size.isdecimal():
-            raise ConfigError(f"--mesh {text!r}: {part!r} is not AXIS=N with AXIS of replicate, fsdp, tp, ep")
+        known = axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep")
+        if not known or not equals or not size.isdecimal() or len(size) > 9:
+            raise ConfigError(f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of replicate, fsdp, tp, ep")
         if axis in sizes:
             raise ConfigError(f"--mesh {text!r} gives {axis} twice")
         sizes[axis] = int(size)
@@ -108,12 +109,12 @@ def _verify(options: argparse.Namespace) -> int:
         kind=options.kind, device=options.device, seconds=options.seconds, say=say,
     )  # fmt: skip
     parts = verify.inspect(plan, say)
-    if target:
-        page.write_page(target, plan, parts)
     if options.json:
         print(json.dumps(report.as_json(options.model, plan, parts), indent=2))
     else:
         report.print_table(options.model, plan, parts)
+    if target:
+        page.write_page(target, plan, parts)
     return int(any(part.findings for part in parts))
 
 

@@ -57,7 +57,7 @@ def _silent(n: int) -> None:
 @contextmanager
 def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
     amounts = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn(), TextColumn("{task.fields[unit]}")]
-    columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *amounts, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total, unit=unit)
         yield lambda n: bar.advance(task, n)

@@ -370,6 +370,14 @@ def test_configs(tmp_path: Path, plain: Callable[[str], Path], change: bytes | d
         mw.load(at)
 
 
+def test_names_that_no_file_system_takes(tmp_path: Path) -> None:
+    with refused(mw.LoadError, "File name too long; check the name", tmp_path):
+        mw.load(tmp_path / ("m" * 300))
+    index(tmp_path, {"a": "m" * 300 + ".safetensors"})
+    with refused(mw.LoadError, "File name too long; check the name", tmp_path):
+        open_source(tmp_path)
+
+
 def test_dtype_of_a_list(tmp_path: Path, plain: Callable[[str], Path]) -> None:
     at = copy_of(plain("qwen3"), tmp_path / "m")
     config = json.loads((at / "config.json").read_text()) | dict(dtype=["float32"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from meshwright import cli
 from meshwright.errors import RankError
@@ -126,6 +127,23 @@ def test_experts_are_spelled_as_in_the_source(tmp_path: Path) -> None:
         assert plan(str(source), Axes()).choice["experts"] == layout
 
 
+@pytest.mark.parametrize("what", ["a missing layer", "an unknown key", "a dtype that none trains"])
+def test_what_load_refuses_is_refused_shrunk_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    tensors = load_file(source / "model.safetensors")
+    first = next(key for key in tensors if "layers.1." in key)
+    if what == "a missing layer":
+        del tensors[first]
+    elif what == "an unknown key":
+        tensors["model.layers.7.extra"] = torch.ones(2)
+    else:
+        tensors[first] = tensors[first].to(torch.float8_e4m3fn)
+    save_file(tensors, source / "model.safetensors")
+    code, _, err = said(capsys, str(source), "--mesh", "fsdp=2")
+    assert code == 2
+    assert ("extra" if what == "an unknown key" else first) in err
+
+
 def test_full_takes_the_weights_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16)
     code, out, err = said(capsys, str(source), "--mesh", "tp=2", "--full", "--dtypes", "float64", "--json")
@@ -174,6 +192,9 @@ REFUSED = [
     (["tiny-qwen3", "--mesh", "tp=0"], "tp=0 is not a size"),
     (["tiny-qwen3", "--dtypes", "float8"], "dtype 'float8' is unknown"),
     (["tiny-qwen3", "--full"], "has no weights to take as they are"),
+    (["tiny-qwen3", "--mesh", "fsdp=" + "9" * 5000], "is not AXIS=N"),
+    (["tiny-qwen3", "--device", "gpu"], "--device 'gpu' is no kind of device; choose cpu, or cuda"),
+    (["m" * 300], "File name too long; check the name"),
     (["no/such/place"], "is neither a directory nor one of tiny-qwen2"),
     ([], "verify needs a model"),
 ]

@@ -37,11 +37,14 @@ def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
 
 @watched()
 def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face directory: files, keys, layouts and dtypes as in the source (or all in `dtype`).
+    """Write a Hugging Face directory: files, keys, layouts and dtypes as in the source (or in `dtype`, which rounds
+    none of the float32 parameters).
 
     It appears whole or not at all. All ranks call it.
     """
-    spelling = model.spelling if dtype is None else model.spelling.recast(dtype)
+    made_of = weights.blocks_by_key(model.table, model.spelling.choice)
+    exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
+    spelling = model.spelling if dtype is None else model.spelling.recast(dtype, exact)
     config = weights.exported_config(model.config, dtype)
     weights.write_directory(
         model.holding(model.stored()), spelling, config, model.directory, Path(directory).absolute()

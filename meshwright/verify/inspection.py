@@ -118,14 +118,16 @@ def _trial(plan: Plan, dtype: str, source: Path) -> Trial:
 
 def _part(plan: Plan, dtype: str, source: Path, say: Say) -> Part:
     began, trial = time.monotonic(), _trial(plan, dtype, source)
-    say(f"{dtype}: one process")
-    reference = run_ranks(1, refer, trial, seconds=plan.seconds)[0]
-    say(f"{dtype}: {plan.axes.world} ranks, {plan.axes}")
+    num = 1
     try:
+        say(f"{dtype}: one process")
+        reference = run_ranks(num, refer, trial, seconds=plan.seconds)[0]
+        num = plan.axes.world
+        say(f"{dtype}: {num} ranks, {plan.axes}")
         ranks = run_ranks(plan.axes.world, _examine, plan, trial, reference, seconds=plan.seconds)
         found = list(dict.fromkeys(finding for of_rank in ranks for finding in of_rank))  # what all say, once
     except RankError as error:
-        found = [_stopped(plan, error)]
+        found = [_stopped(num, error)]
     return Part(dtype, time.monotonic() - began, found)
 
 
@@ -162,8 +164,8 @@ def _cost(plan: Plan, dtype: str, source: Path, size: int, measure: Portrait) ->
     return cost_of(found, measure, trial.data(0), plan.head) if mesh is None or mesh.rank == 0 else None
 
 
-def _stopped(plan: Plan, error: RankError) -> Finding:
-    return Finding(RUN, f"{plan.axes.world} ranks", f"it stopped\n{error}")
+def _stopped(num_ranks: int, error: RankError) -> Finding:
+    return Finding(RUN, "one process" if num_ranks == 1 else f"{num_ranks} ranks", f"it stopped\n{error}")
 
 
 def _mesh(plan: Plan) -> Mesh:
@@ -184,7 +186,7 @@ def _compare_weights(plan: Plan, say: Say) -> Part:
     try:
         ranks = run_ranks(plan.axes.world, _load_and_compare, plan, seconds=plan.seconds)
     except RankError as error:
-        return Part(WEIGHTS, time.monotonic() - began, [_stopped(plan, error)], ("L1", "W1"))
+        return Part(WEIGHTS, time.monotonic() - began, [_stopped(plan.axes.world, error)], ("L1", "W1"))
     check: WeightCheck = ranks[0][1]
     found = [finding for of_rank, _ in ranks for finding in of_rank]
     found += [Finding("W1", d.name, str(d)) for d in check.differences]

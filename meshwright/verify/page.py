@@ -53,6 +53,8 @@ def write_page(path: Path, plan: Plan, parts: Sequence[Part]) -> None:
     try:
         beside.write_text(page(plan, parts), "utf-8")
         beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--html {path} was not written: {error}; what was found stands above") from error
     finally:
         beside.unlink(missing_ok=True)
 

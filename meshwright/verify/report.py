@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from .inspection import RUN, Part, Plan
+from .inspection import RUN, WEIGHTS, Part, Plan
 from .oracles import ORACLES, Finding, alike
 from .precision import Precision, lines_of
 
@@ -41,7 +41,7 @@ def print_oracles() -> None:
 
 def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     """A line an oracle; below it what fails, with its likely cause, and at the end where to begin."""
-    grid = Grid("oracle", "holds if", *(part.name for part in parts), title=f"{model} on {plan.axes}")
+    grid = Grid("oracle", "holds if", *(part.name for part in parts), title=Text(f"{model} on {plan.axes}"))
     for oracle in rows_of(parts):
         grid.add_row(oracle, sentence(oracle), *(_styled(cell(part, oracle)) for part in parts))
     console = Console()
@@ -91,6 +91,10 @@ def beginning(parts: Sequence[Part]) -> str:
 def unproven(plan: Plan) -> str:
     """What this run says nothing of."""
     idle = [axis for axis in ("replicate", "fsdp", "tp", "ep") if plan.axes.size_of(axis) == 1]
+    if plan.kind == WEIGHTS:
+        return ""
+    if "float64" not in plan.dtypes:
+        return "not the proof: that is float64, which --dtypes leaves out"
     if plan.axes.world == 1:
         return "one process against itself: give a mesh, as in --mesh fsdp=2,tp=2"
     return f"not tried, as they have size 1 here: {', '.join(idle)}" if idle else ""

@@ -16,7 +16,19 @@ from ..errors import ConfigError, MeshError
 from ..layout import Rules, Table, pieces, units_of
 from ..mesh import Axes, refuse_unbuilt, room_of
 from ..models import Decoder, describe, prefix_of
-from ..weights import Source, check_keys, choose, download, is_hub_id, of_table, open_index, open_source, read_config
+from ..weights import (
+    Source,
+    carried_keys,
+    check_keys,
+    choose,
+    download,
+    is_hub_id,
+    looked_at,
+    of_table,
+    open_index,
+    open_source,
+    read_config,
+)
 from .shrink import TINY
 
 Say = Callable[[str], None]
@@ -52,8 +64,9 @@ def find(model: str, head: str, weights: bool, say: Say) -> Subject:
     # a cache of the hub may hold a few of the files: only the index tells of all
     source = open_index(directory) if (from_hub and not weights) or not there else open_source(directory)
     subject = _drawn(model, config, directory, source, head)
-    if weights:
+    if source.stamps:  # the headers were read, and what they hold must fit even where the weights are not taken
         check_keys(subject.table, source, subject.choice, subject.fresh, torch.float64)
+        carried_keys(subject.table, source, subject.choice)
     return subject
 
 
@@ -68,7 +81,7 @@ def _drawn(model: str, config: Mapping[str, Any], directory: Path | None, source
 
 def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
     at = Path(model)
-    if at.is_dir():
+    if looked_at(at, Path.is_dir):
         return at, False
     if not is_hub_id(model):
         known = ", ".join(TINY)
@@ -78,7 +91,10 @@ def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
 
 
 def check_devices(axes: Axes, device: str) -> None:
-    kind, cores = torch.device(device).type, os.cpu_count() or 1
+    try:
+        kind, cores = torch.device(device).type, os.cpu_count() or 1
+    except RuntimeError as error:
+        raise ConfigError(f"--device {device!r} is no kind of device; choose cpu, or cuda") from error
     if kind == "cpu" and axes.world > RANKS_A_CORE * cores:
         raise MeshError(
             f"{axes} is {axes.world} processes for {cores} cores, which would take hours; choose at most "

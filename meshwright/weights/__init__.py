@@ -6,7 +6,7 @@ from .header import DTYPES, Entry
 from .hub import download, is_hub_id, local_directory
 from .init import fill_fresh
 from .load import Choice, Reader, carried_keys, check_keys, choose, chosen
-from .source import Source, open_index, open_source, read_config
+from .source import Source, looked_at, open_index, open_source, read_config
 from .spelling import Key, Spelling, blocks_by_key, of_source, of_table
 from .streaming import Holding, whole_tensors
 
@@ -33,6 +33,7 @@ __all__ = [
     "is_hub_id",
     "load_bill",
     "local_directory",
+    "looked_at",
     "of_source",
     "of_table",
     "open_index",

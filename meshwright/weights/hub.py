@@ -22,6 +22,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError i
 
 from ..errors import LoadError
 from ..mesh import Mesh
+from .source import looked_at
 
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")  # config, index, tokenizer, templates
 _WEIGHTS = ("*.safetensors",)
@@ -31,9 +32,9 @@ _LETTERS = frozenset(string.ascii_letters + string.digits + "-_.")
 
 def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weights: bool = True) -> Path:
     """Where a source lies on this machine. `weights`: whether its safetensors files are wanted too."""
-    path = Path(source).absolute()  # it is looked at again at export, wherever the process is then
-    if path.is_dir():
-        return path
+    path = Path(source)
+    if looked_at(path, Path.is_dir):
+        return path.absolute()  # it is looked at again at export, wherever the process is then
     if not is_hub_id(os.fspath(source)):
         raise LoadError(f"{path} is no directory and no hub id (org/name); give a Hugging Face model directory")
     return _fetch(os.fspath(source), mesh or Mesh(), weights)
@@ -73,7 +74,7 @@ def download(hub_id: str, weights: bool) -> Path:
             hub_id, allow_patterns=patterns, ignore_patterns=["*/*"], etag_timeout=_SECONDS[weights]
         )
         return Path(at)
-    except (OSError, HFValidationError, HTTPError) as error:
+    except (OSError, RuntimeError, ValueError, HFValidationError, HTTPError) as error:  # its transfer raises plain ones
         raise LoadError(f"{hub_id} is no directory here, and could not be fetched: {_reason(error)}") from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,21 +68,29 @@ def open_index(directory: str | os.PathLike[str]) -> Source:
     """The keys that an index promises, where its files are not here: enough to tell how they are spelled. Without an
     index, no keys."""
     root = Path(directory)
-    if not (root / INDEX).is_file():
+    if not looked_at(root / INDEX, Path.is_file):
         return Source(root, {})
     index = _read_index(root / INDEX)
     return Source(root, {key: Entry(key, file, "", (), 0, 0) for key, file in index["weight_map"].items()}, index=index)
 
 
+def looked_at(path: Path, is_kind: Callable[[Path], bool]) -> bool:
+    """`path.is_dir()` or the like; an error of ours where the system will not tell."""
+    try:
+        return is_kind(path)
+    except OSError as error:
+        raise LoadError(f"{short(str(path))}: {error.strerror}; check the name and its permissions") from error
+
+
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / "config.json"
-    if not path.is_file():
+    if not looked_at(path, Path.is_file):
         raise LoadError(f"{directory} has no config.json; give a Hugging Face model directory")
     return read_json(path)
 
 
 def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None]:
-    if not root.is_dir():
+    if not looked_at(root, Path.is_dir):
         raise LoadError(f"{root} is no directory; give a Hugging Face model directory")
     try:
         names = sorted(os.listdir(root))
@@ -125,7 +133,8 @@ def _indexed(root: Path, weight_map: Mapping[str, str]) -> list[str]:
     """The files of an index: all of them in this very directory."""
     files = list(dict.fromkeys(weight_map.values()))
     for file in files:
-        if file != os.path.basename(file) or not file.endswith(".safetensors") or not (root / file).is_file():
+        plain = file == os.path.basename(file) and file.endswith(".safetensors")
+        if not plain or not looked_at(root / file, Path.is_file):
             raise LoadError(
                 f"{INDEX} names {short(file)}, which is no safetensors file in {root}; fetch that file, or mend the "
                 "index"

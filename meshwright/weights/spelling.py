@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -43,14 +43,20 @@ class Spelling:
     def files(self) -> list[str]:
         return list(dict.fromkeys(k.file for k in self.keys.values()))
 
-    def recast(self, dtype: torch.dtype) -> Spelling:
-        """The same with another dtype for every trained key."""
+    def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> Spelling:
+        """The same with another dtype for every key of the model. `exact`: those that it must not round."""
         name = NAMES.get(dtype)
         if name not in TRAINABLE:
             choices = ", ".join(str(DTYPES[n]) for n in TRAINABLE)
             raise ConfigError(f"dtype={dtype} cannot hold weights; choose from {choices}")
-        keys = {k.name: k if k.name in self.carried else Key(k.name, name, k.shape, k.file) for k in self.keys.values()}
-        return Spelling(self.choice, keys, self.carried, self.metadata, self.source)
+
+        def named(key: Key) -> str:
+            if key.name in self.carried:
+                return key.dtype
+            return NAMES[torch.promote_types(DTYPES[key.dtype], dtype)] if key.name in exact else name
+
+        keys = {k.name: replace(k, dtype=named(k)) for k in self.keys.values()}
+        return replace(self, keys=keys)
 
 
 def of_source(table: Table, source: Source, choice: Choice, carried: list[str], fresh: list[str]) -> Spelling:
