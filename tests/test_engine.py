@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import meshwright as mw
 from meshwright.errors import RankError
@@ -201,8 +203,13 @@ def recovered(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], di
     return mw.gather(engine.model, "grad"), mw.gather(fine.model, "grad")
 
 
+@pytest.mark.parametrize("old_torch", [False, True], ids=["torch 2.13", "before"])
 @pytest.mark.parametrize("mesh", [dict(), dict(replicate=2), dict(fsdp=2)], ids=trials.named)
-def test_a_step_that_failed_half_way_leaves_nothing(source: Path, mesh: dict[str, int]) -> None:
+def test_a_step_that_failed_half_way_leaves_nothing(
+    source: Path, mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch, old_torch: bool
+) -> None:
+    if old_torch:
+        monkeypatch.delattr(FSDPModule, "reset_iter_state")
     found, expected = worlds.run(trials.world_of(mesh), recovered, source, mesh)[0]
     for name, grad in expected.items():
         assert (found[name] - grad).norm() <= 1e-12 * grad.norm(), name
@@ -312,6 +319,12 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         r"DataError: the loss asks for 'advantage'; it has the scores \['logprobs'\]",
     ),
     (
+        "a weight of nan",
+        dict(tp=2),
+        lambda e: e.step([mw.pack([[1, 2]], length=4, fields={"weight": [[1.0, float("nan")]]})]),
+        r"DataError: the weight at position 1 is nan; weights must be finite|RankError: rank \d was given data that",
+    ),
+    (
         "two engines",
         {},
         lambda e: [e.backward(mine(e)), mw.Engine(e.model, lr=1.0).backward(mine(e))],
@@ -353,6 +366,12 @@ def test_mistakes_are_named_on_all_ranks(source: Path, mesh: dict[str, int], mis
 
     for text in worlds.run(trials.world_of(mesh), said, source, mesh, mistake):
         assert re.search(pattern, text), text
+
+
+def test_a_mistake_inside_the_loss_stays_what_it_is(source: Path) -> None:
+    loss = lambda scores, _: scores["logprobs"] * {}["clip"]  # noqa: E731
+    with pytest.raises(RankError, match="KeyError: 'clip'"):
+        worlds.run(1, lambda: build(source, {}, loss=loss).step(tiny.batches(0)))
 
 
 @pytest.mark.parametrize(
@@ -404,8 +423,36 @@ def test_pack_refuses_what_does_not_fit() -> None:
         mw.pack([[1], []])
     with pytest.raises(mw.DataError, match=r"labels: document 0 differs in length"):
         mw.pack([[1, 2]], [[1]])
-    with pytest.raises(mw.DataError, match=r"documents must be whole numbers"):
-        mw.pack([[1.5, 2]])
+    with pytest.raises(mw.DataError, match=r"2 documents of 5 tokens do not fit into length=0"):
+        mw.pack([[1, 2, 3], [4, 5]], length=0)
+    for document in ([1.5, 2], [True, False]):
+        with pytest.raises(mw.DataError, match=r"documents must be whole numbers"):
+            mw.pack([document])
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])
+def test_pack_takes_whole_numbers_of_any_width(kind: Any) -> None:
+    batch = mw.pack([np.array([1, 2, 3], kind), np.array([4, 65], kind)])
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 65]
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+
+
+def mended_rate(source: Path) -> tuple[float, float]:
+    engine = build(source, {}, max_norm=0.01)
+    engine.lr = -1.0
+    engine.backward(mine(engine))
+    with pytest.raises(mw.ConfigError):
+        engine.update()
+    engine.lr = 1e-3
+    norm = engine.update()
+    fine = build(source, {}, max_norm=0.01)
+    fine.backward(mine(fine))
+    return norm, fine.update()
+
+
+def test_a_bad_rate_leaves_the_gradients_as_they_were(source: Path) -> None:
+    norm, expected = worlds.run(1, mended_rate, source)[0]
+    assert norm == pytest.approx(expected, rel=1e-12)
 
 
 def on_hidden(source: Path, mesh: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:

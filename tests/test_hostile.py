@@ -302,7 +302,8 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
         dict(model_type="qwen3_moe", num_experts=4096, num_experts_per_tok=2, moe_intermediate_size=8,
              num_hidden_layers=1024), r"1024 layers of 4096 experts; they can be at most 65536",
     ),
-    "epsilon beyond floats": (b'{"model_type":"qwen3","num_attention_heads":4,"vocab_size":5,"hidden_size":8,'
+    "epsilon beyond floats": (b'{"model_type":"qwen3","num_attention_heads":4,"num_key_value_heads":2,'
+                              b'"vocab_size":5,"hidden_size":8,'
                               b'"rms_norm_eps":1' + b"0" * 400 + b"}", r"rms_norm_eps=1000.* is no float"),
     "sizes beyond tensors": (dict(vocab_size=2**31 - 1, hidden_size=2**31 - 1), r"it can be at most"),
     "all of each head twice": (
@@ -337,6 +338,9 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "shallower than its files": (dict(num_hidden_layers=1), r"holds model\.layers\.1\..*, which no parameter"),
     "endlessly deep": (dict(num_hidden_layers=10**9), r"num_hidden_layers=1000000000; it can be at most 1024"),
     "endlessly wide": (dict(hidden_size=2**40), r"hidden_size=1099511627776; it can be at most"),
+    "both ways": (dict(is_causal=False), r"is_causal=False is not supported"),
+    "kv heads unsaid": (dict(num_key_value_heads=None), r"has no 'num_key_value_heads'"),
+    "dropout in a classifier": (dict(classifier_dropout=0.1), r"classifier_dropout=0\.1 is not supported"),
     "other activation": (dict(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import pickle  # noqa: TID251 - what run_ranks' processes leave
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,6 +168,22 @@ def raises(engine: mw.Engine) -> None:
     in_the_loss(2, fail)(engine)
 
 
+def out_of_memory(engine: mw.Engine) -> None:
+    def fail() -> None:
+        with whereabouts.standing("layers.1.mixer.enter", "forward"):
+            raise torch.OutOfMemoryError("no room")
+
+    at_a_door("layers.1.mixer.enter", 2, fail)(engine)
+
+
+def ends_between_steps(engine: mw.Engine) -> None:
+    """As the interpreter leaves it when nobody catches an error of the user's own loop."""
+    sys.last_value = KeyError("label")
+    assert whereabouts.here.watch is not None
+    whereabouts.here.watch.leave()
+    os._exit(1)
+
+
 MICRO = r"\(step 1, micro-batch 2 of 2\)"
 TP, FSDP, BOTH = dict(tp=2), dict(fsdp=2), dict(fsdp=2, tp=2)
 
@@ -187,6 +204,8 @@ LOST: list[tuple[str, dict[str, int], Callable[[mw.Engine], None], list[str], bo
      [rf"rank 1: waiting at a sum of my own {MICRO}", "rank 0: waiting at FSDP of "], False),
     ("a door less", TP, skips,
      [r"rank 0: waiting at layers\.1\.mixer\.leave, forward", r"rank 1: waiting at layers\.1\.mlp\.enter"], False),
+    ("out of memory", TP, out_of_memory, [rf"rank 1: raised an error: OutOfMemoryError: no room {MICRO}"], True),
+    ("an error outside of our calls", TP, ends_between_steps, ["rank 1: raised an error: KeyError: 'label'"], True),
     ("an error of its own", TP, raises, [rf"rank 1: raised an error: ValueError: a label is missing {MICRO}"], True),
 ]  # fmt: skip
 

@@ -56,6 +56,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", dict(norm_topk_prob=False, num_experts_per_tok=1)),
     ("qwen3_moe", dict(mlp_only_layers=[], decoder_sparse_step=2, num_hidden_layers=4)),
     ("qwen3_5", dict(rope_parameters={**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]})),
+    ("qwen3_5", dict(rope_scaling={**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]})),
     ("qwen3_5", dict(rms_norm_eps=1e-2, linear_conv_kernel_dim=3, linear_num_value_heads=4)),
     ("qwen3_5", dict(layer_types=None, num_hidden_layers=5, tie_word_embeddings=True)),
 ]
@@ -80,6 +81,34 @@ def compare(at: Path, name: str, changes: dict[str, Any]) -> None:
     for key, ref in ref_grads.items():
         error = (grads[key].double() - ref.double()).norm().item()
         assert error <= 1e-5 * max(ref.double().norm().item(), 1e-2 * norm), f"{key}: {error / norm:.2e} of the norm"
+
+
+@pytest.mark.parametrize("layout", ["per-expert", "fused"])
+@pytest.mark.parametrize("ffn", [40, 20], ids=["F = D", "2F = D"])
+def test_experts_whose_sizes_are_alike(tmp_path: Path, ffn: int, layout: str) -> None:
+    """Where no shape tells `[2F, D]` from its transpose, or from `down_proj`."""
+    changes = dict(hidden_size=40, moe_intermediate_size=ffn)
+    source = tiny.directory(tmp_path / "m", "qwen3_moe", layout=layout, **changes)
+    logits, grads, _ = worlds.run(1, ours, source)[0]
+    ref_logits, ref_grads, _ = worlds.run(1, theirs, "qwen3_moe", changes)[0]
+    assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
+    for key, grad in tiny._per_expert(grads).items():
+        assert (grad - ref_grads[key]).norm() <= 1e-4 * ref_grads[key].norm() + 1e-7, key
+
+
+def fresh(config: Path) -> dict[str, Tensor]:
+    return mw.gather(mw.init(config, mw.Mesh(device="cpu"), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", list(tiny.ODD))
+def test_fresh_norms_begin_where_those_of_transformers_do(tmp_path: Path, name: str) -> None:
+    """Zero-centred ones at 0, all others at 1; what begins elsewhere learns something else."""
+    source = tiny.directory(tmp_path / "m", name)
+    expected = {k: v for k, v in tiny.fresh(name).state_dict().items() if k.endswith("norm.weight")}
+    found = worlds.run(1, fresh, source)[0]
+    assert {k for k in found if k.endswith("norm.weight")} == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(found[key].float(), value), key
 
 
 def test_permuted_segments_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,15 +63,19 @@ def of(name: str, **changes: Any) -> dict[str, Any]:
     return {**{**ODD, **OUTSIDE}[name], **changes}
 
 
-def reference(name: str, kind: str = "", **changes: Any) -> Any:
-    """transformers' model of an odd config, every parameter away from its special initial value. `kind`: "Sequence" or
-    "Token" for a classifier."""
+def fresh(name: str, kind: str = "", **changes: Any) -> Any:
+    """transformers' new model of an odd config. `kind`: "Sequence" or "Token" for a classifier."""
     config = of(name, **changes)
     make_config, make_model = CLASSES[config["model_type"]]
     if kind:
         make_model = getattr(transformers, f"{make_config.__name__.removesuffix('Config')}For{kind}Classification")
     torch.manual_seed(7)
-    model = make_model(make_config(**{k: v for k, v in config.items() if k != "model_type"})).float().eval()
+    return make_model(make_config(**{k: v for k, v in config.items() if k != "model_type"})).float().eval()
+
+
+def reference(name: str, kind: str = "", **changes: Any) -> Any:
+    """The same with every parameter away from its special initial value."""
+    model = fresh(name, kind, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -66,13 +66,14 @@ def pack(
     if empty is not None or not sizes:
         raise DataError(f"document {empty} is empty; leave it out" if sizes else "there are no documents to pack")
     total = sum(sizes)
-    num_filler = (length or total) - total
+    num_filler = (total if length is None else length) - total
     if num_filler < 0:
         raise DataError(
             f"{len(sizes)} documents of {total} tokens do not fit into length={length}; pack fewer, "
             f"or split the longest (document {sizes.index(max(sizes))}, {max(sizes)} tokens)"
         )
-    shifted = labels if labels is not None else [[*document[1:], IGNORE] for document in documents]
+    documents = [_plain(document) for document in documents]
+    shifted = [[*d[1:], IGNORE] for d in documents] if labels is None else [_plain(each) for each in labels]
     filler = [num_filler] if num_filler else []
     return Batch(
         tokens=_flat(documents, sizes, "documents", num_filler, 0),
@@ -85,6 +86,11 @@ def pack(
     )
 
 
+def _plain(numbers: Sequence[int]) -> Sequence[int]:
+    """Tensors and arrays of whatever width as a list."""
+    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
+
+
 def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_filler: int, fill: int) -> Tensor:
     lengths = [len(v) for v in values]
     if lengths != sizes:
@@ -95,6 +101,8 @@ def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_fill
             f"{what}: document {at} differs in length: {lengths[at : at + 1]} values, {sizes[at : at + 1]} tokens"
         )
     flat = torch.tensor([x for v in values for x in v] + [fill] * num_filler)
-    if what in ("documents", "labels") and flat.dtype != torch.int64:
+    if what not in ("documents", "labels"):
+        return flat
+    if flat.is_floating_point() or flat.is_complex() or flat.dtype == torch.bool:
         raise DataError(f"{what} must be whole numbers, got {flat.dtype}")
-    return flat
+    return flat.long()

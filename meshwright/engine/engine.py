@@ -35,6 +35,20 @@ class StepRecord:
     expert_load: Tensor | None = None  # [layers of experts, experts]: tokens that each got
 
 
+class _Offered(dict[str, Tensor]):
+    """Scores or fields for a loss."""
+
+    def __init__(self, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+        super().__init__(mine)
+        self._all = sorted(scores), sorted(fields)
+
+    def __missing__(self, key: str) -> Tensor:
+        raise DataError(
+            f"the loss asks for {key!r}; it has the scores {self._all[0]} (entropy with Engine(entropy=True)) "
+            f"and the fields {self._all[1]} (pack(..., fields=))"
+        )
+
+
 @dataclass(frozen=True)
 class _Count:
     """Of a whole step, over all data ranks."""
@@ -132,7 +146,7 @@ class Engine:
         """Clip and apply the gradients that `backward` left. Returns their norm before clipping."""
         if self._ready is None:
             raise StateError(f"update() of step {self.steps} found no gradients; call backward(batches) first")
-        grads = self.model.grads()
+        grads, lr = self.model.grads(), self._lr()
         norm = self.norm(grads)
         if not torch.isfinite(torch.tensor(norm)):  # the same number on all ranks: all raise or none
             self.discard()
@@ -140,7 +154,7 @@ class Engine:
         if self.max_norm is not None and norm > self.max_norm:
             for grad in grads.values():
                 grad.mul_(self.max_norm / norm)
-        self.optimizer.step(grads, self._lr())
+        self.optimizer.step(grads, lr)
         self.discard()
         task(f"step {self.steps} done")
         self.steps += 1
@@ -166,9 +180,11 @@ class Engine:
         task(f"evaluation before step {self.steps}")
         count = self._count(batches)
         total = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
-        for batch in batches:
-            total += sum(self._loss(batch.to(self.model.mesh.device), count, len(batches), training=False))
-        parallel.rest(self.model.parts[0])
+        try:
+            for batch in batches:
+                total += sum(self._loss(batch.to(self.model.mesh.device), count, len(batches), training=False))
+        finally:
+            parallel.rest(self.model.parts[0])
         return self.model.mesh.sum_(total, DENSE, "the loss").item()
 
     def finish(self) -> None:
@@ -196,13 +212,7 @@ class Engine:
         counted_T = own(self.model, batch, {"counted": counted(batch, self.want)})["counted"]
         # A loss may divide by a field that filler tokens do not have: no gradient can come back from those.
         scores = {name: torch.where(counted_T, x.t(), x.detach().t()).t() for name, x in scores.items()}
-        try:
-            terms_T = self.loss(scores, fields)
-        except KeyError as error:
-            raise DataError(
-                f"the loss asks for {error}; it has the scores {sorted(scores)} (entropy with Engine(entropy=True)) "
-                f"and the fields {sorted(fields)} (pack(..., fields=))"
-            ) from error
+        terms_T = self.loss(_Offered(scores, fields, scores), _Offered(scores, fields, fields))
         if terms_T.shape != counted_T.shape:
             raise DataError(
                 f"the loss gave {tuple(terms_T.shape)} for {tuple(counted_T.shape)} tokens: one term a token"

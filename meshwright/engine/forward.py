@@ -25,6 +25,10 @@ def check(model: Model, batch: Batch) -> None:
     for name, values in {"labels": batch.labels, **batch.fields}.items():
         if values.shape != batch.tokens.shape:
             raise DataError(f"{name} has shape {tuple(values.shape)} for {len(batch)} tokens; one number a token")
+    weights = batch.fields.get(WEIGHT)
+    if weights is not None and not weights.isfinite().all():
+        at = int((~weights.isfinite()).nonzero()[0])
+        raise DataError(f"the weight at position {at} is {float(weights[at])}; weights must be finite numbers")
     if batch.docs.bounds[-1] != len(batch):
         raise DataError(
             f"the documents of the batch end at {batch.docs.bounds[-1]} of {len(batch)} tokens; use pack(...)"
@@ -66,9 +70,10 @@ def look(model: Model, batch: Batch, want: str) -> Tensor:
     check(model, batch)
     lo, hi = model.mesh.token_range(len(batch))
     model.parts[0].balance.begin(torch.ones(hi - lo, dtype=torch.bool, device=model.mesh.device))
-    scores = score(model, batch.to(model.mesh.device), want)[want]
-    parallel.rest(model.parts[0])
-    return scores
+    try:
+        return score(model, batch.to(model.mesh.device), want)[want]
+    finally:
+        parallel.rest(model.parts[0])
 
 
 @watched()

@@ -168,6 +168,7 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 

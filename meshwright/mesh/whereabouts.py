@@ -15,6 +15,7 @@ import json
 import os
 import re
 import signal
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -87,7 +88,7 @@ def watched() -> Iterator[None]:
         if here.watch is None or isinstance(error, RankError):
             raise
         if not _of_a_collective(error):
-            here.now = (RAISED, f"{type(error).__name__}: {str(error)[:200]}", time.monotonic())
+            here.now = (RAISED, _text(error), time.monotonic())
             here.watch.tell()
             raise
         here.now = (WAITS, _stood(error), here.now[2])
@@ -116,9 +117,15 @@ def _to_the_end() -> Iterator[list[str]]:
         signal.raise_signal(signal.SIGTERM)
 
 
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
 def _of_a_collective(error: Exception) -> bool:
     if isinstance(error, dist.DistError):
         return True
+    if isinstance(error, torch.OutOfMemoryError):  # for the buffer of a collective, perhaps: not of the other ranks
+        return False
     known = ("gloo", "caused pair closure")  # gloo raises plain RuntimeErrors
     return isinstance(error, RuntimeError) and (here.now[0] == WAITS or any(text in str(error) for text in known))
 
@@ -210,7 +217,9 @@ class Watch:
         self._thread.join(_STORE_S)
         if self._thread.is_alive():  # the store is stuck; so would we be
             return
-        here.now = (RAISED if here.now[0] == RAISED else LEFT, here.now[1], here.now[2])
+        error = getattr(sys, "last_value", None)  # what ended the script, if one did
+        if here.now[0] != RAISED:
+            here.now = (LEFT, *here.now[1:]) if error is None else (RAISED, _text(error), time.monotonic())
         with contextlib.suppress(dist.DistError):  # the store is gone: nobody asks any more
             self.tell()
 

@@ -12,7 +12,8 @@ from ..errors import ConfigError
 Json = Mapping[str, Any]
 Item = TypeVar("Item")
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-LABELS = ("architectures", "id2label", "num_labels", "token_classification_bias")  # the fields that `labels_of` reads
+# The fields that `labels_of` reads.
+LABELS = ("architectures", "id2label", "num_labels", "token_classification_bias", "classifier_dropout")
 
 
 # No model has more, and a broken file must not keep us busy for hours, or make sizes that no number of torch holds.
@@ -61,15 +62,17 @@ def refuse(config: Json, supported: Mapping[str, tuple[Any, ...]]) -> None:
             raise ConfigError(f"config.json: {name}={value!r} is not supported; it must be {choices} or absent")
 
 
-def rope_theta(config: Json, default: float = 10000.0) -> float:
-    """theta, from `rope_parameters` (new files) or the top level (older ones). Scaled variants are refused."""
-    rope = {name: group(config, name) for name in ("rope_parameters", "rope_scaling")}
-    for name, fields in rope.items():
+def rope_field(config: Json, name: str, default: float) -> float:
+    """A number of RoPE, from `rope_scaling` or else `rope_parameters`, or from the top level (older files). Scaled
+    variants are refused."""
+    rope = {where: group(config, where) for where in ("rope_scaling", "rope_parameters")}
+    for where, fields in rope.items():
         kind = fields.get("rope_type", fields.get("type", "default"))
         if kind not in ("default", "mrope"):
-            raise ConfigError(f"config.json: rope_type={kind!r} of {name} is not supported; it must be 'default'")
-    found = [fields["rope_theta"] for fields in (*rope.values(), config) if fields.get("rope_theta") is not None]
-    return take({"rope_theta": found[0] if found else default}, "rope_theta", float)
+            raise ConfigError(f"config.json: rope_type={kind!r} of {where} is not supported; it must be 'default'")
+    stated = rope["rope_scaling"] or rope["rope_parameters"]
+    value = stated.get(name) if stated.get(name) is not None else config.get(name)
+    return take({name: value}, name, float, default)
 
 
 def group(config: Json, name: str) -> Json:
@@ -104,6 +107,7 @@ def labels_of(config: Json) -> Labels:
     """A classifier's as transformers has them: its files leave out 2 labels, the default. Any other model's: a critic's
     one label."""
     names = listed(config, "architectures", str)
+    refuse(config, {"classifier_dropout": (0,)})
     sequence, token = (any(name.endswith(kind) for name in names) for kind in CLASSIFIERS)
     named = len(group(config, "id2label"))
     num = take(config, "num_labels", int, named or (2 if sequence or token else 1))

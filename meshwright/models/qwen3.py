@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Block, Box, Declared, Door, Init, Layout, Span, weight
-from .config import Json, divides, labels_of, listed, refuse, rope_theta, take
+from .config import Json, divides, labels_of, listed, refuse, rope_field, take
 from .decoder import Decoder, Layer, Norm, Rope, Trunk
 
-PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,)}
+PLAIN: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,),
+    "is_causal": (True,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def trunk_of(config: Json, *, rope_dim: int, zero_centred: bool = False) -> Trun
         width=take(config, "hidden_size", int),
         eps=take(config, "rms_norm_eps", float, 1e-6),
         rope_dim=rope_dim,
-        rope_theta=rope_theta(config),
+        rope_theta=rope_field(config, "rope_theta", 10000.0),
         tied=take(config, "tie_word_embeddings", bool, False),
         std=take(config, "initializer_range", float, 0.02),
         labels=labels_of(config),
@@ -45,7 +48,7 @@ def trunk_of(config: Json, *, rope_dim: int, zero_centred: bool = False) -> Trun
 
 def heads_of(config: Json, default_head: int, *, normed: bool = True, bias: bool = False, gated: bool = False) -> Heads:
     heads = take(config, "num_attention_heads", int)
-    kv = take(config, "num_key_value_heads", int, heads)
+    kv = take(config, "num_key_value_heads", int)  # transformers' defaults differ from family to family
     divides("num_key_value_heads", kv, "num_attention_heads", heads)
     return Heads(heads, kv, take(config, "head_dim", int, default_head), normed, bias, gated)
 

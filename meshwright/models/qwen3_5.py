@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Declared, Door, Init, segments, weight
-from .config import Json, divides, group, listed, refuse, take
+from .config import Json, divides, listed, refuse, rope_field, take
 from .decoder import Decoder, Layer, Rope, Trunk
 from .qwen3 import MLP, PLAIN, Attention, heads_of, trunk_of
 
@@ -42,11 +42,9 @@ def backbone(config: Json) -> tuple[Trunk, list[Mixer]]:
     """What the dense and the MoE models share: the trunk, and how to make the mixer of each layer."""
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
-    rope = group(config, "rope_parameters")
-    name = "partial_rotary_factor"
-    rotated = take({name: rope.get(name) or config.get(name)}, name, float, 0.25)
+    rotated = rope_field(config, "partial_rotary_factor", 0.25)
     if not 0 < rotated <= 1:
-        raise ConfigError(f"config.json: {name}={rotated}; it must be above 0 and at most 1")
+        raise ConfigError(f"config.json: partial_rotary_factor={rotated}; it must be above 0 and at most 1")
     trunk = trunk_of(config, rope_dim=int(heads.head * rotated), zero_centred=True)
     make: dict[str, Mixer] = {
         LINEAR: lambda at: DeltaNet(trunk, delta, at + "linear_attn."),

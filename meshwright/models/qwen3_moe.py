@@ -27,7 +27,7 @@ class Routing:
 
 def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, PLAIN)
-    heads = heads_of(config, default_head=128)
+    heads = heads_of(config, take(config, "hidden_size", int) // take(config, "num_attention_heads", int))
     trunk = trunk_of(config, rope_dim=heads.head)
     routing = routing_of(config, renormalise=take(config, "norm_topk_prob", bool, False))
     balance = balance_of(config, routing)

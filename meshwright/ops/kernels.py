@@ -6,6 +6,7 @@ A kernel that is not installed, refuses its input or gives other numbers is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -41,8 +42,21 @@ def fastest(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = lis
         return plain
     key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
     if key not in _agreed:
-        _agreed[key] = agrees(kernel, plain, inputs, real)
+        _agreed[key] = _apart(lambda: agrees(kernel, plain, inputs, real), inputs[0].device)
     return kernel if _agreed[key] else plain
+
+
+def _apart(trial: Callable[[], bool], device: torch.device) -> bool:
+    """In a thread of its own: a layer that is to be recomputed hooks what its thread saves, and a trial is no part of
+    the layer."""
+
+    def run() -> bool:
+        if device.type not in SLOW and torch.accelerator.is_available():
+            torch.accelerator.set_device_index(device)
+        return trial()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def agrees(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list) -> bool:

@@ -64,3 +64,6 @@ def rest(model: nn.Module) -> None:
     for module in model.modules():  # torch before 2.13: the order stays, and costs one gather too many
         if isinstance(module, FSDPModule):
             module.reshard()
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group._partial_reduce_output = None  # what micro-batches of a failed step have summed so far

@@ -1,12 +1,14 @@
 """Kernels of others are used only where they agree with ours; that they do on an accelerator is a `gpu` test."""
 
+import functools
 import logging
 from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.ops import attention, delta, documents
+from meshwright.ops import attention, delta, documents, kernels
 from meshwright.ops.kernels import agrees, fastest
 from tests.ops import references
 from tests.ops.references import assert_same, differentiate, rand
@@ -41,6 +43,24 @@ def not_installed(x, docs):
 
 def refuses(x, docs):
     raise RuntimeError("head size 3 is not supported")
+
+
+@pytest.mark.parametrize("kept", [[], [torch.ops.aten.cumsum.default]], ids=["full", "selective"])
+def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch):
+    """The trial's own backward must not be a part of the layer's."""
+    monkeypatch.setattr(kernels, "SLOW", ())
+    monkeypatch.setattr(kernels, "_agreed", {})
+    docs, x = documents((2, 3), torch.device("cpu")), rand(5, 3).requires_grad_()
+
+    def layer(x):
+        return fastest(same, mean_so_far, [x])(x * 2, docs).exp()
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    made = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    (grad,) = torch.autograd.grad(made.sum(), x)
+    (wanted,) = torch.autograd.grad(mean_so_far(x * 2, docs).exp().sum(), x)
+    assert list(kernels._agreed.values()) == [True]
+    assert torch.equal(grad, wanted)
 
 
 @pytest.mark.parametrize(
