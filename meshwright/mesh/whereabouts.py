@@ -217,7 +217,7 @@ class Watch:
         self._thread.join(_STORE_S)
         if self._thread.is_alive():  # the store is stuck; so would we be
             return
-        error = getattr(sys, "last_value", None)  # what ended the script, if one did
+        error = sys.last_value if hasattr(sys, "last_value") else None  # what ended the script, if one did
         if here.now[0] != RAISED:
             here.now = (LEFT, *here.now[1:]) if error is None else (RAISED, _text(error), time.monotonic())
         with contextlib.suppress(dist.DistError):  # the store is gone: nobody asks any more
