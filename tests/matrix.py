@@ -3,6 +3,7 @@
     make matrix                                     # all of it: hours on two cores, it says how many
     python -m tests.matrix --ranks 1 2 4            # of these sizes
     python -m tests.matrix --only qwen3_moe fsdp=2,tp=2,ep=2 full
+    python -m tests.matrix --ranks 8 --after 1200   # go on where one was interrupted that had said "1200 of 1680 runs"
 
 A run loads a model and makes a step of 1 micro-batch and then, on updated weights, one of 3. After each, every
 gradient, the norm, the loss, the load of the experts, replicas and the bill (collectives and bytes) are held against
@@ -191,10 +192,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], choices=[1, 2, 4, 8])
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs in whose name all these stand")
+    parser.add_argument("--after", type=int, default=0, metavar="N", help="leave out the first N runs, in their order")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs = [run for run in everything(options.ranks) if set(options.only) <= set(str(run).split())]
-    began, done, wrong = time.monotonic(), 0, 0
+    total, runs = len(runs), [run for group in by_mesh(runs) for run in group][options.after :]
+    began, done, wrong = time.monotonic(), options.after, 0
     with quiet(), tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder))
         for group in by_mesh(runs):
@@ -207,7 +210,7 @@ def main() -> int:
                 for line in lines[:3]:
                     print(f"{run}: {line}", flush=True)
             done += len(group)
-            print(f"{time.monotonic() - began:7.0f} s  {done} of {len(runs)} runs, {wrong} wrong", flush=True)
+            print(f"{time.monotonic() - began:7.0f} s  {done} of {total} runs, {wrong} wrong", flush=True)
     steps = len(runs) * len(BATCHES)
     print(f"{'passed' if not wrong else 'FAILED'}: {len(runs)} runs, {steps} steps, {wrong} wrong")
     return int(wrong > 0)
