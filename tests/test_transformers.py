@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,32 @@ def compare(at: Path, name: str, changes: dict[str, Any]) -> None:
     for key, ref in ref_grads.items():
         error = (grads[key].double() - ref.double()).norm().item()
         assert error <= 1e-5 * max(ref.double().norm().item(), 1e-2 * norm), f"{key}: {error / norm:.2e} of the norm"
+
+
+def theirs_of(source: Path) -> Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    return torch.cat([model(torch.tensor([d])).logits[0] for d in DOCUMENTS]).detach()
+
+
+DEFAULT_HEADS: dict[str, dict[str, Any]] = {
+    "qwen3": dict(head_dim=128),
+    "qwen3_moe": dict(head_dim=10, hidden_size=40),
+    "qwen3_5": dict(head_dim=256),
+}
+
+
+@pytest.mark.parametrize("name", list(DEFAULT_HEADS))
+def test_head_dim_left_out(tmp_path: Path, name: str) -> None:
+    """What files do not say differs from family to family."""
+    source = tiny.directory(tmp_path / "m", name, **DEFAULT_HEADS[name])
+    config = json.loads((source / "config.json").read_text())
+    del config["head_dim"]
+    (source / "config.json").write_text(json.dumps(config))
+    logits, _, _ = worlds.run(1, ours, source)[0]
+    ref_logits = worlds.run(1, theirs_of, source)[0]
+    assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
 
 
 @pytest.mark.parametrize("layout", ["per-expert", "fused"])
