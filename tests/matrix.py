@@ -196,6 +196,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs = [run for run in everything(options.ranks) if set(options.only) <= set(str(run).split())]
+    if not 0 <= options.after < len(runs):
+        parser.error(f"nothing to try: {len(runs)} runs are of these words and sizes, --after {options.after}")
     total, runs = len(runs), [run for group in by_mesh(runs) for run in group][options.after :]
     began, done, wrong = time.monotonic(), options.after, 0
     with quiet(), tempfile.TemporaryDirectory() as folder:
