@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from meshwright.ops.kernels import uncompiled
 from meshwright.ops.norms import swiglu, upcast
 from meshwright.ops.product import operand, product_dtype
+
+_MAPPED_APART = 32 << 20  # bytes: glibc never takes so much out of what was freed before
 
 
 @uncompiled
@@ -99,6 +104,7 @@ class _LoopedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_EOI = ctx.saved_tensors
+        _give_back_before(weight_EOI)
         wide, dx, d_weight_EOI = product_dtype(x), torch.empty_like(x), torch.empty_like(weight_EOI)
         experts = zip(*(t.split(ctx.counts) for t in (d, x, dx)), weight_EOI, d_weight_EOI, strict=True)
         for d_rows, rows, d_into, weight, d_weight in experts:
@@ -106,3 +112,22 @@ class _LoopedLinear(torch.autograd.Function):
             d_into.copy_(d_wide @ operand(weight, x))
             d_weight.copy_(d_wide.mT @ rows.to(wide))  # of no rows: zeros
         return dx, d_weight_EOI, None
+
+
+def _give_back_before(large: Tensor) -> None:
+    """Returns to the system what activations freed, where as much as `large` is about to be mapped beside it.
+
+    Gradients of small parameters lie between the freed blocks and keep glibc from returning any of them by itself.
+    """
+    trim = _malloc_trim()
+    if large.device.type == "cpu" and large.nbytes >= _MAPPED_APART and trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except AttributeError:  # another C library
+        return None
+    return found
