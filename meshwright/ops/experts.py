@@ -16,7 +16,7 @@ from meshwright.ops.kernels import uncompiled
 from meshwright.ops.norms import swiglu, upcast
 from meshwright.ops.product import operand, product_dtype
 
-_MAPPED_APART = 32 << 20  # bytes: glibc never takes so much out of what was freed before
+_MAPPED_APART = 32 << 20  # bytes from which glibc always maps a block that no single freed hole can hold
 
 
 @uncompiled
