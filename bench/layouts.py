@@ -6,7 +6,7 @@
 The models are those of bench/step.py, 8 layers, in float32, one thread a rank. Under tp both ranks have the same 1024
 tokens, under fsdp each its own. Both sides live in the same processes and take turns; gradients are complete after
 each turn, there is no optimizer. Times are medians, of the slower rank. Collectives and bytes (the larger side of each)
-are counted in a turn of its own.
+are counted in a turn of its own. transformers' side wants accelerate installed (`pip install accelerate`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import platform
 import statistics
 import tempfile
 import time
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
 
 def ours(directory: Path, mesh: dict[str, int]) -> Step:
     model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32)
-    return our_step(model, document(1 + model.mesh.data_rank))
+    return our_step(model, repeat(document(1 + model.mesh.data_rank)))
 
 
 def theirs(directory: Path, mesh: dict[str, int]) -> Step:
     config = DistributedConfig(**{f"{axis}_size": size for axis, size in mesh.items()})
     kind = transformers.AutoModelForCausalLM
     model = kind.from_pretrained(directory, dtype=torch.float32, distributed_config=config)
-    return their_step(model, document(1 + dist.get_rank() if "fsdp" in mesh else 1))
+    return their_step(model, repeat(document(1 + dist.get_rank() if "fsdp" in mesh else 1)))
 
 
 SIDES = {"meshwright": ours, "transformers": theirs}

@@ -4,8 +4,9 @@
     python -m bench.step --models qwen3 --dtypes float32 --rounds 5
 
 The models are those of the field's usual small comparison: 8 layers, width 512, vocabulary 32000, 1024 tokens of one
-document. Times are medians of the alternating rounds; peak memory is the most that a fresh process holds during its
-steps, weights and libraries included. `--append` adds the table to bench/results.md.
+document. Each step has another document, as in training, the same on both sides. Times are medians of the alternating
+rounds; peak memory is the most that a fresh process holds during its steps, weights and libraries included. `--append`
+adds the table to bench/results.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +59,14 @@ def document(seed: int = 1) -> list[int]:
 
 
 def ours(directory: Path, dtype: torch.dtype) -> Step:
-    return our_step(mw.load(directory, mw.Mesh(device="cpu"), dtype=dtype), document())
+    return our_step(mw.load(directory, mw.Mesh(device="cpu"), dtype=dtype), map(document, count(1)))
 
 
-def our_step(model: mw.Model, tokens: list[int]) -> Step:
-    engine, batch = mw.Engine(model, lr=1e-3), mw.pack([tokens])
+def our_step(model: mw.Model, documents: Iterator[list[int]]) -> Step:
+    engine = mw.Engine(model, lr=1e-3)
 
     def step() -> float:
-        loss = engine.backward([batch])
+        loss = engine.backward([mw.pack([next(documents)])])
         engine.discard()
         return loss
 
@@ -72,13 +74,14 @@ def our_step(model: mw.Model, tokens: list[int]) -> Step:
 
 
 def theirs(directory: Path, dtype: torch.dtype) -> Step:
-    return their_step(transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), document())
+    return their_step(
+        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), map(document, count(1))
+    )
 
 
-def their_step(model: Any, tokens: list[int]) -> Step:
-    ids = torch.tensor([tokens])
-
+def their_step(model: Any, documents: Iterator[list[int]]) -> Step:
     def step() -> float:
+        ids = torch.tensor([next(documents)])
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         model.zero_grad(set_to_none=True)

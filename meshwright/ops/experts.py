@@ -16,6 +16,7 @@ from meshwright.ops.kernels import uncompiled
 from meshwright.ops.norms import swiglu, upcast
 from meshwright.ops.product import operand, product_dtype
 
+_TILE = 16  # rows that CPUs with matrix registers multiply at once
 _MAPPED_APART = 32 << 20  # bytes from which glibc always maps a block that no single freed hole can hold
 
 
@@ -45,9 +46,10 @@ def experts(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tenso
 def can_group(x_ND: Tensor, down_EDF: Tensor) -> bool:
     """Whether grouped_mm takes these, in backward too: it has no float64, and wants strides of whole 16 bytes.
 
-    The strides are D, 2F and F elements; an F that does not fit passes forward and fails only in backward.
+    The strides are D, 2F and F elements; an F that does not fit passes forward and fails only in backward. On a CPU
+    it does not pad rows, which bf16 wants there (`_factor`).
     """
-    if x_ND.dtype not in (torch.float32, torch.bfloat16) or product_dtype(x_ND) != x_ND.dtype:
+    if x_ND.dtype != torch.float32 and (x_ND.dtype != torch.bfloat16 or x_ND.device.type == "cpu"):
         return False
     return all(width * x_ND.element_size() % 16 == 0 for width in down_EDF.shape[1:])
 
@@ -97,21 +99,39 @@ class _LoopedLinear(torch.autograd.Function):
         ctx.counts = counts
         y = x.new_empty(len(x), weight_EOI.shape[1])
         for rows, into, weight in zip(x.split(counts), y.split(counts), weight_EOI, strict=True):
-            into.copy_(rows.to(product_dtype(x)) @ operand(weight, x).mT)
+            if len(rows):
+                into.copy_((_factor(rows) @ operand(weight, x).mT)[: len(rows)])
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_EOI = ctx.saved_tensors
-        _give_back_before(weight_EOI)
-        wide, dx, d_weight_EOI = product_dtype(x), torch.empty_like(x), torch.empty_like(weight_EOI)
+        if product_dtype(x) != x.dtype:  # wide copies of activations have come and gone, and left large holes
+            _give_back_before(weight_EOI)
+        dx, d_weight_EOI = torch.empty_like(x), torch.empty_like(weight_EOI)
         experts = zip(*(t.split(ctx.counts) for t in (d, x, dx)), weight_EOI, d_weight_EOI, strict=True)
         for d_rows, rows, d_into, weight, d_weight in experts:
-            d_wide = d_rows.to(wide)
-            d_into.copy_(d_wide @ operand(weight, x))
-            d_weight.copy_(d_wide.mT @ rows.to(wide))  # of no rows: zeros
+            if len(rows):
+                factor = _factor(d_rows)
+                d_into.copy_((factor @ operand(weight, x))[: len(rows)])
+                d_weight.copy_(factor.mT @ _factor(rows))
+            else:
+                d_weight.zero_()
         return dx, d_weight_EOI, None
+
+
+def _factor(rows: Tensor) -> Tensor:
+    """Rows as they meet a weight in a product; on a CPU in bf16 with some rows of zeros behind them.
+
+    There oneDNN compiles a kernel for each number of rows, in milliseconds and for a megabyte, and experts have another
+    number in every step.
+    """
+    wide = rows.to(product_dtype(rows))
+    if wide.dtype != torch.bfloat16 or rows.device.type != "cpu":
+        return wide
+    step = max(_TILE, 1 << len(rows).bit_length() >> 4)  # an eighth of the power of two below: few numbers, few zeros
+    return F.pad(wide, (0, 0, 0, -len(rows) % step))
 
 
 def _give_back_before(large: Tensor) -> None:

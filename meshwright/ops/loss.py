@@ -6,6 +6,7 @@ slices are then combined (`combine_stats`): on one device or, after an all-gathe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from meshwright.ops.norms import upcast
 from meshwright.ops.product import operand, product_dtype
 
-_CAST_WORDS = 4096  # of a weight that is cast for a product
+_CAST_WORDS = 4096  # of a weight or its gradient that are cast for a product
+_WIDENED_ON_CPU, _WIDENED = 1 << 19, 1 << 25  # logits at a time: few enough for a cache, elsewhere for few launches
 
 
 def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 1024, entropy: bool = True) -> Tensor:
@@ -40,16 +42,17 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _TokenStats(torch.autograd.Function):
-    """Chunks of tokens. Backward makes the logits again rather than keep them. The last chunk, which it wants first,
-    is still at hand as exponentials, except where the entropy's gradient needs the logits themselves."""
+    """Chunks of tokens. Backward makes the logits again rather than keep them; but those of the last chunk, which it
+    wants first, are still at hand."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, entropy: bool) -> Tensor:
-        stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+        stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=_at_least_float32(x_TD))
         ctx.last = None
         for x, labels, stats in zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True):
             ctx.last = None  # freed before the next chunk needs as much
-            ctx.last = _stats_into(stats, _logits(x, weight_VD), labels, entropy)
+            ctx.last = _logits(x, weight_VD)
+            _stats_into(stats, ctx.last, labels, entropy)
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_T3)
         ctx.chunk, ctx.entropy = chunk, entropy
         return stats_T3
@@ -59,39 +62,52 @@ class _TokenStats(torch.autograd.Function):
     def backward(ctx: Any, d_stats_T3: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_TD, weight_VD, labels_T, stats_T3 = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
-        wide = product_dtype(x_TD)
         dx_TD = torch.empty_like(x_TD) if need_x else None
-        dw_VD: Tensor | None = None
+        # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
+        dw_VD = torch.empty_like(weight_VD, dtype=stats_T3.dtype) if need_weight else None
         last, ctx.last = ctx.last, None  # to be overwritten: a second backward makes its own
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
-            x, stats, labels, d_stats = x_TD[rows], stats_T3[rows], labels_T[rows], d_stats_T3[rows]
-            d_TV = _softmax_gradient(last, x, weight_VD, stats, d_stats, ctx.entropy)
-            last = None
-            d_TV = _add_at_labels(d_TV, labels, d_stats[:, 1:2]).to(wide)
+            is_first = begin + ctx.chunk >= len(x_TD)
+            d_TV, last = _logits(x_TD[rows], weight_VD) if last is None else last, None
+            _turn_into_gradient(d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy)
             if dx_TD is not None:
-                dx_TD[rows] = _times(d_TV, weight_VD, x)
-            if need_weight:
-                # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
-                part_VD = (d_TV.T @ x.to(wide)).to(stats.dtype)
-                dw_VD = part_VD if dw_VD is None else dw_VD.add_(part_VD)
+                dx_TD[rows] = _times(d_TV, weight_VD, x_TD)
+            if dw_VD is not None:
+                _weight_gradient(dw_VD, d_TV, x_TD[rows], add=not is_first)
         return dx_TD, None if dw_VD is None else dw_VD.to(weight_VD.dtype), None, None, None
 
 
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    """In the dtype of the product; whoever reckons with them widens a few rows at a time."""
     x_wide = x_TD.to(product_dtype(x_TD))
     logits_TV = x_wide.new_empty(len(x_TD), len(weight_VD))
     for words in _words(weight_VD, x_TD):
         torch.mm(x_wide, operand(weight_VD[words], x_TD).T, out=logits_TV[:, words])
-    return upcast(logits_TV)
+    return logits_TV
 
 
 def _times(d_TV: Tensor, weight_VD: Tensor, x_TD: Tensor) -> Tensor:
-    """d @ weight, in x.dtype."""
-    dx_TD = d_TV.new_zeros(x_TD.shape)
+    """d @ weight, its parts summed in at least float32."""
+    dx_TD = d_TV.new_zeros(len(d_TV), x_TD.shape[1], dtype=_at_least_float32(x_TD))
     for words in _words(weight_VD, x_TD):
-        dx_TD.addmm_(d_TV[:, words], operand(weight_VD[words], x_TD))
-    return dx_TD.to(x_TD.dtype)
+        dx_TD += d_TV[:, words] @ operand(weight_VD[words], x_TD)
+    return dx_TD
+
+
+def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:
+    """dw = d.T @ x, or added to it; part by part where a product of another dtype is cast."""
+    x_wide = x_TD.to(d_TV.dtype)
+    if dw_VD.dtype == d_TV.dtype:
+        dw_VD.addmm_(d_TV.T, x_wide, beta=int(add))  # beta=0: whatever lies there is not read
+        return
+    for dw, d in zip(dw_VD.split(_CAST_WORDS), d_TV.split(_CAST_WORDS, dim=1), strict=True):
+        write = dw.add_ if add else dw.copy_
+        write(d.T @ x_wide)
 
 
 def _words(weight_VD: Tensor, x_TD: Tensor) -> list[slice]:
@@ -107,36 +123,32 @@ def _local(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
     return here_T[:, None], labels_T.where(here_T, 0)[:, None]
 
 
-def _stats_into(stats_T3: Tensor, logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> tuple[Tensor, Tensor] | None:
-    """Without entropy logits_TV is overwritten and comes back as (exponentials, their sum), to be kept."""
-    here_T1, index_T1 = _local(labels_T, logits_TV.shape[-1])
-    stats_T3[:, 1:2] = logits_TV.gather(-1, index_T1).masked_fill(~here_T1, 0.0)
-    if entropy:
-        stats_T3[:, 0:1] = lse_T1 = logits_TV.logsumexp(-1, keepdim=True)
-        stats_T3[:, 2] = torch.linalg.vecdot((logits_TV - lse_T1).exp_(), logits_TV)
-        return None
-    largest_T1 = logits_TV.amax(-1, keepdim=True)
-    exp_TV = logits_TV.sub_(largest_T1).exp_()
-    sum_T1 = exp_TV.sum(-1, keepdim=True)
-    stats_T3[:, 0:1] = sum_T1.log() + largest_T1
-    return exp_TV, sum_T1
+def _few_rows(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of all of them, as many as are widened together."""
+    at_once = _WIDENED_ON_CPU if logits_TV.device.type == "cpu" else _WIDENED
+    rows = max(1, at_once // max(1, logits_TV.shape[1]))
+    return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
 
 
-def _softmax_gradient(
-    kept: tuple[Tensor, Tensor] | None, x_TD: Tensor, weight_VD: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: bool
-) -> Tensor:
-    """p * (d_lse + d_mean * (1 + logit - mean)), for p the softmax of the logits."""
-    lse, _, mean = stats_T3.split(1, dim=-1)
-    d_lse, _, d_mean = d_T3.split(1, dim=-1)
-    if kept is not None:
-        exp_TV, sum_T1 = kept
-        return exp_TV.mul_(d_lse / sum_T1)
-    logits_TV = _logits(x_TD, weight_VD)
-    if entropy:
-        return (logits_TV - lse).exp_().mul_((logits_TV - mean + 1).mul_(d_mean).add_(d_lse))
-    return logits_TV.sub_(lse).exp_().mul_(d_lse)
+def _stats_into(stats_T3: Tensor, logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> None:
+    for few_TV, stats, labels in _few_rows(logits_TV, stats_T3, labels_T):
+        logits = upcast(few_TV)
+        here_T1, index_T1 = _local(labels, logits.shape[1])
+        largest_T1 = logits.amax(-1, keepdim=True)
+        exp = (logits - largest_T1).exp_()
+        sum_T1 = exp.sum(-1, keepdim=True)
+        stats[:, 0:1] = sum_T1.log() + largest_T1
+        stats[:, 1:2] = logits.gather(-1, index_T1).masked_fill(~here_T1, 0.0)
+        if entropy:
+            stats[:, 2:3] = exp.mul_(logits).sum(-1, keepdim=True) / sum_T1
 
 
-def _add_at_labels(d_TV: Tensor, labels_T: Tensor, d_target_T1: Tensor) -> Tensor:
-    here_T1, index_T1 = _local(labels_T, d_TV.shape[-1])
-    return d_TV.scatter_add_(-1, index_T1, d_target_T1.masked_fill(~here_T1, 0.0))
+def _turn_into_gradient(logits_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool) -> None:
+    """p * (d_lse + d_mean * (1 + logit - mean)), for p the softmax of the logits, and d_target more at the label."""
+    for few_TV, stats, d_stats, labels in _few_rows(logits_TV, stats_T3, d_T3, labels_T):
+        logits = upcast(few_TV)
+        (lse, _, mean), (d_lse, d_target, d_mean) = stats.split(1, dim=-1), d_stats.split(1, dim=-1)
+        here_T1, index_T1 = _local(labels, logits.shape[1])
+        factor = (logits - mean + 1).mul_(d_mean).add_(d_lse) if entropy else d_lse
+        d = (logits - lse).exp_().mul_(factor)
+        few_TV.copy_(d.scatter_add_(-1, index_T1, d_target.masked_fill(~here_T1, 0.0)))

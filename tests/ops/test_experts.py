@@ -11,9 +11,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-from meshwright.ops import experts, route
-from meshwright.ops.experts import can_group
-from meshwright.ops.product import product_dtype
+from meshwright.ops import experts, product, route
+from meshwright.ops.experts import _factor, can_group
 from tests.ops import references
 from tests.ops.references import compare, differentiate, quick, rand, smoke
 
@@ -37,8 +36,7 @@ def test_against_reference(counts, ffn):
 @given(loads, st.sampled_from([(8, 16), (16, 8), (8, 6), (6, 8)]), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_low_precision_grouped_and_not(counts, widths, dtype):
     streams, counts_E = inputs(counts, *widths), torch.tensor(counts)
-    fast = product_dtype(streams[0].to(dtype)) == dtype  # else bf16 is multiplied in float32, expert by expert
-    assert can_group(streams[0].to(dtype), streams[2].to(dtype)) == (fast and 6 not in widths)
+    assert can_group(streams[0].to(dtype), streams[2].to(dtype)) == (dtype == torch.float32 and 6 not in widths)
     smoke(lambda *x: experts(*x, counts_E), streams, dtype, 1e-5 if dtype == torch.float32 else 6e-2)
 
 
@@ -48,6 +46,24 @@ def test_grouped_equals_looped(counts):
     assert can_group(streams[0], streams[2])
     wide = differentiate(lambda *x: experts(*x, counts_E), [x.detach().double().requires_grad_() for x in streams])
     references.assert_same(differentiate(lambda *x: experts(*x, counts_E), streams), wide, 1e-5)
+
+
+def test_bfloat16_on_a_cpu_meets_few_numbers_of_rows(monkeypatch):
+    """Each would be a kernel more, compiled for 3 ms and kept in a megabyte."""
+    monkeypatch.setattr(product, "_cpu_has_bf16", lambda: True)
+    sizes = {n: len(_factor(torch.zeros(n, 1, dtype=torch.bfloat16))) for n in range(1, 2**15)}
+    assert len(set(sizes.values())) <= 80
+    assert all(0 <= size - n < max(16, n / 8 + 1) for n, size in sizes.items())
+    rows = rand(37, 5, dtype=torch.bfloat16, grad=False)
+    assert torch.equal(_factor(rows)[:37], rows)
+    assert not _factor(rows)[37:].any()
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_bfloat16_with_and_without_instructions(monkeypatch, has_bf16):
+    monkeypatch.setattr(product, "_cpu_has_bf16", lambda: has_bf16)
+    counts = [1, 0, 37, 5]
+    smoke(lambda *x: experts(*x, torch.tensor(counts)), inputs(counts), torch.bfloat16, 6e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -134,15 +150,16 @@ def resident():
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="of glibc")
-def test_large_gradients_come_after_freed_memory_has_gone():
-    """Freed blocks between small ones that stay: glibc would keep 125 MiB, and map 48 of gradients beside them."""
-    gate_up = rand(4, 2048, 512)
-    y = experts(rand(4, 512), gate_up, rand(4, 512, 1024), torch.tensor([1, 0, 2, 1]))
-    blocks = [(bytearray(2**16), bytearray(600)) for _ in range(2000)]
+def test_large_gradients_come_after_freed_memory_has_gone(monkeypatch):
+    """Freed blocks between small ones that stay: glibc would keep 250 MiB, and map 48 of gradients beside them."""
+    monkeypatch.setattr(product, "_cpu_has_bf16", lambda: False)
+    gate_up, x = rand(4, 4096, 512, dtype=torch.float32), rand(4, 512, dtype=torch.bfloat16)
+    y = experts(x, gate_up, rand(4, 512, 2048, dtype=torch.float32), torch.tensor([1, 0, 2, 1]))
+    blocks = [(bytearray(2**16), bytearray(600)) for _ in range(4000)]
     stay = [small for _, small in blocks]
     before = resident()
     del blocks
     y.sum().backward()
     assert gate_up.grad.nbytes == 2**25
-    assert resident() < before - 40
+    assert resident() < before - 100
     del stay
