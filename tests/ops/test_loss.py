@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.ops import combine_stats, token_stats
+from meshwright.ops import combine_stats, loss, token_stats
 from tests.ops import references
-from tests.ops.references import assert_same, compare, quick, rand, smoke
+from tests.ops.references import assert_same, compare, differentiate, quick, rand, smoke
 
 LABELS = torch.tensor([0, 6, -100, 7, 3, -1, 3, 99, 2, 5, 1])  # of 7 words, some outside
 
@@ -84,6 +84,18 @@ def test_large_logits_are_finite():
     logprobs, entropy = combine_stats(slices(x * 1e4, weight, labels, [3, 4]))
     (logprobs.sum() + entropy.sum()).backward()
     assert all(torch.isfinite(t).all() for t in (logprobs, entropy, x.grad, weight.grad))
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+def test_parts_of_rows_and_words_change_nothing(monkeypatch, entropy, dtype, tolerance):
+    """What a large vocabulary does: few rows are widened together, few words cast."""
+    inputs, chunk = [rand(11, 4, dtype=dtype), rand(7, 4, seed=1)], 5
+    whole = differentiate(lambda x, w: token_stats(x, w, LABELS, chunk, entropy), inputs)
+    monkeypatch.setattr(loss, "_WIDENED_ON_CPU", 14)  # two rows
+    monkeypatch.setattr(loss, "_CAST_WORDS", 3)
+    parts = differentiate(lambda x, w: token_stats(x, w, LABELS, chunk, entropy), inputs)
+    assert_same(parts, whole, tolerance)
 
 
 def test_float32_is_summed_in_float32_over_chunks():
