@@ -101,6 +101,7 @@ class Engine:
             self.want = "entropy"
         self.router = Router(model.parts[0].balance, model.mesh, router_aux)
         self._ready: tuple[float, _Count] | None = None
+        self._unsummed = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in model.pieces}
         trained = set(model.trainable)
         decayed = {p.name for p in model.table if p.decay}
         stored = {name: t for name, t in model.stored().items() if name in trained}
@@ -191,14 +192,14 @@ class Engine:
         """The one place where the sums that FSDP leaves out are made: every gradient is then complete."""
         model = self.model
         grads = model.grads()
-        lacking = [name for name in model.trainable if name not in grads]
+        trainable = model.trainable
+        lacking = [name for name in trainable if name not in grads]
         if lacking:
             raise StateError(
-                f"{lacking[0]} got no gradient, as {len(lacking)} of {len(model.trainable)} parameters; each must, "
+                f"{lacking[0]} got no gradient, as {len(lacking)} of {len(trainable)} parameters; each must, "
                 "zeros if unused (if none did, FSDP was kept from its sums)"
             )
-        axes = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in grads}
-        parallel.finish([(axes[name], grad) for name, grad in grads.items()], model.mesh)
+        parallel.finish([(self._unsummed[name], grad) for name, grad in grads.items()], model.mesh)
 
     def _loss(self, batch: Batch, count: _Count, num_batches: int, *, training: bool) -> tuple[Tensor, Tensor]:
         """This rank's share of the loss of a micro-batch, and of the router's, whose gradient is already attached."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import parallel
 from ..errors import ConfigError, LayoutError, StateError
@@ -68,18 +68,27 @@ class Model:
         axes, coords = self.mesh.axes, self.mesh.coords
         return {name for name in self.pieces if owns(self.table, name, self.rules, axes, coords)}
 
+    @cached_property
+    def _places(self) -> list[tuple[str, nn.Module, str]]:
+        """The module that holds each parameter. It stays the same; FSDP exchanges the parameter, and back."""
+        split = {name: name.rpartition(".") for name in self.pieces}
+        return [(name, self.parts[0].get_submodule(owner), last) for name, (owner, _, last) in split.items()]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {name: holder.get_parameter(last) for name, holder, last in self._places}
+
     @property
     def trainable(self) -> list[str]:
-        return [name for name in self.pieces if self.parts[0].get_parameter(name).requires_grad]
+        return [name for name, parameter in self._parameters().items() if parameter.requires_grad]
 
     def stored(self) -> dict[str, Tensor]:
         """What this rank stores of every parameter: live memory, not copies."""
-        return {name: parallel.local(self.parts[0].get_parameter(name)).detach() for name in self.pieces}
+        return {name: parallel.local(parameter).detach() for name, parameter in self._parameters().items()}
 
     def grads(self) -> dict[str, Tensor]:
         """This rank's part of every gradient that is there."""
-        found = ((name, parallel.local_grad(self.parts[0].get_parameter(name))) for name in self.trainable)
-        return {name: grad for name, grad in found if grad is not None}
+        found = {name: parallel.local_grad(p) for name, p in self._parameters().items() if p.requires_grad}
+        return {name: grad for name, grad in found.items() if grad is not None}
 
     def need(self, state_dtype: torch.dtype | None = None) -> Need:
         """What decides about the bytes that training takes here."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
@@ -65,7 +64,7 @@ class Embedding(nn.Module):
     def forward(self, tokens_T: Tensor) -> Tensor:
         row_T = tokens_T - self.vocab.start
         here_T = (row_T >= 0) & (row_T < len(self.vocab))
-        x_TD = F.embedding(row_T.where(here_T, 0), self.weight).to(self.compute) * here_T[:, None]
+        x_TD = ops.lookup(self.weight, row_T.where(here_T, 0)).to(self.compute) * here_T[:, None]
         return self.leave(x_TD)  # each token's row lives on one rank: the others add exact zeros
 
 

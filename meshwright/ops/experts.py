@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,11 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ops.kernels import uncompiled
+from meshwright.ops.memory import fresh, give_back_before
 from meshwright.ops.norms import swiglu, upcast
 from meshwright.ops.product import operand, product_dtype
 
 _TILE = 16  # rows that CPUs with matrix registers multiply at once
-_MAPPED_APART = 32 << 20  # bytes from which glibc always maps a block that no single freed hole can hold
 
 
 @uncompiled
@@ -108,8 +105,8 @@ class _LoopedLinear(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_EOI = ctx.saved_tensors
         if product_dtype(x) != x.dtype:  # wide copies of activations have come and gone, and left large holes
-            _give_back_before(weight_EOI)
-        dx, d_weight_EOI = torch.empty_like(x), torch.empty_like(weight_EOI)
+            give_back_before(weight_EOI)
+        dx, d_weight_EOI = torch.empty_like(x), fresh(torch.empty_like(weight_EOI))
         experts = zip(*(t.split(ctx.counts) for t in (d, x, dx)), weight_EOI, d_weight_EOI, strict=True)
         for d_rows, rows, d_into, weight, d_weight in experts:
             if len(rows):
@@ -132,22 +129,3 @@ def _factor(rows: Tensor) -> Tensor:
         return wide
     step = max(_TILE, 1 << len(rows).bit_length() >> 4)  # an eighth of the power of two below: few numbers, few zeros
     return F.pad(wide, (0, 0, 0, -len(rows) % step))
-
-
-def _give_back_before(large: Tensor) -> None:
-    """Returns to the system what activations freed, where as much as `large` is about to be mapped beside it.
-
-    Gradients of small parameters lie between the freed blocks and keep glibc from returning any of them by itself.
-    """
-    trim = _malloc_trim()
-    if large.device.type == "cpu" and large.nbytes >= _MAPPED_APART and trim is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except AttributeError:  # another C library
-        return None
-    return found

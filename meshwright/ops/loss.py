@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops.norms import upcast
+from meshwright.ops.memory import fresh
+from meshwright.ops.norms import at_least_float32, upcast
 from meshwright.ops.product import operand, product_dtype
 
 _CAST_WORDS = 4096  # of a weight or its gradient that are cast for a product
@@ -47,12 +48,12 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, entropy: bool) -> Tensor:
-        stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=_at_least_float32(x_TD))
+        stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=at_least_float32(x_TD))
         ctx.last = None
         for x, labels, stats in zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True):
             ctx.last = None  # freed before the next chunk needs as much
             ctx.last = _logits(x, weight_VD)
-            _stats_into(stats, ctx.last, labels, entropy)
+            stats.copy_(_stats(ctx.last, labels, entropy))
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_T3)
         ctx.chunk, ctx.entropy = chunk, entropy
         return stats_T3
@@ -64,7 +65,7 @@ class _TokenStats(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if need_x else None
         # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
-        dw_VD = torch.empty_like(weight_VD, dtype=stats_T3.dtype) if need_weight else None
+        dw_VD = fresh(torch.empty_like(weight_VD, dtype=stats_T3.dtype)) if need_weight else None
         last, ctx.last = ctx.last, None  # to be overwritten: a second backward makes its own
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
@@ -78,14 +79,10 @@ class _TokenStats(torch.autograd.Function):
         return dx_TD, None if dw_VD is None else dw_VD.to(weight_VD.dtype), None, None, None
 
 
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """In the dtype of the product; whoever reckons with them widens a few rows at a time."""
     x_wide = x_TD.to(product_dtype(x_TD))
-    logits_TV = x_wide.new_empty(len(x_TD), len(weight_VD))
+    logits_TV = fresh(x_wide.new_empty(len(x_TD), len(weight_VD)))
     for words in _words(weight_VD, x_TD):
         torch.mm(x_wide, operand(weight_VD[words], x_TD).T, out=logits_TV[:, words])
     return logits_TV
@@ -93,7 +90,7 @@ def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
 
 def _times(d_TV: Tensor, weight_VD: Tensor, x_TD: Tensor) -> Tensor:
     """d @ weight, its parts summed in at least float32."""
-    dx_TD = d_TV.new_zeros(len(d_TV), x_TD.shape[1], dtype=_at_least_float32(x_TD))
+    dx_TD = d_TV.new_zeros(len(d_TV), x_TD.shape[1], dtype=at_least_float32(x_TD))
     for words in _words(weight_VD, x_TD):
         dx_TD += d_TV[:, words] @ operand(weight_VD[words], x_TD)
     return dx_TD
@@ -130,25 +127,38 @@ def _few_rows(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
 
 
-def _stats_into(stats_T3: Tensor, logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> None:
-    for few_TV, stats, labels in _few_rows(logits_TV, stats_T3, labels_T):
-        logits = upcast(few_TV)
-        here_T1, index_T1 = _local(labels, logits.shape[1])
-        largest_T1 = logits.amax(-1, keepdim=True)
-        exp = (logits - largest_T1).exp_()
-        sum_T1 = exp.sum(-1, keepdim=True)
-        stats[:, 0:1] = sum_T1.log() + largest_T1
-        stats[:, 1:2] = logits.gather(-1, index_T1).masked_fill(~here_T1, 0.0)
-        if entropy:
-            stats[:, 2:3] = exp.mul_(logits).sum(-1, keepdim=True) / sum_T1
+def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> Tensor:
+    here_T1, index_T1 = _local(labels_T, logits_TV.shape[1])
+    target_T1 = upcast(logits_TV.gather(-1, index_T1)).masked_fill(~here_T1, 0.0)
+    sums_T3 = torch.cat([_sums(few_TV, entropy) for (few_TV,) in _few_rows(logits_TV)])
+    largest_T1, sum_T1, weighted_T1 = sums_T3.split(1, dim=-1)
+    return torch.cat([largest_T1 + sum_T1.log(), target_T1, weighted_T1 / sum_T1], dim=-1)
+
+
+def _sums(few_TV: Tensor, entropy: bool) -> Tensor:
+    """Of each row: the largest logit; the sum of exp(logit - largest); with entropy, that times the logit."""
+    logits = upcast(few_TV)
+    largest_T1 = logits.amax(-1, keepdim=True)
+    spare = None if entropy or logits is few_TV else logits  # a fresh block would double what the cache must hold
+    exp = torch.sub(logits, largest_T1, out=spare).exp_()
+    sum_T1 = exp.sum(-1, keepdim=True)
+    weighted_T1 = exp.mul_(logits).sum(-1, keepdim=True) if entropy else torch.zeros_like(sum_T1)
+    return torch.cat([largest_T1, sum_T1, weighted_T1], dim=-1)
 
 
 def _turn_into_gradient(logits_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool) -> None:
-    """p * (d_lse + d_mean * (1 + logit - mean)), for p the softmax of the logits, and d_target more at the label."""
-    for few_TV, stats, d_stats, labels in _few_rows(logits_TV, stats_T3, d_T3, labels_T):
-        logits = upcast(few_TV)
-        (lse, _, mean), (d_lse, d_target, d_mean) = stats.split(1, dim=-1), d_stats.split(1, dim=-1)
-        here_T1, index_T1 = _local(labels, logits.shape[1])
-        factor = (logits - mean + 1).mul_(d_mean).add_(d_lse) if entropy else d_lse
-        d = (logits - lse).exp_().mul_(factor)
-        few_TV.copy_(d.scatter_add_(-1, index_T1, d_target.masked_fill(~here_T1, 0.0)))
+    """The share of each logit, and d_target more at the label."""
+    here_T1, index_T1 = _local(labels_T, logits_TV.shape[1])
+    target_T1 = upcast(logits_TV.gather(-1, index_T1))
+    for few_TV, stats, d_stats in _few_rows(logits_TV, stats_T3, d_T3):
+        few_TV.copy_(_turned_into_share(upcast(few_TV), stats, d_stats, entropy))
+    d_target_T1 = _turned_into_share(target_T1, stats_T3, d_T3, entropy) + d_T3[:, 1:2].masked_fill(~here_T1, 0.0)
+    rows_T1 = torch.arange(len(logits_TV), device=logits_TV.device)[:, None]
+    logits_TV[rows_T1, index_T1] = d_target_T1.to(logits_TV.dtype)  # scatter_ would copy all of them
+
+
+def _turned_into_share(logits: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: bool) -> Tensor:
+    """p * (d_lse + d_mean * (1 + logit - mean)), for p the softmax of the logits, which it overwrites."""
+    (lse, _, mean), (d_lse, _, d_mean) = stats_T3.split(1, dim=-1), d_T3.split(1, dim=-1)
+    factor = (logits - mean + 1).mul_(d_mean).add_(d_lse) if entropy else d_lse
+    return logits.sub_(lse).exp_().mul_(factor)

@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+def at_least_float32(x: Tensor) -> torch.dtype:
+    """Never exactly float32, so that everything also runs in float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def upcast(x: Tensor) -> Tensor:
-    """x in at least float32: never exactly float32, so that everything also runs in float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(at_least_float32(x))
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:
@@ -35,31 +39,30 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
-        wide = upcast(x)
-        rstd = _rstd(wide, eps)
+        rstd = _rstd(upcast(x), eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centred = zero_centred
-        unit = wide * rstd
+        unit = x * rstd  # as wide as rstd
         if zero_centred:
             return unit.mul_(1 + upcast(weight.to(x.dtype))).to(x.dtype)
-        return unit.to(x.dtype) * weight.to(x.dtype)
+        return unit.to(x.dtype).mul_(weight.to(x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        d, unit, factor = upcast(d), upcast(x) * rstd, upcast(weight.to(x.dtype)) + float(ctx.zero_centred)
-        d_unit = d * factor
-        d_weight = (d * unit).flatten(0, -2).sum(0)
-        share = (d_unit * unit).mean(-1, keepdim=True)
-        dx = d_unit.sub_(unit.mul_(share)).mul_(rstd)
+        unit, factor = x * rstd, upcast(weight.to(x.dtype)) + float(ctx.zero_centred)
+        each = d * unit
+        d_weight = each.flatten(0, -2).sum(0)
+        share = (each @ factor)[..., None] / x.shape[-1]
+        d_unit = torch.mul(d, factor, out=each)  # in its place: a fresh block costs as much as the product
+        dx = d_unit.addcmul_(unit, share, value=-1).mul_(rstd)
         return dx.to(x.dtype), d_weight.to(weight.dtype), None, None
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The delta net's norm, in x.dtype: weight (plain, not zero-centred) * rms_norm(x) * silu(gate)."""
-    wide = upcast(x)
-    return (weight * (wide * _rstd(wide, eps)).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype)
+    return (weight * (x * _rstd(upcast(x), eps)).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -84,6 +87,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, -1)
         d_gate_up = torch.empty_like(gate_up)
         d_gate, d_up = d_gate_up.chunk(2, -1)
-        d_up.copy_(F.silu(gate)).mul_(d)
-        d_gate.copy_(torch.ops.aten.silu_backward(d * up, gate))
+        torch.ops.aten.silu(gate, out=d_up).mul_(d)
+        torch.mul(d, up, out=d_gate)
+        torch.ops.aten.silu_backward(d_gate, gate, grad_input=d_gate)
         return d_gate_up

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from meshwright.ops.norms import upcast
 
@@ -42,7 +45,29 @@ def _axes(num_freqs: int, sections: tuple[int, int, int] | None, device: torch.d
 
 def rotate(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotate-half on the first 2R of the K dims; the others pass. In x.dtype, rounded once."""
-    num_freqs = cos_TR.shape[-1]
-    a, b, rest = x_THK.split([num_freqs, num_freqs, x_THK.shape[-1] - 2 * num_freqs], dim=-1)
-    a, b, cos, sin = upcast(a), upcast(b), upcast(cos_TR)[:, None], upcast(sin_TR)[:, None]
-    return torch.cat([(a * cos - b * sin).to(x_THK.dtype), (b * cos + a * sin).to(x_THK.dtype), rest], dim=-1)
+    y_THK: Tensor = _Rotate.apply(x_THK, cos_TR, sin_TR)  # torch leaves apply untyped
+    return y_THK
+
+
+class _Rotate(torch.autograd.Function):
+    """Keeps the tables alone: its gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TR, sin_TR)
+        return _turned(x_THK, cos_TR, sin_TR)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_THK: Tensor) -> tuple[Tensor, None, None]:
+        cos_TR, sin_TR = ctx.saved_tensors
+        return _turned(d_THK, cos_TR, -sin_TR), None, None
+
+
+def _turned(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    num_freqs, cos, sin = cos_TR.shape[-1], upcast(cos_TR)[:, None], upcast(sin_TR)[:, None]
+    x, rest = upcast(x_THK[..., : 2 * num_freqs]), x_THK[..., 2 * num_freqs :]
+    y = x * torch.cat([cos, cos], dim=-1)
+    y[..., :num_freqs].addcmul_(x[..., num_freqs:], sin, value=-1)
+    y[..., num_freqs:].addcmul_(x[..., :num_freqs], sin)
+    return torch.cat([y.to(x_THK.dtype), rest], dim=-1) if rest.shape[-1] else y.to(x_THK.dtype)
