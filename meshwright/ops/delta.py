@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.ops.documents import Documents, check_tokens
 from meshwright.ops.kernels import fastest, uncompiled
-from meshwright.ops.norms import upcast
+from meshwright.ops.norms import at_least_float32, upcast
 
 
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents) -> Tensor:
@@ -108,7 +108,7 @@ def chunked(
     across a boundary, wherever it lies in the chunk, and that alone separates documents.
     Its weakness: several float32 tensors of T*G*R*chunk elements live at once.
     """
-    num_tokens, work = v_TGRV.shape[0], torch.promote_types(v_TGRV.dtype, torch.float32)
+    num_tokens, work = v_TGRV.shape[0], at_least_float32(v_TGRV)
     q, k, v = (_chunks(x.to(work), chunk).movedim(1, -2) for x in (q_TGK, k_TGK, v_TGRV))  # n chunks: v_nGRCV
     g, beta = (_chunks(x.to(work), chunk).movedim(1, -1) for x in (g_TGR, beta_TGR))  # g_nGRC
     q, k = (_unit_length(x).unsqueeze(2) for x in (q, k))  # q_nG1CK: shared by R value heads

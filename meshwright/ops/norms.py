@@ -39,10 +39,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
-        rstd = _rstd(upcast(x), eps)
+        wide = upcast(x)
+        rstd = _rstd(wide, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centred = zero_centred
-        unit = x * rstd  # as wide as rstd
+        unit = wide * rstd
         if zero_centred:
             return unit.mul_(1 + upcast(weight.to(x.dtype))).to(x.dtype)
         return unit.to(x.dtype).mul_(weight.to(x.dtype))
@@ -51,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        unit, factor = x * rstd, upcast(weight.to(x.dtype)) + float(ctx.zero_centred)
+        d, unit, factor = upcast(d), upcast(x) * rstd, upcast(weight.to(x.dtype)) + float(ctx.zero_centred)
         each = d * unit
         d_weight = each.flatten(0, -2).sum(0)
         share = (each @ factor)[..., None] / x.shape[-1]
@@ -62,7 +63,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The delta net's norm, in x.dtype: weight (plain, not zero-centred) * rms_norm(x) * silu(gate)."""
-    return (weight * (x * _rstd(upcast(x), eps)).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype)
+    wide = upcast(x)
+    return (weight * (wide * _rstd(wide, eps)).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -87,7 +89,6 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, -1)
         d_gate_up = torch.empty_like(gate_up)
         d_gate, d_up = d_gate_up.chunk(2, -1)
-        torch.ops.aten.silu(gate, out=d_up).mul_(d)
-        torch.mul(d, up, out=d_gate)
-        torch.ops.aten.silu_backward(d_gate, gate, grad_input=d_gate)
+        d_up.copy_(F.silu(gate)).mul_(d)
+        d_gate.copy_(torch.ops.aten.silu_backward(d * up, gate))
         return d_gate_up

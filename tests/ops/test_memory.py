@@ -1,0 +1,37 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.ops.memory import fresh
+
+MIB = 1 << 20
+
+
+def advised(block: torch.Tensor) -> bool:
+    """Whether the mapping in the middle of the block is marked for huge pages."""
+    middle, inside = block.data_ptr() + block.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if not first.endswith(":"):
+            begin, end = (int(x, 16) for x in first.split("-"))
+            inside = begin <= middle < end
+        elif inside and first == "VmFlags:":
+            return "hg" in rest.split()
+    raise AssertionError("no mapping holds the block")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without transparent huge pages"
+)
+def test_large_blocks_are_marked_and_small_ones_left_alone():
+    assert advised(fresh(torch.empty(40 * MIB, dtype=torch.uint8)))
+    assert not advised(torch.empty(40 * MIB, dtype=torch.uint8))
+    assert not advised(fresh(torch.empty(20 * MIB, dtype=torch.uint8)))
+
+
+def test_any_block_comes_back_as_it_is():
+    for block in (torch.arange(6), torch.empty(0), torch.empty(3, device="meta"), torch.ones(48 * MIB // 4)[1:]):
+        before = block.clone()
+        assert fresh(block) is block
+        assert block.is_meta or torch.equal(block, before)
