@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verify.set_defaults(run=_verify)
-    verify.add_argument("model", nargs="?", help="a Hugging Face directory, a hub id, or one of the tiny-... names")
+    tiny = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
+    verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a hub id, {tiny}")
     verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(

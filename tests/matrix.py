@@ -41,12 +41,13 @@ _DELTA = dict(
     num_attention_heads=8, head_dim=8, num_hidden_layers=2, linear_num_key_heads=8, linear_num_value_heads=16,
     layer_types=["linear_attention", "full_attention"],
 )  # fmt: skip
+_AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)  # the router's aux loss is trained too
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(num_attention_heads=8, hidden_size=48, num_hidden_layers=2, intermediate_size=40),
     "qwen3": _HEADS,
-    "qwen3_moe": _HEADS,
+    "qwen3_moe": {**_HEADS, **_AUX},
     "qwen3_5": {**_DELTA, "intermediate_size": 40},
-    "qwen3_5_moe": _DELTA,
+    "qwen3_5_moe": {**_DELTA, **_AUX},
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright import parallel
 from meshwright.engine import engine as engine_module
@@ -89,6 +90,11 @@ def fsdp_averages(patch: Patch) -> None:
 
 def fsdp_twice(patch: Patch) -> None:
     _reducing(patch, lambda output, _: output.mul_(2))
+
+
+def replicas_never_asked(patch: Patch) -> None:
+    real = FSDPModule.set_requires_all_reduce
+    patch.setattr(FSDPModule, "set_requires_all_reduce", lambda module, _: real(module, False))
 
 
 def replicas_never(patch: Patch) -> None:

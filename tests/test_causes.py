@@ -86,6 +86,12 @@ PLANTS = {
     "no sum over replicas": Planted(
         plants.replicas_never, "qwen3", dict(replicate=2), r"G1 model\.norm\.weight: .*" + SHARE.format("replicate")
     ),
+    "no sum over replicas is asked for": Planted(
+        plants.replicas_never_asked,
+        "qwen3",
+        dict(replicate=2),
+        r"RUN .*got no gradient, as (\d+) of \1 parameters.*kept from its sums over fsdp, or from those over replicate",
+    ),
     "no sum of kv copies": Planted(
         plants.rest_without_matrices,
         "qwen3",
@@ -127,7 +133,10 @@ PLANTS = {
         r"G1 \S*layers\.2\.post_attention_layernorm\.weight: .*look at the way back through layers\.2\.mlp",
     ),
     "the router is detached": Planted(
-        plants.router_detached, "qwen3_moe", EP, r"RUN .*layers\.0\.mlp\.router got no gradient"
+        plants.router_detached,
+        "qwen3_moe",
+        EP,
+        r"RUN .*layers\.0\.mlp\.router got no gradient, .*zeros if it is unused",
     ),
     "the router gets no gradient": Planted(
         plants.router_of_zero_gradient,
@@ -189,14 +198,14 @@ PLANTS = {
         plants.aux_with_filler,
         "qwen3_moe",
         FSDP,
-        r"G1 .*the router's aux loss would be .*or with filler tokens",
+        r"G1 .*the router's aux loss would be .*with filler tokens",
         changes=AUX,
     ),
     "aux loss of each rank's own tokens": Planted(
         plants.aux_of_own_rank,
         "qwen3_moe",
         FSDP,
-        r"G1 .*the router's aux loss would be .*counted again for each .*rank",
+        r"G1 .*the router's aux loss would be .*with each rank's own tokens alone",
         changes=AUX,
     ),
     "aux loss pushes twice": Planted(

@@ -175,6 +175,23 @@ def test_what_is_found_is_told_in_few_lines() -> None:
     assert report.beginning([well]) == report.beginning([replace(part, findings=found[:1])]) == ""
 
 
+def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
+    def told(model: str, **mesh: int) -> str:
+        return report.unproven(plan(model, Axes(**mesh), say=lambda _: None))
+
+    def own(name: str, **options: Any) -> str:
+        return directory(tmp_path / name, {**QWEN3_30B_A3B, **options})
+
+    assert told("tiny-qwen3", replicate=2, fsdp=2, tp=2) == "not tried: ep, of size 1 here"
+    assert told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2) == 'not tried: replicate, of size 1 here; router_aux="previous"'
+    assert told("tiny-qwen3.5-moe", fsdp=2).endswith('; router_aux="previous"'), "a tiny MoE trains its aux loss"
+    assert "; the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)" in told(
+        own("a"), fsdp=2
+    )
+    no_weight = own("b", output_router_logits=True, router_aux_loss_coef=0.0)
+    assert "; the router's aux loss" in told(no_weight, fsdp=2)
+
+
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "--list")
     assert code == 0

@@ -195,9 +195,10 @@ class Engine:
         trainable = model.trainable
         lacking = [name for name in trainable if name not in grads]
         if lacking:
+            none_did = "FSDP was kept from its sums over fsdp, or from those over replicate that end a step"
             raise StateError(
-                f"{lacking[0]} got no gradient, as {len(lacking)} of {len(trainable)} parameters; each must, "
-                "zeros if unused (if none did, FSDP was kept from its sums)"
+                f"{lacking[0]} got no gradient, as {len(lacking)} of {len(trainable)} parameters; each must: "
+                + (none_did if len(lacking) == len(trainable) else "zeros if it is unused")
             )
         parallel.finish([(self._unsummed[name], grad) for name, grad in grads.items()], model.mesh)
 

@@ -114,6 +114,7 @@ def cause_of_loss(
     if aux and abs(found - reference) <= 0.5 * abs(main):
         return (
             f"the router's aux loss would be {found - main:.6g}, one process has {aux:.6g} "
-            f"({(found - main) / aux:.4g} times): counted again for each micro-batch or rank, or with filler tokens"
+            f"({(found - main) / aux:.4g} times): counted again for each micro-batch or rank, with filler tokens, "
+            "or with each rank's own tokens alone"
         )
     return scale(found / reference, axes)

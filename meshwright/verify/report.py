@@ -90,14 +90,28 @@ def beginning(parts: Sequence[Part]) -> str:
 
 def unproven(plan: Plan) -> str:
     """What this run says nothing of."""
-    idle = [axis for axis in ("replicate", "fsdp", "tp", "ep") if plan.axes.size_of(axis) == 1]
     if plan.kind == WEIGHTS:
         return ""
     if "float64" not in plan.dtypes:
         return "not the proof: that is float64, which --dtypes leaves out"
     if plan.axes.world == 1:
         return "one process against itself: give a mesh, as in --mesh fsdp=2,tp=2"
-    return f"not tried, as they have size 1 here: {', '.join(idle)}" if idle else ""
+    left = untried(plan)
+    return f"not tried: {'; '.join(left)}" if left else ""
+
+
+def untried(plan: Plan) -> list[str]:
+    """Of what can be trained, what the oracles did not see."""
+    if plan.kind == WEIGHTS:
+        return []
+    idle = [axis for axis in ("replicate", "fsdp", "tp", "ep") if plan.axes.size_of(axis) == 1]
+    balance = plan.subject.module.balance
+    left = [f"{', '.join(idle)}, of size 1 here"] if idle else []
+    if balance.num_experts and not balance.coefficient:
+        left.append("the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)")
+    elif balance.num_experts:
+        left.append('router_aux="previous"')
+    return left
 
 
 def _precision_grid(found: Precision) -> Grid:
@@ -131,6 +145,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
         "ranks": plan.axes.world,
         "head": plan.head,
         "ok": not any(part.findings for part in parts),
+        "untried": untried(plan),
         "runs": [
             {
                 "dtype": part.name,

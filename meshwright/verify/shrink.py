@@ -11,7 +11,10 @@ _COMMON = {
     "vocab_size": 131, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "output_router_logits": True,  # the router's aux loss is trained too
+}  # fmt: skip
 _HYBRID = {
     "num_hidden_layers": 3, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 6, "linear_value_head_dim": 10,
