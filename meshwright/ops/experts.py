@@ -102,19 +102,21 @@ class _LoopedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight_EOI = ctx.saved_tensors
-        if product_dtype(x) != x.dtype:  # wide copies of activations have come and gone, and left large holes
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        if need_weight and product_dtype(x) != x.dtype:  # wide copies of activations have left large holes
             give_back_before(weight_EOI)
-        dx, d_weight_EOI = torch.empty_like(x), fresh(torch.empty_like(weight_EOI))
-        experts = zip(*(t.split(ctx.counts) for t in (d, x, dx)), weight_EOI, d_weight_EOI, strict=True)
-        for d_rows, rows, d_into, weight, d_weight in experts:
-            if len(rows):
-                factor = _factor(d_rows)
-                d_into.copy_((factor @ operand(weight, x))[: len(rows)])
-                d_weight.copy_(factor.mT @ _factor(rows))
-            else:
-                d_weight.zero_()
+        dx = torch.empty_like(x) if need_x else None
+        d_weight_EOI = fresh(torch.empty_like(weight_EOI)) if need_weight else None
+        end = 0
+        for expert, count in enumerate(ctx.counts):
+            rows, end = slice(end, end + count), end + count
+            factor = _factor(d[rows])
+            if dx is not None and count:
+                dx[rows] = (factor @ operand(weight_EOI[expert], x))[:count]
+            if d_weight_EOI is not None:
+                d_weight_EOI[expert] = factor.mT @ _factor(x[rows]) if count else 0
         return dx, d_weight_EOI, None
 
 
@@ -127,5 +129,5 @@ def _factor(rows: Tensor) -> Tensor:
     wide = rows.to(product_dtype(rows))
     if wide.dtype != torch.bfloat16 or rows.device.type != "cpu":
         return wide
-    step = max(_TILE, 1 << len(rows).bit_length() >> 4)  # an eighth of the power of two below: few numbers, few zeros
+    step = max(_TILE, (1 << len(rows).bit_length()) >> 4)  # an eighth of the power of two below: few numbers, few zeros
     return F.pad(wide, (0, 0, 0, -len(rows) % step))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ops.memory import fresh
+from meshwright.ops.norms import at_least_float32, upcast
 
 
 def lookup(table_VD: Tensor, row_T: Tensor) -> Tensor:
@@ -29,6 +30,13 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None]:
+        """Tokens of the same row are summed in a fixed order, in at least float32. torch does so but on a CPU."""
         (row_T,) = ctx.saved_tensors
-        zeros_VD = fresh(d_TD.new_empty(ctx.shape)).zero_()
-        return zeros_VD.index_put_((row_T,), d_TD, accumulate=True), None  # in a fixed order, where index_add_ has none
+        if d_TD.device.type != "cpu":
+            return torch.ops.aten.embedding_dense_backward(d_TD, row_T, ctx.shape[0], -1, False), None
+        used_U, which_T = row_T.unique(return_inverse=True)
+        zeros_UD = d_TD.new_zeros(len(used_U), ctx.shape[1], dtype=at_least_float32(d_TD))
+        sum_UD = zeros_UD.index_add_(0, which_T, upcast(d_TD))
+        d_table_VD = fresh(d_TD.new_empty(ctx.shape)).zero_()
+        d_table_VD[used_U] = sum_UD.to(d_TD.dtype)
+        return d_table_VD, None

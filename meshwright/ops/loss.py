@@ -70,7 +70,8 @@ class _TokenStats(torch.autograd.Function):
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
             is_first = begin + ctx.chunk >= len(x_TD)
-            d_TV, last = _logits(x_TD[rows], weight_VD) if last is None else last, None
+            d_TV = _logits(x_TD[rows], weight_VD) if last is None else last
+            last = None
             _turn_into_gradient(d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy)
             if dx_TD is not None:
                 dx_TD[rows] = _times(d_TV, weight_VD, x_TD)

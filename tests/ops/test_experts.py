@@ -1,4 +1,5 @@
 import ctypes
+import importlib
 import os
 from pathlib import Path
 
@@ -46,6 +47,21 @@ def test_grouped_equals_looped(counts):
     assert can_group(streams[0], streams[2])
     wide = differentiate(lambda *x: experts(*x, counts_E), [x.detach().double().requires_grad_() for x in streams])
     references.assert_same(differentiate(lambda *x: experts(*x, counts_E), streams), wide, 1e-5)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_what_is_frozen_gets_no_gradient_and_costs_none(monkeypatch, frozen):
+    file = importlib.import_module("meshwright.ops.experts")  # the package has the function by this name
+    made, real = [], file.fresh
+    monkeypatch.setattr(file, "fresh", lambda block: made.append(block) or real(block))
+    streams, counts_E = inputs([3, 0, 5]), torch.tensor([3, 0, 5])
+    whole = differentiate(lambda *x: experts(*x, counts_E), streams)
+    assert len(made) == 2
+    streams[frozen].requires_grad_(False)
+    part = differentiate(lambda *x: experts(*x, counts_E), streams)
+    assert len(made) - 2 == 2 - (frozen > 0)
+    del whole[1 + frozen]
+    assert all(map(torch.equal, part, whole))
 
 
 def test_bfloat16_on_a_cpu_meets_few_numbers_of_rows(monkeypatch):

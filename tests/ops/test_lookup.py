@@ -15,6 +15,29 @@ def test_no_tokens_still_give_gradients():
     assert torch.equal(d_table, torch.zeros(7, 3, dtype=torch.float64))
 
 
+def test_a_row_of_many_tokens_is_summed_in_float32():
+    """Half of the tokens are the same: in bfloat16 its gradient would stop growing."""
+    rows = torch.cat([torch.zeros(1024, dtype=torch.long), torch.arange(1, 1025)])
+    found = differentiate(lambda table: lookup(table, rows), [rand(1025, 8, dtype=torch.bfloat16)])[1]
+    wide = differentiate(lambda table: lookup(table, rows), [rand(1025, 8)])[1]
+    assert (found.double() - wide).norm() <= 5e-3 * wide.norm()
+
+
+def test_the_same_bits_each_time_on_several_threads():
+    rows = torch.arange(4096) % 3
+
+    def gradient() -> torch.Tensor:
+        return differentiate(lambda table: lookup(table, rows), [rand(3, 64, dtype=torch.float32)])[1]
+
+    kept = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = gradient()
+        assert all(torch.equal(gradient(), first) for _ in range(20))
+    finally:
+        torch.set_num_threads(kept)
+
+
 def test_large_tables_have_the_same_gradient():
     """Large enough that its block is asked to lie in large pages."""
     _, d_table = differentiate(lambda table: lookup(table, ROWS), [rand(1 << 16, 129)])
