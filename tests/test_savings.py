@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import meshwright as mw
 from meshwright.errors import ConfigError, MeshError
 from meshwright.mesh import Axes, Room
 from meshwright.models import running
-from meshwright.verify import Trial
+from meshwright.verify import Recorder, Trial
 from tests import tiny, trials, worlds
 
 
@@ -309,16 +310,19 @@ def test_accumulated_gradients_are_shards(source: Callable[..., Path]) -> None:
     assert worlds.run(2, _whole_gradients, source("qwen3")) == [0, 0]
 
 
-def _gradients(directory: Path, compiled: bool) -> dict[str, Tensor]:
+def _gradients(directory: Path, compiled: bool) -> tuple[dict[str, Tensor], Counter[tuple[str, int]]]:
+    """And which collectives were needed, of how many bytes."""
     model = mw.load(directory, mw.Mesh(tp=2), dtype=torch.float64, savings=mw.Savings(compiled=compiled))
     engine = mw.Engine(model, lr=1e-3)
-    engine.backward(tiny.batches(0))
-    return mw.gather(model, "grad")
+    with Recorder() as recorder:
+        engine.backward(tiny.batches(0))
+    return mw.gather(model, "grad"), Counter((seen.op, seen.num_bytes) for seen in recorder.seen)
 
 
 def test_compiled(source: Callable[..., Path]) -> None:
-    plain, _ = worlds.run(2, _gradients, source("qwen3"), False)
-    compiled, _ = worlds.run(2, _gradients, source("qwen3"), True, seconds=240)
+    (plain, sent), _ = worlds.run(2, _gradients, source("qwen3"), False)
+    (compiled, sent_compiled), _ = worlds.run(2, _gradients, source("qwen3"), True, seconds=240)
+    assert sent_compiled == sent
     for name, grad in plain.items():
         assert (compiled[name] - grad).norm() <= 1e-9 * grad.norm(), name
 

@@ -1,7 +1,7 @@
 """See every collective that really runs: operation, ranks, bytes.
 
-On CPU backward runs in the same thread, so nothing escapes. A `Recorder` with a store also makes the ranks of a group
-compare what they are about to do, so that ranks that disagree get an error that says who stands where, and not a hang.
+A `Recorder` with a store also makes the ranks of a group compare what they are about to do, so that ranks that
+disagree get an error that says who stands where, and not a hang.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses import FakeTensor
+from torch.library import Library
 
 from ..errors import RankError
 from ..mesh.whereabouts import door
@@ -51,32 +51,31 @@ class Seen:
         return f"{self.op} of {self.num_bytes} bytes among ranks {list(self.ranks)}"
 
 
-class Recorder(TorchDispatchMode):
-    """`with Recorder() as recorder: ...`, then `recorder.seen`."""
+class Recorder:
+    """`with Recorder() as recorder: ...`, then `recorder.seen`.
+
+    Only collectives pass by here on their way to where they run, from whatever thread: all else costs nothing.
+    """
 
     def __init__(self, store: Store | None = None, rank: int = 0, seconds: float = 20.0) -> None:
-        super().__init__()
         self.seen: list[Seen] = []
         self._store, self._rank, self._seconds = store, rank, seconds
         self._turns: Counter[tuple[int, ...]] = Counter()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap what follows in a guard against its compiler, a third of the time of a small run."""
-        return False
+    def __enter__(self) -> Self:
+        _listen()
+        _RECORDERS.append(self)
+        return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if types and any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # what it does inside comes by here then
-        op = _collective(func)
-        if op is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        ranks = _ranks(args)
-        self._agree(_announced(op, args) + door(), ranks)
-        out = func(*args, **(kwargs or {}))
+    def __exit__(self, *raised: object) -> None:
+        _RECORDERS.remove(self)
+
+    def announce(self, op: str, args: tuple[Any, ...]) -> None:
+        self._agree(_announced(op, args) + door(), _ranks(args))
+
+    def note(self, op: str, args: tuple[Any, ...], out: Any) -> None:
         sizes = [t.nbytes for t in _tensors((args, out))] or [0]
-        self.seen.append(Seen(op, ranks, sizes[-1] if op == "all_to_all" else max(sizes), door()))
-        return out
+        self.seen.append(Seen(op, _ranks(args), sizes[-1] if op == "all_to_all" else max(sizes), door()))
 
     def _agree(self, mine: str, ranks: tuple[int, ...]) -> None:
         """Wait until all ranks of the group say what they are about to do; raise if it is not the same."""
@@ -100,13 +99,39 @@ class Recorder(TorchDispatchMode):
                 )
 
 
-@functools.cache  # asked of every operation that runs
-def _collective(func: Any) -> str | None:
-    space, _, name = func._schema.name.partition("::")
-    name = name.rstrip("_")
-    if space not in ("c10d", "_c10d_functional") or name == "wait_tensor":
-        return None
-    return _OURS.get(name, name)
+_RECORDERS: list[Recorder] = []
+
+
+@functools.cache
+def _listen() -> list[Library]:
+    """Once in a process, and for good; the libraries must be kept. BackendSelect is what is dispatched last, behind
+    compilers, autograd, and selective checkpointing, which answers from what it has kept."""
+    kept = []
+    for full in torch._C._dispatch_get_all_op_names():
+        space, _, name = full.partition(".")[0].partition("::")
+        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            op, packet = name.rstrip("_"), getattr(getattr(torch.ops, space), name)
+            for func in (getattr(packet, overload) for overload in packet.overloads()):
+                recorded = functools.partial(_recorded, func, _OURS.get(op, op))
+                kept.append(Library(space, "IMPL"))
+                kept[-1].impl(func, recorded, "BackendSelect", with_keyset=True)
+    return kept
+
+
+def _recorded(func: Any, op: str, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    """What a collective is made of comes by here too, and what a compiler only imagines: neither is one more."""
+    recorders = _RECORDERS.copy()
+    _RECORDERS.clear()
+    asked = [] if any(isinstance(t, FakeTensor) for t in _tensors(args)) else recorders
+    try:
+        for recorder in asked:
+            recorder.announce(op, args)
+        out = func.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
+        for recorder in asked:
+            recorder.note(op, args, out)
+        return out
+    finally:
+        _RECORDERS.extend(recorders)
 
 
 def _announced(op: str, args: tuple[Any, ...]) -> str:

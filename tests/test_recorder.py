@@ -1,0 +1,65 @@
+"""What a recorder sees, and that it is gone when it is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshwright as mw
+from meshwright.mesh.collectives import Gather
+from meshwright.verify import Recorder
+from tests import worlds
+
+ALL = (0, 1)
+
+
+def _ops(recorder: Recorder) -> list[tuple[str, tuple[int, ...], int]]:
+    return [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.seen]
+
+
+@worlds.world(2)
+def test_forward_and_backward_are_seen_with_their_bytes() -> None:
+    mesh = mw.Mesh(tp=2, device="cpu")
+    x = torch.ones(3, 5, requires_grad=True)
+    with Recorder() as recorder:
+        Gather.apply(x, 2, mesh.name_of(("tp",))).sum().backward()
+        dist.all_reduce(torch.ones(7))
+    assert _ops(recorder) == [("all_gather", ALL, 120), ("reduce_scatter", ALL, 120), ("all_reduce", ALL, 28)]
+
+
+@worlds.world(2)
+def test_nothing_is_seen_outside() -> None:
+    mw.Mesh(tp=2, device="cpu")
+    dist.all_reduce(torch.ones(7))
+    recorder = Recorder()
+    with pytest.raises(ZeroDivisionError), recorder:
+        raise ZeroDivisionError(dist.all_reduce(torch.ones(2)))
+    dist.all_reduce(torch.ones(7))
+    assert _ops(recorder) == [("all_reduce", ALL, 8)]
+
+
+@worlds.world(2)
+def test_a_recorder_goes_on_where_it_was_left() -> None:
+    mw.Mesh(tp=2, device="cpu")
+    with Recorder() as recorder:
+        dist.all_reduce(torch.ones(7))
+    with recorder, Recorder() as second:
+        dist.all_reduce(torch.ones(2))
+    assert _ops(recorder) == [("all_reduce", ALL, 28), ("all_reduce", ALL, 8)]
+    assert _ops(second) == [("all_reduce", ALL, 8)]
+
+
+@worlds.world(2)
+def test_what_is_compiled_is_seen() -> None:
+    mesh = mw.Mesh(tp=2, device="cpu")
+
+    @torch.compile(backend="eager")
+    def twice(x: Any) -> Any:
+        return Gather.apply(2 * x, 2, mesh.name_of(("tp",))) + 1
+
+    with Recorder() as recorder:
+        assert torch.equal(twice(torch.ones(3, 5)), torch.full((6, 5), 3.0))
+    assert _ops(recorder) == [("all_gather", ALL, 120)]
