@@ -1,8 +1,8 @@
 """The differentiable collectives that doors are made of. Each states its forward and its backward.
 
-They use the functional collectives of torch, which a compiler, selective checkpointing and the recorder of
-`verify` all see. Equal splits act on dim 0, which is always the tokens. `at` names the door, so that a rank
-that waits there for ever can be named too.
+They use the functional collectives of torch, which a compiler, selective checkpointing and the recorder of `verify` all
+see. Equal splits act on dim 0, which is always the tokens. `at` names the door, so that a rank that waits there for
+ever can be named too.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None]:
-        """Tokens of the same row are summed in a fixed order, in at least float32. torch does so but on a CPU."""
+        """Tokens of the same row are summed in a fixed order, in at least float32; on a CPU torch sums in d's dtype."""
         (row_T,) = ctx.saved_tensors
         if d_TD.device.type != "cpu":
             return torch.ops.aten.embedding_dense_backward(d_TD, row_T, ctx.shape[0], -1, False), None
