@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -190,6 +191,14 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     )
     no_weight = own("b", output_router_logits=True, router_aux_loss_coef=0.0)
     assert "; the router's aux loss" in told(no_weight, fsdp=2)
+
+
+def test_the_help_names_every_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["verify", "--help"])
+    shown = capsys.readouterr().out.replace("-\n", "-").split("--mesh AXIS")[1]
+    named = set(re.findall(r"tiny-[a-z0-9.-]*[a-z0-9]", " ".join(shown.split()).replace("- ", "-")))
+    assert named == set(TINY)
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
