@@ -97,6 +97,12 @@ def replicas_never_asked(patch: Patch) -> None:
     patch.setattr(FSDPModule, "set_requires_all_reduce", lambda module, _: real(module, False))
 
 
+def float32_left_to_fsdp(patch: Patch) -> None:
+    """FSDP is said to sum over `replicate` what is kept from it."""
+    real = rules.summed_by_fsdp
+    patch.setattr(rules, "summed_by_fsdp", lambda param, placement: ("replicate", *real(param, placement)))
+
+
 def replicas_never(patch: Patch) -> None:
     real, backward = torch.distributed.all_reduce, engine_module.Engine.backward
 

@@ -83,6 +83,13 @@ PLANTS = {
     "no sum over fsdp": Planted(
         plants.own_share_of_fsdp, "qwen3", FSDP, r"G1 model\.norm\.weight: .* a sum over fsdp is missing"
     ),
+    "no sum of float32 parameters over replicas": Planted(
+        plants.float32_left_to_fsdp,
+        "qwen3_5",
+        dict(replicate=2),
+        r"G1 \S*layers\.2\.linear_attn\.norm\.weight: .*" + SHARE.format("replicate"),
+        (r"K1 all_reduce: \d+ among ranks \[0, 1\] .*: 1 left out .* \(the last sums of gradients -1\)",),
+    ),
     "no sum over replicas": Planted(
         plants.replicas_never, "qwen3", dict(replicate=2), r"G1 model\.norm\.weight: .*" + SHARE.format("replicate")
     ),

@@ -4,7 +4,7 @@ from .bill import Charge, Step, Unit, bill, units_of
 from .boxes import Box, check_tiling, chunk, interval
 from .doors import ENTER, LEAVE, MEET, Dispatch, Door, Kind, Span, attributes
 from .params import Block, Declared, Init, Layout, Param, Table, collect, matrix_shape, plain, segments, weight
-from .rules import Piece, Placement, Rules, cut, missing, owns, piece, pieces, place
+from .rules import Piece, Placement, Rules, cut, missing, owns, piece, pieces, place, summed_by_fsdp
 from .storage import Stored, Widths, storage
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "plain",
     "segments",
     "storage",
+    "summed_by_fsdp",
     "units_of",
     "weight",
 ]

@@ -11,7 +11,7 @@ from torch import nn
 from ..mesh.axes import Axes
 from .doors import Dispatch, Door, attributes
 from .params import Table, matrix_shape
-from .rules import Rules, cut, missing, piece, place
+from .rules import Rules, cut, piece, place
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def bill(
     charges = [
         *_doors(model, axes, step),
         *(charge for unit in units for charge in _unit(unit, table, rules, axes, coords, step)),
-        *_rest(table, rules, axes, coords, step),
+        *_rest(units, table, rules, axes, coords, step),
     ]
     return [c for c in charges if c.count and prod(axes.sizes(c.axes)) > 1]
 
@@ -116,11 +116,16 @@ def _unit(
         yield Charge(name, "all_reduce", ("replicate",), mine * step.stored_bytes, 1)
 
 
-def _rest(table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int], step: Step) -> Iterator[Charge]:
-    """One flat all-reduce for each set of axes that gradients are still to be summed over."""
+def _rest(
+    units: Sequence[Unit], table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int], step: Step
+) -> Iterator[Charge]:
+    """One flat all-reduce for each set of axes that gradients are still to be summed over: those of a parameter's
+    copies that no unit pays for. Not asked of what the engine itself asks: a mistake there would be in both."""
+    paid = {name: (*unit.shard, "replicate") for unit in units for name in unit.params if not table[name].float32}
     sizes: dict[tuple[str, ...], int] = {}
     for param in table:
-        live = tuple(a for a in missing(param, rules, axes) if axes.size_of(a) > 1)
+        copies = place(param, rules, axes).copies
+        live = tuple(a for a in copies if a not in paid.get(param.name, ()) and axes.size_of(a) > 1)
         if live:
             sizes[live] = sizes.get(live, 0) + piece(param, rules, axes, coords).numel
     for live, numel in sizes.items():

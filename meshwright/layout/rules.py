@@ -83,11 +83,15 @@ def place(param: Param, rules: Rules, axes: Axes) -> Placement:
     return Placement(split, shard, tuple(a for a in view[1:] if a not in cuts and a not in shard))
 
 
+def summed_by_fsdp(param: Param, placement: Placement) -> tuple[str, ...]:
+    """The axes over which FSDP sums a gradient: none, where a parameter is kept from it."""
+    return () if param.float32 else ("replicate", *placement.shard)
+
+
 def missing(param: Param, rules: Rules, axes: Axes) -> tuple[str, ...]:
     """The axes over which FSDP does not sum a gradient: what is left to sum when backward is over."""
     placement = place(param, rules, axes)
-    by_fsdp = () if param.float32 else ("replicate", *placement.shard)
-    return tuple(a for a in placement.copies if a not in by_fsdp)
+    return tuple(a for a in placement.copies if a not in summed_by_fsdp(param, placement))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..layout import Charge, Param, Rules, missing, piece, place
+from ..layout import Charge, Param, Rules, missing, piece, place, summed_by_fsdp
 from ..mesh import Axes
 from ..weights import chosen
 from .subject import Subject
@@ -30,7 +30,6 @@ def alike(subject: Subject) -> list[list[Param]]:
 def parameter_line(group: list[Param], subject: Subject, axes: Axes) -> list[object]:
     param, rules = group[0], Rules()
     placement, late = place(param, rules, axes), missing(param, rules, axes)
-    by_fsdp = () if param.float32 else ("replicate", *placement.shard)
     num_bytes = [4 * piece(param, rules, axes, axes.coords(rank)).numel for rank in range(axes.world)]
     remarks = {"tied: the head too": param.name == subject.table.tied, "never rounded": param.float32,
                "not in the files: drawn": param.name in subject.fresh}  # fmt: skip
@@ -39,8 +38,8 @@ def parameter_line(group: list[Param], subject: Subject, axes: Axes) -> list[obj
         ranges([p.layer for p in group if p.layer is not None]),
         ", ".join(f"{dim} {size}" for dim, size in param.dims.items()),
         ", ".join(f"{dim} by {axis}={axes.size_of(axis)}" for dim, axis in placement.split.items()) or "-",
-        _live(placement.shard, axes), _live(placement.copies, axes), span(num_bytes), _live(by_fsdp, axes),
-        _live(late, axes), "\n".join(_keys(param, subject)),
+        _live(placement.shard, axes), _live(placement.copies, axes), span(num_bytes),
+        _live(summed_by_fsdp(param, placement), axes), _live(late, axes), "\n".join(_keys(param, subject)),
     ]  # fmt: skip
 
 
