@@ -91,21 +91,24 @@ class Attention(nn.Module):
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        x_TD, K = self.enter(x_TD), self.shape.head
-        q_THK, *gate = ops.linear(x_TD, self.q, self.q_bias).unflatten(1, (len(self.heads), -1)).split(K, -1)
-        k_TGK, v_TGK = self.kv_heads(x_TD, self.k, self.k_bias), self.kv_heads(x_TD, self.v, self.v_bias)
+        K, kv = self.shape.head, self.kv_rows()
+        q, k, v = self.q_bias, self.k_bias, self.v_bias
+        biases = None if q is None or k is None or v is None else (q, k[kv], v[kv])
+        q_TC, *kv_TC = ops.linears(self.enter(x_TD), (self.q, self.k[kv], self.v[kv]), biases)
+        q_THK, *gate = q_TC.unflatten(1, (len(self.heads), -1)).split(K, -1)
+        k_TGK, v_TGK = (y_TC.unflatten(1, (-1, K)) for y_TC in kv_TC)
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
         o_THK = ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs)
         if self.shape.gated:
             o_THK = o_THK * gate[0].sigmoid()
         return self.leave(ops.linear(o_THK.flatten(1), self.o))
 
-    def kv_heads(self, x_TD: Tensor, kv: Tensor, bias: Tensor | None) -> Tensor:
-        """The kv heads that this rank's query heads use. Where kv heads are fewer than ranks, the stored matrix holds
-        them all: only those in use are computed, and the gradients of all ranks sum to the whole one."""
+    def kv_rows(self) -> slice:
+        """Of k and v, those of the kv heads that this rank's query heads use. Where kv heads are fewer than ranks, the
+        stored matrix holds them all: only those in use are computed, and the gradients of all ranks sum to the whole.
+        """
         first, last = (at - self.kv.start for at in self.used())
-        rows = slice(first * self.shape.head, last * self.shape.head)
-        return ops.linear(x_TD, kv[rows], None if bias is None else bias[rows]).unflatten(1, (-1, self.shape.head))
+        return slice(first * self.shape.head, last * self.shape.head)
 
     def used(self) -> tuple[int, int]:
         serves = self.heads.size // self.kv.size

@@ -111,14 +111,14 @@ class DeltaNet(nn.Module):
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        x_TD, s = self.enter(x_TD), self.shape
-        qkv_TC = ops.causal_conv(ops.linear(x_TD, self.qkv), self.conv, docs)
+        s = self.shape
+        qkv_TC, z_TC, *ab_TC = ops.linears(self.enter(x_TD), (self.qkv, self.z, self.a, self.b))
+        qkv_TC = ops.causal_conv(qkv_TC, self.conv, docs)
         q_TGK, k_TGK, v_TGC = qkv_TC.unflatten(1, (-1, 2 * s.key + s.ratio * s.value)).split(
             (s.key, s.key, s.ratio * s.value), -1
         )
-        a_TGR, b_TGR = (ops.linear(x_TD, w).unflatten(1, (-1, s.ratio)) for w in (self.a, self.b))
+        a_TGR, b_TGR = (y_TC.unflatten(1, (-1, s.ratio)) for y_TC in ab_TC)
         g_TGR, beta_TGR = ops.gates(a_TGR, b_TGR, self.A_log.view(-1, s.ratio), self.dt_bias.view(-1, s.ratio))
         o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (s.ratio, s.value)), g_TGR, beta_TGR, docs)
-        z_TGRV = ops.linear(x_TD, self.z).view(o_TGRV.shape)
-        y_TGRV = ops.gated_rms_norm(o_TGRV, z_TGRV, self.norm, self.eps)
+        y_TGRV = ops.gated_rms_norm(o_TGRV, z_TC.view(o_TGRV.shape), self.norm, self.eps)
         return self.leave(ops.linear(y_TGRV.flatten(1), self.out))

@@ -14,7 +14,7 @@ from meshwright.ops.kernels import uncompiled
 from meshwright.ops.lookup import lookup
 from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast
-from meshwright.ops.product import linear
+from meshwright.ops.product import linear, linears
 from meshwright.ops.rope import rope_tables, rotate
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "gated_rms_norm",
     "gates",
     "linear",
+    "linears",
     "lookup",
     "rms_norm",
     "rope_tables",

@@ -44,16 +44,16 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
 
 class _TokenStats(torch.autograd.Function):
     """Chunks of tokens. Backward makes the logits again rather than keep them; but those of the last chunk, which it
-    wants first, are still at hand."""
+    wants first, are still at hand: as the shares that forward turned them into, where no entropy needs them."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, entropy: bool) -> Tensor:
         stats_T3 = x_TD.new_zeros(x_TD.shape[0], 3, dtype=at_least_float32(x_TD))
-        ctx.last = None
-        for x, labels, stats in zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True):
+        ctx.last, last = None, (len(x_TD) - 1) // chunk
+        for i, (x, labels, stats) in enumerate(zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True)):
             ctx.last = None  # freed before the next chunk needs as much
             ctx.last = _logits(x, weight_VD)
-            stats.copy_(_stats(ctx.last, labels, entropy))
+            stats.copy_(_stats(ctx.last, labels, entropy, into_shares=i == last and not entropy))
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_T3)
         ctx.chunk, ctx.entropy = chunk, entropy
         return stats_T3
@@ -70,9 +70,10 @@ class _TokenStats(torch.autograd.Function):
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
             is_first = begin + ctx.chunk >= len(x_TD)
+            are_shares = last is not None and not ctx.entropy
             d_TV = _logits(x_TD[rows], weight_VD) if last is None else last
             last = None
-            _turn_into_gradient(d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy)
+            _turn_into_gradient(d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy, are_shares)
             if dx_TD is not None:
                 dx_TD[rows] = _times(d_TV, weight_VD, x_TD)
             if dw_VD is not None:
@@ -128,34 +129,42 @@ def _few_rows(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
 
 
-def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> Tensor:
+def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, into_shares: bool) -> Tensor:
     here_T1, index_T1 = _local(labels_T, logits_TV.shape[1])
     target_T1 = upcast(logits_TV.gather(-1, index_T1)).masked_fill(~here_T1, 0.0)
-    sums_T3 = torch.cat([_sums(few_TV, entropy) for (few_TV,) in _few_rows(logits_TV)])
+    sums_T3 = torch.cat([_sums(few_TV, entropy, into_shares) for (few_TV,) in _few_rows(logits_TV)])
     largest_T1, sum_T1, weighted_T1 = sums_T3.split(1, dim=-1)
     return torch.cat([largest_T1 + sum_T1.log(), target_T1, weighted_T1 / sum_T1], dim=-1)
 
 
-def _sums(few_TV: Tensor, entropy: bool) -> Tensor:
-    """Of each row: the largest logit; the sum of exp(logit - largest); with entropy, that times the logit."""
+def _sums(few_TV: Tensor, entropy: bool, into_shares: bool) -> Tensor:
+    """Of each row: the largest logit; the sum of exp(logit - largest); with entropy, that times the logit.
+
+    `into_shares`: each exp(logit - largest) over their sum is left in place of its logit.
+    """
     logits = upcast(few_TV)
     largest_T1 = logits.amax(-1, keepdim=True)
-    spare = None if entropy or logits is few_TV else logits  # a fresh block would double what the cache must hold
+    # a fresh block would double what the cache must hold
+    spare = logits if into_shares or not (entropy or logits is few_TV) else None
     exp = torch.sub(logits, largest_T1, out=spare).exp_()
     sum_T1 = exp.sum(-1, keepdim=True)
+    if into_shares:
+        few_TV.copy_(exp.div_(sum_T1))
     weighted_T1 = exp.mul_(logits).sum(-1, keepdim=True) if entropy else torch.zeros_like(sum_T1)
     return torch.cat([largest_T1, sum_T1, weighted_T1], dim=-1)
 
 
-def _turn_into_gradient(logits_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool) -> None:
-    """The share of each logit, and d_target more at the label."""
-    here_T1, index_T1 = _local(labels_T, logits_TV.shape[1])
-    target_T1 = upcast(logits_TV.gather(-1, index_T1))
-    for few_TV, stats, d_stats in _few_rows(logits_TV, stats_T3, d_T3):
-        few_TV.copy_(_turned_into_share(upcast(few_TV), stats, d_stats, entropy))
-    d_target_T1 = _turned_into_share(target_T1, stats_T3, d_T3, entropy) + d_T3[:, 1:2].masked_fill(~here_T1, 0.0)
-    rows_T1 = torch.arange(len(logits_TV), device=logits_TV.device)[:, None]
-    logits_TV[rows_T1, index_T1] = d_target_T1.to(logits_TV.dtype)  # scatter_ would copy all of them
+def _turn_into_gradient(
+    block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool, are_shares: bool
+) -> None:
+    """Of logits, or their shares: the share times its factor, and d_target more at the label."""
+    for few_TV, stats, d_stats in _few_rows(block_TV, stats_T3, d_T3):
+        few = upcast(few_TV)
+        few_TV.copy_(few.mul_(d_stats[:, :1]) if are_shares else _turned_into_share(few, stats, d_stats, entropy))
+    here_T1, index_T1 = _local(labels_T, block_TV.shape[1])
+    d_target_T1 = _turned_into_share(stats_T3[:, 1:2].clone(), stats_T3, d_T3, entropy) + d_T3[:, 1:2]
+    rows_T1 = torch.arange(len(block_TV), device=block_TV.device)[:, None]  # scatter_ would copy all of the block
+    block_TV[rows_T1, index_T1] = d_target_T1.to(block_TV.dtype).where(here_T1, block_TV[rows_T1, index_T1])
 
 
 def _turned_into_share(logits: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: bool) -> Tensor:

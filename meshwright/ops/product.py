@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,11 +25,16 @@ def _cpu_has_bf16() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, in x.dtype."""
-    bias = None if bias is None else bias.to(x.dtype)
     if product_dtype(x) == x.dtype:
-        return F.linear(x, weight.to(x.dtype), bias)
-    y: Tensor = _WiderLinear.apply(x, weight)  # torch leaves apply untyped
-    return y if bias is None else y + bias
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return linears(x, [weight], None if bias is None else [bias])[0]
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+    """`linear` of the same x with each of the weights, as one product: small ones are slow."""
+    bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
+    y: Tensor = _Linears.apply(x, bias, *weights)  # torch leaves apply untyped
+    return y.split([len(w) for w in weights], -1)
 
 
 def operand(weight: Tensor, x: Tensor) -> Tensor:
@@ -36,21 +42,28 @@ def operand(weight: Tensor, x: Tensor) -> Tensor:
     return weight.to(x.dtype).to(product_dtype(x))
 
 
-class _WiderLinear(torch.autograd.Function):
-    """Operands as they are kept for backward, not their wide copies."""
+class _Linears(torch.autograd.Function):
+    """Keeps its operands as they came: neither their joined copy nor wide ones."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
         wide = product_dtype(x)
-        return F.linear(x.to(wide), operand(weight, x)).to(x.dtype)
+        return F.linear(x.to(wide), _joined(weights, x), None if bias is None else bias.to(wide)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        wide, (need_x, need_weight) = product_dtype(x), ctx.needs_input_grad
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wide, (need_x, need_bias, *need_weights) = product_dtype(x), ctx.needs_input_grad
+        d_bias = d.flatten(0, -2).sum(0) if need_bias else None
         d = d.to(wide)
-        dx = (d @ operand(weight, x)).to(x.dtype) if need_x else None
-        dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).to(weight.dtype) if need_weight else None
-        return dx, dw
+        dx = (d @ _joined(weights, x)).to(x.dtype) if need_x else None
+        if not any(need_weights):
+            return dx, d_bias, *(None for _ in weights)
+        dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).split([len(w) for w in weights])
+        return dx, d_bias, *(part.to(w.dtype) for part, w in zip(dw, weights, strict=True))
+
+
+def _joined(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    return operand(weights[0], x) if len(weights) == 1 else torch.cat([operand(w, x) for w in weights])

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.ops import combine_stats, loss, token_stats
+from meshwright.ops import combine_stats, loss, product, token_stats
 from tests.ops import references
 from tests.ops.references import assert_same, compare, differentiate, quick, rand, smoke
 
@@ -104,6 +104,21 @@ def test_float32_is_summed_in_float32_over_chunks():
     weight = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
     token_stats(x, weight, torch.zeros(1024, dtype=torch.int64), chunk=1)[:, 1].sum().backward()
     assert weight.grad.item() == 1024
+
+
+@pytest.mark.parametrize("chunk", [1, 1024])  # its logits made again, and its shares kept
+def test_a_sure_token_keeps_its_small_gradient_in_bfloat16(monkeypatch, chunk):
+    """Its share is 0.999, which bf16 rounds to 1: the gradient of its label must not be made of that."""
+    monkeypatch.setattr(product, "_cpu_has_bf16", lambda: True)  # logits in bf16, whatever machine tests run on
+    x, weight, labels = torch.full((2, 1), 6.9), torch.tensor([[1.0], [0.0], [-1.0]]), torch.tensor([0, 0])
+
+    def ours(x, weight):
+        return -combine_stats(token_stats(x, weight, labels, chunk, entropy=False)[None])[0]
+
+    found = differentiate(ours, [x.bfloat16().requires_grad_(), weight.requires_grad_()])
+    exact = differentiate(ours, [x.bfloat16().double().requires_grad_(), weight.detach().double().requires_grad_()])
+    for ours_here, wanted in zip(found, exact, strict=True):
+        assert torch.allclose(ours_here.double(), wanted, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])

@@ -1,0 +1,57 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.ops import linears
+from tests.ops.references import compare, rand
+
+ROWS = (5, 1, 3)
+
+
+def weights(dtype=torch.float64):
+    return [rand(rows, 4, seed=rows, dtype=dtype) for rows in ROWS]
+
+
+def biases():
+    return [rand(rows, seed=10 + rows) for rows in ROWS]
+
+
+def test_one_product_is_that_of_each_weight():
+    compare(
+        lambda x, *ws: torch.cat(linears(x, ws), -1),
+        lambda x, *ws: torch.cat([F.linear(x, w) for w in ws], -1),
+        [rand(7, 4), *weights()],
+    )
+
+
+def test_each_with_its_bias():
+    compare(
+        lambda x, *given: torch.cat(linears(x, given[:3], given[3:]), -1),
+        lambda x, *given: torch.cat([F.linear(x, w, b) for w, b in zip(given[:3], given[3:], strict=True)], -1),
+        [rand(7, 4), *weights(), *biases()],
+    )
+
+
+def test_bfloat16_rounds_the_weights_and_the_results_alone():
+    x, given = rand(7, 4, dtype=torch.bfloat16), weights(torch.float32)
+
+    def apart(x, *ws):
+        return torch.cat([F.linear(x.float(), w.bfloat16().float()) for w in ws], -1).bfloat16()
+
+    compare(lambda x, *ws: torch.cat(linears(x, ws), -1), apart, [x, *given], 1e-2)
+
+
+@pytest.mark.parametrize("frozen", range(4))
+def test_what_is_frozen_gets_no_gradient(frozen):
+    given = [rand(7, 4), *weights()]
+    given[frozen].requires_grad_(False)
+    torch.cat(linears(given[0], given[1:]), -1).sum().backward()
+    assert [t.grad is None for t in given] == [i == frozen for i in range(4)]
+
+
+def test_nothing_is_kept_for_backward_but_the_operands():
+    """The joined weight least of all: it would outlive the gathered weights that FSDP frees."""
+    x, given, kept = rand(7, 4), weights(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        linears(x, given)
+    assert set(kept) == {t.data_ptr() for t in (x, *given)}
