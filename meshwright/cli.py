@@ -117,7 +117,3 @@ def _verify(options: argparse.Namespace) -> int:
     if target:
         page.write_page(target, plan, parts)
     return int(any(part.findings for part in parts))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -52,7 +52,7 @@ class AdamW:
     """Over views that share storage with the parameters, so that the next forward sees every update."""
 
     def __init__(self, stored: Mapping[str, Tensor], decayed: set[str], settings: Settings) -> None:
-        self.settings, self.decayed, self.steps = settings, decayed, 0
+        self.settings, self.decayed, self.trained, self.steps = settings, decayed, set(stored), 0
         self.views = {name: t.detach() for name, t in stored.items() if t.numel()}
 
     @functools.cached_property

@@ -236,8 +236,8 @@ def by_tp_ranks_too(patch: Patch) -> None:
 def _of_rank(patch: Patch, share: Callable[[Any], int]) -> None:
     real = engine_module.Engine._count
 
-    def own(self: Any, batches: Any) -> Any:
-        return replace(real(self, batches), weight=sum(b.num_targets for b in batches) * share(self))
+    def own(self: Any, batches: Any, call: str) -> Any:
+        return replace(real(self, batches, call), weight=sum(b.num_targets for b in batches) * share(self))
 
     patch.setattr(engine_module.Engine, "_count", own)
 

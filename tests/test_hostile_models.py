@@ -48,7 +48,15 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
         dict(model_type="qwen3_5_text", partial_rotary_factor="x", linear_num_key_heads=2, linear_num_value_heads=4,
              linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor='x' is no float",
     ),
+    "tied and not tied": (
+        dict(model_type="qwen3_5", tie_word_embeddings=True, text_config={"tie_word_embeddings": False}),
+        r"tie_word_embeddings of the top and of text_config differ; correct either",
+    ),
     "text_config of a list": (dict(model_type="qwen3_5", text_config=[1]), r"text_config=\[1\] must hold fields"),
+    "rope of each kind of layer": (
+        dict(rope_parameters={"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}),
+        r"'full_attention' of rope_parameters is not supported; it holds rope_type, type, rope_theta",
+    ),
     "rope of a string": (dict(rope_parameters="yarn"), r"rope_parameters='yarn' must hold fields"),
     "layer types of a number": (dict(layer_types=5), r"layer_types=5 must be a list"),
     "dense layers of a number": (

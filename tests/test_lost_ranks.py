@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -140,6 +141,7 @@ def in_the_loss(call: int, act: Callable[[], None]) -> Callable[[mw.Engine], Non
     def harm(engine: mw.Engine) -> None:
         real, calls = engine.loss, []
 
+        @functools.wraps(real)  # the ranks would see that they have other losses
         def my_loss(scores: Any, fields: Any) -> torch.Tensor:
             calls.append(1)
             if len(calls) == call:

@@ -180,6 +180,11 @@ def test_a_new_head(tmp_path: Path, fields: dict[str, Any], num: int) -> None:
     assert {k: list(t.shape) for k, t in tensors.items() if "score" in k} == {"score.weight": [num, 36]}
     assert worlds.run(2, export, tmp_path / "out", dict(fsdp=2), tmp_path / "again", "value")[0] == shape
     assert bytes_of(tmp_path / "again") == bytes_of(tmp_path / "out")
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    model, info = load(tmp_path / "out", output_loading_info=True)
+    assert model.num_labels == num
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
 
 
 def test_a_critic_with_a_bias_beside_the_config_of_its_language_model(tmp_path: Path) -> None:

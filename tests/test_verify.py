@@ -217,6 +217,8 @@ REFUSED = [
     (["tiny-qwen3", "--mesh", "tp=two"], "'tp=two' is not AXIS=N"),
     (["tiny-qwen3", "--mesh", "tp=0"], "tp=0 is not a size"),
     (["tiny-qwen3", "--dtypes", "float8"], "dtype 'float8' is unknown"),
+    (["tiny-qwen3", "--seconds", "nan"], "--seconds nan: one run may take some seconds above 0"),
+    (["tiny-qwen3", "--seconds", "-1"], "--seconds -1.0: one run may take some seconds above 0"),
     (["tiny-qwen3", "--full"], "has no weights to take as they are"),
     (["tiny-qwen3", "--mesh", "fsdp=" + "9" * 5000], "is not AXIS=N"),
     (["tiny-qwen3", "--device", "gpu"], "--device 'gpu' is no kind of device; choose cpu, or cuda"),
@@ -325,7 +327,7 @@ def test_a_broken_copy_of_the_package_is_found_out(
     assert old in text, f"{old!r} is not in {file} any more"
     (tmp_path / "meshwright" / file).write_text(text.replace(old, new))
     done = subprocess.run(
-        [sys.executable, "-m", "meshwright.cli", "verify", *arguments, "--dtypes", "float64"],
+        [sys.executable, "-m", "meshwright", "verify", *arguments, "--dtypes", "float64"],
         check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr

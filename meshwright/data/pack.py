@@ -14,6 +14,7 @@ from ..errors import DataError
 from ..ops import Documents
 
 IGNORE = -100  # the label of a token that predicts nothing
+_FEW = 4  # labels that may be those of their own tokens by chance
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ def pack(
     >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds
     ([5, 6, 7, 8, 9, 0], [6, 7, -100, 9, -100, -100], (0, 3, 5, 6))
     """
-    sizes = [len(document) for document in documents]
+    if length is not None and not isinstance(length, int):
+        raise DataError(f"length={length!r} must be a whole number")
+    sizes = _lengths(documents, "documents")
     empty = next((i for i, size in enumerate(sizes) if size == 0), None)
     if empty is not None or not sizes:
         raise DataError(f"document {empty} is empty; leave it out" if sizes else "there are no documents to pack")
@@ -75,7 +78,7 @@ def pack(
     documents = [_plain(document) for document in documents]
     shifted = [[*d[1:], IGNORE] for d in documents] if labels is None else [_plain(each) for each in labels]
     filler = [num_filler] if num_filler else []
-    return Batch(
+    batch = Batch(
         tokens=_flat(documents, sizes, "documents", num_filler, 0),
         labels=_flat(shifted, sizes, "labels", num_filler, IGNORE),
         docs=ops.documents(sizes + filler, torch.device("cpu")),
@@ -84,6 +87,28 @@ def pack(
         },
         num_filler=num_filler,
     )
+    _refuse_unshifted(batch)
+    return batch
+
+
+def _refuse_unshifted(batch: Batch) -> None:
+    """Labels as other libraries take them, the tokens themselves, would train a model to repeat what it reads."""
+    given = batch.labels != IGNORE
+    next_T = batch.tokens.roll(-1)
+    next_T[torch.tensor(batch.docs.bounds[1:]) - 1] = IGNORE  # of the last token of a document nothing is known
+    own, shifted = batch.labels == batch.tokens, (batch.labels == next_T) | (next_T == IGNORE)
+    if given.sum() >= _FEW and own[given].all() and not shifted[given].all():
+        raise DataError(
+            "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
+            "Leave labels= out, or shift them: tokens[1:] + [-100]"
+        )
+
+
+def _lengths(values: Sequence[Sequence[Any]], what: str) -> list[int]:
+    try:
+        return [len(v) for v in values]
+    except TypeError:
+        raise DataError(f"{what} must be a list for each document, as in pack([[5, 6, 7], [8, 9]])") from None
 
 
 def _plain(numbers: Sequence[int]) -> Sequence[int]:
@@ -92,7 +117,7 @@ def _plain(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_filler: int, fill: int) -> Tensor:
-    lengths = [len(v) for v in values]
+    lengths = _lengths(values, what)
     if lengths != sizes:
         at = next(
             (i for i, (a, b) in enumerate(zip(lengths, sizes, strict=False)) if a != b), min(len(lengths), len(sizes))
@@ -100,9 +125,14 @@ def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_fill
         raise DataError(
             f"{what}: document {at} differs in length: {lengths[at : at + 1]} values, {sizes[at : at + 1]} tokens"
         )
-    flat = torch.tensor([x for v in values for x in v] + [fill] * num_filler)
+    try:
+        flat = torch.tensor([x for v in values for x in v] + [fill] * num_filler)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} must be numbers: {error}") from None
     if what not in ("documents", "labels"):
         return flat
     if flat.is_floating_point() or flat.is_complex() or flat.dtype == torch.bool:
         raise DataError(f"{what} must be whole numbers, got {flat.dtype}")
+    if flat.dim() > 1:
+        raise DataError(f"{what} must be a list of numbers for each document, got lists of {list(flat.shape[1:])}")
     return flat.long()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ..layout import Charge, Rules, Step, Table, Unit, bill
 from ..mesh import DENSE, Axes
 from ..models import Balance, Decoder
-from .engine import COUNTED
+from .agreement import TOLD, place
+from .engine import STEP
 from .model import Model
 
 
@@ -27,7 +28,7 @@ def engine_bill(
     unarmed, and no process group need exist."""
     charges = bill(module, units, table, rules, axes, rank, step)
     if axes.world > 1:
-        charges.append(Charge("the count of the step", "all_gather", DENSE, axes.world * COUNTED * 8, 1))
+        charges.append(Charge(place(STEP), "all_gather", DENSE, axes.world * TOLD * 8, 1))
         charges += [Charge(what, "all_reduce", DENSE, 8, 1) for what in ("the loss", "the norm")]
         charges += _router(module.balance, step.num_batches, router_aux)
     return charges

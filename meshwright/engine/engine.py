@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -13,15 +13,17 @@ from .. import parallel
 from ..data import Batch
 from ..errors import ConfigError, DataError, NonFiniteError, RankError, StateError
 from ..layout import missing
-from ..mesh import DENSE, Axes, task, watched
+from ..mesh import DENSE, task, watched
 from ..optim import AdamW, Settings, squares
+from .agreement import agree, check_data, in_its_loss
 from .fit import refuse_too_large
-from .forward import WEIGHT, check, counted, own, score
-from .losses import Loss, cross_entropy
+from .forward import WEIGHT, counted, own, score, summary
+from .losses import Fields, Loss, Scores, cross_entropy
 from .model import Model
 from .router import Router
 
-COUNTED = 7  # numbers that every rank tells all others before a step
+_TINY = torch.finfo(torch.float32).tiny  # an eps below it would be 0
+STEP, EVALUATE = "a step", "evaluate"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class _Offered(dict[str, Tensor]):
         )
 
 
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @dataclass(frozen=True)
 class _Count:
     """Of a whole step, over all data ranks."""
@@ -56,6 +62,15 @@ class _Count:
     weight: float
     targets: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What `backward` leaves for `update`, beside the gradients."""
+
+    loss: float
+    count: _Count
+    lr: float
 
 
 class Engine:
@@ -85,35 +100,39 @@ class Engine:
         state_dtype: torch.dtype | None = None,
     ) -> None:
         for name, value, fine in (
-            ("lr", lr, callable(lr) or lr >= 0),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-            ("max_norm", max_norm, max_norm is None or max_norm > 0),
-            ("eps", eps, eps > 0),
-            ("betas", betas, all(0 <= b < 1 for b in betas)),
+            ("lr", lr, callable(lr) or (_number(lr) and lr >= 0)),
+            ("weight_decay", weight_decay, _number(weight_decay) and weight_decay >= 0),
+            ("max_norm", max_norm, max_norm is None or (_number(max_norm) and max_norm > 0)),
+            ("eps", eps, _number(eps) and eps >= _TINY),
+            ("betas", betas, [_number(b) and 0 <= b < 1 for b in betas] == [True, True]),
         ):
             if not fine:
-                raise ConfigError(f"{name}={value} is out of range")
+                raise ConfigError(f"{name}={value!r} is out of range, or no number")
+        settings = Settings(betas, eps, weight_decay, state_dtype)
         refuse_too_large(model.need(state_dtype), model.mesh.room)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, max_norm
         self.steps = 0
         self.want = model.parts[0].scores[0]
         if entropy:
             self.want = "entropy"
+        if self.want not in model.parts[0].scores:
+            raise ConfigError(f"entropy=True, but this model's head gives {', '.join(model.parts[0].scores)} alone")
         self.router = Router(model.parts[0].balance, model.mesh, router_aux)
-        self._ready: tuple[float, _Count] | None = None
+        self._ready: _Ready | None = None
+        self._by_token: Loss | None = None  # the loss that is known to look at each token alone
         self._unsummed = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in model.pieces}
         trained = set(model.trainable)
         decayed = {p.name for p in model.table if p.decay}
         stored = {name: t for name, t in model.stored().items() if name in trained}
-        self.optimizer = AdamW(stored, decayed, Settings(betas, eps, weight_decay, state_dtype))
+        self.optimizer = AdamW(stored, decayed, settings)
 
     def step(self, batches: Sequence[Batch]) -> StepRecord:
         loss = self.backward(batches)
-        assert self._ready is not None
-        count, lr = self._ready[1], self._lr()
+        ready = self._ready
+        assert ready is not None
         norm = self.update()
         load = self.router.load_LE.cpu() if self.router.balance.num_layers else None
-        return StepRecord(self.steps, loss, norm, lr, count.targets, count.tokens, load)
+        return StepRecord(self.steps, loss, norm, ready.lr, ready.count.targets, ready.count.tokens, load)
 
     @watched()
     def backward(self, batches: Sequence[Batch]) -> float:
@@ -121,7 +140,7 @@ class Engine:
         if self._ready is not None or self.model.grads():
             raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
         task(f"step {self.steps}")
-        count = self._count(batches)
+        count, lr = self._count(batches, STEP), self._lr()
         try:
             total = sum(self._run(batch, count, number, len(batches)) for number, batch in enumerate(batches))
             self.finish()
@@ -131,7 +150,10 @@ class Engine:
         self.router.close()
         task(f"step {self.steps}")
         loss = self.model.mesh.sum_(torch.as_tensor(total), DENSE, "the loss").item()
-        self._ready = (loss, count)
+        if not math.isfinite(loss):  # the same number on all ranks, as below
+            self.discard()
+            raise NonFiniteError(f"the loss of step {self.steps} is {loss}; no parameter was changed")
+        self._ready = _Ready(loss, count, lr)
         return loss
 
     def _run(self, batch: Batch, count: _Count, number: int, num_batches: int) -> Tensor:
@@ -139,6 +161,11 @@ class Engine:
         task(f"step {self.steps}, micro-batch {number + 1} of {num_batches}")
         parallel.expect_last(self.model.parts[0], number + 1 == num_batches)
         term, aux = self._loss(batch.to(self.model.mesh.device), count, num_batches, training=True)
+        if not term.requires_grad:
+            raise StateError(
+                "the loss depends on no trained parameter: it is detached or constant, torch.no_grad() is on, or "
+                "train= of mw.load leaves out all that it depends on"
+            )
         term.backward()
         return term.detach().double() + aux
 
@@ -147,9 +174,10 @@ class Engine:
         """Clip and apply the gradients that `backward` left. Returns their norm before clipping."""
         if self._ready is None:
             raise StateError(f"update() of step {self.steps} found no gradients; call backward(batches) first")
-        grads, lr = self.model.grads(), self._lr()
+        self._refuse_changed(self._ready.lr)
+        grads, lr = self.model.grads(), self._ready.lr
         norm = self.norm(grads)
-        if not torch.isfinite(torch.tensor(norm)):  # the same number on all ranks: all raise or none
+        if not math.isfinite(norm):  # the same number on all ranks: all raise or none
             self.discard()
             raise NonFiniteError(f"the gradient norm of step {self.steps} is {norm}; no parameter was changed")
         if self.max_norm is not None and norm > self.max_norm:
@@ -179,7 +207,7 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """The loss over all data ranks; nothing changes."""
         task(f"evaluation before step {self.steps}")
-        count = self._count(batches)
+        count = self._count(batches, EVALUATE)
         total = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         try:
             for batch in batches:
@@ -214,71 +242,89 @@ class Engine:
         counted_T = own(self.model, batch, {"counted": counted(batch, self.want)})["counted"]
         # A loss may divide by a field that filler tokens do not have: no gradient can come back from those.
         scores = {name: torch.where(counted_T, x.t(), x.detach().t()).t() for name, x in scores.items()}
-        terms_T = self.loss(_Offered(scores, fields, scores), _Offered(scores, fields, fields))
-        if terms_T.shape != counted_T.shape:
-            raise DataError(
-                f"the loss gave {tuple(terms_T.shape)} for {tuple(counted_T.shape)} tokens: one term a token"
-            )
+        terms_T = self._reckoned(scores, fields, counted_T)
+        if self._by_token is not self.loss and self.model.mesh.size_of(("cp", "tp")) > 1:
+            self._check_by_token(scores, fields, counted_T)
         if WEIGHT in fields:
             terms_T = terms_T * fields[WEIGHT]
         return terms_T.masked_fill(~counted_T, 0.0)
 
-    def _count(self, batches: Sequence[Batch]) -> _Count:
+    def _reckoned(self, scores: Scores, fields: Fields, counted_T: Tensor) -> Tensor:
+        """What the loss gives. Its fields are copies: what the user packed, and the weights, stay as they are."""
+        copies = {name: value.clone() for name, value in fields.items()}
+        with in_its_loss(self.model):
+            terms: object = self.loss(_Offered(scores, fields, scores), _Offered(scores, fields, copies))
+        if not isinstance(terms, Tensor) or terms.shape != counted_T.shape:
+            gave = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
+            raise DataError(f"the loss gave {gave} for {tuple(counted_T.shape)} tokens: one term a token")
+        return terms
+
+    @torch.no_grad()
+    def _check_by_token(self, scores: Scores, fields: Fields, counted_T: Tensor) -> None:
+        """Once for each loss: that it gives the same for half of the tokens, as a rank has a part of a document. Of
+        other scores than the model's, which are those of the step before in a first step of RL: all ratios are 1."""
+        draw = torch.Generator(counted_T.device).manual_seed(0)
+        moved = {name: x - 0.1 * torch.rand(x.shape, generator=draw, device=x.device) for name, x in scores.items()}
+        terms_T, middle = self._reckoned(moved, fields, counted_T), len(counted_T) // 2
+        for half in (slice(0, middle), slice(middle, None)):
+            mine = [{name: x[half] for name, x in values.items()} for values in (moved, fields)]
+            again_T = self._reckoned(mine[0], mine[1], counted_T[half])
+            same = torch.isclose(again_T, terms_T[half], rtol=1e-4, atol=1e-5, equal_nan=True) | ~counted_T[half]
+            if not same.all():
+                raise DataError(
+                    f"the loss of a token depends on others, of which a rank of {self.model.mesh.axes} has only a "
+                    "part; what concerns a whole document must come as a field, reckoned before the step "
+                    "(mw.logprobs), or choose tp=1"
+                )
+        self._by_token = self.loss
+
+    def _count(self, batches: Sequence[Batch], call: str) -> _Count:
         """The targets of the step, counted before any work; and that all ranks are about to do the same."""
-        problem: DataError | None = None
-        try:
-            row = [0.0, *_summary(self.model, batches, self.want)]
-        except DataError as error:  # the others are waiting: they are told, and then all raise
-            problem, row = error, [1.0] + [0.0] * (COUNTED - 1)
-        mine = torch.tensor([row], dtype=torch.float64, device=self.model.mesh.device)
-        rows = self.model.mesh.gather_rows(mine, DENSE, "the count of the step").tolist()
-        if problem is not None:
-            raise problem
-        _check_alike(rows, self.model.mesh.axes)
-        first = {self.model.mesh.axes.data_rank(rank): row for rank, row in reversed(list(enumerate(rows)))}
-        weight, targets, tokens = (sum(row[i] for row in first.values()) for i in (1, 2, 5))
+        rows = agree(self.model, call, lambda: (self._settings(call), summary(self.model, batches, self.want)))
+        axes = self.model.mesh.axes
+        for rank, row in enumerate(rows):
+            if row[2:4] != rows[0][2:4]:
+                raise RankError(
+                    f"rank {rank} has {int(row[2])} batches of {int(row[3])} tokens, rank 0 {int(rows[0][2])} of "
+                    f"{int(rows[0][3])}; all ranks need the same number of batches and tokens"
+                )
+        check_data(rows, tuple(range(axes.world)), axes)
+        first = {axes.data_rank(rank): row for rank, row in reversed(list(enumerate(rows)))}
+        weight, targets, tokens = (sum(row[i] for row in first.values()) for i in (0, 1, 4))
         if weight <= 0:
             raise DataError(f"the step's {int(targets)} targets weigh {weight}; there is nothing to learn from")
         return _Count(weight, int(targets), int(tokens))
+
+    def _settings(self, call: str) -> dict[str, object]:
+        """What must be the same on all ranks, beside the model."""
+        loss = self.loss.__qualname__ if hasattr(self.loss, "__qualname__") else type(self.loss).__qualname__
+        settings = self.optimizer.settings
+        shared = {
+            "the step": self.steps,
+            "the loss": loss,
+            "router_aux": self.router.mode,
+            "what the loss wants": self.want,
+        }
+        if call == EVALUATE:
+            return shared
+        return {**shared, "max_norm": self.max_norm, "lr of this step": self._lr(), **asdict(settings)}
+
+    def _refuse_changed(self, lr: float) -> None:
+        """What was changed between backward and update, and would be applied to a part of the model."""
+        if self._lr() != lr:
+            raise StateError(
+                f"lr of step {self.steps} is {self._lr()}, but was {lr} before its backward, when all ranks agreed on "
+                "it; change it before backward, or discard()"
+            )
+        changed = set(self.model.trainable) ^ self.optimizer.trained
+        if changed:
+            raise StateError(
+                f"{min(changed)} and {len(changed) - 1} more changed requires_grad since the engine was made; choose "
+                "what is trained with train= of mw.load"
+            )
 
     def _lr(self) -> float:
         lr = float(self.lr(self.steps)) if callable(self.lr) else float(self.lr)
         if not 0 <= lr < float("inf"):
             raise ConfigError(f"lr of step {self.steps} is {lr}; it must be 0 or more")
         return lr
-
-
-def _check_alike(rows: list[list[float]], axes: Axes) -> None:
-    """All ranks take part, with as many batches and tokens; the ranks of a data rank have the same data."""
-    first: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        if row[0]:
-            raise RankError(f"rank {rank} was given data that it refuses; see its message")
-        if row[3:5] != rows[0][3:5]:
-            raise RankError(
-                f"rank {rank} has {int(row[3])} batches of {int(row[4])} tokens, rank 0 {int(rows[0][3])} of "
-                f"{int(rows[0][4])}; all ranks need the same number of batches and tokens"
-            )
-        other = first.setdefault(axes.data_rank(rank), rank)
-        if row != rows[other]:
-            raise RankError(f"ranks {other} and {rank} are one data rank ({axes}), but were given different batches")
-
-
-def _summary(model: Model, batches: Sequence[Batch], want: str) -> list[float]:
-    """Weight, targets, number of batches, tokens of each, tokens without filler, and a checksum of the data."""
-    if not batches:
-        raise DataError("a step needs at least one batch")
-    for batch in batches:
-        check(model, batch)
-    sizes = {len(b) for b in batches}
-    if len(sizes) > 1:
-        raise DataError(f"the batches of a step have {sorted(sizes)} tokens; pack(..., length=) makes them equal")
-    masks = [counted(b, want) for b in batches]
-    targets = sum(int(mask.sum()) for mask in masks)
-    weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
-    weight = sum(float(w.double().sum()) for w in weights)
-    crc = 0
-    for b in batches:
-        for tensor in (b.tokens, b.labels, torch.tensor(b.docs.bounds), *(b.fields[k] for k in sorted(b.fields))):
-            crc = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
-    return [weight, targets, len(batches), len(batches[0]), sum(len(b) - b.num_filler for b in batches), crc]

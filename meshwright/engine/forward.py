@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from .. import parallel
 from ..data import IGNORE, Batch
 from ..errors import DataError, StateError
 from ..mesh import watched
+from .agreement import agree, check_data
 from .model import Model
 
 WEIGHT = "weight"  # the field that weighs the terms of a loss
@@ -64,10 +66,36 @@ def own(model: Model, batch: Batch, values: Mapping[str, Tensor]) -> dict[str, T
     return {name: value[lo:hi] for name, value in values.items()}
 
 
+def summary(model: Model, batches: Sequence[Batch], want: str) -> list[float]:
+    """Weight, targets, number of batches, tokens of each, tokens without filler, and a checksum of the data."""
+    if isinstance(batches, Batch) or not isinstance(batches, Sequence):
+        raise DataError("a step takes a list of batches: engine.step([batch])")
+    if not batches:
+        raise DataError("a step needs at least one batch")
+    for batch in batches:
+        if not isinstance(batch, Batch):
+            raise DataError(f"a step takes batches as mw.pack makes them, not {type(batch).__name__}")
+        check(model, batch)
+    sizes = {len(b) for b in batches}
+    if len(sizes) > 1:
+        raise DataError(f"the batches of a step have {sorted(sizes)} tokens; pack(..., length=) makes them equal")
+    masks = [counted(b, want) for b in batches]
+    targets = sum(int(mask.sum()) for mask in masks)
+    weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
+    weight = sum(float(w.double().sum()) for w in weights)
+    crc = 0
+    for b in batches:
+        for tensor in (b.tokens, b.labels, torch.tensor(b.docs.bounds), *(b.fields[k] for k in sorted(b.fields))):
+            crc = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return [weight, targets, len(batches), len(batches[0]), sum(len(b) - b.num_filler for b in batches), crc]
+
+
 @torch.no_grad()
-def look(model: Model, batch: Batch, want: str) -> Tensor:
-    """Scores without gradients."""
-    check(model, batch)
+def look(model: Model, batch: Batch, want: str, call: str) -> Tensor:
+    """Scores without gradients. Replicas may look at other times, or not at all."""
+    axes = ("pp", "fsdp", "cp", "tp")
+    rows = agree(model, call, lambda: ({}, summary(model, [batch], want)), axes)
+    check_data(rows, model.mesh.axes.group(model.mesh.rank, axes), model.mesh.axes)
     lo, hi = model.mesh.token_range(len(batch))
     model.parts[0].balance.begin(torch.ones(hi - lo, dtype=torch.bool, device=model.mesh.device))
     try:
@@ -79,7 +107,7 @@ def look(model: Model, batch: Batch, want: str) -> Tensor:
 @watched()
 def logprobs(model: Model, batch: Batch) -> Tensor:
     """`[T]` log-probabilities of the labels of this data rank's tokens (0 where there is no label), no gradients."""
-    own_T = look(model, batch, "logprobs")
+    own_T = look(model, batch, "logprobs", "logprobs")
     labels = batch.labels.to(own_T.device)
     return model.mesh.gather_rows(own_T, ("cp", "tp")).masked_fill(labels == IGNORE, 0.0)
 
@@ -89,8 +117,8 @@ def logits(model: Model, batch: Batch) -> Tensor:
     """`[T, V]` of this data rank's tokens (head "value": `[T]`, or `[T, labels]` of several), at least float32, no
     gradients."""
     if "values" in model.parts[0].scores:
-        return model.mesh.gather_rows(look(model, batch, "values"), ("cp", "tp"))
-    local_TV = look(model, batch, "logits")
+        return model.mesh.gather_rows(look(model, batch, "values", "logits"), ("cp", "tp"))
+    local_TV = look(model, batch, "logits", "logits")
     vocab, tp = model.parts[0].trunk.vocab, model.mesh.axes.tp
     widest = -(-vocab // tp)  # the last slice of the vocabulary may be shorter
     padded = torch.nn.functional.pad(local_TV.t(), (0, 0, 0, widest - local_TV.shape[1]))

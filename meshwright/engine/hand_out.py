@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import weights
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError, ExportError, StateError
 from ..mesh import watched
+from ..models import SCORE
+from .agreement import NO_DATA, Settings, agree
 from .model import Model
+
+_LARGEST = 65520.0  # what float16 rounds to infinity, and all above it
 
 
 def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
@@ -21,6 +25,17 @@ def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
     All ranks must run through it; elsewhere it yields nothing. Savings: a few tensors (64 MiB) at a time. Weights come
     in the dtype of the source, gradients in float32; tensors that are not trained (`mtp.*`) are left out.
     """
+    with watched():
+        yield from _streamed(model, which)
+
+
+def _streamed(model: Model, which: str) -> Iterator[tuple[str, Tensor]]:
+    def tell() -> tuple[Settings, list[float]]:
+        if _stored(model, which) and which == "weight":
+            _refuse_overflow(model, model.spelling)
+        return {}, NO_DATA
+
+    agree(model, f"stream(which={which!r})", tell)
     stored = _stored(model, which)
     keys = [k for k in model.spelling.keys.values() if k.name not in model.spelling.carried]
     made_of = weights.blocks_by_key(model.table, model.spelling.choice)
@@ -29,7 +44,6 @@ def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
         yield key.name, tensor
 
 
-@watched()
 def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
     """`stream` as a dict: whole on rank 0, empty elsewhere."""
     return dict(stream(model, which))
@@ -44,11 +58,37 @@ def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtyp
     """
     made_of = weights.blocks_by_key(model.table, model.spelling.choice)
     exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
+
+    def tell() -> tuple[Settings, list[float]]:
+        _refuse_overflow(model, model.spelling if dtype is None else model.spelling.recast(dtype, exact))
+        return {"dtype=": dtype}, NO_DATA
+
+    agree(model, "export", tell)
     spelling = model.spelling if dtype is None else model.spelling.recast(dtype, exact)
-    config = weights.exported_config(model.config, dtype)
+    config = {**weights.exported_config(model.config, dtype), **_labels(model)}
     weights.write_directory(
         model.holding(model.stored()), spelling, config, model.directory, Path(directory).absolute()
     )
+
+
+def _labels(model: Model) -> dict[str, int]:
+    """A critic made of a language model says that it has one label: elsewhere the default is two."""
+    source, trunk = model.spelling.source, model.parts[0].trunk
+    made_here = "values" in model.parts[0].scores and (source is None or SCORE not in source.entries)
+    return {"num_labels": 1} if made_here and trunk.labels.num == 1 else {}
+
+
+def _refuse_overflow(model: Model, spelling: weights.Spelling) -> None:
+    """A weight that became infinite on its way into a file would be seen by nobody."""
+    made_of, stored, most = weights.blocks_by_key(model.table, spelling.choice), model.stored(), _LARGEST
+    for key in spelling.keys.values():
+        narrow = key.dtype == "F16" and key.name not in spelling.carried
+        for held in [stored[p.name] for p, _ in made_of[key.name] if p.name in stored] if narrow else []:
+            if held.numel() and most <= held.abs().max() < torch.inf:
+                raise ExportError(
+                    f"{key.name} has a weight of {held.abs().max().item():.6g}, which float16 cannot hold; "
+                    "export with dtype=torch.bfloat16 or torch.float32"
+                )
 
 
 def _stored(model: Model, which: str) -> dict[str, Tensor]:

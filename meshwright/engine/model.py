@@ -57,6 +57,7 @@ class Model:
     savings: Savings
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
+    seed: int | None = None  # of `init`
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -123,6 +124,7 @@ def load(
     """
     if read not in READ:
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
+    _check_arguments(mesh, dtype, savings)
     directory = local_directory(source, mesh)
     config, found = read_config(directory), open_source(directory)
     module, table = describe(config, prefix_of(config, found.entries), head, found.entries)
@@ -150,12 +152,14 @@ def init(
     savings: Savings = Savings(),
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
+    _check_arguments(mesh, dtype, savings)
     directory = local_directory(source, mesh, weights=False)
     config = read_config(directory)
     module, table = describe(config, prefix_of(config, None), head)
     spelling = of_table(table, _file_dtype(config))
     model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train, savings)
     _fill_fresh(model, list(model.pieces), seed)
+    model.seed = seed
     return model
 
 
@@ -180,8 +184,6 @@ def _place(
     savings: Savings,
 ) -> Model:
     compute = dtype or torch.bfloat16
-    if compute not in COMPUTE:
-        raise ConfigError(f"dtype={compute} cannot be computed in; choose from {', '.join(map(str, COMPUTE))}")
     _freeze(module, table, [train] if isinstance(train, str) else list(train))
     rules = Rules()
     units = units_of(module, module.units(), reshard=savings.reshard)
@@ -199,6 +201,15 @@ def _place(
                 f"{name}: rank {mesh.rank} stores {tuple(stored.shape)}, the table says {model.pieces[name].shape}"
             )
     return model
+
+
+def _check_arguments(mesh: Mesh | None, dtype: torch.dtype | None, savings: Savings) -> None:
+    if not isinstance(mesh, Mesh | None):
+        raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
+    if dtype not in (None, *COMPUTE):
+        raise ConfigError(f"dtype={dtype!r} cannot be computed in; choose from {', '.join(map(str, COMPUTE))}")
+    if not isinstance(savings, Savings):
+        raise ConfigError(f"savings={savings!r} are no savings; give mw.Savings(recompute='full'), say")
 
 
 def _freeze(module: Decoder, table: Table, patterns: Sequence[str]) -> None:

@@ -56,7 +56,9 @@ class Mesh:
     ) -> None:
         self.axes = Axes(pp, replicate, fsdp, cp, tp, ep)
         refuse_unbuilt(self.axes)
-        world = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+        if not timeout_s > 0:
+            raise MeshError(f"timeout_s={timeout_s!r}: it must be a number of seconds above 0")
+        world = dist.get_world_size() if dist.is_initialized() else _from_torchrun("WORLD_SIZE", 1)
         if self.axes.world != world:
             raise MeshError(
                 f"the mesh {self.axes} needs {self.axes.world} processes, but {world} run; "
@@ -123,6 +125,13 @@ class Mesh:
         with standing(at):
             return gather(x, size, self.name_of(axes))
 
+    def gather_objects(self, x: Any, axes: tuple[str, ...]) -> list[Any]:
+        """What Python can pickle, of every rank of `axes`. Slow: for errors."""
+        out: list[Any] = [None] * self.size_of(axes)
+        with standing("a gathering of settings"):
+            dist.all_gather_object(out, x, group=self.process_group(axes))
+        return out
+
     def token_range(self, num_tokens: int) -> tuple[int, int]:
         """This rank's tokens of its data rank's stream: contiguous by (cp, tp)."""
         share = num_tokens // (self.axes.cp * self.axes.tp)
@@ -132,7 +141,7 @@ class Mesh:
     @property
     def node(self) -> range:
         """The ranks on this rank's machine: neighbours, as torchrun numbers them. Without torchrun, all."""
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", self.axes.world))
+        size = _from_torchrun("LOCAL_WORLD_SIZE", self.axes.world)
         if self.axes.world % size:
             raise MeshError(f"{self.axes.world} ranks are not whole nodes of LOCAL_WORLD_SIZE={size}")
         first = self.rank - self.rank % size
@@ -165,12 +174,29 @@ def refuse_unbuilt(axes: Axes) -> None:
 def _device(wanted: str | torch.device | None) -> torch.device:
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(wanted)
+    try:
+        device = torch.device(wanted)
+        dist.get_default_backend_for_device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise MeshError(f"device={wanted!r} cannot be used: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MeshError(f"device={wanted!r}: torch finds no such device here; choose device='cpu', or see nvidia-smi")
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", _from_torchrun("LOCAL_RANK", 0, least=0))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def _from_torchrun(name: str, alone: int, least: int = 1) -> int:
+    """A number that torchrun left in the environment; `alone` without torchrun."""
+    text = os.environ.get(name, str(alone))
+    lacking = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if name == "WORLD_SIZE" and name in os.environ and lacking:
+        raise MeshError(f"WORLD_SIZE={text} without {', '.join(lacking)}: start with torchrun, or unset WORLD_SIZE")
+    if not text.isdecimal() or int(text) < least:
+        raise MeshError(f"{name}={text!r} of the environment must be a whole number of at least {least}")
+    return int(text)
 
 
 # Torch's flight recorder, by the names that all versions know, if the user has not set it himself.

@@ -16,7 +16,7 @@ from .config import LABELS, Json, group
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder
 from .running import arm_layers
 
-__all__ = ["FAMILIES", "Balance", "Decoder", "Family", "arm_layers", "describe", "prefix_of", "text_config"]
+__all__ = ["FAMILIES", "SCORE", "Balance", "Decoder", "Family", "arm_layers", "describe", "prefix_of", "text_config"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ def text_config(config: Json) -> Json:
     if _kind(config) not in _TEXT_OF:
         return config
     text = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **group(config, "text_config")}
+    if text["tie_word_embeddings"] != config.get("tie_word_embeddings", text["tie_word_embeddings"]):
+        raise ConfigError("config.json: tie_word_embeddings of the top and of text_config differ; correct either")
     labels = {name: config[name] for name in LABELS if config.get(name) is not None}
     return {**text, **labels, "model_type": _TEXT_OF[_kind(config)]}
 

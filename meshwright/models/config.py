@@ -22,6 +22,7 @@ MOST = {
     "intermediate_size": 2**22, "moe_intermediate_size": 2**22, "shared_expert_intermediate_size": 2**22,
 }  # fmt: skip
 LARGEST = 2**31 - 1
+_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _MOST_EXPERTS = 2**16  # of all layers
 
 
@@ -70,6 +71,9 @@ def rope_field(config: Json, name: str, default: float) -> float:
         kind = fields.get("rope_type", fields.get("type", "default"))
         if kind not in ("default", "mrope"):
             raise ConfigError(f"config.json: rope_type={kind!r} of {where} is not supported; it must be 'default'")
+        unread = sorted(set(fields) - set(_ROPE))
+        if unread:  # one of each kind of layer, say: what nobody reads would be a wrong number
+            raise ConfigError(f"config.json: {unread[0]!r} of {where} is not supported; it holds {', '.join(_ROPE)}")
     stated = rope["rope_scaling"] or rope["rope_parameters"]
     value = stated.get(name) if stated.get(name) is not None else config.get(name)
     return take({name: value}, name, float, default)

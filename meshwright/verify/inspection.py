@@ -80,6 +80,8 @@ def plan(
     unknown = [d for d in dtypes if d not in DTYPES]
     if unknown:
         raise ConfigError(f"dtype {unknown[0]!r} is unknown; choose from {', '.join(DTYPES)}")
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"--seconds {seconds}: one run may take some seconds above 0; the default is 600")
     refuse_unbuilt(axes)
     check_devices(axes, device)
     subject = find(model, head, False, say)

@@ -62,6 +62,8 @@ def appearing(directory: Path, num_bytes: int) -> Iterator[Path]:
         yield whole
         for path in (*whole.rglob("*"), whole):
             _to_disk(path)
+        if target.exists():
+            whole.chmod(target.stat().st_mode & 0o7777)
         whole.rename(target)  # an empty directory is replaced
         _to_disk(target.parent)
     except BaseException:
@@ -72,6 +74,8 @@ def appearing(directory: Path, num_bytes: int) -> Iterator[Path]:
 def _check_target(target: Path, num_bytes: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not empty; choose another or remove it")
+    if target in (Path.cwd(), *Path.cwd().parents):
+        raise FileExistsError(f"this process runs in {Path.cwd()}, which would be replaced; choose another directory")
     if target.is_mount():
         raise FileExistsError(f"{target} is a mount point, which no whole directory can replace; choose one inside it")
     there = next(p for p in target.parents if p.exists())
@@ -164,6 +168,8 @@ def _write_small(spelling: Spelling, config: Mapping[str, Any], beside: Path, wh
             spelling.source.check_unchanged(file)
     for path in sorted(beside.iterdir()):
         small = path.name.endswith(_SMALL) and not path.name.endswith(".index.json")
+        if small and path.is_symlink() and not path.exists():
+            raise FileNotFoundError(f"{path} is a link to what is not there; mend or remove it")
         if small and path.is_file() and path.name not in spelling.files:
             shutil.copyfile(path, whole / path.name)
     if (beside / _TEMPLATES).is_dir():
