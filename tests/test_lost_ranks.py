@@ -143,9 +143,10 @@ def in_the_loss(call: int, act: Callable[[], None]) -> Callable[[mw.Engine], Non
 
         @functools.wraps(real)  # the ranks would see that they have other losses
         def my_loss(scores: Any, fields: Any) -> torch.Tensor:
-            calls.append(1)
-            if len(calls) == call:
-                act()
+            if torch.is_grad_enabled():  # not while it is tried whether it looks at tokens alone
+                calls.append(1)
+                if len(calls) == call:
+                    act()
             return real(scores, fields)
 
         engine.loss = my_loss

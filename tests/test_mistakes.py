@@ -411,14 +411,17 @@ def test_configs_that_differ(source: Path, tmp_path: Path) -> None:
         assert re.search(r"rms_norm_eps of config\.json is 0\.001 on rank 1 and .* on rank 0", text), text
 
 
-def looked_apart(source: Path) -> int:
-    model = mw.load(source, mw.Mesh(replicate=2), dtype=torch.float64)
-    return sum(len(mw.logprobs(model, batch)) for batch in tiny.batches(0)[: 1 + model.mesh.rank])
+def looked_apart(source: Path, mesh: dict[str, int]) -> int:
+    """The second replica looks at nothing."""
+    model = mw.load(source, mw.Mesh(**mesh, timeout_s=20), dtype=torch.float64)
+    looked = [] if model.mesh.coords["replicate"] else tiny.batches(model.mesh.data_rank)
+    return sum(len(mw.logprobs(model, batch)) for batch in looked)
 
 
-def test_replicas_may_look_at_as_much_as_they_like(source: Path) -> None:
-    first, second = worlds.run(2, looked_apart, source)
-    assert second == 2 * first
+@pytest.mark.parametrize("mesh", [dict(replicate=2), dict(replicate=2, fsdp=2, tp=2)], ids=trials.named)
+def test_replicas_may_look_at_as_much_as_they_like(source: Path, mesh: dict[str, int]) -> None:
+    found = worlds.run(trials.world_of(mesh), looked_apart, source, mesh)
+    assert found == [80] * (len(found) // 2) + [0] * (len(found) // 2)
 
 
 def written_into(source: Path) -> tuple[list[float], list[float]]:

@@ -183,8 +183,12 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     def own(name: str, **options: Any) -> str:
         return directory(tmp_path / name, {**QWEN3_30B_A3B, **options})
 
-    assert told("tiny-qwen3", replicate=2, fsdp=2, tp=2) == "not tried: ep, of size 1 here"
-    assert told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2) == 'not tried: replicate, of size 1 here; router_aux="previous"'
+    assert not told("tiny-qwen3", replicate=2, fsdp=2, tp=2), "a dense model has no experts to spread"
+    assert told("tiny-qwen3", tp=2) == "not tried: replicate, fsdp, of size 1 here (try --mesh replicate=2,fsdp=2)"
+    assert told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2) == (
+        'not tried: replicate, of size 1 here (try --mesh replicate=2); router_aux="previous"'
+    )
+    assert "(try --mesh fsdp=2,replicate=2,ep=2)" in told("tiny-qwen3-moe", fsdp=2, tp=2)
     assert told("tiny-qwen3.5-moe", fsdp=2).endswith('; router_aux="previous"'), "a tiny MoE trains its aux loss"
     assert "; the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)" in told(
         own("a"), fsdp=2
@@ -196,7 +200,7 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
 def test_the_help_names_every_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["verify", "--help"])
-    shown = capsys.readouterr().out.replace("-\n", "-").split("--mesh AXIS")[1]
+    shown = capsys.readouterr().out.split("--mesh AXIS")[1]
     named = set(re.findall(r"tiny-[a-z0-9.-]*[a-z0-9]", " ".join(shown.split()).replace("- ", "-")))
     assert named == set(TINY)
 

@@ -15,12 +15,13 @@ from ..errors import ConfigError, DataError, NonFiniteError, RankError, StateErr
 from ..layout import missing
 from ..mesh import DENSE, task, watched
 from ..optim import AdamW, Settings, squares
-from .agreement import agree, check_data, in_its_loss
+from .agreement import agree, check_data
 from .fit import refuse_too_large
-from .forward import WEIGHT, counted, own, score, summary
-from .losses import Fields, Loss, Scores, cross_entropy
+from .forward import summary
+from .losses import Loss, cross_entropy
 from .model import Model
 from .router import Router
+from .terms import Terms
 
 _TINY = torch.finfo(torch.float32).tiny  # an eps below it would be 0
 STEP, EVALUATE = "a step", "evaluate"
@@ -35,20 +36,6 @@ class StepRecord:
     num_targets: int  # over all data ranks and micro-batches
     num_tokens: int  # without filler
     expert_load: Tensor | None = None  # [layers of experts, experts]: tokens that each got
-
-
-class _Offered(dict[str, Tensor]):
-    """Scores or fields for a loss."""
-
-    def __init__(self, scores: Mapping[str, Tensor], fields: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
-        super().__init__(mine)
-        self._all = sorted(scores), sorted(fields)
-
-    def __missing__(self, key: str) -> Tensor:
-        raise DataError(
-            f"the loss asks for {key!r}; it has the scores {self._all[0]} (entropy with Engine(entropy=True)) "
-            f"and the fields {self._all[1]} (pack(..., fields=))"
-        )
 
 
 def _number(value: object) -> bool:
@@ -119,7 +106,7 @@ class Engine:
             raise ConfigError(f"entropy=True, but this model's head gives {', '.join(model.parts[0].scores)} alone")
         self.router = Router(model.parts[0].balance, model.mesh, router_aux)
         self._ready: _Ready | None = None
-        self._by_token: Loss | None = None  # the loss that is known to look at each token alone
+        self._terms = Terms(model, self.want)
         self._unsummed = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in model.pieces}
         trained = set(model.trainable)
         decayed = {p.name for p in model.table if p.decay}
@@ -233,50 +220,8 @@ class Engine:
     def _loss(self, batch: Batch, count: _Count, num_batches: int, *, training: bool) -> tuple[Tensor, Tensor]:
         """This rank's share of the loss of a micro-batch, and of the router's, whose gradient is already attached."""
         self.router.begin(batch)
-        term = self._terms(batch).sum() / count.weight
+        term = self._terms(self.loss, batch).sum() / count.weight
         return term, self.router.end(count.tokens, num_batches, training=training)
-
-    def _terms(self, batch: Batch) -> Tensor:
-        """Weighted loss terms of this rank's own tokens; each token of a data rank is one rank's own."""
-        scores, fields = score(self.model, batch, self.want), own(self.model, batch, batch.fields)
-        counted_T = own(self.model, batch, {"counted": counted(batch, self.want)})["counted"]
-        # A loss may divide by a field that filler tokens do not have: no gradient can come back from those.
-        scores = {name: torch.where(counted_T, x.t(), x.detach().t()).t() for name, x in scores.items()}
-        terms_T = self._reckoned(scores, fields, counted_T)
-        if self._by_token is not self.loss and self.model.mesh.size_of(("cp", "tp")) > 1:
-            self._check_by_token(scores, fields, counted_T)
-        if WEIGHT in fields:
-            terms_T = terms_T * fields[WEIGHT]
-        return terms_T.masked_fill(~counted_T, 0.0)
-
-    def _reckoned(self, scores: Scores, fields: Fields, counted_T: Tensor) -> Tensor:
-        """What the loss gives. Its fields are copies: what the user packed, and the weights, stay as they are."""
-        copies = {name: value.clone() for name, value in fields.items()}
-        with in_its_loss(self.model):
-            terms: object = self.loss(_Offered(scores, fields, scores), _Offered(scores, fields, copies))
-        if not isinstance(terms, Tensor) or terms.shape != counted_T.shape:
-            gave = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
-            raise DataError(f"the loss gave {gave} for {tuple(counted_T.shape)} tokens: one term a token")
-        return terms
-
-    @torch.no_grad()
-    def _check_by_token(self, scores: Scores, fields: Fields, counted_T: Tensor) -> None:
-        """Once for each loss: that it gives the same for half of the tokens, as a rank has a part of a document. Of
-        other scores than the model's, which are those of the step before in a first step of RL: all ratios are 1."""
-        draw = torch.Generator(counted_T.device).manual_seed(0)
-        moved = {name: x - 0.1 * torch.rand(x.shape, generator=draw, device=x.device) for name, x in scores.items()}
-        terms_T, middle = self._reckoned(moved, fields, counted_T), len(counted_T) // 2
-        for half in (slice(0, middle), slice(middle, None)):
-            mine = [{name: x[half] for name, x in values.items()} for values in (moved, fields)]
-            again_T = self._reckoned(mine[0], mine[1], counted_T[half])
-            same = torch.isclose(again_T, terms_T[half], rtol=1e-4, atol=1e-5, equal_nan=True) | ~counted_T[half]
-            if not same.all():
-                raise DataError(
-                    f"the loss of a token depends on others, of which a rank of {self.model.mesh.axes} has only a "
-                    "part; what concerns a whole document must come as a field, reckoned before the step "
-                    "(mw.logprobs), or choose tp=1"
-                )
-        self._by_token = self.loss
 
     def _count(self, batches: Sequence[Batch], call: str) -> _Count:
         """The targets of the step, counted before any work; and that all ranks are about to do the same."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import parallel
 from ..data import IGNORE, Batch
 from ..errors import DataError, StateError
-from ..mesh import watched
+from ..mesh import REPLICA, watched
 from .agreement import agree, check_data
 from .model import Model
 
@@ -93,9 +93,8 @@ def summary(model: Model, batches: Sequence[Batch], want: str) -> list[float]:
 @torch.no_grad()
 def look(model: Model, batch: Batch, want: str, call: str) -> Tensor:
     """Scores without gradients. Replicas may look at other times, or not at all."""
-    axes = ("pp", "fsdp", "cp", "tp")
-    rows = agree(model, call, lambda: ({}, summary(model, [batch], want)), axes)
-    check_data(rows, model.mesh.axes.group(model.mesh.rank, axes), model.mesh.axes)
+    rows = agree(model, call, lambda: ({}, summary(model, [batch], want)), REPLICA)
+    check_data(rows, model.mesh.axes.group(model.mesh.rank, REPLICA), model.mesh.axes)
     lo, hi = model.mesh.token_range(len(batch))
     model.parts[0].balance.begin(torch.ones(hi - lo, dtype=torch.bool, device=model.mesh.device))
     try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import parallel
 from ..errors import ConfigError, LayoutError, StateError
 from ..layout import Charge, Piece, Rules, Table, Unit, owns, pieces, units_of
-from ..mesh import Mesh
+from ..mesh import REPLICA, Mesh
 from ..models import Decoder, arm_layers, describe, prefix_of, text_config
 from ..weights import (
     Holding,
@@ -189,6 +189,7 @@ def _place(
     units = units_of(module, module.units(), reshard=savings.reshard)
     refuse_too_large(Need(units, table, rules, mesh.axes, widths_of(compute), frozenset(), savings.offload), mesh.room)
     module.compute_in(compute)
+    mesh.process_group(REPLICA)  # all ranks must make it; later, replicas may look at what they like
     arm_layers(module, savings.recompute, savings.compiled)
     parallel.distribute(module, units, table, rules, mesh, compute, offload=savings.offload)
     for each in module.modules():

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import MeshError
-from .axes import DENSE, EXPERT, Axes
+from .axes import DENSE, EXPERT, REPLICA, Axes
 from .collectives import gather
 from .room import Room, room_of
 from .whereabouts import Watch, here, standing, task, watched
@@ -26,6 +26,7 @@ from .whereabouts import Watch, here, standing, task, watched
 __all__ = [
     "DENSE",
     "EXPERT",
+    "REPLICA",
     "Axes",
     "Mesh",
     "Room",

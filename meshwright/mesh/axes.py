@@ -10,6 +10,7 @@ from ..errors import MeshError
 
 DENSE = ("pp", "replicate", "fsdp", "cp", "tp")  # outer to inner
 EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, seen by the experts
+REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that hold a model between them
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def g1_gradients(run: Run) -> Findings:
     if not _everywhere(run.model.mesh, numbers)[0][0]:
         return
     made = suspects(run.model, found, wrong, run.reference)  # all ranks: it sums once more
-    where = begins(run.model, made, run.reference)
+    where = "" if run.blame else begins(run.model, made, run.reference)  # of a wrong way there, none of back
     for name, suspect in made.items():
         yield Finding("G1", name, cause_of(suspect, run.blame) + where)
         where = ""

@@ -97,14 +97,30 @@ def unproven(plan: Plan) -> str:
     if plan.axes.world == 1:
         return "one process against itself: give a mesh, as in --mesh fsdp=2,tp=2"
     left = untried(plan)
+    if _idle(plan):
+        left[0] += f" (try --mesh {_other_mesh(plan)})"
     return f"not tried: {'; '.join(left)}" if left else ""
+
+
+def _idle(plan: Plan) -> list[str]:
+    """Axes of size 1, which a run says nothing of."""
+    experts = ["ep"] if plan.subject.module.balance.num_experts else []
+    return [axis for axis in ("replicate", "fsdp", "tp", *experts) if plan.axes.size_of(axis) == 1]
+
+
+def _other_mesh(plan: Plan) -> str:
+    """The smallest that tries them: experts are spread over ranks that another axis makes."""
+    sizes = dict.fromkeys(_idle(plan), 2)
+    if list(sizes) in (["ep"], ["replicate", "ep"]):
+        sizes = {"fsdp": 2, **sizes}
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def untried(plan: Plan) -> list[str]:
     """Of what can be trained, what the oracles did not see."""
     if plan.kind == WEIGHTS:
         return []
-    idle = [axis for axis in ("replicate", "fsdp", "tp", "ep") if plan.axes.size_of(axis) == 1]
+    idle = _idle(plan)
     balance = plan.subject.module.balance
     left = [f"{', '.join(idle)}, of size 1 here"] if idle else []
     if balance.num_experts and not balance.coefficient:
