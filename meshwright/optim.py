@@ -92,10 +92,11 @@ class AdamW:
         kept = [[m.view(-1)[at] for m in self.moments[name]] for name, at in part]
         moments = [[m.to(view.dtype) for m in both] for view, both in zip(views, kept, strict=True)]
         beta1, beta2 = self.settings.betas
+        steps = [torch.full((), self.steps, dtype=torch.float32, device=view.device) for view in views]
         adamw(
             views, [grads[name].reshape(-1)[at] for name, at in part], [m for m, _ in moments], [v for _, v in moments],
-            [], [torch.full((), float(self.steps), device=v.device) for v in views], fused=True, amsgrad=False,
-            beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=self.settings.eps, maximize=False,
+            [], steps, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=self.settings.eps,
+            fused=True, amsgrad=False, maximize=False,
         )  # fmt: skip
         for narrow, wide in zip(kept, moments, strict=True):
             for at, moment in zip(narrow, wide, strict=True):

@@ -116,11 +116,21 @@ def test_configs(tmp_path: Path, plain: Callable[[str], Path], change: bytes | d
         mw.load(at)
 
 
-def test_dtype_of_a_list(tmp_path: Path, plain: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (dict(dtype=["float32"]), r"dtype=\['float32'\] is unknown"),
+        (dict(quantization_config={"quant_method": "fp8"}), r"quantization_config, but new weights are not quantised"),
+    ],
+    ids=str,
+)
+def test_no_model_is_made_of(
+    tmp_path: Path, plain: Callable[[str], Path], change: dict[str, Any], pattern: str
+) -> None:
     at = copy_of(plain("qwen3"), tmp_path / "m")
-    config = json.loads((at / "config.json").read_text()) | dict(dtype=["float32"])
+    config = json.loads((at / "config.json").read_text()) | change
     (at / "config.json").write_text(json.dumps(config))
-    with refused(mw.ConfigError, r"dtype=\['float32'\] is unknown", tmp_path):
+    with refused(mw.ConfigError, pattern, tmp_path):
         mw.init(at)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -182,8 +183,6 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         lambda e: _with(e, lambda s, f: (mw.logprobs(e.model, mine(e)[0]), -s["logprobs"])[1]).step(mine(e)),
         r"StateError: logprobs was called for a model whose loss is being reckoned; .* pack\(\.\.\., fields=\)",
     ),
-    ("autocast", {}, lambda e: _autocast(e.step)(mine(e)), r"StateError: torch\.autocast\('cpu'\) is on; .*dtype= of"),
-    ("autocast, looking", {}, lambda e: _autocast(mw.logits)(e.model, mine(e)[0]), r"StateError: torch\.autocast"),
     (
         "frozen later",
         {},
@@ -198,10 +197,6 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     ),
     ("a loss of nan", dict(fsdp=2), _no_number, r"NonFiniteError: the loss of step 0 is nan; no param"),
 ]
-
-
-def _autocast(call: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.autocast("cpu", torch.bfloat16)(call)
 
 
 def _switched(engine: mw.Engine, name: str, *, on: bool) -> None:
@@ -281,9 +276,9 @@ def _seeded(source: Path, mesh: dict[str, int]) -> mw.Engine:
 def _other(source: Path, mesh: dict[str, int], name: str, *values: Any) -> mw.Engine:
     """An argument that differs from rank to rank."""
     there = mw.Mesh(**mesh)
-    options = {"lr": 1e-2, "dtype": torch.float64, "train": "**", name: values[there.rank]}
-    model = mw.load(source, there, dtype=options.pop("dtype"), train=options.pop("train"))
-    return mw.Engine(model, **options)
+    options = {"lr": 1e-2, "dtype": torch.float64, name: values[there.rank]}
+    of_load = {name: options.pop(name) for name in {"dtype", "train", "savings"} & options.keys()}
+    return mw.Engine(mw.load(source, there, **of_load), **options)
 
 
 def _apart(engine: mw.Engine, *acts: Callable[[mw.Engine], Any]) -> None:
@@ -317,6 +312,18 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         r"weight_decay is 0\.2 on rank 1",
     ),
     "max_norm": (TP, lambda s, m: _other(s, m, "max_norm", 1.0, None), _step, r"max_norm is None on rank 1 and 1\.0"),
+    "gradients that wait on one rank": (
+        FSDP,
+        build,
+        lambda e: (e.backward(mine(e)), _apart(e, lambda e: e.discard(), lambda e: None), _step(e)),
+        r"gradients of an earlier backward are waiting|rank 1 refuses to take part in a step; see its message",
+    ),
+    "axes": (
+        FSDP,
+        lambda s, m: mw.Mesh(**(TP if os.environ["RANK"] == "1" else m)),
+        _step,
+        r"the mesh is (tp=2 on cpu on rank 1, and fsdp=2 on cpu on rank 0|fsdp=2 on cpu on rank 0, and tp=2)",
+    ),
     "loss": (
         FSDP,
         lambda s, m: _other(s, m, "loss", mw.losses.cross_entropy, mw.losses.squared_error),
@@ -333,7 +340,13 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         REPLICAS,
         lambda s, m: _other(s, m, "train", "**", "layers.*"),
         _step,
-        r"the (number of trained parameters|checksum of their names) is \d+ on rank 1",
+        r"the (number of trained parameters|checksum of the names of trained parameters) is \d+ on rank 1",
+    ),
+    "savings": (
+        FSDP,
+        lambda s, m: _other(s, m, "savings", mw.Savings(), mw.Savings(offload=True)),
+        _step,
+        r"the saving offload is True on rank 1 and False on rank 0",
     ),
     "steps": (FSDP, build, lambda e: _apart(e, _step, _ahead), r"the step is 1 on rank 1 and 0 on rank 0"),
     "calls": (
@@ -381,9 +394,8 @@ def _ahead(engine: mw.Engine) -> None:
 
 
 def disagreed(source: Path, mesh: dict[str, int], make: Any, act: Any) -> str:
-    engine = make(source, mesh)
     try:
-        act(engine)
+        act(make(source, mesh))
     except mw.MeshwrightError as error:
         return str(error)
     return "nothing"

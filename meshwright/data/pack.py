@@ -125,8 +125,11 @@ def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_fill
         raise DataError(
             f"{what}: document {at} differs in length: {lengths[at : at + 1]} values, {sizes[at : at + 1]} tokens"
         )
+    numbers = [x for v in values for x in v] + [fill] * num_filler
     try:
-        flat = torch.tensor([x for v in values for x in v] + [fill] * num_filler)
+        flat = torch.tensor(numbers)
+        if flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize:  # of torch.set_default_dtype
+            flat = torch.tensor(numbers, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what} must be numbers: {error}") from None
     if what not in ("documents", "labels"):

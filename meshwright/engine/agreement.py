@@ -6,13 +6,14 @@ import contextlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from weakref import WeakSet
 
 import torch
 
 from ..errors import MeshwrightError, RankError, StateError
 from ..mesh import DENSE, Axes
-from .model import Model
+from .model import Model, refuse_inference_mode
 
 TOLD = 8  # numbers of every rank: whether it refuses, a checksum of its settings, and six of its data
 NO_DATA = [0.0] * (TOLD - 2)
@@ -46,6 +47,7 @@ def agree(
     problem: MeshwrightError | None = None
     settings: dict[str, str] = {}
     try:
+        refuse_inference_mode()
         _refuse_autocast(model.mesh.device.type)
         more, data = tell()
         settings = {"call": call, **_identity(model), **{name: str(value) for name, value in more.items()}}
@@ -70,10 +72,10 @@ def _identity(model: Model) -> dict[str, str]:
     return {
         **{f"{name} of config.json": json.dumps(value, sort_keys=True) for name, value in model.config.items()},
         "the compute dtype": str(model.dtype),
-        "the savings": str(model.savings),
+        **{f"the saving {name}": str(value) for name, value in asdict(model.savings).items()},
         "the seed": str(model.seed),
         "the number of trained parameters": str(len(trained)),
-        "the checksum of their names": str(zlib.crc32(" ".join(trained).encode())),
+        "the checksum of the names of trained parameters": str(zlib.crc32(" ".join(trained).encode())),
     }
 
 

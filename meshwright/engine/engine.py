@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from .agreement import agree, check_data
 from .fit import refuse_too_large
 from .forward import summary
 from .losses import Loss, cross_entropy
-from .model import Model
+from .model import Model, refuse_inference_mode
 from .router import Router
 from .terms import Terms
 
@@ -55,7 +56,6 @@ class _Count:
 class _Ready:
     """What `backward` leaves for `update`, beside the gradients."""
 
-    loss: float
     count: _Count
     lr: float
 
@@ -86,6 +86,7 @@ class Engine:
         entropy: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_inference_mode()
         for name, value, fine in (
             ("lr", lr, callable(lr) or (_number(lr) and lr >= 0)),
             ("weight_decay", weight_decay, _number(weight_decay) and weight_decay >= 0),
@@ -124,8 +125,6 @@ class Engine:
     @watched()
     def backward(self, batches: Sequence[Batch]) -> float:
         """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
-        if self._ready is not None or self.model.grads():
-            raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
         task(f"step {self.steps}")
         count, lr = self._count(batches, STEP), self._lr()
         try:
@@ -140,7 +139,7 @@ class Engine:
         if not math.isfinite(loss):  # the same number on all ranks, as below
             self.discard()
             raise NonFiniteError(f"the loss of step {self.steps} is {loss}; no parameter was changed")
-        self._ready = _Ready(loss, count, lr)
+        self._ready = _Ready(count, lr)
         return loss
 
     def _run(self, batch: Batch, count: _Count, number: int, num_batches: int) -> Tensor:
@@ -242,20 +241,23 @@ class Engine:
 
     def _settings(self, call: str) -> dict[str, object]:
         """What must be the same on all ranks, beside the model."""
-        loss = self.loss.__qualname__ if hasattr(self.loss, "__qualname__") else type(self.loss).__qualname__
+        loss = self.loss if inspect.isroutine(self.loss) else type(self.loss)
         settings = self.optimizer.settings
         shared = {
             "the step": self.steps,
-            "the loss": loss,
+            "the loss": loss.__qualname__,
             "router_aux": self.router.mode,
             "what the loss wants": self.want,
         }
         if call == EVALUATE:
             return shared
+        if self._ready is not None or self.model.grads():
+            raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
         return {**shared, "max_norm": self.max_norm, "lr of this step": self._lr(), **asdict(settings)}
 
     def _refuse_changed(self, lr: float) -> None:
         """What was changed between backward and update, and would be applied to a part of the model."""
+        refuse_inference_mode()
         if self._lr() != lr:
             raise StateError(
                 f"lr of step {self.steps} is {self._lr()}, but was {lr} before its backward, when all ranks agreed on "

@@ -76,6 +76,8 @@ def summary(model: Model, batches: Sequence[Batch], want: str) -> list[float]:
         if not isinstance(batch, Batch):
             raise DataError(f"a step takes batches as mw.pack makes them, not {type(batch).__name__}")
         check(model, batch)
+        if batch.tokens.is_inference():
+            raise DataError("a batch was packed under torch.inference_mode(); no step can use it. Pack it outside")
     sizes = {len(b) for b in batches}
     if len(sizes) > 1:
         raise DataError(f"the batches of a step have {sorted(sizes)} tokens; pack(..., length=) makes them equal")

@@ -155,6 +155,11 @@ def init(
     _check_arguments(mesh, dtype, savings)
     directory = local_directory(source, mesh, weights=False)
     config = read_config(directory)
+    if "quantization_config" in config:
+        raise ConfigError(
+            "config.json has a quantization_config, but new weights are not quantised, and whoever loads their export "
+            "would take them for it; remove it from config.json"
+        )
     module, table = describe(config, prefix_of(config, None), head)
     spelling = of_table(table, _file_dtype(config))
     model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train, savings)
@@ -204,7 +209,16 @@ def _place(
     return model
 
 
+def refuse_inference_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise StateError(
+            "torch.inference_mode() is on: no later step could use the tensors that are made under it. Leave it out; "
+            "logprobs, logits and evaluate take no gradients anyway"
+        )
+
+
 def _check_arguments(mesh: Mesh | None, dtype: torch.dtype | None, savings: Savings) -> None:
+    refuse_inference_mode()
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
     if dtype not in (None, *COMPUTE):

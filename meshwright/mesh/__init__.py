@@ -71,6 +71,16 @@ class Mesh:
         _join(self.device, self.timeout)
         self.rank = dist.get_rank()
         self.coords = self.axes.coords(self.rank)
+        self._refuse_another()
+
+    def _refuse_another(self) -> None:
+        """Ranks that make meshes of other axes would wait for one another in groups that never come together."""
+        mine = f"{self.axes} on {self.device.type}"
+        for rank, other in enumerate(self.gather_objects(mine, DENSE)):
+            if other != mine:
+                raise MeshError(
+                    f"the mesh is {other} on rank {rank}, and {mine} on rank {self.rank}; make the same on all"
+                )
 
     @cached_property
     def dense(self) -> DeviceMesh:

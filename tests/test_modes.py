@@ -1,0 +1,92 @@
+"""Torch's switches, which whoever trains may have set for something else: refused, or without effect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from tests import tiny, trials, worlds
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("modes") / "m", "qwen3_moe")
+
+
+def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
+    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), lr=1e-2, **options)
+
+
+def mine(engine: mw.Engine) -> list[mw.Batch]:
+    return tiny.batches(engine.model.mesh.data_rank)
+
+
+def said(source: Path, mesh: dict[str, int], act: Callable[[mw.Engine], Any]) -> str:
+    engine = build(source, mesh)
+    try:
+        act(engine)
+    except mw.MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+inferring = torch.inference_mode()
+rounding = torch.autocast("cpu", torch.bfloat16)
+CALLS: dict[str, tuple[dict[str, int], Callable[..., Any]]] = {
+    "step": ({}, lambda on, e: on(e.step)(mine(e))),
+    "update": (dict(fsdp=2), lambda on, e: (e.backward(mine(e)), on(e.update)())),
+    "evaluate": (dict(fsdp=2), lambda on, e: on(e.evaluate)(mine(e))),
+    "logprobs": (dict(tp=2), lambda on, e: on(mw.logprobs)(e.model, mine(e)[0])),
+    "logits": ({}, lambda on, e: on(mw.logits)(e.model, mine(e)[0])),
+    "gather": (dict(fsdp=2), lambda on, e: on(mw.gather)(e.model)),
+    "engine": ({}, lambda on, e: on(mw.Engine)(e.model, lr=1.0)),
+    "load": ({}, lambda on, e: on(mw.load)(e.model.directory, e.model.mesh)),
+    "init": ({}, lambda on, e: on(mw.init)(e.model.directory, e.model.mesh)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_inference_mode_is_refused(source: Path, name: str) -> None:
+    """Tensors made under it fail in a later step, deep inside torch: FSDP keeps some from its first forward."""
+    mesh, act = CALLS[name]
+    for text in worlds.run(trials.world_of(mesh), said, source, mesh, lambda engine: act(inferring, engine)):
+        assert re.search(r"StateError: torch\.inference_mode\(\) is on: no later step", text), text
+
+
+def test_a_batch_of_inference_mode_is_refused(source: Path) -> None:
+    for text in worlds.run(2, said, source, dict(fsdp=2), lambda engine: engine.step(inferring(mine)(engine))):
+        assert re.search(r"DataError: a batch was packed under torch\.inference_mode\(\); no step can use it", text), (
+            text
+        )
+
+
+@pytest.mark.parametrize("name", ["step", "logits"])
+def test_autocast_is_refused(source: Path, name: str) -> None:
+    mesh, act = CALLS[name]
+    [text] = worlds.run(1, said, source, mesh, lambda engine: act(rounding, engine))
+    assert re.search(r"StateError: torch\.autocast\('cpu'\) is on; .*dtype= of", text), text
+
+
+def under(source: Path, dtype: torch.dtype) -> list[Any]:
+    """Of a step late in a run: some dtypes know no 301."""
+    torch.set_default_dtype(dtype)
+    engine = build(source, {}, loss=lambda scores, fields: -scores["logprobs"] * fields["advantage"])
+    batch = mw.pack([[5, 6, 7], [8, 9]], fields={"advantage": [[1.1, -0.3, 0.7], [0.2, 0.9]]})
+    engine.step([batch])
+    engine.optimizer.steps = 300
+    record = engine.step([batch])
+    return [record.loss, record.grad_norm, batch.fields["advantage"].double(), *engine.model.stored().values()]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_default_dtype_of_torch_changes_nothing(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    source = tiny.directory(tmp_path / "m", family)
+    [expected], [found] = (worlds.run(1, under, source, default) for default in (torch.float32, dtype))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, found, strict=True))
