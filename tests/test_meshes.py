@@ -1,4 +1,4 @@
-"""Every oracle on every mesh: one process is the reference, in float64; float32 and bf16 run on the same meshes."""
+"""Every oracle on every mesh: one process is the reference, in float64; float32 and bfloat16 on some of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny, trials
 
-NARROW = {"qwen2", "qwen3_5_moe"}  # made of parts that the others prove: other dtypes on one mesh
+NARROW = {"qwen2", "qwen3_5_moe"}  # made of parts that the others prove: bfloat16 on one mesh
 BOTH = dict(fsdp=2, tp=2)
 
 CASES = [
@@ -21,7 +21,11 @@ CASES = [
     if not (head == "value" and tiny.ODD[name]["tie_word_embeddings"])  # a value head is never tied
     if not (head == "value" and mesh != BOTH)  # on every mesh in `make matrix`
 ]
-SMOKE = [case for case in CASES if case.values[1] == "lm" and (case.values[0] not in NARROW or case.values[2] == BOTH)]
+# float32 casts nothing for its products, so that meshes add nothing to what float64 and bfloat16 prove of them
+SMOKE = {
+    torch.float32: [case for case in CASES if case.values[1:] in (("lm", BOTH), ("lm", dict(**BOTH, ep=4)))],
+    torch.bfloat16: [c for c in CASES if c.values[1] == "lm" and (c.values[0] not in NARROW or c.values[2] == BOTH)],
+}
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +39,11 @@ def test_float64(sources: dict[str, Path], name: str, head: str, mesh: dict[str,
     assert trials.findings(trials.trial(sources[name], mesh, head)) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "head", "mesh"), SMOKE)
-def test_smoke(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int], dtype: torch.dtype) -> None:
-    assert trials.findings(trials.trial(sources[name], mesh, head, dtype)) == []
+@pytest.mark.parametrize(("name", "head", "mesh"), SMOKE[torch.float32])
+def test_float32(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int]) -> None:
+    assert trials.findings(trials.trial(sources[name], mesh, head, torch.float32)) == []
+
+
+@pytest.mark.parametrize(("name", "head", "mesh"), SMOKE[torch.bfloat16])
+def test_bfloat16(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int]) -> None:
+    assert trials.findings(trials.trial(sources[name], mesh, head, torch.bfloat16)) == []
