@@ -35,7 +35,6 @@ class Planted:
 
 FSDP, TP, EP = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)
 SHARE = "one rank's share of it, a sum over {} is missing"
-ALREADY = "the loss is wrong already: "
 
 PLANTS = {
     "no sum over tp": Planted(
@@ -177,42 +176,41 @@ PLANTS = {
         plants.by_micro_batch,
         "qwen3",
         FSDP,
-        "G1 .*" + ALREADY + "each micro-batch is divided by its own targets, and then averaged",
+        "S1 loss: .*: each micro-batch is divided by its own targets, and then averaged",
+        (r"G1 lm_head\.weight: .*: the loss is wrong already, see S1",),
     ),
     "each micro-batch by its own targets, ranks summed": Planted(
         plants.by_own_micro_batch,
         "qwen3",
         FSDP,
-        "G1 .*" + ALREADY + "each micro-batch is divided by its own targets, averaged on a rank",
+        "S1 loss: .*: each micro-batch is divided by its own targets, averaged on a rank",
     ),
     "each rank by its own targets": Planted(
-        plants.by_own_targets, "qwen3", FSDP, "G1 .*" + ALREADY + "each data rank divides by its own targets"
+        plants.by_own_targets, "qwen3", FSDP, "S1 loss: .*: each data rank divides by its own targets"
     ),
     "a mean of the ranks' means": Planted(
-        plants.mean_of_means, "qwen3", FSDP, "G1 .*" + ALREADY + "it is a mean of the data ranks' means"
+        plants.mean_of_means, "qwen3", FSDP, "S1 loss: .*: it is a mean of the data ranks' means"
     ),
-    "targets counted on tp ranks too": Planted(
-        plants.by_tp_ranks_too, "qwen3", TP, "G1 .*" + ALREADY + "1/2 of it = 1/tp"
-    ),
+    "targets counted on tp ranks too": Planted(plants.by_tp_ranks_too, "qwen3", TP, "S1 loss: .*: 1/2 of it = 1/tp"),
     "aux loss counted for each micro-batch": Planted(
         plants.aux_each_micro_batch,
         "qwen3_moe",
         FSDP,
-        r"G1 .*the router's aux loss would be .*\(2 times\)",
+        r"S1 loss: .*: the router's aux loss would be .*\(2 times\)",
         changes=AUX,
     ),
     "aux loss with filler": Planted(
         plants.aux_with_filler,
         "qwen3_moe",
         FSDP,
-        r"G1 .*the router's aux loss would be .*with filler tokens",
+        r"S1 loss: .*: the router's aux loss would be .*with filler tokens",
         changes=AUX,
     ),
     "aux loss of each rank's own tokens": Planted(
         plants.aux_of_own_rank,
         "qwen3_moe",
         FSDP,
-        r"G1 .*the router's aux loss would be .*with each rank's own tokens alone",
+        r"S1 loss: .*: the router's aux loss would be .*with each rank's own tokens alone",
         changes=AUX,
     ),
     "aux loss pushes twice": Planted(
@@ -230,7 +228,7 @@ PLANTS = {
         (
             r"D1 document 0: .*, which is not a leak",
             r"G1 lm_head\.weight: .*: the forward is wrong from layers\.0\.mlp on, see D1",
-            r"U1 loss of step 0: .*the forward is wrong",
+            r"S1 loss: .*: the forward is wrong",
         ),
     ),
     "a weight that no rule cuts": Planted(

@@ -176,6 +176,24 @@ def test_what_is_found_is_told_in_few_lines() -> None:
     assert report.beginning([well]) == report.beginning([replace(part, findings=found[:1])]) == ""
 
 
+def test_what_was_shrunk_is_told(tmp_path: Path) -> None:
+    def told(config: dict[str, Any], kind: str = "shrunk") -> dict[str, Any]:
+        at = directory(tmp_path / str(len(list(tmp_path.iterdir()))), config)
+        return report.shrunk(plan(at, Axes(fsdp=2, tp=2), kind=kind, say=lambda _: None))
+
+    assert report.shrunk(plan("tiny-qwen3", Axes(tp=2), say=lambda _: None)) == {}
+    assert told(QWEN2)["head_dim"] == (None, 10)
+    assert told(QWEN3_5)["num_hidden_layers"] == (32, 4)
+    assert told(QWEN3_30B_A3B) == {
+        "vocab_size": (151936, 131),
+        "hidden_size": (2048, 64),
+        "intermediate_size": (6144, 44),
+        "num_hidden_layers": (48, 2),
+        "head_dim": (128, 10),
+        "moe_intermediate_size": (768, 20),
+    }
+
+
 def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     def told(model: str, **mesh: int) -> str:
         return report.unproven(plan(model, Axes(**mesh), say=lambda _: None))

@@ -101,6 +101,20 @@ def t1_tiling(run: Run) -> Findings:
             yield Finding("T1", param.name, str(error))
 
 
+def s1_loss(run: Run, loss: float) -> Findings:
+    """The loss of the first step is that of one process."""
+    ref = run.reference
+    if _is_that_of(loss, ref.losses[0], run):
+        return
+    why = run.blame or cause_of_loss(loss, ref.losses[0], ref.aux[0], ref.sums, run.trial.axes)
+    yield Finding("S1", "loss", f"{loss!r}, one process finds {ref.losses[0]!r}: {why}")
+    run.blame = run.blame or "the loss is wrong already, see S1"
+
+
+def _is_that_of(loss: float, expected: float, run: Run) -> bool:
+    return abs(loss - expected) <= run.trial.tolerance.loss * abs(expected)
+
+
 def g1_gradients(run: Run) -> Findings:
     """Every gradient is that of one process. Call between backward and update. Those nearest to the loss come first:
     what goes wrong on the way back makes all before it wrong."""
@@ -170,7 +184,7 @@ def n1_norm(run: Run) -> Findings:
         yield Finding("N1", "load of experts", f"{loads.tolist()}, one process counts {expected_loads.tolist()}")
 
 
-def u1_alive(run: Run, before: Mapping[str, Tensor], pushed: set[str], later: list[float]) -> Findings:
+def u1_alive(run: Run, before: Mapping[str, Tensor], pushed: set[str], losses: Sequence[float]) -> Findings:
     """Every parameter that was pushed moved, and the next forwards saw it: their losses are the reference's."""
     after = run.model.stored()
     for name in sorted(pushed):
@@ -178,8 +192,9 @@ def u1_alive(run: Run, before: Mapping[str, Tensor], pushed: set[str], later: li
             yield Finding(
                 "U1", name, f"it has a gradient on rank {run.model.mesh.rank}, but no update moved it: is it a copy?"
             )
-    for step, (loss, ref_loss) in enumerate(zip(later, run.reference.losses, strict=True)):
-        if not abs(loss - ref_loss) <= run.trial.tolerance.loss * abs(ref_loss):
+    later = list(enumerate(zip(losses, run.reference.losses, strict=True)))[1:]
+    for step, (loss, ref_loss) in later:
+        if not _is_that_of(loss, ref_loss, run):
             hint = run.blame or "the gradients were right, so the update was not, or is not seen"
             yield Finding("U1", f"loss of step {step}", f"{loss!r}, one process finds {ref_loss!r}: {hint}")
 
@@ -339,6 +354,7 @@ ORACLES: dict[str, Callable[..., Findings]] = {
     "W1": w1_load,
     "E1": e1_export,
     "D1": d1_documents,
+    "S1": s1_loss,
     "G1": g1_gradients,
     "N1": n1_norm,
     "G2": g2_replicas,
@@ -359,13 +375,6 @@ def examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None 
     return findings
 
 
-def _wrong_loss(run: Run, loss: float) -> str:
-    ref = run.reference
-    if abs(loss - ref.losses[0]) <= run.trial.tolerance.loss * abs(ref.losses[0]):
-        return ""
-    return f"the loss is wrong already: {cause_of_loss(loss, ref.losses[0], ref.aux[0], ref.sums, run.trial.axes)}"
-
-
 def _steps(run: Run, store: Store | None) -> list[Finding]:
     findings: list[Finding] = []
     engine, mesh, batches = run.engine, run.model.mesh, run.trial.batches(run.model)
@@ -375,8 +384,7 @@ def _steps(run: Run, store: Store | None) -> list[Finding]:
         found.append(engine.backward(batches))
     pushed = {name for name, grad in run.model.grads().items() if grad.any()}
     run.stored = stored_bytes(engine)
-    run.blame = run.blame or _wrong_loss(run, found[0])
-    findings += [*g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
+    findings += [*s1_loss(run, found[0]), *g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
     with recorder:
         engine.update()
     run.stepping = recorder.seen

@@ -16,11 +16,10 @@ from ..engine.bill import engine_bill
 from ..errors import ConfigError
 from ..layout import Rules, Step, units_of
 from ..mesh import DENSE, EXPERT, Axes
-from ..models import text_config
 from .account import CHARGES, PARAMETERS, alike, charge_lines, parameter_line, ranges, span
 from .inspection import SHRUNK, Part, Plan
 from .precision import lines_of
-from .report import cell, found_by, rows_of, sentence
+from .report import cell, found_by, rows_of, sentence, shrunk
 from .subject import stored_bytes
 
 _TOKENS = 4096  # of a micro-batch of a data rank, rounded up to what tp divides: the bill wants a number
@@ -113,8 +112,7 @@ def _coloured(text: str) -> tuple[str, str]:
 def _what_ran(plan: Plan) -> str:
     if plan.kind != SHRUNK:
         return f"The model and its weights as they are, of {plan.subject.directory}."
-    real, small = text_config(plan.subject.config), text_config(plan.config)
-    changed = [f"{k} {real.get(k, 'unset')} → {v}" for k, v in small.items() if isinstance(v, int) and v != real.get(k)]
+    changed = [f"{name} {'unset' if was is None else was} → {now}" for name, (was, now) in shrunk(plan).items()]
     if not changed:
         return "The model is small as it is; its weights were drawn."
     return (

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..models import text_config
 from .inspection import RUN, WEIGHTS, Part, Plan
 from .oracles import ORACLES, Finding, alike
 from .precision import Precision, lines_of
@@ -45,6 +46,9 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     for oracle in rows_of(parts):
         grid.add_row(oracle, sentence(oracle), *(_styled(cell(part, oracle)) for part in parts))
     console = Console()
+    if changed := shrunk(plan):
+        sizes = ", ".join(f"{name} {'unset' if was is None else was} -> {now}" for name, (was, now) in changed.items())
+        console.print(f"in its place a model of random weights: {sizes}; --full tries it as it is", soft_wrap=True)
     console.print(grid)
     for part in parts:
         for line in lines_found(part):
@@ -58,6 +62,12 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
     for text in filter(None, (beginning(parts), unproven(plan))):
         console.print(text, soft_wrap=True, markup=False)
+
+
+def shrunk(plan: Plan) -> dict[str, tuple[Any, int]]:
+    """Sizes of config.json, as they are and as they were tried."""
+    was, now = text_config(plan.subject.config), text_config(plan.config)
+    return {name: (was.get(name), n) for name, n in now.items() if isinstance(n, int) and n != was.get(name)}
 
 
 def lines_found(part: Part) -> list[str]:
@@ -161,6 +171,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
         "ranks": plan.axes.world,
         "head": plan.head,
         "ok": not any(part.findings for part in parts),
+        "shrunk": shrunk(plan),
         "untried": untried(plan),
         "runs": [
             {
