@@ -35,6 +35,7 @@ class Planted:
 
 FSDP, TP, EP = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)
 SHARE = "one rank's share of it, a sum over {} is missing"
+FLOAT32 = r"\. Wrong are the float32 parameters, and no others"
 
 PLANTS = {
     "no sum over tp": Planted(
@@ -67,7 +68,7 @@ PLANTS = {
         (r"G1 \S*layers\.2\.linear_attn\.norm\.weight: .*" + SHARE.format("tp"),),
     ),
     "no sum of float32 parameters over fsdp": Planted(
-        plants.no_rest, "qwen3_5", FSDP, r"G1 \S*layers\.2\.linear_attn\.\w*[^:]*: .*" + SHARE.format("fsdp")
+        plants.no_rest, "qwen3_5", FSDP, r"G1 \S*layers\.2\.linear_attn\.\w*[^:]*: .*" + SHARE.format("fsdp") + FLOAT32
     ),
     "no sum of float32 parameters over fsdp and tp": Planted(
         plants.no_rest,
@@ -86,7 +87,7 @@ PLANTS = {
         plants.float32_left_to_fsdp,
         "qwen3_5",
         dict(replicate=2),
-        r"G1 \S*layers\.2\.linear_attn\.norm\.weight: .*" + SHARE.format("replicate"),
+        r"G1 \S*layers\.2\.linear_attn\.norm\.weight: .*" + SHARE.format("replicate") + FLOAT32,
         (r"K1 all_reduce: \d+ among ranks \[0, 1\] .*: 1 left out .* \(the last sums of gradients -1\)",),
     ),
     "no sum over replicas": Planted(
@@ -106,7 +107,10 @@ PLANTS = {
         changes=dict(num_key_value_heads=1),
     ),
     "a sum over tp made twice": Planted(
-        plants.rest_twice, "qwen3", dict(fsdp=2, tp=2), "G1 model.norm.weight: .*ratio 2: 2 times too large = tp,"
+        plants.rest_twice,
+        "qwen3",
+        dict(fsdp=2, tp=2),
+        "G1 model.norm.weight: .*ratio 2: 2 times too large = tp.*tp does not cut",
     ),
     "a sum over fsdp made twice": Planted(
         plants.fsdp_twice, "qwen3", FSDP, r"G1 model\.norm\.weight: .*: 2 times too large = fsdp"
@@ -121,7 +125,10 @@ PLANTS = {
         r"G1 model\.norm\.weight: .*ratio 0.5: 1/2 of it = 1/fsdp, as when it is averaged",
     ),
     "experts' gradients twice": Planted(
-        plants.experts_twice, "qwen3_moe", EP, r"G1 \S*layers\.2\.mlp\.experts\.\d\.\S*: .*: 2 times too large = ep"
+        plants.experts_twice,
+        "qwen3_moe",
+        EP,
+        r"G1 \S*layers\.2\.mlp\.experts\.\d\.\S*: .*: 2 times too large = ep.* that ep cuts, and",
     ),
     "heads of a gradient swapped": Planted(
         plants.heads_swapped,

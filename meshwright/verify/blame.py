@@ -72,12 +72,28 @@ def _axes_of(model: Model, wrong: set[str]) -> list[str]:
     return list(dict.fromkeys(axis for axis, num in fits if num == fewest)) or _live(model)
 
 
-def begins(model: Model, made: Mapping[str, Suspect], reference: Reference) -> str:
-    """Where the way back is broken: all from the input to a part of the model is wrong, what comes after it right."""
+def where(model: Model, made: Mapping[str, Suspect], reference: Reference) -> str:
+    """What all the wrong ones say together."""
     made_of = blocks_by_key(model.table, model.spelling.choice)
     wrong = {made_of[key][0][0].name for key in made}
-    parts: dict[str, list[bool]] = {}  # in forward order: which of its gradients are wrong
     used = {made_of[key][0][0].name for key, grad in reference.grads.items() if grad.any()}
+    return _kind(model, wrong, used) or _begins(model, wrong, used)
+
+
+def _kind(model: Model, wrong: set[str], used: set[str]) -> str:
+    """What they have in common, and no others."""
+    kinds = {"the float32 parameters": {p.name for p in model.table if p.float32}}
+    for axis in _live(model):
+        cut = {p.name for p in model.table if axis in place(p, model.rules, model.mesh.axes).split.values()}
+        uncut = set(model.table.params) - cut
+        kinds |= {f"the parameters that {axis} cuts": cut, f"the parameters that {axis} does not cut": uncut}
+    found = next((kind for kind, names in kinds.items() if names & used == wrong != used), "")
+    return f". Wrong are {found}, and no others" if found else ""
+
+
+def _begins(model: Model, wrong: set[str], used: set[str]) -> str:
+    """Where the way back is broken: all from the input to a part of the model is wrong, what comes after it right."""
+    parts: dict[str, list[bool]] = {}  # in forward order: which of its gradients are wrong
     for name in model.table.params:
         if name in used:
             parts.setdefault(_part(name), []).append(name in wrong)
@@ -87,8 +103,8 @@ def begins(model: Model, made: Mapping[str, Suspect], reference: Reference) -> s
         return ""
     if any(any(parts[part]) for part in behind[1:]):
         return ""
-    where = f"look at the way back through {behind[0]}, and at what K1 says of doors like its own"
-    return f". All from the input to {behind[0]} are wrong and all from there to the loss right: {where}"
+    look = f"look at the way back through {behind[0]}, and at what K1 says of doors like its own"
+    return f". All from the input to {behind[0]} are wrong and all from there to the loss right: {look}"
 
 
 def _part(name: str) -> str:

@@ -24,7 +24,7 @@ from ..errors import LayoutError
 from ..layout import Box, Charge, check_tiling, owns, pieces, place
 from ..mesh import DENSE, Mesh
 from ..weights import blocks_by_key, raw_tensor
-from .blame import begins, suspects
+from .blame import suspects, where
 from .causes import cause_of, cause_of_loss, scale
 from .parts import Wrong, about_doors, first_wrong, scores_of, watched
 from .recorder import Recorder, Seen
@@ -130,10 +130,10 @@ def g1_gradients(run: Run) -> Findings:
     if not _everywhere(run.model.mesh, numbers)[0][0]:
         return
     made = suspects(run.model, found, wrong, run.reference)  # all ranks: it sums once more
-    where = "" if run.blame else begins(run.model, made, run.reference)  # of a wrong way there, none of back
+    said = "" if run.blame else where(run.model, made, run.reference)  # of a wrong way there, none of back
     for name, suspect in made.items():
-        yield Finding("G1", name, cause_of(suspect, run.blame) + where)
-        where = ""
+        yield Finding("G1", name, cause_of(suspect, run.blame) + said)
+        said = ""
     run.blame = run.blame or "the gradients are wrong, see G1"
 
 
