@@ -431,6 +431,7 @@ def optimizer_over_copies(patch: Patch) -> None:
             super().__init__({name: t.clone() for name, t in stored.items()}, *args)
 
     patch.setattr(engine_module, "AdamW", Detached)
+    patch.setattr(engine_module.Engine, "_refuse_exchanged", lambda self: None)
 
 
 def half_an_update(patch: Patch) -> None:

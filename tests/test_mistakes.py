@@ -222,7 +222,7 @@ def refused(source: Path, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        (dict(lr="1e-3"), r"lr='1e-3' is out of range, or no number"),
+        (dict(lr="1e-3"), r"lr='1e-3' is out of range, or of another kind"),
         (dict(lr=float("inf")), r"lr=inf is out of range"),
         (dict(betas=(0.9,)), r"betas=\(0\.9,\) is out of range"),
         (dict(weight_decay=float("inf")), r"weight_decay=inf is out of range"),

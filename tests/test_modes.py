@@ -90,3 +90,18 @@ def test_the_default_dtype_of_torch_changes_nothing(tmp_path: Path, family: str,
     source = tiny.directory(tmp_path / "m", family)
     [expected], [found] = (worlds.run(1, under, source, default) for default in (torch.float32, dtype))
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, found, strict=True))
+
+
+def on(source: Path, device: str) -> list[Any]:
+    torch.set_default_device(device)
+    engine = mw.Engine(mw.init(source, mw.Mesh(tp=2, device="cpu"), dtype=torch.float64), lr=1e-2)
+    batch = mw.pack([[5, 6, 7], [8, 9]], length=6)
+    record = engine.step([batch])
+    loaded = mw.load(source, engine.model.mesh)
+    weights = [*engine.model.stored().values(), *loaded.stored().values(), *mw.gather(loaded).values()]
+    return [record.loss, record.grad_norm, *weights, mw.logprobs(engine.model, batch)]
+
+
+def test_the_default_device_of_torch_changes_nothing(source: Path) -> None:
+    for expected, found in zip(*(worlds.run(2, on, source, device) for device in ("cpu", "meta")), strict=True):
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(expected, found, strict=True))

@@ -17,7 +17,7 @@ IGNORE = -100  # the label of a token that predicts nothing
 _FEW = 4  # labels that may be those of their own tokens by chance
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
 class Batch:
     """A micro-batch: T tokens of whole documents. `labels[t]` is what token t is to predict, -100 for nothing.
 
@@ -64,6 +64,7 @@ def pack(
     """
     if length is not None and not isinstance(length, int):
         raise DataError(f"length={length!r} must be a whole number")
+    _refuse_other_kinds(documents, fields)
     sizes = _lengths(documents, "documents")
     empty = next((i for i, size in enumerate(sizes) if size == 0), None)
     if empty is not None or not sizes:
@@ -91,11 +92,18 @@ def pack(
     return batch
 
 
+def _refuse_other_kinds(documents: object, fields: object) -> None:
+    if not hasattr(documents, "__getitem__") or not isinstance(fields, Mapping | None):
+        raise DataError("documents must be a list of lists of tokens, fields a dict of such lists by name")
+
+
 def _refuse_unshifted(batch: Batch) -> None:
     """Labels as other libraries take them, the tokens themselves, would train a model to repeat what it reads."""
     given = batch.labels != IGNORE
     next_T = batch.tokens.roll(-1)
-    next_T[torch.tensor(batch.docs.bounds[1:]) - 1] = IGNORE  # of the last token of a document nothing is known
+    next_T[torch.tensor(batch.docs.bounds[1:], device="cpu") - 1] = (
+        IGNORE  # of the last token of a document nothing is known
+    )
     own, shifted = batch.labels == batch.tokens, (batch.labels == next_T) | (next_T == IGNORE)
     if given.sum() >= _FEW and own[given].all() and not shifted[given].all():
         raise DataError(
@@ -127,9 +135,9 @@ def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_fill
         )
     numbers = [x for v in values for x in v] + [fill] * num_filler
     try:
-        flat = torch.tensor(numbers)
+        flat = torch.tensor(numbers, device="cpu")
         if flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize:  # of torch.set_default_dtype
-            flat = torch.tensor(numbers, dtype=torch.float32)
+            flat = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what} must be numbers: {error}") from None
     if what not in ("documents", "labels"):

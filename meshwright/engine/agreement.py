@@ -11,9 +11,9 @@ from weakref import WeakSet
 
 import torch
 
-from ..errors import MeshwrightError, RankError, StateError
+from ..errors import RankError, StateError
 from ..mesh import DENSE, Axes
-from .model import Model, refuse_inference_mode
+from .model import Model, refuse_inference_mode, refuse_other_than_a_model
 
 TOLD = 8  # numbers of every rank: whether it refuses, a checksum of its settings, and six of its data
 NO_DATA = [0.0] * (TOLD - 2)
@@ -39,20 +39,22 @@ def agree(
     model: Model, call: str, tell: Callable[[], tuple[Settings, list[float]]], axes: tuple[str, ...] = DENSE
 ) -> Rows:
     """What each rank of `axes` tells of its data. Where one refuses, or is about to do another thing, all raise."""
+    refuse_other_than_a_model(model)
     if model in _in_their_loss:
         raise StateError(
             f"{call} was called for a model whose loss is being reckoned; what a loss needs of its own model must be "
             "reckoned before the step, and come as a field: pack(..., fields=)"
         )
-    problem: MeshwrightError | None = None
+    problem: Exception | None = None
     settings: dict[str, str] = {}
     try:
         refuse_inference_mode()
         _refuse_autocast(model.mesh.device.type)
+        model.refuse_torn()
         more, data = tell()
         settings = {"call": call, **_identity(model), **{name: str(value) for name, value in more.items()}}
         row = [0.0, float(zlib.crc32(json.dumps(settings).encode())), *data]
-    except MeshwrightError as error:  # the others are waiting: they are told, and then all raise
+    except Exception as error:  # noqa: BLE001 - the others are waiting: they are told, and then all raise
         problem, row = error, [1.0, 0.0, *NO_DATA]
     mine = torch.tensor([row], dtype=torch.float64, device=model.mesh.device)
     rows: Rows = model.mesh.gather_rows(mine, axes, place(call)).tolist()

@@ -20,7 +20,7 @@ from .agreement import agree, check_data
 from .fit import refuse_too_large
 from .forward import summary
 from .losses import Loss, cross_entropy
-from .model import Model, refuse_inference_mode
+from .model import Model, refuse_inference_mode, refuse_other_than_a_model
 from .router import Router
 from .terms import Terms
 
@@ -43,6 +43,14 @@ def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _two_shares(betas: object) -> bool:
+    return isinstance(betas, tuple | list) and [_number(b) and 0 <= b < 1 for b in betas] == [True, True]
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
+
+
 @dataclass(frozen=True)
 class _Count:
     """Of a whole step, over all data ranks."""
@@ -54,10 +62,12 @@ class _Count:
 
 @dataclass(frozen=True)
 class _Ready:
-    """What `backward` leaves for `update`, beside the gradients."""
+    """What `backward` leaves for `update`, beside the gradients: whose they are, and what all ranks agreed on."""
 
+    engine: Engine
     count: _Count
     lr: float
+    max_norm: float | None
 
 
 class Engine:
@@ -90,15 +100,18 @@ class Engine:
         for name, value, fine in (
             ("lr", lr, callable(lr) or (_number(lr) and lr >= 0)),
             ("weight_decay", weight_decay, _number(weight_decay) and weight_decay >= 0),
-            ("max_norm", max_norm, max_norm is None or (_number(max_norm) and max_norm > 0)),
             ("eps", eps, _number(eps) and eps >= _TINY),
-            ("betas", betas, [_number(b) and 0 <= b < 1 for b in betas] == [True, True]),
+            ("betas", betas, _two_shares(betas)),
+            ("loss", loss, callable(loss)),
+            ("entropy", entropy, isinstance(entropy, bool)),
         ):
             if not fine:
-                raise ConfigError(f"{name}={value!r} is out of range, or no number")
-        settings = Settings(betas, eps, weight_decay, state_dtype)
+                raise ConfigError(f"{name}={value!r} is out of range, or of another kind")
+        refuse_other_than_a_model(model)
+        settings = Settings((betas[0], betas[1]), eps, weight_decay, state_dtype)
         refuse_too_large(model.need(state_dtype), model.mesh.room)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, max_norm
+        self._bound()
         self.steps = 0
         self.want = model.parts[0].scores[0]
         if entropy:
@@ -106,7 +119,6 @@ class Engine:
         if self.want not in model.parts[0].scores:
             raise ConfigError(f"entropy=True, but this model's head gives {', '.join(model.parts[0].scores)} alone")
         self.router = Router(model.parts[0].balance, model.mesh, router_aux)
-        self._ready: _Ready | None = None
         self._terms = Terms(model, self.want)
         self._unsummed = {name: missing(model.table[name], model.rules, model.mesh.axes) for name in model.pieces}
         trained = set(model.trainable)
@@ -116,30 +128,31 @@ class Engine:
 
     def step(self, batches: Sequence[Batch]) -> StepRecord:
         loss = self.backward(batches)
-        ready = self._ready
-        assert ready is not None
+        ready = self._ready()
         norm = self.update()
-        load = self.router.load_LE.cpu() if self.router.balance.num_layers else None
+        load = self.router.load_LE.to(self.model.mesh.host, copy=True) if self.router.balance.num_layers else None
         return StepRecord(self.steps, loss, norm, ready.lr, ready.count.targets, ready.count.tokens, load)
 
     @watched()
     def backward(self, batches: Sequence[Batch]) -> float:
         """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
         task(f"step {self.steps}")
-        count, lr = self._count(batches, STEP), self._lr()
+        count = self._count(batches, STEP)
+        total = self._zero()
         try:
-            total = sum(self._run(batch, count, number, len(batches)) for number, batch in enumerate(batches))
+            for number, batch in enumerate(batches):
+                total += self._run(batch, count, number, len(batches))
             self.finish()
         except BaseException:
             self.discard()  # half a step of gradients must not be added to the next one
             raise
         self.router.close()
         task(f"step {self.steps}")
-        loss = self.model.mesh.sum_(torch.as_tensor(total), DENSE, "the loss").item()
+        loss = self.model.mesh.sum_(total, DENSE, "the loss").item()
         if not math.isfinite(loss):  # the same number on all ranks, as below
             self.discard()
             raise NonFiniteError(f"the loss of step {self.steps} is {loss}; no parameter was changed")
-        self._ready = _Ready(count, lr)
+        self.model.waiting = _Ready(self, count, self._lr(), self._bound())
         return loss
 
     def _run(self, batch: Batch, count: _Count, number: int, num_batches: int) -> Tensor:
@@ -158,22 +171,31 @@ class Engine:
     @watched()
     def update(self) -> float:
         """Clip and apply the gradients that `backward` left. Returns their norm before clipping."""
-        if self._ready is None:
-            raise StateError(f"update() of step {self.steps} found no gradients; call backward(batches) first")
-        self._refuse_changed(self._ready.lr)
-        grads, lr = self.model.grads(), self._ready.lr
+        ready, grads = self._ready(), self.model.grads()
+        self._refuse_changed(ready)
+        self._refuse_lacking(grads)
         norm = self.norm(grads)
         if not math.isfinite(norm):  # the same number on all ranks: all raise or none
             self.discard()
             raise NonFiniteError(f"the gradient norm of step {self.steps} is {norm}; no parameter was changed")
-        if self.max_norm is not None and norm > self.max_norm:
+        self.model.torn = f"the update of step {self.steps} was cut off, so that a part of the parameters is changed"
+        if ready.max_norm is not None and norm > ready.max_norm:
             for grad in grads.values():
-                grad.mul_(self.max_norm / norm)
-        self.optimizer.step(grads, lr)
+                grad.mul_(ready.max_norm / norm)
+        self.optimizer.step(grads, ready.lr)
+        self.router.trained()
         self.discard()
         task(f"step {self.steps} done")
         self.steps += 1
+        self.model.torn = ""
         return norm
+
+    def _ready(self) -> _Ready:
+        ready = self.model.waiting
+        if not isinstance(ready, _Ready) or ready.engine is not self:
+            whose = "those of another engine" if ready else "no gradients"
+            raise StateError(f"update() of step {self.steps} found {whose}; call backward(batches) first")
+        return ready
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
         """Of finished gradients, given as each rank stores them: every element of the model counts once."""
@@ -186,7 +208,7 @@ class Engine:
         self.router.forget()
         for parameter in self.model.parts[0].parameters():
             parameter.grad = None
-        self._ready = None
+        self.model.waiting = None
 
     @watched()
     @torch.no_grad()
@@ -194,7 +216,7 @@ class Engine:
         """The loss over all data ranks; nothing changes."""
         task(f"evaluation before step {self.steps}")
         count = self._count(batches, EVALUATE)
-        total = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
+        total = self._zero()
         try:
             for batch in batches:
                 total += sum(self._loss(batch.to(self.model.mesh.device), count, len(batches), training=False))
@@ -202,11 +224,17 @@ class Engine:
             parallel.rest(self.model.parts[0])
         return self.model.mesh.sum_(total, DENSE, "the loss").item()
 
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
+
     def finish(self) -> None:
         """The one place where the sums that FSDP leaves out are made: every gradient is then complete."""
-        model = self.model
-        grads = model.grads()
-        trainable = model.trainable
+        model, grads = self.model, self.model.grads()
+        self._refuse_lacking(grads)
+        parallel.finish([(self._unsummed[name], grad) for name, grad in grads.items()], model.mesh)
+
+    def _refuse_lacking(self, grads: Mapping[str, Tensor]) -> None:
+        trainable = self.model.trainable
         lacking = [name for name in trainable if name not in grads]
         if lacking:
             none_did = "FSDP was kept from its sums over fsdp, or from those over replicate that end a step"
@@ -214,7 +242,6 @@ class Engine:
                 f"{lacking[0]} got no gradient, as {len(lacking)} of {len(trainable)} parameters; each must: "
                 + (none_did if len(lacking) == len(trainable) else "zeros if it is unused")
             )
-        parallel.finish([(self._unsummed[name], grad) for name, grad in grads.items()], model.mesh)
 
     def _loss(self, batch: Batch, count: _Count, num_batches: int, *, training: bool) -> tuple[Tensor, Tensor]:
         """This rank's share of the loss of a micro-batch, and of the router's, whose gradient is already attached."""
@@ -251,18 +278,22 @@ class Engine:
         }
         if call == EVALUATE:
             return shared
-        if self._ready is not None or self.model.grads():
+        if self.model.waiting is not None or self.model.grads():
             raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
-        return {**shared, "max_norm": self.max_norm, "lr of this step": self._lr(), **asdict(settings)}
+        self._refuse_exchanged()
+        return {**shared, "max_norm": self._bound(), "lr of this step": self._lr(), **asdict(settings)}
 
-    def _refuse_changed(self, lr: float) -> None:
+    def _refuse_changed(self, ready: _Ready) -> None:
         """What was changed between backward and update, and would be applied to a part of the model."""
         refuse_inference_mode()
-        if self._lr() != lr:
-            raise StateError(
-                f"lr of step {self.steps} is {self._lr()}, but was {lr} before its backward, when all ranks agreed on "
-                "it; change it before backward, or discard()"
-            )
+        self.model.refuse_torn()
+        self._refuse_exchanged()
+        for name, now, agreed in (("lr", self._lr(), ready.lr), ("max_norm", self._bound(), ready.max_norm)):
+            if now != agreed:
+                raise StateError(
+                    f"{name} of step {self.steps} is {now}, but was {agreed} before its backward, when all ranks "
+                    "agreed on it; change it before backward, or discard()"
+                )
         changed = set(self.model.trainable) ^ self.optimizer.trained
         if changed:
             raise StateError(
@@ -270,8 +301,29 @@ class Engine:
                 "what is trained with train= of mw.load"
             )
 
+    def _refuse_exchanged(self) -> None:
+        """Parameters whose memory is another one by now: the optimizer would go on with the old one."""
+        views = self.optimizer.views
+        moved = [n for n, t in self.model.stored().items() if n in views and not _same_memory(t, views[n])]
+        if moved:
+            raise StateError(
+                f"{moved[0]} and {len(moved) - 1} more lie elsewhere than when the engine was made, as after "
+                "parameter.data = ..., or .to(); write into them instead, model.stored()[name].copy_(...), or make "
+                "a new engine"
+            )
+
     def _lr(self) -> float:
-        lr = float(self.lr(self.steps)) if callable(self.lr) else float(self.lr)
-        if not 0 <= lr < float("inf"):
-            raise ConfigError(f"lr of step {self.steps} is {lr}; it must be 0 or more")
-        return lr
+        lr = self.lr(self.steps) if callable(self.lr) else self.lr
+        try:
+            number = float(lr)
+        except (TypeError, ValueError, RuntimeError):
+            number = -1.0
+        if isinstance(lr, bool) or not 0 <= number < float("inf"):
+            raise ConfigError(f"lr of step {self.steps} is {lr!r}; it must be a number of 0 or more")
+        return number
+
+    def _bound(self) -> float | None:
+        bound = self.max_norm
+        if bound is None or (_number(bound) and bound > 0):
+            return bound
+        raise ConfigError(f"max_norm={bound!r} is out of range, or of another kind; choose a number above 0, or None")

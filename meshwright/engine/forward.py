@@ -12,6 +12,7 @@ from .. import parallel
 from ..data import IGNORE, Batch
 from ..errors import DataError, StateError
 from ..mesh import REPLICA, watched
+from ..ops import documents
 from .agreement import agree, check_data
 from .model import Model
 
@@ -24,6 +25,7 @@ def check(model: Model, batch: Batch) -> None:
     if len(batch) % share:
         fit = -(-len(batch) // share) * share
         raise DataError(f"a batch of {len(batch)} tokens does not divide into cp*tp={share}; pack(..., length={fit})")
+    _check_made(batch)
     for name, values in {"labels": batch.labels, **batch.fields}.items():
         if values.shape != batch.tokens.shape:
             raise DataError(f"{name} has shape {tuple(values.shape)} for {len(batch)} tokens; one number a token")
@@ -31,16 +33,39 @@ def check(model: Model, batch: Batch) -> None:
     if weights is not None and not weights.isfinite().all():
         at = int((~weights.isfinite()).nonzero()[0])
         raise DataError(f"the weight at position {at} is {float(weights[at])}; weights must be finite numbers")
-    if batch.docs.bounds[-1] != len(batch):
-        raise DataError(
-            f"the documents of the batch end at {batch.docs.bounds[-1]} of {len(batch)} tokens; use pack(...)"
-        )
     vocab = model.parts[0].trunk.vocab
     for what, values, lowest in (("token", batch.tokens, 0), ("label", batch.labels, IGNORE)):
         bad = (values < lowest) | (values >= vocab) | ((values < 0) & (values != lowest))
         if bad.any():
             at = int(bad.nonzero()[0])
             raise DataError(f"{what} {int(values[at])} at position {at} is outside the vocabulary of {vocab}")
+
+
+def _check_made(batch: Batch) -> None:
+    """What `pack` makes right, and a batch made by hand may have wrong."""
+    wrong = [n for n, x in {"tokens": batch.tokens, "labels": batch.labels}.items() if not _whole_numbers(x)]
+    fields: Mapping[str, object] = batch.fields
+    wrong += [n for n, x in fields.items() if not isinstance(x, Tensor) or x.is_complex()]
+    if not wrong and not _same_documents(batch):
+        wrong = [f"docs (to {batch.docs.bounds[-1]} of {len(batch)} tokens)"]
+    filler: object = batch.num_filler
+    if not isinstance(filler, int) or not 0 <= filler <= len(batch):
+        wrong = ["num_filler"]
+    if wrong:
+        raise DataError(f"{wrong[0]} of the batch is not as mw.pack makes it; make batches with pack(...)")
+
+
+def _whole_numbers(x: object) -> bool:
+    return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _same_documents(batch: Batch) -> bool:
+    docs = batch.docs
+    if docs.bounds[0] != 0 or docs.bounds[-1] != len(batch) or min(docs.lengths) < 1:
+        return False
+    made = documents(docs.lengths, docs.positions_T.device, padded=len(docs.cu_seqlens))
+    pairs = ((made.cu_seqlens, docs.cu_seqlens), (made.positions_T, docs.positions_T))
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def counted(batch: Batch, want: str) -> Tensor:
@@ -87,7 +112,12 @@ def summary(model: Model, batches: Sequence[Batch], want: str) -> list[float]:
     weight = sum(float(w.double().sum()) for w in weights)
     crc = 0
     for b in batches:
-        for tensor in (b.tokens, b.labels, torch.tensor(b.docs.bounds), *(b.fields[k] for k in sorted(b.fields))):
+        for tensor in (
+            b.tokens,
+            b.labels,
+            torch.tensor(b.docs.bounds, device=b.tokens.device),
+            *(b.fields[k] for k in sorted(b.fields)),
+        ):
             crc = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
     return [weight, targets, len(batches), len(batches[0]), sum(len(b) - b.num_filler for b in batches), crc]
 

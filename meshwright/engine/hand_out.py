@@ -14,7 +14,7 @@ from ..errors import ConfigError, ExportError, StateError
 from ..mesh import watched
 from ..models import SCORE
 from .agreement import NO_DATA, Settings, agree
-from .model import Model
+from .model import Model, refuse_other_than_a_model
 
 _LARGEST = 65520.0  # what float16 rounds to infinity, and all above it
 
@@ -56,6 +56,9 @@ def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtyp
 
     It appears whole or not at all. All ranks call it.
     """
+    refuse_other_than_a_model(model)
+    if not isinstance(directory, str | os.PathLike):
+        raise ExportError(f"{directory!r} is no path; give the directory to write")
     made_of = weights.blocks_by_key(model.table, model.spelling.choice)
     exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
 

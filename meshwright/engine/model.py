@@ -58,6 +58,8 @@ class Model:
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
     seed: int | None = None  # of `init`
+    waiting: object | None = None  # what an engine left for its update, which is to use the gradients that are there
+    torn: str = ""  # why no call may go on with these parameters
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -99,6 +101,16 @@ class Model:
     def holding(self, stored: Mapping[str, Tensor]) -> Holding:
         return Holding(self.table, self.rules, self.mesh, stored)
 
+    def refuse_torn(self) -> None:
+        if self.torn:
+            raise StateError(f"{self.torn}; load the model again")
+
+    def __deepcopy__(self, memo: object) -> Model:
+        raise StateError("a model is a part of a run and cannot be copied; load it once more, or use mw.gather(model)")
+
+    def __reduce__(self) -> str:
+        return repr(self.__deepcopy__(None))
+
     def __repr__(self) -> str:
         num = sum(p.numel for p in self.table)
         return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes})"
@@ -124,7 +136,7 @@ def load(
     """
     if read not in READ:
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
-    _check_arguments(mesh, dtype, savings)
+    _check_arguments(mesh, dtype, train, savings)
     directory = local_directory(source, mesh)
     config, found = read_config(directory), open_source(directory)
     module, table = describe(config, prefix_of(config, found.entries), head, found.entries)
@@ -152,7 +164,8 @@ def init(
     savings: Savings = Savings(),
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
-    _check_arguments(mesh, dtype, savings)
+    _check_arguments(mesh, dtype, train, savings)
+    _check_seed(seed)
     directory = local_directory(source, mesh, weights=False)
     config = read_config(directory)
     if "quantization_config" in config:
@@ -209,6 +222,13 @@ def _place(
     return model
 
 
+def refuse_other_than_a_model(model: object) -> None:
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"{type(model).__name__} is no model; give what mw.load returned (of an engine: engine.model)"
+        )
+
+
 def refuse_inference_mode() -> None:
     if torch.is_inference_mode_enabled():
         raise StateError(
@@ -217,12 +237,20 @@ def refuse_inference_mode() -> None:
         )
 
 
-def _check_arguments(mesh: Mesh | None, dtype: torch.dtype | None, savings: Savings) -> None:
+def _check_seed(seed: object) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigError(f"seed={seed!r} must be a whole number")
+
+
+def _check_arguments(mesh: object, dtype: object, train: object, savings: object) -> None:
     refuse_inference_mode()
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
     if dtype not in (None, *COMPUTE):
         raise ConfigError(f"dtype={dtype!r} cannot be computed in; choose from {', '.join(map(str, COMPUTE))}")
+    patterns = [train] if isinstance(train, str) else train
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(f"train={train!r} must be a pattern of names, or a list of them, such as 'layers.*'")
     if not isinstance(savings, Savings):
         raise ConfigError(f"savings={savings!r} are no savings; give mw.Savings(recompute='full'), say")
 

@@ -28,6 +28,7 @@ class Router:
         self.balance, self.mesh, self.mode = balance, mesh, mode
         shape = (balance.num_layers, balance.num_experts)
         self.load_LE = torch.zeros(shape, dtype=torch.float64, device=mesh.device)  # of the last step, all ranks
+        self._trained_LE = torch.zeros_like(self.load_LE)  # of the last one that was applied
         self._here_LE = torch.zeros_like(self.load_LE)
 
     def begin(self, batch: Batch) -> None:
@@ -59,9 +60,9 @@ class Router:
 
     def _previous(self) -> Tensor:
         """The same of the step before; in the first step all experts are alike, which pushes nobody."""
-        total = self.load_LE.sum()
-        even = torch.full_like(self.load_LE[0], self.balance.top_k / self.balance.num_experts)
-        return torch.where(total > 0, self.load_LE.sum(0) * self.balance.top_k / total.clamp_min(1), even)
+        total = self._trained_LE.sum()
+        even = torch.full_like(self._trained_LE[0], self.balance.top_k / self.balance.num_experts)
+        return torch.where(total > 0, self._trained_LE.sum(0) * self.balance.top_k / total.clamp_min(1), even)
 
     def close(self) -> Tensor | None:
         """The load of every expert over the step and all ranks, by layer."""
@@ -70,6 +71,10 @@ class Router:
         self.load_LE = self.mesh.sum_(self._here_LE, _AXES, "the load of the experts")
         self.forget()
         return self.load_LE
+
+    def trained(self) -> None:
+        """The step was applied, and is now the one before."""
+        self._trained_LE = self.load_LE
 
     def forget(self) -> None:
         """What has been counted since the last `close`."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..data import Batch
 from ..errors import DataError
+from ..ops import upcast
 from .agreement import in_its_loss
 from .forward import WEIGHT, counted, own, score
 from .losses import Fields, Loss, Scores
@@ -43,19 +44,25 @@ class Terms:
         if not isinstance(terms, Tensor) or terms.shape != wanted:
             gave = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
             raise DataError(f"the loss gave {gave} for {tuple(wanted)} tokens: one term a token")
-        return terms
+        if not terms.is_floating_point():
+            raise DataError(f"the loss gave {terms.dtype}; its terms must be floating point numbers")
+        return upcast(terms)
 
     @torch.no_grad()
     def _check_by_token(self, loss: Loss, scores: Scores, fields: Fields, counted_T: Tensor) -> None:
         """Once for each loss: that it gives the same for half of the tokens, as a rank has a part of a document. Of
         other scores than the model's, which in a first step of RL are those of before: all ratios would be 1."""
-        draw = torch.Generator().manual_seed(0)
-        moved = {name: x - 0.1 * torch.rand(x.shape, generator=draw).to(x.device) for name, x in scores.items()}
-        whole_T, middle = self._of(loss, moved, fields), len(counted_T) // 2
+        host = self.model.mesh.host
+        draw = torch.Generator(host).manual_seed(0)
+        moved = {
+            name: x - 0.1 * torch.rand(x.shape, generator=draw, device=host).to(x.device) for name, x in scores.items()
+        }
+        middle = len(counted_T) // 2
         halves = [
-            self._of(loss, *({name: x[half] for name, x in values.items()} for values in (moved, fields)))
+            self._of(loss, *({name: x[half].clone() for name, x in values.items()} for values in (moved, fields)))
             for half in (slice(0, middle), slice(middle, None))
         ]
+        whole_T = self._of(loss, moved, fields)  # last: it may write into its scores
         same_T = torch.isclose(torch.cat(halves), whole_T, rtol=1e-4, atol=1e-5, equal_nan=True)
         if not (same_T | ~counted_T).all():
             raise DataError(

@@ -46,10 +46,11 @@ def documents(lengths: Sequence[int], device: torch.device | str, padded: int | 
         )
     total = bounds[-1]
     starts_T = torch.repeat_interleave(
-        torch.tensor(bounds[:-1], dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
+        torch.tensor(bounds[:-1], dtype=torch.int64, device="cpu"),
+        torch.tensor(counts, dtype=torch.int64, device="cpu"),
     )
-    cu_seqlens = torch.tensor(bounds + (total,) * (size - len(bounds)), dtype=torch.int32)
-    return Documents(bounds, cu_seqlens.to(device), (torch.arange(total) - starts_T).to(device))
+    cu_seqlens = torch.tensor(bounds + (total,) * (size - len(bounds)), dtype=torch.int32, device="cpu")
+    return Documents(bounds, cu_seqlens.to(device), (torch.arange(total, device="cpu") - starts_T).to(device))
 
 
 def check_tokens(docs: Documents, **streams: Tensor) -> None:

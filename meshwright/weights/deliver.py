@@ -99,7 +99,7 @@ def fill(holding: Holding, plan: Sequence[Delivery], node: range, source: Source
 def _hand_out(d: Delivery, mine: Tensor, mesh: Mesh, reader: Reader, failure: LoadError | None) -> LoadError | None:
     """After a failure nothing more is read, but the others still get what they wait for: all then raise together."""
     alone = d.ranks == (mesh.rank,)
-    whole = mine if alone else torch.empty(d.piece.shape, dtype=d.dtype)
+    whole = mine if alone else torch.empty(d.piece.shape, dtype=d.dtype, device="cpu")
     try:
         if failure is None:
             reader.fill(d.layout, d.piece, whole)

@@ -32,6 +32,8 @@ _LETTERS = frozenset(string.ascii_letters + string.digits + "-_.")
 
 def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weights: bool = True) -> Path:
     """Where a source lies on this machine. `weights`: whether its safetensors files are wanted too."""
+    if not isinstance(source, str | os.PathLike):
+        raise LoadError(f"{source!r} is no path; give a Hugging Face model directory, or a hub id (org/name)")
     path = Path(source)
     if looked_at(path, Path.is_dir):
         return path.absolute()  # it is looked at again at export, wherever the process is then

@@ -47,11 +47,12 @@ def _row_runs(param: Param, box: Box) -> Iterator[tuple[int, int]]:
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _draw(init: Init, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if init.kind == "normal":
-        return torch.randn(shape, generator=generator, dtype=torch.float32) * init.scale
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * init.scale
     assert init.kind == "log_uniform", init
-    return (torch.rand(shape, generator=generator, dtype=torch.float32) * init.scale).clamp_min(1e-4).log()
+    drawn = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return (drawn * init.scale).clamp_min(1e-4).log()

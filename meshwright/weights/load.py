@@ -117,7 +117,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         self._open: dict[str, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> Reader:
         return self
@@ -166,7 +166,7 @@ class Reader:
 
     def _room(self, num_bytes: int) -> Tensor:
         if len(self._buffer) < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._buffer[:num_bytes]
 
     def _pread(self, entry: Entry, into: memoryview, offset: int) -> None:

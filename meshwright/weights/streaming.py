@@ -128,7 +128,7 @@ def _received(parts: list[_Part], holding: Holding, exact: bool, rank: int) -> d
 
 def _empty(key: Key, made_of: list[tuple[Param, Block]], holding: Holding, exact: bool) -> Tensor:
     stored = holding.stored[made_of[0][0].name]
-    return torch.empty(key.shape, dtype=_dtype(key, stored.dtype, exact))
+    return torch.empty(key.shape, dtype=_dtype(key, stored.dtype, exact), device="cpu")
 
 
 def _place(whole: Mapping[str, Tensor], parts: list[_Part], buffers: Mapping[torch.dtype, Tensor]) -> None:
