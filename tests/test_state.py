@@ -294,5 +294,5 @@ def test_an_update_that_was_cut_off_is_not_gone_on_with(source: Path, tmp_path: 
     for told in worlds.run(2, cut_off, source, FSDP, tmp_path / "out"):
         assert len(told) == 6
         for text in told:
-            assert re.match(r"the update of step 0 was cut off, .* is changed; load the model again", text), text
+            assert re.match(r"the update of step 0 was cut off, .* may be changed; load the model again", text), text
     assert not list(tmp_path.iterdir())

@@ -101,9 +101,8 @@ def _refuse_unshifted(batch: Batch) -> None:
     """Labels as other libraries take them, the tokens themselves, would train a model to repeat what it reads."""
     given = batch.labels != IGNORE
     next_T = batch.tokens.roll(-1)
-    next_T[torch.tensor(batch.docs.bounds[1:], device="cpu") - 1] = (
-        IGNORE  # of the last token of a document nothing is known
-    )
+    last = torch.tensor(batch.docs.bounds[1:], device="cpu") - 1
+    next_T[last] = IGNORE  # of the last token of a document nothing is known
     own, shifted = batch.labels == batch.tokens, (batch.labels == next_T) | (next_T == IGNORE)
     if given.sum() >= _FEW and own[given].all() and not shifted[given].all():
         raise DataError(

@@ -138,7 +138,7 @@ class Engine:
         """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
         task(f"step {self.steps}")
         count = self._count(batches, STEP)
-        total = self._zero()
+        ready, total = _Ready(self, count, self._lr(), self._bound()), self._zero()
         try:
             for number, batch in enumerate(batches):
                 total += self._run(batch, count, number, len(batches))
@@ -152,7 +152,7 @@ class Engine:
         if not math.isfinite(loss):  # the same number on all ranks, as below
             self.discard()
             raise NonFiniteError(f"the loss of step {self.steps} is {loss}; no parameter was changed")
-        self.model.waiting = _Ready(self, count, self._lr(), self._bound())
+        self.model.waiting = ready
         return loss
 
     def _run(self, batch: Batch, count: _Count, number: int, num_batches: int) -> Tensor:
@@ -178,7 +178,7 @@ class Engine:
         if not math.isfinite(norm):  # the same number on all ranks: all raise or none
             self.discard()
             raise NonFiniteError(f"the gradient norm of step {self.steps} is {norm}; no parameter was changed")
-        self.model.torn = f"the update of step {self.steps} was cut off, so that a part of the parameters is changed"
+        self.model.torn = f"the update of step {self.steps} was cut off, and a part of the parameters may be changed"
         if ready.max_norm is not None and norm > ready.max_norm:
             for grad in grads.values():
                 grad.mul_(ready.max_norm / norm)

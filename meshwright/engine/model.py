@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +105,10 @@ class Model:
         if self.torn:
             raise StateError(f"{self.torn}; load the model again")
 
-    def __deepcopy__(self, memo: object) -> Model:
+    def _refuse_copies(self, *_: object) -> NoReturn:
         raise StateError("a model is a part of a run and cannot be copied; load it once more, or use mw.gather(model)")
 
-    def __reduce__(self) -> str:
-        return repr(self.__deepcopy__(None))
+    __deepcopy__ = __reduce__ = _refuse_copies
 
     def __repr__(self) -> str:
         num = sum(p.numel for p in self.table)
