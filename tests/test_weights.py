@@ -26,8 +26,9 @@ ALL = [*trials.MESHES, *trials.EXPERT_MESHES]
 
 def load_and_count(source: Path, mesh: dict[str, int]) -> tuple[int, int, int]:
     """Collectives, bytes read, bytes that this rank owns in the source's dtypes."""
+    there = mw.Mesh(**mesh)
     with Recorder() as recorder:
-        model = mw.load(source, mw.Mesh(**mesh))
+        model = mw.load(source, there)
     sizes = {}
     for key, parts in _made_of(model).items():
         for name in parts:

@@ -137,7 +137,9 @@ class Mesh:
             return gather(x, size, self.name_of(axes))
 
     def gather_objects(self, x: Any, axes: tuple[str, ...]) -> list[Any]:
-        """What Python can pickle, of every rank of `axes`. Slow: for errors."""
+        """What Python can pickle, of every rank of `axes`. Slow: for what is done once, and for errors."""
+        if self.size_of(axes) == 1:
+            return [x]
         out: list[Any] = [None] * self.size_of(axes)
         with standing("a gathering of settings"):
             dist.all_gather_object(out, x, group=self.process_group(axes))
