@@ -14,21 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 import meshwright as mw
 from meshwright.errors import RankError
 from tests import tiny, trials, worlds
+from tests.trials import build, mine
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.directory(tmp_path_factory.mktemp("engine") / "m", "qwen3")
-
-
-def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
-    loading = {k: options.pop(k) for k in ("head", "train") if k in options}
-    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, **loading), lr=1e-2, **options)
-
-
-def mine(engine: mw.Engine, **options: Any) -> list[mw.Batch]:
-    mesh = engine.model.mesh
-    return tiny.batches(mesh.axes.data_rank(mesh.rank), **options)
 
 
 def evaluated_between_steps(source: Path, mesh: dict[str, int]) -> list[float]:

@@ -13,29 +13,12 @@ import torch
 
 import meshwright as mw
 from tests import tiny, trials, worlds
+from tests.trials import build, mine, said
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.directory(tmp_path_factory.mktemp("mistakes") / "m", "qwen3")
-
-
-def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
-    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), lr=1e-2, **options)
-
-
-def mine(engine: mw.Engine) -> list[mw.Batch]:
-    mesh = engine.model.mesh
-    return tiny.batches(mesh.axes.data_rank(mesh.rank))
-
-
-def said(source: Path, mesh: dict[str, int], mistake: Any) -> str:
-    engine = build(source, mesh)
-    try:
-        mistake(engine)
-    except mw.MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def _on_rank_1(mistaken: Any, fine: Any) -> Any:

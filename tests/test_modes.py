@@ -12,28 +12,12 @@ import torch
 
 import meshwright as mw
 from tests import tiny, trials, worlds
+from tests.trials import build, mine, said
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.directory(tmp_path_factory.mktemp("modes") / "m", "qwen3_moe")
-
-
-def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
-    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), lr=1e-2, **options)
-
-
-def mine(engine: mw.Engine) -> list[mw.Batch]:
-    return tiny.batches(engine.model.mesh.data_rank)
-
-
-def said(source: Path, mesh: dict[str, int], act: Callable[[mw.Engine], Any]) -> str:
-    engine = build(source, mesh)
-    try:
-        act(engine)
-    except mw.MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 inferring = torch.inference_mode()

@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright.engine import engine as engine_module
 from meshwright.models import qwen3_moe
 from tests import tiny, trials, worlds
+from tests.trials import build, mine
 
 MESHES: list[dict[str, int]] = [dict(fsdp=2), dict(tp=2), dict(replicate=2)]
 STREAMS = [[[5, 6, 7], [8, 9, 10, 11, 12]], [[21, 22, 23, 24], [25, 26]]]
@@ -24,14 +25,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("reports")
     made = {name: tiny.directory(at / name, name) for name in ("qwen3", "qwen3_moe")}
     return {**made, "qwen3_moe_2": tiny.directory(at / "two", "qwen3_moe", num_experts_per_tok=2)}
-
-
-def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
-    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), lr=1e-2, **options)
-
-
-def mine(engine: mw.Engine) -> list[mw.Batch]:
-    return tiny.batches(engine.model.mesh.data_rank)
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

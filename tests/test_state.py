@@ -17,29 +17,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import meshwright as mw
 from meshwright.optim import AdamW
 from tests import tiny, trials, worlds
+from tests.trials import build, mine, said
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     aux = dict(output_router_logits=True, router_aux_loss_coef=0.3)
     return tiny.directory(tmp_path_factory.mktemp("state") / "m", "qwen3_moe", **aux)
-
-
-def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
-    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), **{"lr": 1e-2, **options})
-
-
-def mine(engine: mw.Engine) -> list[mw.Batch]:
-    return tiny.batches(engine.model.mesh.data_rank)
-
-
-def said(source: Path, mesh: dict[str, int], act: Callable[[mw.Engine], Any]) -> str:
-    engine = build(source, mesh)
-    try:
-        act(engine)
-    except Exception as error:  # noqa: BLE001 - errors of torch are what must not come
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def _moved(engine: mw.Engine) -> None:

@@ -1,8 +1,9 @@
-"""Run the oracles on a mesh in a forked world; references are computed once a session."""
+"""Engines to make mistakes with; the oracles on a mesh in a forked world, their references computed once a session."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,27 @@ def named(mesh: dict[str, int]) -> str:
 
 def world_of(mesh: dict[str, int]) -> int:
     return prod(v for k, v in mesh.items() if k != "ep")
+
+
+def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
+    """In float64. Options are the engine's, or those of loading."""
+    loading = {k: options.pop(k) for k in ("head", "train") if k in options}
+    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, **loading), **{"lr": 1e-2, **options})
+
+
+def mine(engine: mw.Engine, **options: Any) -> list[mw.Batch]:
+    """This rank's part of the data that all tests train on."""
+    return tiny.batches(engine.model.mesh.data_rank, **options)
+
+
+def said(source: Path, mesh: dict[str, int], act: Callable[[mw.Engine], Any]) -> str:
+    """The error that a new engine answers with, whoever's it is; or "nothing"."""
+    engine = build(source, mesh)
+    try:
+        act(engine)
+    except Exception as error:  # noqa: BLE001 - errors of torch are what must not come
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
