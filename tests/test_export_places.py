@@ -35,3 +35,11 @@ def test_an_empty_directory_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(0o700)
     worlds.run(1, export_into, tiny.directory(tmp_path / "m", "qwen3"), tmp_path / "out")
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tiny.directory(tmp_path / "m", "qwen3"))
+    worlds.run(1, lambda: mw.export(mw.load("~/m"), "~/out"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
+    assert not (tmp_path / "m" / "~").exists()

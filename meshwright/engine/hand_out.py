@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtyp
     spelling = model.spelling if dtype is None else model.spelling.recast(dtype, exact)
     config = {**weights.exported_config(model.config, dtype), **_labels(model)}
     weights.write_directory(
-        model.holding(model.stored()), spelling, config, model.directory, Path(directory).absolute()
+        model.holding(model.stored()), spelling, config, model.directory, weights.path_of(directory).absolute()
     )
 
 

@@ -27,6 +27,7 @@ from ..weights import (
     of_table,
     open_index,
     open_source,
+    path_of,
     read_config,
 )
 from .shrink import TINY
@@ -80,7 +81,7 @@ def _drawn(model: str, config: Mapping[str, Any], directory: Path | None, source
 
 
 def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
-    at = Path(model)
+    at = path_of(model)
     if looked_at(at, Path.is_dir):
         return at, False
     if not is_hub_id(model):

@@ -6,7 +6,7 @@ from .header import DTYPES, Entry
 from .hub import download, is_hub_id, local_directory
 from .init import fill_fresh
 from .load import Choice, Reader, carried_keys, check_keys, choose, chosen
-from .source import Source, looked_at, open_index, open_source, read_config
+from .source import Source, looked_at, open_index, open_source, path_of, read_config
 from .spelling import Key, Spelling, blocks_by_key, of_source, of_table
 from .streaming import Holding, whole_tensors
 
@@ -38,6 +38,7 @@ __all__ = [
     "of_table",
     "open_index",
     "open_source",
+    "path_of",
     "raw_tensor",
     "read_config",
     "whole_tensors",

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError i
 
 from ..errors import LoadError
 from ..mesh import Mesh
-from .source import looked_at
+from .source import looked_at, path_of
 
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")  # config, index, tokenizer, templates
 _WEIGHTS = ("*.safetensors",)
@@ -34,7 +34,7 @@ def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weight
     """Where a source lies on this machine. `weights`: whether its safetensors files are wanted too."""
     if not isinstance(source, str | os.PathLike):
         raise LoadError(f"{source!r} is no path; give a Hugging Face model directory, or a hub id (org/name)")
-    path = Path(source)
+    path = path_of(source)
     if looked_at(path, Path.is_dir):
         return path.absolute()  # it is looked at again at export, wherever the process is then
     if not is_hub_id(os.fspath(source)):

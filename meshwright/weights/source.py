@@ -74,6 +74,11 @@ def open_index(directory: str | os.PathLike[str]) -> Source:
     return Source(root, {key: Entry(key, file, "", (), 0, 0) for key, file in index["weight_map"].items()}, index=index)
 
 
+def path_of(given: str | os.PathLike[str]) -> Path:
+    """As a shell reads it: `~` is one's home, and no directory of that name."""
+    return Path(os.path.expanduser(given))
+
+
 def looked_at(path: Path, is_kind: Callable[[Path], bool]) -> bool:
     """`path.is_dir()` or the like; an error of ours where the system will not tell."""
     try:
