@@ -124,7 +124,7 @@ def refer(course: Course) -> list[Reference]:
         loss = engine.backward(course.trial(num).all_batches())
         grads = mw.gather(engine.model, "grad")
         norm = engine.update()
-        out.append(Reference([loss], norm, grads, [], {}, [[]], (0.0, {}), engine.router.load_LE))
+        out.append(Reference([loss], norm, grads, [], {}, [[]], (0.0, {}), engine.router.load_LE, {}))
     return out
 
 

@@ -212,13 +212,12 @@ def head_keeps_its_gradient(patch: Patch) -> None:
 
 
 def _divided(patch: Patch, weight: Callable[[Any, Any, Any, int], float]) -> None:
-    real = engine_module.Engine._loss
+    real = engine_module.Engine._run
 
-    def divided(self: Any, batch: Any, count: Any, num_batches: int, *, training: bool) -> Any:
-        count = replace(count, weight=weight(self, batch, count, num_batches))
-        return real(self, batch, count, num_batches, training=training)
+    def divided(self: Any, batch: Any, count: Any, number: int, num_batches: int) -> Any:
+        return real(self, batch, replace(count, weight=weight(self, batch, count, num_batches)), number, num_batches)
 
-    patch.setattr(engine_module.Engine, "_loss", divided)
+    patch.setattr(engine_module.Engine, "_run", divided)
 
 
 def by_micro_batch(patch: Patch) -> None:
@@ -255,9 +254,7 @@ def mean_of_means(patch: Patch) -> None:
 
 def aux_each_micro_batch(patch: Patch) -> None:
     real = router_module.Router.end
-    patch.setattr(
-        router_module.Router, "end", lambda self, tokens, num, *, training: real(self, tokens, 1, training=training)
-    )
+    patch.setattr(router_module.Router, "end", lambda self, tokens, num: real(self, tokens, 1))
 
 
 def aux_with_filler(patch: Patch) -> None:

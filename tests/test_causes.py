@@ -346,7 +346,7 @@ PLANTS = {
         plants.one_rank_does_more,
         "qwen3",
         FSDP,
-        r"RUN .*rank 0 is at all_reduce of 8 bytes at the loss, rank 1 at all_gather of 4 bytes at",
+        r"RUN .*rank 0 is at all_reduce of 16 bytes at the loss, rank 1 at all_gather of 4 bytes at",
     ),
     "another order on one rank": Planted(
         plants.other_order,

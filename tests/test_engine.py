@@ -181,8 +181,8 @@ def recovered(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], di
     calls = []
 
     def fails_once(scores: Any, fields: Any) -> Tensor:
-        calls.append(1)
-        if len(calls) == 2:
+        calls.append(scores["logprobs"].requires_grad)
+        if sum(calls) == 2:
             raise RuntimeError("the user's own mistake")
         return -scores["logprobs"]
 
@@ -314,7 +314,7 @@ def test_pack_refuses_what_does_not_fit() -> None:
         ((torch.tensor([[[1, 2, 3]]]),), {}, r"documents must be a list of numbers for each document"),
         (([[1, None]],), {}, r"documents must be numbers: "),
         (([[1, 2**63]],), {}, r"documents must be numbers: "),
-        ((["ab"],), {}, r"documents must be numbers: "),
+        ((["ab"],), {}, r"documents must be lists of token ids, no text"),
         (([[1, 2]],), dict(length=4.0), r"length=4\.0 must be a whole number"),
         (([[1, 2]],), dict(fields={"gain": [1.0]}), r"fields\['gain'\] must be a list for each document"),
         (([[1, 2, 3, 4]], [[1, 2, 3, 4]]), {}, r"the labels are the tokens themselves; .* tokens\[1:\] \+ \[-100\]"),
@@ -329,8 +329,10 @@ def test_pack_says_what_it_wants(arguments: tuple[Any, ...], options: dict[str, 
 
 def test_labels_that_repeat_their_tokens_by_chance() -> None:
     mw.pack([[7, 7, 7, 7, 7]], [[7, 7, 7, 7, 3]])  # a run of one token
-    mw.pack([[1, 2, 3]], [[1, 2, 3]])  # three may be chance
+    mw.pack([[1, 2, 3]], [[-100, -100, 3]])  # one may be chance
+    mw.pack([[1, 2, 3], [4, 5], [6, 7]], [[-100, -100, 3], [-100, 5], [-100, 7]])
     mw.pack([[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 6]])
+    mw.pack([[7, 7], [7, 7], [7, 7], [7, 7]], [[7, 7], [7, 7], [7, 7], [7, -100]])  # windows of a run of one token
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])

@@ -59,6 +59,13 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     ),
     "rope of a string": (dict(rope_parameters="yarn"), r"rope_parameters='yarn' must hold fields"),
     "layer types of a number": (dict(layer_types=5), r"layer_types=5 must be a list"),
+    "router logits as text": (
+        dict(
+            model_type="qwen3_moe", output_router_logits="false", num_experts=8, num_experts_per_tok=2,
+            moe_intermediate_size=8,
+        ),
+        r"output_router_logits='false' is no bool",
+    ),
     "dense layers of a number": (
         dict(model_type="qwen3_moe", mlp_only_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8),
         r"mlp_only_layers=1 must be a list",

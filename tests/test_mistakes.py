@@ -140,7 +140,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         "no batches",
         dict(fsdp=2),
         _on_rank_1(lambda e: [None], mine),
-        r"DataError: .* not NoneType|RankError: rank 1 ref",
+        r"DataError: .* not a NoneType|RankError: rank 1 ref",
     ),
     (
         "a loss of nothing",
@@ -176,7 +176,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         "a loss of whole documents",
         dict(tp=2),
         _ratio_of_answers,
-        r"DataError: the loss of a token depends on others, of which a rank of tp=2 has only a part; .* as a field",
+        r"DataError: the loss of a token depends on others; a rank of tp=2 has only a part of a .* as a field",
     ),
     ("a loss of nan", dict(fsdp=2), _no_number, r"NonFiniteError: the loss of step 0 is nan; no param"),
 ]
@@ -205,12 +205,12 @@ def refused(source: Path, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        (dict(lr="1e-3"), r"lr='1e-3' is out of range, or of another kind"),
-        (dict(lr=float("inf")), r"lr=inf is out of range"),
-        (dict(betas=(0.9,)), r"betas=\(0\.9,\) is out of range"),
-        (dict(weight_decay=float("inf")), r"weight_decay=inf is out of range"),
-        (dict(eps=1e-60), r"eps=1e-60 is out of range"),
-        (dict(max_norm=float("nan")), r"max_norm=nan is out of range"),
+        (dict(lr="1e-3"), r"lr='1e-3' must be a number of 0 or more, or a function of the step"),
+        (dict(lr=float("inf")), r"lr=inf must be"),
+        (dict(betas=(0.9,)), r"betas=\(0\.9,\) must be"),
+        (dict(weight_decay=float("inf")), r"weight_decay=inf must be"),
+        (dict(eps=1e-60), r"eps=1e-60 must be"),
+        (dict(max_norm=float("nan")), r"max_norm=nan must be"),
         (dict(state_dtype="bfloat16"), r"state_dtype=bfloat16 is not offered; choose torch\.bfloat16"),
         (dict(head="value", entropy=True), r"entropy=True, but this model's head gives values alone"),
         (dict(dtype="float32"), r"dtype='float32' cannot be computed in; choose from torch\.bfloat16"),
@@ -457,6 +457,8 @@ def test_no_weight_becomes_infinite_in_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told = worlds.run(trials.world_of(mesh), too_large, source, mesh)
-    assert re.search(r"down_proj\.weight has a weight of 70000, which float16 cannot hold; export with", told[-1][0])
+    assert re.search(
+        r"down_proj\.weight has a weight of 70000, which torch\.float16 cannot hold; export with", told[-1][0]
+    )
     assert [len(each) for each in told] == [1] * len(told)
     assert [path.name for path in tmp_path.iterdir()] == ["fine"]

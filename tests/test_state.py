@@ -95,13 +95,13 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
         r"StateError: embed\.weight got no gradient, as \d+ of \d+ parameters",
     ),
     "some lost": (FSDP, _late(_only_norms_none), r"StateError: [\w.]*norm[\w.]* got no gradient, as \d+ of \d+"),
-    "max_norm below 0": (ALONE, _early(lambda e: _set(e, max_norm=-1.0)), r"ConfigError: max_norm=-1\.0 is out of"),
+    "max_norm below 0": (ALONE, _early(lambda e: _set(e, max_norm=-1.0)), r"ConfigError: max_norm=-1\.0 must be"),
     "max_norm of nan": (
         ALONE,
         _early(lambda e: _set(e, max_norm=float("nan"))),
-        r"ConfigError: max_norm=nan is out of",
+        r"ConfigError: max_norm=nan must be",
     ),
-    "max_norm as text": (ALONE, _early(lambda e: _set(e, max_norm="1")), r"ConfigError: max_norm='1' is out of range"),
+    "max_norm as text": (ALONE, _early(lambda e: _set(e, max_norm="1")), r"ConfigError: max_norm='1' must be"),
     "max_norm late": (
         TWO,
         _late(lambda e: _set(e, max_norm=0.1 + e.model.mesh.rank)),
@@ -130,9 +130,9 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
         r"ConfigError: Engine is no model; give what mw\.load returned \(of an engine: engine\.model\)",
     ),
     "an engine of an engine": (ALONE, lambda e: mw.Engine(e, lr=1.0), r"ConfigError: Engine is no model"),
-    "no loss": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, loss=None), r"ConfigError: loss=None is out of range"),
-    "one beta": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, betas=0.9), r"ConfigError: betas=0\.9 is out of range"),
-    "entropy": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, entropy="no"), r"ConfigError: entropy='no' is out of"),
+    "no loss": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, loss=None), r"ConfigError: loss=None must be"),
+    "one beta": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, betas=0.9), r"ConfigError: betas=0\.9 must be"),
+    "entropy": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, entropy="no"), r"ConfigError: entropy='no' must be True"),
     "source": (ALONE, lambda e: mw.load(None), r"LoadError: None is no path; give a Hugging Face model directory"),
     "train": (ALONE, lambda e: mw.load(e.model.directory, train=None), r"ConfigError: train=None must be a pattern"),
     "seed": (ALONE, lambda e: mw.init(e.model.directory, seed=1.5), r"ConfigError: seed=1\.5 must be a whole number"),
@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
     "fields": (
         ALONE,
         lambda e: mw.pack([[1, 2]], fields=[[1.0, 2.0]]),
-        r"DataError: documents must be .* fields a dict",
+        r"DataError: fields must be a dict",
     ),
 }
 

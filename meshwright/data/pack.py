@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from ..errors import DataError
 from ..ops import Documents
 
 IGNORE = -100  # the label of a token that predicts nothing
-_FEW = 4  # labels that may be those of their own tokens by chance
+_FEW = 4  # documents of one target each whose label may be its own token by chance
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
@@ -62,15 +64,17 @@ def pack(
     >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds
     ([5, 6, 7, 8, 9, 0], [6, 7, -100, 9, -100, -100], (0, 3, 5, 6))
     """
-    if length is not None and not isinstance(length, int):
+    wanted: object = length
+    if not isinstance(wanted, Integral | None) or isinstance(wanted, bool):
         raise DataError(f"length={length!r} must be a whole number")
     _refuse_other_kinds(documents, fields)
     sizes = _lengths(documents, "documents")
     empty = next((i for i, size in enumerate(sizes) if size == 0), None)
     if empty is not None or not sizes:
-        raise DataError(f"document {empty} is empty; leave it out" if sizes else "there are no documents to pack")
+        none = "there are no documents to pack; where data has run out, give one without targets: pack([[0]], [[-100]])"
+        raise DataError(f"document {empty} is empty; leave it out" if sizes else none)
     total = sum(sizes)
-    num_filler = (total if length is None else length) - total
+    num_filler = (total if length is None else int(length)) - total
     if num_filler < 0:
         raise DataError(
             f"{len(sizes)} documents of {total} tokens do not fit into length={length}; pack fewer, "
@@ -93,18 +97,36 @@ def pack(
 
 
 def _refuse_other_kinds(documents: object, fields: object) -> None:
-    if not hasattr(documents, "__getitem__") or not isinstance(fields, Mapping | None):
-        raise DataError("documents must be a list of lists of tokens, fields a dict of such lists by name")
+    if not isinstance(fields, Mapping | None):
+        raise DataError("fields must be a dict by name, of a list for each document")
+    inner = documents if isinstance(documents, list | tuple) else ()
+    if any(isinstance(each, str | bytes | Mapping | Set) for each in (documents, *inner)):
+        raise DataError(
+            "documents must be lists of token ids, no text and no dicts; give those that a tokenizer makes: "
+            'tokenizer(texts)["input_ids"]'
+        )
+    if not hasattr(documents, "__getitem__"):
+        raise DataError("documents must be a list of lists of tokens")
 
 
 def _refuse_unshifted(batch: Batch) -> None:
-    """Labels as other libraries take them, the tokens themselves, would train a model to repeat what it reads."""
-    given = batch.labels != IGNORE
+    """Labels as other libraries take them, the tokens themselves, would train a model to repeat what it reads.
+
+    A document tells by two of its targets, documents of one target only together.
+    """
+    given, own = batch.labels != IGNORE, batch.labels == batch.tokens
     next_T = batch.tokens.roll(-1)
-    last = torch.tensor(batch.docs.bounds[1:], device="cpu") - 1
-    next_T[last] = IGNORE  # of the last token of a document nothing is known
-    own, shifted = batch.labels == batch.tokens, (batch.labels == next_T) | (next_T == IGNORE)
-    if given.sum() >= _FEW and own[given].all() and not shifted[given].all():
+    next_T[torch.tensor(batch.docs.bounds[1:], device="cpu") - 1] = IGNORE  # of a last token nothing is known
+    if not (own & (batch.labels != next_T)).any():
+        return  # as nearly always
+    suspects = []  # of each document with targets the number of them, if they may be its own tokens
+    for a, b in pairwise(batch.docs.bounds):
+        targets, known = given[a:b], given[a:b] & (next_T[a:b] != IGNORE)
+        if targets.any():
+            shifted = known.any() and (batch.labels[a:b] == next_T[a:b])[known].all()
+            suspects.append(0 if shifted or not own[a:b][targets].all() else int(targets.sum()))
+    most = 2 * sum(num > 0 for num in suspects) > len(suspects)
+    if most and (max(suspects) > 1 or len(suspects) >= _FEW):
         raise DataError(
             "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
             "Leave labels= out, or shift them: tokens[1:] + [-100]"
@@ -132,13 +154,15 @@ def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_fill
         raise DataError(
             f"{what}: document {at} differs in length: {lengths[at : at + 1]} values, {sizes[at : at + 1]} tokens"
         )
-    numbers = [x for v in values for x in v] + [fill] * num_filler
+    numbers = [x for v in values for x in v]
     try:
         flat = torch.tensor(numbers, device="cpu")
         if flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize:  # of torch.set_default_dtype
             flat = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what} must be numbers: {error}") from None
+    # filler takes the dtype of the values: a 0 among booleans would make numbers of them all
+    flat = torch.cat([flat, flat.new_full((num_filler, *flat.shape[1:]), fill)])
     if what not in ("documents", "labels"):
         return flat
     if flat.is_floating_point() or flat.is_complex() or flat.dtype == torch.bool:

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from itertools import count
 from weakref import WeakSet
 
 import torch
@@ -22,6 +23,7 @@ Rows = list[list[float]]  # of each rank: weight, targets, batches, tokens of ea
 Settings = Mapping[str, object]
 
 
+_numbers = count(1)  # every rank takes part in each call over all axes, so they count alike
 _in_their_loss: WeakSet[Model] = WeakSet()
 
 
@@ -66,6 +68,8 @@ def agree(
         raise RankError(f"rank {refusing[0]} refuses to take part in {call}; see its message")
     if any(told[1] != rows[0][1] for told in rows):
         raise RankError(_difference(ranks, model.mesh.gather_objects(settings, axes)))
+    if axes == DENSE and not model.number:
+        model.number = next(_numbers)
     return [told[2:] for told in rows]
 
 
@@ -76,6 +80,8 @@ def _identity(model: Model) -> dict[str, str]:
         "the compute dtype": str(model.dtype),
         **{f"the saving {name}": str(value) for name, value in asdict(model.savings).items()},
         "the seed": str(model.seed),
+        "the checksum of the files that the model was loaded from": str(model.checksum),
+        "which model this is, of those that all ranks have used together (0: none yet),": str(model.number),
         "the number of trained parameters": str(len(trained)),
         "the checksum of the names of trained parameters": str(zlib.crc32(" ".join(trained).encode())),
     }

@@ -29,7 +29,7 @@ def engine_bill(
     charges = bill(module, units, table, rules, axes, rank, step)
     if axes.world > 1:
         charges.append(Charge(place(STEP), "all_gather", DENSE, axes.world * TOLD * 8, 1))
-        charges += [Charge(what, "all_reduce", DENSE, 8, 1) for what in ("the loss", "the norm")]
+        charges += [Charge("the loss", "all_reduce", DENSE, 16, 1), Charge("the norm", "all_reduce", DENSE, 8, 1)]
         charges += _router(module.balance, step.num_batches, router_aux)
     return charges
 

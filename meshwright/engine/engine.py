@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class StepRecord:
     num_targets: int  # over all data ranks and micro-batches
     num_tokens: int  # without filler
     expert_load: Tensor | None = None  # [layers of experts, experts]: tokens that each got
+    router_loss: float = 0.0  # the part of `loss` that is the router's
 
 
 def _number(value: object) -> bool:
@@ -67,7 +68,9 @@ class _Ready:
     engine: Engine
     count: _Count
     lr: float
+    schedule: float | Callable[[int], float]  # that lr is of: it is asked once a step
     max_norm: float | None
+    router_loss: float = 0.0
 
 
 class Engine:
@@ -97,22 +100,22 @@ class Engine:
         state_dtype: torch.dtype | None = None,
     ) -> None:
         refuse_inference_mode()
-        for name, value, fine in (
-            ("lr", lr, callable(lr) or (_number(lr) and lr >= 0)),
-            ("weight_decay", weight_decay, _number(weight_decay) and weight_decay >= 0),
-            ("eps", eps, _number(eps) and eps >= _TINY),
-            ("betas", betas, _two_shares(betas)),
-            ("loss", loss, callable(loss)),
-            ("entropy", entropy, isinstance(entropy, bool)),
+        for name, value, fine, wanted in (
+            ("lr", lr, callable(lr) or (_number(lr) and lr >= 0), "a number of 0 or more, or a function of the step"),
+            ("weight_decay", weight_decay, _number(weight_decay) and weight_decay >= 0, "a number of 0 or more"),
+            ("eps", eps, _number(eps) and eps >= _TINY, f"a number of {_TINY:.2g} or more"),
+            ("betas", betas, _two_shares(betas), "two numbers from 0 to below 1"),
+            ("loss", loss, callable(loss), "a function of scores and fields, such as mw.losses.cross_entropy"),
+            ("entropy", entropy, isinstance(entropy, bool), "True or False"),
         ):
             if not fine:
-                raise ConfigError(f"{name}={value!r} is out of range, or of another kind")
+                raise ConfigError(f"{name}={value!r} must be {wanted}")
         refuse_other_than_a_model(model)
         settings = Settings((betas[0], betas[1]), eps, weight_decay, state_dtype)
         refuse_too_large(model.need(state_dtype), model.mesh.room)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, max_norm
         self._bound()
-        self.steps = 0
+        self.steps, self._lr = 0, 0.0
         self.want = model.parts[0].scores[0]
         if entropy:
             self.want = "entropy"
@@ -131,42 +134,45 @@ class Engine:
         ready = self._ready()
         norm = self.update()
         load = self.router.load_LE.to(self.model.mesh.host, copy=True) if self.router.balance.num_layers else None
-        return StepRecord(self.steps, loss, norm, ready.lr, ready.count.targets, ready.count.tokens, load)
+        count = ready.count
+        return StepRecord(self.steps, loss, norm, ready.lr, count.targets, count.tokens, load, ready.router_loss)
 
     @watched()
     def backward(self, batches: Sequence[Batch]) -> float:
         """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
         task(f"step {self.steps}")
         count = self._count(batches, STEP)
-        ready, total = _Ready(self, count, self._lr(), self._bound()), self._zero()
+        ready, parts = _Ready(self, count, self._lr, self.lr, self._bound()), self._zeros()
         try:
             for number, batch in enumerate(batches):
-                total += self._run(batch, count, number, len(batches))
+                parts += self._run(batch, count, number, len(batches))
             self.finish()
         except BaseException:
             self.discard()  # half a step of gradients must not be added to the next one
             raise
         self.router.close()
         task(f"step {self.steps}")
-        loss = self.model.mesh.sum_(total, DENSE, "the loss").item()
+        of_terms, of_router = self.model.mesh.sum_(parts, DENSE, "the loss").tolist()
+        loss = of_terms + of_router
         if not math.isfinite(loss):  # the same number on all ranks, as below
             self.discard()
             raise NonFiniteError(f"the loss of step {self.steps} is {loss}; no parameter was changed")
-        self.model.waiting = ready
+        self.model.waiting = replace(ready, router_loss=of_router)
         return loss
 
     def _run(self, batch: Batch, count: _Count, number: int, num_batches: int) -> Tensor:
-        """Forward and backward of one micro-batch; this rank's share of the loss."""
+        """Forward and backward of one micro-batch; this rank's share of the loss: of its terms, and of the router's."""
         task(f"step {self.steps}, micro-batch {number + 1} of {num_batches}")
         parallel.expect_last(self.model.parts[0], number + 1 == num_batches)
-        term, aux = self._loss(batch.to(self.model.mesh.device), count, num_batches, training=True)
+        term = self._term(batch, count)
+        aux = self.router.end(count.tokens, num_batches)  # its gradient is already attached
         if not term.requires_grad:
             raise StateError(
                 "the loss depends on no trained parameter: it is detached or constant, torch.no_grad() is on, or "
                 "train= of mw.load leaves out all that it depends on"
             )
         term.backward()
-        return term.detach().double() + aux
+        return torch.stack([term.detach().double(), aux])
 
     @watched()
     def update(self) -> float:
@@ -213,19 +219,20 @@ class Engine:
     @watched()
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """The loss over all data ranks; nothing changes."""
+        """The loss over all data ranks, without the router's; nothing changes."""
         task(f"evaluation before step {self.steps}")
         count = self._count(batches, EVALUATE)
-        total = self._zero()
+        parts = self._zeros()
         try:
             for batch in batches:
-                total += sum(self._loss(batch.to(self.model.mesh.device), count, len(batches), training=False))
+                parts[0] += self._term(batch, count)
         finally:
             parallel.rest(self.model.parts[0])
-        return self.model.mesh.sum_(total, DENSE, "the loss").item()
+        return self.model.mesh.sum_(parts, DENSE, "the loss")[0].item()
 
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
+    def _zeros(self) -> Tensor:
+        """Of the loss: what its terms make, and what the router adds."""
+        return torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
 
     def finish(self) -> None:
         """The one place where the sums that FSDP leaves out are made: every gradient is then complete."""
@@ -243,11 +250,11 @@ class Engine:
                 + (none_did if len(lacking) == len(trainable) else "zeros if it is unused")
             )
 
-    def _loss(self, batch: Batch, count: _Count, num_batches: int, *, training: bool) -> tuple[Tensor, Tensor]:
-        """This rank's share of the loss of a micro-batch, and of the router's, whose gradient is already attached."""
-        self.router.begin(batch)
-        term = self._terms(self.loss, batch).sum() / count.weight
-        return term, self.router.end(count.tokens, num_batches, training=training)
+    def _term(self, batch: Batch, count: _Count) -> Tensor:
+        """This rank's share of the loss of a micro-batch, but for the router's."""
+        here = batch.to(self.model.mesh.device)
+        self.router.begin(here)
+        return self._terms(self.loss, here).sum() / count.weight
 
     def _count(self, batches: Sequence[Batch], call: str) -> _Count:
         """The targets of the step, counted before any work; and that all ranks are about to do the same."""
@@ -281,14 +288,15 @@ class Engine:
         if self.model.waiting is not None or self.model.grads():
             raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
         self._refuse_exchanged()
-        return {**shared, "max_norm": self._bound(), "lr of this step": self._lr(), **asdict(settings)}
+        self._lr = self._ask_lr()
+        return {**shared, "max_norm": self._bound(), "lr of this step": self._lr, **asdict(settings)}
 
     def _refuse_changed(self, ready: _Ready) -> None:
         """What was changed between backward and update, and would be applied to a part of the model."""
         refuse_inference_mode()
         self.model.refuse_torn()
         self._refuse_exchanged()
-        for name, now, agreed in (("lr", self._lr(), ready.lr), ("max_norm", self._bound(), ready.max_norm)):
+        for name, now, agreed in (("lr", self.lr, ready.schedule), ("max_norm", self._bound(), ready.max_norm)):
             if now != agreed:
                 raise StateError(
                     f"{name} of step {self.steps} is {now}, but was {agreed} before its backward, when all ranks "
@@ -312,7 +320,8 @@ class Engine:
                 "a new engine"
             )
 
-    def _lr(self) -> float:
+    def _ask_lr(self) -> float:
+        """Once a step: a schedule may count how often it is asked."""
         lr = self.lr(self.steps) if callable(self.lr) else self.lr
         try:
             number = float(lr)
@@ -326,4 +335,4 @@ class Engine:
         bound = self.max_norm
         if bound is None or (_number(bound) and bound > 0):
             return bound
-        raise ConfigError(f"max_norm={bound!r} is out of range, or of another kind; choose a number above 0, or None")
+        raise ConfigError(f"max_norm={bound!r} must be a number above 0, or None")

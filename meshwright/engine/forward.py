@@ -99,7 +99,7 @@ def summary(model: Model, batches: Sequence[Batch], want: str) -> list[float]:
         raise DataError("a step needs at least one batch")
     for batch in batches:
         if not isinstance(batch, Batch):
-            raise DataError(f"a step takes batches as mw.pack makes them, not {type(batch).__name__}")
+            raise DataError(f"a batch must be one that mw.pack made, not a {type(batch).__name__}")
         check(model, batch)
         if batch.tokens.is_inference():
             raise DataError("a batch was packed under torch.inference_mode(); no step can use it. Pack it outside")

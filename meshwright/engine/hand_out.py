@@ -15,8 +15,6 @@ from ..models import SCORE
 from .agreement import NO_DATA, Settings, agree
 from .model import Model, refuse_other_than_a_model
 
-_LARGEST = 65520.0  # what float16 rounds to infinity, and all above it
-
 
 def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) one after the other on global rank 0, in the source's layout.
@@ -82,14 +80,16 @@ def _labels(model: Model) -> dict[str, int]:
 
 def _refuse_overflow(model: Model, spelling: weights.Spelling) -> None:
     """A weight that became infinite on its way into a file would be seen by nobody."""
-    made_of, stored, most = weights.blocks_by_key(model.table, spelling.choice), model.stored(), _LARGEST
+    made_of, stored = weights.blocks_by_key(model.table, spelling.choice), model.stored()
     for key in spelling.keys.values():
-        narrow = key.dtype == "F16" and key.name not in spelling.carried
-        for held in [stored[p.name] for p, _ in made_of[key.name] if p.name in stored] if narrow else []:
-            if held.numel() and most <= held.abs().max() < torch.inf:
+        for part, _ in [] if key.name in spelling.carried else made_of[key.name]:
+            held, dtype = stored.get(part.name), weights.DTYPES[key.dtype]
+            if held is None or not held.numel() or torch.finfo(dtype).max > torch.finfo(held.dtype).max / 2:
+                continue
+            most = torch.linalg.vector_norm(held, torch.inf)
+            if most.isfinite() and not most.to(dtype).float().isfinite():
                 raise ExportError(
-                    f"{key.name} has a weight of {held.abs().max().item():.6g}, which float16 cannot hold; "
-                    "export with dtype=torch.bfloat16 or torch.float32"
+                    f"{key.name} has a weight of {most:.6g}, which {dtype} cannot hold; export with a wider dtype="
                 )
 
 

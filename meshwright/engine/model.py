@@ -58,6 +58,8 @@ class Model:
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
     seed: int | None = None  # of `init`
+    checksum: int | None = None  # of the files
+    number: int = 0  # of the models that all ranks have used together, the first being 1; 0 before
     waiting: object | None = None  # what an engine left for its update, which is to use the gradients that are there
     torn: str = ""  # why no call may go on with these parameters
 
@@ -149,6 +151,7 @@ def load(
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
     model.bytes_read = fill(model.holding(model.stored()), plan, node, found)
     _fill_fresh(model, fresh, seed=0)
+    model.checksum = found.checksum()
     return model
 
 
@@ -257,7 +260,11 @@ def _check_arguments(mesh: object, dtype: object, train: object, savings: object
 def _freeze(module: Decoder, table: Table, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(p.name, pattern) for p in table):
-            raise ConfigError(f"train={pattern!r} matches no parameter; names are like {next(iter(table)).name}")
+            first = next(iter(table)).name
+            raise ConfigError(
+                f"train={pattern!r} matches no parameter; names are like {first}, and model.trainable lists them of a "
+                "model that is loaded without train="
+            )
     for param in table:
         trained = any(fnmatch.fnmatchcase(param.name, pattern) for pattern in patterns)
         module.get_parameter(param.name).requires_grad_(trained)

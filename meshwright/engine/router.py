@@ -35,11 +35,11 @@ class Router:
         lo, hi = self.mesh.token_range(len(batch))
         self.balance.begin(torch.arange(lo, hi, device=self.mesh.device) < len(batch) - batch.num_filler)
 
-    def end(self, step_tokens: int, num_batches: int, *, training: bool) -> Tensor:
+    def end(self, step_tokens: int, num_batches: int) -> Tensor:
         """Set the slope, now that the counts are known. Returns this rank's share of the aux loss."""
         balance = self.balance
         counts_LE = [balance.counts[layer].double() for layer in range(balance.num_layers)]
-        if training and counts_LE:
+        if counts_LE:
             self._here_LE += torch.stack(counts_LE)
         if not balance.coefficient or not counts_LE:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)

@@ -54,7 +54,9 @@ def routing_of(config: Json, *, renormalise: bool) -> Routing:
 def balance_of(config: Json, routing: Routing) -> Balance:
     """The aux loss counts only where the config asks for router logits, as in transformers."""
     coefficient = take(config, "router_aux_loss_coef", float, 0.001)
-    return Balance(routing.experts, routing.top_k, coefficient if config.get("output_router_logits") else 0.0)
+    return Balance(
+        routing.experts, routing.top_k, coefficient if take(config, "output_router_logits", bool, False) else 0.0
+    )
 
 
 class MoE(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..data import Batch, pack
 from ..engine import Engine, Model, Savings, gather, load, losses
 from ..mesh import Axes, Mesh
+from ..weights import whole_tensors
 from .parts import scores_of, watched
 
 LR = 1e-3
@@ -82,6 +83,7 @@ class Reference:
     sums: Sequence[Sequence[tuple[float, float]]]  # by data rank and micro-batch: loss terms and weight, without aux
     aux: tuple[float, dict[str, Tensor]]  # the router's part of the first loss, and of its gradients (if any)
     loads: Tensor  # [layers of experts, experts]: tokens that each got in the first step
+    trained: dict[str, Tensor]  # in float64: the weights after the steps, by Hugging Face name, unrounded
 
 
 def refer(trial: Trial) -> Reference:
@@ -96,7 +98,15 @@ def refer(trial: Trial) -> Reference:
             grads, loads = gather(engine.model, "grad"), engine.router.load_LE
         norm_here = engine.update()
         norm = norm if step else norm_here
-    return Reference(found, norm, grads, alone, prints, sums, aux, loads)
+    trained = unrounded(engine.model) if trial.dtype == torch.float64 else {}
+    return Reference(found, norm, grads, alone, prints, sums, aux, loads, trained)
+
+
+def unrounded(model: Model) -> dict[str, Tensor]:
+    """Whole weights on rank 0, as `gather` gives them, but as wide as they are stored."""
+    keys = [k for k in model.spelling.keys.values() if k.name not in model.spelling.carried]
+    streamed = whole_tensors(model.holding(model.stored()), model.spelling, keys, exact=False)
+    return {key.name: tensor for key, tensor in streamed}
 
 
 def _alone(trial: Trial, model: Model) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -110,13 +120,9 @@ def _alone(trial: Trial, model: Model) -> tuple[list[Tensor], dict[str, Tensor]]
 
 def _sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
     """With these it can be told what a wrong loss was divided by."""
-    balance = engine.router.balance
-    kept, balance.coefficient = balance.coefficient, 0.0
     weigh = lambda b: float(len(b) - b.num_filler if trial.head == "value" else b.num_targets)  # noqa: E731 - short
     ranks = [trial.data(rank) for rank in range(trial.axes.num_data_ranks)]
-    sums = [[(engine.evaluate([b]) * weigh(b), weigh(b)) for b in batches] for batches in ranks]
-    balance.coefficient = kept
-    return sums
+    return [[(engine.evaluate([b]) * weigh(b), weigh(b)) for b in batches] for batches in ranks]
 
 
 def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:

@@ -1,0 +1,125 @@
+"""What a batch, a loss or a schedule may hide: refused, or without effect on the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from tests import tiny, trials, worlds
+from tests.trials import build, mine, said
+
+DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11], [13, 14, 15, 16], [1, 2]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("batches") / "m", "qwen3")
+
+
+def evaluated(source: Path, batches: list[list[mw.Batch]], loss: Any, **options: Any) -> list[float]:
+    engine = build(source, {}, loss=loss, **options)
+    return [engine.evaluate(each) for each in batches]
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
+    """Where a 0 is put behind booleans, `~` gives -2, and a mask picks rows."""
+    fields = {"is_prompt": [[True] * 3 + [False] * 3], "advantage": [[0.5] * 6], "at": [[1, 2, 3, 4, 5, 6]]}
+    batch = mw.pack([[5, 6, 7, 8, 9, 10]], length=length, fields=fields)
+    kinds = {name: values.dtype for name, values in batch.fields.items()}
+    assert kinds == {"is_prompt": torch.bool, "advantage": torch.float32, "at": torch.int64}
+    expected = worlds.run(1, evaluated, source, [[mw.pack([[5, 6, 7, 8, 9, 10]], fields=fields)]], _not_prompt)
+    assert worlds.run(1, evaluated, source, [[batch]], _not_prompt)[0] == pytest.approx(expected[0], rel=1e-12)
+
+
+def _not_prompt(scores: Any, fields: Any) -> Tensor:
+    return -scores["logprobs"] * ~fields["is_prompt"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "labels"),
+    [
+        ([[1, 2, 3]], [[1, 2, 3]]),
+        ([[1, 2, 3, 4, 5, 6]], [[-100, -100, -100, -100, 5, 6]]),
+        ([[3, 3, 3], [4, 5, 6], [7, 8, 9]], [[3, 3, 3], [4, 5, 6], [7, 8, 9]]),
+        ([[3, at] for at in range(4)], [[-100, at] for at in range(4)]),
+    ],
+    ids=["short", "a short answer", "beside a run of one token", "answers of one token"],
+)
+def test_labels_of_their_own_tokens(documents: list[list[int]], labels: list[list[int]]) -> None:
+    with pytest.raises(mw.DataError, match=r"the labels are the tokens themselves"):
+        mw.pack(documents, labels)
+
+
+@pytest.mark.parametrize("documents", ["text", ["text"], {"input_ids": [[1]]}, [{"input_ids": [1]}], [{1, 2}]], ids=str)
+def test_what_a_tokenizer_has_not_seen(documents: Any) -> None:
+    with pytest.raises(
+        mw.DataError, match=r'lists of token ids, no text and no dicts.*tokenizer\(texts\)\["input_ids"\]'
+    ):
+        mw.pack(documents)
+
+
+def of_rewards(*documents: list[list[int]], length: int | None = None, name: str = "reward") -> list[mw.Batch]:
+    number = {str(each): at + 1.0 for at, each in enumerate(DOCUMENTS)}  # of filler it is 0
+    values = [[[number[str(d)]] * len(d) for d in some] for some in documents]
+    return [mw.pack(some, length=length, fields={name: v}) for some, v in zip(documents, values, strict=True)]
+
+
+def _by_document(scores: Any, fields: Any) -> Tensor:
+    """The mean of a document, on each of its tokens: rewards number the documents."""
+    same = (fields["reward"][:, None] == fields["reward"]).to(scores["logprobs"].dtype)
+    return -(same @ scores["logprobs"]) / same.sum(1)
+
+
+def test_a_loss_of_whole_documents(source: Path) -> None:
+    """Without tp."""
+    found = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS, length=20)], _by_document)[0]
+    assert found[0] > 0
+
+
+@pytest.mark.parametrize("name", ["weights", "loss_mask"])
+def test_a_field_that_nobody_reads(source: Path, name: str) -> None:
+    batches = of_rewards(DOCUMENTS, name=name)
+    text = worlds.run(1, said, source, {}, lambda engine: engine.evaluate(batches))[0]
+    assert text.startswith(f"DataError: nobody reads the field {name!r}: the loss did not ask for it, and"), text
+    reads = lambda s, f: -s["logprobs"] * f[name]  # noqa: E731
+    assert worlds.run(1, evaluated, source, [batches], reads)[0][0] > 0
+
+
+def stateful(source: Path) -> list[float]:
+    schedule = iter([1e-3, 1e-4, 1e-5])
+    engine = build(source, {}, lr=lambda step: next(schedule))
+    return [engine.step(mine(engine)).lr for _ in range(3)]
+
+
+def test_a_schedule_is_asked_once_a_step(source: Path) -> None:
+    assert worlds.run(1, stateful, source)[0] == [1e-3, 1e-4, 1e-5]
+
+
+def test_what_a_loss_may_do_with_its_fields(source: Path) -> None:
+    def loss(scores: Any, fields: Any) -> Tensor:
+        asked = [fields.get("advantage", 1.0), len(fields | {"more": 1}), isinstance(fields, dict), *fields.items()]
+        return -scores["logprobs"] * asked[0] * (2 in asked and True in asked and ("reward" in dict(asked[3:])))
+
+    plain = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], mw.losses.cross_entropy)[0]
+    assert worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], loss)[0] == pytest.approx(plain)
+
+
+def two_losses(source: Path, mesh: dict[str, int]) -> tuple[float, float, float]:
+    engine = build(source, mesh)
+    alone = engine.evaluate(mine(engine))
+    record = engine.step(mine(engine))
+    return alone, record.loss, record.router_loss
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2, tp=2)], ids=trials.named)
+def test_the_router_s_part_of_the_loss(tmp_path: Path, mesh: dict[str, int]) -> None:
+    on = tiny.directory(tmp_path / "m", "qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    for alone, loss, router in worlds.run(trials.world_of(mesh), two_losses, on, mesh):
+        assert router > 0.1
+        assert alone + router == pytest.approx(loss, rel=1e-12)
