@@ -201,13 +201,17 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     def own(name: str, **options: Any) -> str:
         return directory(tmp_path / name, {**QWEN3_30B_A3B, **options})
 
-    assert not told("tiny-qwen3", replicate=2, fsdp=2, tp=2), "a dense model has no experts to spread"
-    assert told("tiny-qwen3", tp=2) == "not tried: replicate, fsdp, of size 1 here (try --mesh replicate=2,fsdp=2)"
+    never = "options of mw.load and mw.Engine, and fields such as weight"
+    dense = told("tiny-qwen3", replicate=2, fsdp=2, tp=2)
+    assert dense == f"not tried: {never}", "a dense model has no experts to spread"
+    assert told("tiny-qwen3", tp=2) == (
+        f"not tried: replicate, fsdp, of size 1 here (try --mesh replicate=2,fsdp=2); {never}"
+    )
     assert told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2) == (
-        'not tried: replicate, of size 1 here (try --mesh replicate=2); router_aux="previous"'
+        f'not tried: replicate, of size 1 here (try --mesh replicate=2); router_aux="previous"; {never}'
     )
     assert "(try --mesh fsdp=2,replicate=2,ep=2)" in told("tiny-qwen3-moe", fsdp=2, tp=2)
-    assert told("tiny-qwen3.5-moe", fsdp=2).endswith('; router_aux="previous"'), "a tiny MoE trains its aux loss"
+    assert '; router_aux="previous"; ' in told("tiny-qwen3.5-moe", fsdp=2), "a tiny MoE trains its aux loss"
     assert "; the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)" in told(
         own("a"), fsdp=2
     )

@@ -26,10 +26,12 @@ from ..mesh import DENSE, Mesh
 from ..weights import blocks_by_key, raw_tensor
 from .blame import suspects, where
 from .causes import cause_of, cause_of_loss, scale
-from .parts import Wrong, about_doors, first_wrong, scores_of, watched
+from .parts import Wrong, about_doors, by_logits, first_wrong, scores_of, watched
 from .recorder import Recorder, Seen
-from .trial import Reference, Trial
+from .trial import LR, Reference, Trial, unrounded
 from .weights import differences
+
+_UPDATE = 1e-6  # of the lr: what rounding in float64 may do to an update
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,17 @@ def t1_tiling(run: Run) -> Findings:
             yield Finding("T1", param.name, str(error))
 
 
-def s1_loss(run: Run, loss: float) -> Findings:
-    """The loss of the first step is that of one process."""
+def s1_loss(run: Run, loss: float, evaluated: float | None = None) -> Findings:
+    """The loss of the first step is that of one process, and so is what `evaluate` says of the same data."""
     ref = run.reference
-    if _is_that_of(loss, ref.losses[0], run):
-        return
-    why = run.blame or cause_of_loss(loss, ref.losses[0], ref.aux[0], ref.sums, run.trial.axes)
-    yield Finding("S1", "loss", f"{loss!r}, one process finds {ref.losses[0]!r}: {why}")
-    run.blame = run.blame or "the loss is wrong already, see S1"
+    if not _is_that_of(loss, ref.losses[0], run):
+        why = run.blame or cause_of_loss(loss, ref.losses[0], ref.aux[0], ref.sums, run.trial.axes)
+        yield Finding("S1", "loss", f"{loss!r}, one process finds {ref.losses[0]!r}: {why}")
+        run.blame = run.blame or "the loss is wrong already, see S1"
+    elif evaluated is not None:
+        terms, weight = (sum(each) for each in zip(*(batch for of_rank in ref.sums for batch in of_rank), strict=True))
+        if not _is_that_of(evaluated, terms / weight, run):
+            yield Finding("S1", "evaluate", f"{evaluated!r}, one process finds {terms / weight!r}; the step is right")
 
 
 def _is_that_of(loss: float, expected: float, run: Run) -> bool:
@@ -185,7 +190,7 @@ def n1_norm(run: Run) -> Findings:
 
 
 def u1_alive(run: Run, before: Mapping[str, Tensor], pushed: set[str], losses: Sequence[float]) -> Findings:
-    """Every parameter that was pushed moved, and the next forwards saw it: their losses are the reference's."""
+    """Every parameter that was pushed moved, and the next forwards saw it; weights end as those of one process."""
     after = run.model.stored()
     for name in sorted(pushed):
         if torch.equal(after[name], before[name]):
@@ -197,6 +202,22 @@ def u1_alive(run: Run, before: Mapping[str, Tensor], pushed: set[str], losses: S
         if not _is_that_of(loss, ref_loss, run):
             hint = run.blame or "the gradients were right, so the update was not, or is not seen"
             yield Finding("U1", f"loss of step {step}", f"{loss!r}, one process finds {ref_loss!r}: {hint}")
+    yield from _weights_after(run)
+
+
+def _weights_after(run: Run) -> Findings:
+    """In float64 alone: AdamW makes a whole step of a gradient that is nothing but rounding."""
+    if run.trial.dtype != torch.float64:
+        return
+    found = unrounded(run.model)
+    for name, tensor in stream(run.model):
+        if not torch.equal(tensor, found[name].to(tensor.dtype)):
+            yield Finding("U1", name, "what stream and export hand out is not what was trained, but an earlier copy?")
+    for name, tensor in found.items() if not run.blame else ():
+        off = (tensor - run.reference.trained[name]).abs() > _UPDATE * LR
+        if off.any():
+            what = f"{int(off.sum())} of {off.numel()} elements end other than in one process"
+            yield Finding("U1", name, f"{what}: the gradients were right, so the updates were not")
 
 
 def c1_collectives(run: Run) -> Findings:
@@ -243,7 +264,10 @@ def d1_documents(run: Run) -> Findings:
     wrong = first_wrong(model, seen, run.reference.prints, bounds[1], limit)
     errors = [(packed[a:b] - alone).abs().max().item() for a, b, alone in _documents(bounds, run.reference.alone)]
     off = [i for i, error in enumerate(errors) if not error <= limit]
+    whole = by_logits(model, batch).cpu()  # on all ranks, whatever they have found
     if not off:
+        if not (packed - whole).abs().max() <= limit:
+            yield Finding("D1", "logits", "log-probabilities are right, but not those that the logits give")
         return
     wrong = wrong or Wrong("head", leak=0 not in off, ratio=float("nan"))  # all before it is right
     leak = wrong.leak and 0 not in off
@@ -379,12 +403,13 @@ def _steps(run: Run, store: Store | None) -> list[Finding]:
     findings: list[Finding] = []
     engine, mesh, batches = run.engine, run.model.mesh, run.trial.batches(run.model)
     before, found = {n: t.clone() for n, t in run.model.stored().items()}, []
+    evaluated = engine.evaluate(batches)
     recorder = Recorder(store and PrefixStore("step", store), mesh.rank)
     with recorder:
         found.append(engine.backward(batches))
     pushed = {name for name, grad in run.model.grads().items() if grad.any()}
     run.stored = stored_bytes(engine)
-    findings += [*s1_loss(run, found[0]), *g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
+    findings += [*s1_loss(run, found[0], evaluated), *g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
     with recorder:
         engine.update()
     run.stepping = recorder.seen

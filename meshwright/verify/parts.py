@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data import Batch
 from ..engine import Model, logits, logprobs
 from ..layout import Door, attributes, place
 from ..mesh import DENSE
@@ -31,6 +32,16 @@ class Watched:
 
 def scores_of(model: Model, documents: Any) -> Tensor:
     return (logits if "values" in model.parts[0].scores else logprobs)(model, documents)
+
+
+def by_logits(model: Model, batch: Batch) -> Tensor:
+    """The same by another way: where these are log-probabilities, from the logits of the whole vocabulary."""
+    found = logits(model, batch)
+    if "values" in model.parts[0].scores:
+        return found
+    labels = batch.labels.to(found.device)
+    picked: Tensor = found.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0]
+    return picked.masked_fill(labels < 0, 0.0)
 
 
 def parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:

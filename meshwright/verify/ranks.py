@@ -71,7 +71,7 @@ def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
     if not died and (said or not hung):
         return ""  # who has failed is a reason for others to hang
     codes = ", ".join(map(str, died.values()))
-    how = f"died without a word (exit code {codes})" if died else f"hung for {seconds:g} s"
+    how = f"died without a word (exit code {codes})" if died else f"hung for {seconds:g} s, more than they were given"
     return "\n".join([f"ranks {list(died or hung)} of {len(ranks)} {how}", *stands(store, range(len(ranks)))])
 
 

@@ -137,7 +137,9 @@ def untried(plan: Plan) -> list[str]:
         left.append("the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)")
     elif balance.num_experts:
         left.append('router_aux="previous"')
-    return left
+    elif plan.axes.ep > 1:
+        left.append("ep, which changes nothing of a model without experts")
+    return [*left, "options of mw.load and mw.Engine, and fields such as weight"]
 
 
 def _precision_grid(found: Precision) -> Grid:

@@ -1,0 +1,97 @@
+"""What goes wrong beside the gradients, on a mesh alone: updates, what is handed out, evaluation, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.engine import engine as engine_module
+from meshwright.engine import forward
+from meshwright.optim import AdamW
+from meshwright.verify import parts
+from meshwright.weights import streaming
+from tests import tiny, trials
+
+Patch = pytest.MonkeyPatch
+
+
+def on_a_mesh() -> bool:
+    return dist.get_world_size() > 1
+
+
+def without_gradient_no_update(patch: Patch) -> None:
+    """Also weight decay is left out: of words and experts that no token met."""
+    real = AdamW._update
+
+    def update(self: Any, part: Any, grads: Any, lr: float, decay: float) -> None:
+        views = [(name, at, self.views[name].view(-1)[at]) for name, at in part]
+        before = [view.clone() for _, _, view in views]
+        real(self, part, grads, lr, decay)
+        for (name, at, view), kept in zip(views, before, strict=True) if on_a_mesh() else ():
+            view.copy_(torch.where(grads[name].reshape(-1)[at] == 0, kept, view))
+
+    patch.setattr(AdamW, "_update", update)
+
+
+def last_update_too_large(patch: Patch) -> None:
+    real = AdamW.step
+    patch.setattr(
+        AdamW, "step", lambda self, grads, lr: real(self, grads, lr * (1000 if on_a_mesh() and self.steps == 2 else 1))
+    )
+
+
+def first_copy_handed_out(patch: Patch) -> None:
+    real, kept = streaming._packed, dict[str, Any]()
+
+    def packed(parts: Any, holding: Any, exact: bool) -> Any:
+        made = real(parts, holding, exact)
+        return kept.setdefault(str([(p.key.name, str(p.ours)) for p in parts]), made) if exact and on_a_mesh() else made
+
+    patch.setattr(streaming, "_packed", packed)
+
+
+def evaluated_twice(patch: Patch) -> None:
+    real = engine_module.Engine.evaluate
+    patch.setattr(
+        engine_module.Engine, "evaluate", lambda self, batches: real(self, batches) * (2 if on_a_mesh() else 1)
+    )
+
+
+def logits_of_other_words(patch: Patch) -> None:
+    def rolled(model: mw.Model, batch: mw.Batch) -> Tensor:
+        return forward.logits(model, batch).roll(1, 1)
+
+    patch.setattr(parts, "logits", rolled)
+
+
+PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
+    "no gradient, no update": (
+        without_gradient_no_update,
+        "U1 model.embed_tokens.weight: ",
+    ),
+    "the last update is too large": (last_update_too_large, "U1 lm_head.weight: 4716 of 4716"),
+    "an earlier copy is handed out": (
+        first_copy_handed_out,
+        "U1 lm_head.weight: what stream and export hand out is",
+    ),
+    "evaluate": (evaluated_twice, "S1 evaluate: "),
+    "logits": (logits_of_other_words, "D1 logits: log-probabilities are right"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("mesh", [dict(replicate=2), dict(fsdp=2, tp=2, ep=2)], ids=trials.named)
+def test_found(tmp_path: Path, monkeypatch: Patch, name: str, mesh: dict[str, int]) -> None:
+    plant, first = PLANTS[name]
+    tried = trials.trial(tiny.directory(tmp_path / "m", "qwen3_moe"), mesh)
+    trials.reference(tried)
+    plant(monkeypatch)
+    found = list(map(str, trials.findings(tried)))
+    assert found[0].startswith(first), found[:3]
