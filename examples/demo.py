@@ -105,7 +105,7 @@ def work(out: Path, num_steps: int) -> None:
     mesh = mw.Mesh(fsdp=2, ep=2, device="cpu")  # with two GPUs, leave `device` out
     model = mw.load(out / "start", mesh)
     engine = mw.Engine(model, lr=warmup_cosine(num_steps))
-    rank, num_ranks = mesh.axes.data_rank(mesh.rank), mesh.axes.num_data_ranks
+    rank, num_ranks = mesh.data_rank, mesh.num_data_ranks
     train, held_out = documents(out / "start")
     held = [mw.pack(held_out[rank::num_ranks], length=4 * LENGTH)]
     mine = itertools.islice(streams(train), rank, None, num_ranks)  # of two processes, each takes every second batch

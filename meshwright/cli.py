@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 all is well, 1 something was found, 2 what was asked for cannot be."""
+"""The command line. Exit codes: 0 all is well, 1 something was found, 2 what was asked for cannot be, 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MeshwrightError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

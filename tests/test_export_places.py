@@ -1,10 +1,12 @@
-"""Where an export may appear, and what lies beside its source."""
+"""Where an export may appear, what lies beside its source, and what it may hold."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import meshwright as mw
 from meshwright.errors import RankError
@@ -43,3 +45,58 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     worlds.run(1, lambda: mw.export(mw.load("~/m"), "~/out"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
     assert not (tmp_path / "m" / "~").exists()
+
+
+def test_a_link_that_moves_on(tmp_path: Path) -> None:
+    """What is exported with the weights of one step is not the tokenizer of another."""
+    for step in "AB":
+        (tiny.directory(tmp_path / step, "qwen3") / "tokenizer.json").write_text(step)
+    (tmp_path / "latest").symlink_to(tmp_path / "A")
+    worlds.run(1, export_of_a_link, tmp_path)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "A"
+
+
+def export_of_a_link(at: Path) -> None:
+    model = mw.load(at / "latest")
+    (at / "latest").unlink()
+    (at / "latest").symlink_to(at / "B")
+    mw.export(model, at / "out")
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    with pytest.raises(mw.LoadError, match=r"config\.json is a file; give the directory that holds it"):
+        mw.load(source / "config.json")
+
+
+def test_a_tied_head_stored_twice_in_two_dtypes(tmp_path: Path) -> None:
+    """A trained weight is rounded in one of the two."""
+    source = tiny.directory(tmp_path / "m", "qwen3_tied", layout="twice")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].float()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    worlds.run(1, trained_and_loaded_again, source, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"].bfloat16(), found["model.embed_tokens.weight"])
+    assert not torch.equal(found["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def trained_and_loaded_again(source: Path, out: Path) -> None:
+    model = mw.load(source, dtype=torch.float32)
+    mw.Engine(model, lr=1e-2).step(tiny.batches(0))
+    mw.export(model, out)
+    mw.load(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_of_float64_that_nothing_narrower_holds(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(RankError, match=rf"has a weight of 1e\+39, which {dtype} cannot hold; export with a wider"):
+        worlds.run(1, overflowing, tiny.directory(tmp_path / "m", "qwen3"), tmp_path / "out", dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def overflowing(source: Path, out: Path, dtype: torch.dtype) -> None:
+    model = mw.load(source, dtype=torch.float64)
+    next(iter(model.stored().values())).view(-1)[3] = -1e39
+    mw.export(model, out, dtype=dtype)

@@ -31,6 +31,7 @@ DEEP = 200_000
 HEADERS: dict[str, tuple[bytes, str]] = {
     "no bytes": (b"", r"0 bytes, header of -1: truncated"),
     "seven bytes": (b"\0" * 7, r"7 bytes, header of -1"),
+    "git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", r"is a pointer of git-lfs; .* lfs pull"),
     "length alone": (struct.pack("<Q", 64), r"header of 64: truncated"),
     "length beyond the file": (struct.pack("<Q", 1 << 40) + b"{}", r"header of 1099511627776: truncated"),
     "length of all ones": (b"\xff" * 64, r"header of 18446744073709551615"),

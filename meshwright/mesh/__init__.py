@@ -61,6 +61,10 @@ class Mesh:
             raise MeshError(f"timeout_s={timeout_s!r}: it must be a number of seconds above 0")
         world = dist.get_world_size() if dist.is_initialized() else _from_torchrun("WORLD_SIZE", 1)
         if self.axes.world != world:
+            if self.axes.world == 1:
+                raise MeshError(
+                    f"{world} processes run, but the mesh is of one; give one of {world}: mw.Mesh(fsdp={world})"
+                )
             raise MeshError(
                 f"the mesh {self.axes} needs {self.axes.world} processes, but {world} run; "
                 f"start it with torchrun --nproc-per-node {self.axes.world}, or choose sizes whose product is {world}"

@@ -45,7 +45,8 @@ _WAYS_OUT = {
     "memory?), and start all ranks again.",
     STOPPED: "Let it go on before the others' time is over, and start all ranks again.",
     HELD: "Something in it keeps Python's lock, or its machine is overloaded; see to it, and start all ranks again.",
-    ENDED: "Every rank must run as many steps as the others.",
+    ENDED: "Every rank must make as many calls as the others: as many steps, and export, stream or evaluate on all of "
+    "them, not under `if rank == 0`.",
     FAILED: "See its own output.",
     BUSY: "Make that shorter, or the same on all ranks, or give the others more patience with mw.Mesh(timeout_s=).",
     WAITING: "Every rank must come to the same collectives in the same order: call the same methods of the engine, "

@@ -201,5 +201,5 @@ def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dic
     name = str(dtype).removeprefix("torch.")
     out = {k: v for k, v in config.items() if k != "torch_dtype"}
     if isinstance(out.get("text_config"), dict):
-        out["text_config"] = {**out["text_config"], "dtype": name}
+        out["text_config"] = {**{k: v for k, v in out["text_config"].items() if k != "torch_dtype"}, "dtype": name}
     return {**out, "dtype": name}

@@ -48,6 +48,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TRAINABLE = ("BF16", "F16", "F32", "F64")
+_LFS = b"version "  # how a pointer of git-lfs begins
 _MAX_JSON_BYTES = 100_000_000  # the format's own limit for a header
 _MAX_DIMS = 64  # of torch
 _MAX_SIZE = 2**63 - 1
@@ -93,6 +94,8 @@ def read_header(root: Path, file: str) -> tuple[list[Entry], Mapping[str, str]]:
     size = _size_of(path)
     raw = _bytes_of(path, 0, min(8, size), "a safetensors file")
     length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
+    if raw == _LFS:
+        raise BrokenFile(f"{path} is a pointer of git-lfs; fetch the file itself: git lfs pull")
     if not 2 <= length <= min(_MAX_JSON_BYTES, size - 8):
         raise BrokenFile(f"{path}: {size} bytes, header of {length}: truncated, or no safetensors file; fetch it again")
     header = _object(path, _bytes_of(path, 8, length, "a header"))

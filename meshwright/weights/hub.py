@@ -36,7 +36,9 @@ def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weight
         raise LoadError(f"{source!r} is no path; give a Hugging Face model directory, or a hub id (org/name)")
     path = path_of(source)
     if looked_at(path, Path.is_dir):
-        return path.absolute()  # it is looked at again at export, wherever the process is then
+        return path.resolve()  # looked at again at export, wherever the process is then, and a link may point elsewhere
+    if looked_at(path, Path.is_file):
+        raise LoadError(f"{path} is a file; give the directory that holds it")
     if not is_hub_id(os.fspath(source)):
         raise LoadError(f"{path} is no directory and no hub id (org/name); give a Hugging Face model directory")
     return _fetch(os.fspath(source), mesh or Mesh(), weights)

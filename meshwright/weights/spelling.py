@@ -48,7 +48,7 @@ class Spelling:
         name = NAMES.get(dtype)
         if name not in TRAINABLE:
             choices = ", ".join(str(DTYPES[n]) for n in TRAINABLE)
-            raise ConfigError(f"dtype={dtype} cannot hold weights; choose from {choices}")
+            raise ConfigError(f"dtype={dtype!r} cannot hold weights; choose from {choices}")
 
         def named(key: Key) -> str:
             if key.name in self.carried:
