@@ -322,7 +322,8 @@ def test_what_a_silent_process_of_this_machine_is() -> None:
 
 def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in mesh_module._RECORDER:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/here/rank_")
     assert mesh_module._record(torch.device("cpu")) == ""
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
