@@ -22,8 +22,8 @@ setup: $(STAMP)  ## make .venv with everything in it; instant when up to date
 demo: setup  ## run the demonstration
 	@$(BIN)/python -m examples.demo
 
-test: setup  ## run the tests; PYTEST_ARGS are passed on
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+test: setup  ## run the tests, two files at a time; PYTEST_ARGS are passed on
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 matrix: setup  ## run the full matrix; hours
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix

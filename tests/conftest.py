@@ -23,7 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_process_group_here() -> Iterator[None]:
-    """Process groups belong into forked worlds: one that lived here would leave threads and locks to later forks."""
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """Which tests share a process is decided anew in each run. Process groups belong into forked worlds: one that lived
+    here would leave threads and locks to later forks."""
+    before = _environment()
     yield
+    assert _environment() == before, "this test changed os.environ; use monkeypatch.setenv"
     assert not dist.is_initialized(), "this test made a mesh in the test process; use tests.worlds.run(1, ...)"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
