@@ -37,6 +37,35 @@ def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
     assert worlds.run(1, evaluated, source, [[batch]], _not_prompt)[0] == pytest.approx(expected[0], rel=1e-12)
 
 
+@pytest.mark.parametrize("width", [(), (3,)], ids=["a number a token", "a vector a token"])
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.int32, torch.int32),
+        (torch.bool, torch.bool),
+    ],
+)
+@pytest.mark.parametrize("array", [False, True], ids=["tensor", "array"])
+def test_fields_may_be_tensors(width: tuple[int, ...], given: torch.dtype, kept: torch.dtype, array: bool) -> None:
+    if array and given == torch.bfloat16:
+        pytest.skip("numpy has no bfloat16")
+    values = [torch.randint(0, 2, (size, *width)).to(given) for size in (3, 2)]
+    field = mw.pack([[5, 6, 7], [8, 9]], length=8, fields={"f": [v.numpy() if array else v for v in values]}).fields[
+        "f"
+    ]
+    assert field.dtype == kept
+    assert torch.equal(field, torch.cat([*values, torch.zeros(3, *width, dtype=given)]).to(kept))
+
+
+def test_a_field_that_requires_grad_is_refused() -> None:
+    with pytest.raises(mw.errors.DataError, match=r"fields\['kl'\] requires grad.*detach"):
+        mw.pack([[5, 6]], fields={"kl": [torch.ones(2, requires_grad=True)]})
+
+
 def _not_prompt(scores: Any, fields: Any) -> Tensor:
     return -scores["logprobs"] * ~fields["is_prompt"]
 

@@ -154,11 +154,10 @@ def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_fill
         raise DataError(
             f"{what}: document {at} differs in length: {lengths[at : at + 1]} values, {sizes[at : at + 1]} tokens"
         )
-    numbers = [x for v in values for x in v]
+    if any(isinstance(v, Tensor) and v.requires_grad for v in values):
+        raise DataError(f"{what} requires grad, and a batch is data: gradients end here; give {what}.detach()")
     try:
-        flat = torch.tensor(numbers, device="cpu")
-        if flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize:  # of torch.set_default_dtype
-            flat = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        flat = _joined(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what} must be numbers: {error}") from None
     # filler takes the dtype of the values: a 0 among booleans would make numbers of them all
@@ -170,3 +169,14 @@ def _flat(values: Sequence[Sequence[Any]], sizes: list[int], what: str, num_fill
     if flat.dim() > 1:
         raise DataError(f"{what} must be a list of numbers for each document, got lists of {list(flat.shape[1:])}")
     return flat.long()
+
+
+def _joined(values: Sequence[Any]) -> Tensor:
+    """Tensors and arrays keep their dtype, except that no field is narrower than float32."""
+    if values and all(hasattr(v, "__array__") for v in values):
+        flat = torch.cat([torch.as_tensor(v if isinstance(v, Tensor) else v.copy(), device="cpu") for v in values])
+        return flat.float() if flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize else flat
+    numbers = [x for v in values for x in v]
+    flat = torch.tensor(numbers, device="cpu")
+    narrow = flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize  # of torch.set_default_dtype
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu") if narrow else flat
