@@ -23,6 +23,7 @@ from meshwright.layout import Box, rules
 from meshwright.mesh import collectives
 from meshwright.models import decoder, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from meshwright.parallel import tensor
+from meshwright.verify.trial import weight_of
 from meshwright.weights import load as loading
 from meshwright.weights import streaming
 
@@ -221,11 +222,11 @@ def _divided(patch: Patch, weight: Callable[[Any, Any, Any, int], float]) -> Non
 
 
 def by_micro_batch(patch: Patch) -> None:
-    _divided(patch, lambda engine, batch, count, num: batch.num_targets * num * engine.model.mesh.num_data_ranks)
+    _divided(patch, lambda engine, batch, count, num: weight_of(batch) * num * engine.model.mesh.num_data_ranks)
 
 
 def by_own_micro_batch(patch: Patch) -> None:
-    _divided(patch, lambda engine, batch, count, num: batch.num_targets * num)
+    _divided(patch, lambda engine, batch, count, num: weight_of(batch) * num)
 
 
 def by_tp_ranks_too(patch: Patch) -> None:
@@ -236,7 +237,7 @@ def _of_rank(patch: Patch, share: Callable[[Any], int]) -> None:
     real = engine_module.Engine._count
 
     def own(self: Any, batches: Any, call: str) -> Any:
-        return replace(real(self, batches, call), weight=sum(b.num_targets for b in batches) * share(self))
+        return replace(real(self, batches, call), weight=sum(map(weight_of, batches)) * share(self))
 
     patch.setattr(engine_module.Engine, "_count", own)
 

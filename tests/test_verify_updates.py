@@ -1,8 +1,10 @@
-"""What goes wrong beside the gradients, on a mesh alone: updates, what is handed out, evaluation, logits."""
+"""What goes wrong on a mesh alone, and not in the sums of gradients: updates, what is handed out, evaluation, logits,
+weights of tokens, long documents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.engine import engine as engine_module
-from meshwright.engine import forward
+from meshwright.engine import forward, terms
+from meshwright.ops import Documents, delta, documents
 from meshwright.optim import AdamW
 from meshwright.verify import parts
 from meshwright.weights import streaming
@@ -71,6 +74,20 @@ def logits_of_other_words(patch: Patch) -> None:
     patch.setattr(parts, "logits", rolled)
 
 
+def weights_only_counted(patch: Patch) -> None:
+    patch.setattr(terms, "WEIGHT", "another field")
+
+
+def state_lost_after_64_tokens(patch: Patch) -> None:
+    real = delta.chunked
+
+    def cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, docs: Documents) -> Tensor:
+        bounds = sorted({*docs.bounds, *(range(64, docs.bounds[-1], 64) if on_a_mesh() else ())})
+        return real(q, k, v, g, beta, documents([b - a for a, b in pairwise(bounds)], q.device))
+
+    patch.setattr(delta, "chunked", cut)
+
+
 PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "no gradient, no update": (
         without_gradient_no_update,
@@ -83,6 +100,8 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     ),
     "evaluate": (evaluated_twice, "S1 evaluate: "),
     "logits": (logits_of_other_words, "D1 logits: log-probabilities are right"),
+    "weights of tokens are only counted": (weights_only_counted, "S1 loss: "),
+    "the state is lost after 64 tokens": (state_lost_after_64_tokens, "D1 layers.0.mixer: "),
 }
 
 
@@ -90,7 +109,8 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
 @pytest.mark.parametrize("mesh", [dict(replicate=2), dict(fsdp=2, tp=2, ep=2)], ids=trials.named)
 def test_found(tmp_path: Path, monkeypatch: Patch, name: str, mesh: dict[str, int]) -> None:
     plant, first = PLANTS[name]
-    tried = trials.trial(tiny.directory(tmp_path / "m", "qwen3_moe"), mesh)
+    model = "qwen3_5_moe" if "state" in name else "qwen3_moe"  # which has a state
+    tried = trials.trial(tiny.directory(tmp_path / "m", model), mesh)
     trials.reference(tried)
     plant(monkeypatch)
     found = list(map(str, trials.findings(tried)))

@@ -53,12 +53,12 @@ def pack(
     labels: Sequence[Sequence[int]] | None = None,
     *,
     length: int | None = None,
-    fields: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    fields: Mapping[str, Sequence[Any]] | None = None,
 ) -> Batch:
     """Pack documents in their order into one stream, filled up to `length` with a document that nothing counts.
 
     `labels`: for each document, what each of its tokens is to predict (already shifted); by default the next token
-    of the same document, and nothing for its last one. `fields`: per-token values, document by document.
+    of the same document, and nothing for its last one. `fields`: per-token values, a list or tensor for each document.
 
     >>> batch = pack([[5, 6, 7], [8, 9]], length=6)
     >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds

@@ -139,7 +139,7 @@ def untried(plan: Plan) -> list[str]:
         left.append('router_aux="previous"')
     elif plan.axes.ep > 1:
         left.append("ep, which changes nothing of a model without experts")
-    return [*left, "options of mw.load and mw.Engine, and fields such as weight"]
+    return [*left, "options of mw.load and mw.Engine"]
 
 
 def _precision_grid(found: Precision) -> Grid:

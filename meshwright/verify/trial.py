@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..data import Batch, pack
+from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, Savings, gather, load, losses
 from ..mesh import Axes, Mesh
 from ..weights import whole_tensors
@@ -120,9 +120,16 @@ def _alone(trial: Trial, model: Model) -> tuple[list[Tensor], dict[str, Tensor]]
 
 def _sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
     """With these it can be told what a wrong loss was divided by."""
-    weigh = lambda b: float(len(b) - b.num_filler if trial.head == "value" else b.num_targets)  # noqa: E731 - short
     ranks = [trial.data(rank) for rank in range(trial.axes.num_data_ranks)]
-    return [[(engine.evaluate([b]) * weigh(b), weigh(b)) for b in batches] for batches in ranks]
+    weighed = [[(b, weight_of(b, trial.head)) for b in batches] for batches in ranks]
+    return [[(engine.evaluate([b]) * weight, weight) for b, weight in batches] for batches in weighed]
+
+
+def weight_of(batch: Batch, head: str = "lm") -> float:
+    """What a mean over it is divided by."""
+    num = len(batch) - batch.num_filler
+    counted = torch.ones(num, dtype=torch.bool) if head == "value" else batch.labels[:num] != IGNORE
+    return float(batch.fields.get("weight", torch.ones(num))[:num][counted].double().sum())
 
 
 def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
@@ -145,12 +152,12 @@ def _merged(batches: Sequence[Batch]) -> Batch:
     """One stream of the documents of all, their filler at its end."""
     documents: list[list[int]] = []
     labels: list[list[int]] = []
-    fields: dict[str, list[list[float]]] = {name: [] for name in batches[0].fields}
+    fields: dict[str, list[Tensor]] = {name: [] for name in batches[0].fields}
     for batch in batches:
         bounds = [at for at in batch.docs.bounds if at <= len(batch) - batch.num_filler]
         for a, b in pairwise(bounds):
             documents.append(batch.tokens[a:b].tolist())
             labels.append(batch.labels[a:b].tolist())
             for name, values in batch.fields.items():
-                fields[name].append(values[a:b].tolist())
+                fields[name].append(values[a:b])
     return pack(documents, labels, length=sum(map(len, batches)), fields=fields)
