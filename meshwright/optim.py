@@ -44,7 +44,8 @@ def squares(grads: Mapping[str, Tensor], owned: set[str], device: torch.device) 
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, grad in grads.items():
         if name in owned:
-            total += grad.double().square().sum().to(device)
+            parts = [part.double().square().sum() for part in grad.reshape(-1).split(_PART)]
+            total += torch.stack(parts).sum().to(device)
     return total
 
 

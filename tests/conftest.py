@@ -15,11 +15,17 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ranks are forked, which CUDA and autograd's threads for it do not outlive: only `-m gpu` sees devices."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.accelerator.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="there is no accelerator"))
+                item.add_marker(pytest.mark.skip(reason="there is no accelerator, or pytest was called without -m gpu"))
 
 
 @pytest.fixture(autouse=True)

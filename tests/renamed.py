@@ -92,6 +92,8 @@ class Module(_DummyBackendModule):
     def get_device_properties(self, _: torch.device) -> SimpleNamespace:
         return SimpleNamespace(total_memory=1 << 30)
 
+    def synchronize(self) -> None: ...
+
     def current_stream(self, _: object = None) -> Queue:
         return Queue()
 

@@ -19,6 +19,7 @@ from tests import renamed, tiny, trials, worlds
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 # Even shards: FSDP gives uneven ones new memory at the first forward where it meets a subclass of Tensor.
 MODELS: dict[str, dict[str, Any]] = {"qwen3": dict(vocab_size=132), "qwen3_5_moe": AUX, "qwen2": {}}
+MODELS["qwen3_tied"] = dict(vocab_size=132, layout="twice")
 
 
 def used(source: Path, out: Path, mesh: dict[str, int], device: str, dtype: torch.dtype, head: str) -> list[Any]:
@@ -63,6 +64,7 @@ CASES = [
     ("qwen3_5_moe", {}, torch.float32, "lm"),
     ("qwen3_5_moe", dict(tp=2, ep=2), torch.float32, "lm"),
     ("qwen3", dict(fsdp=2), torch.float32, "lm"),
+    ("qwen3_tied", dict(tp=2), torch.float32, "lm"),
 ]
 
 

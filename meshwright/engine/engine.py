@@ -144,7 +144,7 @@ class Engine:
         count = self._count(batches, STEP)
         ready, parts = _Ready(self, count, self._lr, self.lr, self._bound()), self._zeros()
         try:
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(self._here(batches)):
                 parts += self._run(batch, count, number, len(batches))
             self.finish()
         except BaseException:
@@ -224,7 +224,7 @@ class Engine:
         count = self._count(batches, EVALUATE)
         parts = self._zeros()
         try:
-            for batch in batches:
+            for batch in self._here(batches):
                 parts[0] += self._term(batch, count)
         finally:
             parallel.rest(self.model.parts[0])
@@ -252,9 +252,12 @@ class Engine:
 
     def _term(self, batch: Batch, count: _Count) -> Tensor:
         """This rank's share of the loss of a micro-batch, but for the router's."""
-        here = batch.to(self.model.mesh.device)
-        self.router.begin(here)
-        return self._terms(self.loss, here).sum() / count.weight
+        self.router.begin(batch)
+        return self._terms(self.loss, batch).sum() / count.weight
+
+    def _here(self, batches: Sequence[Batch]) -> list[Batch]:
+        """All at once, before the first forward: a copy to a device waits for all that it was asked to do before."""
+        return [batch.to(self.model.mesh.device) for batch in batches]
 
     def _count(self, batches: Sequence[Batch], call: str) -> _Count:
         """The targets of the step, counted before any work; and that all ranks are about to do the same."""

@@ -149,6 +149,11 @@ class Mesh:
             dist.all_gather_object(out, x, group=self.process_group(axes))
         return out
 
+    def settle(self) -> None:
+        """Wait for the device. What is sent waits in its queue, and is timed from there, not from when it is wanted."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
     def token_range(self, num_tokens: int) -> tuple[int, int]:
         """This rank's tokens of its data rank's stream: contiguous by (cp, tp)."""
         share = num_tokens // (self.axes.cp * self.axes.tp)
@@ -201,6 +206,11 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", _from_torchrun("LOCAL_RANK", 0, least=0))
     if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise MeshError(
+                f"{device} is not there: this process sees {torch.cuda.device_count()} devices. LOCAL_RANK chooses; "
+                "where a launcher shows each process one device alone, give device='cuda:0'"
+            )
         torch.cuda.set_device(device)
     return device
 

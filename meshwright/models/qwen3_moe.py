@@ -106,10 +106,11 @@ class Experts(nn.Module):
         expert_N = expert_Tk.flatten()
         order_N = expert_N.argsort(stable=True)  # by expert; within one, by token
         counts_E = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
-        rows_ND, here_E, back = self.dispatch(x_TD.index_select(0, order_N // expert_Tk.shape[1]), counts_E)
+        back_N = order_N.argsort()
+        rows_ND, here_E, back = self.dispatch(ops.reordered(x_TD, order_N, back_N), counts_E)
         gate_up_ERD, down_EDF = (w.view(len(here_E), -1, w.shape[-1]) for w in (self.gate_up, self.down))
         y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E))
-        y_TkD = y_ND.index_select(0, order_N.argsort()).unflatten(0, expert_Tk.shape)
+        y_TkD = ops.reordered(y_ND, back_N, order_N).unflatten(0, expert_Tk.shape)
         return (y_TkD * weight_Tk[..., None].to(y_TkD.dtype)).sum(1)
 
 

@@ -11,7 +11,7 @@ from meshwright.ops.delta import causal_conv, delta_rule, gates
 from meshwright.ops.documents import Documents, documents
 from meshwright.ops.experts import experts, route
 from meshwright.ops.kernels import uncompiled
-from meshwright.ops.lookup import lookup
+from meshwright.ops.lookup import lookup, reordered
 from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast
 from meshwright.ops.product import linear, linears
@@ -30,6 +30,7 @@ __all__ = [
     "linear",
     "linears",
     "lookup",
+    "reordered",
     "rms_norm",
     "rope_tables",
     "rotate",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.ops.documents import Documents, check_tokens
-from meshwright.ops.kernels import fastest, uncompiled
+from meshwright.ops.kernels import NARROW, SLOW, fastest, takes, uncompiled
 from meshwright.ops.product import product_dtype
 
 
@@ -27,7 +29,10 @@ def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Ten
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = docs.cu_seqlens[: len(docs.bounds)], max(docs.lengths, default=0)
-    o_THK = varlen_attn(q_THK, k_TGK, v_TGK, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=True)
+    gqa: dict[str, Any] = (
+        {"enable_gqa": True} if takes(varlen_attn, "enable_gqa") else {}
+    )  # torch 2.11 has it without saying so
+    o_THK = varlen_attn(q_THK, k_TGK, v_TGK, bounds, bounds, longest, longest, window_size=(-1, 0), **gqa)
     assert isinstance(o_THK, Tensor)
     return o_THK
 
@@ -42,5 +47,8 @@ def _by_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -
 
 
 def _causal(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+    if q_THK.device.type not in SLOW and q_THK.dtype not in NARROW:
+        # no kernel of torch's shares kv heads in float32 there: it would hold all scores at once
+        k_TGK, v_TGK = (x.repeat_interleave(q_THK.shape[1] // x.shape[1], dim=1) for x in (k_TGK, v_TGK))
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_TGK, v_TGK))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

@@ -90,9 +90,8 @@ def _fla(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: 
 
     q, k = (x.repeat_interleave(v_TGRV.shape[2], dim=1) for x in (q_TGK, k_TGK))
     v, g, beta = (x.flatten(1, 2) for x in (v_TGRV, g_TGR, beta_TGR))
-    bounds = docs.cu_seqlens[: len(docs.bounds)].long()
     o, _ = chunk_gated_delta_rule(
-        q[None], k[None], v[None], g[None], beta[None], cu_seqlens=bounds, use_qk_l2norm_in_kernel=True
+        q[None], k[None], v[None], g[None], beta[None], cu_seqlens=docs.exact_cu_seqlens, use_qk_l2norm_in_kernel=True
     )
     o_TGRV: Tensor = o[0].unflatten(1, v_TGRV.shape[1:3])
     return o_TGRV.to(v_TGRV.dtype)

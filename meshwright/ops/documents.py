@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -25,6 +26,11 @@ class Documents:
     bounds: tuple[int, ...]
     cu_seqlens: Tensor
     positions_T: Tensor
+
+    @cached_property
+    def exact_cu_seqlens(self) -> Tensor:
+        """On the device, in int64 and not padded. The same tensor each time: kernels remember what they make of it."""
+        return self.cu_seqlens[: len(self.bounds)].long()
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -44,22 +45,53 @@ def can_group(x_ND: Tensor, down_EDF: Tensor) -> bool:
     """Whether grouped_mm takes these, in backward too: it has no float64, and wants strides of whole 16 bytes.
 
     The strides are D, 2F and F elements; an F that does not fit passes forward and fails only in backward. On a CPU
-    it does not pad rows, which bf16 wants there (`_factor`).
+    it does not pad rows, which bf16 wants there (`_factor`). On a GPU it has a kernel for bf16 from Hopper to
+    Blackwell; elsewhere it loops as we do, but waits for the device at each product.
     """
-    if x_ND.dtype != torch.float32 and (x_ND.dtype != torch.bfloat16 or x_ND.device.type == "cpu"):
-        return False
-    return all(width * x_ND.element_size() % 16 == 0 for width in down_EDF.shape[1:])
+    if x_ND.device.type == "cpu":
+        kernel = x_ND.dtype == torch.float32
+    else:
+        kernel = x_ND.dtype == torch.bfloat16 and _capability(x_ND.device)[0] in (9, 10)
+    return kernel and all(width * x_ND.element_size() % 16 == 0 for width in down_EDF.shape[1:])
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    found: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
+    return found
 
 
 def _grouped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
     ends_E = counts_E.cumsum(0).to(torch.int32)
+    gate_up_ERD, down_EDF = (_ZeroGradient.apply(w.to(x_ND.dtype), counts_E) for w in (gate_up_ERD, down_EDF))
     hidden_NR = _grouped_linear(x_ND, gate_up_ERD, ends_E)
     return _grouped_linear(swiglu(hidden_NR), down_EDF, ends_E)
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
-    y: Tensor = F.grouped_mm(_contiguous(x), weight.to(x.dtype).contiguous().mT, offs=ends_E)
+    y: Tensor = F.grouped_mm(_contiguous(x), weight.contiguous().mT, offs=ends_E)
     return _ContiguousGradient.apply(y)  # torch leaves apply untyped
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """The identity. On some GPUs grouped_mm leaves the gradient of an expert without rows as it found its memory
+    (pytorch#172439, #193633)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(counts_E)
+        return weight_EOI.view_as(weight_EOI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_EOI: Tensor) -> tuple[Tensor, None]:
+        (counts_E,) = ctx.saved_tensors
+        return d_EOI if d_EOI.device.type == "cpu" else without_unused(d_EOI, counts_E), None
+
+
+def without_unused(d_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Zeros, in place, for the experts without rows, whatever is there; it does not wait for the device."""
+    return d_EOI.masked_fill_((counts_E == 0)[:, None, None], 0.0)
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -1,10 +1,13 @@
 """Kernels of other packages. None is trusted: for each device, dtype and head size it must first agree with ours.
 
-A kernel that is not installed, refuses its input or gives other numbers is not used; the last is said aloud.
+A kernel that is not installed, refuses its input or gives other numbers is not used, which is said once: ours are
+slower, and hold more memory.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -18,8 +21,11 @@ from meshwright.ops.documents import Documents, documents
 Op = Callable[..., Tensor]
 Realism = Callable[[list[Tensor]], list[Tensor]]
 SLOW = ("cpu", "meta")  # devices for which there are no such kernels
+NARROW = (torch.bfloat16, torch.float16)  # what such kernels are made for
 TOLERANCE = 2e-2  # of a norm; both sides round to bf16 here and there
 _LENGTHS = (1, 2, 67, 130)  # of the documents that a kernel is tried on
+
+_WAY_OUT = "pip install 'meshwright[gpu]'"
 
 _agreed: dict[object, bool] = {}
 
@@ -36,14 +42,21 @@ def fastest(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = lis
     """`kernel` where it agrees with `plain` on inputs like these, `plain` elsewhere. Both take `(*inputs, docs)`.
 
     `real` turns random normal numbers into such as the op is given. The first call for a device, dtype and head size
-    tries both, and waits for the device.
+    tries both, and waits for the device. Only bfloat16 and float16: such kernels multiply float32 in TF32, which is a
+    thousand times coarser.
     """
-    if inputs[0].device.type in SLOW:
+    if inputs[0].device.type in SLOW or inputs[0].dtype not in NARROW:
         return plain
     key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
     if key not in _agreed:
         _agreed[key] = _apart(lambda: agrees(kernel, plain, inputs, real), inputs[0].device)
     return kernel if _agreed[key] else plain
+
+
+@functools.cache
+def takes(kernel: Op, argument: str) -> bool:
+    """Whether this version of a kernel knows an argument."""
+    return argument in inspect.signature(kernel).parameters
 
 
 def _apart(trial: Callable[[], bool], device: torch.device) -> bool:
@@ -66,10 +79,10 @@ def agrees(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list
     try:
         found = _differentiate(kernel, sample, docs)
     except ImportError as error:
-        logger.info("kernel %s is not there: %s", name, error)
+        logger.warning("kernel %s is not there (%s); ours is used, which is slower. %s", name, error, _WAY_OUT)
         return False
     except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises, ours works
-        logger.info("kernel %s refuses %s: %s", name, inputs[0].dtype, error)
+        logger.warning("kernel %s refuses %s (%s); ours is used, which is slower", name, inputs[0].dtype, error)
         return False
     wanted = _differentiate(plain, sample, docs)
     worst = max(_distance(a, b) for a, b in zip(found, wanted, strict=True))

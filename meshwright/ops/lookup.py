@@ -1,4 +1,4 @@
-"""Rows of a table."""
+"""Rows of a table, and rows in another order."""
 
 from __future__ import annotations
 
@@ -40,3 +40,29 @@ class _Lookup(torch.autograd.Function):
         d_table_VD = fresh(d_TD.new_empty(ctx.shape)).zero_()
         d_table_VD[used_U] = sum_UD.to(d_TD.dtype)
         return d_table_VD, None
+
+
+def reordered(x_TD: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+    """Each row of x k times, one copy next to the other, and of these N = k T the rows `order_N`. `back_N` undoes the
+    order. -> y_ND"""
+    y_ND: Tensor = _Reordered.apply(x_TD, order_N, back_N)  # torch leaves apply untyped
+    return y_ND
+
+
+class _Reordered(torch.autograd.Function):
+    """Gradients of one row are summed in order, in float32; torch adds them in any order, and rounds each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+        ctx.save_for_backward(back_N)
+        ctx.num_tokens = len(x_TD)
+        k = len(order_N) // max(len(x_TD), 1)
+        return x_TD.index_select(0, order_N // k if k > 1 else order_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_ND: Tensor) -> tuple[Tensor, None, None]:
+        (back_N,) = ctx.saved_tensors
+        d_ND = d_ND.index_select(0, back_N)
+        same = len(d_ND) == ctx.num_tokens
+        return (d_ND if same else d_ND.view(ctx.num_tokens, -1, d_ND.shape[1]).sum(1)), None, None

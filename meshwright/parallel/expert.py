@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..layout import Dispatch, attributes
 from ..layout.doors import Back
 from ..mesh import Mesh, standing
@@ -37,8 +38,9 @@ def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str, at: str) -> 
         .repeat_interleave(from_rank_RE.flatten(), output_size=sum(received))
     )
     order_N = expert_N.argsort(stable=True)  # they came by rank, then expert; the experts want them by expert
+    back_N = order_N.argsort()
 
     def back(y_ND: Tensor) -> Tensor:
-        return Exchange.apply(y_ND.index_select(0, order_N.argsort()), sent, received, group, f"{at}, the way back")
+        return Exchange.apply(ops.reordered(y_ND, back_N, order_N), sent, received, group, f"{at}, the way back")
 
-    return rows_ND.index_select(0, order_N), from_rank_RE.sum(0), back
+    return ops.reordered(rows_ND, order_N, back_N), from_rank_RE.sum(0), back

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import parallel
-from ..engine.fit import Need, refuse_too_large, widths_of
+from ..engine.fit import Need, widths_of
 from ..errors import ConfigError, MeshError
 from ..layout import Rules, Table, pieces, units_of
 from ..mesh import Axes, refuse_unbuilt, room_of
@@ -121,16 +121,16 @@ def stored_bytes(table: Table, axes: Axes, rank: int, item: int = 4) -> int:
 
 
 def check_memory(module: Decoder, table: Table, axes: Axes, dtype: torch.dtype, device: str, training: bool) -> None:
-    """Before any process. On CPUs all ranks share one memory, so a larger mesh is no way out."""
+    """Before any process. On CPUs all ranks share one memory, so a larger mesh is no way out. Of other devices each
+    rank asks its own as it loads: a process that has asked one cannot fork ranks that use it."""
+    here = torch.device(device)
+    if here.type != "cpu":
+        return
     units, trained = units_of(module, module.units()), frozenset(table.params if training else ())
     need = Need(units, table, Rules(), axes, widths_of(dtype), trained)
-    room = room_of(torch.device(device), axes.world)
-    if not room.shared:
-        refuse_too_large(need, room)
-        return
     a_rank = PROCESS_BYTES + sum(s.num_bytes for s in need.stored())
     alone = PROCESS_BYTES + sum(s.num_bytes for s in replace(need, axes=Axes()).stored())  # what it is compared with
-    wanted, has = max(axes.world * a_rank, alone), axes.world * room.host_bytes
+    wanted, has = max(axes.world * a_rank, alone), room_of(here, ranks_here=1).host_bytes
     if wanted > has:
         what = "training" if training else "holding the weights"
         raise MeshError(

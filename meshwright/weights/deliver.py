@@ -114,6 +114,7 @@ def _hand_out(d: Delivery, mine: Tensor, mesh: Mesh, reader: Reader, failure: Lo
             else:
                 with standing(f"the loading of {d.piece.param.name}"):
                     dist.send(whole, rank)
+                    mesh.settle()
     return failure
 
 

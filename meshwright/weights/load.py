@@ -142,7 +142,7 @@ class Reader:
             both = (first, DTYPES[self.source.entries[copy.key].dtype])
             narrow = min(both, key=lambda dtype: dtype.itemsize)  # a trained one is rounded to it in one of the two
             for box, view in piece.views(stored):
-                if not all(torch.equal(a.to(narrow), b.to(narrow)) for a, b in self._staged(copy, box, view)):
+                if not all(torch.equal(a.to(b.device, narrow), b.to(narrow)) for a, b in self._staged(copy, box, view)):
                     raise LoadError(
                         f"{copy.key} and {layout.blocks[0].key} differ, but config.json ties them "
                         "(tie_word_embeddings); set it to false or store one of them"

@@ -51,6 +51,7 @@ def whole_tensors(
             for buffer in mine.values():
                 with standing("a handing out of weights"):
                     dist.send(buffer, 0)
+                    holding.mesh.settle()
             continue
         whole = {k.name: _empty(k, made_of[k.name], holding, exact) for k in batch}
         for rank in range(axes.world):

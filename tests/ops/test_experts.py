@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from meshwright.ops import experts, product, route
-from meshwright.ops.experts import _factor, can_group
+from meshwright.ops.experts import _factor, can_group, without_unused
 from tests.ops import references
 from tests.ops.references import compare, differentiate, quick, rand, smoke
 
@@ -179,3 +179,10 @@ def test_large_gradients_come_after_freed_memory_has_gone(monkeypatch):
     assert gate_up.grad.nbytes == 2**25
     assert resident() < before - 100
     del stay
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zeros_whatever_a_kernel_left_there():
+    left = torch.full((4, 2, 3), float("nan"))
+    left[1] = 1.0
+    found = without_unused(left, torch.tensor([0, 5, 0, 0]))
+    assert torch.equal(found, torch.tensor([0.0, 1.0, 0.0, 0.0])[:, None, None].expand(4, 2, 3))

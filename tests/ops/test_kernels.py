@@ -50,6 +50,7 @@ def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch
     """The trial's own backward must not be a part of the layer's."""
     monkeypatch.setattr(kernels, "SLOW", ())
     monkeypatch.setattr(kernels, "_agreed", {})
+    monkeypatch.setattr(kernels, "NARROW", (torch.float64,))
     docs, x = documents((2, 3), torch.device("cpu")), rand(5, 3).requires_grad_()
 
     def layer(x):
@@ -70,8 +71,8 @@ def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch
         (leaks, False, "kernel leaks is off by"),
         (wrong_gradient, False, "kernel wrong_gradient is off by"),
         (not_a_number, False, "kernel not_a_number is off by nan"),
-        (not_installed, False, ""),
-        (refuses, False, ""),
+        (not_installed, False, "kernel not_installed is not there (No module named 'a_package_that_nobody_has')"),
+        (refuses, False, "kernel refuses refuses torch.float32 (head size 3 is not supported)"),
     ],
 )
 def test_only_what_agrees_is_used(kernel, used, said, caplog):
@@ -86,6 +87,18 @@ def test_trying_leaves_the_random_numbers_of_the_user_alone():
     torch.manual_seed(5)
     agrees(same, mean_so_far, [torch.zeros(4, 3)])
     assert torch.equal(torch.rand(3), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_nothing_is_tried_in_wide_dtypes(monkeypatch, dtype):
+    """Kernels of others multiply float32 in TF32, well within what is right for bfloat16."""
+    monkeypatch.setattr(kernels, "SLOW", ())
+    assert fastest(same, mean_so_far, [torch.zeros(4, 3, dtype=dtype)]) is mean_so_far
+
+
+def test_an_argument_that_an_older_version_has_not():
+    assert kernels.takes(same, "docs")
+    assert not kernels.takes(same, "enable_gqa")
 
 
 def test_nothing_is_tried_on_a_cpu():

@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from meshwright.ops import lookup
+from meshwright.ops import lookup, reordered
 from tests.ops.references import compare, differentiate, rand
 
 ROWS = torch.tensor([4, 0, 4, 6, 4])  # one three times, others never
@@ -45,3 +46,22 @@ def test_large_tables_have_the_same_gradient():
     _, d_small = differentiate(lambda table: lookup(table, ROWS), [rand(7, 129)])
     assert torch.equal(d_table[:7], d_small)
     assert not d_table[7:].any()
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("num", [0, 1, 5])
+def test_reordered_against_reference(num, k):
+    order = torch.randperm(num * k, generator=torch.Generator().manual_seed(0))
+    compare(
+        lambda x: reordered(x, order, order.argsort()),
+        lambda x: torch.stack([x[at // k] for at in order]) if num else x * 1,
+        [rand(num, 3)],
+    )
+
+
+def test_gradients_of_a_row_are_summed_in_float32():
+    """Of 512 copies of one row: in bfloat16 each of the last 256 would count double."""
+    order = torch.arange(512)
+    x = rand(1, 8, dtype=torch.bfloat16)
+    (found,) = torch.autograd.grad(reordered(x, order, order), x, torch.full((512, 8), 1.01, dtype=torch.bfloat16))
+    assert torch.equal(found, torch.full((1, 8), 512 * 1.0078125, dtype=torch.bfloat16))
