@@ -49,8 +49,8 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
              linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor='x' is no float",
     ),
     "tied and not tied": (
-        dict(model_type="qwen3_5", tie_word_embeddings=True, text_config={"tie_word_embeddings": False}),
-        r"tie_word_embeddings of the top and of text_config differ; correct either",
+        dict(model_type="qwen3_5", tie_word_embeddings=False, text_config={"tie_word_embeddings": True}),
+        r"tie_word_embeddings is false at the top, which transformers reads, and true in text_config",
     ),
     "text_config of a list": (dict(model_type="qwen3_5", text_config=[1]), r"text_config=\[1\] must hold fields"),
     "rope of each kind of layer": (

@@ -157,6 +157,8 @@ def _remade(batch: mw.Batch, name: str) -> mw.Batch:
     changes: dict[str, dict[str, Any]] = {
         "labels": dict(labels=batch.labels.float()),
         "tokens": dict(tokens=batch.tokens.bool()),
+        "tokens, narrow": dict(tokens=batch.tokens.to(torch.uint8)),  # which torch takes for a mask
+        "labels, narrow": dict(labels=batch.labels.to(torch.int16)),
         "weight": dict(fields={"weight": batch.tokens * 1j}),
         "advantage": dict(fields={"advantage": [1.0] * len(batch)}),
         "num_filler": dict(num_filler=-3),
@@ -171,7 +173,7 @@ def _remade(batch: mw.Batch, name: str) -> mw.Batch:
 
 @pytest.mark.parametrize(
     "name",
-    ["labels", "tokens", "weight", "advantage", "num_filler", "docs", "docs, of others", "docs, too short",
+    ["labels", "tokens", "tokens, narrow", "labels, narrow", "weight", "advantage", "num_filler", "docs", "docs, of others", "docs, too short",
      "docs, backwards", "docs, positions"],
 )  # fmt: skip
 def test_a_batch_made_by_hand(source: Path, name: str) -> None:

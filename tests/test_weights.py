@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import meshwright as mw
 from meshwright.errors import RankError
+from meshwright.models import describe, prefix_of
 from meshwright.verify import Recorder
 from meshwright.weights import directory, open_source, raw_tensor
 from tests import tiny, trials, worlds
@@ -105,6 +106,15 @@ def test_tied_head_stored_twice_and_different(tmp_path: Path) -> None:
     _change(source, lambda tensors: tensors["lm_head.weight"].add_(1))
     with pytest.raises(RankError, match=r"LoadError: lm_head.weight and model.embed_tokens.weight differ, but config"):
         worlds.run(1, load_and_export, source, {}, tmp_path / "out")
+
+
+def test_tied_model_that_transformers_saved_once_more() -> None:
+    """It writes the default of text_config, not tied, beside the tie at the top, which is the one that it reads."""
+    text = {**tiny.ODD["qwen3_5"], "tie_word_embeddings": False}
+    whole = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text}
+    assert describe(whole, prefix_of(whole, None), "lm")[0].tied
+    del whole["tie_word_embeddings"]
+    assert not describe(whole, prefix_of(whole, None), "lm")[0].tied
 
 
 def test_carried_tensors_and_small_files_survive(tmp_path: Path) -> None:

@@ -41,9 +41,14 @@ def text_config(config: Json) -> Json:
     """The text part of a config, with the tie and the labels that files state at the top."""
     if _kind(config) not in _TEXT_OF:
         return config
-    text = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **group(config, "text_config")}
-    if text["tie_word_embeddings"] != config.get("tie_word_embeddings", text["tie_word_embeddings"]):
-        raise ConfigError("config.json: tie_word_embeddings of the top and of text_config differ; correct either")
+    text, tied = dict(group(config, "text_config")), config.get("tie_word_embeddings")
+    if tied is False and text.get("tie_word_embeddings"):
+        raise ConfigError(
+            "config.json: tie_word_embeddings is false at the top, which transformers reads, and true in text_config; "
+            "correct either"
+        )
+    if tied is not None:  # transformers writes text_config's default, false, beside it
+        text["tie_word_embeddings"] = tied
     labels = {name: config[name] for name in LABELS if config.get(name) is not None}
     return {**text, **labels, "model_type": _TEXT_OF[_kind(config)]}
 

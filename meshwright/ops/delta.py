@@ -104,7 +104,8 @@ def chunked(
         u_i + beta_i sum_{j<i} D_ij (k_i.k_j) u_j = beta_i (v_i - d_i S0^T k_i)       a unit triangular system for u
         o_i = d_i S0^T q_i + sum_{j<=i} D_ij (q_i.k_j) u_j
     so all but S0 is matrix products over all chunks at once. Chunks cut the stream, not the documents: D and d are 0
-    across a boundary, wherever it lies in the chunk, and that alone separates documents.
+    across a boundary, wherever it lies in the chunk, and that alone separates documents. So one that is not finite
+    takes those of its chunk, and all later ones, with it.
     Its weakness: several float32 tensors of T*G*R*chunk elements live at once.
     """
     num_tokens, work = v_TGRV.shape[0], at_least_float32(v_TGRV)

@@ -24,7 +24,7 @@ _WIDENED_ON_CPU, _WIDENED = 1 << 19, 1 << 25  # logits at a time: few enough for
 def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 1024, entropy: bool = True) -> Tensor:
     """Of each token's logits over these V words, in at least float32, stats_T3:
 
-    logsumexp; the label's logit (0 where the label is not one of 0..V-1); the mean logit under their own softmax.
+    logsumexp; the label's logit (0 where the label is not one of 0..V-1); minus the entropy of their own softmax.
     `entropy=False` leaves out the third: it is zeros, and its gradient is ignored.
     """
     return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk, entropy)
@@ -36,10 +36,10 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
     A token whose label is in no slice (-100, say) gets -logsumexp: its loss must be masked.
     With `entropy=False` before, the entropy here means nothing and must not be used.
     """
-    lse_NT, target_NT, mean_NT = stats_NT3.unbind(-1)
+    lse_NT, target_NT, sure_NT = stats_NT3.unbind(-1)
     lse_T = lse_NT.logsumexp(0)
-    share_NT = (lse_NT - lse_T).exp()
-    return target_NT.sum(0) - lse_T, lse_T - (share_NT * mean_NT).sum(0)
+    share_NT = lse_NT - lse_T
+    return target_NT.sum(0) - lse_T, -(share_NT.exp() * (share_NT + sure_NT)).sum(0)
 
 
 class _TokenStats(torch.autograd.Function):
@@ -134,23 +134,26 @@ def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, into_shares: bool
     target_T1 = upcast(logits_TV.gather(-1, index_T1)).masked_fill(~here_T1, 0.0)
     sums_T3 = torch.cat([_sums(few_TV, entropy, into_shares) for (few_TV,) in _few_rows(logits_TV)])
     largest_T1, sum_T1, weighted_T1 = sums_T3.split(1, dim=-1)
-    return torch.cat([largest_T1 + sum_T1.log(), target_T1, weighted_T1 / sum_T1], dim=-1)
+    sure_T1 = weighted_T1 / sum_T1 - sum_T1.log() if entropy else weighted_T1
+    return torch.cat([largest_T1 + sum_T1.log(), target_T1, sure_T1], dim=-1)
 
 
 def _sums(few_TV: Tensor, entropy: bool, into_shares: bool) -> Tensor:
-    """Of each row: the largest logit; the sum of exp(logit - largest); with entropy, that times the logit.
+    """Of each row: the largest logit; the sum of exp(logit - largest); with entropy, that of its product with
+    logit - largest, in which no digits are lost where all logits are large.
 
     `into_shares`: each exp(logit - largest) over their sum is left in place of its logit.
     """
     logits = upcast(few_TV)
     largest_T1 = logits.amax(-1, keepdim=True)
     # a fresh block would double what the cache must hold
-    spare = logits if into_shares or not (entropy or logits is few_TV) else None
-    exp = torch.sub(logits, largest_T1, out=spare).exp_()
+    spare = logits if into_shares or logits is not few_TV else None
+    shifted = torch.sub(logits, largest_T1, out=spare)
+    exp = shifted.exp() if entropy else shifted.exp_()
     sum_T1 = exp.sum(-1, keepdim=True)
     if into_shares:
         few_TV.copy_(exp.div_(sum_T1))
-    weighted_T1 = exp.mul_(logits).sum(-1, keepdim=True) if entropy else torch.zeros_like(sum_T1)
+    weighted_T1 = exp.mul_(shifted).sum(-1, keepdim=True) if entropy else torch.zeros_like(sum_T1)
     return torch.cat([largest_T1, sum_T1, weighted_T1], dim=-1)
 
 
@@ -168,7 +171,8 @@ def _turn_into_gradient(
 
 
 def _turned_into_share(logits: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: bool) -> Tensor:
-    """p * (d_lse + d_mean * (1 + logit - mean)), for p the softmax of the logits, which it overwrites."""
-    (lse, _, mean), (d_lse, _, d_mean) = stats_T3.split(1, dim=-1), d_T3.split(1, dim=-1)
-    factor = (logits - mean + 1).mul_(d_mean).add_(d_lse) if entropy else d_lse
-    return logits.sub_(lse).exp_().mul_(factor)
+    """p * (d_lse + d_sure * (log p - sure)), for p the softmax of the logits, which it overwrites."""
+    (lse, _, sure), (d_lse, _, d_sure) = stats_T3.split(1, dim=-1), d_T3.split(1, dim=-1)
+    log_p = logits.sub_(lse)
+    factor = (log_p - sure).mul_(d_sure).add_(d_lse) if entropy else d_lse
+    return log_p.exp_().mul_(factor)

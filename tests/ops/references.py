@@ -122,5 +122,5 @@ def experts(x, gate_up, down, counts):
 def token_stats(x, weight, labels):
     logits = x @ weight.T
     target = [row[label] if 0 <= label < len(weight) else row[0] * 0 for row, label in zip(logits, labels, strict=True)]
-    mean = (logits.softmax(-1) * logits).sum(-1)
-    return torch.stack([logits.exp().sum(-1).log(), torch.stack(target), mean], dim=-1)
+    minus_entropy = (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return torch.stack([logits.exp().sum(-1).log(), torch.stack(target), minus_entropy], dim=-1)

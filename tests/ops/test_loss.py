@@ -79,6 +79,20 @@ def test_a_label_in_no_slice_counts_as_zero_logit():
     assert torch.allclose(logprobs, -(x @ weight.T).logsumexp(-1))
 
 
+def test_logits_that_are_all_large_lose_few_digits():
+    """All near 1000, where a float32 has four digits behind the point: what they have in common must not be summed."""
+    x, weight = rand(16, 64, grad=False), 0.3 * rand(500, 64, seed=1, grad=False)
+    x[:, 0] = weight[:, 0] = 1000**0.5
+    labels = torch.arange(16)
+
+    def entropy(dtype):
+        inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        return differentiate(lambda *both: combine_stats(token_stats(*both, labels)[None])[1], inputs)
+
+    for found, exact in zip(entropy(torch.float32), entropy(torch.float64), strict=True):
+        assert (found.double() - exact).norm() <= 7e-4 * exact.norm()
+
+
 def test_large_logits_are_finite():
     x, weight, labels = rand(11, 4, dtype=torch.float32), rand(7, 4, seed=1, dtype=torch.float32), LABELS.clamp(0, 6)
     logprobs, entropy = combine_stats(slices(x * 1e4, weight, labels, [3, 4]))
