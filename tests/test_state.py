@@ -173,7 +173,8 @@ def _remade(batch: mw.Batch, name: str) -> mw.Batch:
 
 @pytest.mark.parametrize(
     "name",
-    ["labels", "tokens", "tokens, narrow", "labels, narrow", "weight", "advantage", "num_filler", "docs", "docs, of others", "docs, too short",
+    ["labels", "tokens", "tokens, narrow", "labels, narrow",
+     "weight", "advantage", "num_filler", "docs", "docs, of others", "docs, too short",
      "docs, backwards", "docs, positions"],
 )  # fmt: skip
 def test_a_batch_made_by_hand(source: Path, name: str) -> None:
