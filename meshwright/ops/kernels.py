@@ -25,7 +25,7 @@ NARROW = (torch.bfloat16, torch.float16)  # what such kernels are made for
 TOLERANCE = 2e-2  # of a norm; both sides round to bf16 here and there
 _LENGTHS = (1, 2, 67, 130)  # of the documents that a kernel is tried on
 
-_WAY_OUT = "pip install 'meshwright[gpu]'"
+_WAY_OUT = "flash-linear-attention comes with pip install 'meshwright[gpu]'"
 
 _agreed: dict[object, bool] = {}
 
