@@ -75,12 +75,12 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         "batches a rank",
         dict(fsdp=2),
         _on_rank_1(lambda e: mine(e)[:1], mine),
-        r"RankError: rank 1 has 1 batches of 40 tokens, rank 0 2 of 40",
+        rf"RankError: rank 1 has 1 batches of {tiny.LENGTH} tokens, rank 0 2 of {tiny.LENGTH}",
     ),
     (
         "bad data on one rank",
         dict(fsdp=2),
-        _on_rank_1(lambda e: [mw.pack([[1, 999]], length=40)] * 2, mine),
+        _on_rank_1(lambda e: [mw.pack([[1, 999]], length=tiny.LENGTH)] * 2, mine),
         r"RankError: rank 1 refuses to take part in a step|DataError: token 999",
     ),
     (
@@ -124,7 +124,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         "a loss of another shape",
         {},
         lambda e: mw.Engine(e.model, lr=1.0, loss=lambda s, f: s["logprobs"].mean()).step(mine(e)),
-        r"DataError: the loss gave \(\) for \(40,\) tokens",
+        rf"DataError: the loss gave \(\) for \({tiny.LENGTH},\) tokens",
     ),
     (
         "not finite",
@@ -416,7 +416,7 @@ def looked_apart(source: Path, mesh: dict[str, int]) -> int:
 @pytest.mark.parametrize("mesh", [dict(replicate=2), dict(replicate=2, fsdp=2, tp=2)], ids=trials.named)
 def test_replicas_may_look_at_as_much_as_they_like(source: Path, mesh: dict[str, int]) -> None:
     found = worlds.run(trials.world_of(mesh), looked_apart, source, mesh)
-    assert found == [80] * (len(found) // 2) + [0] * (len(found) // 2)
+    assert found == [2 * tiny.LENGTH] * (len(found) // 2) + [0] * (len(found) // 2)
 
 
 def written_into(source: Path) -> tuple[list[float], list[float]]:

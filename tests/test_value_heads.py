@@ -61,7 +61,7 @@ def warned(at: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = mw.load(at, mw.Mesh(fsdp=2, device="cpu"), head="value", dtype=torch.float32)
-        mw.Engine(model, lr=1e-3, loss=lambda s, _: s["values"].view(40, -1).sum(1)).step(tiny.batches(0))
+        mw.Engine(model, lr=1e-3, loss=lambda s, _: s["values"].view(tiny.LENGTH, -1).sum(1)).step(tiny.batches(0))
     return [str(w.message) for w in caught]
 
 
@@ -120,7 +120,7 @@ def bytes_of(at: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("mesh", [dict(), TWO], ids=trials.named)
 def test_export_is_the_source(tmp_path: Path, source: Callable[[str], Path], mesh: dict[str, int], head: str) -> None:
     shapes = worlds.run(trials.world_of(mesh), export, source("qwen3"), mesh, tmp_path / "out", head)
-    assert shapes == [[40, 3] if head == "value" else []] * len(shapes)
+    assert shapes == [[tiny.LENGTH, 3] if head == "value" else []] * len(shapes)
     assert bytes_of(tmp_path / "out") == bytes_of(source("qwen3"))
 
 
@@ -131,7 +131,7 @@ def test_labels_of_a_classifier_with_a_tower_stand_at_the_top(tmp_path: Path) ->
     text = {k: v for k, v in tiny.ODD["qwen3_5"].items() if k != "model_type"}
     config = transformers.Qwen3_5Config(text_config=text, vision_config=VISION, num_labels=3)
     transformers.Qwen3_5ForTokenClassification(config).save_pretrained(tmp_path / "m")
-    assert worlds.run(2, export, tmp_path / "m", dict(tp=2), tmp_path / "out", "value") == [[40, 3]] * 2
+    assert worlds.run(2, export, tmp_path / "m", dict(tp=2), tmp_path / "out", "value") == [[tiny.LENGTH, 3]] * 2
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "m")
 
 
@@ -176,7 +176,7 @@ def test_a_new_head(tmp_path: Path, fields: dict[str, Any], num: int) -> None:
     """A critic's one label, unless config.json says otherwise; it can be loaded again."""
     at = changed(tiny.directory(tmp_path / "m", "qwen3"), fields)
     shape, tensors = worlds.run(1, fresh, at, tmp_path / "out")[0]
-    assert shape == ([40] if num == 1 else [40, num])
+    assert shape == ([tiny.LENGTH] if num == 1 else [tiny.LENGTH, num])
     assert {k: list(t.shape) for k, t in tensors.items() if "score" in k} == {"score.weight": [num, 36]}
     assert worlds.run(2, export, tmp_path / "out", dict(fsdp=2), tmp_path / "again", "value")[0] == shape
     assert bytes_of(tmp_path / "again") == bytes_of(tmp_path / "out")
@@ -192,7 +192,7 @@ def test_a_critic_with_a_bias_beside_the_config_of_its_language_model(tmp_path: 
         tiny.directory(tmp_path / "m", "qwen3"), {}, score_weight=torch.zeros(1, 36), score_bias=torch.tensor([2.5])
     )
     values = worlds.run(1, lambda: mw.logits(mw.load(at, head="value"), tiny.batches(0)[0]))[0]
-    assert torch.equal(values, torch.full((40,), 2.5))
+    assert torch.equal(values, torch.full((tiny.LENGTH,), 2.5))
 
 
 def initialised(at: Path) -> dict[str, Tensor]:
@@ -269,7 +269,10 @@ def mistaken(at: Path, loss: Any) -> str:
     ("loss", "text"),
     [
         (mw.losses.squared_error, "squared_error is of one label, the model has 3; give Engine a loss of your own"),
-        (lambda scores, _: scores["values"], "the loss gave (40, 3) for (40,) tokens: one term a token"),
+        (
+            lambda scores, _: scores["values"],
+            f"the loss gave ({tiny.LENGTH}, 3) for ({tiny.LENGTH},) tokens: one term a token",
+        ),
     ],
     ids=["squared_error", "a term a label"],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from meshwright.verify.data import LENGTH  # noqa: F401 - of its batches
 from meshwright.verify.data import ragged as batches  # noqa: F401 - what all tests train on
 
 ODD: dict[str, dict[str, Any]] = {
