@@ -29,9 +29,8 @@ def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Ten
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = docs.cu_seqlens[: len(docs.bounds)], max(docs.lengths, default=0)
-    gqa: dict[str, Any] = (
-        {"enable_gqa": True} if takes(varlen_attn, "enable_gqa") else {}
-    )  # torch 2.11 has it without saying so
+    # torch 2.11 has grouped queries without saying so
+    gqa: dict[str, Any] = {"enable_gqa": True} if takes(varlen_attn, "enable_gqa") else {}
     o_THK = varlen_attn(q_THK, k_TGK, v_TGK, bounds, bounds, longest, longest, window_size=(-1, 0), **gqa)
     assert isinstance(o_THK, Tensor)
     return o_THK
