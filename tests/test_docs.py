@@ -1,4 +1,4 @@
-"""The docs tell the truth: the tests that they name exist, their code runs, and one page holds all that is public."""
+"""The docs tell the truth: tests that they name exist, their code runs, and the reference holds all that is public."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from itertools import groupby
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -24,13 +24,19 @@ from tests import tiny, worlds
 from tests.test_causes import PLANTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ALL = ROOT / "docs" / "all-of-meshwright.md"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+REFERENCE, INDEX = DOCS / "reference.md", DOCS / "README.md"
 SOURCES = {"Qwen3-8B": "qwen3", "phi-4": "phi3"}  # directories that examples load: a tiny model of the same family
 
 
+def name_of(page: Path) -> str:
+    """`README.md` and `docs/README.md` are two pages."""
+    return page.relative_to(ROOT).as_posix()
+
+
 def test_named_tests_exist() -> None:
-    named = re.findall(r"`(?:tests/)?([\w/]+\.py)(?:::(test_\w+))?", (ROOT / "docs" / "bugs.md").read_text())
+    named = re.findall(r"`(?:tests/)?([\w/]+\.py)(?:::(test_\w+))?", (DOCS / "bugs.md").read_text())
     assert len(named) > 40
     for file, test in named:
         path = next((p for p in (ROOT / "tests" / file, ROOT / "bench" / Path(file).name) if p.is_file()), ROOT / file)
@@ -39,16 +45,16 @@ def test_named_tests_exist() -> None:
 
 
 def test_named_plants_exist() -> None:
-    named = re.findall(r"planted: (.+?)(?=;| \(| \|)", (ROOT / "docs" / "bugs.md").read_text())
+    named = re.findall(r"planted: (.+?)(?=;| \(| \|)", (DOCS / "bugs.md").read_text())
     assert set(named) == set(PLANTS), f"docs/bugs.md and PLANTS differ in {set(named) ^ set(PLANTS)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_code_of_the_docs(page: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mw":
-                assert node.attr in mw.__all__ or node.attr == "losses", f"{page.name} uses mw.{node.attr}"
+                assert node.attr in mw.__all__, f"{name_of(page)} uses mw.{node.attr}"
 
 
 def blocks_of(page: Path) -> list[tuple[int, str]]:
@@ -71,7 +77,7 @@ def _execute(name: str, blocks: list[tuple[int, str]], folder: Path) -> None:
         exec(compile("\n" * num_lines + code, name, "exec"), namespace)  # an error names the line of the page
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
 def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
     """In the order of the page, in a directory that holds what a reader has: this README, and the model it names."""
     for directory, name in SOURCES.items():
@@ -79,7 +85,7 @@ def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
     tiny.classifier(tmp_path / "my-classifier", "qwen3", "Sequence", num_labels=3)
     (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
     for ranks, blocks in groupby(blocks_of(page), ranks_of):
-        worlds.run(ranks, _execute, page.name, list(blocks), tmp_path)
+        worlds.run(ranks, _execute, name_of(page), list(blocks), tmp_path)
 
 
 def shown(default: object) -> str:
@@ -101,13 +107,18 @@ def signature(function: Callable[..., Any]) -> str:
     return f"({', '.join(out)})"
 
 
+def made_by_users(public: type) -> bool:
+    """A dataclass that needs no argument is made by users; the others are only handed to them."""
+    return all(field.default is not MISSING for field in fields(public))
+
+
 def due(name: str) -> Iterator[str]:
     """What the section of a public name must hold: its signature, its arguments, what a caller reaches by it."""
     public = getattr(mw, name)
     if isinstance(public, ModuleType):
         functions = {k: v for k, v in vars(public).items() if isinstance(v, FunctionType)}
         yield from (f"`mw.{name}.{k}{signature(v)}`" for k, v in functions.items())
-    elif isinstance(public, FunctionType) or not is_dataclass(public):
+    elif isinstance(public, FunctionType) or not is_dataclass(public) or made_by_users(public):
         yield f"### `mw.{name}{signature(public)}`\n"
         arguments = list(inspect.signature(public).parameters)
         yield from (f"`{k}`" for k in arguments if len(arguments) > 2)  # two speak for themselves
@@ -119,25 +130,25 @@ def due(name: str) -> Iterator[str]:
 
 def section(name: str) -> str:
     """From the heading of a name to the next one."""
-    found = re.search(rf"^### `mw\.{name}\b.*?(?=^##)", ALL.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    assert found, f"{ALL.name} has no section '### `mw.{name}...`'"
+    found = re.search(rf"^### `mw\.{name}\b.*?(?=^##)", REFERENCE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert found, f"{REFERENCE.name} has no section '### `mw.{name}...`'"
     return found[0]
 
 
 @pytest.mark.parametrize("name", mw.__all__)
-def test_all_of_meshwright_is_on_the_page(name: str) -> None:
+def test_all_that_is_public_is_in_the_reference(name: str) -> None:
     public = getattr(mw, name)
     if isinstance(public, type) and issubclass(public, Exception):
         bases = ", ".join(f"`{base.__name__}`" for base in public.__bases__)
-        assert f"| `mw.{name}` | {bases} |" in ALL.read_text("utf-8")
+        assert f"| `mw.{name}` | {bases} |" in REFERENCE.read_text("utf-8")
         return
     text = section(name)
     lacking = [what for what in due(name) if what not in text]
-    assert not lacking, f"the section of mw.{name} in {ALL.name} lacks {lacking}"
+    assert not lacking, f"the section of mw.{name} in {REFERENCE.name} lacks {lacking}"
 
 
-def test_the_page_speaks_of_nothing_else() -> None:
-    named = set(re.findall(r"^(?:### |\| )`mw\.(\w+)", ALL.read_text("utf-8"), re.MULTILINE))
+def test_the_reference_speaks_of_nothing_else() -> None:
+    named = set(re.findall(r"^(?:### |\| )`mw\.(\w+)", REFERENCE.read_text("utf-8"), re.MULTILINE))
     assert named == set(mw.__all__)
 
 
@@ -145,14 +156,14 @@ def test_a_missing_argument_is_seen() -> None:
     def load(source: str, *, head: str = "lm", new: int | None = None) -> None: ...
 
     assert signature(load) == '(source, *, head="lm", new=None)'
-    assert f"mw.load{signature(load)}" not in ALL.read_text("utf-8")
+    assert f"mw.load{signature(load)}" not in REFERENCE.read_text("utf-8")
 
 
 def test_what_is_said_of_peers(tmp_path: Path) -> None:
     """docs/peers.md quotes what our scripts print on the release that it names: words and whole numbers alike."""
     import transformers
 
-    page = (ROOT / "docs" / "peers.md").read_text("utf-8")
+    page = (DOCS / "peers.md").read_text("utf-8")
     quoted = re.findall(r"^    \S+python (bench/peers/\S+)\n\n```text\n(.*?)```", page, re.DOTALL | re.MULTILINE)
     assert {script for script, _ in quoted} == {f"bench/peers/{p.name}" for p in (ROOT / "bench/peers").glob("*.py")}
     for script, text in quoted:
@@ -167,14 +178,27 @@ def _coarse(text: str) -> list[str]:
     return [re.sub(r"\d(e[+-]\d)\d", r"\1", line) for line in text.splitlines()[1:]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_files_of_the_docs(page: Path) -> None:
-    text = page.read_text()
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (page.parent / link).exists(), f"{page.name} links to {link}, which is not there"
-    for path in re.findall(r"`((?:layout|models|parallel|engine|weights|verify)/\w+\.py)`", text):
-        there = [(ROOT / room / path).is_file() for room in ("meshwright", "tests")]
-        assert any(there), f"{page.name} speaks of {path}, which is not there"
+    text = page.read_text("utf-8")
+    for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), f"{name_of(page)} links to {link}, which is not there"
+        assert not anchor or anchor in anchors(target), f"{name_of(page)} links to {link}#{anchor}, no such heading"
+    for path in set(re.findall(r"`(\w+/\w+\.py)`", text)):
+        there = [(ROOT / room / path).is_file() for room in ("", "meshwright", "tests")]
+        assert any(there), f"{name_of(page)} speaks of {path}, which is not there"
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as GitHub names them in links."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-").lower() for heading in headings}
+
+
+def test_the_index_names_every_page() -> None:
+    linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#:]+)\)", INDEX.read_text("utf-8"))}
+    assert {*PAGES} - linked == {INDEX}
 
 
 def test_example_of_pack() -> None:
