@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 REFERENCE, INDEX = DOCS / "reference.md", DOCS / "README.md"
+WIDTH = 120  # of a line of prose; a row of a table cannot be broken
 SOURCES = {"Qwen3-8B": "qwen3", "phi-4": "phi3"}  # directories that examples load: a tiny model of the same family
 
 
@@ -194,6 +195,15 @@ def anchors(page: Path) -> set[str]:
     """The headings of a page, as GitHub names them in links."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-").lower() for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_of_prose_are_short(page: Path) -> None:
+    outside = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), page.read_text("utf-8"), flags=re.DOTALL)
+    long = [
+        i for i, line in enumerate(outside.splitlines(), 1) if len(line) > WIDTH and not line.startswith(("|", "#"))
+    ]
+    assert not long, f"{name_of(page)} has more than {WIDTH} characters in the lines {long}"
 
 
 def test_the_index_names_every_page() -> None:
