@@ -1,49 +1,93 @@
-"""Every oracle on every mesh: one process is the reference, in float64; float32 and bfloat16 on some of them."""
+"""Every oracle on every mesh: one process is the reference, in float64; float32 and bfloat16 on some of them.
+
+All that is tried on one mesh in one dtype shares a world, which the first of its cases runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests import tiny, trials
+from meshwright.verify import Finding
+from tests import tiny, trials, worlds
 
 NARROW = {"qwen2", "qwen3_5_moe"}  # made of parts that the others prove: bfloat16 on one mesh
 BOTH = dict(fsdp=2, tp=2)
 
+
+class Case(NamedTuple):
+    name: str
+    head: str
+    mesh: tuple[tuple[str, int], ...]
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.head}-{trials.named(dict(self.mesh))}"
+
+
+def of(name: str, head: str, mesh: dict[str, int]) -> Case:
+    return Case(name, head, tuple(mesh.items()))
+
+
 CASES = [
-    pytest.param(name, head, mesh, id=f"{name}-{head}-{trials.named(mesh)}")
+    of(name, head, mesh)
+    for mesh in (*trials.MESHES, *trials.EXPERT_MESHES)
     for name in tiny.ODD
     for head in ("lm", "value")
-    for mesh in (*trials.MESHES, *trials.EXPERT_MESHES)
     if "moe" in name or mesh in trials.MESHES  # without experts ep changes nothing, which tests/matrix.py tries
     if not (head == "value" and tiny.ODD[name]["tie_word_embeddings"])  # a value head is never tied
     if not (head == "value" and mesh != BOTH)  # on every mesh in `make matrix`
 ]
 # float32 casts nothing for its products, so that meshes add nothing to what float64 and bfloat16 prove of them
-SMOKE = {
-    torch.float32: [case for case in CASES if case.values[1:] in (("lm", BOTH), ("lm", dict(**BOTH, ep=4)))],
-    torch.bfloat16: [c for c in CASES if c.values[1] == "lm" and (c.values[0] not in NARROW or c.values[2] == BOTH)],
-}
+FLOAT32 = [
+    case._replace(dtype=torch.float32)
+    for case in CASES
+    if case.head == "lm" and dict(case.mesh) in (BOTH, dict(**BOTH, ep=4))
+]
+BFLOAT16 = [
+    case._replace(dtype=torch.bfloat16)
+    for case in CASES
+    if case.head == "lm" and (case.name not in NARROW or dict(case.mesh) == BOTH)
+]
+
+Found = Callable[[Case], list[Finding]]
 
 
-@pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def grouped(cases: Sequence[Case]) -> list[list[Case]]:
+    worlds_of: dict[Any, list[Case]] = {}
+    for case in cases:
+        worlds_of.setdefault((case.mesh, case.dtype), []).append(case)
+    return list(worlds_of.values())
+
+
+def findings(sources: dict[str, Path], group: Sequence[Case]) -> dict[Case, list[Finding]]:
+    return trials.findings_in_turn(
+        {case: trials.trial(sources[case.name], dict(case.mesh), case.head, case.dtype) for case in group}
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     at = tmp_path_factory.mktemp("sources")
-    return {name: tiny.directory(at / name, name, dtype=torch.bfloat16) for name in tiny.ODD}
+    sources = {name: tiny.directory(at / name, name, dtype=torch.bfloat16) for name in tiny.ODD}
+    return worlds.Shared(grouped([*CASES, *FLOAT32, *BFLOAT16]), partial(findings, sources))
 
 
-@pytest.mark.parametrize(("name", "head", "mesh"), CASES)
-def test_float64(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int]) -> None:
-    assert trials.findings(trials.trial(sources[name], mesh, head)) == []
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64(found: Found, case: Case) -> None:
+    assert found(case) == []
 
 
-@pytest.mark.parametrize(("name", "head", "mesh"), SMOKE[torch.float32])
-def test_float32(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int]) -> None:
-    assert trials.findings(trials.trial(sources[name], mesh, head, torch.float32)) == []
+@pytest.mark.parametrize("case", FLOAT32, ids=str)
+def test_float32(found: Found, case: Case) -> None:
+    assert found(case) == []
 
 
-@pytest.mark.parametrize(("name", "head", "mesh"), SMOKE[torch.bfloat16])
-def test_bfloat16(sources: dict[str, Path], name: str, head: str, mesh: dict[str, int]) -> None:
-    assert trials.findings(trials.trial(sources[name], mesh, head, torch.bfloat16)) == []
+@pytest.mark.parametrize("case", BFLOAT16, ids=str)
+def test_bfloat16(found: Found, case: Case) -> None:
+    assert found(case) == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.mesh import Axes
@@ -71,22 +73,52 @@ _references: dict[Any, Reference] = {}
 
 def reference(tried: Trial) -> Reference:
     """Of one process; the number of data ranks decides which data it sees."""
-    key = (tried.source, tried.axes.num_data_ranks, tried.head, tried.dtype)
-    if key not in _references:
-        _references[key] = worlds.run(1, refer, tried)[0]
-    return _references[key]
+    return references([tried])[0]
+
+
+def references(several: Sequence[Trial]) -> list[Reference]:
+    """Those that are not known yet in one world."""
+    keys = [(tried.source, tried.axes.num_data_ranks, tried.head, tried.dtype) for tried in several]
+    lacking = {key: tried for key, tried in zip(keys, several, strict=True) if key not in _references}
+    if lacking:
+        found = worlds.in_turn(1, {key: functools.partial(refer, tried) for key, tried in lacking.items()})
+        _references.update({key: answers[0] for key, answers in found.items()})
+    return [_references[key] for key in keys]
 
 
 def findings(tried: Trial) -> list[Finding]:
     """Of all ranks together; none when all is well."""
-    found = worlds.run(tried.axes.world, _examine, tried, reference(tried))
-    return [finding for of_rank in found for finding in of_rank]
+    return findings_in_turn({"it": tried})["it"]
 
 
-def _examine(tried: Trial, ref: Reference) -> list[Finding]:
-    import torch.distributed as dist
+Name = TypeVar("Name")
 
-    a = tried.axes
-    mesh = mw.Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device="cpu", timeout_s=30)
-    store = dist.distributed_c10d._get_default_store() if a.world > 1 else None
-    return examine(tried, ref, mesh, store)
+
+def findings_in_turn(
+    several: Mapping[Name, Trial], around: Callable[[Name], AbstractContextManager[Any]] = nullcontext
+) -> dict[Name, list[Finding]]:
+    """The findings of several trials of one mesh, in one world. `around`: what each rank does about each trial."""
+    refs = references(list(several.values()))
+    cases = {
+        name: functools.partial(_examine, tried, ref, str(name), functools.partial(around, name))
+        for (name, tried), ref in zip(several.items(), refs, strict=True)
+    }
+    world = next(iter(several.values())).axes.world
+    found = worlds.in_turn(world, cases)
+    return {name: [finding for of_rank in ranks for finding in of_rank] for name, ranks in found.items()}
+
+
+def _examine(
+    tried: Trial, ref: Reference, name: str, around: Callable[[], AbstractContextManager[Any]]
+) -> list[Finding]:
+    mesh = _mesh(tried.axes)
+    store = dist.distributed_c10d._get_default_store() if mesh.axes.world > 1 else None
+    with around():  # each trial has keys of its own in the store
+        return examine(tried, ref, mesh, store and dist.PrefixStore(name, store))
+
+
+@functools.cache
+def _mesh(axes: Axes) -> mw.Mesh:
+    """In a forked rank, one for all trials."""
+    a = axes
+    return mw.Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device="cpu", timeout_s=30)
