@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import heapq
 import sys
 import tempfile
 import time
@@ -90,16 +91,43 @@ def everything(ranks: Sequence[int] = (1, 2, 4, 8)) -> list[Dials]:
     return [r for r in runs if "moe" in r.family or r.ep == 1 or (r.recompute, r.kind, r.reshard) == plain]
 
 
-def pairwise(runs: Sequence[Dials]) -> list[Dials]:
-    """Some of the runs, in which any two dials meet in all values in which they meet in `runs`; small worlds first."""
-    pairs = {run: set(combinations(vars(run).items(), 2)) for run in runs}
-    left = set().union(*pairs.values())
+def pairwise(runs: Sequence[Dials], proven: Sequence[Dials] = ()) -> list[Dials]:
+    """Some of the runs, in which any two dials meet in all values in which they meet in `runs`; small worlds first.
+    What met in those that are `proven` elsewhere is left out."""
+    pairs = {run: pairs_of(run) for run in runs}
+    left = set().union(*pairs.values()).difference(*map(pairs_of, proven))
+    # The gain of a run only falls: the one on top is the best if it is still so after it was counted again.
+    heap = [(-len(pairs[run]) / cost(run), at, run) for at, run in enumerate(runs)]
+    heapq.heapify(heap)
     chosen = []
     while left:
-        best = max(runs, key=lambda run: len(pairs[run] & left) / run.axes.world)
-        chosen.append(best)
-        left -= pairs[best]
-    return chosen
+        _, at, run = heapq.heappop(heap)
+        now = -len(pairs[run] & left) / cost(run)
+        if heap and now > heap[0][0]:
+            heapq.heappush(heap, (now, at, run))
+        else:
+            chosen.append(run)
+            left -= pairs[run]
+    return _needed(chosen, pairs, set().union(*map(pairs_of, proven)))
+
+
+def cost(run: Dials) -> float:
+    """Of a choice: large worlds bring more pairs, but not so many more."""
+    return run.axes.world**0.6
+
+
+def pairs_of(run: Dials) -> set[object]:
+    return set(combinations(vars(run).items(), 2))
+
+
+def _needed(chosen: Sequence[Dials], pairs: dict[Dials, set[object]], proven: set[object]) -> list[Dials]:
+    """Without those whose pairs all meet in others by now, the largest first."""
+    kept = list(chosen)
+    for run in sorted(chosen, key=lambda run: -run.axes.world):
+        others = set().union(*(pairs[other] for other in kept if other != run))
+        if pairs[run] <= others | proven:
+            kept.remove(run)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -165,20 +193,26 @@ class Matrix:
     def __init__(self, folder: Path) -> None:
         self.folder, self.references = folder, dict[Course, list[Reference]]()
 
-    def course(self, run: Dials) -> Course:
+    def courses(self, runs: Sequence[Dials]) -> list[Course]:
+        """Of each run; the references that are lacking are made in one world."""
+        made = [self._course(run) for run in runs]
+        lacking = {course: functools.partial(refer, course) for course in made if course not in self.references}
+        if lacking:
+            found = worlds.in_turn(1, lacking)
+            self.references.update({course: answers[0] for course, answers in found.items()})
+        return made
+
+    def _course(self, run: Dials) -> Course:
         tied = run.kind == "tied"
         at = self.folder / f"{run.family}{'-tied' if tied else ''}"
         if not at.exists():
             changes = {**FAMILIES[run.family], "tie_word_embeddings": tied}
             tiny.directory(at, run.family, dtype=torch.bfloat16, **changes)
-        made = Course(at, "value" if run.kind == "value" else "lm", run.axes.num_data_ranks)
-        if made not in self.references:
-            self.references[made] = worlds.run(1, refer, made)[0]
-        return made
+        return Course(at, "value" if run.kind == "value" else "lm", run.axes.num_data_ranks)
 
     def findings(self, runs: Sequence[Dials]) -> list[list[str]]:
         """Of each run, on all ranks together. The runs are of one mesh."""
-        both = [(run, self.course(run)) for run in runs]
+        both = list(zip(runs, self.courses(runs), strict=True))
         seconds = 60.0 + 20.0 * len(runs)
         ranks = worlds.run(runs[0].axes.world, examine, both, self.references, seconds=seconds)
         return [[line for rank in ranks for line in rank[i]] for i in range(len(runs))]
