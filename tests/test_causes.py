@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -357,49 +359,75 @@ PLANTS = {
 }
 
 
+TrialOf = Callable[[str, dict[str, int], dict[str, Any]], Trial]
+Lines = Callable[[str], list[str]]  # by the name of a plant, or of what nothing is planted in
+
+
 @pytest.fixture(scope="module")
-def trial(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trial]:
+def trial(tmp_path_factory: pytest.TempPathFactory) -> TrialOf:
     at, made = tmp_path_factory.mktemp("planted"), dict[str, Path]()
 
     def of(name: str, mesh: dict[str, int], changes: dict[str, Any]) -> Trial:
         key = f"{name} {changes}"
         if key not in made:
             made[key] = tiny.directory(at / str(len(made)), name, **changes)
-        tried = trials.trial(made[key], mesh)
-        trials.reference(tried)  # before anything is planted
-        return tried
+        return trials.trial(made[key], mesh)
 
     return of
 
 
-def printed(tried: Trial) -> list[str]:
+OTHERWISE = {f"{p.model} {p.mesh} {p.changes}": p for p in PLANTS.values() if p.changes}  # others: test_meshes.py
+STOPPED = [name for name, bug in PLANTS.items() if bug.first.startswith("RUN")]  # ranks: each has a world of its own
+
+
+def groups() -> list[list[str]]:
+    """Plants of one mesh share a world. What nothing is planted in comes last: nothing may be left of them."""
+    of_mesh: dict[str, list[str]] = {}
+    for name, bug in (PLANTS | OTHERWISE).items():
+        of_mesh.setdefault(str(bug.mesh), []).append(name)
+    shared = [[name for name in group if name not in STOPPED] for group in of_mesh.values()]
+    return [*shared, *([name] for name in STOPPED)]
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """On each rank, for as long as the trial takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name in PLANTS:
+            PLANTS[name].plant(patch)
+        yield
+
+
+def printed(trial: TrialOf, group: Sequence[str]) -> dict[str, list[str]]:
     """The findings in the order in which they are printed."""
+    bugs = {name: (PLANTS | OTHERWISE)[name] for name in group}
+    tried = {name: trial(bug.model, bug.mesh, bug.changes) for name, bug in bugs.items()}
     try:
-        found = trials.findings(tried)
+        found = trials.findings_in_turn(tried, planted)
     except RankError as error:
-        return [f"RUN {error}".replace("\n", " ")]
-    return [str(f) for row in ROWS for f in found if f.oracle == row]
+        if len(group) > 1:
+            raise
+        return {group[0]: [f"RUN {error}".replace("\n", " ")]}
+    return {name: [str(f) for row in ROWS for f in of if f.oracle == row] for name, of in found.items()}
+
+
+@pytest.fixture(scope="module")
+def lines_of(trial: TrialOf) -> Lines:
+    return worlds.Shared(groups(), functools.partial(printed, trial))
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_the_cause_is_named(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    bug = PLANTS[name]
-    tried = trial(bug.model, bug.mesh, bug.changes)
-    bug.plant(monkeypatch)
-    lines = printed(tried)
+def test_the_cause_is_named(lines_of: Lines, name: str) -> None:
+    bug, lines = PLANTS[name], lines_of(name)
     assert lines, "nothing was found"
     assert re.match(bug.first, lines[0]), "\n".join(lines[:4])
     missed = [p for p in bug.also if not any(re.match(p, line) for line in lines)]
     assert not missed, "\n".join(lines)
 
 
-OTHERWISE = [p for p in PLANTS.values() if p.changes]  # all else is in tests/test_meshes.py
-
-
-@pytest.mark.parametrize("name", sorted({f"{p.model} {p.mesh} {p.changes}" for p in OTHERWISE}))
-def test_nothing_is_found_where_nothing_is_planted(trial: Callable[..., Trial], name: str) -> None:
-    bug = next(p for p in OTHERWISE if f"{p.model} {p.mesh} {p.changes}" == name)
-    assert printed(trial(bug.model, bug.mesh, bug.changes)) == []
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_nothing_is_found_where_nothing_is_planted(lines_of: Lines, name: str) -> None:
+    assert lines_of(name) == []
 
 
 def _places(tried: Trial) -> tuple[set[str], set[str]]:
@@ -412,7 +440,7 @@ def _places(tried: Trial) -> tuple[set[str], set[str]]:
     return {place_of(seen.at) for seen in recorder.seen if seen.at}, {place_of(c.what) for c in bill}
 
 
-def test_ranks_stand_where_the_bill_says(trial: Callable[..., Trial]) -> None:
+def test_ranks_stand_where_the_bill_says(trial: TrialOf) -> None:
     """So that a finding about the bill can name the place."""
     tried = trial("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), AUX)
     for stood, billed in worlds.run(4, _places, tried):

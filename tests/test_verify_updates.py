@@ -3,9 +3,9 @@ weights of tokens, long documents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +18,9 @@ from meshwright.engine import engine as engine_module
 from meshwright.engine import forward, terms
 from meshwright.ops import Documents, delta, documents
 from meshwright.optim import AdamW
-from meshwright.verify import parts
+from meshwright.verify import Finding, parts
 from meshwright.weights import streaming
-from tests import tiny, trials
+from tests import tiny, trials, worlds
 
 Patch = pytest.MonkeyPatch
 
@@ -105,13 +105,34 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
 }
 
 
+MESHES = {trials.named(mesh): mesh for mesh in (dict(replicate=2), dict(fsdp=2, tp=2, ep=2))}
+Planted = tuple[str, str]  # of these names
+
+
+@contextmanager
+def planted(case: Planted) -> Iterator[None]:
+    """On each rank, for as long as the trial takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        PLANTS[case[1]][0](patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], list[Finding]]:
+    """Those of a mesh share a world."""
+    at = tmp_path_factory.mktemp("updates")
+    plain, with_a_state = (tiny.directory(at / name, name) for name in ("qwen3_moe", "qwen3_5_moe"))
+
+    def of(group: Sequence[Planted]) -> dict[Planted, list[Finding]]:
+        sources = {case: with_a_state if "state" in case[1] else plain for case in group}
+        tried = {case: trials.trial(source, MESHES[case[0]]) for case, source in sources.items()}
+        return trials.findings_in_turn(tried, planted)
+
+    return worlds.Shared([[(mesh, name) for name in PLANTS] for mesh in MESHES], of)
+
+
 @pytest.mark.parametrize("name", PLANTS)
-@pytest.mark.parametrize("mesh", [dict(replicate=2), dict(fsdp=2, tp=2, ep=2)], ids=trials.named)
-def test_found(tmp_path: Path, monkeypatch: Patch, name: str, mesh: dict[str, int]) -> None:
-    plant, first = PLANTS[name]
-    model = "qwen3_5_moe" if "state" in name else "qwen3_moe"  # which has a state
-    tried = trials.trial(tiny.directory(tmp_path / "m", model), mesh)
-    trials.reference(tried)
-    plant(monkeypatch)
-    found = list(map(str, trials.findings(tried)))
-    assert found[0].startswith(first), found[:3]
+@pytest.mark.parametrize("mesh", MESHES)
+def test_found(findings: Callable[[Planted], list[Finding]], name: str, mesh: str) -> None:
+    found = list(map(str, findings((mesh, name))))
+    assert found[0].startswith(PLANTS[name][1]), found[:3]
