@@ -45,7 +45,18 @@ def world_of(mesh: dict[str, int]) -> int:
 def build(source: Path, mesh: dict[str, int], **options: Any) -> mw.Engine:
     """In float64. Options are the engine's, or those of loading."""
     loading = {k: options.pop(k) for k in ("head", "train") if k in options}
-    return mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float64, **loading), **{"lr": 1e-2, **options})
+    return mw.Engine(mw.load(source, mesh_of(mesh), dtype=torch.float64, **loading), **{"lr": 1e-2, **options})
+
+
+def mesh_of(mesh: dict[str, int]) -> mw.Mesh:
+    """One for all that a forked rank does."""
+    return _mesh(Axes(**mesh))
+
+
+@functools.cache
+def _mesh(axes: Axes) -> mw.Mesh:
+    a = axes
+    return mw.Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device="cpu", timeout_s=30)
 
 
 def mine(engine: mw.Engine, **options: Any) -> list[mw.Batch]:
@@ -61,6 +72,24 @@ def said(source: Path, mesh: dict[str, int], act: Callable[[mw.Engine], Any]) ->
     except Exception as error:  # noqa: BLE001 - errors of torch are what must not come
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+Act = Callable[[mw.Engine], Any]
+
+
+def said_by_all(source: Path, acts: Mapping[str, tuple[dict[str, int], Act]]) -> Callable[[str], list[str]]:
+    """What every rank of a mesh says of an act, by its name. The acts of one mesh share a world, each with an engine of
+    its own: none may leave a rank behind, or a switch of torch set."""
+    of_mesh: dict[str, list[str]] = {}
+    for name, (mesh, _) in acts.items():
+        of_mesh.setdefault(named(mesh), []).append(name)
+
+    def run(group: Sequence[str]) -> dict[str, list[str]]:
+        mesh = acts[group[0]][0]
+        cases = {name: functools.partial(said, source, mesh, acts[name][1]) for name in group}
+        return worlds.in_turn(world_of(mesh), cases)
+
+    return worlds.Shared(list(of_mesh.values()), run)
 
 
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
@@ -115,10 +144,3 @@ def _examine(
     store = dist.distributed_c10d._get_default_store() if mesh.axes.world > 1 else None
     with around():  # each trial has keys of its own in the store
         return examine(tried, ref, mesh, store and dist.PrefixStore(name, store))
-
-
-@functools.cache
-def _mesh(axes: Axes) -> mw.Mesh:
-    """In a forked rank, one for all trials."""
-    a = axes
-    return mw.Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device="cpu", timeout_s=30)

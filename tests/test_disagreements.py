@@ -1,0 +1,219 @@
+"""What ranks may disagree on: named on all of them, before any work."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from tests import tiny, trials, worlds
+from tests.trials import build, mine
+from tests.words import words
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("disagreed") / "m", "qwen3")
+
+
+def _seeded(source: Path, mesh: dict[str, int]) -> mw.Engine:
+    there = mw.Mesh(**mesh)
+    return mw.Engine(mw.init(source, there, dtype=torch.float64, seed=there.rank), lr=1e-2)
+
+
+def _other(source: Path, mesh: dict[str, int], name: str, *values: Any) -> mw.Engine:
+    """An argument that differs from rank to rank."""
+    there = mw.Mesh(**mesh)
+    options = {"lr": 1e-2, "dtype": torch.float64, name: values[there.rank]}
+    of_load = {name: options.pop(name) for name in {"dtype", "train", "savings"} & options.keys()}
+    return mw.Engine(mw.load(source, there, **of_load), **options)
+
+
+def _apart(engine: mw.Engine, *acts: Callable[[mw.Engine], Any]) -> None:
+    acts[engine.model.mesh.rank](engine)
+
+
+def _step(engine: mw.Engine) -> None:
+    engine.step(mine(engine))
+
+
+def apart(what: str, one: str, zero: str) -> str:
+    """What it is on rank 1, and what on rank 0."""
+    return words(rf"{what}.* {one} on rank 1\b", rf" {zero} on rank 0\b")
+
+
+REPLICAS, FSDP, TP = dict(replicate=2), dict(fsdp=2), dict(tp=2)
+# What differs from rank to rank: the mesh, how the engine is made, what is called then, what is said of it.
+DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
+    "seed": (REPLICAS, _seeded, _step, apart("seed", "1", "0")),
+    "lr": (
+        REPLICAS,
+        lambda s, m: _other(s, m, "lr", 1e-3, 2e-3),
+        _step,
+        apart(r"\blr\b", r"0\.002", r"0\.001"),
+    ),
+    "function of lr": (
+        FSDP,
+        lambda s, m: _other(s, m, "lr", lambda step: 0.1, lambda step: 0.2),
+        _step,
+        apart(r"\blr\b", r"0\.2", r"0\.1"),
+    ),
+    "weight decay": (
+        FSDP,
+        lambda s, m: _other(s, m, "weight_decay", 0.1, 0.2),
+        _step,
+        apart("weight_decay", r"0\.2", r"0\.1"),
+    ),
+    "max_norm": (TP, lambda s, m: _other(s, m, "max_norm", 1.0, None), _step, apart("max_norm", "None", r"1\.0")),
+    "gradients that wait on one rank": (
+        FSDP,
+        build,
+        lambda e: (e.backward(mine(e)), _apart(e, lambda e: e.discard(), lambda e: None), _step(e)),
+        words("gradients", r"update\(\)", r"discard\(\)") + "|" + words(r"rank \d ", "a step", "message"),
+    ),
+    "axes": (
+        FSDP,
+        lambda s, m: mw.Mesh(**(TP if os.environ["RANK"] == "1" else m)),
+        _step,
+        words("tp=2 on cpu on rank 1", "fsdp=2 on cpu on rank 0"),
+    ),
+    "loss": (
+        FSDP,
+        lambda s, m: _other(s, m, "loss", mw.losses.cross_entropy, mw.losses.squared_error),
+        _step,
+        apart(r"\bloss\b", "squared_error", "cross_entropy"),
+    ),
+    "dtype": (
+        REPLICAS,
+        lambda s, m: _other(s, m, "dtype", torch.float64, torch.float32),
+        _step,
+        apart("dtype", r"torch\.float32", r"torch\.float64"),
+    ),
+    "train": (
+        REPLICAS,
+        lambda s, m: _other(s, m, "train", "**", "layers.*"),
+        _step,
+        apart("train", r"\d+", r"\d+"),
+    ),
+    "savings": (
+        FSDP,
+        lambda s, m: _other(s, m, "savings", mw.Savings(), mw.Savings(offload=True)),
+        _step,
+        apart("offload", "True", "False"),
+    ),
+    "steps": (FSDP, build, lambda e: _apart(e, _step, _ahead), apart(r"\bstep\b", "1", "0")),
+    "calls": (
+        FSDP,
+        build,
+        lambda e: _apart(e, _step, lambda e: e.evaluate(mine(e))),
+        apart("call", "evaluate", "a step"),
+    ),
+    "looks": (
+        FSDP,
+        build,
+        lambda e: _apart(e, lambda e: mw.logprobs(e.model, mine(e)[0]), lambda e: mw.logits(e.model, mine(e)[0])),
+        apart("call", "logits", "logprobs"),
+    ),
+    "data of one data rank": (
+        TP,
+        build,
+        lambda e: mw.logprobs(e.model, tiny.batches(e.model.mesh.rank)[0]),
+        words("ranks 0 and 1", "data rank", "tp=2", "batches"),
+    ),
+    "a bad token on one rank": (
+        FSDP,
+        build,
+        lambda e: mw.logprobs(e.model, mw.pack([[1, 999 if e.model.mesh.rank else 2]])),
+        words("token 999", "position 1") + "|" + words("rank 1 ", "logprobs", "message"),
+    ),
+    "dtype of an export": (
+        FSDP,
+        build,
+        lambda e: mw.export(e.model, "nowhere", dtype=torch.bfloat16 if e.model.mesh.rank else None),
+        apart("dtype=", r"torch\.bfloat16", "None"),
+    ),
+    "which": (
+        FSDP,
+        build,
+        lambda e: (e.backward(mine(e)), dict(mw.stream(e.model, "grad" if e.model.mesh.rank else "weight"))),
+        apart("call", r"stream\(which='grad'\)", r"stream\(which='weight'\)"),
+    ),
+}
+
+
+def _ahead(engine: mw.Engine) -> None:
+    engine.steps += 1
+    _step(engine)
+
+
+def disagreed(source: Path, mesh: dict[str, int], make: Any, act: Any, folder: Path) -> str:
+    os.chdir(folder)
+    try:
+        act(make(source, mesh))
+    except mw.MeshwrightError as error:
+        return str(error)
+    return "nothing"
+
+
+Disagreed = Callable[[str], list[str]]
+
+
+def groups() -> list[list[str]]:
+    """Those of a mesh share a world, but for ranks that make different meshes."""
+    of_mesh: dict[str, list[str]] = {}
+    for name, (mesh, *_) in DISAGREED.items():
+        of_mesh.setdefault("axes" if name == "axes" else trials.named(mesh), []).append(name)
+    return list(of_mesh.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks stand, and nothing may be written."""
+    return tmp_path_factory.mktemp("empty")
+
+
+@pytest.fixture(scope="module")
+def said_of_ranks(source: Path, folder: Path) -> Disagreed:
+    def of(group: Sequence[str]) -> dict[str, list[str]]:
+        cases = {name: partial(disagreed, source, *DISAGREED[name][:3], folder) for name in group}
+        return worlds.in_turn(trials.world_of(DISAGREED[group[0]][0]), cases)
+
+    return worlds.Shared(groups(), of)
+
+
+@pytest.mark.parametrize("name", DISAGREED)
+def test_what_ranks_disagree_on_is_named_on_all(said_of_ranks: Disagreed, folder: Path, name: str) -> None:
+    for text in said_of_ranks(name):
+        assert re.search(DISAGREED[name][3], text), text
+    assert not list(folder.iterdir())
+
+
+def test_configs_that_differ(source: Path, tmp_path: Path) -> None:
+    tiny.directory(tmp_path / "m", "qwen3", rms_norm_eps=1e-3)
+
+    def make(source: Path, mesh: dict[str, int]) -> mw.Engine:
+        there = mw.Mesh(**mesh)
+        return mw.Engine(mw.load(tmp_path / "m" if there.rank else source, there, dtype=torch.float64), lr=1e-2)
+
+    for text in worlds.run(2, disagreed, source, FSDP, make, _step, tmp_path):
+        assert re.search(apart(r"rms_norm_eps.*config\.json", r"0\.001", ".*"), text), text
+
+
+def looked_apart(source: Path, mesh: dict[str, int]) -> int:
+    """The second replica looks at nothing."""
+    model = mw.load(source, mw.Mesh(**mesh, timeout_s=20), dtype=torch.float64)
+    looked = [] if model.mesh.coords["replicate"] else tiny.batches(model.mesh.data_rank)
+    return sum(len(mw.logprobs(model, batch)) for batch in looked)
+
+
+@pytest.mark.parametrize("mesh", [dict(replicate=2), dict(replicate=2, fsdp=2, tp=2)], ids=trials.named)
+def test_replicas_may_look_at_as_much_as_they_like(source: Path, mesh: dict[str, int]) -> None:
+    found = worlds.run(trials.world_of(mesh), looked_apart, source, mesh)
+    assert found == [2 * tiny.LENGTH] * (len(found) // 2) + [0] * (len(found) // 2)

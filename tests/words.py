@@ -1,0 +1,8 @@
+"""What must stand in a message, and not how it is put."""
+
+from __future__ import annotations
+
+
+def words(*patterns: str) -> str:
+    """A pattern for texts in which all of these stand, in whatever order and with whatever between them."""
+    return "".join(rf"(?=[\s\S]*(?:{pattern}))" for pattern in patterns)
