@@ -17,7 +17,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import meshwright as mw
 from meshwright.optim import AdamW
 from tests import tiny, trials, worlds
-from tests.trials import build, mine, said
+from tests.trials import build, mine
+from tests.words import words
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +72,7 @@ def _only_norms_none(engine: mw.Engine) -> None:
             parameter.grad = None
 
 
-LIES = (
-    r"StateError: [\w.]+ and \d+ more lie elsewhere than when the engine was made, .*model\.stored\(\)\[name\]\.copy_"
-)
+LIES = words("^StateError", r" \w+\.[\w.]+ ", r"\d+ more", r"model\.stored\(\)\[name\]\.copy_")
 ALONE, TP, FSDP = dict[str, int](), dict(tp=2), dict(fsdp=2)
 TWO = dict(replicate=2)
 REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
@@ -83,73 +82,93 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
     "moved late": (FSDP, _late(_moved), LIES),
     "given another": (ALONE, _early(_given), LIES),
     "given a vector": (ALONE, _early(_from_vector), LIES),
-    "another engine's": (FSDP, _second_takes_over, r"StateError: update\(\) of step 0 found those of another engine"),
+    "another engine's": (
+        FSDP,
+        _second_takes_over,
+        words("^StateError", r"update\(\)", "step 0", "another engine|other engine", r"backward\("),
+    ),
     "discarded by another": (
         ALONE,
         _late(lambda e: _another(e).discard()),
-        r"StateError: update\(\) of step 0 found no gradients; call backward",
+        words("^StateError(?!.*other engine)", r"update\(\)", "step 0", r"backward\("),
     ),
     "zeroed": (
         ALONE,
         _late(lambda e: e.model.parts[0].zero_grad()),
-        r"StateError: embed\.weight got no gradient, as \d+ of \d+ parameters",
+        words("^StateError", r"embed\.weight", "gradient", r"(\d+) of \1 parameters"),
     ),
-    "some lost": (FSDP, _late(_only_norms_none), r"StateError: [\w.]*norm[\w.]* got no gradient, as \d+ of \d+"),
-    "max_norm below 0": (ALONE, _early(lambda e: _set(e, max_norm=-1.0)), r"ConfigError: max_norm=-1\.0 must be"),
+    "some lost": (
+        FSDP,
+        _late(_only_norms_none),
+        words("^StateError", r"\w\.[\w.]*norm[\w.]* ", "gradient", r"(\d+) of (?!\1)\d+ parameters"),
+    ),
+    "max_norm below 0": (ALONE, _early(lambda e: _set(e, max_norm=-1.0)), r"^ConfigError: .*max_norm=-1\.0"),
     "max_norm of nan": (
         ALONE,
         _early(lambda e: _set(e, max_norm=float("nan"))),
-        r"ConfigError: max_norm=nan must be",
+        r"^ConfigError: .*max_norm=nan\b",
     ),
-    "max_norm as text": (ALONE, _early(lambda e: _set(e, max_norm="1")), r"ConfigError: max_norm='1' must be"),
+    "max_norm as text": (ALONE, _early(lambda e: _set(e, max_norm="1")), r"^ConfigError: .*max_norm='1'"),
     "max_norm late": (
         TWO,
         _late(lambda e: _set(e, max_norm=0.1 + e.model.mesh.rank)),
-        r"StateError: max_norm of step 0 is \S+, but was 1\.0 before its backward",
+        words("^StateError", "max_norm", "step 0", r"\b[01]\.10*\b", r"\b1\.0\b", "backward"),
     ),
     "lr of two numbers": (
         ALONE,
         _early(lambda e: _set(e, lr=lambda step: torch.ones(2))),
-        r"ConfigError: lr of step 0 is tensor\(\[1\., 1\.\]\); it must be a number",
+        words("^ConfigError", r"\blr\b", "step 0", r"tensor\(\[1\., 1\.\]\)"),
     ),
-    "lr of nothing": (ALONE, _early(lambda e: _set(e, lr=None)), r"ConfigError: lr of step 0 is None; it must be"),
+    "lr of nothing": (ALONE, _early(lambda e: _set(e, lr=None)), words("^ConfigError", r"\blr\b", "step 0", "None")),
     "a complex loss": (
         ALONE,
         _early(lambda e: _set(e, loss=lambda s, f: -s["logprobs"] * 1j)),
-        r"DataError: the loss gave torch\.complex\d+; its terms must be floating",
+        words("^DataError", r"\bloss\b", r"torch\.complex\d+", "floating"),
     ),
     "deepcopy": (
         ALONE,
         lambda e: copy.deepcopy(e.model),
-        r"StateError: a model .* cannot be copied; load it once more",
+        words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)"),
     ),
-    "pickle": (ALONE, lambda e: pickle.dumps(e.model), r"StateError: a model .* cannot be copied"),
+    "pickle": (ALONE, lambda e: pickle.dumps(e.model), words("^StateError", "model", r"\bcop", r"mw\.gather\(model\)")),
     "an engine as a model": (
         ALONE,
         lambda e: mw.logprobs(e, mine(e)[0]),
-        r"ConfigError: Engine is no model; give what mw\.load returned \(of an engine: engine\.model\)",
+        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model"),
     ),
-    "an engine of an engine": (ALONE, lambda e: mw.Engine(e, lr=1.0), r"ConfigError: Engine is no model"),
-    "no loss": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, loss=None), r"ConfigError: loss=None must be"),
-    "one beta": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, betas=0.9), r"ConfigError: betas=0\.9 must be"),
-    "entropy": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, entropy="no"), r"ConfigError: entropy='no' must be True"),
-    "source": (ALONE, lambda e: mw.load(None), r"LoadError: None is no path; give a Hugging Face model directory"),
-    "train": (ALONE, lambda e: mw.load(e.model.directory, train=None), r"ConfigError: train=None must be a pattern"),
-    "seed": (ALONE, lambda e: mw.init(e.model.directory, seed=1.5), r"ConfigError: seed=1\.5 must be a whole number"),
-    "target": (ALONE, lambda e: mw.export(e.model, None), r"ExportError: None is no path; give the directory to write"),
+    "an engine of an engine": (
+        ALONE,
+        lambda e: mw.Engine(e, lr=1.0),
+        words("^ConfigError", "Engine", r"mw\.load", r"engine\.model"),
+    ),
+    "no loss": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, loss=None), r"^ConfigError: .*\bloss=None"),
+    "one beta": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, betas=0.9), r"^ConfigError: .*betas=0\.9\b"),
+    "entropy": (
+        ALONE,
+        lambda e: mw.Engine(e.model, lr=1.0, entropy="no"),
+        words("^ConfigError", "entropy='no'", "True", "False"),
+    ),
+    "source": (ALONE, lambda e: mw.load(None), words("^LoadError", "None", "Hugging Face", "directory")),
+    "train": (ALONE, lambda e: mw.load(e.model.directory, train=None), r"^ConfigError: .*train=None"),
+    "seed": (ALONE, lambda e: mw.init(e.model.directory, seed=1.5), r"^ConfigError: .*seed=1\.5"),
+    "target": (ALONE, lambda e: mw.export(e.model, None), words("^ExportError", "None", "directory")),
     "fields": (
         ALONE,
         lambda e: mw.pack([[1, 2]], fields=[[1.0, 2.0]]),
-        r"DataError: fields must be a dict",
+        words("^DataError", r"\bfields\b", "dict"),
     ),
 }
 
 
+@pytest.fixture(scope="module")
+def said_of_all(source: Path) -> Callable[[str], list[str]]:
+    return trials.said_by_all(source, {name: (mesh, act) for name, (mesh, act, _) in REFUSED.items()})
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(source: Path, name: str) -> None:
-    mesh, act, pattern = REFUSED[name]
-    for text in worlds.run(trials.world_of(mesh), said, source, mesh, act):
-        assert re.search(pattern, text), text
+def test_refused(said_of_all: Callable[[str], list[str]], name: str) -> None:
+    for text in said_of_all(name):
+        assert re.search(REFUSED[name][2], text), text
 
 
 def _remade(batch: mw.Batch, name: str) -> mw.Batch:
@@ -171,17 +190,26 @@ def _remade(batch: mw.Batch, name: str) -> mw.Batch:
     return replace(batch, **changes[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["labels", "tokens", "tokens, narrow", "labels, narrow",
-     "weight", "advantage", "num_filler", "docs", "docs, of others", "docs, too short",
-     "docs, backwards", "docs, positions"],
-)  # fmt: skip
-def test_a_batch_made_by_hand(source: Path, name: str) -> None:
-    [text] = worlds.run(1, said, source, {}, lambda e: e.step([_remade(mw.pack([[1, 2, 3], [4, 5, 6, 7, 8]]), name)]))
-    assert re.search(
-        rf"DataError: {name.partition(',')[0]}\b.* is not as mw\.pack makes it; make batches with pack", text
-    )
+MADE_BY_HAND = [
+    "labels", "tokens", "tokens, narrow", "labels, narrow",
+    "weight", "advantage", "num_filler", "docs", "docs, of others", "docs, too short",
+    "docs, backwards", "docs, positions",
+]  # fmt: skip
+
+
+def _stepped_by_hand(name: str) -> Callable[[mw.Engine], Any]:
+    return lambda engine: engine.step([_remade(mw.pack([[1, 2, 3], [4, 5, 6, 7, 8]]), name)])
+
+
+@pytest.fixture(scope="module")
+def said_of_batches(source: Path) -> Callable[[str], list[str]]:
+    return trials.said_by_all(source, {name: (ALONE, _stepped_by_hand(name)) for name in MADE_BY_HAND})
+
+
+@pytest.mark.parametrize("name", MADE_BY_HAND)
+def test_a_batch_made_by_hand(said_of_batches: Callable[[str], list[str]], name: str) -> None:
+    [text] = said_of_batches(name)
+    assert re.search(words("^DataError", rf"\b{name.partition(',')[0]}\b", r"mw\.pack"), text), text
 
 
 def raises_on_rank_1(source: Path) -> str:
@@ -195,10 +223,9 @@ def raises_on_rank_1(source: Path) -> str:
 
 
 def test_whatever_one_rank_raises_the_others_hear_of_it(source: Path) -> None:
-    assert worlds.run(2, raises_on_rank_1, source, seconds=20) == [
-        "RankError: rank 1 refuses to take part in a step; see its message",
-        "KeyError: 1",
-    ]
+    first, second = worlds.run(2, raises_on_rank_1, source, seconds=20)
+    assert re.search(words("^RankError", "rank 1 ", "a step", "message"), first), first
+    assert second == "KeyError: 1"
 
 
 def three_steps(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any]) -> dict[str, torch.Tensor]:
@@ -281,5 +308,5 @@ def test_an_update_that_was_cut_off_is_not_gone_on_with(source: Path, tmp_path: 
     for told in worlds.run(2, cut_off, source, FSDP, tmp_path / "out"):
         assert len(told) == 6
         for text in told:
-            assert re.match(r"the update of step 0 was cut off, .* may be changed; load the model again", text), text
+            assert re.search(words(r"\bupdate\b", "step 0", "parameters", r"\bload"), text), text
     assert not list(tmp_path.iterdir())

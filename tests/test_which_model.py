@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import meshwright as mw
 from meshwright.errors import RankError
 from tests import tiny, trials, worlds
 from tests.trials import mine
+from tests.words import words
 
 
 @pytest.fixture(scope="module")
@@ -20,49 +24,56 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.directory(tmp_path_factory.mktemp("which") / "m", "qwen3")
 
 
-def crossed(source: Path, out: Path, call: str) -> str:
+CALLS: dict[str, Callable[[mw.Model, Path], Any]] = {
+    "logprobs": lambda model, out: mw.logprobs(model, tiny.batches(model.mesh.data_rank)[0]),
+    "export": lambda model, out: mw.export(model, out / "crossed"),
+    "step": lambda model, out: mw.Engine(model, lr=1e-2).step(tiny.batches(model.mesh.data_rank)),
+}
+
+
+def crossed(source: Path, out: Path) -> list[str]:
+    """Of each call."""
     mesh = mw.Mesh(fsdp=2, timeout_s=20)
     both = [mw.load(source, mesh, dtype=torch.float64) for _ in range(2)]
     mw.Engine(both[1], lr=1e-1).step(tiny.batches(mesh.data_rank))
     model = both[mesh.rank]
-    calls: dict[str, Any] = {
-        "logprobs": lambda: mw.logprobs(model, tiny.batches(mesh.data_rank)[0]),
-        "export": lambda: mw.export(model, out / "crossed"),
-        "step": lambda: mw.Engine(model, lr=1e-2).step(tiny.batches(mesh.data_rank)),
-    }
+    return [_said(partial(call, model, out)) for call in CALLS.values()]
+
+
+def _said(act: Callable[[], Any]) -> str:
     try:
-        calls[call]()
+        act()
     except RankError as error:
         return str(error)
     return "nothing"
 
 
-@pytest.mark.parametrize("call", ["logprobs", "export", "step"])
-def test_two_models_of_one_config(source: Path, tmp_path: Path, call: str) -> None:
-    for text in worlds.run(2, crossed, source, tmp_path, call):
-        assert "which model this is, of those that all ranks have used together (0: none yet), is 1 on" in text
+def test_two_models_of_one_config(source: Path, tmp_path: Path) -> None:
+    """One of them was used by all ranks together, the other by none yet."""
+    for texts in worlds.run(2, crossed, source, tmp_path):
+        for call, text in zip(CALLS, texts, strict=True):
+            assert re.search(words("which model", " 1 on rank 1", " 0 on rank 0"), text), f"{call}: {text}"
     assert list(tmp_path.iterdir()) == []
 
 
 def elsewhere(sources: list[Path], axes: dict[str, int]) -> str:
-    mesh = mw.Mesh(**axes)
+    mesh = trials.mesh_of(axes)
     engine = mw.Engine(mw.load(sources[mesh.rank], mesh, dtype=torch.float64), lr=1e-2)
-    try:
-        engine.step(mine(engine))
-    except RankError as error:
-        return str(error)
-    return "nothing"
+    return _said(lambda: engine.step(mine(engine)))
 
 
-@pytest.mark.parametrize("mesh", [dict(replicate=2), dict(fsdp=2), dict(tp=2)], ids=trials.named)
-def test_other_weights_under_the_same_config(source: Path, tmp_path: Path, mesh: dict[str, int]) -> None:
+def test_other_weights_under_the_same_config(source: Path, tmp_path: Path) -> None:
     """Each node has a disk of its own, and one of the copies is an older one."""
-    shutil.copytree(source, tmp_path / "same")
-    for text in worlds.run(2, elsewhere, [source, tmp_path / "same"], mesh):
-        assert text == "nothing"
-    stale = worlds.run(1, trained, source, tmp_path / "stale")[0]
-    for text in worlds.run(2, elsewhere, [source, stale], mesh):
-        assert "the checksum of the files that the model was loaded from is" in text
+    same, stale = shutil.copytree(source, tmp_path / "same"), worlds.run(1, trained, source, tmp_path / "stale")[0]
+    cases = {
+        (axis, there.name): partial(elsewhere, [source, there], {axis: 2})
+        for axis in ("replicate", "fsdp", "tp")
+        for there in (same, stale)
+    }
+    for (axis, name), texts in worlds.in_turn(2, cases).items():
+        for text in texts:
+            wanted = words("checksum", "files", r"\d+ on rank 1", r"\d+ on rank 0") if name == "stale" else "^nothing$"
+            assert re.search(wanted, text), f"{axis}, {name}: {text}"
 
 
 def trained(source: Path, out: Path) -> Path:
