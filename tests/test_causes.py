@@ -36,269 +36,268 @@ class Planted:
 
 
 FSDP, TP, EP = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)
-SHARE = "one rank's share of it, a sum over {} is missing"
-FLOAT32 = r"\. Wrong are the float32 parameters, and no others"
+SHARE = r".*\bshare\b.*\bsum over {}\b(?! and)"
+FLOAT32 = r".*\bfloat32 parameters"
+BACK = r".*\bway back through "
 
 PLANTS = {
     "no sum over tp": Planted(
         plants.no_rest,
         "qwen3",
         TP,
-        "G1 model.norm.weight: .*" + SHARE.format("tp"),
+        r"G1 model\.norm\.weight: " + SHARE.format("tp"),
         (
-            r"G2 \S*norm\.weight: the gradient of ranks \[0, 1\] differs along tp: is a sum over tp missing",
-            r"K1 all_reduce: 2 among ranks \[0, 1\] \(.*tp.*: 1 left out .* \(the last sums of gradients -1\)",
-            r"U1 loss of step 1: .*: the gradients are wrong, see G1",
+            r"G2 \S*norm\.weight: .*\bgradient\b.*\[0, 1\].*\btp\b.*\bsum over tp\b",
+            r"K1 all_reduce: 2\b.*\[0, 1\].*\btp\b.*\b1 left out.*\bsums of gradients -1\b",
+            r"U1 loss of step 1: .*\bgradients\b.*\bG1\b",
         ),
     ),
     "no sum of routers over tp": Planted(
         plants.no_rest,
         "qwen3_moe",
         TP,
-        "G1 model.norm.weight: .*" + SHARE.format("tp"),
+        r"G1 model\.norm\.weight: " + SHARE.format("tp"),
         (
-            r"G1 \S*layers\.2\.mlp\.gate\.weight: .*" + SHARE.format("tp"),
-            r"G2 layers\.2\.mlp\.router: the gradient of ranks \[0, 1\] differs along tp",
-            r"G2 layers\.2\.mlp\.router: the weight of ranks \[0, 1\] differs along tp",
+            r"G1 \S*layers\.2\.mlp\.gate\.weight: " + SHARE.format("tp"),
+            r"G2 layers\.2\.mlp\.router: .*\bgradient\b.*\[0, 1\].*\btp\b",
+            r"G2 layers\.2\.mlp\.router: .*\bweight\b.*\[0, 1\].*\btp\b",
         ),
     ),
     "no sum of a delta net's norm over tp": Planted(
         plants.no_rest,
         "qwen3_5",
         TP,
-        "G1 model.norm.weight: .*" + SHARE.format("tp"),
-        (r"G1 \S*layers\.2\.linear_attn\.norm\.weight: .*" + SHARE.format("tp"),),
+        r"G1 model\.norm\.weight: " + SHARE.format("tp"),
+        (r"G1 \S*layers\.2\.linear_attn\.norm\.weight: " + SHARE.format("tp"),),
     ),
     "no sum of float32 parameters over fsdp": Planted(
-        plants.no_rest, "qwen3_5", FSDP, r"G1 \S*layers\.2\.linear_attn\.\w*[^:]*: .*" + SHARE.format("fsdp") + FLOAT32
+        plants.no_rest, "qwen3_5", FSDP, r"G1 \S*layers\.2\.linear_attn\.\w*[^:]*: " + SHARE.format("fsdp") + FLOAT32
     ),
     "no sum of float32 parameters over fsdp and tp": Planted(
         plants.no_rest,
         "qwen3_5",
         dict(fsdp=2, tp=2),
-        "G1 model.norm.weight: .*" + SHARE.format("tp"),
+        r"G1 model\.norm\.weight: " + SHARE.format("tp"),
         (
-            r"G1 \S*layers\.0\.linear_attn\.norm\.weight: .*" + SHARE.format("fsdp and tp"),
-            r"G1 \S*layers\.0\.linear_attn\.A_log: .*" + SHARE.format("fsdp"),
+            r"G1 \S*layers\.0\.linear_attn\.norm\.weight: " + SHARE.format("fsdp and tp"),
+            r"G1 \S*layers\.0\.linear_attn\.A_log: " + SHARE.format("fsdp"),
         ),
     ),
     "no sum over fsdp": Planted(
-        plants.own_share_of_fsdp, "qwen3", FSDP, r"G1 model\.norm\.weight: .* a sum over fsdp is missing"
+        plants.own_share_of_fsdp, "qwen3", FSDP, r"G1 model\.norm\.weight: .*\bsum over fsdp\b"
     ),
     "no sum of float32 parameters over replicas": Planted(
         plants.float32_left_to_fsdp,
         "qwen3_5",
         dict(replicate=2),
-        r"G1 \S*layers\.2\.linear_attn\.norm\.weight: .*" + SHARE.format("replicate") + FLOAT32,
-        (r"K1 all_reduce: \d+ among ranks \[0, 1\] .*: 1 left out .* \(the last sums of gradients -1\)",),
+        r"G1 \S*layers\.2\.linear_attn\.norm\.weight: " + SHARE.format("replicate") + FLOAT32,
+        (r"K1 all_reduce: \d+\b.*\[0, 1\].*\b1 left out.*\bsums of gradients -1\b",),
     ),
     "no sum over replicas": Planted(
-        plants.replicas_never, "qwen3", dict(replicate=2), r"G1 model\.norm\.weight: .*" + SHARE.format("replicate")
+        plants.replicas_never, "qwen3", dict(replicate=2), r"G1 model\.norm\.weight: " + SHARE.format("replicate")
     ),
     "no sum over replicas is asked for": Planted(
         plants.replicas_never_asked,
         "qwen3",
         dict(replicate=2),
-        r"RUN .*got no gradient, as (\d+) of \1 parameters.*kept from its sums over fsdp, or from those over replicate",
+        r"RUN .*\bgradient\b.*\b(\d+) of \1 parameters.*\bfsdp\b.*\breplicate\b",
     ),
     "no sum of kv copies": Planted(
         plants.rest_without_matrices,
         "qwen3",
         TP,
-        r"G1 \S*layers\.1\.self_attn\.v_proj\.weight: .*" + SHARE.format("tp"),
+        r"G1 \S*layers\.1\.self_attn\.v_proj\.weight: " + SHARE.format("tp"),
         changes=dict(num_key_value_heads=1),
     ),
     "a sum over tp made twice": Planted(
         plants.rest_twice,
         "qwen3",
         dict(fsdp=2, tp=2),
-        "G1 model.norm.weight: .*ratio 2: 2 times too large = tp.*tp does not cut",
+        r"G1 model\.norm\.weight: .*\bratio 2\b.*\b2 times.*= tp\b.*\btp does not cut",
     ),
     "a sum over fsdp made twice": Planted(
-        plants.fsdp_twice, "qwen3", FSDP, r"G1 model\.norm\.weight: .*: 2 times too large = fsdp"
+        plants.fsdp_twice, "qwen3", FSDP, r"G1 model\.norm\.weight: .*\b2 times.*= fsdp\b"
     ),
     "averaged over tp": Planted(
-        plants.rest_averaged, "qwen3", TP, "G1 model.norm.weight: .*: 1/2 of it = 1/tp, as when it is averaged"
+        plants.rest_averaged, "qwen3", TP, r"G1 model\.norm\.weight: .*\b1/2 of it = 1/tp\b.*\baverage"
     ),
     "averaged over fsdp": Planted(
         plants.fsdp_averages,
         "qwen3",
         FSDP,
-        r"G1 model\.norm\.weight: .*ratio 0.5: 1/2 of it = 1/fsdp, as when it is averaged",
+        r"G1 model\.norm\.weight: .*\bratio 0\.5\b.*\b1/2 of it = 1/fsdp\b.*\baverage",
     ),
     "experts' gradients twice": Planted(
         plants.experts_twice,
         "qwen3_moe",
         EP,
-        r"G1 \S*layers\.2\.mlp\.experts\.\d\.\S*: .*: 2 times too large = ep.* that ep cuts, and",
+        r"G1 \S*layers\.2\.mlp\.experts\.\d\.\S*: .*\b2 times.*= ep\b.*\bep cuts",
     ),
     "heads of a gradient swapped": Planted(
         plants.heads_swapped,
         "qwen3",
         TP,
-        r"G1 \S*layers\.1\.self_attn\.q_proj\.weight: .*: the right values in the wrong places",
+        r"G1 \S*layers\.1\.self_attn\.q_proj\.weight: .*\bright values\b.*\bwrong places",
     ),
     "a door without its sum on the way back": Planted(
-        plants.enter_keeps_its_own, "qwen3", TP, r"G1 model\.norm\.weight: .*look at the way back through head"
+        plants.enter_keeps_its_own, "qwen3", TP, r"G1 model\.norm\.weight: " + BACK + "head"
     ),
     "experts on other ranks lose the way back": Planted(
         plants.experts_detached,
         "qwen3_moe",
         EP,
-        r"G1 \S*layers\.2\.post_attention_layernorm\.weight: .*look at the way back through layers\.2\.mlp",
+        r"G1 \S*layers\.2\.post_attention_layernorm\.weight: " + BACK + r"layers\.2\.mlp",
     ),
     "the router is detached": Planted(
         plants.router_detached,
         "qwen3_moe",
         EP,
-        r"RUN .*layers\.0\.mlp\.router got no gradient, .*zeros if it is unused",
+        r"RUN .*layers\.0\.mlp\.router\b.*\bgradient\b.*\bzeros\b",
     ),
     "the router gets no gradient": Planted(
         plants.router_of_zero_gradient,
         "qwen3_moe",
         EP,
-        r"G1 \S*layers\.2\.mlp\.gate\.weight: .*it is zero, nothing flows back.*the way back through layers\.2\.mlp",
+        r"G1 \S*layers\.2\.mlp\.gate\.weight: .*\bzero\b" + BACK + r"layers\.2\.mlp",
     ),
     "the router trains by its aux loss alone": Planted(
         plants.router_detached,
         "qwen3_moe",
         EP,
-        r"G1 \S*layers\.2\.mlp\.gate\.weight: .*: only the router's aux loss reaches it \(1 times\)",
+        r"G1 \S*layers\.2\.mlp\.gate\.weight: .*\bonly\b.*\baux loss\b.*\b1 times",
         changes=AUX,
     ),
     "experts without a backward": Planted(
-        plants.experts_without_backward, "qwen3_moe", EP, r"RUN .*layers\.0\.mlp\.experts\.gate_up got no gradient"
+        plants.experts_without_backward, "qwen3_moe", EP, r"RUN .*layers\.0\.mlp\.experts\.gate_up\b.*\bgradient\b"
     ),
     "experts that never train": Planted(
         plants.experts_of_zero_gradient,
         "qwen3_moe",
         EP,
-        r"G1 \S*layers\.2\.mlp\.experts\.\d\.\S*: .*it is zero, nothing flows back",
+        r"G1 \S*layers\.2\.mlp\.experts\.\d\.\S*: .*\bzero\b",
     ),
     "a tied embedding without its head": Planted(
         plants.head_keeps_its_gradient,
         "qwen3_tied",
         FSDP,
-        r"G1 model\.embed_tokens\.weight: .*: it is tied, as when the embedding or the head gives",
+        r"G1 model\.embed_tokens\.weight: .*\btied\b.*\bembedding\b.*\bhead\b",
     ),
     "each micro-batch by its own targets": Planted(
         plants.by_micro_batch,
         "qwen3",
         FSDP,
-        "S1 loss: .*: each micro-batch is divided by its own targets, and then averaged",
-        (r"G1 lm_head\.weight: .*: the loss is wrong already, see S1",),
+        r"S1 loss: .*\bmicro-batch\b.*\bown targets\b.*\baverage(?!.* on a rank\b)",
+        (r"G1 lm_head\.weight: .*\bloss\b.*\bS1\b",),
     ),
     "each micro-batch by its own targets, ranks summed": Planted(
         plants.by_own_micro_batch,
         "qwen3",
         FSDP,
-        "S1 loss: .*: each micro-batch is divided by its own targets, averaged on a rank",
+        r"S1 loss: .*\bmicro-batch\b.*\bown targets\b.*\baverage.*\brank\b",
     ),
     "each rank by its own targets": Planted(
-        plants.by_own_targets, "qwen3", FSDP, "S1 loss: .*: each data rank divides by its own targets"
+        plants.by_own_targets, "qwen3", FSDP, r"S1 loss: (?!.*\bmicro-batch\b).*\bdata rank\b.*\bown targets\b"
     ),
     "a mean of the ranks' means": Planted(
-        plants.mean_of_means, "qwen3", FSDP, "S1 loss: .*: it is a mean of the data ranks' means"
+        plants.mean_of_means, "qwen3", FSDP, r"S1 loss: .*\bmean\b.*\bdata ranks\b.*\bmeans\b"
     ),
-    "targets counted on tp ranks too": Planted(plants.by_tp_ranks_too, "qwen3", TP, "S1 loss: .*: 1/2 of it = 1/tp"),
+    "targets counted on tp ranks too": Planted(plants.by_tp_ranks_too, "qwen3", TP, r"S1 loss: .*\b1/2 of it = 1/tp\b"),
     "aux loss counted for each micro-batch": Planted(
         plants.aux_each_micro_batch,
         "qwen3_moe",
         FSDP,
-        r"S1 loss: .*: the router's aux loss would be .*\(2 times\)",
+        r"S1 loss: .*\baux loss\b.*\b2 times\b",
         changes=AUX,
     ),
     "aux loss with filler": Planted(
         plants.aux_with_filler,
         "qwen3_moe",
         FSDP,
-        r"S1 loss: .*: the router's aux loss would be .*with filler tokens",
+        r"S1 loss: .*\baux loss\b.*\bfiller\b",
         changes=AUX,
     ),
     "aux loss of each rank's own tokens": Planted(
         plants.aux_of_own_rank,
         "qwen3_moe",
         FSDP,
-        r"S1 loss: .*: the router's aux loss would be .*with each rank's own tokens alone",
+        r"S1 loss: .*\baux loss\b.*\brank's own tokens\b",
         changes=AUX,
     ),
     "aux loss pushes twice": Planted(
         plants.aux_pushes_twice,
         "qwen3_moe",
         FSDP,
-        r"G1 \S*layers\.2\.mlp\.gate\.weight: .*: 1 times the gradient of the loss and 2 times that of the router's",
+        r"G1 \S*layers\.2\.mlp\.gate\.weight: .*\b1 times\b.*\bloss\b.*\b2 times\b.*\brouter\b",
         changes=AUX,
     ),
     "forgotten doors": Planted(
         plants.no_doors,
         "qwen3",
         TP,
-        r"D1 layers\.0\.mlp: .*first that is wrong: its doors enter and leave were not passed",
+        r"D1 layers\.0\.mlp: (?!.*\brule).*\bfirst\b.*\bdoors enter and leave\b",
         (
-            r"D1 document 0: .*, which is not a leak",
-            r"G1 lm_head\.weight: .*: the forward is wrong from layers\.0\.mlp on, see D1",
-            r"S1 loss: .*: the forward is wrong",
+            r"D1 document 0: .*\bnot a leak\b",
+            r"G1 lm_head\.weight: .*\bforward\b.*\blayers\.0\.mlp\b.*\bD1\b",
+            r"S1 loss: .*\bforward\b.*\bD1\b",
         ),
     ),
     "a weight that no rule cuts": Planted(
-        plants.uncut, "qwen3", TP, r"D1 layers\.0\.mlp: .*: no rule cuts a weight between its doors enter and leave"
+        plants.uncut, "qwen3", TP, r"D1 layers\.0\.mlp: .*\bno rule\b.*\bdoors enter and leave\b"
     ),
     "a cut without doors": Planted(
         plants.cut_without_doors,
         "qwen3_5_moe",
         TP,
-        r"D1 layers\.0\.mlp: .*: tp cuts layers\.0\.mlp\.shared\.gate_up, but there is no door",
+        r"D1 layers\.0\.mlp: .*\btp cuts layers\.0\.mlp\.shared\.gate_up\b.*\bno door\b",
     ),
-    "a sum of a door made twice": Planted(plants.leave_twice, "qwen3", TP, r"D1 embed: .*: 2 times too large = tp"),
+    "a sum of a door made twice": Planted(plants.leave_twice, "qwen3", TP, r"D1 embed: .*\b2 times.*= tp\b"),
     "queries meet another kv head": Planted(
         plants.another_kv_head,
         "qwen3",
         TP,
-        r"D1 layers\.0\.mixer: what it gives out is the first",
+        r"D1 layers\.0\.mixer: (?!.*\b(leak|doors?|W1)\b).*\bfirst\b",
         changes=dict(num_key_value_heads=4),
     ),
     "labels of another slice of the vocabulary": Planted(
-        plants.labels_of_another_slice, "qwen3", TP, r"D1 head: what it gives out is the first that is wrong"
+        plants.labels_of_another_slice, "qwen3", TP, r"D1 head: (?!.*\b(leak|doors?|W1)\b).*\bfirst\b"
     ),
     "documents leak in attention": Planted(
         plants.leak_in_attention,
         "qwen3",
         {},
-        r"D1 layers\.0\.mixer: .*: a leak from the documents before",
-        (r"D1 document [1-9]: scores off by \S+ from the document alone: a leak",),
+        r"D1 layers\.0\.mixer: .*(?<!not )\ba leak\b",
+        (r"D1 document [1-9]: .*\b\d\S*e\S\d+ .*(?<!not )\ba leak\b",),
     ),
     "documents leak in the convolution": Planted(
-        plants.leak_in_convolution, "qwen3_5", TP, r"D1 layers\.0\.mixer: .*: a leak from the documents before"
+        plants.leak_in_convolution, "qwen3_5", TP, r"D1 layers\.0\.mixer: .*(?<!not )\ba leak\b"
     ),
     "segments permuted while loading": Planted(
         plants.permuted_segment,
         "qwen3_5",
         TP,
-        r"W1 layers\.0\.mixer\.qkv: .*the right values in the wrong places of \S*in_proj_qkv",
-        (r"D1 layers\.0\.mixer: .*: weights are not those of the source, see W1",),
+        r"W1 layers\.0\.mixer\.qkv: .*\bright values\b.*\bwrong places\b.* \S*in_proj_qkv",
+        (r"D1 layers\.0\.mixer: .*\bweights\b.*\bW1\b",),
     ),
     "the gate of a query in another order": Planted(
         plants.gate_in_another_order,
         "qwen3_5",
         TP,
-        r"W1 layers\.1\.mixer\.q: .*the right values in the wrong places of \S*q_proj",
-        (r"D1 layers\.1\.mixer: .*: weights are not those of the source, see W1",),
+        r"W1 layers\.1\.mixer\.q: .*\bright values\b.*\bwrong places\b.* \S*q_proj",
+        (r"D1 layers\.1\.mixer: .*\bweights\b.*\bW1\b",),
     ),
     "weights paired with other experts": Planted(
-        plants.scores_of_other_experts, "qwen3_moe", EP, r"D1 layers\.0\.mlp: what it gives out is the first"
+        plants.scores_of_other_experts, "qwen3_moe", EP, r"D1 layers\.0\.mlp: (?!.*\b(leak|doors?|W1)\b).*\bfirst\b"
     ),
     "an expert overwritten": Planted(
         plants.overwritten_expert,
         "qwen3_moe",
         EP,
-        "L1 .*loading issued an? broadcast",
-        (r"W1 layers\.0\.mlp\.experts\.down: .*experts\.4\.down_proj\.weight in .* on rank 1",),
+        r"L1 .*\bload\w* .*\bbroadcast\b",
+        (r"W1 layers\.0\.mlp\.experts\.down: .*experts\.4\.down_proj\.weight\b.*\brank 1\b",),
     ),
-    "a key is not handed out": Planted(
-        plants.dropped_key, "qwen3", FSDP, r"E1 model\.norm\.weight: 1 keys of the source are not handed out"
-    ),
+    "a key is not handed out": Planted(plants.dropped_key, "qwen3", FSDP, r"E1 model\.norm\.weight: .*\b1 keys?\b"),
     "rounded on the way out": Planted(
-        plants.rounded_on_the_way_out, "qwen3", FSDP, r"E1 \S+: \d+ of \d+ elements differ", (r"E1 \S*q_proj",)
+        plants.rounded_on_the_way_out, "qwen3", FSDP, r"E1 \S+: \d+ of \d+ elements\b", (r"E1 \S*q_proj",)
     ),
     "pieces that do not tile": Planted(
         plants.both_have_the_first_half, "qwen3", TP, r"T1 layers\.0\.mixer\.q: .*overlap"
@@ -307,54 +306,52 @@ PLANTS = {
         plants.norm_of_copies,
         "qwen3",
         TP,
-        r"N1 norm of ones: counts \S+ elements of \d+: copies are counted too",
-        ("N1 norm: .*, one process finds",),
+        r"N1 norm of ones: .*\b\d+\.\d+ elements of \d+\b.*\bcopies\b",
+        (r"N1 norm: \d\S*\d\b.*\bone process\b.*\d\.\d",),
     ),
-    "the norm leaves out shards": Planted(
-        plants.norm_without_shards, "qwen3_5", TP, r"N1 norm of ones: .*: some shards are left out"
-    ),
+    "the norm leaves out shards": Planted(plants.norm_without_shards, "qwen3_5", TP, r"N1 norm of ones: .*\bshards\b"),
     "the optimizer has copies": Planted(
         plants.optimizer_over_copies,
         "qwen3",
         FSDP,
-        r"U1 embed\.weight: it has a gradient on rank \d, but no update moved it",
+        r"U1 embed\.weight: .*\bgradient\b.*\brank \d\b.*\bupdate\b.*\bcopy\b",
     ),
     "half an update": Planted(
-        plants.half_an_update, "qwen3", FSDP, r"U1 loss of step 1: .*the gradients were right, so the update was not"
+        plants.half_an_update, "qwen3", FSDP, r"U1 loss of step 1: (?!.*\bG1\b).*\bgradients\b.*\bright\b.*\bupdate\b"
     ),
     "replicas drift": Planted(
-        plants.replicas_drift, "qwen3", TP, r"G2 \S*norm\.weight: the weight of ranks \[0, 1\] differs along tp"
+        plants.replicas_drift, "qwen3", TP, r"G2 \S*norm\.weight: .*\bweight\b.*\[0, 1\].*\btp\b"
     ),
     "a gather too many": Planted(
         plants.gathered_twice,
         "qwen3",
         TP,
-        r"K1 all_gather: \d+ among ranks \[0, 1\] \(tp\), the bill says \d+: 10 that nobody declared",
+        r"K1 all_gather: \d+\b.*\[0, 1\].*\btp\b.*\bbill\b.*\b\d+\b.*\b10\b.*\bdeclare",
     ),
     "a door sends in another dtype": Planted(
         plants.in_another_dtype,
         "qwen3",
         TP,
         r"D1 ",
-        (r"K1 reduce_scatter: \d+ bytes among ranks \[0, 1\] \(tp\), the bill says \d+",),
+        (r"K1 reduce_scatter: \d+ bytes\b.*\[0, 1\].*\btp\b.*\bbill\b.*\b\d+\b",),
     ),
     "one rank leaves a collective out": Planted(
         plants.one_rank_skips,
         "qwen3",
         TP,
-        r"RUN .*rank 0 is at all_reduce of \d+ bytes at the last sums of gradients, rank 1 .* at the loss",
+        r"RUN .*\brank 0\b.*\ball_reduce of \d+ bytes\b.*\bsums of gradients\b.*\brank 1\b.*\bthe loss\b",
     ),
     "one rank does one more": Planted(
         plants.one_rank_does_more,
         "qwen3",
         FSDP,
-        r"RUN .*rank 0 is at all_reduce of 16 bytes at the loss, rank 1 at all_gather of 4 bytes at",
+        r"RUN .*\brank 0\b.*\ball_reduce of 16 bytes\b.*\bthe loss\b.*\brank 1\b.*\ball_gather of 4 bytes\b",
     ),
     "another order on one rank": Planted(
         plants.other_order,
         "qwen3",
         FSDP,
-        r"RUN .*rank 0 is at all_reduce of 4 bytes at a sum, rank 1 at all_gather of 4 bytes at",
+        r"RUN .*\brank 0\b.*\ball_reduce of 4 bytes\b.*\brank 1\b.*\ball_gather of 4 bytes\b",
     ),
 }
 

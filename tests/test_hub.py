@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from huggingface_hub import errors
 import meshwright as mw
 from meshwright.verify import Recorder
 from tests import tiny, worlds
+from tests.words import words
 
 
 def fetched(at: Path, log: Path, mesh: dict[str, int]) -> tuple[int, int]:
@@ -58,8 +60,8 @@ def failing(bad_rank: str) -> str:
 @pytest.mark.parametrize("bad_rank", ["0", "1"])
 def test_all_ranks_fail_together(bad_rank: str) -> None:
     found = worlds.run(2, failing, bad_rank, seconds=20)
-    assert "cannot be reached" in found[int(bad_rank)]
-    assert "could not be fetched by 1 processes" in found[1 - int(bad_rank)]
+    assert re.search(words("org/tiny", r"\bhub\b", "HF_HUB_OFFLINE"), found[int(bad_rank)]), found
+    assert re.search(words("org/tiny", r"\b1 process"), found[1 - int(bad_rank)]), found
 
 
 def http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
@@ -79,19 +81,18 @@ def reason_for(error: Exception) -> str:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: errors.OfflineModeIsEnabled("offline"), "unset HF_HUB_OFFLINE"),
-        (lambda: errors.LocalEntryNotFoundError("not cached"), "or give a directory"),
-        (lambda: http(errors.GatedRepoError), "it is gated; ask for access"),
-        (lambda: http(errors.RepositoryNotFoundError), "the hub has no such model, or it is private"),
+        (lambda: errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE"),
+        (lambda: errors.LocalEntryNotFoundError("not cached"), words("HF_HUB_OFFLINE", r"\bdirectory\b")),
+        (lambda: http(errors.GatedRepoError), words("gated", "access")),
+        (lambda: http(errors.RepositoryNotFoundError), words(r"\bno\b", "private")),
         (lambda: errors.HFValidationError("bad name"), "HFValidationError: bad name"),
-        (lambda: OSError(28, "No space left on device"), "No space left on device; check network and disk"),
-        (lambda: errors.HTTPError("reset by peer"), "reset by peer; check network"),
+        (lambda: OSError(28, "No space left on device"), words("No space left on device", r"\bdisk\b")),
+        (lambda: errors.HTTPError("reset by peer"), words("reset by peer", r"\bnetwork\b")),
     ],
 )
 def test_reasons(make: Any, reason: str) -> None:
     message = worlds.run(1, lambda: reason_for(make()))[0]
-    assert message.startswith("org/tiny is no directory here, and could not be fetched: ")
-    assert reason in message
+    assert re.search(words("org/tiny", r"\bdirectory\b", reason), message), message
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_reasons(make: Any, reason: str) -> None:
 def test_a_path_that_does_not_exist_is_not_looked_for(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None, raising=False)
     monkeypatch.chdir("/proc/self/task")
-    with pytest.raises(mw.LoadError, match=r"is no directory and no hub id|has no config"):
+    with pytest.raises(mw.LoadError, match=r"\bhub id\b|config\.json"):
         mw.load(source)
 
 

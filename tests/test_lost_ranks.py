@@ -192,15 +192,15 @@ TP, FSDP, BOTH = dict(tp=2), dict(fsdp=2), dict(fsdp=2, tp=2)
 # Who is lost, how, in which words; whether that shows at once, or only when the time is over.
 LOST: list[tuple[str, dict[str, int], Callable[[mw.Engine], None], list[str], bool]] = [
     ("killed at a door", TP, at_a_door("layers.1.mixer.enter", 2, killed),
-     ["rank 1: died, its process is gone", rf"rank 0: waiting at layers\.1\.mixer\.enter, forward {MICRO}"], True),
+     [r"rank 1: .*\bdied\b.*\bprocess\b", rf"rank 0: waiting at layers\.1\.mixer\.enter, forward {MICRO}"], True),
     ("killed at a door", BOTH, at_a_door("layers.1.mixer.enter", 2, killed),
-     ["rank 3: died, its process is gone", rf"rank 2: waiting at layers\.1\.mixer\.enter, forward {MICRO}"], True),
+     [r"rank 3: .*\bdied\b.*\bprocess\b", rf"rank 2: waiting at layers\.1\.mixer\.enter, forward {MICRO}"], True),
     ("killed in the loss", FSDP, in_the_loss(2, killed),
-     ["rank 1: died, its process is gone", rf"rank 0: waiting at FSDP of [\w.]+, .* {MICRO}"], True),
+     [r"rank 1: .*\bdied\b.*\bprocess\b", rf"rank 0: waiting at FSDP of [\w.]+, .* {MICRO}"], True),
     ("stopped in the loss", FSDP, in_the_loss(2, stopped),
      [r"rank 1: stopped \(SIGSTOP, a debugger\)", r"[2-9] s ago", r"rank 0: waiting at FSDP of "], False),
     ("asleep in the loss", BOTH, in_the_loss(2, asleep),
-     [rf"rank 3: in no collective: test_lost_ranks\.py:\d+ in asleep, after head\.meet, forward {MICRO}, for [2-6] s",
+     [rf"rank 3: .*test_lost_ranks\.py:\d+ in asleep\b.*\bhead\.meet, forward {MICRO}.* [2-6] s",
       r"ranks? (0, )?2: waiting at head\.meet, backward"], False),
     ("one collective more", FSDP, one_more,
      [rf"rank 1: waiting at a sum of my own {MICRO}", "rank 0: waiting at FSDP of "], False),
@@ -242,8 +242,8 @@ def test_the_keeper_of_the_store_is_lost(source: Path, tmp_path: Path, act: Call
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     outcome = survive(2, 0, tmp_path, keeps_the_store, source, at_a_door("layers.1.mixer.enter", 2, act), port)[1]
-    assert "rank 0: no answer from the store of the run, which it keeps" in outcome.said, outcome
-    assert r"rank 1: waits at layers.1.mixer.enter, forward (step 1, micro-batch 2 of 2)" in outcome.said, outcome
+    assert re.search(r"rank 0: .*\bstore\b", outcome.said), outcome
+    assert re.search(rf"rank 1: .*layers\.1\.mixer\.enter, forward {MICRO}", outcome.said), outcome
     assert outcome.seconds < SOON_S
 
 
@@ -263,7 +263,7 @@ def ended_by_torchrun(source: Path, harm: Callable[[mw.Engine], None], log: Path
 def test_who_is_ended_by_torchrun_says_why_first(source: Path, tmp_path: Path) -> None:
     harm = at_a_door("layers.1.mixer.enter", 2, killed)
     assert survive(2, 1, tmp_path, ended_by_torchrun, source, harm, tmp_path / "log") == {}
-    assert "rank 1: died, its process is gone" in (tmp_path / "log").read_text()
+    assert re.search(r"rank 1: .*\bdied\b.*\bprocess\b", (tmp_path / "log").read_text())
 
 
 def lost_under_run_ranks(source: Path, harm: Callable[[mw.Engine], None]) -> None:
@@ -278,10 +278,10 @@ def test_run_ranks_says_where_all_stand(source: Path) -> None:
     with pytest.raises(RankError) as hung:
         run_ranks(2, lost_under_run_ranks, source, asleep_there, seconds=3)
     place = r"layers\.\d\.mixer\.enter, forward \(step 0, micro-batch 2 of 2\)"
-    assert re.search(r"ranks \[0, 1\] of 2 hung for 3 s", str(hung.value))
-    assert re.search(rf"rank 0 waits at {place}", str(hung.value))
-    assert re.search(r"rank 1 works test_lost_ranks\.py:\d+ in asleep, after layers\.0\.mlp\.leave", str(hung.value))
-    with pytest.raises(RankError, match=r"ranks \[1\] of 2 died without a word \(exit code -9\)"):
+    assert re.search(r"\[0, 1\] of 2 .*\bhung\b.* 3 s\b", str(hung.value))
+    assert re.search(rf"rank 0 .*{place}", str(hung.value))
+    assert re.search(r"rank 1 .*test_lost_ranks\.py:\d+ in asleep\b.*\blayers\.0\.mlp\.leave", str(hung.value))
+    with pytest.raises(RankError, match=r"\[1\] of 2 .*\bdied\b.*-9\b"):
         run_ranks(2, lost_under_run_ranks, source, in_the_loss(1, killed), seconds=20)
 
 
@@ -297,27 +297,29 @@ def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> 
     after[79], after[80] = at(WORKS, "train.py:3 in next, after the loss", 14.0, 8.0), None
     after[81] = at(LEFT, "after the norm", 12.0)
     said = judge(before, after, "here", 600.0)
-    assert said == (
-        "rank 80: never joined the run. "
-        "rank 77: no sign of life: it died, or its machine or network is gone; last seen after the norm (step 7), 5 s "
-        "ago. rank 81: left, its script came to an end; last seen after the norm (step 7), 2 s ago. "
-        "rank 78: raised an error: ValueError: no (step 7), 1 s ago. "
-        "rank 79: in no collective: train.py:3 in next, after the loss (step 7), for 8 s. "
-        "ranks 0-76, 82-4095: waiting at the norm (step 7), for 8 s. "
-        "(timeout_s=600) See its own output, and start all ranks again."
+    in_this_order = (
+        r"rank 80: .*join",
+        r"rank 77: .*\bsign of life\b.*\bafter the norm\b.*\bstep 7\b.*\b5 s\b",
+        r"rank 81: .*\bafter the norm\b.*\bstep 7\b.*\b2 s\b",
+        r"rank 78: .*\bValueError: no\b.*\bstep 7\b.*\b1 s\b",
+        r"rank 79: .*\btrain\.py:3 in next\b.*\bthe loss\b.*\bstep 7\b.*\b8 s\b",
+        r"ranks 0-76, 82-4095: .*\bthe norm\b.*\bstep 7\b.*\b8 s\b",
+        r"timeout_s=600\b",
     )
+    assert re.match(".*".join(in_this_order), said), said
+    assert len(said) < 800
 
 
 def test_what_a_silent_process_of_this_machine_is() -> None:
     silent = {0: at(WORKS, "x", pid=os.getpid())}
-    assert "no sign of life, though its process runs" in judge(silent, silent, "here", 1.0)
+    assert re.search(r"no sign of life\b.*\bprocess runs", judge(silent, silent, "here", 1.0))
     gone = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
     gone.start()
     assert gone.pid is not None
     gone.join()
     silent = {0: at(WORKS, "x", pid=gone.pid)}
-    assert "died, its process is gone" in judge(silent, silent, "here", 1.0)
-    assert "no sign of life: it died, or its machine" in judge(silent, silent, "elsewhere", 1.0)
+    assert re.search(r"\bdied\b.*\bprocess\b", judge(silent, silent, "here", 1.0))
+    assert re.search(r"no sign of life\b.*\bmachine\b", judge(silent, silent, "elsewhere", 1.0))
 
 
 def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,4 +363,4 @@ def says_it_in_the_log(source: Path, told: Path) -> list[str]:
 def test_a_rank_that_stands_too_long_says_so_in_the_log(source: Path, tmp_path: Path) -> None:
     for said in run_ranks(2, says_it_in_the_log, source, tmp_path, seconds=40):
         assert len(said) == 1
-        assert re.search(r"rank 1: in no collective: .* rank 0: waiting at .* The dump is there\.", said[0])
+        assert re.search(r"rank 1: .*test_lost_ranks\.py:\d+ in stay_away\b.*rank 0: .* The dump is there\.", said[0])

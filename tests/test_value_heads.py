@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import meshwright as mw
 from tests import tiny, trials, worlds
+from tests.words import words
 
 DOCUMENTS = [[5, 6, 7, 1, 2], [9], [3] * 7 + [100, 130], list(range(40, 80)), [8, 8]]
 SPEECH = {0: "schön", 1: "weder noch", 2: "\N{PILE OF POO}"}
@@ -207,37 +209,40 @@ def test_init_has_the_bias_of_a_token_classifier(source: Callable[[str], Path]) 
 
 TRUNCATED, BIAS = torch.zeros(2, 36), torch.zeros(3)
 SEQUENCE = dict(architectures=["Qwen3ForSequenceClassification"])
+NO_SCORE = words(r"\bno score\.weight\b", r"head\.weight \([23], 36\)", r"\bfetch\b")
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = {
     "a label too few": (
         "value", {}, dict(score_weight=TRUNCATED),
-        r"model\.safetensors: score\.weight is \(2, 36\), but head\.weight needs \(3, 36\) \(label=3, embed=36\); corr",
+        words(r"model\.safetensors", r"score\.weight.*\(2, 36\)", r"head\.weight.*\(3, 36\).*label=3, embed=36"),
     ),
     "bias of other labels": (
-        "value", {}, dict(score_bias=torch.zeros(2)), r"score\.bias is \(2,\), but head\.bias needs \(3,\) \(label=3\)",
+        "value", {}, dict(score_bias=torch.zeros(2)), words(r"score\.bias.*\(2,\)", r"head\.bias.*\(3,\).*label=3"),
     ),
-    "labels not stated: a classifier has two": ("value", dict(id2label=None), {}, r"is \(3, 36\), .* needs \(2, 36\)"),
+    "labels not stated: a classifier has two": ("value", dict(id2label=None), {}, r"\(3, 36\).*\(2, 36\)"),
     "labels not stated: a critic has one": (
-        "value", dict(id2label=None, architectures=["Qwen3ForCausalLM"]), {}, r"is \(3, 36\), .* needs \(1, 36\)",
+        "value", dict(id2label=None, architectures=["Qwen3ForCausalLM"]), {}, r"\(3, 36\).*\(1, 36\)",
     ),
-    "no score of a token classifier": ("value", {}, dict(score_weight=None), r"has no score\.weight, .*; fetch"),
+    "no score of a token classifier": ("value", {}, dict(score_weight=None), NO_SCORE),
     "no score of a sequence classifier": (
-        "value", SEQUENCE, dict(score_weight=None, score_bias=None), r"has no score\.weight, .*; fetch",
+        "value", SEQUENCE, dict(score_weight=None, score_bias=None), NO_SCORE,
     ),
     "bias alone beside a language model": (
         "value", dict(architectures=["Qwen3ForCausalLM"]), dict(score_weight=None),
-        r"has no score\.weight, of which head\.weight \(3, 36\) is made; fetch",
+        NO_SCORE,
     ),
-    "no bias of a token classifier": ("value", {}, dict(score_bias=None), r"has no score\.bias, .*; fetch the file"),
+    "no bias of a token classifier": (
+        "value", {}, dict(score_bias=None), words(r"\bno score\.bias\b", r"head\.bias \(3,\)", r"\bfetch\b"),
+    ),
     "two numbers of labels": (
-        "value", dict(num_labels=2), {}, r"config\.json: num_labels=2, but id2label names 3 labels; correct either",
+        "value", dict(num_labels=2), {}, words(r"config\.json", "num_labels=2", r"id2label\b.*\b3\b"),
     ),
-    "labels in words": ("value", dict(id2label=None, num_labels="3"), {}, r"num_labels='3' is no int"),
-    "labels in a list": ("value", dict(id2label=["a", "b", "c"]), {}, r"id2label=\['a', 'b', 'c'\] must hold fields"),
-    "no labels": ("value", dict(id2label={}, num_labels=0), {}, r"num_labels=0; it must be at least 1"),
+    "labels in words": ("value", dict(id2label=None, num_labels="3"), {}, words("num_labels='3'", r"\bint\b")),
+    "labels in a list": ("value", dict(id2label=["a", "b", "c"]), {}, r"id2label=\['a', 'b', 'c'\]"),
+    "no labels": ("value", dict(id2label={}, num_labels=0), {}, words(r"num_labels=0\b", r"at least 1\b")),
     "language model of a classifier": (
-        "lm", {}, {}, r"holds score\.weight, .* a language model has not; give head=\"value\" to train it, or",
+        "lm", {}, {}, words(r"score\.weight", "language model", 'head="value"'),
     ),
-    "another key": ("none", {}, {"score_0.weight": TRUNCATED}, r"holds score\.0\.weight, which no parameter"),
+    "another key": ("none", {}, {"score_0.weight": TRUNCATED}, words(r"score\.0\.weight", r"\bno parameter")),
 }  # fmt: skip
 
 
@@ -266,15 +271,13 @@ def mistaken(at: Path, loss: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("loss", "text"),
+    ("loss", "pattern"),
     [
-        (mw.losses.squared_error, "squared_error is of one label, the model has 3; give Engine a loss of your own"),
-        (
-            lambda scores, _: scores["values"],
-            f"the loss gave ({tiny.LENGTH}, 3) for ({tiny.LENGTH},) tokens: one term a token",
-        ),
+        (mw.losses.squared_error, words("squared_error", r"\b3\b", "Engine", r"\bloss\b")),
+        (lambda scores, _: scores["values"], words(r"\bloss\b", rf"\({tiny.LENGTH}, 3\).*\({tiny.LENGTH},\)")),
     ],
     ids=["squared_error", "a term a label"],
 )
-def test_losses_of_several_labels(source: Callable[[str], Path], loss: Any, text: str) -> None:
-    assert worlds.run(1, mistaken, source("qwen3"), loss) == [text]
+def test_losses_of_several_labels(source: Callable[[str], Path], loss: Any, pattern: str) -> None:
+    [text] = worlds.run(1, mistaken, source("qwen3"), loss)
+    assert re.search(pattern, text), text

@@ -25,6 +25,7 @@ from meshwright.verify.inspection import Part
 from meshwright.verify.oracles import ORACLES
 from meshwright.verify.report import ROWS
 from tests import tiny
+from tests.words import words
 
 ROOT = Path(__file__).parent.parent
 
@@ -234,23 +235,23 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 REFUSED = [
-    (["tiny-qwen3", "--mesh", "tp=3"], r"tp=3 does not divide 4 heads of layers.0.mixer.q; choose tp from 1, 2, 4"),
-    (["tiny-qwen3.5", "--mesh", "tp=8"], "tp=8 does not divide"),
-    (["tiny-qwen3-moe", "--mesh", "fsdp=2,ep=3"], "ep=3 does not divide fsdp*cp*tp=2; choose ep from 1, 2"),
-    (["tiny-qwen3", "--mesh", "cp=2"], "the axis cp is not built yet"),
-    (["tiny-qwen3", "--mesh", "sp=2"], "'sp=2' is not AXIS=N"),
-    (["tiny-qwen3", "--mesh", "tp=2,tp=4"], "gives tp twice"),
-    (["tiny-qwen3", "--mesh", "tp=two"], "'tp=two' is not AXIS=N"),
-    (["tiny-qwen3", "--mesh", "tp=0"], "tp=0 is not a size"),
-    (["tiny-qwen3", "--dtypes", "float8"], "dtype 'float8' is unknown"),
-    (["tiny-qwen3", "--seconds", "nan"], "--seconds nan: one run may take some seconds above 0"),
-    (["tiny-qwen3", "--seconds", "-1"], "--seconds -1.0: one run may take some seconds above 0"),
-    (["tiny-qwen3", "--full"], "has no weights to take as they are"),
-    (["tiny-qwen3", "--mesh", "fsdp=" + "9" * 5000], "is not AXIS=N"),
-    (["tiny-qwen3", "--device", "gpu"], "--device 'gpu' is no kind of device; choose cpu, or cuda"),
-    (["m" * 300], "File name too long; check the name"),
-    (["no/such/place"], "is neither a directory nor one of tiny-qwen2"),
-    ([], "verify needs a model"),
+    (["tiny-qwen3", "--mesh", "tp=3"], words("tp=3", r"\b4 heads\b", r"layers\.0\.mixer\.q\b", "tp from 1, 2, 4")),
+    (["tiny-qwen3.5", "--mesh", "tp=8"], words("tp=8", "tp from 1, ")),
+    (["tiny-qwen3-moe", "--mesh", "fsdp=2,ep=3"], words("ep=3", r"\btp=2\b", r"\bep from 1, 2\b")),
+    (["tiny-qwen3", "--mesh", "cp=2"], words("cp=2", "cp=1")),
+    (["tiny-qwen3", "--mesh", "sp=2"], words("'sp=2'", "AXIS=N")),
+    (["tiny-qwen3", "--mesh", "tp=2,tp=4"], words(r"tp=2,tp=4", r"\btp\b.*\btwice\b")),
+    (["tiny-qwen3", "--mesh", "tp=two"], words("'tp=two'", "AXIS=N")),
+    (["tiny-qwen3", "--mesh", "tp=0"], r"\btp=0\b"),
+    (["tiny-qwen3", "--dtypes", "float8"], words("'float8'", "float64")),
+    (["tiny-qwen3", "--seconds", "nan"], r"--seconds nan\b"),
+    (["tiny-qwen3", "--seconds", "-1"], r"--seconds -1\.0\b"),
+    (["tiny-qwen3", "--full"], words("tiny-qwen3", "weights")),
+    (["tiny-qwen3", "--mesh", "fsdp=" + "9" * 5000], "AXIS=N"),
+    (["tiny-qwen3", "--device", "gpu"], words("--device 'gpu'", r"\bcpu\b.*\bcuda\b")),
+    (["m" * 300], "File name too long"),
+    (["no/such/place"], words("no/such/place", "directory", "tiny-qwen2")),
+    ([], words("verify", "model")),
 ]
 
 
@@ -259,7 +260,7 @@ def test_refused_at_once(capsys: pytest.CaptureFixture[str], arguments: list[str
     began = time.monotonic()
     code, _, err = said(capsys, *arguments)
     assert code == 2
-    assert pattern in err
+    assert re.search(pattern, err), err
     assert time.monotonic() - began < 5
 
 
@@ -268,7 +269,7 @@ def test_what_the_real_sizes_do_not_allow_is_refused(tmp_path: Path, capsys: pyt
     at = directory(tmp_path / "m", {**QWEN2, "intermediate_size": 4865})
     code, _, err = said(capsys, at, "--mesh", "tp=2")
     assert code == 2
-    assert "tp=2 does not divide 4865 ffn" in err
+    assert re.search(words("tp=2", r"\b4865 ffn\b"), err), err
 
 
 def test_what_cannot_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,14 +277,13 @@ def test_what_cannot_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     at, began = directory(tmp_path / "m", QWEN3_30B_A3B), time.monotonic()
     code, _, err = said(capsys, at, "--mesh", "fsdp=2,ep=2", "--full")
     assert code == 2
-    assert "training on fsdp=2 ep=2 takes" in err
-    assert "choose fewer ranks, leave out --full, or choose narrower --dtypes" in err
+    assert re.search(words("train", "fsdp=2 ep=2", "--full", "--dtypes"), err), err
     code, _, err = said(capsys, at, "--mesh", "fsdp=2,ep=2", "--weights")
     assert code == 2
-    assert "holding the weights on fsdp=2 ep=2 takes 1" in err
+    assert re.search(words(r"\bweights\b", "fsdp=2 ep=2", r"\b1\d+\S* [GT]B"), err), err
     code, _, err = said(capsys, at, "--mesh", "replicate=4096")
     assert code == 2
-    assert "replicate=4096 is 4096 processes for" in err
+    assert re.search(words("replicate=4096", r"\b4096 processes\b"), err), err
     assert time.monotonic() - began < 15
 
 
@@ -292,7 +292,7 @@ def test_devices_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("they are")
     code, _, err = said(capsys, "tiny-qwen3", "--mesh", "tp=2", "--device", "cuda")
     assert code == 2
-    assert "tp=2 needs 2 devices, 0 are here" in err
+    assert re.search(words("tp=2", r"\b2 devices\b", r"\b0\b"), err), err
 
 
 def dies(rank_of_death: int) -> None:
@@ -308,10 +308,10 @@ def sleeps() -> None:
 
 def test_a_rank_that_dies_or_hangs_is_named() -> None:
     began = time.monotonic()
-    with pytest.raises(RankError, match=r"ranks \[1\] of 2 died without a word"):
+    with pytest.raises(RankError, match=words(r"\[1\] of 2", r"\bdied\b")):
         run_ranks(2, dies, 1, seconds=30)
     assert time.monotonic() - began < 10
-    with pytest.raises(RankError, match=r"ranks \[1\] of 2 hung for 2 s"):
+    with pytest.raises(RankError, match=words(r"\[1\] of 2", r"\bhung\b", r"\b2 s\b")):
         run_ranks(2, sleeps, seconds=2)
 
 
@@ -330,16 +330,16 @@ def test_no_thread_outlives_a_run() -> None:
 BREAKS = {
     "a sum is removed": (
         "parallel/sums.py", '        mesh.sum_(flat, axes, "the last sums of gradients")\n', "",
-        ["tiny-qwen3", "--mesh", "tp=2"], ["G1 model.norm.weight", "a sum over tp is missing"],
+        ["tiny-qwen3", "--mesh", "tp=2"], [r"G1 model\.norm\.weight\b.*\bsum over tp\b"],
     ),
     "a sum becomes an average": (
         "parallel/fsdp.py", "sharded.set_gradient_divide_factor(1.0)", "sharded.set_gradient_divide_factor(2.0)",
-        ["tiny-qwen3", "--mesh", "fsdp=2"], ["ratio 0.5: 1/2 of it = 1/fsdp"],
+        ["tiny-qwen3", "--mesh", "fsdp=2"], [r"\bG1\b.*\bratio 0\.5\b.*\b1/2 of it = 1/fsdp\b"],
     ),
     "the wrong half is loaded": (
         "layout/rules.py", "_index(placement.shard, axes, coords))\n    return Piece", "0)\n    return Piece",
         ["tiny-qwen3", "--mesh", "fsdp=2"],
-        ["RUN 2 ranks: it stopped", "rank 1 stores (65, 36), the table says (66, 36)"],
+        [r"\bRUN\b", r"\brank 1\b.*\(65, 36\).*\(66, 36\)"],
     ),
 }  # fmt: skip
 
@@ -358,4 +358,4 @@ def test_a_broken_copy_of_the_package_is_found_out(
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     out = " ".join(done.stdout.split())
-    assert all(text in out for text in told), done.stdout
+    assert re.search(words(*told), out), done.stdout

@@ -3,6 +3,7 @@ weights of tokens, long documents."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -93,13 +94,13 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
         without_gradient_no_update,
         "U1 model.embed_tokens.weight: ",
     ),
-    "the last update is too large": (last_update_too_large, "U1 lm_head.weight: 4716 of 4716"),
+    "the last update is too large": (last_update_too_large, "U1 lm_head.weight: .*4716 of 4716"),
     "an earlier copy is handed out": (
         first_copy_handed_out,
-        "U1 lm_head.weight: what stream and export hand out is",
+        r"U1 lm_head.weight: (?!.* of \d).*\bstream\b.*\bexport\b",
     ),
     "evaluate": (evaluated_twice, "S1 evaluate: "),
-    "logits": (logits_of_other_words, "D1 logits: log-probabilities are right"),
+    "logits": (logits_of_other_words, r"D1 logits: .*\blog-?prob"),
     "weights of tokens are only counted": (weights_only_counted, "S1 loss: "),
     "the state is lost after 64 tokens": (state_lost_after_64_tokens, "D1 layers.0.mixer: "),
 }
@@ -135,4 +136,4 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], li
 @pytest.mark.parametrize("mesh", MESHES)
 def test_found(findings: Callable[[Planted], list[Finding]], name: str, mesh: str) -> None:
     found = list(map(str, findings((mesh, name))))
-    assert found[0].startswith(PLANTS[name][1]), found[:3]
+    assert re.match(PLANTS[name][1], found[0]), found[:3]
