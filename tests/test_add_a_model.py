@@ -56,7 +56,7 @@ def test_it_agrees_with_transformers(tmp_path: Path, changes: dict[str, Any]) ->
 def test_what_it_does_not_compute_is_refused(tmp_path: Path, field: str) -> None:
     value = {"hidden_act": "gelu", "attention_bias": True}.get(field, 3)
     (tmp_path / "config.json").write_text(json.dumps(tiny.of("phi3", **{field: value})))
-    with pytest.raises(mw.ConfigError, match=rf"^config.json: {field}={value!r} is not supported"):
+    with pytest.raises(mw.ConfigError, match=rf"config\.json\b.*\b{field}={value!r}"):
         mw.init(tmp_path)
 
 

@@ -14,6 +14,7 @@ import pytest
 import meshwright as mw
 from meshwright.weights import open_source
 from tests.hostile import INDEX, index, refused
+from tests.words import words
 
 
 def written(header: object, data: bytes = b"") -> bytes:
@@ -28,70 +29,71 @@ def spec(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8), 
 
 A = spec()
 DEEP = 200_000
+SPEC = (r"\bdtype\b", r"\bshape\b", r"\bdata_offsets\b")  # what a tensor must have
 HEADERS: dict[str, tuple[bytes, str]] = {
-    "no bytes": (b"", r"0 bytes, header of -1: truncated"),
-    "seven bytes": (b"\0" * 7, r"7 bytes, header of -1"),
-    "git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", r"is a pointer of git-lfs; .* lfs pull"),
-    "length alone": (struct.pack("<Q", 64), r"header of 64: truncated"),
-    "length beyond the file": (struct.pack("<Q", 1 << 40) + b"{}", r"header of 1099511627776: truncated"),
-    "length of all ones": (b"\xff" * 64, r"header of 18446744073709551615"),
-    "zero length": (struct.pack("<Q", 0) + b"{}", r"header of 0"),
-    "truncated data": (written({"a": A}, b"\0" * 7), r"speaks of \d+ bytes, it has \d+: truncated"),
-    "grown data": (written({"a": A}, b"\0" * 9), r"truncated or grown"),
-    "data outside": (written({"a": spec(offsets=(800, 808))}, b"\0" * 8), r"'a' begins at byte \d+, expected"),
-    "overlap": (written({"a": A, "b": spec(offsets=(4, 12))}, b"\0" * 12), r"'b' begins .* overlap"),
-    "same bytes": (written({"a": A, "b": A}, b"\0" * 8), r"'b' begins .* overlap"),
-    "gap": (written({"a": A, "b": spec(offsets=(12, 20))}, b"\0" * 20), r"'b' begins .* a gap"),
-    "gap in front": (written({"a": spec(offsets=(4, 12))}, b"\0" * 12), r"'a' begins .* a gap"),
+    "no bytes": (b"", words(r"\b0 bytes\b", r"-1\b", "truncated")),
+    "seven bytes": (b"\0" * 7, words(r"\b7 bytes\b", r"-1\b")),
+    "git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", words("git-lfs", "lfs pull")),
+    "length alone": (struct.pack("<Q", 64), words(r"\b64\b", "truncated")),
+    "length beyond the file": (struct.pack("<Q", 1 << 40) + b"{}", words(r"\b1099511627776\b", "truncated")),
+    "length of all ones": (b"\xff" * 64, r"\b18446744073709551615\b"),
+    "zero length": (struct.pack("<Q", 0) + b"{}", words("header", r"\b0\b")),
+    "truncated data": (written({"a": A}, b"\0" * 7), words(r"\b\d+ bytes\b.*\b\d+\b", "truncated")),
+    "grown data": (written({"a": A}, b"\0" * 9), r"\bgrown\b"),
+    "data outside": (written({"a": spec(offsets=(800, 808))}, b"\0" * 8), r"'a'.*\bbyte \d+"),
+    "overlap": (written({"a": A, "b": spec(offsets=(4, 12))}, b"\0" * 12), r"'b'.*\boverlap"),
+    "same bytes": (written({"a": A, "b": A}, b"\0" * 8), r"'b'.*\boverlap"),
+    "gap": (written({"a": A, "b": spec(offsets=(12, 20))}, b"\0" * 20), r"'b'.*\ba gap\b"),
+    "gap in front": (written({"a": spec(offsets=(4, 12))}, b"\0" * 12), r"'a'.*\ba gap\b"),
     "doubled key": (
         written(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},' * 1 + b'"a":{"dtype":"U8"}}'),
-        r"the key 'a' stands there twice",
+        r"'a'.*\btwice\b",
     ),
-    "doubled field": (written(b'{"a":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}}'), r"'dtype' stand"),
-    "unknown dtype": (written({"a": spec("F99")}, b"\0" * 8), r"'a' has the unknown dtype 'F99'"),
-    "dtype of a list": (written({"a": spec(["F32"])}, b"\0" * 8), r"'a' has the unknown dtype \['F32'\]"),
-    "negative size": (written({"a": spec(shape=(-2,))}, b"\0" * 8), r"'a' has shape \[-2\]"),
-    "two negative sizes": (written({"a": spec(shape=(-2, -1))}, b"\0" * 8), r"'a' has shape \[-2, -1\]"),
-    "float size": (written({"a": spec(shape=(2.0,))}, b"\0" * 8), r"'a' has shape \[2\.0\]"),
-    "bool size": (written({"a": spec("U8", (True,), (0, 1))}, b"\0"), r"'a' has shape \[True\]"),
-    "size in words": (written({"a": spec(shape=("2",))}, b"\0" * 8), r"'a' has shape \['2'\]"),
-    "shape of a number": (written({"a": spec(shape=2)}, b"\0" * 8), r"'a' has shape 2"),
-    "huge size": (written({"a": spec(shape=(1 << 70,))}, b"\0" * 8), r"'a' has shape \["),
+    "doubled field": (written(b'{"a":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}}'), r"'dtype'.*twice"),
+    "unknown dtype": (written({"a": spec("F99")}, b"\0" * 8), r"'a'.*\bdtype 'F99'"),
+    "dtype of a list": (written({"a": spec(["F32"])}, b"\0" * 8), r"'a'.*\bdtype \['F32'\]"),
+    "negative size": (written({"a": spec(shape=(-2,))}, b"\0" * 8), r"'a'.*\bshape \[-2\]"),
+    "two negative sizes": (written({"a": spec(shape=(-2, -1))}, b"\0" * 8), r"'a'.*\bshape \[-2, -1\]"),
+    "float size": (written({"a": spec(shape=(2.0,))}, b"\0" * 8), r"'a'.*\bshape \[2\.0\]"),
+    "bool size": (written({"a": spec("U8", (True,), (0, 1))}, b"\0"), r"'a'.*\bshape \[True\]"),
+    "size in words": (written({"a": spec(shape=("2",))}, b"\0" * 8), r"'a'.*\bshape \['2'\]"),
+    "shape of a number": (written({"a": spec(shape=2)}, b"\0" * 8), r"'a'.*\bshape 2"),
+    "huge size": (written({"a": spec(shape=(1 << 70,))}, b"\0" * 8), r"'a'.*\bshape \["),
     "size of 5000 digits": (
         written(b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}'),
         r"malformed",
     ),
-    "product overflows": (written({"a": spec(shape=(1 << 62, 1 << 62))}, b"\0" * 8), r"'a' F32 \[.* takes \d{30,} b"),
-    "product wraps to 8": (written({"a": spec(shape=((1 << 62) + 1, 2))}, b"\0" * 8), r"'a' F32 .* takes"),
-    "a million dims": (written({"a": spec(shape=[1 << 60] * 1_000_000)}, b"\0" * 8), r"'a' has shape .* at most 64"),
+    "product overflows": (written({"a": spec(shape=(1 << 62, 1 << 62))}, b"\0" * 8), r"'a'.*\bF32\b.*\b\d{30,} b"),
+    "product wraps to 8": (written({"a": spec(shape=((1 << 62) + 1, 2))}, b"\0" * 8), r"'a'.*\bF32\b.*\b\d{19,} b"),
+    "a million dims": (written({"a": spec(shape=[1 << 60] * 1_000_000)}, b"\0" * 8), r"'a'.*\bshape .*\b64\b"),
     "negative offset": (written({"a": spec(offsets=(-8, 0))}, b"\0" * 8), r"offsets \[-8, 0\]"),
-    "offsets backwards": (written({"a": spec(offsets=(8, 0))}, b"\0" * 8), r"gives? it -8"),
+    "offsets backwards": (written({"a": spec(offsets=(8, 0))}, b"\0" * 8), r"-8\b"),
     "float offset": (written({"a": spec(offsets=(0.0, 8))}, b"\0" * 8), r"offsets \[0\.0, 8\]"),
     "bool offset": (written({"a": spec("U8", (1,), (False, True))}, b"\0"), r"offsets \[False, True\]"),
     "huge offset": (written({"a": spec(offsets=(0, 1 << 80))}, b"\0" * 8), r"'a' has shape"),
     "one offset": (written({"a": spec(offsets=(0,))}, b"\0" * 8), r"exactly 2"),
     "three offsets": (written({"a": spec(offsets=(0, 4, 8))}, b"\0" * 8), r"exactly 2"),
-    "half a byte": (written({"a": spec("F4", (3,), (0, 2))}, b"\0" * 2), r"takes 12 bits"),
-    "no offsets": (written({"a": {"dtype": "F32", "shape": [2]}}, b"\0" * 8), r"must have dtype, shape and data_off"),
-    "a field too many": (written({"a": spec(code="import os")}, b"\0" * 8), r"and no more"),
-    "tensor of a list": (written({"a": [1, 2]}, b"\0" * 8), r"'a' has \[1, 2\]"),
-    "tensor of null": (written({"a": None}), r"'a' has None"),
-    "header of a list": (written([1, 2]), r"holds a list"),
-    "header of a string": (written("abc"), r"holds a str"),
-    "metadata of a list": (written({"__metadata__": ["a"]}), r"__metadata__ is \['a'\]"),
-    "metadata of numbers": (written({"__metadata__": {"a": 1}}), r"must map names to strings"),
+    "half a byte": (written({"a": spec("F4", (3,), (0, 2))}, b"\0" * 2), r"\b12 bits\b"),
+    "no offsets": (written({"a": {"dtype": "F32", "shape": [2]}}, b"\0" * 8), words(*SPEC)),
+    "a field too many": (written({"a": spec(code="import os")}, b"\0" * 8), words(*SPEC, "code")),
+    "tensor of a list": (written({"a": [1, 2]}, b"\0" * 8), r"'a'.*\[1, 2\]"),
+    "tensor of null": (written({"a": None}), r"'a'.*\bNone\b"),
+    "header of a list": (written([1, 2]), r"\blist\b"),
+    "header of a string": (written("abc"), r"\bstr\b"),
+    "metadata of a list": (written({"__metadata__": ["a"]}), r"__metadata__.*\['a'\]"),
+    "metadata of numbers": (written({"__metadata__": {"a": 1}}), words("__metadata__", r"\bstrings\b")),
     "deep lists": (written(b"[" * DEEP + b"]" * DEEP), r"nested too deep|malformed"),
     "deep objects": (written(b'{"a":' * DEEP + b"1" + b"}" * DEEP), r"nested too deep|malformed"),
     "no UTF-8": (written(b'{"\xff\xfe":1}'), r"malformed .*utf-8"),
     "UTF-16": (written('{"a":1}'.encode("utf-16")), r"malformed"),
     "half a surrogate": (written(b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), r"malformed"),
-    "NaN": (written(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}'), r"NaN is no JSON number"),
-    "Infinity": (written(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,Infinity]}}'), r"Infinity is no JSON"),
+    "NaN": (written(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}'), r"\bNaN\b.*\bJSON\b"),
+    "Infinity": (written(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,Infinity]}}'), r"\bInfinity\b.*\bJSON\b"),
     "no JSON": (written(b"{'a': __import__('os').system('touch x')}"), r"malformed"),
     "cut JSON": (written(b'{"a":{"dtype":"F3'), r"malformed"),
     "two objects": (written(b"{}{}"), r"malformed"),
-    "a pickle by another name": (b"\x80\x04cos\nsystem\n(S'touch x'\ntR." + b"\0" * 64, r"header of"),
-    "no tensors": (written({}), r"holds no tensor"),
+    "a pickle by another name": (b"\x80\x04cos\nsystem\n(S'touch x'\ntR." + b"\0" * 64, r"\bheader\b"),
+    "no tensors": (written({}), r"\bno tensor"),
 }  # fmt: skip
 
 
@@ -133,81 +135,81 @@ def sparse_index(at: Path) -> None:
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing": (lambda at: None, r"holds no safetensors file"),
-    "pickles only": (lambda at: (at / "pytorch_model.bin").write_bytes(b"\x80"), r"is a pickle, which may run code"),
-    "a directory as file": (directory_as_file, r"model\.safetensors is no regular file"),
-    "a dangling link": (dangling, r"model\.safetensors cannot be read: No such file"),
-    "a link to itself": (loop, r"model\.safetensors cannot be read: Too many levels"),
-    "a pipe": (pipe, r"is no regular file"),
-    "a device": (device, r"is no regular file"),
-    "key in two files": (lambda at: (good(at), good(at, "b.safetensors")), r"'a' stands in both a\.saf.* and b\.saf"),
-    "index of a directory": (lambda at: (good(at), (at / INDEX).mkdir()), r"is no regular file"),
-    "index without end": (sparse_index, r"1099511627776 bytes are too many"),
+    "nothing": (lambda at: None, r"\bno safetensors\b"),
+    "pickles only": (lambda at: (at / "pytorch_model.bin").write_bytes(b"\x80"), r"pytorch_model\.bin.*pickle"),
+    "a directory as file": (directory_as_file, words(r"model\.safetensors", "regular file")),
+    "a dangling link": (dangling, words(r"model\.safetensors", "No such file")),
+    "a link to itself": (loop, words(r"model\.safetensors", "Too many levels")),
+    "a pipe": (pipe, r"\bregular file\b"),
+    "a device": (device, r"\bregular file\b"),
+    "key in two files": (lambda at: (good(at), good(at, "b.safetensors")), r"'a'.*\ba\.saf.*\bb\.saf"),
+    "index of a directory": (lambda at: (good(at), (at / INDEX).mkdir()), r"\bregular file\b"),
+    "index without end": (sparse_index, r"\b1099511627776 bytes\b"),
     "index no JSON": (lambda at: (good(at), (at / INDEX).write_text("{")), r"malformed"),
     "index no UTF-8": (lambda at: (at / INDEX).write_bytes(b"\xff\xfe{"), r"malformed"),
-    "index of a list": (lambda at: (at / INDEX).write_text("[]"), r"holds a list"),
+    "index of a list": (lambda at: (at / INDEX).write_text("[]"), r"\blist\b"),
     "index too deep": (lambda at: (at / INDEX).write_text('{"a":' * DEEP), r"too deep|malformed"),
-    "no weight_map": (lambda at: (good(at), (at / INDEX).write_text("{}")), r"weight_map is None"),
-    "weight_map of a list": (lambda at: index(at, ["a"]), r"weight_map is \['a'\]"),
-    "weight_map of numbers": (lambda at: index(at, {"a": 1}), r"must map keys to file names"),
-    "empty weight_map": (lambda at: (good(at), index(at, {})), r"weight_map is \{\}"),
+    "no weight_map": (lambda at: (good(at), (at / INDEX).write_text("{}")), r"\bweight_map\b.*\bNone\b"),
+    "weight_map of a list": (lambda at: index(at, ["a"]), r"\bweight_map\b.*\['a'\]"),
+    "weight_map of numbers": (lambda at: index(at, {"a": 1}), words("weight_map", r"\bkeys\b", r"\bnames\b")),
+    "empty weight_map": (lambda at: (good(at), index(at, {})), r"\bweight_map\b.*\{\}"),
     "index metadata of a list": (lambda at: (at / INDEX).write_text('{"metadata":[],"weight_map":{"a":"a"}}'), r"not "),
     "doubled key in index": (
         lambda at: (at / INDEX).write_text('{"weight_map":{"a":"a.safetensors","a":"b.safetensors"}}'),
-        r"'a' stands there twice",
+        r"'a'.*\btwice\b",
     ),
     "index leaves upwards": (
         lambda at: (good(at.parent, "x.safetensors"), index(at, {"a": "../x.safetensors"})),
-        r"names '\.\./x\.safetensors'",
+        r"index.*'\.\./x\.safetensors'",
     ),
-    "index leaves absolutely": (lambda at: index(at, {"a": str(good(at).absolute())}), r"names '/.*a\.safetensors'"),
+    "index leaves absolutely": (lambda at: index(at, {"a": str(good(at).absolute())}), r"index.*'/.*a\.safetensors'"),
     "index into a folder": (
         lambda at: ((at / "d").mkdir(), good(at / "d"), index(at, {"a": "d/a.safetensors"})),
-        r"names 'd/a\.safetensors'",
+        r"index.*'d/a\.safetensors'",
     ),
-    "index names the parent": (lambda at: index(at, {"a": ".."}), r"names '\.\.'"),
-    "index names nothing": (lambda at: index(at, {"a": ""}), r"names ''"),
-    "index names a NUL": (lambda at: index(at, {"a": "a\0.safetensors"}), r"names 'a"),
-    "index names half a surrogate": (lambda at: index(at, {"a": "\ud800.safetensors"}), r"names '"),
-    "index names another kind": (lambda at: (good(at, "config.json"), index(at, {"a": "config.json"})), r"names 'conf"),
+    "index names the parent": (lambda at: index(at, {"a": ".."}), r"index.*'\.\.'"),
+    "index names nothing": (lambda at: index(at, {"a": ""}), r"index.*''"),
+    "index names a NUL": (lambda at: index(at, {"a": "a\0.safetensors"}), r"index.*'a"),
+    "index names half a surrogate": (lambda at: index(at, {"a": "\ud800.safetensors"}), r"index.*'"),
+    "index names another kind": (lambda at: (good(at, "config.json"), index(at, {"a": "config.json"})), r"index.*'conf"),
     "missing shard": (
         lambda at: (good(at), index(at, {"a": "a.safetensors", "b": "b.safetensors"})),
-        r"names 'b\.safetensors', which is no",
+        r"index.*'b\.safetensors'",
     ),
     "shard is a dangling link": (
         lambda at: ((at / "a.safetensors").symlink_to("gone"), index(at, {"a": "a.safetensors"})),
-        r"names 'a\.safetensors'",
+        r"index.*'a\.safetensors'",
     ),
     "key in index, not in file": (
         lambda at: (good(at), index(at, {"a": "a.safetensors", "b": "a.safetensors"})),
-        r"puts 'b' into a\.safetensors, but no file has it",
+        words("'b'", r"\ba\.safetensors", r"\bno file\b"),
     ),
     "key in file, not in index": (
         lambda at: (good(at), index(at, {"c": "a.safetensors"})),
-        r"puts 'c' into",
+        words("'c'", r"\ba\.safetensors", r"\bno file\b"),
     ),
     "a file that the index does not list": (
         lambda at: (good(at), good(at, "b.safetensors", "b"), index(at, {"a": "a.safetensors"})),
-        r"holds b\.safetensors, which model\.safetensors\.index\.json does not list",
+        words(r" b\.safetensors", r"model\.safetensors\.index\.json"),
     ),
     "two files and no index": (
         lambda at: (good(at, "model.safetensors"), good(at, "more.safetensors", "b")),
-        r"holds more\.safetensors, which stands beside model\.safetensors without an index",
+        words(r"more\.safetensors", r"model\.safetensors\b(?!\.)", r"\bindex\b"),
     ),
     "more in a file than the index says": (
         lambda at: (
             (at / "a.safetensors").write_bytes(written({"a": A, "b": spec(offsets=(8, 16))}, b"\0" * 16)),
             index(at, {"a": "a.safetensors"}),
         ),
-        r"holds 'b', which the index does not list",
+        r"'b'.*\bindex\b",
     ),
     "index swaps files": (
         lambda at: (good(at), good(at, "b.safetensors", "b"), index(at, {"a": "b.safetensors", "b": "a.safetensors"})),
-        r"puts 'a' into b\.safetensors, but a\.safetensors has it",
+        r"'a'.*\bb\.safetensors.*\ba\.safetensors",
     ),
     "file doubled under the index": (
         lambda at: (good(at), good(at, "b.safetensors"), index(at, {"a": "a.safetensors", "b": "b.safetensors"})),
-        r"'a' stands in both",
+        r"'a'.*\ba\.saf.*\bb\.saf",
     ),
 }  # fmt: skip
 
@@ -222,10 +224,10 @@ def test_directories(tmp_path: Path, make: Callable[[Path], object], pattern: st
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    with refused(mw.LoadError, r"gone is no directory", tmp_path):
+    with refused(mw.LoadError, r"\bgone\b.*\bdirectory\b", tmp_path):
         open_source(tmp_path / "gone")
     file = good(tmp_path)
-    with refused(mw.LoadError, r"a\.safetensors is no directory", tmp_path):
+    with refused(mw.LoadError, r"a\.safetensors\b.*\bdirectory\b", tmp_path):
         open_source(file)
 
 
@@ -246,10 +248,10 @@ def test_empty_and_scalar_tensors_are_fine(tmp_path: Path) -> None:
 
 
 def test_names_that_no_file_system_takes(tmp_path: Path) -> None:
-    with refused(mw.LoadError, "File name too long; check the name", tmp_path):
+    with refused(mw.LoadError, "File name too long", tmp_path):
         mw.load(tmp_path / ("m" * 300))
     index(tmp_path, {"a": "m" * 300 + ".safetensors"})
-    with refused(mw.LoadError, "File name too long; check the name", tmp_path):
+    with refused(mw.LoadError, "File name too long", tmp_path):
         open_source(tmp_path)
 
 

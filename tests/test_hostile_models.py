@@ -14,83 +14,84 @@ from safetensors.torch import load_file, save_file
 import meshwright as mw
 from tests import tiny
 from tests.hostile import refused
+from tests.words import words
 
 CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "no JSON": (b"{", r"config\.json: malformed"),
     "no UTF-8": (b"\xff\xfe", r"config\.json: malformed"),
-    "list": (b"[1]", r"holds a list, not an object"),
-    "null": (b"null", r"holds a NoneType"),
+    "list": (b"[1]", words(r"config\.json", r"\blist\b")),
+    "null": (b"null", words(r"config\.json", "NoneType")),
     "deep": (b'{"a":' * 200_000, r"too deep|malformed"),
-    "NaN": (b'{"rms_norm_eps": NaN}', r"NaN is no JSON number"),
-    "doubled": (b'{"model_type":"qwen3","model_type":"qwen2"}', r"'model_type' stands there twice"),
-    "empty": (b"{}", r"model_type=None is not a family"),
-    "no family": (dict(model_type="llama"), r"model_type='llama' is not a family"),
-    "vision": (dict(model_type="qwen3_vl"), r"model_type='qwen3_vl' is not a family"),
-    "model_type of a list": (dict(model_type=["qwen3"]), r"model_type=\['qwen3'\] is not a family"),
-    "layer types of lists": (dict(layer_types=[["full_attention"]] * 2), r"layer_types=.* must be a list of str"),
+    "NaN": (b'{"rms_norm_eps": NaN}', r"\bNaN\b.*\bJSON\b"),
+    "doubled": (b'{"model_type":"qwen3","model_type":"qwen2"}', r"'model_type'.*\btwice\b"),
+    "empty": (b"{}", r"model_type=None\b"),
+    "no family": (dict(model_type="llama"), r"model_type='llama'"),
+    "vision": (dict(model_type="qwen3_vl"), r"model_type='qwen3_vl'"),
+    "model_type of a list": (dict(model_type=["qwen3"]), r"model_type=\['qwen3'\]"),
+    "layer types of lists": (dict(layer_types=[["full_attention"]] * 2), r"layer_types=.*\bstr\b"),
     "dense layers of lists": (
         dict(model_type="qwen3_moe", mlp_only_layers=[[1]], num_experts=8, num_experts_per_tok=2,
-             moe_intermediate_size=8), r"mlp_only_layers=\[\[1\]\] must be a list of int",
+             moe_intermediate_size=8), r"mlp_only_layers=\[\[1\]\].*\bint\b",
     ),
     "endless experts": (
         dict(model_type="qwen3_moe", num_experts=4096, num_experts_per_tok=2, moe_intermediate_size=8,
-             num_hidden_layers=1024), r"1024 layers of 4096 experts; they can be at most 65536",
+             num_hidden_layers=1024), words(r"\b1024 layers\b", r"\b4096 experts\b", r"\b65536\b"),
     ),
     "epsilon beyond floats": (b'{"model_type":"qwen3","num_attention_heads":4,"num_key_value_heads":2,'
                               b'"vocab_size":5,"hidden_size":8,'
-                              b'"rms_norm_eps":1' + b"0" * 400 + b"}", r"rms_norm_eps=1000.* is no float"),
-    "sizes beyond tensors": (dict(vocab_size=2**31 - 1, hidden_size=2**31 - 1), r"it can be at most"),
+                              b'"rms_norm_eps":1' + b"0" * 400 + b"}", r"rms_norm_eps=1000.*\bfloat\b"),
+    "sizes beyond tensors": (dict(vocab_size=2**31 - 1, hidden_size=2**31 - 1), r"\b2147483647\b"),
     "all of each head twice": (
         dict(model_type="qwen3_5_text", partial_rotary_factor=2.0, linear_num_key_heads=2, linear_num_value_heads=4,
-             linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor=2\.0; it must be above 0",
+             linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor=2\.0",
     ),
     "rotated by a string": (
         dict(model_type="qwen3_5_text", partial_rotary_factor="x", linear_num_key_heads=2, linear_num_value_heads=4,
-             linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor='x' is no float",
+             linear_key_head_dim=8, linear_value_head_dim=8), r"partial_rotary_factor='x'.*\bfloat\b",
     ),
     "tied and not tied": (
         dict(model_type="qwen3_5", tie_word_embeddings=False, text_config={"tie_word_embeddings": True}),
-        r"tie_word_embeddings is false at the top, which transformers reads, and true in text_config",
+        words("tie_word_embeddings", r"\bfalse\b", r"\btrue\b.*\btext_config"),
     ),
-    "text_config of a list": (dict(model_type="qwen3_5", text_config=[1]), r"text_config=\[1\] must hold fields"),
+    "text_config of a list": (dict(model_type="qwen3_5", text_config=[1]), r"text_config=\[1\]"),
     "rope of each kind of layer": (
         dict(rope_parameters={"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}),
-        r"'full_attention' of rope_parameters is not supported; it holds rope_type, type, rope_theta",
+        words("'full_attention'", "rope_parameters", "rope_type.*rope_theta"),
     ),
-    "rope of a string": (dict(rope_parameters="yarn"), r"rope_parameters='yarn' must hold fields"),
-    "layer types of a number": (dict(layer_types=5), r"layer_types=5 must be a list"),
+    "rope of a string": (dict(rope_parameters="yarn"), r"rope_parameters='yarn'"),
+    "layer types of a number": (dict(layer_types=5), r"layer_types=5\b.*\blist\b"),
     "router logits as text": (
         dict(
             model_type="qwen3_moe", output_router_logits="false", num_experts=8, num_experts_per_tok=2,
             moe_intermediate_size=8,
         ),
-        r"output_router_logits='false' is no bool",
+        r"output_router_logits='false'.*\bbool\b",
     ),
     "dense layers of a number": (
         dict(model_type="qwen3_moe", mlp_only_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8),
-        r"mlp_only_layers=1 must be a list",
+        r"mlp_only_layers=1\b.*\blist\b",
     ),
     "scaled rope beside a section": (
         dict(rope_parameters={"rope_type": "yarn", "mrope_section": [1, 1, 0]}),
-        r"rope_type='yarn' of rope_parameters is not supported",
+        words("rope_type='yarn'", "rope_parameters"),
     ),
     "scaled rope beside a default one": (
         dict(rope_parameters={"rope_type": "default"}, rope_scaling={"rope_type": "linear", "factor": 2}),
-        r"rope_type='linear' of rope_scaling is not supported",
+        words("rope_type='linear'", "rope_scaling"),
     ),
-    "width of a string": (dict(hidden_size="36"), r"hidden_size='36' is no int"),
-    "width of a float": (dict(hidden_size=36.0), r"hidden_size=36\.0 is no int"),
-    "width of a bool": (dict(hidden_size=True), r"hidden_size=True is no int"),
+    "width of a string": (dict(hidden_size="36"), r"hidden_size='36'.*\bint\b"),
+    "width of a float": (dict(hidden_size=36.0), r"hidden_size=36\.0.*\bint\b"),
+    "width of a bool": (dict(hidden_size=True), r"hidden_size=True\b.*\bint\b"),
     "negative width": (dict(hidden_size=-36), r"hidden_size=-36"),
-    "wide": (dict(hidden_size=40), r"embed_tokens\.weight is \(131, 36\), but embed\.weight needs \(131, 40\)"),
-    "deeper than its files": (dict(num_hidden_layers=3), r"has no model\.layers\.2\."),
-    "shallower than its files": (dict(num_hidden_layers=1), r"holds model\.layers\.1\..*, which no parameter"),
-    "endlessly deep": (dict(num_hidden_layers=10**9), r"num_hidden_layers=1000000000; it can be at most 1024"),
-    "endlessly wide": (dict(hidden_size=2**40), r"hidden_size=1099511627776; it can be at most"),
-    "both ways": (dict(is_causal=False), r"is_causal=False is not supported"),
-    "kv heads unsaid": (dict(num_key_value_heads=None), r"has no 'num_key_value_heads'"),
-    "dropout in a classifier": (dict(classifier_dropout=0.1), r"classifier_dropout=0\.1 is not supported"),
-    "other activation": (dict(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
+    "wide": (dict(hidden_size=40), words(r"embed_tokens\.weight.*\(131, 36\)", r"embed\.weight.*\(131, 40\)")),
+    "deeper than its files": (dict(num_hidden_layers=3), r"\bno model\.layers\.2\."),
+    "shallower than its files": (dict(num_hidden_layers=1), words(r"model\.layers\.1\.", r"\bno parameter")),
+    "endlessly deep": (dict(num_hidden_layers=10**9), words("num_hidden_layers=1000000000", r"\b1024\b")),
+    "endlessly wide": (dict(hidden_size=2**40), r"hidden_size=1099511627776\b"),
+    "both ways": (dict(is_causal=False), r"is_causal=False\b"),
+    "kv heads unsaid": (dict(num_key_value_heads=None), r"\bno 'num_key_value_heads'"),
+    "dropout in a classifier": (dict(classifier_dropout=0.1), r"classifier_dropout=0\.1\b"),
+    "other activation": (dict(hidden_act="gelu"), r"hidden_act='gelu'"),
 }  # fmt: skip
 
 
@@ -126,8 +127,8 @@ def test_configs(tmp_path: Path, plain: Callable[[str], Path], change: bytes | d
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        (dict(dtype=["float32"]), r"dtype=\['float32'\] is unknown"),
-        (dict(quantization_config={"quant_method": "fp8"}), r"quantization_config, but new weights are not quantised"),
+        (dict(dtype=["float32"]), r"dtype=\['float32'\]"),
+        (dict(quantization_config={"quant_method": "fp8"}), words(r"config\.json", "quantization_config")),
     ],
     ids=str,
 )
@@ -144,14 +145,14 @@ def test_no_model_is_made_of(
 def test_config_that_is_missing_a_link_or_a_directory(tmp_path: Path, plain: Callable[[str], Path]) -> None:
     at = copy_of(plain("qwen3"), tmp_path / "m")
     (at / "config.json").unlink()
-    with refused(mw.LoadError, r"has no config\.json", tmp_path):
+    with refused(mw.LoadError, r"\bno config\.json", tmp_path):
         mw.load(at)
     (at / "config.json").symlink_to("gone")
-    with refused(mw.LoadError, r"has no config\.json", tmp_path):
+    with refused(mw.LoadError, r"\bno config\.json", tmp_path):
         mw.init(at)
     (at / "config.json").unlink()
     (at / "config.json").mkdir()
-    with refused(mw.LoadError, r"has no config\.json", tmp_path):
+    with refused(mw.LoadError, r"\bno config\.json", tmp_path):
         mw.load(at)
 
 
@@ -180,33 +181,33 @@ def drop(pattern: str) -> Callable[[Tensors], object]:
 
 NORM, Q, EMBED = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
 KEYS: dict[str, tuple[str, Callable[[Tensors], object], type[mw.LoadError], str]] = {
-    "int8": ("qwen3", cast(Q, torch.int8), mw.MismatchedKey, r"q_proj\.weight is I8"),
-    "bool": ("qwen3", cast(NORM, torch.bool), mw.MismatchedKey, r"norm\.weight is BOOL"),
-    "e4m3": ("qwen3", cast(Q, torch.float8_e4m3fn), mw.MismatchedKey, r"is F8_E4M3"),
-    "e5m2": ("qwen3", cast(Q, torch.float8_e5m2), mw.MismatchedKey, r"is F8_E5M2"),
-    "complex": ("qwen3", cast(NORM, torch.complex64), mw.MismatchedKey, r"is C64"),
+    "int8": ("qwen3", cast(Q, torch.int8), mw.MismatchedKey, r"q_proj\.weight\b.*\bI8\b"),
+    "bool": ("qwen3", cast(NORM, torch.bool), mw.MismatchedKey, r"norm\.weight\b.*\bBOOL\b"),
+    "e4m3": ("qwen3", cast(Q, torch.float8_e4m3fn), mw.MismatchedKey, r"q_proj\.weight\b.*\bF8_E4M3\b"),
+    "e5m2": ("qwen3", cast(Q, torch.float8_e5m2), mw.MismatchedKey, r"q_proj\.weight\b.*\bF8_E5M2\b"),
+    "complex": ("qwen3", cast(NORM, torch.complex64), mw.MismatchedKey, r"norm\.weight\b.*\bC64\b"),
     "a scale beside": ("qwen3", lambda t: t.update({Q + "_scale_inv": torch.ones(1)}), mw.UnknownKey, r"scale_inv"),
     "a bias beside": ("qwen3", lambda t: t.update({Q[:-6] + "bias": torch.ones(40)}), mw.UnknownKey, r"q_proj\.bias"),
-    "transposed": ("qwen3", lambda t: t.update({Q: t[Q].T.contiguous()}), mw.MismatchedKey, r"is \(36, 40\), but"),
-    "scalar": ("qwen3", lambda t: t.update({NORM: torch.tensor(1.0)}), mw.MismatchedKey, r"is \(\), but"),
-    "empty": ("qwen3", lambda t: t.update({NORM: torch.zeros(0)}), mw.MismatchedKey, r"is \(0,\), but"),
+    "transposed": ("qwen3", lambda t: t.update({Q: t[Q].T.contiguous()}), mw.MismatchedKey, r"q_proj\b.*\(36, 40\)"),
+    "scalar": ("qwen3", lambda t: t.update({NORM: torch.tensor(1.0)}), mw.MismatchedKey, r"norm\.weight\b.* \(\)"),
+    "empty": ("qwen3", lambda t: t.update({NORM: torch.zeros(0)}), mw.MismatchedKey, r"norm\.weight\b.*\(0,\)"),
     "another prefix": ("qwen3", lambda t: t.update({"embed_tokens.weight": t.pop(EMBED)}), mw.LoadError, r"embed"),
-    "no head": ("qwen3", drop("lm_head"), mw.MissingKey, r"no lm_head\.weight"),
+    "no head": ("qwen3", drop("lm_head"), mw.MissingKey, r"\blm_head\.weight"),
     "head of a tied model, misshapen": (
         "qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(5, 36)}), mw.MismatchedKey, r"lm_head\.weight",
     ),
     "head of a tied model, integers": (
-        "qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(131, 36).int()}), mw.MismatchedKey, r"is I32",
+        "qwen3_tied", lambda t: t.update({"lm_head.weight": torch.zeros(131, 36).int()}), mw.MismatchedKey, r"lm_head.*I32",
     ),
     "no embedding under a tie": ("qwen3_tied", drop("embed_tokens"), mw.MissingKey, r"embed_tokens"),
-    "experts twice": ("qwen3_moe", fused(half=False), mw.LoadError, r"experts in 2 ways"),
+    "experts twice": ("qwen3_moe", fused(half=False), mw.LoadError, words(r"\bexperts\b", "per-expert, fused")),
     "experts and half of the other layout": ("qwen3_moe", fused(half=True), mw.UnknownKey, r"experts\.gate_up_proj"),
     "half of each layout": (
         "qwen3_moe", lambda t: (fused(half=True)(t), drop("up_proj.weight")(t), drop("gate_proj.weight")(t)),
-        mw.MissingKey, r"in none of the layouts",
+        mw.MissingKey, r"\blayouts?\b",
     ),
-    "no experts": ("qwen3_moe", drop(".experts."), mw.MissingKey, r"nearest is"),
-    "one expert lost": ("qwen3_moe", drop(EXPERT + "7.down"), mw.MissingKey, r"lacks 1 of"),
+    "no experts": ("qwen3_moe", drop(".experts."), mw.MissingKey, r"\bexperts\."),
+    "one expert lost": ("qwen3_moe", drop(EXPERT + "7.down"), mw.MissingKey, words(r"experts\.7\.down", r"\b1 of \d+")),
     "one expert too many": (
         "qwen3_moe", lambda t: t.update({EXPERT + "8.up_proj.weight": torch.zeros(20, 36)}), mw.UnknownKey, r"ts\.8",
     ),

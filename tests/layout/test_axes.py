@@ -112,14 +112,14 @@ def test_order_is_outer_to_inner():
 @pytest.mark.parametrize("name", [*DENSE_NAMES, "ep"])
 @pytest.mark.parametrize("size", [0, -1, -8, True, False, 2.0, 1.5])
 def test_bad_sizes_are_refused_by_name_and_number(name, size):
-    with pytest.raises(MeshError, match=rf"{name}={size!r} "):
+    with pytest.raises(MeshError, match=rf"{name}={size!r}(?!\w)"):
         Axes(**{name: size})
 
 
 @pytest.mark.parametrize("size", ["2", [2]])
 @pytest.mark.parametrize("name", [*DENSE_NAMES, "ep"])
 def test_sizes_of_another_type_are_refused_by_name(name, size):
-    with pytest.raises(MeshError, match=re.escape(f"{name}={size!r} ")):
+    with pytest.raises(MeshError, match=re.escape(f"{name}={size!r}")):
         Axes(**{name: size})
 
 
@@ -132,7 +132,7 @@ def test_ep_must_divide(axes, ep):
         assert Axes(**sizes, ep=ep).size_of("efsdp") == inner // ep
         return
     choices = ", ".join(str(n) for n in range(1, inner + 1) if inner % n == 0)
-    with pytest.raises(MeshError, match=f"ep={ep} does not divide .*={inner}; choose ep from {choices}$"):
+    with pytest.raises(MeshError, match=rf"ep={ep}\b.*={inner}\b.*\bep from {choices}(?![\d,])"):
         Axes(**sizes, ep=ep)
 
 

@@ -172,7 +172,7 @@ def test_what_does_not_tile_is_refused(case):
     shape, made = case
     counts = covered(shape, made)
     assert counts is None or set(counts) != {1}
-    with pytest.raises(LayoutError, match=r"^the parameter w"):
+    with pytest.raises(LayoutError, match="the parameter w"):
         check_tiling(made, shape, "the parameter w")
 
 
@@ -185,18 +185,18 @@ def test_an_overlap_and_a_gap_of_equal_size_do_not_cancel():
 
 @pytest.mark.parametrize("made", [Box((0,), (4,)), Box((0, 0, 0), (4, 2, 1)), Box((), ())])
 def test_other_numbers_of_dims_are_refused(made):
-    with pytest.raises(LayoutError, match=r"w: .*inside the shape \(4, 2\)"):
+    with pytest.raises(LayoutError, match=r"\bw\b.*\(4, 2\)"):
         check_tiling([made], (4, 2), "w")
 
 
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        ([Box((0,), (2,)), Box((1,), (4,))], r"w: .*\[0:2\] and \[1:4\] overlap"),
-        ([Box((0,), (2,)), Box((3,), (4,))], r"w: .*cover 3 of 4"),
-        ([Box((0,), (5,))], r"w: .*\[0:5\] does not lie inside the shape \(4,\)"),
-        ([Box((-1,), (4,))], r"w: .*\[-1:4\] does not lie inside"),
-        ([Box((3,), (1,)), Box((0,), (4,))], r"w: .*\[3:1\]"),
+        ([Box((0,), (2,)), Box((1,), (4,))], r"\bw\b.*\[0:2\].*\[1:4\].*\boverlap"),
+        ([Box((0,), (2,)), Box((3,), (4,))], r"\bw\b.*\b3 of 4\b"),
+        ([Box((0,), (5,))], r"\bw\b.*\[0:5\].*\(4,\)"),
+        ([Box((-1,), (4,))], r"\bw\b.*\[-1:4\]"),
+        ([Box((3,), (1,)), Box((0,), (4,))], r"\bw\b.*\[3:1\]"),
     ],
 )
 def test_the_refusal_names_the_numbers(made, text):

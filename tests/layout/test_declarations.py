@@ -48,33 +48,33 @@ def test_a_good_model_is_collected():
 
 def test_a_bare_parameter():
     refused(
-        r"^net\.bias is a bare nn\.Parameter; .*weight\(",
+        r"net\.bias\b.*nn\.Parameter\b.*weight\(",
         w=weight({"embed": 2}, key="w"),
         bias=nn.Parameter(torch.ones(2)),
     )
 
 
 def test_a_bare_parameter_inside_a_torch_module():
-    refused(r"^net\.linear\.weight is a bare", linear=nn.Linear(2, 2, device="meta"))
+    refused(r"net\.linear\.weight\b.*nn\.Parameter\b", linear=nn.Linear(2, 2, device="meta"))
 
 
 def test_a_buffer():
     model = Model(w=weight({"embed": 2}, key="w"))
     model.net.register_buffer("table", torch.ones(3, 2), persistent=False)
-    with pytest.raises(LayoutError, match=r"^net\.table \(3, 2\) is a buffer"):
+    with pytest.raises(LayoutError, match=r"net\.table\b.*\(3, 2\).*\bbuffer"):
         collect(model)
 
 
 @pytest.mark.parametrize(
     ("ranges", "text"),
     [
-        ([(0, 4), (3, 6)], r"^net\.w \(one\): .*\[0:4\] and \[3:6\] overlap"),
+        ([(0, 4), (3, 6)], r"^net\.w \(one\): .*\[0:4\].*\[3:6\].*\boverlap"),
         ([(0, 6), (0, 6)], r"^net\.w \(one\): .*overlap"),
-        ([(0, 4)], r"^net\.w \(one\): .*cover 4 of 6"),
-        ([(1, 6)], r"^net\.w \(one\): .*cover 5 of 6"),
-        ([(0, 2), (3, 6)], r"^net\.w \(one\): .*cover 5 of 6"),
+        ([(0, 4)], r"^net\.w \(one\): .*\b4 of 6\b"),
+        ([(1, 6)], r"^net\.w \(one\): .*\b5 of 6\b"),
+        ([(0, 2), (3, 6)], r"^net\.w \(one\): .*\b5 of 6\b"),
         ([(0, 7)], r"^net\.w \(one\): .*\[0:7\] does not lie inside the shape \(6,\)"),
-        ([], r"^net\.w \(one\): .*cover 0 of 6"),
+        ([], r"^net\.w \(one\): .*\b0 of 6\b"),
     ],
 )
 def test_blocks_that_do_not_tile_ours(ranges, text):
@@ -83,7 +83,7 @@ def test_blocks_that_do_not_tile_ours(ranges, text):
 
 def test_only_the_second_layout_is_wrong():
     layouts = (rows((0, 6), name="a"), rows((0, 3), name="b"))
-    refused(r"^net\.w \(b\): .*cover 3 of 6", w=vector(*layouts, group="g"))
+    refused(r"^net\.w \(b\): .*\b3 of 6\b", w=vector(*layouts, group="g"))
 
 
 def test_blocks_of_another_number_of_dims():
@@ -96,7 +96,7 @@ def test_sizes_that_differ():
 
 def test_rows_of_the_source_that_nobody_takes():
     theirs = Box((0,), (6,))
-    refused(r"^k: .*cover 6 of 8", w=vector(one(block((0,), (6,), "k", (8,), theirs))))
+    refused(r"^k: .*\b6 of 8\b", w=vector(one(block((0,), (6,), "k", (8,), theirs))))
 
 
 def test_rows_of_the_source_that_are_taken_twice():
@@ -129,7 +129,7 @@ def test_a_group_whose_members_disagree():
     a, b = (one(block((0,), (6,), key, (6,)), name=name) for key, name in (("x", "a"), ("y", "b")))
     c, d = (one(block((0,), (6,), key, (6,)), name=name) for key, name in (("z", "a"), ("q", "other")))
     refused(
-        r"^net\.v: layouts \['a', 'other'\] differ from \['a', 'b'\] .*'g'",
+        r"net\.v\b.*\['a', 'other'\].*\['a', 'b'\].*'g'",
         w=vector(a, b, group="g"),
         v=vector(c, d, group="g"),
     )
@@ -149,7 +149,7 @@ def test_an_unknown_name():
 def test_segments_must_fill_both_sides():
     """Three channels a head of which the cuts name two."""
     made = weight({"key": 2, "chan": 3}, {"embed": 2}, layouts=[segments("k", (2, 3, 2), (1, 1), (6, 2))])
-    refused(r"^net\.w \(segments\): .*cover 8 of 12", w=made)
+    refused(r"^net\.w \(segments\): .*\b8 of 12\b", w=made)
 
 
 def test_one_key_of_two_parameters_whose_layouts_have_other_names():

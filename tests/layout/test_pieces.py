@@ -177,15 +177,13 @@ def test_what_does_not_divide_is_refused(axes, dim, size, in_cols):
     sizes = [{"embed": 3}, {dim: size}]
     param = Param(*(sizes if in_cols else sizes[::-1]), (), name="layers.3.mixer.q")
     choices = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-    text = f"^{axis}={parts} does not divide {size} {dim} of layers.3.mixer.q; choose {axis} from {choices}$"
+    text = rf"{axis}={parts}\b.*\b{size} {dim}\b.*layers\.3\.mixer\.q\b.*\b{axis} from {choices}(?![\d,])"
     with pytest.raises(LayoutError, match=text):
         pieces(Table({param.name: param}), Rules(), axes, axes.coords(0))
 
 
 def test_tp_beyond_the_key_heads_of_the_delta_net_is_refused():
-    with pytest.raises(
-        LayoutError, match=r"^tp=8 does not divide 4 key of layers.0.mixer.qkv; choose tp from 1, 2, 4$"
-    ):
+    with pytest.raises(LayoutError, match=r"tp=8\b.*\b4 key\b.*layers\.0\.mixer\.qkv\b.*\btp from 1, 2, 4(?![\d,])"):
         place(table_of("qwen3_5")["layers.0.mixer.qkv"], Rules(), Axes(tp=8))
 
 

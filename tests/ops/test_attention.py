@@ -36,9 +36,9 @@ def test_no_documents_still_give_gradients():
 
 
 def test_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="2 kv heads do not divide 3 query heads"):
+    with pytest.raises(ValueError, match=r"\b2 kv heads\b.*\b3 query heads\b"):
         attention(*inputs(4, heads=3), documents([4], "cpu"))
-    with pytest.raises(ValueError, match="q has 5 tokens but its documents have 4"):
+    with pytest.raises(ValueError, match=r"\bq\b.*\b5 tokens\b.*\b4\b"):
         attention(*inputs(5), documents([4], "cpu"))
 
 

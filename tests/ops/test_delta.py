@@ -146,9 +146,9 @@ def test_no_tokens_still_give_gradients():
 
 
 def test_refuses_a_stream_of_another_length():
-    with pytest.raises(ValueError, match="q has 5 tokens but its documents have 4"):
+    with pytest.raises(ValueError, match=r"\bq\b.*\b5 tokens\b.*\b4\b"):
         delta_rule(*inputs(5), documents([4], "cpu"))
-    with pytest.raises(ValueError, match="x has 5 tokens but its documents have 4"):
+    with pytest.raises(ValueError, match=r"\bx\b.*\b5 tokens\b.*\b4\b"):
         causal_conv(rand(5, 2), rand(2, 4), documents([4], "cpu"))
 
 

@@ -25,9 +25,9 @@ def test_unpadded_and_empty():
 
 
 def test_refuses_what_it_cannot_hold():
-    with pytest.raises(ValueError, match="document 1 has length 0"):
+    with pytest.raises(ValueError, match=r"\bdocument 1\b.*\b0\b"):
         documents([2, 0, 3], "cpu")
-    with pytest.raises(ValueError, match="document 0 has length -2"):
+    with pytest.raises(ValueError, match=r"\bdocument 0\b.*-2\b"):
         documents([-2], "cpu")
-    with pytest.raises(ValueError, match="give padded >= 4"):
+    with pytest.raises(ValueError, match=r"\bpadded >= 4\b"):
         documents([1, 2, 3], "cpu", padded=3)

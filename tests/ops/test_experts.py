@@ -103,7 +103,7 @@ def test_strides_that_the_kernel_dislikes():
 
 
 def test_refuses_counts_that_are_not_the_rows():
-    with pytest.raises(ValueError, match="sum to 4 but there are 5 rows"):
+    with pytest.raises(ValueError, match=r"\b4\b.*\b5 rows\b"):
         experts(*inputs([3, 2]), torch.tensor([3, 1]))
 
 
