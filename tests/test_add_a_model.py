@@ -92,8 +92,9 @@ def test_transformers_loads_what_was_trained(source: Path, tmp_path: Path) -> No
 LEAVES = "return self.leave(ops.linear(ops.swiglu(ops.linear(x_TD, self.gate_up)), self.down))"
 STAYS = "return ops.linear(ops.swiglu(ops.linear(x_TD, self.gate_up)), self.down)"
 ENTERS = "x_TD = self.enter(x_TD)\n        return self.leave(ops.linear(ops.swiglu"
-D1 = "D1 layers.0.mlp"
-UNCUT_SAID = "no rule cuts a weight between its doors enter and leave"
+OVERLAP = r"\[40:60, 0:40\].*\boverlap"
+BARE_SAID = r"layers\.0\.mlp\.down\b.*\bnn\.Parameter\b"
+D1 = r"D1 layers\.0\.mlp"
 FORGOTTEN_LEAVE = [(LEAVES, STAYS)]
 FORGOTTEN_DOORS = [(ENTERS, ENTERS.splitlines()[1].lstrip()), (LEAVES, STAYS)]
 UNCUT = [('"ffn": ffn', '"hidden": ffn')]
@@ -130,22 +131,24 @@ def said(source: Path, mesh: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("edits", "alone", "promised"),
     [
-        pytest.param(FORGOTTEN_LEAVE, "", ["must match the size of tensor b"], id="forgotten LEAVE"),
-        pytest.param(FORGOTTEN_DOORS, "", [D1, "its doors enter and leave were not passed"], id="both doors"),
-        pytest.param(UNCUT, "", [D1, UNCUT_SAID], id="a dim that no rule cuts"),
-        pytest.param(V_AT_K, *["the blocks [40:60, 0:40] and [40:60, 0:40] overlap"] * 2, id="v at the rows of k"),
-        pytest.param(BARE, *["layers.0.mlp.down is a bare nn.Parameter"] * 2, id="a bare parameter"),
+        pytest.param(FORGOTTEN_LEAVE, "", [r"size of tensor"], id="forgotten LEAVE"),
+        pytest.param(FORGOTTEN_DOORS, "", [D1, r"(?<!between its )\bdoors enter and leave\b"], id="both doors"),
+        pytest.param(UNCUT, "", [D1, r"\bno rule\b.*\bdoors enter and leave\b"], id="a dim that no rule cuts"),
+        pytest.param(V_AT_K, OVERLAP, [OVERLAP], id="v at the rows of k"),
+        pytest.param(BARE, BARE_SAID, [BARE_SAID], id="a bare parameter"),
     ],
 )
 def test_mistakes_that_are_seen(
-    source: Path, monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]], alone: str, promised: str | list[str]
+    source: Path, monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str]], alone: str, promised: list[str]
 ) -> None:
     plant(monkeypatch, edits)
     here, there = said(source, {}), said(source, dict(tp=2))
-    assert alone in here if alone else not here, here
-    for words in [promised] if isinstance(promised, str) else promised:
-        assert words in there, f"{words!r} is not in:\n{there}"
-        assert f"`{words}`" in PAGE, f"docs/add-a-model.md does not promise {words!r}"
+    assert re.search(alone, here) if alone else not here, here
+    quoted = re.findall(r"`([^`\n]+)`", PAGE)
+    for pattern in promised:
+        assert re.search(pattern, there), f"{pattern!r} is not in:\n{there}"
+        kept = [words for words in quoted if re.search(pattern, words) and words in there]
+        assert kept, f"docs/add-a-model.md quotes nothing with {pattern!r} that is said:\n{there}"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
         lambda e: [e.backward(mine(e)), e.backward(mine(e))],
         words("^StateError", "gradients", r"update\(\)", r"discard\(\)"),
     ),
-    ("no batch", {}, lambda e: e.step([]), r"^DataError: (?!.*engine\.step\().*\bbatch"),
+    ("no batch", {}, lambda e: e.step([]), r"^DataError: (?!.*(?:engine\.step|pack)\().*\bbatch"),
     ("nothing to learn", {}, lambda e: e.step([mw.pack([[1]])]), words("^DataError", r"\b0 targets", r"\b0\.0\b")),
     (
         "unequal",

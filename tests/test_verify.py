@@ -79,8 +79,8 @@ def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = said(capsys, name, "--mesh", "fsdp=2", "--dtypes", "float64", "--json")
     assert code == 0, out
     assert passed(out)["ranks"] == 2
-    assert "float64: one process" in err
-    assert "float64: 2 ranks, fsdp=2" in err
+    assert re.search(r"float64\b.*\bone process\b", err), err
+    assert re.search(r"float64\b.*\b2 ranks\b.*\bfsdp=2\b", err), err
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_full_takes_the_weights_as_they_are(tmp_path: Path, capsys: pytest.Captu
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "tiny-qwen3", "--mesh", "tp=2", "--dtypes", "float64")
     assert code == 0
-    assert "all is well" in out
+    assert "FAILS" not in out
     assert out.count("pass") == len(ROWS)
 
 
@@ -164,16 +164,16 @@ def test_what_is_found_is_told_in_few_lines() -> None:
     names = [f"layers.{i}.{what}" for what in ("mlp.out", "mixer.q", "mixer.k", "norm", "mlp.up") for i in range(2)]
     found = [Finding("K1", "all_reduce", "3 of 4"), *(Finding("G1", name, "1/2 of it") for name in names)]
     part = Part("float64", 1.0, found, tuple(ORACLES))
-    assert report.lines_found(part) == [
-        "G1 layers.0.mlp.out: 1/2 of it (the first of 2 in layers.*.mlp.out)",
-        "G1 layers.0.mixer.q: 1/2 of it (the first of 2 in layers.*.mixer.q)",
-        "G1 layers.0.mixer.k: 1/2 of it (the first of 2 in layers.*.mixer.k)",
-        "G1 and 4 more of 2 other names: --json has them all",
-        "K1 all_reduce: 3 of 4",
+    wanted = [
+        *(rf"G1 layers\.0\.{at}: 1/2 of it .*\b2\b.*layers\.\*\.{at}\b" for at in ("mlp.out", "mixer.q", "mixer.k")),
+        r"G1 .*\b4\b.*\b2\b.*--json\b",
+        r"K1 all_reduce: 3 of 4$",
     ]
+    for line, pattern in zip(report.lines_found(part), wanted, strict=True):
+        assert re.match(pattern, line), line
     well = Part("bfloat16", 1.0, [], tuple(ORACLES))
-    told = "begin with G1 layers.0.mlp.out, and with K1 all_reduce: the others may be consequences"
-    assert report.beginning([well, part]) == told
+    told = report.beginning([well, part])
+    assert re.search(r"\bG1 layers\.0\.mlp\.out\b.*\bK1 all_reduce\b", told), told
     assert report.beginning([well]) == report.beginning([replace(part, findings=found[:1])]) == ""
 
 
@@ -202,22 +202,20 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     def own(name: str, **options: Any) -> str:
         return directory(tmp_path / name, {**QWEN3_30B_A3B, **options})
 
-    never = "options of mw.load and mw.Engine"
     dense = told("tiny-qwen3", replicate=2, fsdp=2, tp=2)
-    assert dense == f"not tried: {never}", "a dense model has no experts to spread"
-    assert told("tiny-qwen3", tp=2) == (
-        f"not tried: replicate, fsdp, of size 1 here (try --mesh replicate=2,fsdp=2); {never}"
-    )
-    assert told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2) == (
-        f'not tried: replicate, of size 1 here (try --mesh replicate=2); router_aux="previous"; {never}'
-    )
-    assert "(try --mesh fsdp=2,replicate=2,ep=2)" in told("tiny-qwen3-moe", fsdp=2, tp=2)
-    assert '; router_aux="previous"; ' in told("tiny-qwen3.5-moe", fsdp=2), "a tiny MoE trains its aux loss"
-    assert "; the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)" in told(
-        own("a"), fsdp=2
-    )
+    assert re.search(words(r"mw\.load", r"mw\.Engine"), dense)
+    assert not re.search("--mesh|router|replicate", dense), "a dense model has no experts to spread"
+    assert re.search(words(r"\breplicate, fsdp\b", "--mesh replicate=2,fsdp=2[^,]"), told("tiny-qwen3", tp=2))
+    sparse = told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2)
+    assert re.search(words("--mesh replicate=2[^,]", 'router_aux="previous"'), sparse), sparse
+    assert "--mesh fsdp=2,replicate=2,ep=2" in told("tiny-qwen3-moe", fsdp=2, tp=2)
+    aux = r"output_router_logits\b.*\brouter_aux_loss_coef"
+    tiny_one = told("tiny-qwen3.5-moe", fsdp=2)
+    assert 'router_aux="previous"' in tiny_one
+    assert not re.search(aux, tiny_one), "a tiny MoE trains its aux loss"
+    assert re.search(aux, told(own("a"), fsdp=2))
     no_weight = own("b", output_router_logits=True, router_aux_loss_coef=0.0)
-    assert "; the router's aux loss" in told(no_weight, fsdp=2)
+    assert re.search(aux, told(no_weight, fsdp=2))
 
 
 def test_the_help_names_every_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:
