@@ -8,11 +8,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright import ops
-from meshwright.layout import ENTER, LEAVE, Block, Box, Door, Init, Layout, Span, weight
+from meshwright.layout import ENTER, LEAVE, Block, Box, Door, Layout, Span
 from meshwright.models import FAMILIES, Family
 from meshwright.models.config import Json, divides, group, refuse, take
-from meshwright.models.decoder import Decoder, Layer, Rope, Trunk
-from meshwright.models.qwen3 import Heads, depth_of, heads_of, trunk_of
+from meshwright.models.decoder import Decoder, Layer, Rope, Shape
+from meshwright.models.linear import ALL, Linear, joined
+from meshwright.models.qwen3 import Heads, depth_of, heads_of, shape_of
 
 REFUSED = {  # fields that would change the numbers, and the values that this file computes
     "hidden_act": ("silu",),
@@ -27,52 +28,52 @@ def build(config: Json, at: str, head: str) -> Decoder:
     width, num_heads = take(config, "hidden_size", int), take(config, "num_attention_heads", int)
     heads = heads_of(config, default_head=divides("num_attention_heads", num_heads, "hidden_size", width))
     turned = take({**config, **group(config, "rope_parameters")}, "partial_rotary_factor", float, 1.0)
-    trunk = trunk_of({"rms_norm_eps": 1e-5, **config}, rope_dim=int(heads.head * turned))
+    shape = shape_of({"rms_norm_eps": 1e-5, **config}, rope_dim=int(heads.head * turned))
     ffn = take(config, "intermediate_size", int)
 
     def layer(at: str) -> Layer:
-        return Layer(trunk, Attention(trunk, heads, at + "self_attn."), MLP(trunk, ffn, at + "mlp."), at)
+        return Layer(shape, Attention(shape, heads, at + "self_attn."), MLP(shape, ffn, at + "mlp."), at)
 
-    return Decoder(trunk, at, [layer] * depth_of(config), head)
+    return Decoder(shape, at, [layer] * depth_of(config), head)
 
 
 class MLP(nn.Module):
     """`down(silu(gate x) * up x)`; the file has gate and up in one tensor, as we do."""
 
-    def __init__(self, trunk: Trunk, ffn: int, at: str) -> None:
+    def __init__(self, shape: Shape, ffn: int, at: str) -> None:
         super().__init__()
-        D, init = trunk.width, Init("normal", trunk.std)
-        self.gate_up = weight({"half": 2, "ffn": ffn}, {"embed": D}, key=at + "gate_up_proj.weight", init=init)
-        self.down = weight({"embed": D}, {"ffn": ffn}, key=at + "down_proj.weight", init=init)
+        D = shape.width
+        self.gate_up = Linear({"half": 2, "ffn": ffn}, {"embed": D}, shape.std, key=at + "gate_up_proj")
+        self.down = Linear({"embed": D}, {"ffn": ffn}, shape.std, key=at + "down_proj")
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         x_TD = self.enter(x_TD)
-        return self.leave(ops.linear(ops.swiglu(ops.linear(x_TD, self.gate_up)), self.down))
+        return self.leave(self.down(ops.swiglu(self.gate_up(x_TD))))
 
 
 class Attention(nn.Module):
     """Grouped-query attention; the file has all q, all k and all v below each other in one tensor."""
 
-    def __init__(self, trunk: Trunk, shape: Heads, at: str) -> None:
+    def __init__(self, shape: Shape, heads: Heads, at: str) -> None:
         super().__init__()
-        D, H, G, K = trunk.width, shape.heads, shape.kv, shape.head
-        init, key, rows = Init("normal", trunk.std), at + "qkv_proj.weight", (H + 2 * G) * K
+        D, H, G, K = shape.width, heads.heads, heads.kv, heads.head
+        std, key, rows = shape.std, at + "qkv_proj.weight", (H + 2 * G) * K
         query, kv, cols = {"heads": H, "head": K}, {"kv": G, "head": K}, {"embed": D}
-        self.q = weight(query, cols, layouts=[part(key, rows, 0, (H, K, D))], init=init)
-        self.k = weight(kv, cols, layouts=[part(key, rows, H * K, (G, K, D))], init=init)
-        self.v = weight(kv, cols, layouts=[part(key, rows, (H + G) * K, (G, K, D))], init=init)
-        self.o = weight(cols, query, key=at + "o_proj.weight", init=init)
+        self.q = Linear(query, cols, std, layouts=[part(key, rows, 0, (H, K, D))])
+        self.k = Linear(kv, cols, std, layouts=[part(key, rows, H * K, (G, K, D))])
+        self.v = Linear(kv, cols, std, layouts=[part(key, rows, (H + G) * K, (G, K, D))])
+        self.o = Linear(cols, query, std, key=at + "o_proj")
         self.head, self.heads, self.kv = K, Span("heads", H), Span("kv", G)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        x_TD = self.enter(x_TD)
-        q_THK, k_TGK, v_TGK = (ops.linear(x_TD, w).unflatten(1, (-1, self.head)) for w in (self.q, self.k, self.v))
+        qkv = joined(self.enter(x_TD), (self.q, ALL), (self.k, ALL), (self.v, ALL))
+        q_THK, k_TGK, v_TGK = (y_TC.unflatten(1, (-1, self.head)) for y_TC in qkv)
         q_THK, k_TGK = ops.rotate(q_THK, *rope), ops.rotate(k_TGK, *rope)
         mine = self.kv_of_queries()
         o_THK = ops.attention(q_THK, k_TGK[:, mine], v_TGK[:, mine], docs)
-        return self.leave(ops.linear(o_THK.flatten(1), self.o))
+        return self.leave(self.o(o_THK.flatten(1)))
 
     def kv_of_queries(self) -> list[int]:
         """For each query head of this rank its kv head, counted from the first that this rank has."""

@@ -42,12 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verify = commands.add_parser(
-        "verify",
-        help="prove a model on a mesh against one process",
-        description=ABOUT,
-        epilog=EXAMPLES,
+        "verify", help="prove a model on a mesh against one process", description=ABOUT, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     verify.set_defaults(run=_verify)
     tiny = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a hub id, {tiny}")
@@ -55,16 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
-        help="float64 is the proof, the others a smoke (default all)",
+        help="float64 is the proof, the others show that the rest works (default all)",
     )  # fmt: skip
     kind = verify.add_mutually_exclusive_group()
     kind.set_defaults(kind="shrunk")
     kind.add_argument(
-        "--full",
-        dest="kind",
-        action="store_const",
-        const="full",
-        help="the model and its weights as they are; and what bfloat16 adds",
+        "--full", dest="kind", action="store_const", const="full", help="the model and its weights as they are"
     )
     kind.add_argument(
         "--weights", dest="kind", action="store_const", const="weights",
@@ -94,29 +87,31 @@ def mesh_of(text: str) -> dict[str, int]:
 
 def _verify(options: argparse.Namespace) -> int:
     from . import verify  # imports torch: --help should not wait for it
-    from .mesh import Axes
-    from .verify import page, report
+    from .axes import Axes
+    from .plan import TINY
+    from .plan.page import check_target, page, plan_of, write_page
+    from .verify import page as found
+    from .verify import report
 
     if options.list:
         report.print_oracles()
         return 0
     if options.model is None:
-        raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(verify.TINY))
-    target = page.check_target(options.html) if options.html else None
+        raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(TINY))
+    target = check_target(options.html) if options.html else None
     began = time.monotonic()
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr)
 
-    plan = verify.plan(
-        options.model, Axes(**mesh_of(options.mesh)), head=options.head, dtypes=options.dtypes.split(","),
-        kind=options.kind, device=options.device, seconds=options.seconds, say=say,
-    )  # fmt: skip
+    asked = verify.Options(options.head, options.dtypes.split(","), options.kind, options.device, options.seconds)
+    plan = verify.plan(options.model, Axes(**mesh_of(options.mesh)), asked, say)
     parts = verify.inspect(plan, say)
     if options.json:
         print(json.dumps(report.as_json(options.model, plan, parts), indent=2))
     else:
         report.print_table(options.model, plan, parts)
     if target:
-        page.write_page(target, plan, parts)
+        title = f"{plan.model} on {plan.axes}"
+        write_page(target, page(title, found.results(plan, parts), plan_of(plan.blueprint, plan.axes)))
     return int(any(part.findings for part in parts))

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 import meshwright as mw
+from meshwright.axes import Axes
 from meshwright.log import quiet
-from meshwright.mesh import Axes
 from meshwright.verify import Finding, Recorder, Reference, Trial, oracles
 from tests import tiny, worlds
 
@@ -116,8 +116,22 @@ def cost(run: Dials) -> float:
     return run.axes.world**0.6
 
 
+_AXES = ("replicate", "fsdp", "tp", "ep")
+
+
 def pairs_of(run: Dials) -> set[object]:
-    return set(combinations(vars(run).items(), 2))
+    """Two dials that meet in it, with their values.
+
+    An axis of size 8 is only paired with axes of sizes 1 and 8: what it does beside the other dials, an axis of size 4
+    does too, on half the ranks. `ep` only counts where there are experts. `make matrix` tries it all.
+    """
+    idle = set() if "moe" in run.family or run.ep == 1 else {"ep"}
+    return {
+        (one, other)
+        for one, other in combinations(vars(run).items(), 2)
+        if (8 not in (one[1], other[1]) or ({one[0], other[0]} <= {*_AXES} and {one[1], other[1]} <= {1, 8}))
+        and (not idle & {one[0], other[0]} or "family" in (one[0], other[0]))
+    }
 
 
 def _needed(chosen: Sequence[Dials], pairs: dict[Dials, set[object]], proven: set[object]) -> list[Dials]:

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright import parallel
+from meshwright import blueprint, parallel
+from meshwright.axes import Sum
 from meshwright.engine import engine as engine_module
 from meshwright.engine import model as engine_model
 from meshwright.engine import router as router_module
 from meshwright.layout import Box, rules
 from meshwright.mesh import collectives
-from meshwright.models import decoder, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from meshwright.models import balance, decoder, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from meshwright.parallel import tensor
 from meshwright.verify.trial import weight_of
 from meshwright.weights import load as loading
@@ -139,7 +140,7 @@ def experts_twice(patch: Patch) -> None:
 
 def heads_swapped(patch: Patch) -> None:
     def swap(grads: dict[str, Tensor]) -> None:
-        grad = grads["layers.1.mixer.q"]
+        grad = grads["layers.1.mixer.q.weight"]
         grad.copy_(grad.unflatten(0, (2, -1)).flip(0).flatten(0, 1))
 
     _finished(patch, swap)
@@ -212,34 +213,35 @@ def head_keeps_its_gradient(patch: Patch) -> None:
 # What the loss is divided by.
 
 
-def _divided(patch: Patch, weight: Callable[[Any, Any, Any, int], float]) -> None:
-    real = engine_module.Engine._run
+def _divided(patch: Patch, weight: Callable[[Any, Any, Any], float]) -> None:
+    real = engine_module.Engine._share
 
-    def divided(self: Any, batch: Any, count: Any, number: int, num_batches: int) -> Any:
-        return real(self, batch, replace(count, weight=weight(self, batch, count, num_batches)), number, num_batches)
+    def divided(self: Any, batch: Any, scores: Any, step: Any) -> Any:
+        wrong = weight(self, batch, step) if torch.is_grad_enabled() else step.weight  # `evaluate` stays right
+        return real(self, batch, scores, replace(step, weight=wrong))
 
-    patch.setattr(engine_module.Engine, "_run", divided)
+    patch.setattr(engine_module.Engine, "_share", divided)
 
 
 def by_micro_batch(patch: Patch) -> None:
-    _divided(patch, lambda engine, batch, count, num: weight_of(batch) * num * engine.model.mesh.num_data_ranks)
+    _divided(patch, lambda engine, batch, step: weight_of(batch) * step.num_batches * engine.model.mesh.num_data_ranks)
 
 
 def by_own_micro_batch(patch: Patch) -> None:
-    _divided(patch, lambda engine, batch, count, num: weight_of(batch) * num)
+    _divided(patch, lambda engine, batch, step: weight_of(batch) * step.num_batches)
 
 
 def by_tp_ranks_too(patch: Patch) -> None:
-    _divided(patch, lambda engine, batch, count, num: count.weight * engine.model.mesh.axes.tp)
+    _divided(patch, lambda engine, batch, step: step.weight * engine.model.mesh.axes.tp)
 
 
 def _of_rank(patch: Patch, share: Callable[[Any], int]) -> None:
-    real = engine_module.Engine._count
+    real = engine_module.Engine._agree
 
-    def own(self: Any, batches: Any, call: str) -> Any:
-        return replace(real(self, batches, call), weight=sum(map(weight_of, batches)) * share(self))
+    def own(self: Any, call: str, batches: Any) -> Any:
+        return replace(real(self, call, batches), weight=sum(map(weight_of, batches)) * share(self))
 
-    patch.setattr(engine_module.Engine, "_count", own)
+    patch.setattr(engine_module.Engine, "_agree", own)
 
 
 def by_own_targets(patch: Patch) -> None:
@@ -259,13 +261,13 @@ def aux_each_micro_batch(patch: Patch) -> None:
 
 
 def aux_with_filler(patch: Patch) -> None:
-    real = router_module.Router.begin
-    patch.setattr(router_module.Router, "begin", lambda self, batch: real(self, replace(batch, num_filler=0)))
+    real = balance.Balance.begin
+    patch.setattr(balance.Balance, "begin", lambda self, has_term_T: real(self, torch.ones_like(has_term_T)))
 
 
 def aux_of_own_rank(patch: Patch) -> None:
     """Each rank pools its own tokens only (Megatron-LM#3769)."""
-    patch.setattr(router_module, "_AXES", ())
+    patch.setattr(router_module, "pooled_counts", lambda _: Sum("of nobody else", ()))
 
 
 def aux_pushes_twice(patch: Patch) -> None:
@@ -295,13 +297,13 @@ def uncut(patch: Patch) -> None:
     patch.setattr(
         qwen3.SwiGLU,
         "__init__",
-        lambda self, trunk, ffn, at, dim: real(self, trunk, ffn, at, "hidden" if dim == "ffn" else dim),
+        lambda self, shape, ffn, at, dim: real(self, shape, ffn, at, "hidden" if dim == "ffn" else dim),
     )
 
 
 def cut_without_doors(patch: Patch) -> None:
     """The shared expert works on own tokens; tp must not cut it."""
-    patch.setattr(qwen3_5_moe, "SwiGLU", lambda trunk, ffn, at, dim: qwen3.SwiGLU(trunk, ffn, at, "ffn"))
+    patch.setattr(qwen3_5_moe, "SwiGLU", lambda shape, ffn, at, dim: qwen3.SwiGLU(shape, ffn, at, "ffn"))
 
 
 def leave_twice(patch: Patch) -> None:
@@ -376,22 +378,22 @@ def overwritten_expert(patch: Patch) -> None:
     """A broadcast of rank 0's experts to all (transformers#45662)."""
     real = engine_model.fill
 
-    def broadcast_after(holding: Any, *args: Any) -> int:
-        num_bytes = real(holding, *args)
-        dist.broadcast(holding.stored["layers.0.mlp.experts.down"], 0)
+    def broadcast_after(stored: Any, *args: Any) -> int:
+        num_bytes = real(stored, *args)
+        dist.broadcast(stored["layers.0.mlp.experts.down"], 0)
         return num_bytes
 
     patch.setattr(engine_model, "fill", broadcast_after)
 
 
 def dropped_key(patch: Patch) -> None:
-    real = engine_model.of_source
+    real = blueprint.of_source
 
     def without_one(*args: Any) -> Any:
         made = real(*args)
         return replace(made, keys={k: v for k, v in made.keys.items() if k != "model.norm.weight"})
 
-    patch.setattr(engine_model, "of_source", without_one)
+    patch.setattr(blueprint, "of_source", without_one)
 
 
 def rounded_on_the_way_out(patch: Patch) -> None:
@@ -404,7 +406,7 @@ def both_have_the_first_half(patch: Patch) -> None:
     real = rules.cut
 
     def first_half(param: Any, placement: Any, axes: Any, coords: Any) -> Box:
-        return real(param, placement, axes, {**coords, "tp": 0} if param.name.endswith("mixer.q") else coords)
+        return real(param, placement, axes, {**coords, "tp": 0} if param.name.endswith("mixer.q.weight") else coords)
 
     patch.setattr(rules, "cut", first_half)
 
@@ -424,23 +426,25 @@ def norm_without_shards(patch: Patch) -> None:
 
 
 def optimizer_over_copies(patch: Patch) -> None:
-    class Detached(engine_module.AdamW):
-        def __init__(self, stored: Any, *args: Any) -> None:
-            super().__init__({name: t.clone() for name, t in stored.items()}, *args)
-
-    patch.setattr(engine_module, "AdamW", Detached)
-    patch.setattr(engine_module.Engine, "_refuse_exchanged", lambda self: None)
+    real = engine_module.AdamW.step
+    patch.setattr(
+        engine_module.AdamW,
+        "step",
+        lambda self, stored, grads, lr: real(self, {name: t.clone() for name, t in stored.items()}, grads, lr),
+    )
 
 
 def half_an_update(patch: Patch) -> None:
     real = engine_module.AdamW.step
-    patch.setattr(engine_module.AdamW, "step", lambda self, grads, lr: real(self, grads, lr / 2))
+    patch.setattr(engine_module.AdamW, "step", lambda self, stored, grads, lr: real(self, stored, grads, lr / 2))
 
 
 def replicas_drift(patch: Patch) -> None:
     real = engine_module.AdamW.step
     patch.setattr(
-        engine_module.AdamW, "step", lambda self, grads, lr: real(self, grads, lr * (1 + 1e-6 * dist.get_rank()))
+        engine_module.AdamW,
+        "step",
+        lambda self, stored, grads, lr: real(self, stored, grads, lr * (1 + 1e-6 * dist.get_rank())),
     )
 
 
@@ -489,7 +493,10 @@ def other_order(patch: Patch) -> None:
 
     def two_kinds(grads: Any, mesh: Any) -> None:
         real(grads, mesh)
-        both = [lambda: mesh.sum_(torch.zeros(1), ("fsdp",)), lambda: mesh.gather_rows(torch.zeros(1), ("fsdp",))]
+        both = [
+            lambda: mesh.sum_(torch.zeros(1), Sum("a sum", ("fsdp",))),
+            lambda: mesh.gather_rows(torch.zeros(1), ("fsdp",)),
+        ]
         for each in both[:: 1 if mesh.rank == 0 else -1]:
             each()
 

@@ -89,20 +89,20 @@ def test_transformers_loads_what_was_trained(source: Path, tmp_path: Path) -> No
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-LEAVES = "return self.leave(ops.linear(ops.swiglu(ops.linear(x_TD, self.gate_up)), self.down))"
-STAYS = "return ops.linear(ops.swiglu(ops.linear(x_TD, self.gate_up)), self.down)"
-ENTERS = "x_TD = self.enter(x_TD)\n        return self.leave(ops.linear(ops.swiglu"
+LEAVES = "return self.leave(self.down(ops.swiglu(self.gate_up(x_TD))))"
+STAYS = "return self.down(ops.swiglu(self.gate_up(x_TD)))"
+ENTERS = "x_TD = self.enter(x_TD)\n        return self.leave(self.down(ops.swiglu"
 OVERLAP = r"\[40:60, 0:40\].*\boverlap"
-BARE_SAID = r"layers\.0\.mlp\.down\b.*\bnn\.Parameter\b"
+BARE_SAID = r"layers\.0\.mlp\.down\.weight\b.*\bnn\.Parameter\b"
 D1 = r"D1 layers\.0\.mlp"
 FORGOTTEN_LEAVE = [(LEAVES, STAYS)]
 FORGOTTEN_DOORS = [(ENTERS, ENTERS.splitlines()[1].lstrip()), (LEAVES, STAYS)]
 UNCUT = [('"ffn": ffn', '"hidden": ffn')]
-GATE_IS_UP = [("self.gate_up))", "self.gate_up).unflatten(1, (2, -1)).flip(1).flatten(1))")]
+GATE_IS_UP = [("self.gate_up(x_TD)", "self.gate_up(x_TD).unflatten(1, (2, -1)).flip(1).flatten(1)")]
 V_AT_K = [("(H + G) * K", "H * K")]
 V_IS_K = [("self.k = ", "self.x = "), ("self.v = ", "self.k = "), ("self.x = ", "self.v = ")]
-DOWN = 'self.down = weight({"embed": D}, {"ffn": ffn}, key=at + "down_proj.weight", init=init)'
-BARE = [(DOWN, "self.down = nn.Parameter(torch.empty(D, ffn))")]
+DOWN = 'self.down = Linear({"embed": D}, {"ffn": ffn}, shape.std, key=at + "down_proj")'
+BARE = [(DOWN, "self.down = nn.Linear(ffn, D, bias=False)")]
 UNREAD = [('    "sliding_window": (None,),\n', "")]
 
 

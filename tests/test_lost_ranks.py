@@ -23,11 +23,11 @@ from torch._C._distributed_c10d import TCPStore
 
 import meshwright as mw
 from meshwright import mesh as mesh_module
+from meshwright.axes import DENSE, Sum
 from meshwright.errors import RankError
-from meshwright.layout import Door, attributes
-from meshwright.mesh import DENSE, whereabouts
-from meshwright.mesh.verdict import LEFT, RAISED, WAITS, WORKS, Sign, judge
 from meshwright.verify import ranks, run_ranks
+from meshwright.watch import heartbeat
+from meshwright.watch.diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
 from tests import tiny, trials
 
 TIMEOUT_S = 2.0
@@ -42,8 +42,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whereabouts, "BEAT_S", BEAT_S)
-    monkeypatch.setattr(whereabouts, "_STORE_S", 0.8)
+    monkeypatch.setattr(heartbeat, "BEAT_S", BEAT_S)
+    monkeypatch.setattr(heartbeat, "_STORE_S", 0.8)
 
 
 @dataclass
@@ -99,8 +99,8 @@ def trained(source: Path, mesh: dict[str, int], harm: Callable[[mw.Engine], None
             engine.step(batches)
     except RankError as error:
         failed = time.monotonic()
-        assert whereabouts.here.watch is not None
-        whereabouts.here.watch.leave()
+        assert heartbeat.here.watch is not None
+        heartbeat.here.watch.leave()
         mesh_module._leave()
         return Outcome(str(error), repr(error.__cause__), failed - began, time.monotonic() - failed)
     return Outcome("nothing", "", time.monotonic() - began, 0.0)
@@ -122,7 +122,7 @@ def at_a_door(name: str, call: int, act: Callable[[], None]) -> Callable[[mw.Eng
     """`act` in the `call`th passage of the door, that is in a micro-batch."""
 
     def harm(engine: mw.Engine) -> None:
-        door = dict(attributes(engine.model.parts[0], Door))[name]
+        door = trials.door_of(engine.model, name)
         armed, calls = door.armed, []
 
         def acting(x: torch.Tensor) -> torch.Tensor:
@@ -156,11 +156,11 @@ def in_the_loss(call: int, act: Callable[[], None]) -> Callable[[mw.Engine], Non
 
 def one_more(engine: mw.Engine) -> None:
     """A sum of its own, after the first micro-batch's forward: the others never come to it."""
-    in_the_loss(2, lambda: engine.model.mesh.sum_(torch.zeros(()), DENSE, "a sum of my own") and None)(engine)
+    in_the_loss(2, lambda: engine.model.mesh.sum_(torch.zeros(()), Sum("a sum of my own", DENSE)) and None)(engine)
 
 
 def skips(engine: mw.Engine) -> None:
-    dict(attributes(engine.model.parts[0], Door))["layers.1.mixer.leave"].armed = lambda x: x[: x.shape[0] // 2]
+    trials.door_of(engine.model, "layers.1.mixer.leave").armed = lambda x: x[: x.shape[0] // 2]
 
 
 def raises(engine: mw.Engine) -> None:
@@ -172,7 +172,7 @@ def raises(engine: mw.Engine) -> None:
 
 def out_of_memory(engine: mw.Engine) -> None:
     def fail() -> None:
-        with whereabouts.standing("layers.1.mixer.enter", "forward"):
+        with heartbeat.waiting_at("layers.1.mixer.enter", "forward"):
             raise torch.OutOfMemoryError("no room")
 
     at_a_door("layers.1.mixer.enter", 2, fail)(engine)
@@ -181,8 +181,8 @@ def out_of_memory(engine: mw.Engine) -> None:
 def ends_between_steps(engine: mw.Engine) -> None:
     """As the interpreter leaves it when nobody catches an error of the user's own loop."""
     sys.last_value = KeyError("label")
-    assert whereabouts.here.watch is not None
-    whereabouts.here.watch.leave()
+    assert heartbeat.here.watch is not None
+    heartbeat.here.watch.leave()
     os._exit(1)
 
 
@@ -248,15 +248,15 @@ def test_the_keeper_of_the_store_is_lost(source: Path, tmp_path: Path, act: Call
 
 
 def ended_by_torchrun(source: Path, harm: Callable[[mw.Engine], None], log: Path) -> None:
-    whereabouts.logger.addHandler(logging.FileHandler(log))
+    heartbeat.logger.addHandler(logging.FileHandler(log))
     if os.environ["RANK"] == "0":
-        real = whereabouts.Watch.verdict
+        real = heartbeat.Watch.diagnosis
 
-        def and_torchrun_is_quicker(watch: whereabouts.Watch) -> str:
+        def and_torchrun_is_quicker(watch: heartbeat.Watch) -> str:
             os.kill(os.getpid(), signal.SIGTERM)
             return real(watch)
 
-        whereabouts.Watch.verdict = and_torchrun_is_quicker  # type: ignore[method-assign]
+        heartbeat.Watch.diagnosis = and_torchrun_is_quicker  # type: ignore[method-assign]
     trained(source, TP, harm, victim=1)
 
 
@@ -285,18 +285,18 @@ def test_run_ranks_says_where_all_stand(source: Path) -> None:
         run_ranks(2, lost_under_run_ranks, source, in_the_loss(1, killed), seconds=20)
 
 
-def at(state: str, place: str, beat: float = 10.0, still_s: float = 4.0, home: str = "here", pid: int = 1) -> Sign:
-    return Sign(state, place, "step 7", still_s, beat, home, pid)
+def at(state: str, place: str, beat: float = 10.0, still_s: float = 4.0, home: str = "here", pid: int = 1) -> Heartbeat:
+    return Heartbeat(state, place, "step 7", still_s, beat, home, pid)
 
 
 def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> None:
-    before: dict[int, Sign | None] = {rank: at(WAITS, "the norm") for rank in range(4096)}
-    after: dict[int, Sign | None] = {rank: at(WAITS, "the norm", 14.0, 8.0) for rank in range(4096)}
+    before: dict[int, Heartbeat | None] = {rank: at(WAITS, "the norm") for rank in range(4096)}
+    after: dict[int, Heartbeat | None] = {rank: at(WAITS, "the norm", 14.0, 8.0) for rank in range(4096)}
     after[77] = before[77] = at(WORKS, "after the norm", 9.0, home="elsewhere")
     after[78] = at(RAISED, "ValueError: no", 13.0)
     after[79], after[80] = at(WORKS, "train.py:3 in next, after the loss", 14.0, 8.0), None
     after[81] = at(LEFT, "after the norm", 12.0)
-    said = judge(before, after, "here", 600.0)
+    said = diagnose(before, after, "here", 600.0)
     in_this_order = (
         r"rank 80: .*join",
         r"rank 77: .*\bsign of life\b.*\bafter the norm\b.*\bstep 7\b.*\b5 s\b",
@@ -312,14 +312,14 @@ def test_the_guilty_come_first_and_thousands_of_ranks_fit_into_a_few_lines() -> 
 
 def test_what_a_silent_process_of_this_machine_is() -> None:
     silent = {0: at(WORKS, "x", pid=os.getpid())}
-    assert re.search(r"no sign of life\b.*\bprocess runs", judge(silent, silent, "here", 1.0))
+    assert re.search(r"no sign of life\b.*\bprocess runs", diagnose(silent, silent, "here", 1.0))
     gone = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
     gone.start()
     assert gone.pid is not None
     gone.join()
     silent = {0: at(WORKS, "x", pid=gone.pid)}
-    assert re.search(r"\bdied\b.*\bprocess\b", judge(silent, silent, "here", 1.0))
-    assert re.search(r"no sign of life\b.*\bmachine\b", judge(silent, silent, "elsewhere", 1.0))
+    assert re.search(r"\bdied\b.*\bprocess\b", diagnose(silent, silent, "here", 1.0))
+    assert re.search(r"no sign of life\b.*\bmachine\b", diagnose(silent, silent, "elsewhere", 1.0))
 
 
 def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def says_it_in_the_log(source: Path, told: Path) -> list[str]:
     ranks have logged theirs, however busy the machine is."""
     said: list[str] = []
     engine = mw.Engine(mw.load(source, mw.Mesh(tp=2, timeout_s=20), dtype=torch.float64), lr=1e-2)
-    watch = whereabouts.here.watch
+    watch = heartbeat.here.watch
     assert watch is not None
 
     def note(record: logging.LogRecord) -> bool:
@@ -352,7 +352,7 @@ def says_it_in_the_log(source: Path, told: Path) -> list[str]:
         while len(list(told.iterdir())) < 2 and time.monotonic() < until:
             time.sleep(0.1)
 
-    whereabouts.logger.addFilter(note)
+    heartbeat.logger.addFilter(note)
     watch.loud, watch.timeout_s = "The dump is there.", 1.0
     if engine.model.mesh.rank == 1:
         in_the_loss(1, stay_away)(engine)

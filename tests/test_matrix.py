@@ -1,4 +1,5 @@
-"""A few runs of the full matrix (`make matrix`), such that any two of its dials meet in all of their values.
+"""A few runs of the full matrix (`make matrix`), such that any two of its dials meet in all of their values: axes of
+size 8 with each other, all else on up to 4 ranks.
 
 Pairs that meet in tests/test_meshes.py need no run here: it tries every family on every mesh of up to 4 ranks with more
 oracles. Only its families without experts are counted, whose dials are all as there. The others are counted here alone:

@@ -84,7 +84,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     (
         "state dict",
         {},
-        lambda e: e.model.parts[0].state_dict(),
+        lambda e: [part.state_dict() for part in e.model.parts],
         words("^StateError", "state dict", r"mw\.gather\(model\)"),
     ),
     (
@@ -132,7 +132,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     (
         "loading",
         {},
-        lambda e: e.model.parts[0].layers[0].load_state_dict({}),
+        lambda e: [part.layers[0].load_state_dict({}) for part in e.model.parts],
         words("^StateError", "state dict", r"mw\.load"),
     ),
     (
@@ -209,7 +209,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
 
 
 def _switched(engine: mw.Engine, name: str, *, on: bool) -> None:
-    engine.model.parts[0].get_parameter(name).requires_grad_(on)
+    engine.model.parameter(name).requires_grad_(on)
     engine.step(mine(engine))
 
 
@@ -314,7 +314,7 @@ def test_a_loss_may_write_into_its_fields(source: Path) -> None:
 
 def too_large(source: Path, mesh: dict[str, int]) -> list[str]:
     model, said = mw.load(source, mw.Mesh(**mesh), dtype=torch.float64), []
-    name = "layers.1.mlp.down"
+    name = "layers.1.mlp.down.weight"
     if model.mesh.rank == model.mesh.axes.world - 1:
         model.stored()[name].view(-1)[-1] = 7e4
     for there, dtype in (("half", torch.float16), ("fine", torch.bfloat16)):

@@ -33,7 +33,7 @@ def used(source: Path, out: Path, mesh: dict[str, int], device: str, dtype: torc
 
 def _use(source: Path, out: Path, mesh: dict[str, int], device: str, dtype: torch.dtype, head: str) -> Any:
     model = mw.load(source, mw.Mesh(**mesh, device=device), dtype=dtype, head=head)
-    assert all(p.device.type == device for p in model.parts[0].parameters())
+    assert all(p.device.type == device for p in trials.parameters(model))
     value = head == "value"
     engine = mw.Engine(model, lr=1e-2, entropy=not value, loss=mw.losses.squared_error if value else _entropic)
     batches = tiny.batches(model.mesh.data_rank, target=value)

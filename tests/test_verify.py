@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright import cli
+from meshwright.axes import Axes
 from meshwright.errors import RankError
-from meshwright.mesh import Axes
-from meshwright.verify import TINY, Finding, plan, report, run_ranks, shrink
-from meshwright.verify.inspection import Part
+from meshwright.plan import TINY
+from meshwright.verify import Finding, Options, RunResult, plan, report, run_ranks, shrink
 from meshwright.verify.oracles import ORACLES
 from meshwright.verify.report import ROWS
 from tests import tiny
@@ -126,7 +126,7 @@ def test_the_depth_holds_every_kind_of_layer() -> None:
 def test_experts_are_spelled_as_in_the_source(tmp_path: Path) -> None:
     for layout in ("per-expert", "fused"):
         source = tiny.directory(tmp_path / layout, "qwen3_moe", dtype=torch.bfloat16, layout=layout)
-        assert plan(str(source), Axes()).choice["experts"] == layout
+        assert plan(str(source), Axes()).blueprint.keymap.choice["experts"] == layout
 
 
 @pytest.mark.parametrize("what", ["a missing layer", "an unknown key", "a dtype that none trains"])
@@ -163,7 +163,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_found_is_told_in_few_lines() -> None:
     names = [f"layers.{i}.{what}" for what in ("mlp.out", "mixer.q", "mixer.k", "norm", "mlp.up") for i in range(2)]
     found = [Finding("K1", "all_reduce", "3 of 4"), *(Finding("G1", name, "1/2 of it") for name in names)]
-    part = Part("float64", 1.0, found, tuple(ORACLES))
+    part = RunResult("float64", 1.0, found, tuple(ORACLES))
     wanted = [
         *(rf"G1 layers\.0\.{at}: 1/2 of it .*\b2\b.*layers\.\*\.{at}\b" for at in ("mlp.out", "mixer.q", "mixer.k")),
         r"G1 .*\b4\b.*\b2\b.*--json\b",
@@ -171,7 +171,7 @@ def test_what_is_found_is_told_in_few_lines() -> None:
     ]
     for line, pattern in zip(report.lines_found(part), wanted, strict=True):
         assert re.match(pattern, line), line
-    well = Part("bfloat16", 1.0, [], tuple(ORACLES))
+    well = RunResult("bfloat16", 1.0, [], tuple(ORACLES))
     told = report.beginning([well, part])
     assert re.search(r"\bG1 layers\.0\.mlp\.out\b.*\bK1 all_reduce\b", told), told
     assert report.beginning([well]) == report.beginning([replace(part, findings=found[:1])]) == ""
@@ -180,7 +180,7 @@ def test_what_is_found_is_told_in_few_lines() -> None:
 def test_what_was_shrunk_is_told(tmp_path: Path) -> None:
     def told(config: dict[str, Any], kind: str = "shrunk") -> dict[str, Any]:
         at = directory(tmp_path / str(len(list(tmp_path.iterdir()))), config)
-        return report.shrunk(plan(at, Axes(fsdp=2, tp=2), kind=kind, say=lambda _: None))
+        return report.shrunk(plan(at, Axes(fsdp=2, tp=2), Options(kind=kind), lambda _: None))
 
     assert report.shrunk(plan("tiny-qwen3", Axes(tp=2), say=lambda _: None)) == {}
     assert told(QWEN2)["head_dim"] == (None, 10)
@@ -233,7 +233,10 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 REFUSED = [
-    (["tiny-qwen3", "--mesh", "tp=3"], words("tp=3", r"\b4 heads\b", r"layers\.0\.mixer\.q\b", "tp from 1, 2, 4")),
+    (
+        ["tiny-qwen3", "--mesh", "tp=3"],
+        words("tp=3", r"\bheads=4\b", r"layers\.0\.mixer\.q\.weight\b", "tp from 1, 2, 4"),
+    ),
     (["tiny-qwen3.5", "--mesh", "tp=8"], words("tp=8", "tp from 1, ")),
     (["tiny-qwen3-moe", "--mesh", "fsdp=2,ep=3"], words("ep=3", r"\btp=2\b", r"\bep from 1, 2\b")),
     (["tiny-qwen3", "--mesh", "cp=2"], words("cp=2", "cp=1")),
@@ -267,7 +270,7 @@ def test_what_the_real_sizes_do_not_allow_is_refused(tmp_path: Path, capsys: pyt
     at = directory(tmp_path / "m", {**QWEN2, "intermediate_size": 4865})
     code, _, err = said(capsys, at, "--mesh", "tp=2")
     assert code == 2
-    assert re.search(words("tp=2", r"\b4865 ffn\b"), err), err
+    assert re.search(words("tp=2", r"\bffn=4865\b"), err), err
 
 
 def test_what_cannot_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +330,7 @@ def test_no_thread_outlives_a_run() -> None:
 
 BREAKS = {
     "a sum is removed": (
-        "parallel/sums.py", '        mesh.sum_(flat, axes, "the last sums of gradients")\n', "",
+        "parallel/sums.py", '        mesh.sum_(flat, Sum("the last sums of gradients", axes, flat.nbytes))\n', "",
         ["tiny-qwen3", "--mesh", "tp=2"], [r"G1 model\.norm\.weight\b.*\bsum over tp\b"],
     ),
     "a sum becomes an average": (

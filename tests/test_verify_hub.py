@@ -14,8 +14,8 @@ import pytest
 from huggingface_hub import errors
 
 from meshwright import cli
-from meshwright.mesh import Axes
-from meshwright.verify import FULL, WEIGHTS, plan
+from meshwright.axes import Axes
+from meshwright.verify import FULL, WEIGHTS, Options, plan
 from tests import tiny
 from tests.words import words
 
@@ -49,10 +49,10 @@ def test_the_config_alone_is_fetched_for_a_shrunk_run(asked: list[bool], capsys:
 
 @pytest.mark.parametrize("kind", [FULL, WEIGHTS])
 def test_the_mesh_is_looked_at_before_weights_are_fetched(asked: list[bool], kind: str) -> None:
-    assert plan("org/tiny", Axes(tp=2), kind=kind).choice == {"experts": "fused"}
+    assert plan("org/tiny", Axes(tp=2), Options(kind=kind)).blueprint.keymap.choice == {"experts": "fused"}
     assert asked == [False, True]
     with pytest.raises(Exception, match=words("tp=3", "tp from 1, 2")):
-        plan("org/tiny", Axes(tp=3), kind=kind)
+        plan("org/tiny", Axes(tp=3), Options(kind=kind))
     assert asked == [False, True, False]
 
 
@@ -69,7 +69,7 @@ def test_the_index_tells_how_experts_are_spelled(tmp_path: Path, monkeypatch: py
     (whole / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (whole / "model.safetensors").rename(whole / "model-00002-of-00002.safetensors")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(whole), raising=False)
-    assert plan("org/tiny", Axes(fsdp=2)).choice == {"experts": "fused"}
+    assert plan("org/tiny", Axes(fsdp=2)).blueprint.keymap.choice == {"experts": "fused"}
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

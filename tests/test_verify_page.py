@@ -12,11 +12,13 @@ import pytest
 
 import meshwright as mw
 from meshwright import cli, parallel
+from meshwright.axes import Axes
 from meshwright.engine.bill import engine_bill, step_bill
-from meshwright.layout import Rules, Step, units_of
-from meshwright.mesh import Axes
-from meshwright.verify import Finding, Part, page, plan
-from meshwright.verify.account import ranges
+from meshwright.layout import Work
+from meshwright.plan.page import page, plan_of, write_page
+from meshwright.plan.tables import ranges
+from meshwright.verify import Finding, Plan, RunResult, plan
+from meshwright.verify.page import results
 from tests import tiny, worlds
 from tests.test_verify import QWEN2, QWEN3_5, QWEN3_30B_A3B, directory
 
@@ -58,8 +60,12 @@ class Read(HTMLParser):
         return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def read(model: str, parts: list[Part] | None = None, **mesh: int) -> Read:
-    return Read(page.page(plan(model, Axes(**mesh)), parts or [Part("float64", 1.0, [])]))
+def whole(tried: Plan, parts: list[RunResult]) -> str:
+    return page(f"{tried.model} on {tried.axes}", results(tried, parts), plan_of(tried.blueprint, tried.axes))
+
+
+def read(model: str, parts: list[RunResult] | None = None, **mesh: int) -> Read:
+    return Read(whole(plan(model, Axes(**mesh)), parts or [RunResult("float64", 1.0, [])]))
 
 
 def number(text: str) -> int:
@@ -69,12 +75,12 @@ def number(text: str) -> int:
 def test_a_large_model_is_a_small_page(tmp_path: Path) -> None:
     made = plan(directory(tmp_path / "m", QWEN3_30B_A3B), Axes(replicate=2, fsdp=4, tp=2, ep=8))
     began = time.monotonic()
-    text = page.page(made, [Part("float64", 1.0, [])])
+    text = whole(made, [RunResult("float64", 1.0, [])])
     assert time.monotonic() - began < 15
     assert len(text) < 100_000
     found = Read(text)
     assert "num_hidden_layers 48 → 2" in found.text
-    assert "Where 30,532,122,624 parameters live" in found.text
+    assert "Where 30,532,122,624 parameters lie" in found.text
     assert not re.search(r"https?:|//|<script|<link|@import|src=|url\(", text)
     assert "color-scheme: light dark" in text
 
@@ -104,10 +110,10 @@ def test_a_large_model_is_a_small_page(tmp_path: Path) -> None:
 
 def test_kinds_of_layers_and_ties(tmp_path: Path) -> None:
     hybrid = read(directory(tmp_path / "h", QWEN3_5), fsdp=2, tp=2).table("parameter")
-    a_log = next(row for row in hybrid if row["parameter"] == "layers.{i}.mixer.A_log\nnever rounded")
+    a_log = next(row for row in hybrid if row["parameter"] == "layers.{i}.mixer.gates.A_log\nnever rounded")
     assert a_log["layers"].startswith("0-2 4-6 8-10")
     assert (a_log["rows stored in shards over"], a_log["in the last sums of gradients over"]) == ("-", "fsdp=2")
-    assert next(row for row in hybrid if row["parameter"] == "layers.{i}.mixer.q")["layers"] == "3-31 by 4"
+    assert next(row for row in hybrid if row["parameter"] == "layers.{i}.mixer.q.weight")["layers"] == "3-31 by 4"
     tied = read(directory(tmp_path / "t", QWEN2), fsdp=3, tp=2).table("parameter")
     assert tied[0]["parameter"] == "embed.weight\ntied: the head too"
     lone = read("tiny-qwen3")  # one process
@@ -138,10 +144,9 @@ def test_the_page_and_the_run_agree(tmp_path: Path) -> None:
     mesh = dict(fsdp=2, tp=2, ep=2)
     source = tiny.directory(tmp_path / "m", "qwen3_5_moe")
     found = worlds.run(4, real, source, mesh)
-    subject, axes = plan(str(source), Axes(**mesh)).subject, Axes(**mesh)
-    units = units_of(subject.module, subject.module.units())
+    blueprint, axes = plan(str(source), Axes(**mesh)).blueprint, Axes(**mesh)
     for rank, (charges, _) in enumerate(found):
-        assert engine_bill(subject.module, units, subject.table, Rules(), axes, rank, Step(4096, 1)) == charges
+        assert engine_bill(blueprint, axes, rank, Work(4096, 1)) == charges
     shown = read(str(source), **mesh)
     lines = shown.table("what")
     assert sum(number(row["how many"]) for row in lines) == sum(c.count for c in found[0][0])
@@ -154,13 +159,13 @@ def test_the_page_and_the_run_agree(tmp_path: Path) -> None:
 
 
 def test_what_was_found_is_shown_and_escaped() -> None:
-    bad = Part("float64", 1.0, [Finding("G1", "a<b>", "x & y"), *[Finding("K1", f"c{i}", "?") for i in range(60)]])
-    found = read("tiny-qwen3", [bad, Part("float32", 1.0, [])], tp=2)
+    bad = RunResult("float64", 1.0, [Finding("G1", "a<b>", "x & y"), *[Finding("K1", f"c{i}", "?") for i in range(60)]])
+    found = read("tiny-qwen3", [bad, RunResult("float32", 1.0, [])], tp=2)
     row = next(row for row in found.table("oracle") if row["oracle"] == "G1")
     assert list(row.values())[2:] == ["FAILS (1)", "pass"]
     assert "float64 G1 a<b>: x & y" in found.text
     assert "and 10 more of K1" in found.text
-    assert "61 findings" in found.text
+    assert "findings: 61" in found.text
     assert "b" not in found.tags
 
 
@@ -179,12 +184,11 @@ def test_the_command_writes_it_whole(
     capsys.readouterr()
 
 
-def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     target.write_text("of yesterday")
-    monkeypatch.setattr(page, "page", lambda *_: "\ud800")  # cannot be encoded
     with pytest.raises(UnicodeEncodeError):
-        page.write_page(target, plan("tiny-qwen3", Axes()), [])
+        write_page(target, "\ud800")  # cannot be encoded
     assert target.read_text() == "of yesterday"
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 

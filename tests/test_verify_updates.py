@@ -19,7 +19,8 @@ from meshwright.engine import engine as engine_module
 from meshwright.engine import forward, terms
 from meshwright.ops import Documents, delta, documents
 from meshwright.optim import AdamW
-from meshwright.verify import Finding, parts
+from meshwright.verify import Finding
+from meshwright.verify.diagnose import forward as diagnosed
 from meshwright.weights import streaming
 from tests import tiny, trials, worlds
 
@@ -34,10 +35,10 @@ def without_gradient_no_update(patch: Patch) -> None:
     """Also weight decay is left out: of words and experts that no token met."""
     real = AdamW._update
 
-    def update(self: Any, part: Any, grads: Any, lr: float, decay: float) -> None:
-        views = [(name, at, self.views[name].view(-1)[at]) for name, at in part]
+    def update(self: Any, part: Any, stored: Any, grads: Any, *more: float) -> None:
+        views = [(name, at, stored[name].view(-1)[at]) for name, at in part]
         before = [view.clone() for _, _, view in views]
-        real(self, part, grads, lr, decay)
+        real(self, part, stored, grads, *more)
         for (name, at, view), kept in zip(views, before, strict=True) if on_a_mesh() else ():
             view.copy_(torch.where(grads[name].reshape(-1)[at] == 0, kept, view))
 
@@ -47,15 +48,19 @@ def without_gradient_no_update(patch: Patch) -> None:
 def last_update_too_large(patch: Patch) -> None:
     real = AdamW.step
     patch.setattr(
-        AdamW, "step", lambda self, grads, lr: real(self, grads, lr * (1000 if on_a_mesh() and self.steps == 2 else 1))
+        AdamW,
+        "step",
+        lambda self, stored, grads, lr: real(
+            self, stored, grads, lr * (1000 if on_a_mesh() and self.steps == 2 else 1)
+        ),
     )
 
 
 def first_copy_handed_out(patch: Patch) -> None:
     real, kept = streaming._packed, dict[str, Any]()
 
-    def packed(parts: Any, holding: Any, exact: bool) -> Any:
-        made = real(parts, holding, exact)
+    def packed(parts: Any, stored_model: Any, exact: bool) -> Any:
+        made = real(parts, stored_model, exact)
         return kept.setdefault(str([(p.key.name, str(p.ours)) for p in parts]), made) if exact and on_a_mesh() else made
 
     patch.setattr(streaming, "_packed", packed)
@@ -72,7 +77,7 @@ def logits_of_other_words(patch: Patch) -> None:
     def rolled(model: mw.Model, batch: mw.Batch) -> Tensor:
         return forward.logits(model, batch).roll(1, 1)
 
-    patch.setattr(parts, "logits", rolled)
+    patch.setattr(diagnosed, "logits", rolled)
 
 
 def weights_only_counted(patch: Patch) -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.mesh import Axes
+from meshwright.axes import Axes
+from meshwright.layout import Door, find
 from meshwright.verify import Finding, Reference, Trial, examine, refer
 from tests import tiny, worlds
 
@@ -36,6 +37,14 @@ EXPERT_MESHES: list[dict[str, int]] = [
 
 def named(mesh: dict[str, int]) -> str:
     return ",".join(f"{k}={v}" for k, v in mesh.items()) or "one"
+
+
+def parameters(model: mw.Model) -> list[torch.nn.Parameter]:
+    return [parameter for part in model.parts for parameter in part.parameters()]
+
+
+def door_of(model: mw.Model, name: str) -> Door:
+    return {found: door for part in model.parts for found, door in find(part, Door)}[name]
 
 
 def world_of(mesh: dict[str, int]) -> int:

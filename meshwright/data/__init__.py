@@ -1,5 +1,4 @@
-"""Text -> packed batches."""
+"""Documents -> packed batches."""
 
-from .pack import IGNORE, Batch, pack
-
-__all__ = ["IGNORE", "Batch", "pack"]
+from .batch import IGNORE, Batch
+from .pack import pack

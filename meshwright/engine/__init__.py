@@ -1,23 +1,8 @@
-"""The hall where all meet: build, step, train, hand out."""
+"""Load, step, look, export: what a user calls."""
 
+from ..parallel import Savings
 from . import losses
 from .engine import Engine, StepRecord
+from .export import export, gather, stream
 from .forward import logits, logprobs
-from .hand_out import export, gather, stream
 from .model import Model, init, load
-from .savings import Savings
-
-__all__ = [
-    "Engine",
-    "Model",
-    "Savings",
-    "StepRecord",
-    "export",
-    "gather",
-    "init",
-    "load",
-    "logits",
-    "logprobs",
-    "losses",
-    "stream",
-]

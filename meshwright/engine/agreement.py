@@ -1,111 +1,147 @@
-"""Before a call in which ranks wait for one another, each tells the others what it is about to do, and if it can."""
+"""What must be the same on all ranks.
+
+A call in which ranks wait for one another begins here: each rank tells the others what it is about to do, in one small
+all-gather. A mistake on one rank is then an error on every rank, at once, and not a hang.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields
 from itertools import count
-from weakref import WeakSet
 
 import torch
 
-from ..errors import RankError, StateError
-from ..mesh import DENSE, Axes
-from .model import Model, refuse_inference_mode, refuse_other_than_a_model
+from ..axes import DENSE, Axes
+from ..data import Batch
+from ..errors import ConfigError, DataError, RankError, StateError
+from .arguments import WEIGHT, check_autocast, check_batches, check_inference_mode
+from .model import Model
+from .terms import has_term
 
-TOLD = 8  # numbers of every rank: whether it refuses, a checksum of its settings, and six of its data
-NO_DATA = [0.0] * (TOLD - 2)
-
-Rows = list[list[float]]  # of each rank: weight, targets, batches, tokens of each, tokens without filler, a checksum
-Settings = Mapping[str, object]
-
-
-_numbers = count(1)  # every rank takes part in each call over all axes, so they count alike
-_in_their_loss: WeakSet[Model] = WeakSet()
+STEP, EVALUATE = "a step", "evaluate"
+_ids = count(1)  # every rank takes part in each call over all axes, so all ranks count alike
 
 
-@contextlib.contextmanager
-def in_its_loss(model: Model) -> Iterator[None]:
-    """Meanwhile the model must not run: its sums and counts of this micro-batch are still wanted."""
-    _in_their_loss.add(model)
-    try:
-        yield
-    finally:
-        _in_their_loss.discard(model)
+@dataclass(frozen=True)
+class Data:
+    """What a rank brings to a call."""
+
+    weight: float = 0.0  # the sum of the weights of its targets
+    num_targets: int = 0
+    num_batches: int = 0
+    num_tokens: int = 0  # in each batch
+    num_real: int = 0  # in all batches, without filler
+    checksum: int = 0
 
 
-def agree(
-    model: Model, call: str, tell: Callable[[], tuple[Settings, list[float]]], axes: tuple[str, ...] = DENSE
-) -> Rows:
-    """What each rank of `axes` tells of its data. Where one refuses, or is about to do another thing, all raise."""
-    refuse_other_than_a_model(model)
-    if model in _in_their_loss:
-        raise StateError(
-            f"{call} was called for a model whose loss is being reckoned; what a loss needs of its own model must be "
-            "reckoned before the step, and come as a field: pack(..., fields=)"
-        )
-    problem: Exception | None = None
-    settings: dict[str, str] = {}
-    try:
-        refuse_inference_mode()
-        _refuse_autocast(model.mesh.device.type)
-        model.refuse_torn()
-        more, data = tell()
-        settings = {"call": call, **_identity(model), **{name: str(value) for name, value in more.items()}}
-        row = [0.0, float(zlib.crc32(json.dumps(settings).encode())), *data]
-    except Exception as error:  # noqa: BLE001 - the others are waiting: they are told, and then all raise
-        problem, row = error, [1.0, 0.0, *NO_DATA]
-    mine = torch.tensor([row], dtype=torch.float64, device=model.mesh.device)
-    rows: Rows = model.mesh.gather_rows(mine, axes, place(call)).tolist()
-    if problem is not None:
-        raise problem
-    ranks = model.mesh.axes.group(model.mesh.rank, axes)
-    refusing = [rank for rank, told in zip(ranks, rows, strict=True) if told[0]]
-    if refusing:
-        raise RankError(f"rank {refusing[0]} refuses to take part in {call}; see its message")
-    if any(told[1] != rows[0][1] for told in rows):
-        raise RankError(_difference(ranks, model.mesh.gather_objects(settings, axes)))
-    if axes == DENSE and not model.number:
-        model.number = next(_numbers)
-    return [told[2:] for told in rows]
+@dataclass(frozen=True)
+class Proposal:
+    """What a rank is about to do. All but its data must be the same on all ranks."""
+
+    data: Data = Data()
+    lr: float = 0.0
+    max_norm: float | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
-def _identity(model: Model) -> dict[str, str]:
-    trained = model.trainable
-    return {
-        **{f"{name} of config.json": json.dumps(value, sort_keys=True) for name, value in model.config.items()},
-        "the compute dtype": str(model.dtype),
-        **{f"the saving {name}": str(value) for name, value in asdict(model.savings).items()},
-        "the seed": str(model.seed),
-        "the checksum of the files that the model was loaded from": str(model.checksum),
-        "which model this is, of those that all ranks have used together (0: none yet),": str(model.number),
-        "the number of trained parameters": str(len(trained)),
-        "the checksum of the names of trained parameters": str(zlib.crc32(" ".join(trained).encode())),
-    }
+@dataclass(frozen=True)
+class Step:
+    """What all ranks have agreed on before a step: its settings, and its size over all data ranks."""
+
+    lr: float
+    max_norm: float | None
+    weight: float
+    num_targets: int
+    num_tokens: int  # without filler
+    num_batches: int
+    owner: object = None  # the engine whose gradients these are
+    router_loss: float = 0.0  # known when backward is over
+
+
+NUMBERS = 2 + len(fields(Data))  # that each rank tells: whether it fails, a checksum of its settings, and its data
 
 
 def place(call: str) -> str:
     return f"the agreement on {call}"
 
 
-def check_data(rows: Rows, ranks: tuple[int, ...], axes: Axes) -> None:
-    """The ranks of a data rank have the same data."""
-    first: dict[int, int] = {}
-    for at, rank in enumerate(ranks):
-        other = first.setdefault(axes.data_rank(rank), at)
-        if rows[at] != rows[other]:
-            raise RankError(
-                f"ranks {ranks[other]} and {rank} are one data rank ({axes}), but were given different batches"
-            )
+def agree(
+    model: Model, call: str, propose: Callable[[], Proposal], axes: tuple[str, ...] = DENSE
+) -> tuple[Proposal, list[Data]]:
+    """This rank's proposal, and the data of each rank of `axes`.
+
+    If a rank refuses, or is about to do something else, every rank raises.
+    """
+    check_is_model(model)
+    _check_outside_loss(model, call)
+    failure: Exception | None = None
+    proposal, settings = Proposal(), dict[str, str]()
+    try:
+        check_inference_mode()
+        check_autocast(model.mesh.device.type)
+        model.check_whole()
+        proposal = propose()
+        more = {**proposal.settings, "lr of this step": proposal.lr, "max_norm": proposal.max_norm}
+        settings = {"the call": call, **_identity(model), **{k: str(v) for k, v in more.items()}}
+    except Exception as error:  # noqa: BLE001 - the others are waiting: they are told, and then all raise
+        failure = error
+    told = (zlib.crc32(json.dumps(settings).encode()), *astuple(proposal.data))
+    rows = model.mesh.all_or_none(failure, place(call), numbers=told, axes=axes)
+    if any(row[0] != rows[0][0] for row in rows):
+        ranks = model.mesh.axes.group(model.mesh.rank, axes)
+        raise RankError(_difference(ranks, model.mesh.gather_objects(settings, axes)))
+    if axes == DENSE and not model.calls.shared_id:
+        model.calls.shared_id = next(_ids)
+    return proposal, [Data(row[1], *map(int, row[2:])) for row in rows]
 
 
-def _difference(ranks: tuple[int, ...], settings: list[Mapping[str, str]]) -> str:
+def check_is_model(model: object) -> None:
+    if not isinstance(model, Model):
+        raise ConfigError(f"a {type(model).__name__} is no model; give what mw.load returned (engine.model)")
+
+
+def _check_outside_loss(model: Model, call: str) -> None:
+    """Raised without a word to the others, who are in the middle of a step: a gathering would meet its collectives."""
+    if model.calls.in_loss:
+        raise StateError(
+            f"{call} was called inside of the loss of the same model. Call it before the step, and give the loss what "
+            "it says as a field: pack(..., fields=)"
+        )
+
+
+def check_ready(model: Model, trained: Sequence[str]) -> None:
+    """Before a step: no gradients wait, and the parameters in training are those for which there are moments."""
+    if model.calls.pending is not None or model.grads():
+        raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
+    changed = {*model.trainable} ^ {*trained}
+    if changed:
+        raise StateError(
+            f"{min(changed)} and {len(changed) - 1} more changed requires_grad since the engine was made; choose "
+            "what is trained with train= of mw.load"
+        )
+
+
+def _identity(model: Model) -> dict[str, str]:
+    """Which model this is. Ranks whose models differ would train something that no one process could."""
+    trained = model.trainable
+    return {
+        **{f"{k} of config.json": json.dumps(v, sort_keys=True) for k, v in model.blueprint.config.items()},
+        "the compute dtype": str(model.dtype),
+        **{f"the saving {name}": str(value) for name, value in asdict(model.savings).items()},
+        "the origin of the weights": model.blueprint.origin,
+        "the model (numbered in the order in which all ranks first used them, 0 if never)": str(model.calls.shared_id),
+        "the number of trained parameters": str(len(trained)),
+        "the checksum of the names of trained parameters": str(zlib.crc32(" ".join(trained).encode())),
+    }
+
+
+def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> str:
     first = settings[0]
     for rank, other in zip(ranks, settings, strict=True):
-        for name in sorted(first.keys() | other.keys(), key=lambda name: (name != "call", name)):
+        for name in sorted(first.keys() | other.keys(), key=lambda name: (name != "the call", name)):
             mine, theirs = first.get(name, "nothing"), other.get(name, "nothing")
             if mine != theirs:
                 return (
@@ -115,9 +151,53 @@ def _difference(ranks: tuple[int, ...], settings: list[Mapping[str, str]]) -> st
     return "the ranks differ in their settings"  # of equal text and other checksums: cannot be
 
 
-def _refuse_autocast(device: str) -> None:
-    if torch.is_autocast_enabled(device):
-        raise StateError(
-            f"torch.autocast({device!r}) is on; it would round what is to stay wide. "
-            "Leave it out: dtype= of mw.load is what a model computes in"
-        )
+def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
+    """What this rank brings, checked. It reads values on the host: batches go to the device after it."""
+    check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
+    masks = [has_term(b, want) for b in batches]
+    weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
+    return Data(
+        weight=sum(float(w.double().sum()) for w in weights),
+        num_targets=sum(int(mask.sum()) for mask in masks),
+        num_batches=len(batches),
+        num_tokens=len(batches[0]),
+        num_real=sum(len(b) - b.num_filler for b in batches),
+        checksum=_checksum(batches),
+    )
+
+
+def _checksum(batches: Sequence[Batch]) -> int:
+    crc = 0
+    for b in batches:
+        bounds = torch.tensor(b.bounds, device=b.tokens.device)
+        for tensor in (b.tokens, b.labels, bounds, *(b.fields[name] for name in sorted(b.fields))):
+            crc = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def check_same_data(told: Sequence[Data], ranks: Sequence[int], axes: Axes) -> None:
+    """The ranks of one data rank bring the same data."""
+    first: dict[int, int] = {}
+    for at, rank in enumerate(ranks):
+        other = first.setdefault(axes.data_rank(rank), at)
+        if told[at] != told[other]:
+            raise RankError(
+                f"ranks {ranks[other]} and {rank} are one data rank ({axes}), but were given different batches"
+            )
+
+
+def whole_step(proposal: Proposal, told: Sequence[Data], axes: Axes) -> Step:
+    """The step that all data ranks make together. They must bring equally much, and something to learn from."""
+    for rank, data in enumerate(told):
+        if (data.num_batches, data.num_tokens) != (told[0].num_batches, told[0].num_tokens):
+            raise RankError(
+                f"rank {rank} has {data.num_batches} batches of {data.num_tokens} tokens, rank 0 "
+                f"{told[0].num_batches} of {told[0].num_tokens}; all ranks need the same number of batches and tokens"
+            )
+    check_same_data(told, range(axes.world), axes)
+    first = {axes.data_rank(rank): data for rank, data in reversed(list(enumerate(told)))}.values()
+    weight, num_targets = sum(d.weight for d in first), sum(d.num_targets for d in first)
+    if weight <= 0:
+        raise DataError(f"the step's {num_targets} targets weigh {weight}; there is nothing to learn from")
+    num_tokens = sum(d.num_real for d in first)
+    return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, told[0].num_batches)

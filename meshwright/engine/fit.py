@@ -1,4 +1,4 @@
-"""Whether a run fits, known from the drawing before any memory is taken."""
+"""Whether a run fits into memory, worked out before any is taken."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..axes import Axes
 from ..errors import MeshError
-from ..layout import Rules, Stored, Table, Unit, Widths, storage
-from ..mesh import Axes, Room
+from ..layout import Held, ShardingSpec, Stored, Widths, storage
+from ..mesh import Memory
 
-_MOST = 4096  # how far a larger mesh is looked for
+_MOST = 4096  # the largest fsdp that is tried as a way out
 
 
 @dataclass(frozen=True)
 class Need:
-    """What decides about the bytes of a rank. `trained`: names of parameters."""
+    """What a run needs of the memory of each rank."""
 
-    units: Sequence[Unit]
-    table: Table
-    rules: Rules
+    spec: ShardingSpec
     axes: Axes
-    widths: Widths
-    trained: frozenset[str]
-    offload: bool = False
+    held: Held
 
     def stored(self, rank: int = 0) -> list[Stored]:
-        return storage(
-            self.units, self.table, self.rules, self.axes, rank, self.widths, trained=self.trained, offload=self.offload
-        )
+        return storage(self.spec, self.axes, rank, self.held)
 
 
 def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
@@ -37,35 +32,36 @@ def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
     return Widths(stored.itemsize, compute.itemsize, (state or stored).itemsize)
 
 
-def refuse_too_large(need: Need, room: Room) -> None:
-    """Rank 0 stores most. Activations are not counted: what is refused cannot run, what is not may still be short."""
+def refuse_too_large(need: Need, memory: Memory) -> None:
+    """Rank 0 stores most. Activations are not counted: what is refused cannot run, and what is not may still fail."""
     stored = need.stored()
-    if _fits(stored, room):
+    if _fits(stored, memory):
         return
     parts = ", ".join(f"{s.what} {_gb(s.num_bytes)}{' on the host' if s.host else ''}" for s in stored)
     raise MeshError(
         f"{need.axes} does not fit: a rank needs {_gb(sum(s.num_bytes for s in stored))} ({parts}) and has "
-        f"{_gb(room.device_bytes)}{'' if room.shared else f', and {_gb(room.host_bytes)} on the host'}; "
-        f"{_ways_out(need, room)}"
+        f"{_gb(memory.device_bytes)}{'' if memory.shared else f', and {_gb(memory.host_bytes)} on the host'}; "
+        f"{_ways_out(need, memory)}"
     )
 
 
-def _fits(stored: Sequence[Stored], room: Room) -> bool:
+def _fits(stored: Sequence[Stored], memory: Memory) -> bool:
     host, device = (sum(s.num_bytes for s in stored if s.host == at) for at in (True, False))
-    if room.shared:
-        return host + device <= room.host_bytes
-    return device <= room.device_bytes and host <= room.host_bytes
+    if memory.shared:
+        return host + device <= memory.host_bytes
+    return device <= memory.device_bytes and host <= memory.host_bytes
 
 
-def _ways_out(need: Need, room: Room) -> str:
+def _ways_out(need: Need, memory: Memory) -> str:
     """The smallest fsdp that would do, and whether host memory would."""
     found = []
     sizes = (need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MOST)
     larger = (replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes)
-    enough = next((r.axes for r in larger if _fits(r.stored(), room)), None)
+    enough = next((r.axes for r in larger if _fits(r.stored(), memory)), None)
     if enough is not None:
         found.append(f"fsdp={enough.fsdp} ({enough.world} ranks)")
-    if not need.offload and _fits(replace(need, offload=True).stored(), room):
+    offloaded = replace(need, held=replace(need.held, offload=True))
+    if not need.held.offload and _fits(offloaded.stored(), memory):
         found.append("Savings(offload=True)")
     return "choose " + " or ".join(found) if found else f"no fsdp up to {_MOST} would do: choose more memory"
 

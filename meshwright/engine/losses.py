@@ -1,7 +1,7 @@
-"""Losses: from what the model says of each token, and the batch's fields, to one term a token.
+"""Losses: they turn what the model says of each token, and the fields of the batch, into one term a token.
 
-The engine weights the terms (field `weight`, else 1), leaves out tokens without a label (of values: filler), sums over
-the whole optimizer step and divides by the sum of the weights. A loss never averages.
+The engine weights the terms (by the field `weight`, or 1), leaves out tokens without a label (of values: filler), sums
+over the whole optimizer step and divides by the sum of the weights. A loss never averages.
 """
 
 from __future__ import annotations

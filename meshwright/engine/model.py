@@ -1,86 +1,106 @@
-"""A model on a mesh: built from a directory, placed, and filled."""
+"""A model on a mesh: its blueprint, placed and filled."""
 
 from __future__ import annotations
 
-import fnmatch
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .. import parallel
-from ..errors import ConfigError, LayoutError, StateError
-from ..layout import Charge, Piece, Rules, Table, Unit, owns, pieces, units_of
-from ..mesh import REPLICA, Mesh
-from ..models import Decoder, arm_layers, describe, prefix_of, text_config
+from ..axes import REPLICA
+from ..blueprint import Blueprint, draw
+from ..errors import StateError
+from ..layout import Charge, Held, Piece, Placement, Table, owned, pieces, place
+from ..mesh import Mesh
+from ..models import Decoder
+from ..parallel import Savings
 from ..weights import (
-    Holding,
-    Spelling,
-    carried_keys,
-    check_keys,
-    choose,
-    deliveries,
+    KeyMap,
+    StoredModel,
     fill,
     fill_fresh,
     load_bill,
     local_directory,
-    of_source,
-    of_table,
     open_source,
+    plan_reads,
     read_config,
 )
+from .arguments import check_loading, check_unquantised, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of
-from .savings import Savings
 
-READ = ("rank", "node")
-COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
+
+@dataclass
+class Calls:
+    """What calls on a model leave behind for the next ones."""
+
+    shared_id: int = 0  # of the models that all ranks have used together, the first being 1; 0 before
+    pending: object | None = None  # the step whose gradients lie on the parameters
+    half_updated: str = ""  # which update was cut off: the parameters are then worth nothing
+    in_loss: bool = False  # its loss is being computed, which must not run it
 
 
 @dataclass(eq=False)
 class Model:
-    """A model, this rank's part of it. Made by `load` or `init`."""
+    """This rank's part of a model. Made by `load` or `init`."""
 
     mesh: Mesh
-    rules: Rules
-    table: Table
-    parts: tuple[Decoder, ...]
-    units: tuple[Unit, ...]
+    blueprint: Blueprint
+    parts: tuple[Decoder, ...]  # its pipeline stages on this rank
     dtype: torch.dtype
-    config: Mapping[str, Any]
-    directory: Path  # of config.json and the tokenizer
-    spelling: Spelling
     savings: Savings
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
-    seed: int | None = None  # of `init`
-    checksum: int | None = None  # of the files
-    number: int = 0  # of the models that all ranks have used together, the first being 1; 0 before
-    waiting: object | None = None  # what an engine left for its update, which is to use the gradients that are there
-    torn: str = ""  # why no call may go on with these parameters
+    calls: Calls = field(default_factory=Calls)
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """Of `config.json`."""
+        return self.blueprint.config
+
+    @property
+    def directory(self) -> Path | None:
+        """Of `config.json` and the tokenizer."""
+        return self.blueprint.directory
+
+    @property
+    def table(self) -> Table:
+        return self.blueprint.table
+
+    @property
+    def keymap(self) -> KeyMap:
+        return self.blueprint.keymap
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
-        return pieces(self.table, self.rules, self.mesh.axes, self.mesh.coords)
+        return pieces(self.blueprint.spec, self.mesh.axes, self.mesh.rank)
 
     @cached_property
     def owned(self) -> set[str]:
-        """Parameters whose elements here are counted and exported by this rank."""
-        axes, coords = self.mesh.axes, self.mesh.coords
-        return {name for name in self.pieces if owns(self.table, name, self.rules, axes, coords)}
+        """Parameters whose elements here are counted and handed out by this rank."""
+        return set(owned(self.blueprint.spec, self.mesh.axes, self.mesh.rank))
 
     @cached_property
     def _places(self) -> list[tuple[str, nn.Module, str]]:
-        """The module that holds each parameter. It stays the same; FSDP exchanges the parameter, and back."""
-        split = {name: name.rpartition(".") for name in self.pieces}
-        return [(name, self.parts[0].get_submodule(owner), last) for name, (owner, _, last) in split.items()]
+        """The module that holds each parameter. It stays the same, while FSDP exchanges the parameter."""
+        names = {name: part for part in self.parts for name, _ in part.named_parameters()}
+        split = [(name, *name.rpartition(".")[::2]) for name in self.pieces]
+        return [(name, names[name].get_submodule(owner), last) for name, owner, last in split]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: holder.get_parameter(last) for name, holder, last in self._places}
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """This rank's piece of a parameter, as the module holds it."""
+        return self._parameters()[name]
+
+    def placement(self, name: str) -> Placement:
+        return place(self.table[name], self.blueprint.spec.rules, self.mesh.axes)
 
     @property
     def trainable(self) -> list[str]:
@@ -95,20 +115,27 @@ class Model:
         found = {name: parallel.local_grad(p) for name, p in self._parameters().items() if p.requires_grad}
         return {name: grad for name, grad in found.items() if grad is not None}
 
+    def forget_grads(self) -> None:
+        """Also those that FSDP has not summed yet, of a step that failed."""
+        parallel.reset_after_forward(self.parts)
+        for parameter in self._parameters().values():
+            parameter.grad = None
+        self.calls.pending = None
+
     def need(self, state_dtype: torch.dtype | None = None) -> Need:
-        """What decides about the bytes that training takes here."""
-        widths, trained = widths_of(self.dtype, state_dtype), frozenset(self.trainable)
-        return Need(self.units, self.table, self.rules, self.mesh.axes, widths, trained, self.savings.offload)
+        """The memory that training takes here."""
+        held = Held(widths_of(self.dtype, state_dtype), frozenset(self.trainable), self.savings.offload)
+        return Need(self.blueprint.spec, self.mesh.axes, held)
 
-    def holding(self, stored: Mapping[str, Tensor]) -> Holding:
-        return Holding(self.table, self.rules, self.mesh, stored)
+    def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
+        return StoredModel(self.blueprint.spec, self.mesh, stored)
 
-    def refuse_torn(self) -> None:
-        if self.torn:
-            raise StateError(f"{self.torn}; load the model again")
+    def check_whole(self) -> None:
+        if self.calls.half_updated:
+            raise StateError(f"{self.calls.half_updated}; load the model again")
 
     def _refuse_copies(self, *_: object) -> NoReturn:
-        raise StateError("a model is a part of a run and cannot be copied; load it once more, or use mw.gather(model)")
+        raise StateError("a model is part of a run and cannot be copied; load it once more, or use mw.gather(model)")
 
     __deepcopy__ = __reduce__ = _refuse_copies
 
@@ -135,23 +162,19 @@ def load(
     `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
     node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time.
     """
-    if read not in READ:
-        raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
-    _check_arguments(mesh, dtype, train, savings)
+    check_loading(mesh, dtype, savings, read)
+    patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
-    config, found = read_config(directory), open_source(directory)
-    module, table = describe(config, prefix_of(config, found.entries), head, found.entries)
-    fresh = [p.name for p in table if p.optional and not any(k in found.entries for k in p.layouts[0].keys)]
-    choice = choose(table, found)
-    check_keys(table, found, choice, fresh, torch.promote_types(dtype or torch.bfloat16, torch.float32))
-    spelling = of_source(table, found, choice, carried_keys(table, found, choice), fresh)
-    model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train, savings)
-    node = _node(model.mesh, read)
-    plan = list(deliveries(table, model.rules, model.mesh.axes, node, found, choice, fresh))
+    config, files = read_config(directory), open_source(directory)
+    stored = torch.promote_types(compute, torch.float32)
+    blueprint = draw(config, files, head=head, directory=directory, stored=stored)
+    blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
+    model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
+    node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
+    plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
-    model.bytes_read = fill(model.holding(model.stored()), plan, node, found)
-    _fill_fresh(model, fresh, seed=0)
-    model.checksum = found.checksum()
+    model.bytes_read = fill(model.stored(), model.mesh, plan, node, files)
+    _fill_fresh(model, blueprint.keymap.fresh, seed=0)
     return model
 
 
@@ -166,108 +189,38 @@ def init(
     savings: Savings = Savings(),
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
-    _check_arguments(mesh, dtype, train, savings)
-    _check_seed(seed)
-    directory = local_directory(source, mesh, weights=False)
+    check_loading(mesh, dtype, savings)
+    patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
     config = read_config(directory)
-    if "quantization_config" in config:
-        raise ConfigError(
-            "config.json has a quantization_config, but new weights are not quantised, and whoever loads their export "
-            "would take them for it; remove it from config.json"
-        )
-    module, table = describe(config, prefix_of(config, None), head)
-    spelling = of_table(table, _file_dtype(config))
-    model = _place(module, table, mesh or Mesh(), config, directory, spelling, dtype, train, savings)
-    _fill_fresh(model, list(model.pieces), seed)
-    model.seed = seed
+    check_unquantised(config)
+    blueprint = replace(draw(config, head=head, directory=directory), origin=f"seed {seed}")
+    model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
+    _fill_fresh(model, model.pieces, seed)
     return model
 
 
-def _file_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    text = text_config(config)
-    name = next((c[n] for c in (config, text) for n in ("dtype", "torch_dtype") if c.get(n)), "float32")
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    if not isinstance(name, str) or name not in kinds:
-        raise ConfigError(f"config.json: dtype={name!r:.200} is unknown; choose from {', '.join(kinds)}")
-    return kinds[name]
-
-
-def _place(
-    module: Decoder,
-    table: Table,
-    mesh: Mesh,
-    config: Mapping[str, Any],
-    directory: Path,
-    spelling: Spelling,
-    dtype: torch.dtype | None,
-    train: str | Sequence[str],
-    savings: Savings,
+def put_on_mesh(
+    blueprint: Blueprint, mesh: Mesh, compute: torch.dtype, train: Sequence[str], savings: Savings
 ) -> Model:
-    compute = dtype or torch.bfloat16
-    _freeze(module, table, [train] if isinstance(train, str) else list(train))
-    rules = Rules()
-    units = units_of(module, module.units(), reshard=savings.reshard)
-    refuse_too_large(Need(units, table, rules, mesh.axes, widths_of(compute), frozenset(), savings.offload), mesh.room)
-    module.compute_in(compute)
-    mesh.process_group(REPLICA)  # all ranks must make it; later, replicas may look at what they like
-    arm_layers(module, savings.recompute, savings.compiled)
-    parallel.distribute(module, units, table, rules, mesh, compute, offload=savings.offload)
-    for each in module.modules():
+    """Place a model: its parameters have memory then, and no values."""
+    _freeze(blueprint, train)
+    blueprint = blueprint.gathering(reshard=savings.reshard)
+    weights_alone = Held(widths_of(compute), frozenset(), savings.offload)
+    refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
+    blueprint.module.compute_in(compute)
+    mesh.process_group(REPLICA)  # all ranks must make it now: later, replicas use it at other times
+    parallel.distribute(blueprint.spec, blueprint.module, mesh, compute, savings)
+    for each in blueprint.module.modules():
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
-    model = Model(mesh, rules, table, (module,), tuple(units), compute, config, directory, spelling, savings)
-    for name, stored in model.stored().items():
-        if tuple(stored.shape) != model.pieces[name].shape:  # FSDP and the table must cut alike
-            raise LayoutError(
-                f"{name}: rank {mesh.rank} stores {tuple(stored.shape)}, the table says {model.pieces[name].shape}"
-            )
-    return model
+    return Model(mesh, blueprint, (blueprint.module,), compute, savings)
 
 
-def refuse_other_than_a_model(model: object) -> None:
-    if not isinstance(model, Model):
-        raise ConfigError(
-            f"{type(model).__name__} is no model; give what mw.load returned (of an engine: engine.model)"
-        )
-
-
-def refuse_inference_mode() -> None:
-    if torch.is_inference_mode_enabled():
-        raise StateError(
-            "torch.inference_mode() is on: no later step could use the tensors that are made under it. Leave it out; "
-            "logprobs, logits and evaluate take no gradients anyway"
-        )
-
-
-def _check_seed(seed: object) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ConfigError(f"seed={seed!r} must be a whole number")
-
-
-def _check_arguments(mesh: object, dtype: object, train: object, savings: object) -> None:
-    refuse_inference_mode()
-    if not isinstance(mesh, Mesh | None):
-        raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
-    if dtype not in (None, *COMPUTE):
-        raise ConfigError(f"dtype={dtype!r} cannot be computed in; choose from {', '.join(map(str, COMPUTE))}")
-    patterns = [train] if isinstance(train, str) else train
-    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError(f"train={train!r} must be a pattern of names, or a list of them, such as 'layers.*'")
-    if not isinstance(savings, Savings):
-        raise ConfigError(f"savings={savings!r} are no savings; give mw.Savings(recompute='full'), say")
-
-
-def _freeze(module: Decoder, table: Table, patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(p.name, pattern) for p in table):
-            first = next(iter(table)).name
-            raise ConfigError(
-                f"train={pattern!r} matches no parameter; names are like {first}, and model.trainable lists them of a "
-                "model that is loaded without train="
-            )
-    for param in table:
-        trained = any(fnmatch.fnmatchcase(param.name, pattern) for pattern in patterns)
-        module.get_parameter(param.name).requires_grad_(trained)
+def _freeze(blueprint: Blueprint, patterns: Sequence[str]) -> None:
+    """Train what matches a pattern, and freeze the rest."""
+    trained = {name for pattern in patterns for name in matching(pattern, blueprint.table.params, "train")}
+    for name in blueprint.table.params:
+        blueprint.module.get_parameter(name).requires_grad_(name in trained)
 
 
 def _refuse_state_dict(*_: object) -> None:
@@ -277,12 +230,7 @@ def _refuse_state_dict(*_: object) -> None:
     )
 
 
-def _node(mesh: Mesh, read: str) -> range:
-    """The ranks of which the first reads for all."""
-    return mesh.node if read == "node" else range(mesh.rank, mesh.rank + 1)
-
-
-def _fill_fresh(model: Model, names: Sequence[str], seed: int) -> None:
+def _fill_fresh(model: Model, names: Iterable[str], seed: int) -> None:
     stored = model.stored()
     for name in names:
         fill_fresh(model.table[name], model.pieces[name], stored[name], seed)

@@ -1,6 +1,6 @@
-"""Doors as data: where an activation changes hands, and how. On one process a door is the identity.
+"""Doors as data: where an activation goes to other ranks, and by which collective. On one process a door does nothing.
 
-`parallel` arms a door with the collective that its kind names; the bill reads the same objects.
+`parallel` arms a door with the collective that its kind names. The bill reads the same objects, so both agree.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class Kind:
 
 ENTER = Kind("enter", "tp", "all_gather", "reduce_scatter")  # own tokens -> all tokens of the tp group
 LEAVE = Kind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums of all tokens -> own tokens
-MEET = Kind(
-    "meet", "tp", "all_to_all", "all_to_all"
-)  # statistics of all tokens over my slice -> own tokens, all slices
+# statistics of all tokens over my slice of the vocabulary -> own tokens, all slices
+MEET = Kind("meet", "tp", "all_to_all", "all_to_all")
 
 
 class Door:
@@ -83,8 +82,8 @@ class Span:
 Kept = TypeVar("Kept", Door, Dispatch, Span)
 
 
-def attributes(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:
-    """Every door (or span) of a model with its name, in the order of the modules."""
+def find(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:
+    """Every door (or dispatch, or span) of a model with its name, in the order of the modules."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, kept):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 from math import prod
 
 import torch
@@ -67,7 +66,9 @@ class Param:
     init: Init = Init("normal", 0.02)
     optional: bool = False  # a source may lack it: it is then new
     name: str = ""
-    layer: int | None = None
+    layer: int | None = None  # that it belongs to; with it, it goes to a pipeline stage
+    first: bool = False  # before the layers, on the first stage; what has no layer and is not first is on the last
+    tied: bool = False  # the head uses it too: both end stages hold it
 
     @property
     def dims(self) -> dict[str, int]:
@@ -94,7 +95,7 @@ def matrix_shape(param: Param, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Declared(nn.Parameter):
-    """A parameter on the meta device that still carries its declaration. Placing replaces it by this rank's piece."""
+    """A parameter on the meta device that still carries its declaration. This rank's piece replaces it later."""
 
     param: Param
 
@@ -105,17 +106,10 @@ class Declared(nn.Parameter):
 
 
 def weight(
-    rows: Mapping[str, int],
-    cols: Mapping[str, int] | None = None,
-    *,
-    key: str | None = None,
-    layouts: Sequence[Layout] = (),
-    group: str = "",
-    float32: bool = False,
-    decay: bool = True,
-    init: Init = Init("normal", 0.02),
-    optional: bool = False,
-) -> Declared:
+    rows: Mapping[str, int], cols: Mapping[str, int] | None = None, *, key: str | None = None,
+    layouts: Sequence[Layout] = (), group: str = "", float32: bool = False, decay: bool = True,
+    init: Init = Init("normal", 0.02), optional: bool = False,
+) -> Declared:  # fmt: skip
     """Declare a parameter: with `key`, the source holds our matrix as it is; otherwise `layouts` say how."""
     if set(rows) & set(cols or {}):
         raise LayoutError(
@@ -148,13 +142,19 @@ def segments(key: str, shape: Sequence[int], cuts: Sequence[int], source: Sequen
     return Layout("segments", tuple(blocks))
 
 
+def belongs_to(module: nn.Module, *, layer: int | None = None, first: bool = False) -> None:
+    """Say where in the model the parameters of a module are: in a layer, or before all layers."""
+    for made in module.parameters():
+        if isinstance(made, Declared):
+            made.param = replace(made.param, layer=layer, first=first)
+
+
 @dataclass(frozen=True)
 class Table:
     """All declarations of a model by name, and what its files may hold beside them."""
 
     params: Mapping[str, Param]
     carried: tuple[str, ...] = ()  # patterns of keys that are kept byte for byte and not trained
-    tied: str | None = None  # the parameter that the last stage uses too
 
     def __iter__(self) -> Iterator[Param]:
         return iter(self.params.values())
@@ -166,22 +166,18 @@ class Table:
 
     def stages(self, name: str, pp: int) -> tuple[int, ...]:
         """The pipeline stages that hold a parameter: layers in even runs, what comes before and after at the ends."""
+        param = self[name]
         if pp == 1:
             return (0,)
-        layer = self[name].layer
-        if layer is not None:
-            return (layer * pp // self._num_layers,)
-        if name == self.tied:
+        if param.layer is not None:
+            return (param.layer * pp // self._num_layers,)
+        if param.tied:
             return (0, pp - 1)
-        return (0,) if name in self._before_layers else (pp - 1,)
+        return (0,) if param.first else (pp - 1,)
 
     @cached_property
     def _num_layers(self) -> int:
         return 1 + max((p.layer for p in self if p.layer is not None), default=0)
-
-    @cached_property
-    def _before_layers(self) -> set[str]:
-        return {p.name for p in takewhile(lambda p: p.layer is None, self)}
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -197,22 +193,20 @@ class Table:
 
 
 def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = None) -> Table:
-    """The table of a model on the meta device: every parameter declared, every declaration tiling."""
+    """The table of a model on the meta device: every parameter is declared, and every declaration tiles.
+
+    `tied` names the embedding that the head uses too, if there is one.
+    """
     params: dict[str, Param] = {}
     for name, made in model.named_parameters():
         if not isinstance(made, Declared):
             raise LayoutError(f"{name} is a bare nn.Parameter; create it with layout.weight(...), which declares it")
-        params[name] = _named(made.param, name)
+        params[name] = replace(made.param, name=name, tied=name == tied)
     for name, buffer in model.named_buffers():
         raise LayoutError(f"{name} {tuple(buffer.shape)} is a buffer; compute it from the config in forward instead")
-    table = Table(params, tuple(carried), tied)
+    table = Table(params, tuple(carried))
     check_cover(table)
     return table
-
-
-def _named(param: Param, name: str) -> Param:
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return replace(param, name=name, layer=numbers[0] if numbers else None)
 
 
 def check_cover(table: Table) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..axes import DENSE, ENDS, EXPERT, Axes
 from ..errors import LayoutError
-from ..mesh.axes import DENSE, EXPERT, Axes
 from .boxes import Box, chunk, interval
 from .params import Param, Table, matrix_shape
+from .units import Unit
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,14 @@ class Rules:
     """
 
     axis: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "heads": "tp",
-            "kv": "tp",
-            "key": "tp",  # key heads of the delta net, each with its value heads
-            "ffn": "tp",
-            "vocab": "tp",
-            "expert": "ep",
-        }
+        # `key`: key heads of the delta net, each with its value heads
+        default_factory=lambda: {**dict.fromkeys(("heads", "kv", "key", "ffn", "vocab"), "tp"), "expert": "ep"}
     )
     whole: frozenset[str] = frozenset({"kv"})
     uneven: frozenset[str] = frozenset({"vocab"})
 
     def split(self, dims: Mapping[str, int], axes: Axes, what: str) -> dict[str, str]:
-        """The dims of `dims` that are split on this mesh, each with its axis; an error where that cannot be."""
+        """The dims of `dims` that are split on this mesh, each with its axis. What does not divide is refused."""
         out = {}
         for dim, size in dims.items():
             axis = self.axis.get(dim)
@@ -47,7 +42,7 @@ class Rules:
             if size % parts and dim not in self.uneven:
                 choices = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
                 raise LayoutError(
-                    f"{axis}={parts} does not divide {size} {dim} of {what}; choose {axis} from {choices}"
+                    f"{axis}={parts} does not divide {dim}={size} of {what}; choose {axis} from {choices}"
                 )
             out[dim] = axis
         return out
@@ -59,8 +54,18 @@ class Rules:
 
 
 @dataclass(frozen=True)
+class ShardingSpec:
+    """A model and the rules of a run: pieces, bytes and collectives on any mesh follow from it."""
+
+    table: Table
+    rules: Rules
+    module: nn.Module = field(default_factory=nn.Module)  # its doors
+    units: Sequence[Unit] = ()
+
+
+@dataclass(frozen=True)
 class Placement:
-    """On which axes a parameter is cut, stored in shards, and repeated: every axis but pp does one of the three."""
+    """What each axis does to a parameter: it cuts it, or stores it in shards, or holds copies of it. (pp does none.)"""
 
     split: Mapping[str, str]  # dim -> axis
     shard: tuple[str, ...]  # FSDP: the rows of the local matrix
@@ -80,7 +85,8 @@ def place(param: Param, rules: Rules, axes: Axes) -> Placement:
             "an axis cuts one dim of a parameter, and experts are cut by ep alone"
         )
     shard = () if param.float32 else shard
-    return Placement(split, shard, tuple(a for a in view[1:] if a not in cuts and a not in shard))
+    stages = (ENDS,) if param.tied else ()
+    return Placement(split, shard, (*stages, *(a for a in view[1:] if a not in cuts and a not in shard)))
 
 
 def summed_by_fsdp(param: Param, placement: Placement) -> tuple[str, ...]:
@@ -88,8 +94,8 @@ def summed_by_fsdp(param: Param, placement: Placement) -> tuple[str, ...]:
     return () if param.float32 else ("replicate", *placement.shard)
 
 
-def missing(param: Param, rules: Rules, axes: Axes) -> tuple[str, ...]:
-    """The axes over which FSDP does not sum a gradient: what is left to sum when backward is over."""
+def axes_left_to_sum(param: Param, rules: Rules, axes: Axes) -> tuple[str, ...]:
+    """The axes over which a gradient is still to be summed when backward is over: FSDP did the others."""
     placement = place(param, rules, axes)
     return tuple(a for a in placement.copies if a not in summed_by_fsdp(param, placement))
 
@@ -128,13 +134,20 @@ class Piece:
         return prod(self.shape)
 
 
-def pieces(table: Table, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> dict[str, Piece]:
-    """The piece of every parameter that this rank's stage holds, by name; pieces may be empty."""
+def pieces(spec: ShardingSpec, axes: Axes, rank: int) -> dict[str, Piece]:
+    """The piece of every parameter that the stage of a rank holds, by name. A piece may be empty."""
+    coords = axes.coords(rank)
     return {
-        param.name: piece(param, rules, axes, coords)
-        for param in table
-        if coords["pp"] in table.stages(param.name, axes.pp)
+        param.name: piece(param, spec.rules, axes, coords)
+        for param in spec.table
+        if coords["pp"] in spec.table.stages(param.name, axes.pp)
     }
+
+
+def owned(spec: ShardingSpec, axes: Axes, rank: int) -> dict[str, Piece]:
+    """Those of the pieces that this rank counts in the norm and hands out: every element has one owner."""
+    held = pieces(spec, axes, rank)
+    return {name: piece for name, piece in held.items() if holders(piece.param, spec.rules, axes, rank)[0] == rank}
 
 
 def piece(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> Piece:
@@ -145,10 +158,12 @@ def piece(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> 
     return Piece(param, box, lo, hi)
 
 
-def owns(table: Table, name: str, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> bool:
-    """Every element has one owner: the first of its holders. Owners count it in the norm and export it."""
-    copies = place(table[name], rules, axes).copies
-    return coords["pp"] == table.stages(name, axes.pp)[0] and all(coords[a] == 0 for a in copies)
+def holders(param: Param, rules: Rules, axes: Axes, rank: int) -> tuple[int, ...]:
+    """The ranks that hold the same elements of a parameter as `rank`, which is one of them; the first is their owner.
+
+    Each of them has a part of the gradient, or the same sum of it.
+    """
+    return axes.group(rank, place(param, rules, axes).copies)
 
 
 def cut(param: Param, placement: Placement, axes: Axes, coords: Mapping[str, int]) -> Box:

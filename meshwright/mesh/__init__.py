@@ -1,6 +1,7 @@
-"""The mesh: which ranks exist, what each shares with whom, and the process groups between them.
+"""The mesh of a run: its device, its process groups, and what ranks say to each other.
 
-The only room that knows of devices and process groups; axes of size 1 degenerate here and nowhere else.
+Only this room knows devices and process groups. A collective over axes of size 1 does nothing, which is decided here
+and nowhere else: so the same code serves one rank and many.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import atexit
 import datetime
 import os
 import tempfile
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,25 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import MeshError
-from .axes import DENSE, EXPERT, REPLICA, Axes
+from ..axes import DENSE, Axes, Sum
+from ..errors import MeshError, MeshwrightError, RankError
+from ..watch import Watch, here, waiting_at
 from .collectives import gather
-from .room import Room, room_of
-from .whereabouts import Watch, here, standing, task, watched
-
-__all__ = [
-    "DENSE",
-    "EXPERT",
-    "REPLICA",
-    "Axes",
-    "Mesh",
-    "Room",
-    "refuse_unbuilt",
-    "room_of",
-    "standing",
-    "task",
-    "watched",
-]
+from .memory import Memory, memory_of
 
 
 class Mesh:
@@ -78,7 +66,7 @@ class Mesh:
         self._refuse_another()
 
     def _refuse_another(self) -> None:
-        """Ranks that make meshes of other axes would wait for one another in groups that never come together."""
+        """Ranks that make different meshes would wait for one another in groups that never form."""
         mine = f"{self.axes} on {self.device.type}"
         for rank, other in enumerate(self.gather_objects(mine, DENSE)):
             if other != mine:
@@ -109,7 +97,7 @@ class Mesh:
         mine = self.axes.group(self.rank, axes)
         if mine not in self._groups:
             for ranks in self.axes.groups(axes):  # every rank makes every group, in the same order
-                with standing(f"the making of the groups over {' x '.join(axes)}"):
+                with waiting_at(f"the making of the groups over {' x '.join(axes)}"):
                     group = dist.new_group(list(ranks), timeout=self.timeout)
                 if self.rank in ranks:
                     self._groups[ranks] = group
@@ -125,37 +113,56 @@ class Mesh:
     def size_of(self, axes: tuple[str, ...]) -> int:
         return len(self.axes.group(self.rank, axes))
 
-    def sum_(self, x: Tensor, axes: tuple[str, ...], at: str = "a sum") -> Tensor:
-        """In place, and nothing at all where the axes have size 1. `at`: what a RankError calls it."""
-        if self.size_of(axes) > 1:
-            with standing(at):
-                dist.all_reduce(x, group=self.process_group(axes))
+    def sum_(self, x: Tensor, over: Sum) -> Tensor:
+        """Sum `x` in place over the ranks that `over` names."""
+        if self.size_of(over.axes) > 1:
+            with waiting_at(over.name):
+                dist.all_reduce(x, group=self.process_group(over.axes))
         return x
 
     def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "a gathering of rows") -> Tensor:
-        """`[n, ...]` of every rank of `axes`, one after the other (the same `n` on all); no gradients."""
+        """The rows `[n, ...]` of every rank of `axes`, in their order. `n` is the same on all ranks. No gradients."""
         size = self.size_of(axes)
         if size == 1:
             return x
-        with standing(at):
+        with waiting_at(at):
             return gather(x, size, self.name_of(axes))
 
     def gather_objects(self, x: Any, axes: tuple[str, ...]) -> list[Any]:
-        """What Python can pickle, of every rank of `axes`. Slow: for what is done once, and for errors."""
+        """An object of every rank of `axes`, by pickle. Slow: for what is done once, and for errors."""
         if self.size_of(axes) == 1:
             return [x]
         out: list[Any] = [None] * self.size_of(axes)
-        with standing("a gathering of settings"):
+        with waiting_at("a gathering of settings"):
             dist.all_gather_object(out, x, group=self.process_group(axes))
         return out
 
+    def all_or_none(
+        self, failure: Exception | None, at: str, error: type[MeshwrightError] | None = None,
+        numbers: Sequence[float] = (), axes: tuple[str, ...] | None = None,
+    ) -> list[list[float]]:  # fmt: skip
+        """If a rank failed, every rank raises: that rank its `failure`, the others an error that names it.
+
+        So no rank waits for one that has given up. Otherwise it returns the `numbers` that each rank told. `error`: the
+        class that the others raise, RankError by default. `axes`: between which ranks, all by default.
+        """
+        axes = DENSE if axes is None else axes
+        mine = torch.tensor([[float(failure is not None), *numbers]], dtype=torch.float64, device=self.device)
+        rows = self.gather_rows(mine, axes, at).tolist()
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, row in zip(self.axes.group(self.rank, axes), rows, strict=True) if row[0]]
+        if failed:
+            raise (error or RankError)(f"rank {failed[0]} failed in {at}; see its message")
+        return [row[1:] for row in rows]
+
     def settle(self) -> None:
-        """Wait for the device. What is sent waits in its queue, and is timed from there, not from when it is wanted."""
+        """Wait for the device. NCCL times a send from when it is queued, so a queue that is long would time out."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
 
     def token_range(self, num_tokens: int) -> tuple[int, int]:
-        """This rank's tokens of its data rank's stream: contiguous by (cp, tp)."""
+        """Which tokens of its data rank's stream this rank works on: a contiguous part, by (cp, tp)."""
         share = num_tokens // (self.axes.cp * self.axes.tp)
         at = self.coords["cp"] * self.axes.tp + self.coords["tp"]
         return at * share, (at + 1) * share
@@ -170,9 +177,9 @@ class Mesh:
         return range(first, first + size)
 
     @property
-    def room(self) -> Room:
+    def memory(self) -> Memory:
         """The memory that this rank may use."""
-        return room_of(self.device, len(self.node))
+        return memory_of(self.device, len(self.node))
 
     @property
     def data_rank(self) -> int:

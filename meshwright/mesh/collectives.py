@@ -1,8 +1,7 @@
-"""The differentiable collectives that doors are made of. Each states its forward and its backward.
+"""The differentiable collectives that doors use. Each states its forward and its backward.
 
-They use the functional collectives of torch, which a compiler, selective checkpointing and the recorder of `verify` all
-see. Equal splits act on dim 0, which is always the tokens. `at` names the door, so that a rank that waits there for
-ever can be named too.
+They are functional collectives of torch, because compilers, selective checkpointing and the recorder of `verify` see
+those. Splits act on dim 0, which is always the tokens. `at` is the name of the door, for errors about lost ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .whereabouts import standing
+from ..watch import waiting_at
 
 _c10d = torch.ops._c10d_functional
 
@@ -45,12 +44,12 @@ class Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str, at: str = "a door") -> Tensor:
         ctx.size, ctx.group, ctx.at = size, group, at
-        with standing(at, "forward"):
+        with waiting_at(at, "forward"):
             return gather(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        with standing(ctx.at, "backward"):
+        with waiting_at(ctx.at, "backward"):
             return scatter_sum(d, ctx.size, ctx.group), None, None, None
 
 
@@ -60,12 +59,12 @@ class ScatterSum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str, at: str = "a door") -> Tensor:
         ctx.size, ctx.group, ctx.at = size, group, at
-        with standing(at, "forward"):
+        with waiting_at(at, "forward"):
             return scatter_sum(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        with standing(ctx.at, "backward"):
+        with waiting_at(ctx.at, "backward"):
             return gather(d, ctx.size, ctx.group), None, None, None
 
 
@@ -75,10 +74,10 @@ class Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, outs: list[int], ins: list[int], group: str, at: str = "a door") -> Tensor:
         ctx.outs, ctx.ins, ctx.group, ctx.at = outs, ins, group, at
-        with standing(at, "forward"):
+        with waiting_at(at, "forward"):
             return exchange(x, outs, ins, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None, None]:
-        with standing(ctx.at, "backward"):
+        with waiting_at(ctx.at, "backward"):
             return exchange(d, ctx.ins, ctx.outs, ctx.group), None, None, None, None

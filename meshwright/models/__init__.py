@@ -1,5 +1,7 @@
-"""The families: a registry that is a dict. To add one, write its file and name it here, or from outside: in a file of
-your own, `FAMILIES["model_type"] = Family(build)` (docs/add-a-model.md)."""
+"""The families: a dict by `model_type`. To add one, write its file and name it here.
+
+Or add it from outside of the package: `FAMILIES["model_type"] = Family(build)` (docs/add-a-model.md).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,7 @@ from ..layout import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from .balance import Balance
 from .config import LABELS, Json, group
-from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder
-from .running import arm_layers
-
-__all__ = ["FAMILIES", "SCORE", "Balance", "Decoder", "Family", "arm_layers", "describe", "prefix_of", "text_config"]
+from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Layer
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,6 @@ def describe(config: Json, prefix: str, head: str, keys: Container[str] = ()) ->
             f"the source holds {SCORE}, which a classifier or a critic has and a language model has not; "
             'give head="value" to train it, or head="none" to keep it as it is'
         )
-    drops_head = head != "lm" and not model.trunk.tied
+    drops_head = head != "lm" and not model.shape.tied
     dropped = (*((LM_HEAD,) if drops_head else ()), *((SCORE, SCORE_BIAS) if head == "none" else ()))
     return model, collect(model, (*family.carried, *dropped), "embed.weight" if model.tied else None)

@@ -1,4 +1,4 @@
-"""The trunk that all families share: tokens -> embedding -> blocks -> norm -> head. Single-device code with doors."""
+"""What all families share: tokens -> embedding -> layers -> norm -> head. Single-device code with doors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, MEET, Block, Box, Door, Init, Layout, Span, plain, weight
+from ..layout import ENTER, LEAVE, MEET, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
 from .balance import Balance
 from .config import Labels
 
@@ -20,8 +20,8 @@ SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head
 
 
 @dataclass(frozen=True)
-class Trunk:
-    """What the trunk needs to know; families fill it from their `config.json`."""
+class Shape:
+    """What embedding, norms and head need to know. A family fills it from its `config.json`."""
 
     vocab: int
     width: int
@@ -35,30 +35,30 @@ class Trunk:
 
 
 class Norm(nn.Module):
-    """RMS norm over the width of a token; on this rank's own tokens, so its gradient is a share and is summed."""
+    """RMS norm over the width of a token. It sees this rank's own tokens, so its gradient is a share, to be summed."""
 
-    def __init__(self, trunk: Trunk, key: str, width: int | None = None, dim: str = "embed") -> None:
+    def __init__(self, shape: Shape, key: str, width: int | None = None, dim: str = "embed") -> None:
         super().__init__()
-        self.eps, self.zero_centred = trunk.eps, trunk.zero_centred
-        init = Init("zeros" if trunk.zero_centred else "ones")
-        self.weight = weight(rows={dim: width or trunk.width}, key=key, decay=False, init=init)
+        self.eps, self.zero_centred = shape.eps, shape.zero_centred
+        init = Init("zeros" if shape.zero_centred else "ones")
+        self.weight = weight(rows={dim: width or shape.width}, key=key, decay=False, init=init)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
 
 
 class Embedding(nn.Module):
-    def __init__(self, trunk: Trunk, at: str) -> None:
+    def __init__(self, shape: Shape, at: str) -> None:
         super().__init__()
-        rows, cols = {"vocab": trunk.vocab}, {"embed": trunk.width}
-        layouts = [plain(at + "embed_tokens.weight", (trunk.vocab, trunk.width), 1, "one")]
-        if trunk.tied:  # hub files of tied models hold the head once more, or do not
+        rows, cols = {"vocab": shape.vocab}, {"embed": shape.width}
+        layouts = [plain(at + "embed_tokens.weight", (shape.vocab, shape.width), 1, "one")]
+        if shape.tied:  # hub files of tied models hold the head once more, or do not
             layouts.append(_with_copy(layouts[0], LM_HEAD))
         self.weight = weight(
-            rows, cols, layouts=layouts, group="head" if trunk.tied else "", init=Init("normal", trunk.std)
+            rows, cols, layouts=layouts, group="head" if shape.tied else "", init=Init("normal", shape.std)
         )
-        self.vocab = Span("vocab", trunk.vocab)
-        self.leave = Door(LEAVE, trunk.width)
+        self.vocab = Span("vocab", shape.vocab)
+        self.leave = Door(LEAVE, shape.width)
         self.compute = torch.float32  # the dtype of what all layers are given
 
     def forward(self, tokens_T: Tensor) -> Tensor:
@@ -76,13 +76,13 @@ def _with_copy(layout: Layout, key: str) -> Layout:
 class Layer(nn.Module):
     """`x += mixer(norm(x)); x += mlp(norm(x))`: the block of all families."""
 
-    def __init__(self, trunk: Trunk, mixer: nn.Module, mlp: nn.Module, at: str) -> None:
+    def __init__(self, shape: Shape, mixer: nn.Module, mlp: nn.Module, at: str) -> None:
         super().__init__()
-        self.norm = Norm(trunk, at + "input_layernorm.weight")
+        self.norm = Norm(shape, at + "input_layernorm.weight")
         self.mixer = mixer
-        self.mlp_norm = Norm(trunk, at + "post_attention_layernorm.weight")
+        self.mlp_norm = Norm(shape, at + "post_attention_layernorm.weight")
         self.mlp = mlp
-        self.run: Callable[[Tensor, Rope, ops.Documents], Tensor] = self.block  # or as `models.running` arms it
+        self.run: Callable[[Tensor, Rope, ops.Documents], Tensor] = self.block  # `parallel.recompute` may exchange it
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         return self.run(x_TD, rope, docs)
@@ -93,18 +93,18 @@ class Layer(nn.Module):
 
 
 class LanguageHead(nn.Module):
-    """Final norm and vocabulary scores; `[T, V]` never exists in full except when logits are asked for."""
+    """Final norm and vocabulary scores. `[T, V]` only exists in full when logits are asked for."""
 
     scores = ("logprobs", "entropy", "logits")
 
-    def __init__(self, trunk: Trunk, at: str) -> None:
+    def __init__(self, shape: Shape, at: str) -> None:
         super().__init__()
-        self.norm = Norm(trunk, at + "norm.weight")
-        rows, cols = {"vocab": trunk.vocab}, {"embed": trunk.width}
-        own = weight(rows, cols, key=LM_HEAD, init=Init("normal", trunk.std))
-        self.weight = None if trunk.tied else own
-        self.vocab = Span("vocab", trunk.vocab)
-        self.enter = Door(ENTER, trunk.width)
+        self.norm = Norm(shape, at + "norm.weight")
+        rows, cols = {"vocab": shape.vocab}, {"embed": shape.width}
+        own = weight(rows, cols, key=LM_HEAD, init=Init("normal", shape.std))
+        self.weight = None if shape.tied else own
+        self.vocab = Span("vocab", shape.vocab)
+        self.enter = Door(ENTER, shape.width)
         self.meet = Door(MEET, 3, floats=True)
 
     def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
@@ -123,11 +123,11 @@ class ValueHead(nn.Module):
 
     scores = ("values",)
 
-    def __init__(self, trunk: Trunk, at: str) -> None:
+    def __init__(self, shape: Shape, at: str) -> None:
         super().__init__()
-        self.norm = Norm(trunk, at + "norm.weight")
-        labels, init = trunk.labels, Init("normal", trunk.std)
-        rows, cols = {"label": labels.num}, {"embed": trunk.width}
+        self.norm = Norm(shape, at + "norm.weight")
+        labels, init = shape.labels, Init("normal", shape.std)
+        rows, cols = {"label": labels.num}, {"embed": shape.width}
         self.weight = weight(rows, cols, key=SCORE, init=init, optional=labels.new)
         self.bias = weight(rows, key=SCORE_BIAS, decay=False, init=Init("zeros")) if labels.bias else None
 
@@ -139,44 +139,40 @@ class ValueHead(nn.Module):
 class NoHead(nn.Module):
     scores = ("hidden",)
 
-    def __init__(self, trunk: Trunk, at: str) -> None:
+    def __init__(self, shape: Shape, at: str) -> None:
         super().__init__()
-        self.norm = Norm(trunk, at + "norm.weight")
+        self.norm = Norm(shape, at + "norm.weight")
 
     def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
         return (self.norm(x_TD),)
 
 
-HEAD_OF: dict[str, type[LanguageHead | ValueHead | NoHead]] = {
-    "lm": LanguageHead,
-    "value": ValueHead,
-    "none": NoHead,
-}
+HEAD_OF: dict[str, type[LanguageHead | ValueHead | NoHead]] = {"lm": LanguageHead, "value": ValueHead, "none": NoHead}
 
 
 class Decoder(nn.Module):
-    """A model. `forward` takes one packed stream of all tokens of the data rank and returns this rank's own tokens'
-    scores: `(logprobs,)`, for `want="entropy"` `(logprobs, entropy)`, `(values,)`, `(hidden,)`. `(logits,)` are of all
-    tokens and this rank's vocabulary.
+    """A model. `forward` takes the whole packed stream of a data rank and returns scores of this rank's own tokens.
+
+    What it returns depends on `want`: `(logprobs,)`, `(logprobs, entropy)` for "entropy", `(values,)`, `(hidden,)`.
+    Only `(logits,)` are of all tokens, over this rank's part of the vocabulary.
     """
 
     def __init__(
-        self,
-        trunk: Trunk,
-        at: str,
-        blocks: Sequence[Callable[[str], nn.Module]],
-        head: str,
+        self, shape: Shape, at: str, blocks: Sequence[Callable[[str], nn.Module]], head: str,
         balance: Balance | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if head not in HEAD_OF:
             raise ConfigError(f"head={head!r} is unknown; choose from {', '.join(HEAD_OF)}")
-        self.trunk = trunk
+        self.shape = shape
         self.balance = balance or Balance()
-        self.tied = trunk.tied and head == "lm"
-        self.embed = Embedding(trunk, at)
+        self.tied = shape.tied and head == "lm"
+        self.embed = Embedding(shape, at)
         self.layers = nn.ModuleList(block(f"{at}layers.{i}.") for i, block in enumerate(blocks))
-        self.head = HEAD_OF[head](trunk, at)
+        self.head = HEAD_OF[head](shape, at)
+        belongs_to(self.embed, first=True)
+        for number, layer in enumerate(self.layers):
+            belongs_to(layer, layer=number)
         self.scores = HEAD_OF[head].scores  # what a forward may be asked for
 
     def compute_in(self, dtype: torch.dtype) -> None:
@@ -190,7 +186,7 @@ class Decoder(nn.Module):
     def forward(self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str) -> tuple[Tensor, ...]:
         x_TD = self.embed(tokens_T)
         rope = ops.rope_tables(
-            docs.positions_T, self.trunk.rope_dim, self.trunk.rope_theta, dtype=ops.upcast(x_TD[:0]).dtype
+            docs.positions_T, self.shape.rope_dim, self.shape.rope_theta, dtype=ops.upcast(x_TD[:0]).dtype
         )
         for layer in self.layers:
             x_TD = layer(x_TD, rope, docs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import Json, divides, refuse, take
 from .decoder import Decoder
-from .qwen3 import PLAIN, dense, depth_of, heads_of, trunk_of
+from .qwen3 import PLAIN, dense, depth_of, heads_of, shape_of
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
@@ -13,5 +13,5 @@ def build(config: Json, at: str, head: str) -> Decoder:
         "num_attention_heads", take(config, "num_attention_heads", int), "hidden_size", take(config, "hidden_size", int)
     )
     heads = heads_of(config, default_head=width, normed=False, bias=True)
-    trunk = trunk_of(config, rope_dim=heads.head)
-    return Decoder(trunk, at, [lambda at: dense(trunk, heads, config, at)] * depth_of(config), head)
+    shape = shape_of(config, rope_dim=heads.head)
+    return Decoder(shape, at, [lambda at: dense(shape, heads, config, at)] * depth_of(config), head)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, Block, Box, Declared, Door, Init, Layout, Span, weight
+from ..layout import ENTER, LEAVE, Block, Box, Door, Layout, Span
 from .config import Json, divides, labels_of, listed, refuse, rope_field, take
-from .decoder import Decoder, Layer, Norm, Rope, Trunk
+from .decoder import Decoder, Layer, Norm, Rope, Shape
+from .linear import ALL, Linear, joined
 
 PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,),
@@ -30,20 +31,16 @@ class Heads:
     gated: bool = False  # the output, by a gate beside each query
 
 
-def trunk_of(config: Json, *, rope_dim: int, zero_centred: bool = False) -> Trunk:
+def shape_of(config: Json, *, rope_dim: int, zero_centred: bool = False) -> Shape:
     if rope_dim % 2 or rope_dim < 2:
         raise ConfigError(f"config.json: {rope_dim} dims of each head would be rotated; it must be an even number")
-    return Trunk(
-        vocab=take(config, "vocab_size", int),
-        width=take(config, "hidden_size", int),
+    return Shape(
+        vocab=take(config, "vocab_size", int), width=take(config, "hidden_size", int),
         eps=take(config, "rms_norm_eps", float, 1e-6),
-        rope_dim=rope_dim,
-        rope_theta=rope_field(config, "rope_theta", 10000.0),
-        tied=take(config, "tie_word_embeddings", bool, False),
-        std=take(config, "initializer_range", float, 0.02),
-        labels=labels_of(config),
-        zero_centred=zero_centred,
-    )
+        rope_dim=rope_dim, rope_theta=rope_field(config, "rope_theta", 10000.0),
+        tied=take(config, "tie_word_embeddings", bool, False), std=take(config, "initializer_range", float, 0.02),
+        labels=labels_of(config), zero_centred=zero_centred,
+    )  # fmt: skip
 
 
 def heads_of(config: Json, default_head: int, *, normed: bool = True, bias: bool = False, gated: bool = False) -> Heads:
@@ -64,58 +61,57 @@ def depth_of(config: Json) -> int:
 def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, PLAIN)
     heads = heads_of(config, default_head=128)
-    trunk = trunk_of(config, rope_dim=heads.head)
-    return Decoder(trunk, at, [lambda at: dense(trunk, heads, config, at)] * depth_of(config), head)
+    shape = shape_of(config, rope_dim=heads.head)
+    return Decoder(shape, at, [lambda at: dense(shape, heads, config, at)] * depth_of(config), head)
 
 
-def dense(trunk: Trunk, heads: Heads, config: Json, at: str) -> Layer:
+def dense(shape: Shape, heads: Heads, config: Json, at: str) -> Layer:
     """A layer of attention and an MLP."""
-    mlp = MLP(trunk, take(config, "intermediate_size", int), at + "mlp.")
-    return Layer(trunk, Attention(trunk, heads, at + "self_attn."), mlp, at)
+    mlp = MLP(shape, take(config, "intermediate_size", int), at + "mlp.")
+    return Layer(shape, Attention(shape, heads, at + "self_attn."), mlp, at)
 
 
 class Attention(nn.Module):
-    def __init__(self, trunk: Trunk, shape: Heads, at: str) -> None:
+    def __init__(self, shape: Shape, heads: Heads, at: str) -> None:
         super().__init__()
-        D, H, G, K = trunk.width, shape.heads, shape.kv, shape.head
-        self.shape = shape
-        queries = K * (1 + shape.gated)  # the gate of a head lies beside its query in the file: [q | gate] per head
-        self.q, self.q_bias = projection({"heads": H, "head": queries}, trunk, at + "q_proj", bias=shape.bias)
-        self.k, self.k_bias = projection({"kv": G, "head": K}, trunk, at + "k_proj", bias=shape.bias)
-        self.v, self.v_bias = projection({"kv": G, "head": K}, trunk, at + "v_proj", bias=shape.bias)
-        init = Init("normal", trunk.std)
-        self.o = weight({"embed": D}, {"heads": H, "head": K}, key=at + "o_proj.weight", init=init)
-        self.q_norm = Norm(trunk, at + "q_norm.weight", K, "head") if shape.normed else nn.Identity()
-        self.k_norm = Norm(trunk, at + "k_norm.weight", K, "head") if shape.normed else nn.Identity()
+        D, H, G, K = shape.width, heads.heads, heads.kv, heads.head
+        self.head, self.gated = K, heads.gated
+        queries = K * (1 + heads.gated)  # the file holds the gate of a head beside its query: [q | gate] per head
+        self.q = Linear({"heads": H, "head": queries}, {"embed": D}, shape.std, key=at + "q_proj", bias=heads.bias)
+        self.k = Linear({"kv": G, "head": K}, {"embed": D}, shape.std, key=at + "k_proj", bias=heads.bias)
+        self.v = Linear({"kv": G, "head": K}, {"embed": D}, shape.std, key=at + "v_proj", bias=heads.bias)
+        self.o = Linear({"embed": D}, {"heads": H, "head": K}, shape.std, key=at + "o_proj")
+        self.q_norm = Norm(shape, at + "q_norm.weight", K, "head") if heads.normed else nn.Identity()
+        self.k_norm = Norm(shape, at + "k_norm.weight", K, "head") if heads.normed else nn.Identity()
         self.heads, self.kv = Span("heads", H), Span("kv", G)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        K, kv = self.shape.head, self.kv_rows()
-        q, k, v = self.q_bias, self.k_bias, self.v_bias
-        biases = None if q is None or k is None or v is None else (q, k[kv], v[kv])
-        q_TC, *kv_TC = ops.linears(self.enter(x_TD), (self.q, self.k[kv], self.v[kv]), biases)
+        K, kv = self.head, self.kv_rows()
+        q_TC, *kv_TC = joined(self.enter(x_TD), (self.q, ALL), (self.k, kv), (self.v, kv))
         q_THK, *gate = q_TC.unflatten(1, (len(self.heads), -1)).split(K, -1)
         k_TGK, v_TGK = (y_TC.unflatten(1, (-1, K)) for y_TC in kv_TC)
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
         o_THK = ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs)
-        if self.shape.gated:
+        if self.gated:
             o_THK = o_THK * gate[0].sigmoid()
-        return self.leave(ops.linear(o_THK.flatten(1), self.o))
+        return self.leave(self.o(o_THK.flatten(1)))
 
     def kv_rows(self) -> slice:
-        """Of k and v, those of the kv heads that this rank's query heads use. Where kv heads are fewer than ranks, the
-        stored matrix holds them all: only those in use are computed, and the gradients of all ranks sum to the whole.
+        """The rows of k and v for the kv heads that this rank's query heads use.
+
+        Where kv heads are fewer than ranks, each rank stores all of them. It computes only those that it uses, so that
+        the gradients of all ranks sum to the whole.
         """
         first, last = (at - self.kv.start for at in self.used())
-        return slice(first * self.shape.head, last * self.shape.head)
+        return slice(first * self.head, last * self.head)
 
     def used(self) -> tuple[int, int]:
         serves = self.heads.size // self.kv.size
         return self.heads.start // serves, (self.heads.stop - 1) // serves + 1
 
     def shared(self, x_TGK: Tensor) -> Tensor:
-        """kv heads such that each serves the same number of this rank's query heads: as they are, nearly always."""
+        """kv heads such that each serves equally many of this rank's query heads. Nearly always they already do."""
         serves, first = self.heads.size // self.kv.size, self.used()[0]
         of_query = [h // serves - first for h in range(self.heads.start, self.heads.stop)]
         num = x_TGK.shape[1]
@@ -123,31 +119,25 @@ class Attention(nn.Module):
         return x_TGK if even else x_TGK[:, of_query]
 
 
-def projection(rows: dict[str, int], trunk: Trunk, key: str, *, bias: bool) -> tuple[Declared, Declared | None]:
-    """A weight from the width of a token to `rows`, and its bias where the family has one."""
-    made = weight(rows, {"embed": trunk.width}, key=key + ".weight", init=Init("normal", trunk.std))
-    return made, weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
-
-
 class SwiGLU(nn.Module):
     """`down(silu(gate x) * up x)`. `gate_up` is `[2, F, D]`, so that a cut of F cuts both halves alike."""
 
-    def __init__(self, trunk: Trunk, ffn: int, at: str, dim: str) -> None:
+    def __init__(self, shape: Shape, ffn: int, at: str, dim: str) -> None:
         super().__init__()
-        D, init = trunk.width, Init("normal", trunk.std)
-        self.gate_up = weight({"half": 2, dim: ffn}, {"embed": D}, layouts=[halves(at, ffn, D)], init=init)
-        self.down = weight({"embed": D}, {dim: ffn}, key=at + "down_proj.weight", init=init)
+        D = shape.width
+        self.gate_up = Linear({"half": 2, dim: ffn}, {"embed": D}, shape.std, layouts=[halves(at, ffn, D)])
+        self.down = Linear({"embed": D}, {dim: ffn}, shape.std, key=at + "down_proj")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return ops.linear(ops.swiglu(ops.linear(x_TD, self.gate_up)), self.down)
+        return self.down(ops.swiglu(self.gate_up(x_TD)))
 
 
 class MLP(SwiGLU):
     """SwiGLU with its hidden units split by tp."""
 
-    def __init__(self, trunk: Trunk, ffn: int, at: str) -> None:
-        super().__init__(trunk, ffn, at, "ffn")
-        self.enter, self.leave = Door(ENTER, trunk.width), Door(LEAVE, trunk.width)
+    def __init__(self, shape: Shape, ffn: int, at: str) -> None:
+        super().__init__(shape, ffn, at, "ffn")
+        self.enter, self.leave = Door(ENTER, shape.width), Door(LEAVE, shape.width)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.leave(super().forward(self.enter(x_TD)))

@@ -12,8 +12,9 @@ from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Declared, Door, Init, segments, weight
 from .config import Json, divides, listed, refuse, rope_field, take
-from .decoder import Decoder, Layer, Rope, Trunk
-from .qwen3 import MLP, PLAIN, Attention, heads_of, trunk_of
+from .decoder import Decoder, Layer, Rope, Shape
+from .linear import ALL, Linear, joined
+from .qwen3 import MLP, PLAIN, Attention, heads_of, shape_of
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Mixer = Callable[[str], nn.Module]  # key prefix of the layer -> mixer
@@ -25,32 +26,32 @@ class DeltaShape:
     ratio: int
     key: int
     value: int
-    taps: int
+    kernel: int  # of the convolution
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
-    trunk, mixers = backbone(config)
+    shape, mixers = backbone(config)
     ffn = take(config, "intermediate_size", int)
 
     def layer(mixer: Mixer, at: str) -> nn.Module:
-        return Layer(trunk, mixer(at), MLP(trunk, ffn, at + "mlp."), at)
+        return Layer(shape, mixer(at), MLP(shape, ffn, at + "mlp."), at)
 
-    return Decoder(trunk, at, [partial(layer, mixer) for mixer in mixers], head)
+    return Decoder(shape, at, [partial(layer, mixer) for mixer in mixers], head)
 
 
-def backbone(config: Json) -> tuple[Trunk, list[Mixer]]:
-    """What the dense and the MoE models share: the trunk, and how to make the mixer of each layer."""
+def backbone(config: Json) -> tuple[Shape, list[Mixer]]:
+    """What the dense and the MoE models share: the shape, and how to make the mixer of each layer."""
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
     rotated = rope_field(config, "partial_rotary_factor", 0.25)
     if not 0 < rotated <= 1:
         raise ConfigError(f"config.json: partial_rotary_factor={rotated}; it must be above 0 and at most 1")
-    trunk = trunk_of(config, rope_dim=int(heads.head * rotated), zero_centred=True)
+    shape = shape_of(config, rope_dim=int(heads.head * rotated), zero_centred=True)
     make: dict[str, Mixer] = {
-        LINEAR: lambda at: DeltaNet(trunk, delta, at + "linear_attn."),
-        FULL: lambda at: Attention(trunk, heads, at + "self_attn."),
+        LINEAR: lambda at: DeltaNet(shape, delta, at + "linear_attn."),
+        FULL: lambda at: Attention(shape, heads, at + "self_attn."),
     }
-    return trunk, [make[kind] for kind in layer_types(config)]
+    return shape, [make[kind] for kind in layer_types(config)]
 
 
 def layer_types(config: Json) -> list[str]:
@@ -69,56 +70,82 @@ def delta_of(config: Json) -> DeltaShape:
         ratio=divides("linear_num_key_heads", keys, "linear_num_value_heads", values),
         key=take(config, "linear_key_head_dim", int),
         value=take(config, "linear_value_head_dim", int),
-        taps=take(config, "linear_conv_kernel_dim", int, 4),
+        kernel=take(config, "linear_conv_kernel_dim", int, 4),
     )
 
 
 def exact(rows: dict[str, int], key: str, init: Init) -> Declared:
+    """A parameter that enters float32 arithmetic: it is never rounded."""
     return weight(rows, key=key, float32=True, decay=False, init=init)
+
+
+class Conv(nn.Module):
+    """A causal convolution of each channel with itself."""
+
+    def __init__(self, shape: Shape, delta: DeltaShape, cuts: tuple[int, ...], key: str) -> None:
+        super().__init__()
+        G, chan, W = delta.keys, sum(cuts), delta.kernel
+        spelled = segments(key, (G, chan, W), cuts, (G * chan, 1, W))
+        self.weight = weight({"key": G, "chan": chan}, {"tap": W}, layouts=[spelled], init=Init("normal", shape.std))
+
+    def forward(self, x_TC: Tensor, docs: ops.Documents) -> Tensor:
+        return ops.causal_conv(x_TC, self.weight, docs)
+
+
+class Gates(nn.Module):
+    """How much of its state a value head keeps, and how much it writes, for each token."""
+
+    def __init__(self, delta: DeltaShape, at: str) -> None:
+        super().__init__()
+        self.ratio = delta.ratio
+        self.A_log = exact({"key": delta.keys, "ratio": delta.ratio}, at + "A_log", Init("log_uniform", 16.0))
+        self.dt_bias = exact({"key": delta.keys, "ratio": delta.ratio}, at + "dt_bias", Init("ones"))
+
+    def forward(self, a_TC: Tensor, b_TC: Tensor) -> tuple[Tensor, Tensor]:
+        a_TGR, b_TGR = (x_TC.unflatten(1, (-1, self.ratio)) for x_TC in (a_TC, b_TC))
+        return ops.gates(a_TGR, b_TGR, self.A_log.view(-1, self.ratio), self.dt_bias.view(-1, self.ratio))
+
+
+class GatedNorm(nn.Module):
+    """RMS norm of each value head, behind a gate."""
+
+    def __init__(self, eps: float, width: int, key: str) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = exact({"value_head": width}, key, Init("ones"))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return ops.gated_rms_norm(x, gate, self.weight, self.eps)
 
 
 class DeltaNet(nn.Module):
     """The gated delta net. Everything is by key head, so that a rank's share of heads is a plain cut of dim 0:
     the file's `[all Q | all K | all V]` becomes `[key head, q | k | its values]`."""
 
-    def __init__(self, trunk: Trunk, shape: DeltaShape, at: str) -> None:
+    def __init__(self, shape: Shape, delta: DeltaShape, at: str) -> None:
         super().__init__()
-        D, G, R, W = trunk.width, shape.keys, shape.ratio, shape.taps
-        self.shape, self.eps = shape, trunk.eps
-        cuts = (shape.key, shape.key, R * shape.value)  # of one key head: q, k, values
-        chan, init = sum(cuts), Init("normal", trunk.std)
-        fused, conv = at + "in_proj_qkv.weight", at + "conv1d.weight"
-        self.qkv = weight(
-            {"key": G, "chan": chan},
-            {"embed": D},
-            layouts=[segments(fused, (G, chan, D), cuts, (G * chan, D))],
-            init=init,
-        )
-        self.conv = weight(
-            {"key": G, "chan": chan},
-            {"tap": W},
-            layouts=[segments(conv, (G, chan, W), cuts, (G * chan, 1, W))],
-            init=init,
-        )
-        self.z = weight({"key": G, "value": R * shape.value}, {"embed": D}, key=at + "in_proj_z.weight", init=init)
-        self.a = weight({"key": G, "ratio": R}, {"embed": D}, key=at + "in_proj_a.weight", init=init)
-        self.b = weight({"key": G, "ratio": R}, {"embed": D}, key=at + "in_proj_b.weight", init=init)
-        # These enter float32 arithmetic and are never rounded.
-        self.A_log = exact({"key": G, "ratio": R}, at + "A_log", Init("log_uniform", 16.0))
-        self.dt_bias = exact({"key": G, "ratio": R}, at + "dt_bias", Init("ones"))
-        self.norm = exact({"value_head": shape.value}, at + "norm.weight", Init("ones"))
-        self.out = weight({"embed": D}, {"key": G, "value": R * shape.value}, key=at + "out_proj.weight", init=init)
+        D, G, R, V = shape.width, delta.keys, delta.ratio, delta.value
+        cuts = (delta.key, delta.key, R * V)  # q, k and values of one key head
+        chan, fused = sum(cuts), at + "in_proj_qkv.weight"
+        self.delta, self.cuts = delta, cuts
+        spelled = segments(fused, (G, chan, D), cuts, (G * chan, D))
+        self.qkv = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, layouts=[spelled])
+        self.conv = Conv(shape, delta, cuts, at + "conv1d.weight")
+        self.z = Linear({"key": G, "value": R * V}, {"embed": D}, shape.std, key=at + "in_proj_z")
+        self.a = Linear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_a")
+        self.b = Linear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_b")
+        self.gates = Gates(delta, at)
+        self.norm = GatedNorm(shape.eps, V, at + "norm.weight")
+        self.out = Linear({"embed": D}, {"key": G, "value": R * V}, shape.std, key=at + "out_proj")
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        s = self.shape
-        qkv_TC, z_TC, *ab_TC = ops.linears(self.enter(x_TD), (self.qkv, self.z, self.a, self.b))
-        qkv_TC = ops.causal_conv(qkv_TC, self.conv, docs)
-        q_TGK, k_TGK, v_TGC = qkv_TC.unflatten(1, (-1, 2 * s.key + s.ratio * s.value)).split(
-            (s.key, s.key, s.ratio * s.value), -1
-        )
-        a_TGR, b_TGR = (y_TC.unflatten(1, (-1, s.ratio)) for y_TC in ab_TC)
-        g_TGR, beta_TGR = ops.gates(a_TGR, b_TGR, self.A_log.view(-1, s.ratio), self.dt_bias.view(-1, s.ratio))
-        o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (s.ratio, s.value)), g_TGR, beta_TGR, docs)
-        y_TGRV = ops.gated_rms_norm(o_TGRV, z_TC.view(o_TGRV.shape), self.norm, self.eps)
-        return self.leave(ops.linear(y_TGRV.flatten(1), self.out))
+        x_TD = self.enter(x_TD)
+        qkv_TC, z_TC, a_TC, b_TC = joined(x_TD, (self.qkv, ALL), (self.z, ALL), (self.a, ALL), (self.b, ALL))
+        qkv_TGC = self.conv(qkv_TC, docs).unflatten(1, (-1, sum(self.cuts)))
+        q_TGK, k_TGK, v_TGC = qkv_TGC.split(self.cuts, -1)
+        g_TGR, beta_TGR = self.gates(a_TC, b_TC)
+        v_TGRV = v_TGC.unflatten(2, (self.delta.ratio, self.delta.value))
+        o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR, docs)
+        y_TGRV = self.norm(o_TGRV, z_TC.view(o_TGRV.shape))
+        return self.leave(self.out(y_TGRV.flatten(1)))

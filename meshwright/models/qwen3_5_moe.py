@@ -10,31 +10,31 @@ from .. import ops
 from ..layout import Init, weight
 from .balance import Balance
 from .config import Json, take
-from .decoder import Decoder, Layer, Trunk
+from .decoder import Decoder, Layer, Shape
 from .qwen3 import SwiGLU
 from .qwen3_5 import Mixer, backbone
 from .qwen3_moe import MoE, Routing, balance_of, routing_of
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
-    trunk, mixers = backbone(config)
+    shape, mixers = backbone(config)
     routing = routing_of(config, renormalise=True)
     balance, shared = balance_of(config, routing), take(config, "shared_expert_intermediate_size", int)
 
     def layer(mixer: Mixer, at: str) -> nn.Module:
-        return Layer(trunk, mixer(at), SharedMoE(trunk, routing, balance, shared, at + "mlp."), at)
+        return Layer(shape, mixer(at), SharedMoE(shape, routing, balance, shared, at + "mlp."), at)
 
-    return Decoder(trunk, at, [partial(layer, mixer) for mixer in mixers], head, balance)
+    return Decoder(shape, at, [partial(layer, mixer) for mixer in mixers], head, balance)
 
 
 class SharedMoE(MoE):
     """Experts, and one more that every token uses by its gate: all on this rank's own tokens, so nothing is split."""
 
-    def __init__(self, trunk: Trunk, routing: Routing, balance: Balance, ffn: int, at: str) -> None:
-        super().__init__(trunk, routing, balance, at)
-        self.shared = SwiGLU(trunk, ffn, at + "shared_expert.", "shared_ffn")
-        init, key = Init("normal", trunk.std), at + "shared_expert_gate.weight"
-        self.shared_gate = weight({"gate": 1}, {"embed": trunk.width}, key=key, init=init)
+    def __init__(self, shape: Shape, routing: Routing, balance: Balance, ffn: int, at: str) -> None:
+        super().__init__(shape, routing, balance, at)
+        self.shared = SwiGLU(shape, ffn, at + "shared_expert.", "shared_ffn")
+        init, key = Init("normal", shape.std), at + "shared_expert_gate.weight"
+        self.shared_gate = weight({"gate": 1}, {"embed": shape.width}, key=key, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         shared_TD = ops.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)

@@ -13,8 +13,8 @@ from ..errors import ConfigError
 from ..layout import Block, Box, Dispatch, Init, Layout, weight
 from .balance import Balance
 from .config import Json, listed, refuse, refuse_endless, take
-from .decoder import Decoder, Layer, Trunk
-from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, trunk_of
+from .decoder import Decoder, Layer, Shape
+from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, shape_of
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Routing:
 def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, PLAIN)
     heads = heads_of(config, take(config, "hidden_size", int) // take(config, "num_attention_heads", int))
-    trunk = trunk_of(config, rope_dim=heads.head)
+    shape = shape_of(config, rope_dim=heads.head)
     routing = routing_of(config, renormalise=take(config, "norm_topk_prob", bool, False))
     balance = balance_of(config, routing)
     only_dense, step = set(listed(config, "mlp_only_layers", int)), take(config, "decoder_sparse_step", int, 1)
 
     def layer(index: int, at: str) -> nn.Module:
         if index in only_dense or (index + 1) % step:
-            return dense(trunk, heads, config, at)
-        mixer = Attention(trunk, heads, at + "self_attn.")
-        return Layer(trunk, mixer, MoE(trunk, routing, balance, at + "mlp."), at)
+            return dense(shape, heads, config, at)
+        mixer = Attention(shape, heads, at + "self_attn.")
+        return Layer(shape, mixer, MoE(shape, routing, balance, at + "mlp."), at)
 
-    return Decoder(trunk, at, [partial(layer, i) for i in range(depth_of(config))], head, balance)
+    return Decoder(shape, at, [partial(layer, i) for i in range(depth_of(config))], head, balance)
 
 
 def routing_of(config: Json, *, renormalise: bool) -> Routing:
@@ -62,13 +62,13 @@ def balance_of(config: Json, routing: Routing) -> Balance:
 class MoE(nn.Module):
     """The router works on this rank's own tokens; the experts are whole and reached through one door."""
 
-    def __init__(self, trunk: Trunk, routing: Routing, balance: Balance, at: str) -> None:
+    def __init__(self, shape: Shape, routing: Routing, balance: Balance, at: str) -> None:
         super().__init__()
         self.routing, self.balance, self.layer = routing, balance, balance.join()
         self.router = weight(
-            {"router": routing.experts}, {"embed": trunk.width}, key=at + "gate.weight", init=Init("normal", trunk.std)
+            {"router": routing.experts}, {"embed": shape.width}, key=at + "gate.weight", init=Init("normal", shape.std)
         )
-        self.experts = Experts(trunk, routing, at + "experts.")
+        self.experts = Experts(shape, routing, at + "experts.")
 
     @ops.uncompiled  # the numbers of rows depend on the data, and reports and doors on the layer
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -81,25 +81,16 @@ class MoE(nn.Module):
 class Experts(nn.Module):
     """A unit of its own: its parameters live on the expert mesh."""
 
-    def __init__(self, trunk: Trunk, routing: Routing, at: str) -> None:
+    def __init__(self, shape: Shape, routing: Routing, at: str) -> None:
         super().__init__()
-        E, D, F_ = routing.experts, trunk.width, routing.ffn
-        init = Init("normal", trunk.std)
+        E, D, F_ = routing.experts, shape.width, routing.ffn
+        init = Init("normal", shape.std)
         self.num_experts = E
-        self.gate_up = weight(
-            {"expert": E, "half": 2, "expert_ffn": F_},
-            {"embed": D},
-            layouts=[per_expert(at, E, F_, D, ("gate_proj", "up_proj")), fused(at + "gate_up_proj", (E, 2, F_, D))],
-            group="experts",
-            init=init,
-        )
-        self.down = weight(
-            {"expert": E, "embed": D},
-            {"expert_ffn": F_},
-            layouts=[per_expert(at, E, D, F_, ("down_proj",)), fused(at + "down_proj", (E, 1, D, F_))],
-            group="experts",
-            init=init,
-        )
+        pairs = [per_expert(at, E, F_, D, ("gate_proj", "up_proj")), fused(at + "gate_up_proj", (E, 2, F_, D))]
+        downs = [per_expert(at, E, D, F_, ("down_proj",)), fused(at + "down_proj", (E, 1, D, F_))]
+        rows, width = {"expert": E, "half": 2, "expert_ffn": F_}, {"embed": D}
+        self.gate_up = weight(rows, width, layouts=pairs, group="experts", init=init)
+        self.down = weight({"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init)
         self.dispatch = Dispatch(E, D, routing.top_k)
 
     def forward(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Tensor:

@@ -16,27 +16,3 @@ from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast
 from meshwright.ops.product import linear, linears
 from meshwright.ops.rope import rope_tables, rotate
-
-__all__ = [
-    "Documents",
-    "attention",
-    "causal_conv",
-    "combine_stats",
-    "delta_rule",
-    "documents",
-    "experts",
-    "gated_rms_norm",
-    "gates",
-    "linear",
-    "linears",
-    "lookup",
-    "reordered",
-    "rms_norm",
-    "rope_tables",
-    "rotate",
-    "route",
-    "swiglu",
-    "token_stats",
-    "uncompiled",
-    "upcast",
-]

@@ -34,21 +34,21 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CW, positions_T)
-        x_TC, taps = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # taps[back]
-        y_TC = x_TC * taps[0]
-        for back in range(1, len(taps)):
-            y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), taps[back])
+        x_TC, kernel = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # taps[back]
+        y_TC = x_TC * kernel[0]
+        for back in range(1, len(kernel)):
+            y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), kernel[back])
         return y_TC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TC: Tensor) -> tuple[Tensor, Tensor, None]:
         given_TC, weight_CW, positions_T = ctx.saved_tensors
-        x_TC, taps = upcast(given_TC), upcast(weight_CW.to(given_TC.dtype)).T.flip(0)
-        dx_TC, d_taps = d_TC * taps[0], [(d_TC * x_TC).sum(0)]
-        for back in range(1, len(taps)):
+        x_TC, kernel = upcast(given_TC), upcast(weight_CW.to(given_TC.dtype)).T.flip(0)
+        dx_TC, d_taps = d_TC * kernel[0], [(d_TC * x_TC).sum(0)]
+        for back in range(1, len(kernel)):
             d = _of_document(d_TC[back:], positions_T[back:], back)
-            dx_TC[:-back].addcmul_(d, taps[back])
+            dx_TC[:-back].addcmul_(d, kernel[back])
             d_taps.append((d * _of_document(x_TC[:-back], positions_T[back:], back)).sum(0))
         d_weight_CW = torch.stack(d_taps).flip(0).T
         return dx_TC.to(given_TC.dtype), d_weight_CW.to(weight_CW.dtype), None

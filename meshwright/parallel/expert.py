@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layout import Dispatch, attributes
+from ..layout import Dispatch, find
 from ..layout.doors import Back
-from ..mesh import Mesh, standing
+from ..mesh import Mesh
 from ..mesh.collectives import Exchange, exchange
+from ..watch import waiting_at
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
@@ -19,16 +20,16 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     if size == 1:
         return
     group = mesh.name_of(("ep",))
-    for name, door in attributes(model, Dispatch):
+    for name, door in find(model, Dispatch):
         door.armed = functools.partial(dispatch, size=size, group=group, at=name)
 
 
 def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str, at: str) -> tuple[Tensor, Tensor, Back]:
     """`x_ND` sorted by expert, `counts_E` rows each -> rows of my experts by expert, their counts, the way back."""
     even = [len(counts_E) // size] * size
-    with standing(at, "the counts"):
+    with waiting_at(at, "the counts"):
         from_rank_RE = exchange(counts_E, even, even, group).view(size, -1)
-    # The host must know the sizes of the pieces: the one place of a step that waits for the device.
+    # The host must know the sizes of the pieces. This is the only place of a step that waits for the device.
     sent, received = torch.stack([counts_E.view(size, -1).sum(1), from_rank_RE.sum(1)]).tolist()
     rows_ND = Exchange.apply(x_ND, received, sent, group, at)
     num_here = from_rank_RE.shape[1]
@@ -37,7 +38,7 @@ def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str, at: str) -> 
         .repeat(size)
         .repeat_interleave(from_rank_RE.flatten(), output_size=sum(received))
     )
-    order_N = expert_N.argsort(stable=True)  # they came by rank, then expert; the experts want them by expert
+    order_N = expert_N.argsort(stable=True)  # rows come by rank, then by expert; experts want them by expert
     back_N = order_N.argsort()
 
     def back(y_ND: Tensor) -> Tensor:

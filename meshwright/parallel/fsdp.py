@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -18,17 +18,17 @@ def shard(
     exact: set[nn.Parameter],
     mesh: Mesh,
     compute: torch.dtype,
-    reduce: torch.dtype,
     *,
     offload: bool,
 ) -> None:
     """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh.
 
-    Units of a mesh of one rank stay as they are: FSDP would copy every parameter and gradient for nothing, and the
-    ops cast what they are given. The root is wrapped if any unit is: the others are then its own.
-    With `offload` all that is wrapped lies in host memory; what is left out (`exact` and such units) on the device.
+    A unit that lies on one rank is not wrapped: FSDP would copy every parameter and gradient for nothing, and the ops
+    cast what they are given. The root is wrapped if any unit is, because the others are then its own.
+    With `offload`, what is wrapped lies in host memory. What is left out (`exact` and such units) is on the device.
     """
     home = CPUOffloadPolicy(pin_memory=mesh.device != mesh.host) if offload else OffloadPolicy()
+    reduce = torch.promote_types(compute, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     left_out = set(exact)
     wrapped = False
@@ -47,21 +47,34 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
 
 
-def expect_last(model: nn.Module, last: bool) -> None:
+def last_micro_batch(parts: Sequence[nn.Module], last: bool) -> None:
     """Replicas are summed once a step, after the last micro-batch."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(last)
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            part.set_requires_all_reduce(last)
 
 
-def rest(model: nn.Module) -> None:
-    """After a forward without backward: free what it left gathered, else the next one would not see the next update,
-    and forget its order, else the next backward would prefetch by it."""
-    if not isinstance(model, FSDPModule):
-        return
+def reset_after_forward(parts: Sequence[nn.Module]) -> None:
+    """After a forward without backward, or a failed one: free what is still gathered, and forget the order of forward.
+
+    Otherwise the next forward would not see the next update, and the next backward would prefetch by the wrong order.
+    """
+    for part in parts:
+        if isinstance(part, FSDPModule) and _has_run(part):
+            _reset(part)
+
+
+def _has_run(part: FSDPModule) -> bool:
+    """FSDP finds out which module is the root in the first forward. It cannot be reset before."""
+    return part._get_fsdp_state()._is_root is not None
+
+
+def _reset(part: FSDPModule) -> None:
     if hasattr(FSDPModule, "reset_iter_state"):
-        model.reset_iter_state()
+        part.reset_iter_state()
         return
-    for module in model.modules():  # torch before 2.13: the order stays, and costs one gather too many
+    assert isinstance(part, nn.Module)
+    for module in part.modules():  # torch before 2.13: the order stays, which costs one gathering too many
         if isinstance(module, FSDPModule):
             module.reshard()
             group = module._get_fsdp_state()._fsdp_param_group

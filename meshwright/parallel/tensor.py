@@ -1,4 +1,4 @@
-"""Tensor + sequence parallelism: each door between own tokens and all tokens of the tp group gets its collective."""
+"""Tensor and sequence parallelism: a door between a rank's own tokens and those of its tp group gets its collective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..layout import ENTER, LEAVE, MEET, Door, attributes
+from ..layout import ENTER, LEAVE, MEET, Door, find
 from ..mesh import Mesh
 from ..mesh.collectives import Exchange, Gather, ScatterSum
 
@@ -17,7 +17,7 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     if size == 1:
         return
     group = mesh.name_of(("tp",))
-    for name, door in attributes(model, Door):
+    for name, door in find(model, Door):
         door.armed = _collective(door, size, group, name)
 
 

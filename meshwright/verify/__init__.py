@@ -1,33 +1,9 @@
-"""The inspector: walks everywhere, builds nothing."""
+"""Verify a model on a mesh: run it on one process and on the mesh, and compare everything."""
 
-from .inspection import FULL, SHRUNK, WEIGHTS, Part, Plan, inspect, plan
+from .inspection import FULL, SHRUNK, WEIGHTS, Options, Plan, RunResult, inspect, plan
 from .oracles import ORACLES, Finding, examine
 from .ranks import run_ranks
 from .recorder import Recorder, Seen
-from .shrink import TINY, shrink
+from .shrink import shrink
 from .trial import Reference, Trial, refer
 from .weights import Difference, WeightCheck, check_weights
-
-__all__ = [
-    "FULL",
-    "ORACLES",
-    "SHRUNK",
-    "TINY",
-    "WEIGHTS",
-    "Difference",
-    "Finding",
-    "Part",
-    "Plan",
-    "Recorder",
-    "Reference",
-    "Seen",
-    "Trial",
-    "WeightCheck",
-    "check_weights",
-    "examine",
-    "inspect",
-    "plan",
-    "refer",
-    "run_ranks",
-    "shrink",
-]

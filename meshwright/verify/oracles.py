@@ -18,15 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ..axes import DENSE, Sum
 from ..engine import Engine, Model, gather, stream
 from ..engine.bill import step_bill
 from ..errors import LayoutError
-from ..layout import Box, Charge, check_tiling, owns, pieces, place
-from ..mesh import DENSE, Mesh
+from ..layout import Box, Charge, check_tiling, owned
+from ..mesh import Mesh
 from ..weights import blocks_by_key, raw_tensor
-from .blame import suspects, where
-from .causes import cause_of, cause_of_loss, scale
-from .parts import Wrong, about_doors, by_logits, first_wrong, scores_of, watched
+from .diagnose.causes import cause_of, cause_of_loss, scale
+from .diagnose.forward import Wrong, about_doors, by_logits, first_wrong, scores_of, watched
+from .diagnose.gradients import suspects, where
 from .recorder import Recorder, Seen
 from .trial import LR, Reference, Trial, unrounded
 from .weights import differences
@@ -92,10 +93,8 @@ def t1_tiling(run: Run) -> Findings:
     model, axes = run.model, run.model.mesh.axes
     boxes: dict[str, list[Box]] = {name: [] for name in model.table.params}
     for rank in range(axes.world):
-        coords = axes.coords(rank)
-        for name, piece in pieces(model.table, model.rules, axes, coords).items():
-            if owns(model.table, name, model.rules, axes, coords):
-                boxes[name].extend(piece.boxes)
+        for name, piece in owned(model.blueprint.spec, axes, rank).items():
+            boxes[name].extend(piece.boxes)
     for param in model.table:
         try:
             check_tiling(boxes[param.name], param.shape, param.name)
@@ -146,7 +145,7 @@ def _judged_together(run: Run, names: list[str]) -> list[list[str]]:
     """Each key by itself; but in bf16, where rounding sends a token to another expert, all experts of a layer."""
     if run.trial.dtype != torch.bfloat16:
         return [[name] for name in names]
-    made_of = blocks_by_key(run.model.table, run.model.spelling.choice)
+    made_of = blocks_by_key(run.model.table, run.model.keymap.choice)
     together: dict[str, list[str]] = {}
     for name in names:
         together.setdefault(made_of[name][0][0].name, []).append(name)
@@ -161,7 +160,7 @@ def g2_replicas(run: Run) -> Findings:
         names = [name for name in model.pieces if name in tensors]
         sums = _everywhere(model.mesh, [_crc(tensors[name]) for name in names])
         for i, name in enumerate(names):
-            for axis in place(model.table[name], model.rules, axes).copies:
+            for axis in model.placement(name).copies:
                 peers = axes.group(model.mesh.rank, (axis,))
                 odd = [r for r in peers if sums[r][i] != sums[peers[0]][i]]
                 if odd and model.mesh.rank == peers[0]:
@@ -239,14 +238,14 @@ def c1_collectives(run: Run) -> Findings:
 
 def e1_export(run: Run) -> Findings:
     """What is handed out is the source, byte for byte, as long as nothing was trained."""
-    source = run.model.spelling.source
+    source = run.model.keymap.source
     assert source is not None
     names = []
     for name, tensor in stream(run.model):
         names.append(name)
         if name in source.entries and not _same_bits(tensor, raw_tensor(source, name)):
             yield Finding("E1", name, f"{_differs(tensor, raw_tensor(source, name))} from the source")
-    missing = set(source.entries) - set(names) - run.model.spelling.carried
+    missing = set(source.entries) - set(names) - run.model.keymap.carried
     if run.model.mesh.rank == 0 and missing:
         yield Finding("E1", min(missing), f"{len(missing)} keys of the source are not handed out")
 
@@ -258,7 +257,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def d1_documents(run: Run) -> Findings:
     """Packed documents give what each gives alone. First comes the part of the model where they begin to differ."""
     model, batch = run.model, run.trial.data(0)[0]  # the same on all ranks
-    limit, bounds = run.trial.tolerance.logprob, batch.docs.bounds
+    limit, bounds = run.trial.tolerance.logprob, batch.bounds
     with watched(model) as seen:
         packed = scores_of(model, batch).cpu()
     wrong = first_wrong(model, seen, run.reference.prints, bounds[1], limit)
@@ -308,7 +307,7 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
             yield Finding("K1", op, f"{paid_bytes[op, ranks]} bytes {_among(mesh, ranks, bill)} {due_bytes[op, ranks]}")
     # What a rank of experts receives depends on the router: those bytes are compared as a sum over all ranks.
     both = [sum(n for (op, _), n in c.items() if op == "all_to_all") for c in (due_bytes, paid_bytes)]
-    want, got = mesh.sum_(torch.tensor(both, device=mesh.device), DENSE).tolist()
+    want, got = mesh.sum_(torch.tensor(both, device=mesh.device), Sum("bytes of all-to-alls", DENSE)).tolist()
     if want != got and mesh.rank == 0:
         yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
 
@@ -333,13 +332,15 @@ def _places_apart(run: Run, bill: Sequence[Charge], op: str, ranks: tuple[int, .
     """At which doors, or sums of the engine, the collectives of one kind are too few or too many; layers alike are one.
     What FSDP does has no place."""
     mesh, more = run.model.mesh, Counter[str]()
-    places = {place_of(charge.what) for charge in bill} - {unit.name or "root" for unit in run.model.units}
+    places = {place_of(charge.what) for charge in bill} - {
+        unit.name or "root" for unit in run.model.blueprint.spec.units
+    }
     for charge in bill:
         if place_of(charge.what) in places and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):
-            more[alike(place_of(charge.what))] -= charge.count
+            more[same_kind(place_of(charge.what))] -= charge.count
     for seen in run.stepping:
         if place_of(seen.at) in places and (seen.op, seen.ranks) == (op, ranks):
-            more[alike(place_of(seen.at))] += 1
+            more[same_kind(place_of(seen.at))] += 1
     told = ", ".join(f"{name} {num:+}" for name, num in sorted(more.items()) if num)
     return f" ({told})" if told else ""
 
@@ -349,18 +350,20 @@ def place_of(name: str) -> str:
     return name.removeprefix(" at ").partition(",")[0]
 
 
-def alike(name: str) -> str:
-    """The same for all layers and experts."""
+def same_kind(name: str) -> str:
+    """A name with its numbers marked: the same for all layers and experts."""
     return re.sub(r"\d+", "*", name)
 
 
 def stored_bytes(engine: Engine) -> dict[str, int]:
-    kept = {
-        "parameters": engine.model.stored().values(),
-        "gradients": engine.model.grads().values(),
-        "moments": [m for both in engine.optimizer.moments.values() for m in both],
-    }
-    return {what: sum(t.nbytes for t in tensors) for what, tensors in kept.items()}
+    """Between backward and update, when gradients are there."""
+    kept = {"parameters": engine.model.stored(), "gradients": engine.model.grads()}
+    return {what: sum(t.nbytes for t in tensors.values()) for what, tensors in kept.items()}
+
+
+def moment_bytes(engine: Engine) -> int:
+    """After the first update, which makes the moments."""
+    return sum(m.nbytes for both in engine.optimizer.moments.values() for m in both)
 
 
 def _crc(tensor: Tensor) -> int:
@@ -373,19 +376,9 @@ def _everywhere(mesh: Mesh, numbers: list[int]) -> list[list[int]]:
 
 
 ORACLES: dict[str, Callable[..., Findings]] = {
-    "L1": l1_silent_load,
-    "T1": t1_tiling,
-    "W1": w1_load,
-    "E1": e1_export,
-    "D1": d1_documents,
-    "S1": s1_loss,
-    "G1": g1_gradients,
-    "N1": n1_norm,
-    "G2": g2_replicas,
-    "U1": u1_alive,
-    "C1": c1_collectives,
-    "K1": k1_bill,
-}
+    "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "D1": d1_documents, "S1": s1_loss,
+    "G1": g1_gradients, "N1": n1_norm, "G2": g2_replicas, "U1": u1_alive, "C1": c1_collectives, "K1": k1_bill,
+}  # fmt: skip
 
 
 def examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None = None) -> list[Finding]:
@@ -412,6 +405,7 @@ def _steps(run: Run, store: Store | None) -> list[Finding]:
     findings += [*s1_loss(run, found[0], evaluated), *g1_gradients(run), *n1_norm(run), *g2_replicas(run)]
     with recorder:
         engine.update()
+    run.stored["moments"] = moment_bytes(engine)
     run.stepping = recorder.seen
     for _ in range(run.trial.steps - 1):
         found.append(engine.backward(batches))

@@ -21,7 +21,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ..errors import RankError
-from ..mesh.whereabouts import stands
+from ..watch import last_seen
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
@@ -72,7 +72,7 @@ def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
         return ""  # who has failed is a reason for others to hang
     codes = ", ".join(map(str, died.values()))
     how = f"died without a word (exit code {codes})" if died else f"hung for {seconds:g} s, more than they were given"
-    return "\n".join([f"ranks {list(died or hung)} of {len(ranks)} {how}", *stands(store, range(len(ranks)))])
+    return "\n".join([f"ranks {list(died or hung)} of {len(ranks)} {how}", *last_seen(store, range(len(ranks)))])
 
 
 def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -21,19 +21,13 @@ from torch._subclasses import FakeTensor
 from torch.library import Library
 
 from ..errors import RankError
-from ..mesh.whereabouts import door
+from ..watch import waits_at
 
 _OURS = {
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
+    **dict.fromkeys(("allgather", "_allgather_base", "all_gather_into_tensor"), "all_gather"),
+    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor"), "reduce_scatter"),
+    **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), "all_to_all"),
 }
 _REDUCTIONS = ("sum", "avg", "product", "min", "max")
 
@@ -71,11 +65,11 @@ class Recorder:
         _RECORDERS.remove(self)
 
     def announce(self, op: str, args: tuple[Any, ...]) -> None:
-        self._agree(_announced(op, args) + door(), _ranks(args))
+        self._agree(_announced(op, args) + waits_at(), _ranks(args))
 
     def note(self, op: str, args: tuple[Any, ...], out: Any) -> None:
         sizes = [t.nbytes for t in _tensors((args, out))] or [0]
-        self.seen.append(Seen(op, _ranks(args), sizes[-1] if op == "all_to_all" else max(sizes), door()))
+        self.seen.append(Seen(op, _ranks(args), sizes[-1] if op == "all_to_all" else max(sizes), waits_at()))
 
     def _agree(self, mine: str, ranks: tuple[int, ...]) -> None:
         """Wait until all ranks of the group say what they are about to do; raise if it is not the same."""

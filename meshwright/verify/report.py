@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,15 +10,14 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..models import text_config
-from .inspection import RUN, WEIGHTS, Part, Plan
-from .oracles import ORACLES, Finding, alike
-from .precision import Precision, lines_of
+from .inspection import RUN, WEIGHTS, Plan, RunResult
+from .oracles import ORACLES, Finding, same_kind
 
 ROWS = (RUN, *ORACLES)
 _KINDS = 3  # of names, printed for an oracle
 
 
-def rows_of(parts: Sequence[Part]) -> list[str]:
+def rows_of(parts: Sequence[RunResult]) -> list[str]:
     """What was asked, in order; before all else, whether the run came to its end."""
     return [RUN, *dict.fromkeys(oracle for part in parts for oracle in part.oracles)]
 
@@ -40,7 +38,7 @@ def print_oracles() -> None:
     Console().print("--weights asks RUN, L1 and W1 of the weights as they are, and trains nothing.")
 
 
-def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
+def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     """A line an oracle; below it what fails, with its likely cause, and at the end where to begin."""
     grid = Grid("oracle", "holds if", *(part.name for part in parts), title=Text(f"{model} on {plan.axes}"))
     for oracle in rows_of(parts):
@@ -48,15 +46,13 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
     console = Console()
     if changed := shrunk(plan):
         sizes = ", ".join(f"{name} {'unset' if was is None else was} -> {now}" for name, (was, now) in changed.items())
-        console.print(f"in its place a model of random weights: {sizes}; --full tries it as it is", soft_wrap=True)
+        console.print(f"Verified a small random model instead ({sizes}). Use --full for the real one.", soft_wrap=True)
     console.print(grid)
     for part in parts:
         for line in lines_found(part):
             console.print(Text(f"{part.name} {line}"), soft_wrap=True)  # one line, to be searched
         for note in part.notes:
             console.print(Text(f"{part.name}: {note}"), soft_wrap=True)
-        if part.precision:
-            console.print(_precision_grid(part.precision))
     num = sum(len(part.findings) for part in parts)
     seconds = sum(part.seconds for part in parts)
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
@@ -66,17 +62,17 @@ def print_table(model: str, plan: Plan, parts: Sequence[Part]) -> None:
 
 def shrunk(plan: Plan) -> dict[str, tuple[Any, int]]:
     """Sizes of config.json, as they are and as they were tried."""
-    was, now = text_config(plan.subject.config), text_config(plan.config)
+    was, now = text_config(plan.blueprint.config), text_config(plan.runs.config)
     return {name: (was.get(name), n) for name, n in now.items() if isinstance(n, int) and n != was.get(name)}
 
 
-def lines_found(part: Part) -> list[str]:
+def lines_found(part: RunResult) -> list[str]:
     """Of each oracle the first findings, those of layers alike in one line."""
     lines = []
     for oracle in rows_of([part]):
         kinds: dict[str, list[Finding]] = {}
         for finding in found_by(part, oracle):
-            kinds.setdefault(alike(finding.name), []).append(finding)
+            kinds.setdefault(same_kind(finding.name), []).append(finding)
         for kind, (first, *others) in list(kinds.items())[:_KINDS]:
             lines.append(f"{first}{f' (the first of {len(others) + 1} in {kind})' if others else ''}")
         left = list(kinds.values())[_KINDS:]
@@ -85,7 +81,7 @@ def lines_found(part: Part) -> list[str]:
     return lines
 
 
-def beginning(parts: Sequence[Part]) -> str:
+def beginning(parts: Sequence[RunResult]) -> str:
     """Which finding to look at first: the earliest oracle that fails, and the bill, which may know the very door."""
     found = next((part.findings for part in parts if part.findings), [])
     firsts: dict[str, Finding] = {}
@@ -102,7 +98,7 @@ def unproven(plan: Plan) -> str:
     """What this run says nothing of."""
     if plan.kind == WEIGHTS:
         return ""
-    if "float64" not in plan.dtypes:
+    if "float64" not in plan.options.dtypes:
         return "not the proof: that is float64, which --dtypes leaves out"
     if plan.axes.world == 1:
         return "one process against itself: give a mesh, as in --mesh fsdp=2,tp=2"
@@ -114,7 +110,7 @@ def unproven(plan: Plan) -> str:
 
 def _idle(plan: Plan) -> list[str]:
     """Axes of size 1, which a run says nothing of."""
-    experts = ["ep"] if plan.subject.module.balance.num_experts else []
+    experts = ["ep"] if plan.blueprint.balance.num_experts else []
     return [axis for axis in ("replicate", "fsdp", "tp", *experts) if plan.axes.size_of(axis) == 1]
 
 
@@ -131,7 +127,7 @@ def untried(plan: Plan) -> list[str]:
     if plan.kind == WEIGHTS:
         return []
     idle = _idle(plan)
-    balance = plan.subject.module.balance
+    balance = plan.blueprint.balance
     left = [f"{', '.join(idle)}, of size 1 here"] if idle else []
     if balance.num_experts and not balance.coefficient:
         left.append("the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)")
@@ -142,16 +138,7 @@ def untried(plan: Plan) -> list[str]:
     return [*left, "options of mw.load and mw.Engine"]
 
 
-def _precision_grid(found: Precision) -> Grid:
-    grid = Grid(title="what bfloat16 adds, and what the mesh adds")
-    for head in (f"against {found.measure}", *found.costs):
-        grid.add_column(head, overflow="fold")  # names are long, and their ends tell them apart
-    for line in lines_of(found):
-        grid.add_row(*map(Text, line))
-    return grid
-
-
-def cell(part: Part, row: str) -> str:
+def cell(part: RunResult, row: str) -> str:
     found = found_by(part, row)
     if row != RUN and found_by(part, RUN):
         return "-"
@@ -162,16 +149,16 @@ def _styled(text: str) -> Text:
     return Text(text, style={"pass": "green", "-": ""}.get(text, "bold red"))
 
 
-def found_by(part: Part, oracle: str) -> list[Finding]:
+def found_by(part: RunResult, oracle: str) -> list[Finding]:
     return [f for f in part.findings if f.oracle == oracle]
 
 
-def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
+def as_json(model: str, plan: Plan, parts: Sequence[RunResult]) -> dict[str, Any]:
     return {
         "model": model,
         "mesh": str(plan.axes),
         "ranks": plan.axes.world,
-        "head": plan.head,
+        "head": plan.options.head,
         "ok": not any(part.findings for part in parts),
         "shrunk": shrunk(plan),
         "untried": untried(plan),
@@ -180,7 +167,6 @@ def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
                 "dtype": part.name,
                 "seconds": round(part.seconds, 2),
                 "notes": list(part.notes),
-                "precision": asdict(part.precision) if part.precision else None,
                 "oracles": {row: _rows(part, row) for row in rows_of([part])},
             }
             for part in parts
@@ -188,7 +174,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def _rows(part: Part, row: str) -> list[dict[str, str]] | None:
+def _rows(part: RunResult, row: str) -> list[dict[str, str]] | None:
     """None: it did not run, since a rank stopped before."""
     if cell(part, row) == "-":
         return None

@@ -7,43 +7,6 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-_COMMON = {
-    "vocab_size": 131, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": False, "dtype": "bfloat16",
-}  # fmt: skip
-_EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
-    "output_router_logits": True,  # the router's aux loss is trained too
-}  # fmt: skip
-_HYBRID = {
-    "num_hidden_layers": 3, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-    "linear_key_head_dim": 6, "linear_value_head_dim": 10,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-}  # fmt: skip
-
-# Names that stand for a model where none is at hand.
-TINY: dict[str, dict[str, Any]] = {
-    "tiny-qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
-    "tiny-qwen3": {**_COMMON, "model_type": "qwen3"},
-    "tiny-qwen3-moe": {
-        **_COMMON,
-        **_EXPERTS,
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 3,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-    },
-    "tiny-qwen3.5": {**_COMMON, **_HYBRID, "model_type": "qwen3_5_text"},
-    "tiny-qwen3.5-moe": {
-        **_COMMON,
-        **_HYBRID,
-        **_EXPERTS,
-        "model_type": "qwen3_5_moe_text",
-        "shared_expert_intermediate_size": 28,
-    },
-}
-
 _WIDTH = 36
 _WIDTHS = {
     "linear_key_head_dim": 6,
@@ -54,7 +17,7 @@ _WIDTHS = {
 
 
 def shrink(config: Json, tp: int) -> dict[str, Any]:
-    """Widths and depth down; head counts, experts and everything else as they are."""
+    """Widths and depth become small. Head counts, experts and everything else stay."""
     if "text_config" in config:
         return {**config, "text_config": _shrink(config["text_config"], tp)}
     return _shrink(config, tp)
@@ -81,12 +44,12 @@ def _shrink(text: Json, tp: int) -> dict[str, Any]:
 
 
 def _uneven(width: int, tp: int) -> int:
-    """At least about `width`, every rank with something, the last with less than the others."""
+    """About `width`, so that every rank has something, and the last rank less than the others."""
     return -(-width // tp) * tp - 1 if tp > 1 else width
 
 
 def _depth(text: Json) -> int:
-    """The first layers, as many as hold every kind that the model has, and at least two."""
+    """As many of the first layers as hold every kind that the model has, and at least two."""
     kinds = [_kind(text, i) for i in range(text["num_hidden_layers"])]
     return min(len(kinds), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..data import IGNORE, Batch, pack
-from ..engine import Engine, Model, Savings, gather, load, losses
-from ..mesh import Axes, Mesh
+from ..engine import Engine, Model, gather, load, losses
+from ..mesh import Mesh
+from ..parallel import Savings
 from ..weights import whole_tensors
-from .parts import scores_of, watched
+from .diagnose.forward import scores_of, watched
 
 LR = 1e-3
 
@@ -104,8 +106,8 @@ def refer(trial: Trial) -> Reference:
 
 def unrounded(model: Model) -> dict[str, Tensor]:
     """Whole weights on rank 0, as `gather` gives them, but as wide as they are stored."""
-    keys = [k for k in model.spelling.keys.values() if k.name not in model.spelling.carried]
-    streamed = whole_tensors(model.holding(model.stored()), model.spelling, keys, exact=False)
+    keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
+    streamed = whole_tensors(model.stored_model(model.stored()), model.keymap, keys, exact=False)
     return {key.name: tensor for key, tensor in streamed}
 
 
@@ -144,7 +146,7 @@ def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
 
 def documents_of(batch: Batch) -> list[Batch]:
     """Each document of a batch as a batch of its own."""
-    bounds = batch.docs.bounds
+    bounds = batch.bounds
     return [pack([batch.tokens[a:b].tolist()], [batch.labels[a:b].tolist()]) for a, b in pairwise(bounds)]
 
 
@@ -154,7 +156,7 @@ def _merged(batches: Sequence[Batch]) -> Batch:
     labels: list[list[int]] = []
     fields: dict[str, list[Tensor]] = {name: [] for name in batches[0].fields}
     for batch in batches:
-        bounds = [at for at in batch.docs.bounds if at <= len(batch) - batch.num_filler]
+        bounds = [at for at in batch.bounds if at <= len(batch) - batch.num_filler]
         for a, b in pairwise(bounds):
             documents.append(batch.tokens[a:b].tolist())
             labels.append(batch.labels[a:b].tolist())

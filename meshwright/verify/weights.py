@@ -6,7 +6,6 @@ a mistake in ours cannot hide, and a tensor costs memory only where it is looked
 
 from __future__ import annotations
 
-import fnmatch
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..engine import Model
-from ..errors import ConfigError, LoadError, StateError
+from ..engine.arguments import matching
+from ..errors import LoadError, StateError
 from ..layout import Block, Box, Piece
 from ..log import Advance, progress
 from ..weights import Source, chosen
@@ -72,7 +72,7 @@ def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck
     `only`: patterns of the parameters to look at, those that nothing should have changed.
     """
     names, rank = _chosen_names(model, [only] if isinstance(only, str) else list(only)), model.mesh.rank
-    skipped = [name for name in names if is_fresh(model, name)]
+    skipped = [name for name in names if name in model.keymap.fresh]
     total = sum(model.pieces[name].numel for name in names if name not in skipped)
     found: list[Difference] = []
     failure = None
@@ -92,12 +92,10 @@ def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck
 
 
 def _chosen_names(model: Model, patterns: Sequence[str]) -> list[str]:
-    if model.spelling.source is None:
+    if model.keymap.source is None:
         raise StateError("the model was made by mw.init: there are no files to compare its weights with")
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in model.table.params):
-            raise ConfigError(f"only={pattern!r} matches no parameter; names are like {next(iter(model.table)).name}")
-    return [name for name in model.pieces if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    chosen_ones = {name for pattern in patterns for name in matching(pattern, model.table.params, "only")}
+    return [name for name in model.pieces if name in chosen_ones]
 
 
 def _everywhere(model: Model, mine: Any) -> list[Any]:
@@ -106,21 +104,14 @@ def _everywhere(model: Model, mine: Any) -> list[Any]:
     return told
 
 
-def is_fresh(model: Model, name: str) -> bool:
-    """The source holds nothing of the parameter."""
-    source = model.spelling.source
-    assert source is not None
-    return not any(key in source.entries for key in chosen(model.table[name], model.spelling.choice).keys)
-
-
 def differences(model: Model, names: Sequence[str], advance: Advance | None = None) -> Iterator[Difference]:
     """Of what this rank holds of `names`. Keys that hold a parameter once more are compared too."""
-    assert model.spelling.source is not None
-    files, stored = _Mapped(model.spelling.source), model.stored()
+    assert model.keymap.source is not None
+    files, stored = _Mapped(model.keymap.source), model.stored()
     for name in names:
-        if is_fresh(model, name):
+        if name in model.keymap.fresh:
             continue
-        layout, piece = chosen(model.table[name], model.spelling.choice), model.pieces[name]
+        layout, piece = chosen(model.table[name], model.keymap.choice), model.pieces[name]
         found = [c for block in layout.blocks for c in _compared(block, piece, stored[name], files)]
         again = [c for block in layout.copies for c in _compared(block, piece, stored[name], files)]
         for comparisons in (found, again):

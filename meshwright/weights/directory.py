@@ -1,4 +1,4 @@
-"""A Hugging Face directory out of pieces: same files, keys, layouts and dtypes as the source; all of it or nothing."""
+"""Write a Hugging Face directory from pieces: files, keys, layouts and dtypes as in the source; whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from ..errors import ExportError, LoadError
 from ..log import progress
 from .header import DTYPES, read_json
+from .keymap import Key, KeyMap
 from .source import Source
-from .spelling import Key, Spelling
-from .streaming import Holding, whole_tensors
+from .streaming import StoredModel, whole_tensors
 
 # What a tokenizer, a processor or a reader needs.
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
@@ -29,30 +29,33 @@ _COPY_BYTES = 16 << 20
 
 
 def write_directory(
-    holding: Holding, spelling: Spelling, config: Mapping[str, Any], beside: Path, directory: Path
+    stored_model: StoredModel, keymap: KeyMap, config: Mapping[str, Any], beside: Path, directory: Path
 ) -> None:
     """Write the model to `directory`, which must not exist yet or be empty. Every rank calls it; rank 0 writes.
     `beside`: where the tokenizer's and other small files are copied from.
     """
-    failure: Exception | None = None
-    trained = [k for k in spelling.keys.values() if k.name not in spelling.carried]
-    tensors = whole_tensors(holding, spelling, trained, exact=True)
-    if holding.mesh.rank == 0:
+    failure: ExportError | None = None
+    trained = [k for k in keymap.keys.values() if k.name not in keymap.carried]
+    tensors = whole_tensors(stored_model, keymap, trained, exact=True)
+    if stored_model.mesh.rank == 0:
         try:
-            with appearing(directory, _total(spelling)) as whole:
-                _write_small(spelling, config, beside, whole)  # what can be lacking is missed before the long work
-                _write_all(tensors, spelling, whole, f"export to {directory}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks hear of it and raise
-            failure = error
+            with atomic_directory(directory, _total(keymap)) as whole:
+                _write_small(keymap, config, beside, whole)  # what can be lacking is missed before the long work
+                _write_all(tensors, keymap, whole, f"export to {directory}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
+            failure = ExportError(f"nothing was exported to {directory}: {error}")
+            failure.__cause__ = error
     for _ in tensors:  # other ranks send here; after a failure rank 0 takes what they still send
         pass
-    _agree(holding, failure, directory)
+    stored_model.mesh.all_or_none(failure, f"the export to {directory}", ExportError)
 
 
 @contextlib.contextmanager
-def appearing(directory: Path, num_bytes: int) -> Iterator[Path]:
-    """An empty directory beside `directory`, which takes its place when it is whole and on the disk. After a failure or
-    an interrupt nothing is left of it; a process that is killed leaves a hidden `.NAME.unfinished-...`."""
+def atomic_directory(directory: Path, num_bytes: int) -> Iterator[Path]:
+    """An empty directory to fill. It takes the place of `directory` when it is whole and on the disk.
+
+    After a failure or an interrupt nothing is left of it. A killed process leaves a hidden `.NAME.unfinished-...`.
+    """
     target = directory.resolve()  # a link stays, and what it points to is filled
     _check_target(target, num_bytes)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,30 +99,21 @@ def _to_disk(path: Path) -> None:
         os.close(fd)
 
 
-def _agree(holding: Holding, failure: Exception | None, directory: Path) -> None:
-    """All ranks end alike."""
-    failed = torch.tensor(0 if failure is None else 1, device=holding.mesh.device)
-    holding.mesh.sum_(failed, ("pp", "replicate", "fsdp", "cp", "tp"), "the end of an export")
-    if failed.item():
-        reason = failure or "see the message of rank 0"
-        raise ExportError(f"nothing was exported to {directory}: {reason}") from failure
-
-
-def _write_all(tensors: Iterator[tuple[Key, Tensor]], spelling: Spelling, whole: Path, label: str) -> None:
-    with progress(label, _total(spelling), "bytes", enabled=True) as advance:
-        for file in spelling.files:
-            keys = [k for k in spelling.keys.values() if k.file == file]
+def _write_all(tensors: Iterator[tuple[Key, Tensor]], keymap: KeyMap, whole: Path, label: str) -> None:
+    with progress(label, _total(keymap), "bytes", enabled=True) as advance:
+        for file in keymap.files:
+            keys = [k for k in keymap.keys.values() if k.file == file]
             with (whole / file).open("wb") as out:
-                out.write(header(keys, spelling.metadata.get(file, {})))
+                out.write(header(keys, keymap.metadata.get(file, {})))
                 for key in keys:
-                    _write_key(out, key, tensors, spelling)
+                    _write_key(out, key, tensors, keymap)
                     advance(key.num_bytes)
 
 
-def _write_key(out: BinaryIO, key: Key, tensors: Iterator[tuple[Key, Tensor]], spelling: Spelling) -> None:
-    if key.name in spelling.carried:
-        assert spelling.source is not None
-        out.writelines(raw_bytes(spelling.source, key.name))
+def _write_key(out: BinaryIO, key: Key, tensors: Iterator[tuple[Key, Tensor]], keymap: KeyMap) -> None:
+    if key.name in keymap.carried:
+        assert keymap.source is not None
+        out.writelines(raw_bytes(keymap.source, key.name))
         return
     made, tensor = next(tensors)
     assert made.name == key.name, (made.name, key.name)
@@ -161,25 +155,25 @@ def raw_tensor(source: Source, key: str) -> Tensor:
     return flat.view(DTYPES[entry.dtype]).view(entry.shape) if entry.dtype in DTYPES else flat
 
 
-def _write_small(spelling: Spelling, config: Mapping[str, Any], beside: Path, whole: Path) -> None:
+def _write_small(keymap: KeyMap, config: Mapping[str, Any], beside: Path, whole: Path) -> None:
     """Config, index, and copies of whatever small files lie beside the source (tokenizer, templates)."""
-    if spelling.source is not None:
-        for file in sorted({spelling.source.entries[key].file for key in spelling.carried}):
-            spelling.source.check_unchanged(file)
+    if keymap.source is not None:
+        for file in sorted({keymap.source.entries[key].file for key in keymap.carried}):
+            keymap.source.check_unchanged(file)
     for path in sorted(beside.iterdir()):
         small = path.name.endswith(_SMALL) and not path.name.endswith(".index.json")
         if small and path.is_symlink() and not path.exists():
             raise FileNotFoundError(f"{path} is a link to what is not there; mend or remove it")
-        if small and path.is_file() and path.name not in spelling.files:
+        if small and path.is_file() and path.name not in keymap.files:
             shutil.copyfile(path, whole / path.name)
     if (beside / _TEMPLATES).is_dir():
         shutil.copytree(beside / _TEMPLATES, whole / _TEMPLATES)
     if not _holds(whole / "config.json", config):  # else the copy is kept, to the byte
         (whole / "config.json").write_text(json.dumps(config, indent=2) + "\n")  # to the byte as transformers does
-    if len(spelling.files) > 1 or (spelling.source is not None and spelling.source.index is not None):
-        index = dict(spelling.source.index or {}) if spelling.source else {}
-        index["metadata"] = {**index.get("metadata", {}), "total_size": _total(spelling)}
-        index["weight_map"] = {k.name: k.file for k in sorted(spelling.keys.values(), key=lambda k: k.name)}
+    if len(keymap.files) > 1 or (keymap.source is not None and keymap.source.index is not None):
+        index = dict(keymap.source.index or {}) if keymap.source else {}
+        index["metadata"] = {**index.get("metadata", {}), "total_size": _total(keymap)}
+        index["weight_map"] = {k.name: k.file for k in sorted(keymap.keys.values(), key=lambda k: k.name)}
         (whole / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -190,8 +184,8 @@ def _holds(path: Path, config: Mapping[str, Any]) -> bool:
         return False
 
 
-def _total(spelling: Spelling) -> int:
-    return sum(k.num_bytes for k in spelling.keys.values())
+def _total(keymap: KeyMap) -> int:
+    return sum(k.num_bytes for k in keymap.keys.values())
 
 
 def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

@@ -28,12 +28,19 @@ class Source:
     stamps: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # size and time of change, by file
 
     @property
+    def has_headers(self) -> bool:
+        """Not only an index, which knows keys but neither shapes nor dtypes."""
+        return bool(self.stamps)
+
+    @property
     def files(self) -> list[str]:
         return list(dict.fromkeys(e.file for e in self.entries.values()))
 
     def checksum(self) -> int:
-        """Of what the headers say, and of a few bytes from the middle of each tensor, or of some of very many: what
-        was trained has another."""
+        """A checksum of the headers and of a few bytes from the middle of each tensor (of some, if they are many).
+
+        Training changes those bytes, so two copies that were trained apart differ in it.
+        """
         entries = sorted(self.entries.values(), key=lambda e: e.key)
         crc = zlib.crc32(repr([(e.key, e.dtype, e.shape) for e in entries]).encode())
         with contextlib.ExitStack() as files:
@@ -47,7 +54,7 @@ class Source:
         return crc
 
     def check_unchanged(self, file: str) -> None:
-        """Carried tensors are read once more at export: by the offsets of the headers that were read at load."""
+        """An export reads carried tensors again, at the offsets that the headers had when the model was loaded."""
         if _stamp(self.directory / file) != self.stamps[file]:
             raise LoadError(
                 f"{self.directory / file} has changed since it was loaded, and tensors that are not trained are to be "
@@ -83,22 +90,24 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
 
 
 def open_index(directory: str | os.PathLike[str]) -> Source:
-    """The keys that an index promises, where its files are not here: enough to tell how they are spelled. Without an
-    index, no keys."""
+    """The keys that an index promises, where its files are not here. They tell how the model is spelled.
+
+    Without an index there are no keys.
+    """
     root = Path(directory)
-    if not looked_at(root / INDEX, Path.is_file):
+    if not exists(root / INDEX, Path.is_file):
         return Source(root, {})
     index = _read_index(root / INDEX)
     return Source(root, {key: Entry(key, file, "", (), 0, 0) for key, file in index["weight_map"].items()}, index=index)
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
-    """As a shell reads it: `~` is one's home, and no directory of that name."""
+    """As a shell reads it: `~` is the home."""
     return Path(os.path.expanduser(given))
 
 
-def looked_at(path: Path, is_kind: Callable[[Path], bool]) -> bool:
-    """`path.is_dir()` or the like; an error of ours where the system will not tell."""
+def exists(path: Path, is_kind: Callable[[Path], bool]) -> bool:
+    """`path.is_dir()` or the like; a LoadError where the system refuses to tell."""
     try:
         return is_kind(path)
     except OSError as error:
@@ -107,13 +116,13 @@ def looked_at(path: Path, is_kind: Callable[[Path], bool]) -> bool:
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / "config.json"
-    if not looked_at(path, Path.is_file):
+    if not exists(path, Path.is_file):
         raise LoadError(f"{directory} has no config.json; give a Hugging Face model directory")
     return read_json(path)
 
 
 def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None]:
-    if not looked_at(root, Path.is_dir):
+    if not exists(root, Path.is_dir):
         raise LoadError(f"{root} is no directory; give a Hugging Face model directory")
     try:
         names = sorted(os.listdir(root))
@@ -136,7 +145,7 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None]:
 
 
 def _refuse_others(root: Path, names: list[str], files: list[str], why: str) -> None:
-    """Which of several files is the model is not for us to guess."""
+    """We do not guess which of several files is the model."""
     others = [name for name in names if name.endswith(".safetensors") and name not in files]
     if others:
         raise LoadError(f"{root} holds {others[0]}, which {why}; remove it, or the index that is out of date")
@@ -157,7 +166,7 @@ def _indexed(root: Path, weight_map: Mapping[str, str]) -> list[str]:
     files = list(dict.fromkeys(weight_map.values()))
     for file in files:
         plain = file == os.path.basename(file) and file.endswith(".safetensors")
-        if not plain or not looked_at(root / file, Path.is_file):
+        if not plain or not exists(root / file, Path.is_file):
             raise LoadError(
                 f"{INDEX} names {short(file)}, which is no safetensors file in {root}; fetch that file, or mend the "
                 "index"

@@ -13,8 +13,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from meshwright.axes import Axes
 from meshwright.layout import Param, Table
-from meshwright.mesh.axes import Axes
 
 MAX_WORLD = 64
 DENSE_NAMES = ("pp", "replicate", "fsdp", "cp", "tp")
@@ -63,6 +63,8 @@ def coordinates(axes: Axes) -> list[dict[str, int]]:
     for names, view in ((DENSE_NAMES, dense), (EXPERT_NAMES, expert)):
         for index in np.ndindex(view.shape):
             out[view[index]].update(zip(names, index, strict=True))
+    for at in out:
+        at["ends"] = int(0 < at["pp"] == axes.pp - 1)
     return out
 
 
@@ -121,7 +123,7 @@ def stages_of(name: str, table: Table, pp: int) -> set[int]:
     layers = sorted({int(n.split(".")[1]) for n in table.params if n.startswith("layers.")})
     if name.startswith("layers."):
         return {int(name.split(".")[1]) * pp // len(layers)}
-    if name == table.tied:
+    if table[name].tied:
         return {0, pp - 1}
     return {pp - 1 if name.startswith("head.") else 0}
 
@@ -141,4 +143,4 @@ def params(draw: Any, axes: Axes, name: str = "synthetic", kinds: tuple[str, ...
     order = draw(st.permutations(list(sizes)))
     num_rows = draw(st.integers(1, len(order)))
     rows, cols = ({d: sizes[d] for d in part} for part in (order[:num_rows], order[num_rows:]))
-    return Param(rows, cols, (), float32=kind == "dense" and draw(st.booleans()), name=name)
+    return Param(rows, cols, (), float32=kind == "dense" and draw(st.booleans()), name=name, first=True)

@@ -87,21 +87,21 @@ def test_tied_models_are_spelt_with_and_without_a_head():
 
 
 ATTENTION = {
-    "q": "q_proj.weight", "k": "k_proj.weight", "v": "v_proj.weight", "o": "o_proj.weight",
+    **{f"{x}.weight": f"{x}_proj.weight" for x in "qkvo"},
+    **{f"{x}.bias": f"{x}_proj.bias" for x in "qkv"},
     "q_norm.weight": "q_norm.weight", "k_norm.weight": "k_norm.weight",
 }  # fmt: skip
 DELTA = {
-    "z": "in_proj_z.weight", "a": "in_proj_a.weight", "b": "in_proj_b.weight", "out": "out_proj.weight",
-    "A_log": "A_log", "dt_bias": "dt_bias", "norm": "norm.weight",
+    **{f"{x}.weight": f"in_proj_{x}.weight" for x in "zab"}, "out.weight": "out_proj.weight",
+    "gates.A_log": "A_log", "gates.dt_bias": "dt_bias", "norm.weight": "norm.weight",
 }  # fmt: skip
 PLAIN = {
     "norm.weight": "input_layernorm.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
-    "mlp.down": "mlp.down_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
     "mlp.router": "mlp.gate.weight",
     **{f"mixer.{name}": f"self_attn.{key}" for name, key in ATTENTION.items()},
-    **{f"mixer.{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkv"},
-    "mlp.shared.down": "mlp.shared_expert.down_proj.weight",
+    "mlp.shared.down.weight": "mlp.shared_expert.down_proj.weight",
     "mlp.shared_gate": "mlp.shared_expert_gate.weight",
     **{f"mixer.{name}": f"linear_attn.{key}" for name, key in DELTA.items()},
 }
@@ -118,12 +118,12 @@ def wanted(name, source):
         return source["score.weight" if name == "head.weight" and "score.weight" in source else ENDS[name]]
     _, layer, short = name.split(".", 2)
     at = f"model.layers.{layer}."
-    if short in ("mlp.gate_up", "mlp.shared.gate_up"):
-        at += "mlp." if short == "mlp.gate_up" else "mlp.shared_expert."
+    if short in ("mlp.gate_up.weight", "mlp.shared.gate_up.weight"):
+        at += "mlp." if short == "mlp.gate_up.weight" else "mlp.shared_expert."
         return torch.cat([source[at + "gate_proj.weight"], source[at + "up_proj.weight"]])
     if short.startswith("mlp.experts."):
         return experts_wanted(short, at + "mlp.experts.", source)
-    if short in ("mixer.qkv", "mixer.conv"):
+    if short in ("mixer.qkv.weight", "mixer.conv.weight"):
         return by_key_head(short, at + "linear_attn.", source)
     return source[at + PLAIN[short]]
 
@@ -144,7 +144,7 @@ def by_key_head(short, at, source):
     c = ODD["qwen3_5"]
     keys, values = c["linear_num_key_heads"], c["linear_num_value_heads"]
     dk, dv, serves = c["linear_key_head_dim"], c["linear_value_head_dim"], values // keys
-    x = source[at + "in_proj_qkv.weight"] if short == "mixer.qkv" else source[at + "conv1d.weight"].squeeze(1)
+    x = source[at + "in_proj_qkv.weight"] if short == "mixer.qkv.weight" else source[at + "conv1d.weight"].squeeze(1)
     q, k, v = x[: keys * dk], x[keys * dk : 2 * keys * dk], x[2 * keys * dk :]
     assert len(v) == values * dv
     rows = []
@@ -164,7 +164,7 @@ def test_matrices_are_what_the_files_mean(case):
 def test_the_delta_net_is_not_a_plain_copy():
     """If q, k and v were taken in the order of the file, heads would be mixed silently."""
     found, source = matrices(("qwen3_5", "lm", {}))
-    assert not torch.equal(found["layers.0.mixer.qkv"], source["model.layers.0.linear_attn.in_proj_qkv.weight"])
+    assert not torch.equal(found["layers.0.mixer.qkv.weight"], source["model.layers.0.linear_attn.in_proj_qkv.weight"])
 
 
 def test_both_spellings_of_experts_give_the_same():

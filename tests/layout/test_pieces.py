@@ -1,24 +1,28 @@
 """T1: the pieces of all ranks tile every parameter, on any mesh of six axes up to 64 ranks."""
 
-from math import prod
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from meshwright.axes import Axes
 from meshwright.errors import LayoutError
-from meshwright.layout import Param, Rules, Table, chunk, owns, pieces, place
-from meshwright.mesh.axes import Axes
+from meshwright.layout import Param, Rules, ShardingSpec, Table, chunk, holders, pieces, place
 
 from . import reference
 from .reference import coordinates, examples, meshes, numbered, params
 from .tables import TINY, table_of
 
 
-def check_rank(table, axes, at):
+def pieces_of(table, axes, rank=0):
+    return pieces(ShardingSpec(table, Rules()), axes, rank)
+
+
+def check_rank(table, axes, rank, at):
     """A rank holds what the reference says, in that order; gives its element numbers by parameter."""
-    held = pieces(table, Rules(), axes, at)
+    held = pieces_of(table, axes, rank)
     expected = {p.name for p in table if at["pp"] in reference.stages_of(p.name, table, axes.pp)}
     assert set(held) == expected, f"{axes} {at}"
     for name, piece in held.items():
@@ -50,10 +54,14 @@ def check_tiled(table, axes):
     """Every element is held by as many ranks as the design says and owned by exactly one."""
     held = {p.name: torch.zeros(p.numel, dtype=torch.long) for p in table}
     owned = {p.name: torch.zeros(p.numel, dtype=torch.long) for p in table}
-    for at in coordinates(axes):
-        for name, piece in check_rank(table, axes, at).items():
+    holding = {p.name: {} for p in table}  # by piece: the ranks that hold it
+    for rank, at in enumerate(coordinates(axes)):
+        for name, piece in check_rank(table, axes, rank, at).items():
             ids = numbered(table[name])
-            own = owns(table, name, Rules(), axes, at)
+            found = holders(table[name], Rules(), axes, rank)
+            own = found[0] == rank
+            if piece.numel:
+                holding[name].setdefault((piece.box, piece.lo, piece.hi), {})[rank] = found
             for box in piece.boxes:
                 held[name][ids[box.slices].flatten()] += 1
                 owned[name][ids[box.slices].flatten()] += own
@@ -61,8 +69,8 @@ def check_tiled(table, axes):
         num = reference.num_holders(param, axes) * len(reference.stages_of(param.name, table, axes.pp))
         assert (held[param.name] == num).all(), f"{param.name} on {axes}: {held[param.name].unique()} and not {num}"
         assert (owned[param.name] == 1).all(), f"{param.name} on {axes}: {owned[param.name].unique()} owners"
-        copies = prod(axes.size_of(a) for a in place(param, Rules(), axes).copies)
-        assert copies == reference.num_holders(param, axes), f"{param.name} on {axes}"
+        for by_rank in holding[param.name].values():  # each holder knows all of them, the owner first
+            assert set(by_rank.values()) == {tuple(sorted(by_rank))}, f"{param.name} on {axes}"
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -112,8 +120,9 @@ def test_any_parameter_tiles(case):
 @given(placed(kinds=("dense",)), st.integers(1, 4))
 def test_a_tied_parameter_is_on_the_first_and_the_last_stage(case, num_layers):
     axes, param = case
+    param = replace(param, first=True, tied=True)
     layers = {f"layers.{i}.w": Param({"embed": 3}, {}, (), name=f"layers.{i}.w", layer=i) for i in range(num_layers)}
-    table = Table({param.name: param, **layers}, tied=param.name)
+    table = Table({param.name: param, **layers})
     assert table.stages(param.name, axes.pp) == ((0, axes.pp - 1) if axes.pp > 1 else (0,))
     check_tiled(table, axes)
 
@@ -145,10 +154,11 @@ def numbers_stored(param, axes):
 def test_pieces_are_uneven_and_empty_where_they_must():
     """The tests above see such pieces: 131 rows of vocabulary, 7 ranks that share 10 rows."""
     table, axes = table_of("qwen3"), Axes(fsdp=7, cp=2, tp=4)
-    embed = [pieces(table, Rules(), axes, at)["embed.weight"].shape[0] for at in coordinates(axes)]
+    held = [pieces_of(table, axes, rank) for rank in range(axes.world)]
+    embed = [of_rank["embed.weight"].shape[0] for of_rank in held]
     assert sum(embed) == 131
     assert len(set(embed)) > 2
-    norm = [pieces(table, Rules(), axes, at)["layers.0.mixer.q_norm.weight"] for at in coordinates(axes)]
+    norm = [of_rank["layers.0.mixer.q_norm.weight"] for of_rank in held]
     assert [p.shape for p in norm[::4]] == [(1,)] * 10 + [(0,)] * 4
     assert [p.boxes for p in norm[40:]] == [()] * 16
 
@@ -162,11 +172,11 @@ def test_a_vocabulary_smaller_than_tp():
 @pytest.mark.parametrize(("tp", "num_rows"), [(1, 20), (2, 10), (4, 20)])
 def test_kv_heads_are_whole_beyond_their_number(tp, num_rows):
     table, axes = table_of("qwen3"), Axes(fsdp=2, tp=tp)
-    for at in coordinates(axes):
-        held = pieces(table, Rules(), axes, at)
-        assert held["layers.0.mixer.k"].shape == (num_rows // 2, 36)
-        assert held["layers.0.mixer.q"].shape == (40 // tp // 2, 36)
-    assert ("tp" in place(table["layers.0.mixer.v"], Rules(), axes).copies) == (tp in (1, 4))
+    for rank in range(axes.world):
+        held = pieces_of(table, axes, rank)
+        assert held["layers.0.mixer.k.weight"].shape == (num_rows // 2, 36)
+        assert held["layers.0.mixer.q.weight"].shape == (40 // tp // 2, 36)
+    assert ("tp" in place(table["layers.0.mixer.v.weight"], Rules(), axes).copies) == (tp in (1, 4))
 
 
 @examples(60)
@@ -175,16 +185,18 @@ def test_what_does_not_divide_is_refused(axes, dim, size, in_cols):
     axis, parts = ("ep", axes.ep) if dim == "expert" else ("tp", axes.tp)
     assume(size % parts)
     sizes = [{"embed": 3}, {dim: size}]
-    param = Param(*(sizes if in_cols else sizes[::-1]), (), name="layers.3.mixer.q")
+    param = Param(*(sizes if in_cols else sizes[::-1]), (), name="layers.3.mixer.q", first=True)
     choices = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-    text = rf"{axis}={parts}\b.*\b{size} {dim}\b.*layers\.3\.mixer\.q\b.*\b{axis} from {choices}(?![\d,])"
+    text = rf"{axis}={parts}\b.*\b{dim}={size}\b.*layers\.3\.mixer\.q\b.*\b{axis} from {choices}(?![\d,])"
     with pytest.raises(LayoutError, match=text):
-        pieces(Table({param.name: param}), Rules(), axes, axes.coords(0))
+        pieces_of(Table({param.name: param}), axes)
 
 
 def test_tp_beyond_the_key_heads_of_the_delta_net_is_refused():
-    with pytest.raises(LayoutError, match=r"tp=8\b.*\b4 key\b.*layers\.0\.mixer\.qkv\b.*\btp from 1, 2, 4(?![\d,])"):
-        place(table_of("qwen3_5")["layers.0.mixer.qkv"], Rules(), Axes(tp=8))
+    with pytest.raises(
+        LayoutError, match=r"tp=8\b.*\bkey=4\b.*layers\.0\.mixer\.qkv\.weight\b.*\btp from 1, 2, 4(?![\d,])"
+    ):
+        place(table_of("qwen3_5")["layers.0.mixer.qkv.weight"], Rules(), Axes(tp=8))
 
 
 @examples(60)
@@ -229,5 +241,5 @@ def test_an_axis_that_would_cut_twice_is_refused(rows, cols, axis):
 def test_fsdp_cuts_like_chunk():
     """A shard is a range of rows of the local matrix, `fsdp` outside of `cp`, the last ones short."""
     param, axes = Param({"embed": 11}, {"head": 2}, (), name="w"), Axes(fsdp=2, cp=2)
-    held = [pieces(Table({"w": param}), Rules(), axes, at)["w"] for at in coordinates(axes)]
+    held = [pieces_of(Table({"w": param}), axes, rank)["w"] for rank in range(axes.world)]
     assert [(p.lo, p.hi) for p in held] == [(0, 3), (3, 6), (6, 9), (9, 11)] == [chunk(11, 4, i) for i in range(4)]

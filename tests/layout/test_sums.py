@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.layout import Param, Rules, missing
-from meshwright.mesh.axes import Axes
+from meshwright.axes import Axes
+from meshwright.layout import Param, Rules, axes_left_to_sum, holders
 
 from .reference import coordinates, cut_ids, examples, is_expert, meshes, params
 from .tables import TINY, table_of
@@ -37,7 +37,7 @@ def users_of(param, axes, at):
 def check_sums(param, axes):
     at = coordinates(axes)
     first = shares_of(axes, at, summed_by_fsdp(param))
-    second = shares_of(axes, at, missing(param, Rules(), axes))
+    second = shares_of(axes, at, axes_left_to_sum(param, Rules(), axes))
     for rank, users in enumerate(users_of(param, axes, at)):
         reached = sorted(share for other in second[rank] for share in first[other])
         assert users is None or reached == users, f"{param.name} on {axes}: rank {rank} sums {reached} and not {users}"
@@ -75,3 +75,15 @@ def test_every_kind_on_the_mesh_of_all_axes(ep):
 
 def test_float32_experts_are_summed_over_all_that_use_them():
     check_sums(Param({"expert": 4}, {"embed": 2}, (), float32=True, name="experts"), Axes(replicate=2, fsdp=4, ep=2))
+
+
+def test_a_tied_parameter_is_summed_over_both_end_stages():
+    """Its gradients arise on the first stage and on the last. A stage between them has no part of it."""
+    axes = Axes(pp=3, fsdp=2, tp=2)
+    tied = Param({"vocab": 6}, {"embed": 2}, (), name="embed.weight", first=True, tied=True)
+    assert axes_left_to_sum(tied, Rules(), axes) == ("ends",)
+    assert [axes.group(rank, ("ends",)) for rank in range(4)] == [(0, 8), (1, 9), (2, 10), (3, 11)]
+    assert axes.groups(("ends",)) == [(0, 8), (1, 9), (2, 10), (3, 11), (4,), (5,), (6,), (7,)]
+    assert holders(tied, Rules(), axes, 9) == (1, 9)
+    assert axes.group(2, ("ends", "tp")) == (2, 3, 10, 11)
+    assert Axes().group(0, ("ends",)) == (0,)

@@ -1,4 +1,4 @@
-"""How much memory a rank may use: of its device, and of its machine's."""
+"""How much memory a rank may use: of its device, and of its machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 @dataclass(frozen=True)
-class Room:
+class Memory:
     """On a CPU both are the same memory."""
 
     device_bytes: int
@@ -20,13 +20,13 @@ class Room:
     shared: bool
 
 
-def room_of(device: torch.device, ranks_here: int) -> Room:
+def memory_of(device: torch.device, ranks_here: int) -> Memory:
     """Of one of `ranks_here` ranks on this machine, of which each accelerator has one."""
     host = _host_bytes() // ranks_here
     if device.type == "cpu":
-        return Room(host, host, shared=True)
+        return Memory(host, host, shared=True)
     properties = torch.get_device_module(device).get_device_properties(device)
-    return Room(int(properties.total_memory), host, shared=False)
+    return Memory(int(properties.total_memory), host, shared=False)
 
 
 def _host_bytes() -> int:

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..engine import Model, gather
-from ..layout import place
-from ..mesh import DENSE, EXPERT
-from ..weights import blocks_by_key
+from ...axes import DENSE, EXPERT, Sum
+from ...engine import Model, gather
+from ...weights import blocks_by_key
+from ..trial import Reference
 from .causes import Suspect
-from .trial import Reference
 
 
 def suspects(
@@ -21,18 +20,18 @@ def suspects(
     """By key, those nearest to the loss first. Every rank calls it; rank 0 knows what is wrong."""
     again = {axis: _summed_again(model, {axis}) for axis in _live(model)}
     over_all = _summed_again(model, set(_live(model)))
-    made_of, order = blocks_by_key(model.table, model.spelling.choice), list(model.table.params)
+    made_of, order = blocks_by_key(model.table, model.keymap.choice), list(model.table.params)
     names = {keys[0]: made_of[keys[0]][0][0].name for keys in wrong}
     summed = _axes_of(model, set(names.values()))
     out = {}
-    placed = {name: place(model.table[name], model.rules, model.mesh.axes) for name in names.values()}
+    placed = {name: model.placement(name) for name in names.values()}
     for keys in sorted(wrong, key=lambda keys: -order.index(names[keys[0]])):
         whole = lambda grads, keys=keys: torch.cat([grads[k].double().flatten() for k in keys])  # noqa: E731 - short
         copies = " and ".join(axis for axis in placed[names[keys[0]]].copies if axis in again)
         retried = {axis: whole(grads) for axis, grads in again.items()}
         out[keys[0]] = Suspect(
             whole(found), whole(reference.grads), model.mesh.axes, summed, {**retried, copies: whole(over_all)},
-            whole(reference.aux[1]) if reference.aux[1] else None, names[keys[0]] == model.table.tied,
+            whole(reference.aux[1]) if reference.aux[1] else None, model.table[names[keys[0]]].tied,
         )  # fmt: skip
     return out
 
@@ -43,7 +42,7 @@ def _live(model: Model) -> list[str]:
 
 
 def _axes(model: Model, name: str) -> set[str]:
-    at = place(model.table[name], model.rules, model.mesh.axes)
+    at = model.placement(name)
     return {*at.copies, *at.shard, *at.split.values()}
 
 
@@ -51,9 +50,9 @@ def _summed_again(model: Model, axes: set[str]) -> dict[str, Tensor]:
     """The gradients as they would be if copies were summed over `axes` (once more)."""
     kept = {}
     for name, grad in model.grads().items():
-        copies = place(model.table[name], model.rules, model.mesh.axes).copies
+        copies = model.placement(name).copies
         kept[name] = grad.clone()
-        model.mesh.sum_(grad, tuple(axis for axis in copies if axis in axes))
+        model.mesh.sum_(grad, Sum("a sum once more", tuple(axis for axis in copies if axis in axes)))
     found = gather(model, "grad")
     for name, grad in model.grads().items():
         grad.copy_(kept[name])
@@ -63,7 +62,7 @@ def _summed_again(model: Model, axes: set[str]) -> dict[str, Tensor]:
 def _axes_of(model: Model, wrong: set[str]) -> list[str]:
     """The axes that explain why just these are wrong: they are summed over it, or cut by it, and few others are."""
     groups: list[tuple[str, set[str]]] = []
-    placed = {p.name: place(p, model.rules, model.mesh.axes) for p in model.table}
+    placed = {p.name: model.placement(p.name) for p in model.table}
     for axis in _live(model):
         groups.append((axis, {n for n, at in placed.items() if axis in (*at.copies, *at.shard)}))
         groups.append((axis, {n for n, at in placed.items() if axis in at.split.values()}))
@@ -74,7 +73,7 @@ def _axes_of(model: Model, wrong: set[str]) -> list[str]:
 
 def where(model: Model, made: Mapping[str, Suspect], reference: Reference) -> str:
     """What all the wrong ones say together."""
-    made_of = blocks_by_key(model.table, model.spelling.choice)
+    made_of = blocks_by_key(model.table, model.keymap.choice)
     wrong = {made_of[key][0][0].name for key in made}
     used = {made_of[key][0][0].name for key, grad in reference.grads.items() if grad.any()}
     return _kind(model, wrong, used) or _begins(model, wrong, used)
@@ -84,7 +83,7 @@ def _kind(model: Model, wrong: set[str], used: set[str]) -> str:
     """What they have in common, and no others."""
     kinds = {"the float32 parameters": {p.name for p in model.table if p.float32}}
     for axis in _live(model):
-        cut = {p.name for p in model.table if axis in place(p, model.rules, model.mesh.axes).split.values()}
+        cut = {p.name for p in model.table if axis in model.placement(p.name).split.values()}
         uncut = set(model.table.params) - cut
         kinds |= {f"the parameters that {axis} cuts": cut, f"the parameters that {axis} does not cut": uncut}
     found = next((kind for kind, names in kinds.items() if names & used == wrong != used), "")

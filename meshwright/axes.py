@@ -1,4 +1,4 @@
-"""The land as arithmetic: six axes, the coordinates of a rank on them, and who shares them. No process group."""
+"""The mesh as arithmetic: six axes, the coordinates of a rank on them, and who shares them. No process group."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ..errors import MeshError
+from .errors import MeshError
 
 DENSE = ("pp", "replicate", "fsdp", "cp", "tp")  # outer to inner
 EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, seen by the experts
 REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that hold a model between them
+TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks between which the tokens of a micro-batch are divided
+ENDS = "ends"  # the first and the last pipeline stage: they share a tied embedding
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over ranks. It is declared once: `Mesh.sum_` makes it, and the bill of a step charges for it."""
+
+    name: str  # what an error calls it when a rank is lost there
+    axes: tuple[str, ...]
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,16 +44,16 @@ class Axes:
             choices = ", ".join(str(n) for n in range(1, inner + 1) if inner % n == 0)
             raise MeshError(f"ep={self.ep} does not divide fsdp*cp*tp={inner}; choose ep from {choices}")
 
-    def size_of(self, axis: str) -> int:
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        efsdp = self.fsdp * self.cp * self.tp // self.ep
         return {
-            "pp": self.pp,
-            "replicate": self.replicate,
-            "fsdp": self.fsdp,
-            "cp": self.cp,
-            "tp": self.tp,
-            "ep": self.ep,
-            "efsdp": self.fsdp * self.cp * self.tp // self.ep,
-        }[axis]
+            "pp": self.pp, "replicate": self.replicate, "fsdp": self.fsdp, "cp": self.cp, "tp": self.tp,
+            "ep": self.ep, "efsdp": efsdp, ENDS: min(self.pp, 2),
+        }  # fmt: skip
+
+    def size_of(self, axis: str) -> int:
+        return self._sizes[axis]
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self.size_of(a) for a in axes)
@@ -59,19 +70,26 @@ class Axes:
         """Coordinates of `rank` on all axes, those of the dense and of the expert view."""
         if not 0 <= rank < self.world:
             raise MeshError(f"there is no rank {rank} among {self.world} ({self})")
-        return {**_unravel(rank, DENSE, self.sizes(DENSE)), **_unravel(rank, EXPERT, self.sizes(EXPERT))}
+        at = {**_unravel(rank, DENSE, self.sizes(DENSE)), **_unravel(rank, EXPERT, self.sizes(EXPERT))}
+        return {**at, ENDS: int(0 < at["pp"] == self.pp - 1)}
 
     def data_rank(self, rank: int) -> int:
         """Ranks that differ only in cp, tp, pp read the same stream."""
-        at = self.coords(rank)
-        return at["replicate"] * self.fsdp + at["fsdp"]
+        return rank // (self.cp * self.tp) % self.num_data_ranks
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` at most on `axes` (all of one view), in order."""
         ranks, at = [rank], self.coords(rank)
         for axis, stride in self._strides(axes).items():
-            ranks = [r + (i - at[axis]) * stride for r in ranks for i in range(self.size_of(axis))]
+            here = at["pp" if axis == ENDS else axis]
+            there = self._ends_seen_from(here) if axis == ENDS else range(self.size_of(axis))
+            ranks = [r + (i - here) * stride for r in ranks for i in there]
         return tuple(sorted(ranks))
+
+    def _ends_seen_from(self, stage: int) -> tuple[int, ...]:
+        """Both end stages share what is tied; a stage between them shares it with nobody."""
+        ends = tuple(dict.fromkeys((0, self.pp - 1)))
+        return ends if stage in ends else (stage,)
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Every group of ranks over `axes`, in the order of their first ranks: the same list on all ranks."""
@@ -82,10 +100,11 @@ class Axes:
     def _strides(self, axes: tuple[str, ...]) -> dict[str, int]:
         """How far apart neighbours on each of `axes` are."""
         view = EXPERT if {"ep", "efsdp"} & set(axes) else DENSE
-        if not set(axes) <= set(view):
+        if not set(axes) <= {*view, ENDS}:
             raise MeshError(f"{axes} are not axes of one view; they are {DENSE}, or for experts {EXPERT}")
         sizes = self.sizes(view)
-        return {a: prod(sizes[i + 1 :]) for i, a in enumerate(view) if a in axes}
+        strides = {a: prod(sizes[i + 1 :]) for i, a in enumerate(view)}
+        return {a: strides["pp" if a == ENDS else a] for a in axes}
 
     def __str__(self) -> str:
         named = [f"{a}={self.size_of(a)}" for a in (*DENSE, "ep") if self.size_of(a) > 1]

@@ -1,8 +1,8 @@
-"""Where every rank stands, told to all through the store, so that a rank that is lost can be named, with its door.
+"""Each rank writes a heartbeat into the store of the run: where it is, and since when.
 
-The main thread notes each door by an attribute write; a thread puts the note into the store once a second. A collective
-that fails is then a `RankError` that says who gives no sign of life, who is elsewhere, and who waits where.
-On a GPU the host runs ahead: the door is the host's, and torch's flight recorder knows what the device does.
+The main thread notes each door that it passes, by writing an attribute. A second thread puts the note into the store
+once a second. So when a collective fails, the `RankError` can name the rank that is dead, elsewhere or waiting.
+On a GPU the host runs ahead of the device: the door is the host's, and torch's flight recorder knows the device's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,39 +32,39 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..errors import RankError
 from ..log import logger
-from .verdict import LEFT, RAISED, WAITS, WORKS, Sign, judge
+from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose
 
 BEAT_S = 1.0
-PREFIX = "whereabouts"
+PREFIX = "heartbeat"
 _STORE_S = 3.0  # the store answers within this, or never
 _FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]))  # code that is not the user's
 
 
 class _Here:
-    """Of this process, which is at one place only."""
+    """The state of this process, which can only be at one place."""
 
     now: tuple[str, str, float] = (WORKS, "the start", time.monotonic())  # its state, where, since when
     task = ""
-    inside = False  # of a call that `watched` guards
-    watch: Watch | None = None  # none in a run of one
+    inside = False  # of a call that `names_lost_ranks` guards
+    watch: Watch | None = None  # None in a run of one rank
 
 
 here = _Here()
 
 
-def task(what: str) -> None:
-    """What the rank is at, beside the place: which step and micro-batch."""
-    here.task = what
+def doing(task: str) -> None:
+    """Note what this rank does now: which step and micro-batch. It stands beside the place in an error."""
+    here.task = task
 
 
-def door() -> str:
-    """` at layers.0.mixer.enter, forward` between the two sides of a door, elsewhere nothing."""
+def waits_at() -> str:
+    """` at layers.0.mixer.enter, forward` while this rank is in a collective, otherwise nothing."""
     state, at, _ = here.now
     return f" at {at}" if state == WAITS else ""
 
 
-class standing:
-    """`with standing("the norm"):` around a collective: the rank waits there, and then works on after it."""
+class waiting_at:
+    """`with waiting_at("the norm"):` around a collective: until it ends, that is where this rank waits."""
 
     def __init__(self, *at: str) -> None:
         self.at = at
@@ -74,13 +74,16 @@ class standing:
             here.now = (WAITS, ", ".join(self.at), time.monotonic())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and not torch.compiler.is_compiling():  # after a failure it stands there still
+        if kind is None and not torch.compiler.is_compiling():  # after a failure it is still there
             here.now = (WORKS, f"after {', '.join(self.at)}", time.monotonic())
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """A collective that fails in here is a RankError that names the lost rank; of another error the others are told."""
+def names_lost_ranks() -> Iterator[None]:
+    """A collective that fails in here becomes a RankError that names the lost rank.
+
+    Any other error is put into the heartbeat, so that the ranks which then wait in vain can say why.
+    """
     here.inside = True
     try:
         yield
@@ -93,7 +96,7 @@ def watched() -> Iterator[None]:
             raise
         here.now = (WAITS, _stood(error), here.now[2])
         with _to_the_end() as told:
-            told.append(here.watch.verdict())
+            told.append(here.watch.diagnosis())
         raise RankError(told[0]) from error
     finally:
         here.inside = False
@@ -101,9 +104,9 @@ def watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _to_the_end() -> Iterator[list[str]]:
-    """torchrun ends the ranks of a machine as soon as one dies: one that is about to say why says it first."""
+    """Delay SIGTERM while a diagnosis is made: torchrun ends all ranks of a machine as soon as one of them dies."""
     told: list[str] = []
-    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield told
         return
     asked: list[int] = []
@@ -124,7 +127,7 @@ def _text(error: BaseException) -> str:
 def _of_a_collective(error: Exception) -> bool:
     if isinstance(error, dist.DistError):
         return True
-    if isinstance(error, torch.OutOfMemoryError):  # for the buffer of a collective, perhaps: not of the other ranks
+    if isinstance(error, torch.OutOfMemoryError):  # perhaps in a collective, but no other rank is to blame
         return False
     known = ("gloo", "caused pair closure")  # gloo raises plain RuntimeErrors
     return isinstance(error, RuntimeError) and (here.now[0] == WAITS or any(text in str(error) for text in known))
@@ -140,7 +143,7 @@ def _stood(error: Exception) -> str:
 
 
 def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
-    """State and place of a thread outside of our own doors, innermost line first: FSDP, or else the user's own line."""
+    """Where a thread is that waits at no door of ours: in FSDP, or at a line of the user's. Innermost line first."""
     state = WORKS
     for file, number, function in lines:
         if f"{os.sep}_fully_shard{os.sep}" in file:
@@ -153,7 +156,7 @@ def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
 
 
 def _main_thread() -> list[tuple[str, int, str]]:
-    """Its Python lines. Frames of a thread that runs are not safe to touch from another one: this only prints them."""
+    """The Python lines of the main thread. faulthandler prints them, since another thread must not touch its frames."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -163,18 +166,18 @@ def _main_thread() -> list[tuple[str, int, str]]:
     return [(file, int(number), name) for file, number, name in re.findall(r'File "(.*)", line (\d+) in (.*)', mine)]
 
 
-def sign() -> Sign:
+def heartbeat() -> Heartbeat:
     state, at, since = here.now
     still_s = time.monotonic() - since
     if state == WORKS and still_s > BEAT_S / 2:
         state, line = _look(_main_thread())
         at = f"{line}, {at}"
-    return Sign(state, at, here.task, still_s, time.time(), _home(), os.getpid())
+    return Heartbeat(state, at, here.task, still_s, time.time(), _home(), os.getpid())
 
 
 @functools.cache
 def _home() -> str:
-    """Names the table of processes: of this boot of this machine, in this container."""
+    """The name of the process table that a pid belongs to: this boot of this machine, in this container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -182,8 +185,10 @@ def _home() -> str:
 
 
 class Watch:
-    """Tells where this rank stands until `leave`. `loud`: it logs the verdict itself, where torch ends the process
-    before any error reaches Python."""
+    """Writes this rank's heartbeat until `leave`.
+
+    With `loud` it also logs the diagnosis by itself: on a GPU torch ends the process before Python sees an error.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, loud: str) -> None:
         # A connection of its own: another thread may be waiting for an answer on the first one.
@@ -193,11 +198,11 @@ class Watch:
         self._over = threading.Event()
         here.now = (WORKS, "after joining the run", time.monotonic())
         self.tell()
-        self._thread = threading.Thread(target=self._beat, name="whereabouts", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def tell(self) -> None:
-        self.store.set(str(self.rank), json.dumps(asdict(sign())))
+        self.store.set(str(self.rank), json.dumps(asdict(heartbeat())))
 
     def _beat(self) -> None:
         try:
@@ -207,15 +212,15 @@ class Watch:
                     threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
                     self.loud = ""
         except dist.DistError:
-            return  # the store is gone, and the run with it: `verdict` says so
+            return  # the store is gone, and the run with it: `diagnosis` says so
 
     def _speak(self, where: str) -> None:
-        logger.error("%s %s", self.verdict(), where)
+        logger.error("%s %s", self.diagnosis(), where)
 
     def leave(self) -> None:
         self._over.set()
         self._thread.join(_STORE_S)
-        if self._thread.is_alive():  # the store is stuck; so would we be
+        if self._thread.is_alive():  # the store is stuck, and would hold us up too
             return
         error = sys.last_value if hasattr(sys, "last_value") else None  # what ended the script, if one did
         if here.now[0] != RAISED:
@@ -223,12 +228,15 @@ class Watch:
         with contextlib.suppress(dist.DistError):  # the store is gone: nobody asks any more
             self.tell()
 
-    def verdict(self) -> str:
-        """Of the rank that failed first, for all. In a thread: a store whose process is stopped never answers."""
+    def diagnosis(self) -> str:
+        """What the first rank that failed finds out, for all ranks.
+
+        It asks in a thread, because a store whose process is stopped never answers.
+        """
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         found = [
             f"{'the torchrun of the first machine' if agent else 'rank 0'}: no answer from the store of the run, which "
-            f"it keeps; it died, is stopped, or cannot be reached. rank {self.rank}: {sign()}. "
+            f"it keeps; it died, is stopped, or cannot be reached. rank {self.rank}: {heartbeat()}. "
             "See its own output and the log of its machine, and start all ranks again."
         ]
         asking = threading.Thread(target=self._ask, args=(found,), daemon=True)
@@ -239,41 +247,44 @@ class Watch:
     def _ask(self, found: list[str]) -> None:
         with contextlib.suppress(dist.DistError):  # `found` then keeps what it says of a store that is gone
             self.tell()
-            first = self.store.add("judges", 1) == 1
+            first = self.store.add("diagnosing", 1) == 1
             patience = time.monotonic() + 1.5 * _patience_s(self.size)
             while not first and time.monotonic() < patience:  # no `store.wait`: our own beats would wait for it
-                if self.store.check(["verdict"]):
-                    found.append(self.store.get("verdict").decode())
+                if self.store.check(["diagnosis"]):
+                    found.append(self.store.get("diagnosis").decode())
                     return
                 time.sleep(_every_s(self.size) / 5)
-            found.append(diagnose(self.store, range(self.size), self.timeout_s))
-            self.store.set("verdict", found[-1])
+            found.append(look_twice(self.store, range(self.size), self.timeout_s))
+            self.store.set("diagnosis", found[-1])
 
 
-def diagnose(store: Store, ranks: range, timeout_s: float) -> str:
-    before = signs(store, ranks)
+def look_twice(store: Store, ranks: range, timeout_s: float) -> str:
+    """Compare two looks at the heartbeats: a rank whose heartbeat stays the same is not alive."""
+    before = heartbeats(store, ranks)
     time.sleep(_patience_s(len(ranks)))
-    return judge(before, signs(store, ranks), _home(), timeout_s)
+    return diagnose(before, heartbeats(store, ranks), _home(), timeout_s)
 
 
 def _every_s(size: int) -> float:
-    return max(1.0, size / 1000) * BEAT_S  # a store answers some thousand calls a second with ease
+    return max(1.0, size / 1000) * BEAT_S  # a store easily answers a thousand calls a second
 
 
 def _patience_s(size: int) -> float:
-    """Who changes nothing in the store for so long gives no sign of life."""
+    """How long a heartbeat may stay the same before its rank counts as lost."""
     return 2.5 * _every_s(size)
 
 
-def signs(store: Store, ranks: range) -> Mapping[int, Sign | None]:
+def heartbeats(store: Store, ranks: range) -> Heartbeats:
     keys = [str(rank) for rank in ranks]
     here_are = keys if store.check(keys) else [key for key in keys if store.check([key])]
-    found = {int(key): Sign(**json.loads(text)) for key, text in zip(here_are, store.multi_get(here_are), strict=True)}
+    found = {
+        int(key): Heartbeat(**json.loads(text)) for key, text in zip(here_are, store.multi_get(here_are), strict=True)
+    }
     return {rank: found.get(rank) for rank in ranks}
 
 
-def stands(store: Store, ranks: range) -> list[str]:
-    """Where each rank that joined stood last, for whoever keeps the store and is no rank himself."""
+def last_seen(store: Store, ranks: range) -> list[str]:
+    """Where each rank was last, for the process that keeps the store, which is no rank itself."""
     prefixes = {key.rpartition("/")[0] for key in store.list_keys() if f"/{PREFIX}/" in key}
-    told = [signs(PrefixStore(prefix, store), ranks) for prefix in prefixes]
+    told = [heartbeats(PrefixStore(prefix, store), ranks) for prefix in prefixes]
     return [f"rank {rank} {mine}" for of_run in told for rank, mine in of_run.items() if mine]

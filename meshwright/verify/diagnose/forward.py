@@ -1,6 +1,6 @@
-"""Where a forward goes wrong: a fingerprint of what every part of a model gives out, one number a token.
+"""Where a forward goes wrong: a fingerprint of the output of every submodule, one number a token.
 
-The reference is each document alone on one process, so that both a leak and a wrong door show in the part that has it.
+The reference is each document alone on one process. So both a leak and a wrong door show in the submodule that has it.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data import Batch
-from ..engine import Model, logits, logprobs
-from ..layout import Door, attributes, place
-from ..mesh import DENSE
+from ...axes import DENSE
+from ...data import Batch
+from ...engine import Model, logits, logprobs
+from ...layout import Door, find
 
-RIGHT = 1 << 30  # the number of a part where none is wrong
+RIGHT = 1 << 30  # stands for the number of a submodule where none is wrong
 
 
 @dataclass
 class Watched:
-    """Of one forward: fingerprints in the order in which parts ran, and which doors were passed."""
+    """One forward: fingerprints in the order in which submodules ran, and how often each door was passed."""
 
     prints: dict[str, Tensor] = field(default_factory=dict)
     passed: Counter[str] = field(default_factory=Counter)
 
 
 def scores_of(model: Model, documents: Any) -> Tensor:
-    return (logits if "values" in model.parts[0].scores else logprobs)(model, documents)
+    return (logits if "values" in model.blueprint.scores else logprobs)(model, documents)
 
 
 def by_logits(model: Model, batch: Batch) -> Tensor:
-    """The same by another way: where these are log-probabilities, from the logits of the whole vocabulary."""
+    """The same by another way: log-probabilities from the logits of the whole vocabulary."""
     found = logits(model, batch)
-    if "values" in model.parts[0].scores:
+    if "values" in model.blueprint.scores:
         return found
     labels = batch.labels.to(found.device)
     picked: Tensor = found.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0]
@@ -45,12 +45,12 @@ def by_logits(model: Model, batch: Batch) -> Tensor:
 
 
 def parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """The embedding, and the norms, mixer and MLP of every layer."""
-    whole = model.parts[0]
-    yield "embed", whole.embed
-    for number, layer in enumerate(whole.layers):
-        yield from ((f"layers.{number}.{name}", part) for name, part in layer.named_children())
-    yield "head.norm", whole.head.norm
+    """The embedding, the norms, mixer and MLP of every layer, and the last norm."""
+    for whole in model.parts:
+        yield "embed", whole.embed
+        for number, layer in enumerate(whole.layers):
+            yield from ((f"layers.{number}.{name}", part) for name, part in layer.named_children())
+        yield "head.norm", whole.head.norm
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def watched(model: Model) -> Iterator[Watched]:
         return lambda x: (seen.passed.update([name]), armed(x))[1]
 
     hooks = [part.register_forward_hook(note(name)) for name, part in parts_of(model)]
-    doors = [(door, name, door.armed) for name, door in attributes(model.parts[0], Door) if door.armed]
+    doors = [(door, name, door.armed) for part in model.parts for name, door in find(part, Door) if door.armed]
     for door, name, armed in doors:
         door.armed = counting(name, armed)
     try:
@@ -84,7 +84,7 @@ def watched(model: Model) -> Iterator[Watched]:
 
 @dataclass(frozen=True)
 class Wrong:
-    """The first part that is wrong on any rank. `leak`: what no document precedes is right."""
+    """The first submodule that is wrong on any rank. `leak`: where no document comes before, it is right."""
 
     part: str
     leak: bool
@@ -113,10 +113,11 @@ def first_wrong(model: Model, seen: Watched, reference: Mapping[str, Tensor], st
 
 
 def about_doors(model: Model, part: str, passed: Mapping[str, int]) -> str:
-    """What is the matter with the doors of a part on a mesh with tp, or nothing."""
+    """What is wrong with the doors of a submodule on a mesh with tp, or nothing."""
     axes, inside = model.mesh.axes, f"{part}."
-    doors = [name.removeprefix(inside) for name, _ in attributes(model.parts[0], Door) if name.startswith(inside)]
-    cut = [p.name for p in model.table if p.name.startswith(inside) and _cut_by_tp(model, p.name)]
+    all_doors = (name for whole in model.parts for name, _ in find(whole, Door))
+    doors = [name.removeprefix(inside) for name in all_doors if name.startswith(inside)]
+    cut = [p.name for p in model.table if p.name.startswith(inside) and "tp" in model.placement(p.name).split.values()]
     unpassed = [name for name in doors if not passed.get(inside + name)]
     if axes.tp == 1:
         return ""
@@ -127,7 +128,3 @@ def about_doors(model: Model, part: str, passed: Mapping[str, int]) -> str:
     if doors and not cut:
         return f"no rule cuts a weight between its doors {' and '.join(doors)}: each rank of tp computes all of it"
     return ""
-
-
-def _cut_by_tp(model: Model, name: str) -> bool:
-    return "tp" in place(model.table[name], model.rules, model.mesh.axes).split.values()

@@ -10,34 +10,34 @@ from torch import Tensor
 
 from .. import weights
 from ..errors import ConfigError, ExportError, StateError
-from ..mesh import watched
 from ..models import SCORE
-from .agreement import NO_DATA, Settings, agree
-from .model import Model, refuse_other_than_a_model
+from ..watch import names_lost_ranks
+from .agreement import Proposal, agree, check_is_model
+from .model import Model
 
 
 def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) one after the other on global rank 0, in the source's layout.
 
-    All ranks must run through it; elsewhere it yields nothing. Savings: a few tensors (64 MiB) at a time. Weights come
-    in the dtype of the source, gradients in float32; tensors that are not trained (`mtp.*`) are left out.
+    All ranks must run through it; the others get nothing. It holds a few tensors (64 MiB) at a time. Weights come in
+    the dtype of the source, gradients in float32. Tensors that are not trained (`mtp.*`) are left out.
     """
-    with watched():
+    with names_lost_ranks():
         yield from _streamed(model, which)
 
 
 def _streamed(model: Model, which: str) -> Iterator[tuple[str, Tensor]]:
-    def tell() -> tuple[Settings, list[float]]:
+    def propose() -> Proposal:
         if _stored(model, which) and which == "weight":
-            _refuse_overflow(model, model.spelling)
-        return {}, NO_DATA
+            _refuse_overflow(model, model.keymap)
+        return Proposal()
 
-    agree(model, f"stream(which={which!r})", tell)
+    agree(model, f"stream(which={which!r})", propose)
     stored = _stored(model, which)
-    keys = [k for k in model.spelling.keys.values() if k.name not in model.spelling.carried]
-    made_of = weights.blocks_by_key(model.table, model.spelling.choice)
+    keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
+    made_of = weights.blocks_by_key(model.table, model.keymap.choice)
     keys = [k for k in keys if all(p.name in stored for p, _ in made_of[k.name])]
-    for key, tensor in weights.whole_tensors(model.holding(stored), model.spelling, keys, exact=which == "weight"):
+    for key, tensor in weights.whole_tensors(model.stored_model(stored), model.keymap, keys, exact=which == "weight"):
         yield key.name, tensor
 
 
@@ -46,43 +46,44 @@ def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
     return dict(stream(model, which))
 
 
-@watched()
+@names_lost_ranks()
 def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
     """Write a Hugging Face directory: files, keys, layouts and dtypes as in the source (or in `dtype`, which rounds
     none of the float32 parameters).
 
     It appears whole or not at all. All ranks call it.
     """
-    refuse_other_than_a_model(model)
+    check_is_model(model)
     if not isinstance(directory, str | os.PathLike):
         raise ExportError(f"{directory!r} is no path; give the directory to write")
-    made_of = weights.blocks_by_key(model.table, model.spelling.choice)
+    made_of = weights.blocks_by_key(model.table, model.keymap.choice)
     exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
 
-    def tell() -> tuple[Settings, list[float]]:
-        _refuse_overflow(model, model.spelling if dtype is None else model.spelling.recast(dtype, exact))
-        return {"dtype=": dtype}, NO_DATA
+    def propose() -> Proposal:
+        _refuse_overflow(model, model.keymap if dtype is None else model.keymap.recast(dtype, exact))
+        return Proposal(settings={"dtype=": dtype})
 
-    agree(model, "export", tell)
-    spelling = model.spelling if dtype is None else model.spelling.recast(dtype, exact)
+    agree(model, "export", propose)
+    keymap = model.keymap if dtype is None else model.keymap.recast(dtype, exact)
     config = {**weights.exported_config(model.config, dtype), **_labels(model)}
+    assert model.directory is not None, "a model on a mesh has a config.json somewhere"
     weights.write_directory(
-        model.holding(model.stored()), spelling, config, model.directory, weights.path_of(directory).absolute()
+        model.stored_model(model.stored()), keymap, config, model.directory, weights.path_of(directory).absolute()
     )
 
 
 def _labels(model: Model) -> dict[str, int]:
-    """A critic made of a language model says that it has one label: elsewhere the default is two."""
-    source, trunk = model.spelling.source, model.parts[0].trunk
-    made_here = "values" in model.parts[0].scores and (source is None or SCORE not in source.entries)
-    return {"num_labels": 1} if made_here and trunk.labels.num == 1 else {}
+    """A critic that was made of a language model states that it has one label, because others assume two."""
+    source, module = model.keymap.source, model.blueprint.module
+    made_here = "values" in module.scores and (source is None or SCORE not in source.entries)
+    return {"num_labels": 1} if made_here and module.shape.labels.num == 1 else {}
 
 
-def _refuse_overflow(model: Model, spelling: weights.Spelling) -> None:
-    """A weight that became infinite on its way into a file would be seen by nobody."""
-    made_of, stored = weights.blocks_by_key(model.table, spelling.choice), model.stored()
-    for key in spelling.keys.values():
-        for part, _ in [] if key.name in spelling.carried else made_of[key.name]:
+def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
+    """Nobody would see a weight that became infinite on its way into a file."""
+    made_of, stored = weights.blocks_by_key(model.table, keymap.choice), model.stored()
+    for key in keymap.keys.values():
+        for part, _ in [] if key.name in keymap.carried else made_of[key.name]:
             held, dtype = stored.get(part.name), weights.DTYPES[key.dtype]
             if held is None or not held.numel() or torch.finfo(dtype).max > torch.finfo(held.dtype).max / 2:
                 continue

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..mesh import Axes
+from ...axes import Axes
 
 _CLOSE = 1e-3
 _AXES = ("replicate", "fsdp", "cp", "tp", "ep")

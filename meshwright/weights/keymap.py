@@ -1,8 +1,8 @@
-"""How a model's files spell it: layout choice, dtype and file of every key. Recorded on load, used for export."""
+"""The key map: how the files of a model spell it. It is recorded when a model is loaded, and used to export it."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigError
 from ..layout import Block, Param, Table
 from .header import DTYPES, NAMES, TRAINABLE, num_bytes
-from .load import Choice, chosen
+from .load import Choice, carried_keys, chosen
 from .source import Source
 
 _MAX_FILE_BYTES = 5_000_000_000
@@ -32,19 +32,22 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class KeyMap:
+    """Layout choice, dtype and file of every key."""
+
     choice: Choice
     keys: Mapping[str, Key]  # in the order of files and of their bytes
-    carried: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()  # keys that are not trained, and kept byte for byte
+    fresh: frozenset[str] = frozenset()  # parameters that the source lacks: they are drawn
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by file
-    source: Source | None = None  # where carried tensors lie
+    source: Source | None = None  # the files; new weights have none
 
     @property
     def files(self) -> list[str]:
         return list(dict.fromkeys(k.file for k in self.keys.values()))
 
-    def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> Spelling:
-        """The same with another dtype for every key of the model. `exact`: those that it must not round."""
+    def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> KeyMap:
+        """The same, with another dtype for every key that is trained. It must not round the keys in `exact`."""
         name = NAMES.get(dtype)
         if name not in TRAINABLE:
             choices = ", ".join(str(DTYPES[n]) for n in TRAINABLE)
@@ -59,8 +62,9 @@ class Spelling:
         return replace(self, keys=keys)
 
 
-def of_source(table: Table, source: Source, choice: Choice, carried: list[str], fresh: list[str]) -> Spelling:
-    """As the source has it; parameters that it lacks (a new value head) go beside its last key."""
+def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]) -> KeyMap:
+    """As the source has it. Parameters that it lacks (a new value head) go beside its last key."""
+    carried = carried_keys(table, source, choice)
     keys = {e.key: Key(e.key, e.dtype, e.shape, e.file) for e in source.entries.values()}
     last = list(keys.values())[-1]
     for name in fresh:
@@ -68,17 +72,18 @@ def of_source(table: Table, source: Source, choice: Choice, carried: list[str], 
             keys[key] = Key(key, last.dtype if last.dtype in ("F32", "F16", "BF16") else "F32", shape, last.file)
     place = {file: number for number, file in enumerate(source.files)}
     ordered = sorted(keys.values(), key=lambda k: place[k.file])
-    return Spelling(choice, {k.name: k for k in ordered}, frozenset(carried), source.metadata, source)
+    by_name = {k.name: k for k in ordered}
+    return KeyMap(choice, by_name, frozenset(carried), frozenset(fresh), source.metadata, source)
 
 
-def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> Spelling:
-    """For a model with no source: `choice`, or each group's first layout; `dtype` for all but float32 parameters."""
+def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> KeyMap:
+    """For new weights: in `dtype`, except float32 parameters; in the layouts of `choice`, or each group's first."""
     choice = {**{group: names[0] for group, names in table.groups.items() if group}, **(choice or {})}
     shapes = [(k, s, p) for p in table for k, s in chosen(p, choice).keys.items()]
     unique = {k: (s, "F32" if p.float32 else NAMES[dtype]) for k, s, p in shapes}
     sizes = {k: prod(s) * DTYPES[d].itemsize for k, (s, d) in unique.items()}
     files = _spread(sizes)
-    return Spelling(
+    return KeyMap(
         choice,
         {k: Key(k, d, s, files[k]) for k, (s, d) in unique.items()},
         metadata={file: {"format": "pt"} for file in files.values()},

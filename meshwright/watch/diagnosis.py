@@ -1,4 +1,4 @@
-"""Who is to blame when a collective fails: two looks at what all ranks say of themselves, some seconds apart."""
+"""Who is to blame when a collective fails: the heartbeats of all ranks, looked at twice, some seconds apart."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import groupby
 from pathlib import Path
 
 WAITS, WORKS, RAISED, LEFT = "waits", "works", "raised", "left"
-_MOST = 6  # places that are named: a message about thousands of ranks is to be read too
+_MOST = 6  # places that are named, so that a message about thousands of ranks can be read
 
 
 @dataclass(frozen=True)
-class Sign:
-    """What a rank says of itself once a beat."""
+class Heartbeat:
+    """What a rank says of itself, once a second."""
 
     state: str  # it waits in a collective, works, raised an error, or left the run
     at: str  # the door, phase or line; of an error its text
@@ -28,7 +28,7 @@ class Sign:
         return f"{self.state} {'at ' if self.state == WAITS else ''}{self.at}{task}, for {self.still_s:.0f} s"
 
 
-# What can be found, worst first, with what is to be done about it.
+# What may have happened to a rank, worst first. Below: what the user can do about it.
 NEVER = "never joined the run"
 GONE = "no sign of life: it died, or its machine or network is gone"
 DIED = "died, its process is gone"
@@ -54,24 +54,27 @@ _WAYS_OUT = {
 }
 
 
-def judge(before: Mapping[int, Sign | None], after: Mapping[int, Sign | None], home: str, timeout_s: float) -> str:
-    """One sentence for all ranks that are alike, the guilty first, then the way out."""
+Heartbeats = Mapping[int, Heartbeat | None]  # by rank; None for one that never joined
+
+
+def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float) -> str:
+    """One sentence for all ranks of the same fate, the guilty ones first, then the way out."""
     alike: dict[tuple[str, str], list[int]] = {}
-    for rank, sign in after.items():
-        kind = _kind(before[rank], sign, home)
-        alike.setdefault((kind, _place(kind, sign)), []).append(rank)
-    order, now = list(_WAYS_OUT), max((sign.beat for sign in after.values() if sign), default=0.0)
+    for rank, seen in after.items():
+        kind = _kind(before[rank], seen, home)
+        alike.setdefault((kind, _place(kind, seen)), []).append(rank)
+    order, now = list(_WAYS_OUT), max((seen.beat for seen in after.values() if seen), default=0.0)
     told = sorted(alike.items(), key=lambda item: (order.index(item[0][0]), len(item[1]), item[1]))
     sentences = []
     for (kind, place), ranks in told[:_MOST]:
-        signs = [sign for rank in ranks if (sign := after[rank])]
-        sentences.append(f"{_named(ranks)}: {kind}{place}{_since(kind, signs, now)}.")
+        beats = [seen for rank in ranks if (seen := after[rank])]
+        sentences.append(f"{_named(ranks)}: {kind}{place}{_since(kind, beats, now)}.")
     if len(told) > _MOST:
         sentences.append(f"{sum(len(ranks) for _, ranks in told[_MOST:])} ranks elsewhere.")
     return f"{' '.join(sentences)} (timeout_s={timeout_s:g}) {_WAYS_OUT[told[0][0][0]]}"
 
 
-def _kind(before: Sign | None, after: Sign | None, home: str) -> str:
+def _kind(before: Heartbeat | None, after: Heartbeat | None, home: str) -> str:
     if after is None:
         return NEVER
     if after.state in (LEFT, RAISED):
@@ -81,32 +84,32 @@ def _kind(before: Sign | None, after: Sign | None, home: str) -> str:
     return WAITING if after.state == WAITS else BUSY
 
 
-def _fate(sign: Sign) -> str:
-    """Of a silent process of the same machine."""
+def _fate(seen: Heartbeat) -> str:
+    """What happened to a silent process of this machine."""
     try:
-        state = Path(f"/proc/{sign.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{seen.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return DIED
     return {"Z": DIED, "X": DIED, "T": STOPPED, "t": STOPPED}.get(state, HELD)
 
 
-def _place(kind: str, sign: Sign | None) -> str:
-    if sign is None:
+def _place(kind: str, seen: Heartbeat | None) -> str:
+    if seen is None:
         return ""
-    task = f" ({sign.task})" if sign.task else ""
+    task = f" ({seen.task})" if seen.task else ""
     if kind == FAILED:
-        return f": {sign.at}{task}"
+        return f": {seen.at}{task}"
     link = {WAITING: " ", BUSY: ": "}.get(kind, "; last seen ")
-    return f"{link}{'at ' if sign.state == WAITS else ''}{sign.at}{task}"
+    return f"{link}{'at ' if seen.state == WAITS else ''}{seen.at}{task}"
 
 
-def _since(kind: str, signs: list[Sign], now: float) -> str:
-    """`now` is the youngest sign of all, as the clocks of machines differ by little."""
-    if not signs:
+def _since(kind: str, beats: list[Heartbeat], now: float) -> str:
+    """`now` is the youngest heartbeat: the clocks of machines differ by little."""
+    if not beats:
         return ""
     if kind in (BUSY, WAITING):
-        return f", for {max(sign.still_s for sign in signs):.0f} s"
-    return f", {max(now - sign.beat for sign in signs):.0f} s ago"
+        return f", for {max(seen.still_s for seen in beats):.0f} s"
+    return f", {max(now - seen.beat for seen in beats):.0f} s ago"
 
 
 def _named(ranks: list[int]) -> str:

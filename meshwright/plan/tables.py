@@ -1,4 +1,4 @@
-"""Placement and bill as lines of a table: layers that are alike share a line, and so do the keys of experts."""
+"""Placement and bill as lines of tables. Layers that are alike share a line, and so do the keys of experts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..layout import Charge, Param, Rules, missing, piece, place, summed_by_fsdp
-from ..mesh import Axes
-from ..weights import chosen
-from .subject import Subject
+import torch
 
+from ..axes import Axes
+from ..blueprint import Blueprint
+from ..engine.fit import widths_of
+from ..layout import Charge, Param, axes_left_to_sum, piece, place, summed_by_fsdp
+from ..weights import chosen
+
+STORED_BYTES = widths_of(torch.bfloat16).stored  # of an element, as a rank keeps it
 PARAMETERS = (
     "parameter", "layers", "dims", "cut", "rows stored in shards over", "copied over", "bytes on a rank",
     "gradient summed by FSDP over", "in the last sums of gradients over", "keys of the files",
@@ -18,35 +22,35 @@ PARAMETERS = (
 CHARGES = ("what", "layers", "operation", "over", "ranks in the group", "bytes of one", "how many", "bytes in all")
 
 
-def alike(subject: Subject) -> list[list[Param]]:
-    """Parameters that differ in their layer alone."""
+def alike(blueprint: Blueprint) -> list[list[Param]]:
+    """Parameters that differ only in their layer."""
     groups: dict[Any, list[Param]] = {}
-    for param in subject.table:
-        key = (_pattern(param.name)[0], tuple(param.dims.items()), param.float32, tuple(_keys(param, subject)))
+    for param in blueprint.table:
+        key = (_pattern(param.name)[0], tuple(param.dims.items()), param.float32, tuple(_keys(param, blueprint)))
         groups.setdefault(key, []).append(param)
     return list(groups.values())
 
 
-def parameter_line(group: list[Param], subject: Subject, axes: Axes) -> list[object]:
-    param, rules = group[0], Rules()
-    placement, late = place(param, rules, axes), missing(param, rules, axes)
-    num_bytes = [4 * piece(param, rules, axes, axes.coords(rank)).numel for rank in range(axes.world)]
-    remarks = {"tied: the head too": param.name == subject.table.tied, "never rounded": param.float32,
-               "not in the files: drawn": param.name in subject.fresh}  # fmt: skip
+def parameter_line(group: list[Param], blueprint: Blueprint, axes: Axes) -> list[object]:
+    param, rules, item = group[0], blueprint.spec.rules, STORED_BYTES
+    placement, late = place(param, rules, axes), axes_left_to_sum(param, rules, axes)
+    num_bytes = [item * piece(param, rules, axes, axes.coords(rank)).numel for rank in range(axes.world)]
+    remarks = {"tied: the head too": param.tied, "never rounded": param.float32,
+               "not in the files: drawn": param.name in blueprint.keymap.fresh}  # fmt: skip
     return [
         "\n".join([_pattern(param.name)[0], *(remark for remark, holds in remarks.items() if holds)]),
         ranges([p.layer for p in group if p.layer is not None]),
         ", ".join(f"{dim} {size}" for dim, size in param.dims.items()),
         ", ".join(f"{dim} by {axis}={axes.size_of(axis)}" for dim, axis in placement.split.items()) or "-",
         _live(placement.shard, axes), _live(placement.copies, axes), span(num_bytes),
-        _live(summed_by_fsdp(param, placement), axes), _live(late, axes), "\n".join(_keys(param, subject)),
+        _live(summed_by_fsdp(param, placement), axes), _live(late, axes), "\n".join(_keys(param, blueprint)),
     ]  # fmt: skip
 
 
-def _keys(param: Param, subject: Subject) -> list[str]:
-    """Of the files; those that differ in one number (experts) as one."""
+def _keys(param: Param, blueprint: Blueprint) -> list[str]:
+    """Its keys in the files. Those that differ in one number (experts) stand as one."""
     runs: dict[str, list[int]] = {}
-    for key in chosen(param, subject.choice).keys:
+    for key in chosen(param, blueprint.keymap.choice).keys:
         text = _pattern(key)[0] if param.layer is not None else key
         again, number = _pattern(text, "{}")
         runs.setdefault(again, []).extend([] if number is None else [number])

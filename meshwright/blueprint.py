@@ -1,0 +1,88 @@
+"""A model before it lies on any mesh: its config, its module on the meta device, how its files spell it.
+
+Whoever wants to know something of a model asks its blueprint: loading, the bill, a plan, `verify`. It is made from
+`config.json` and the headers of the files alone, in milliseconds, and everything that does not fit is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import ConfigError
+from .layout import Rules, ShardingSpec, Table, units_of
+from .models import Balance, Decoder, describe, prefix_of, text_config
+from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """One owner of what always travels together. `module` stays whole, and on the meta device until it is placed."""
+
+    config: Mapping[str, Any]
+    module: Decoder
+    spec: ShardingSpec
+    keymap: KeyMap
+    directory: Path | None = None  # of config.json and the tokenizer; a built-in name has none
+    origin: str = ""  # of the weights, as ranks compare it: a seed, or a checksum of the files
+
+    @property
+    def table(self) -> Table:
+        return self.spec.table
+
+    @property
+    def balance(self) -> Balance:
+        return self.module.balance
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """What its head can say of a token; the first is what a loss gets."""
+        return self.module.scores
+
+    @property
+    def vocab(self) -> int:
+        return self.module.shape.vocab
+
+    def gathering(self, *, reshard: bool) -> Blueprint:
+        """The same model; without `reshard`, what forward has gathered stays until backward."""
+        units = units_of(self.module, self.module.units(), reshard=reshard)
+        return replace(self, spec=replace(self.spec, units=units))
+
+
+def draw(
+    config: Mapping[str, Any], source: Source | None = None, *,
+    head: str = "lm", directory: Path | None = None, rules: Rules = Rules(), stored: torch.dtype = torch.float32,
+) -> Blueprint:  # fmt: skip
+    """`source`: the files, or an index that names their keys. Without one, the weights are new.
+
+    `rules` say where dims go, for all that follows. `stored` is the dtype in which parameters are kept.
+    """
+    keys = source.entries if source is not None else {}
+    module, table = describe(config, prefix_of(config, keys or None), head, keys)
+    spec = ShardingSpec(table, rules, module, units_of(module, module.units()))
+    return Blueprint(config, module, spec, _keymap(table, config, source, stored), directory)
+
+
+def _keymap(table: Table, config: Mapping[str, Any], source: Source | None, stored: torch.dtype) -> KeyMap:
+    if source is None:
+        return of_table(table, file_dtype(config))
+    choice = choose(table, source)
+    fresh = [p.name for p in table if p.optional and not any(k in source.entries for k in p.layouts[0].keys)]
+    if not source.has_headers:
+        return replace(of_table(table, file_dtype(config), choice), fresh=frozenset(fresh))
+    check_keys(table, source, choice, fresh, stored)
+    return of_source(table, source, choice, fresh)
+
+
+def file_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype in which `config.json` says that weights are written."""
+    text = text_config(config)
+    name = next((c[n] for c in (config, text) for n in ("dtype", "torch_dtype") if c.get(n)), "float32")
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    if not isinstance(name, str) or name not in kinds:
+        raise ConfigError(f"config.json: dtype={name!r:.200} is unknown; choose from {', '.join(kinds)}")
+    return kinds[name]

@@ -1,0 +1,38 @@
+"""Linear layers. What is hung on a weight of a model (an adapter, a precision) has its place here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from .. import ops
+from ..layout import Init, Layout, weight
+
+ALL = slice(None)
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`. `key` is their name in the files, up to `.weight` or `.bias`; or `layouts` say it."""
+
+    def __init__(
+        self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
+        key: str = "", bias: bool = False, layouts: Sequence[Layout] = (),
+    ) -> None:  # fmt: skip
+        super().__init__()
+        at = None if layouts else key + ".weight"
+        self.weight = weight(rows, cols, key=at, layouts=layouts, init=Init("normal", std))
+        self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
+    """Some rows of several linear layers of the same input, as one product: small products are slow.
+
+    All of them have a bias, or none has.
+    """
+    weights = [linear.weight if rows == ALL else linear.weight[rows] for linear, rows in parts]
+    biases = [linear.bias[rows] for linear, rows in parts if linear.bias is not None]
+    return ops.linears(x, weights, biases or None)

@@ -1,0 +1,65 @@
+"""How a layer runs: what it keeps for backward, what backward makes again, and whether it is compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # its operation is known from then on
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ..errors import ConfigError
+from ..layout import Dispatch, Door, find
+from ..mesh.collectives import OPS
+from ..models import Decoder, Layer
+from .savings import Savings
+
+_aten = torch.ops.aten
+
+# A token is routed once, whatever is recomputed: a tie that fell the other way the second time would send other numbers
+# of rows to the experts. What a layer reports to `Balance` twice is the same.
+_ROUTING = [_aten.topk.default]
+_COSTLY = [  # "selective" keeps products, attention, and what came from other ranks
+    *OPS,
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
+
+
+def arm(model: Decoder, savings: Savings) -> None:
+    """Let each layer run as asked for, and mark the doors that backward passes again, for the bill."""
+    if savings.recompute == "none" and not savings.compiled:
+        return
+    for layer in model.layers:
+        if not isinstance(layer, Layer):
+            raise ConfigError(f"{type(layer).__name__} is no models.decoder.Layer; recompute= and compiled= need one")
+        if savings.compiled:
+            layer.run = torch.compile(layer.run, dynamic=False)
+        if savings.recompute != "none":
+            kept = _ROUTING + (_COSTLY if savings.recompute == "selective" else [])
+            layer.run = functools.partial(_checkpointed, layer.run, kept)
+        if savings.recompute == "full":
+            _mark(layer)
+
+
+def _mark(layer: Layer) -> None:
+    """Backward passes all doors of the layer again but the last: it needs nothing behind that one, and stops there."""
+    doors: list[Door | Dispatch] = [d for _, d in find(layer, Door)]
+    doors += [d for _, d in find(layer, Dispatch)]  # the experts are last, but backward needs their rows
+    for door in doors:
+        door.again = door is not doors[-1] or isinstance(door, Dispatch)
+
+
+def _checkpointed(run: Callable[..., Tensor], kept: list[Any], *args: Any) -> Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    out: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return out

@@ -1,0 +1,41 @@
+"""What a run does to need less memory, or less time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+KINDS = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Savings:
+    """The numbers stay the same, but for rounding.
+
+    `recompute`: what backward makes again instead of keeping it. "selective": norms, rotations, gates and the delta
+    rule, but no linear product, attention or collective. "full": whole layers. A layer then keeps the `[T, D]` that
+    enters it and the choice of experts. It costs a third more products, and the doors of forward twice.
+    `reshard`: free gathered parameters after forward and gather them again for backward. False saves that all-gather
+    and keeps the whole model in the compute dtype.
+    `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
+    when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
+    do gradients until the last micro-batch, after which replicas are summed.
+    `compiled`: `torch.compile` for every layer, except attention, delta rule and experts, because their shapes change
+    with the data. It saves time in norms, gates and rotations. It costs seconds to minutes in the first step, and again
+    for every other number of tokens: pack to one `length`. After a few lengths torch gives up, with a warning.
+    """
+
+    recompute: str = "none"
+    reshard: bool = True
+    offload: bool = False
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recompute not in KINDS:
+            raise ConfigError(f"recompute={self.recompute!r} is unknown; choose from {', '.join(KINDS)}")
+        if self.compiled and self.recompute == "selective":
+            raise ConfigError(
+                'recompute="selective" chooses among the operations of a layer, which compiled=True fuses; '
+                'choose recompute="full" or "none", or compiled=False'
+            )

@@ -1,0 +1,72 @@
+"""The model that a user names: a directory, a hub id, or a tiny one that is built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..blueprint import Blueprint, draw
+from ..errors import ConfigError
+from ..weights import download, exists, is_hub_id, open_index, open_source, path_of, read_config
+
+Say = Callable[[str], None]
+
+_COMMON = {
+    "vocab_size": 131, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "output_router_logits": True,  # the router's aux loss is trained too
+}  # fmt: skip
+_HYBRID = {
+    "num_hidden_layers": 3, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+# Configs of odd sizes, for a user who has no model at hand.
+TINY: dict[str, dict[str, Any]] = {
+    "tiny-qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
+    "tiny-qwen3": {**_COMMON, "model_type": "qwen3"},
+    "tiny-qwen3-moe": {
+        **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 3, "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "tiny-qwen3.5": {**_COMMON, **_HYBRID, "model_type": "qwen3_5_text"},
+    "tiny-qwen3.5-moe": {
+        **_COMMON, **_HYBRID, **_EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 28,
+    },
+}  # fmt: skip
+
+
+def find(model: str, head: str, weights: bool, say: Say) -> Blueprint:
+    """The blueprint of the model in its real sizes. `weights`: the files of its weights are needed too, all of them."""
+    if model in TINY:
+        if weights:
+            raise ConfigError(f"{model} has no weights to take as they are; name a directory or a hub id")
+        return draw(TINY[model], head=head)
+    directory, from_hub = _located(model, weights, say)
+    there = any(directory.glob("*.safetensors"))
+    if weights and not there:
+        raise ConfigError(f"{directory} holds no *.safetensors to take as they are; give a directory that does")
+    # A cache of the hub may hold a few of the files. Only the index tells of all.
+    source = open_index(directory) if (from_hub and not weights) or not there else open_source(directory)
+    # What the headers say must fit the model, even where the weights are not taken; whatever their dtype.
+    config = read_config(directory)
+    return draw(config, source if source.entries else None, head=head, directory=directory, stored=torch.float64)
+
+
+def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
+    at = path_of(model)
+    if exists(at, Path.is_dir):
+        return at, False
+    if not is_hub_id(model):
+        known = ", ".join(TINY)
+        raise ConfigError(f"{model!r} is neither a directory nor one of {known}, nor a hub id (org/name)")
+    say(f"fetching {model} from the hub: " + ("its weights too" if weights else "its config alone"))
+    return download(model, weights), True

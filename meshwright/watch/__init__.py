@@ -1,0 +1,4 @@
+"""Lost ranks: every rank tells the others where it stands, so that one that is lost can be named, with its door."""
+
+from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
+from .heartbeat import Watch, doing, here, last_seen, names_lost_ranks, waiting_at, waits_at

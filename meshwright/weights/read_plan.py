@@ -1,0 +1,124 @@
+"""Who reads which piece of a source, and sends it to whom: each rank reads its own, or one rank reads for its node.
+
+The second is for file systems that many readers slow down: a node then reads every byte that it stores once. All ranks
+open the files, but only for their headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..axes import Axes
+from ..errors import LoadError
+from ..layout import Charge, Layout, Piece, ShardingSpec, pieces
+from ..log import progress
+from ..mesh import Mesh
+from ..watch import names_lost_ranks, waiting_at
+from .header import DTYPES
+from .keymap import KeyMap
+from .load import Reader, chosen
+from .source import Source
+
+
+@dataclass(frozen=True)
+class Read:
+    """A piece that is read once, for all `ranks` that store it, in the narrowest dtype that holds all its values."""
+
+    piece: Piece
+    layout: Layout
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.piece.numel * self.dtype.itemsize
+
+
+def plan_reads(spec: ShardingSpec, axes: Axes, node: range, keymap: KeyMap) -> Iterator[Read]:
+    """Every piece that the ranks of a node store, once, with the ranks that store it."""
+    assert keymap.source is not None, "there are files to read"
+    held = {rank: pieces(spec, axes, rank) for rank in node}
+    for param in spec.table:
+        if param.name in keymap.fresh:
+            continue
+        layout, takers = chosen(param, keymap.choice), dict[object, list[int]]()
+        for rank in node:
+            piece = held[rank].get(param.name)
+            if piece is not None and piece.numel:
+                takers.setdefault((piece.box, piece.lo, piece.hi), []).append(rank)
+        for ranks in takers.values():
+            yield Read(held[ranks[0]][param.name], layout, _dtype(layout, keymap.source), tuple(ranks))
+
+
+def _dtype(layout: Layout, source: Source) -> torch.dtype:
+    found = [DTYPES[source.entries[key].dtype] for key in layout.keys]
+    widest = found[0]
+    for dtype in found[1:]:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
+    """What this rank sends as the reader of its node, or receives from it."""
+    charges = []
+    for d in plan:
+        others = [r for r in d.ranks if r != node[0]]
+        count = len(others) if rank == node[0] else int(rank in others)
+        charges.append(Charge(d.piece.param.name, "send" if rank == node[0] else "recv", ("node",), d.num_bytes, count))
+    return [c for c in charges if c.count]
+
+
+@names_lost_ranks()
+def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: range, source: Source) -> int:
+    """Fill what is stored with what the first rank of `node` reads. If that is this rank alone, nothing is sent.
+
+    Returns how many bytes this rank read.
+    """
+    total = sum(d.piece.numel for d in plan)
+    failure: LoadError | None = None
+    with (
+        Reader(source) as reader,
+        progress(f"load {source.directory}", total, "elements", enabled=mesh.rank == 0) as advance,
+    ):
+        for read in plan:
+            mine = stored[read.piece.param.name]
+            if mesh.rank == node[0]:
+                failure = _read_for_all(read, mine, mesh, reader, failure)
+            elif mesh.rank in read.ranks:
+                buffer = torch.empty(read.piece.shape, dtype=read.dtype, device=mesh.device)
+                with waiting_at(f"the loading of {read.piece.param.name}"):
+                    dist.recv(buffer, node[0])
+                mine.copy_(buffer)
+            advance(read.piece.numel)
+    if len(node) > 1:
+        mesh.all_or_none(failure, "the reading of the weights", LoadError)
+    elif failure is not None:
+        raise failure
+    return reader.num_bytes
+
+
+def _read_for_all(d: Read, mine: Tensor, mesh: Mesh, reader: Reader, failure: LoadError | None) -> LoadError | None:
+    """After a failure nothing more is read. The others still get what they wait for, so that all raise together."""
+    alone = d.ranks == (mesh.rank,)
+    whole = mine if alone else torch.empty(d.piece.shape, dtype=d.dtype, device="cpu")
+    try:
+        if failure is None:
+            reader.fill(d.layout, d.piece, whole)
+            reader.check_copies(d.layout, d.piece, whole)
+    except LoadError as error:
+        failure = error
+    if not alone:
+        whole = whole.to(mesh.device)
+        for rank in d.ranks:
+            if rank == mesh.rank:
+                mine.copy_(whole)
+            else:
+                with waiting_at(f"the loading of {d.piece.param.name}"):
+                    dist.send(whole, rank)
+                    mesh.settle()
+    return failure
