@@ -17,6 +17,8 @@ from meshwright.ops.documents import Documents, check_tokens
 from meshwright.ops.kernels import fastest, uncompiled
 from meshwright.ops.norms import at_least_float32, upcast
 
+CHUNK = 64  # tokens that are solved for at once
+
 
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents) -> Tensor:
     """Depthwise causal convolution over W tokens, each document starting from zeros; then SiLU. -> y_TC in x.dtype"""
@@ -97,23 +99,21 @@ def _fla(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: 
     return o_TGRV.to(v_TGRV.dtype)
 
 
-def chunked(
-    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents, chunk: int = 64
-) -> Tensor:
+def chunked(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents) -> Tensor:
     """Our own form. In a chunk that begins with state S0, with D_ij the decay from j to i and d_i that from S0 to i:
         u_i + beta_i sum_{j<i} D_ij (k_i.k_j) u_j = beta_i (v_i - d_i S0^T k_i)       a unit triangular system for u
         o_i = d_i S0^T q_i + sum_{j<=i} D_ij (q_i.k_j) u_j
     so all but S0 is matrix products over all chunks at once. Chunks cut the stream, not the documents: D and d are 0
     across a boundary, wherever it lies in the chunk, and that alone separates documents. So one that is not finite
     takes those of its chunk, and all later ones, with it.
-    Its weakness: several float32 tensors of T*G*R*chunk elements live at once.
+    Its weakness: several float32 tensors of T*G*R*CHUNK elements live at once.
     """
     num_tokens, work = v_TGRV.shape[0], at_least_float32(v_TGRV)
-    q, k, v = (_chunks(x.to(work), chunk).movedim(1, -2) for x in (q_TGK, k_TGK, v_TGRV))  # n chunks: v_nGRCV
-    g, beta = (_chunks(x.to(work), chunk).movedim(1, -1) for x in (g_TGR, beta_TGR))  # g_nGRC
+    q, k, v = (_chunks(x.to(work), CHUNK).movedim(1, -2) for x in (q_TGK, k_TGK, v_TGRV))  # n chunks: v_nGRCV
+    g, beta = (_chunks(x.to(work), CHUNK).movedim(1, -1) for x in (g_TGR, beta_TGR))  # g_nGRC
     q, k = (_unit_length(x).unsqueeze(2) for x in (q, k))  # q_nG1CK: shared by R value heads
     q, beta = q * q.shape[-1] ** -0.5, beta.unsqueeze(-1)
-    within, from_start = _decays(g, _chunks(docs.positions_T, chunk))
+    within, from_start = _decays(g, _chunks(docs.positions_T, CHUNK))
     to_end, through = within[..., -1, :].unsqueeze(-1), from_start[..., -1, None, None]
     from_start = from_start.unsqueeze(-1)
 

@@ -9,7 +9,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from meshwright.ops import causal_conv, delta_rule, documents, gates
+from meshwright.ops import causal_conv, delta, delta_rule, documents, gates
 from meshwright.ops.delta import chunked
 from tests.ops import references
 from tests.ops.references import assert_no_leak, assert_same, compare, differentiate, quick, ragged, rand, smoke
@@ -63,12 +63,21 @@ def test_gates_round_nothing_to_bf16():
     assert all(torch.equal(x, y) for x, y in zip(low, high, strict=True))
 
 
+def in_chunks(size, docs):
+    def rule(*streams):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(delta, "CHUNK", size)
+            return chunked(*streams, docs)
+
+    return rule
+
+
 @quick
 @given(ragged, st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.sampled_from([1, 4, 8, 64]))
 def test_rule_against_reference(lengths, heads, chunk):
     docs = documents(lengths, "cpu")
     compare(
-        lambda *x: chunked(*x, docs, chunk),
+        in_chunks(chunk, docs),
         lambda *x: references.delta_rule(*x, docs.bounds),
         inputs(sum(lengths), *heads),
     )
@@ -86,7 +95,7 @@ def test_rule_over_documents_longer_than_its_real_chunk():
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_rule_documents_do_not_leak(chunk):
     docs = documents([3, 1, 9, 1, 2, 13], "cpu")
-    assert_no_leak(lambda *x: chunked(*x, docs, chunk), inputs(29), docs.bounds)
+    assert_no_leak(in_chunks(chunk, docs), inputs(29), docs.bounds)
 
 
 def test_a_document_is_the_same_alone_and_packed():
@@ -127,7 +136,7 @@ def test_no_decay_at_all_is_finite():
     streams = inputs(40)
     streams[3] = torch.zeros_like(streams[3]).requires_grad_()
     docs = documents([40], "cpu")
-    compare(lambda *x: chunked(*x, docs, 16), lambda *x: references.delta_rule(*x, docs.bounds), streams)
+    compare(in_chunks(16, docs), lambda *x: references.delta_rule(*x, docs.bounds), streams)
 
 
 def test_zero_keys_are_finite():
@@ -135,7 +144,7 @@ def test_zero_keys_are_finite():
     with torch.no_grad():
         streams[0][3], streams[1][3] = 0, 0
     docs = documents([20], "cpu")
-    compare(lambda *x: chunked(*x, docs, 16), lambda *x: references.delta_rule(*x, docs.bounds), streams)
+    compare(in_chunks(16, docs), lambda *x: references.delta_rule(*x, docs.bounds), streams)
 
 
 def test_no_tokens_still_give_gradients():
