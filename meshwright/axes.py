@@ -17,7 +17,7 @@ ENDS = "ends"  # the first and the last pipeline stage: they share a tied embedd
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over ranks. It is declared once: `Mesh.sum_` makes it, and the bill of a step charges for it."""
+    """A sum over ranks, as data: `Mesh.sum_` makes it, and the bill of a step charges for it."""
 
     name: str  # what an error calls it when a rank is lost there
     axes: tuple[str, ...]

@@ -32,7 +32,7 @@ class MeshError(MeshwrightError):
 
 
 class LayoutError(MeshwrightError):
-    """Declarations that do not fit: `blocks of layers.3.attn.q cover rows 0-511 of 768; declare rows 512-767 too`."""
+    """Declarations that do not fit: `blocks of layers.3.mixer.q.weight cover rows 0-511 of 768; declare all`."""
 
 
 class LoadError(MeshwrightError):

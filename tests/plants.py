@@ -125,13 +125,13 @@ def replicas_never(patch: Patch) -> None:
 
 def _finished(patch: Patch, change: Callable[[dict[str, Tensor]], object]) -> None:
     """Gradients changed once they are complete."""
-    real = engine_module.Engine.finish
+    real = engine_module.Engine._finish
 
     def changed(self: Any) -> None:
         real(self)
         change(self.model.grads())
 
-    patch.setattr(engine_module.Engine, "finish", changed)
+    patch.setattr(engine_module.Engine, "_finish", changed)
 
 
 def experts_twice(patch: Patch) -> None:
@@ -256,8 +256,8 @@ def mean_of_means(patch: Patch) -> None:
 
 
 def aux_each_micro_batch(patch: Patch) -> None:
-    real = router_module.Router.end
-    patch.setattr(router_module.Router, "end", lambda self, tokens, num: real(self, tokens, 1))
+    real = router_module.Router.set_slope
+    patch.setattr(router_module.Router, "set_slope", lambda self, tokens, num: real(self, tokens, 1))
 
 
 def aux_with_filler(patch: Patch) -> None:
@@ -271,14 +271,14 @@ def aux_of_own_rank(patch: Patch) -> None:
 
 
 def aux_pushes_twice(patch: Patch) -> None:
-    real = router_module.Router.end
+    real = router_module.Router.set_slope
 
     def end(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = real(self, *args, **kwargs)
         self.balance.slope_E = self.balance.slope_E * 2
         return out
 
-    patch.setattr(router_module.Router, "end", end)
+    patch.setattr(router_module.Router, "set_slope", end)
 
 
 # Doors.

@@ -67,7 +67,7 @@ def number_of_arguments(room: str, tree: ast.Module, text: str) -> Iterator[Find
             if num > MAX_ARGUMENTS and owners.get(id(node), node.name) not in PUBLIC:
                 yield (
                     node.lineno,
-                    f"{node.name} takes {num} arguments, {MAX_ARGUMENTS} are allowed; give what belongs together an owner",
+                    f"{node.name} takes {num} arguments, not at most {MAX_ARGUMENTS}; give what goes together an owner",
                 )
 
 

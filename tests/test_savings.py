@@ -81,9 +81,9 @@ def test_loads_counted_twice_are_found(source: Callable[..., Path], monkeypatch:
         self._here_LE += 0 if not self.balance.counts else torch.stack(list(self.balance.counts.values())).double()
         return real_end(self, *args, **kwargs)
 
-    real_end = mw.engine.router.Router.end
+    real_end = mw.engine.router.Router.set_slope
     monkeypatch.setattr(mw.engine.router.Balance, "watch", counts_again)
-    monkeypatch.setattr(mw.engine.router.Router, "end", counts_late)
+    monkeypatch.setattr(mw.engine.router.Router, "set_slope", counts_late)
     assert any("N1 load of experts" in str(f) for f in trials.findings(trial))
 
 
@@ -294,7 +294,7 @@ def _groups(model: mw.Model) -> list[Any]:
 def _whole_gradients(directory: Path) -> int:
     """Elements of gradients that are held whole between two micro-batches, and after the last."""
     engine = mw.Engine(mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32), lr=1e-2)
-    seen, forward, finish = [], parallel.passes.forward, engine.finish
+    seen, forward, finish = [], parallel.passes.forward, engine._finish
 
     def looked_at(real: Callable[..., Any]) -> Callable[..., Any]:
         def look(*args: Any) -> Any:
@@ -306,7 +306,7 @@ def _whole_gradients(directory: Path) -> int:
 
         return look
 
-    parallel.passes.forward, engine.finish = looked_at(forward), looked_at(finish)
+    parallel.passes.forward, engine._finish = looked_at(forward), looked_at(finish)
     engine.backward([b for n in range(2) for b in tiny.batches(engine.model.mesh.data_rank)])
     assert len(seen) > 10
     return sum(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from meshwright import cli
 from meshwright.axes import Axes
 from meshwright.errors import RankError
 from meshwright.plan import TINY
-from meshwright.verify import Finding, Options, RunResult, plan, report, run_ranks, shrink
+from meshwright.verify import Finding, Options, RunResult, oracles, plan, report, run_ranks, shrink
 from meshwright.verify.oracles import ORACLES
 from meshwright.verify.report import ROWS
 from tests import tiny
@@ -360,3 +361,9 @@ def test_a_broken_copy_of_the_package_is_found_out(
     assert done.returncode == 1, done.stdout + done.stderr
     out = " ".join(done.stdout.split())
     assert re.search(words(*told), out), done.stdout
+
+
+def test_every_oracle_that_is_listed_is_asked() -> None:
+    """One that were in the list alone would always pass."""
+    asked = inspect.getsource(oracles.examine) + inspect.getsource(oracles._steps)
+    assert [name for name, oracle in ORACLES.items() if oracle.__name__ not in asked] == []

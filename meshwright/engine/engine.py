@@ -48,8 +48,9 @@ class Engine:
     >>> engine = Engine(model, lr=1e-5)                        # doctest: +SKIP
     >>> record = engine.step([batch, another])                 # doctest: +SKIP
 
-    `entropy=True` gives the loss `scores["entropy"]` too. `router_aux`: see `engine.router`. `state_dtype`: of both
-    moments of AdamW, as stored; torch.bfloat16 takes 4 bytes a parameter instead of 8.
+    `entropy=True` gives the loss `scores["entropy"]` too. `router_aux`: "pooled" or "previous", which
+    engine/router.py explains. `state_dtype`: of both moments of AdamW, as stored; torch.bfloat16 takes 4 bytes a
+    parameter instead of 8.
 
     `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, AdamW).
     """
@@ -99,14 +100,14 @@ class Engine:
         def term(batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
             loss = self._share(batch, scores, step)
             check_differentiable(loss)
-            aux = self.router.end(step.num_tokens, step.num_batches)  # its gradient is already attached
+            aux = self.router.set_slope(step.num_tokens, step.num_batches)  # backward takes it from there
             return loss, torch.stack([loss.detach().double(), aux])
 
         with self._discards_on_error():
             shares = parallel.run(self.model, self._here(batches), self.want, term, f"step {self.steps}")
-            self.finish()
-            self.router.close()
             doing(f"step {self.steps}")
+            self._finish()
+            self.router.sum_load()
             of_terms, of_router = self.model.mesh.sum_(shares, LOSS).tolist()
             loss = self._finite(of_terms + of_router, "loss")
         self.model.calls.pending = replace(step, router_loss=of_router)
@@ -150,8 +151,8 @@ class Engine:
         mesh = self.model.mesh
         return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt().item()
 
-    def finish(self) -> None:
-        """Make the sums that FSDP leaves out. Nothing else completes a gradient."""
+    def _finish(self) -> None:
+        """Make the sums that FSDP leaves out, once: a second time would multiply what copies hold."""
         grads = self.model.grads()
         check_complete(grads, self.model.trainable)
         parallel.finish([(self._left_to_sum[name], grad) for name, grad in grads.items()], self.model.mesh)
@@ -214,7 +215,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _marked_half_updated(self) -> Iterator[None]:
-        """An update that is cut off, by Ctrl-C for example, leaves its mark: no later call goes on with the model."""
+        """No call goes on with a model whose update was cut off, by Ctrl-C for example: an error leaves the mark."""
         calls = self.model.calls
         calls.half_updated = f"the update of step {self.steps} was cut off, and some parameters may be changed"
         yield

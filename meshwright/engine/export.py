@@ -37,7 +37,9 @@ def _streamed(model: Model, which: str) -> Iterator[tuple[str, Tensor]]:
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
     made_of = weights.blocks_by_key(model.table, model.keymap.choice)
     keys = [k for k in keys if all(p.name in stored for p, _ in made_of[k.name])]
-    for key, tensor in weights.whole_tensors(model.stored_model(stored), model.keymap, keys, exact=which == "weight"):
+    for key, tensor in weights.whole_tensors(
+        model.stored_model(stored), model.keymap, keys, as_filed=which == "weight"
+    ):
         yield key.name, tensor
 
 

@@ -29,7 +29,7 @@ def step_load(balance: Balance) -> Sum:
 
 
 class Router:
-    """`end` after the forward of a micro-batch, `close` after the step, `forget` after a step that failed."""
+    """`set_slope` between forward and backward of a micro-batch, `sum_load` after the step, `forget` if it failed."""
 
     def __init__(self, balance: Balance, mesh: Mesh, mode: str) -> None:
         if mode not in MODES:
@@ -40,8 +40,8 @@ class Router:
         self._trained_LE = torch.zeros_like(self.load_LE)  # of the last one that was applied
         self._here_LE = torch.zeros_like(self.load_LE)
 
-    def end(self, step_tokens: int, num_batches: int) -> Tensor:
-        """Set the slope, now that the counts are known. Returns this rank's share of the aux loss."""
+    def set_slope(self, step_tokens: int, num_batches: int) -> Tensor:
+        """Now that counts are known: how backward pushes each expert. Returns this rank's share of the aux loss."""
         balance = self.balance
         counts_LE = [balance.counts[layer].double() for layer in range(balance.num_layers)]
         if counts_LE:
@@ -58,7 +58,7 @@ class Router:
         return (balance.slope_E * torch.stack([p.double() for p in balance.probs.values()]).sum(0)).sum()
 
     def _pooled(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-        """How often an expert is chosen for a token in a layer, in this micro-batch on all ranks; how many of those."""
+        """Each expert's share of the routed tokens of this micro-batch, over layers and ranks; how many those are."""
         self.mesh.sum_(counts_E, pooled_counts(self.balance))
         num = (counts_E.sum() / self.balance.top_k).clamp_min(1)
         return counts_E / num, num
@@ -69,13 +69,11 @@ class Router:
         even = torch.full_like(self._trained_LE[0], self.balance.top_k / self.balance.num_experts)
         return torch.where(total > 0, self._trained_LE.sum(0) * self.balance.top_k / total.clamp_min(1), even)
 
-    def close(self) -> Tensor | None:
+    def sum_load(self) -> None:
         """The load of every expert over the step and all ranks, by layer."""
-        if not self.balance.num_layers:
-            return None
-        self.load_LE = self.mesh.sum_(self._here_LE, step_load(self.balance))
-        self.forget()
-        return self.load_LE
+        if self.balance.num_layers:
+            self.load_LE = self.mesh.sum_(self._here_LE, step_load(self.balance))
+            self.forget()
 
     def trained(self) -> None:
         """The step was applied: now it is the step before."""

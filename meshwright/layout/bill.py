@@ -90,8 +90,7 @@ def _unit(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int],
 
 
 def _last_sums(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
-    """One flat all-reduce for each set of axes over which gradients are still to be summed: those of the copies of a
-    parameter that no unit pays for.
+    """One flat all-reduce for each set of axes. It sums what has copies there and is in no unit that sums over them.
 
     The engine asks `axes_left_to_sum`. The bill must not: it would repeat a mistake that is made there.
     """

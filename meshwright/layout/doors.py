@@ -1,6 +1,6 @@
 """Doors as data: where an activation goes to other ranks, and by which collective. On one process a door does nothing.
 
-`parallel` arms a door with the collective that its kind names. The bill reads the same objects, so both agree.
+`parallel` arms the doors of its axis. The bill reads the same objects, and oracle K1 holds both against each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Kind:
 
 ENTER = Kind("enter", "tp", "all_gather", "reduce_scatter")  # own tokens -> all tokens of the tp group
 LEAVE = Kind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums of all tokens -> own tokens
-# statistics of all tokens over my slice of the vocabulary -> own tokens, all slices
+# all tokens over my slice of the vocabulary -> own tokens over all slices
 MEET = Kind("meet", "tp", "all_to_all", "all_to_all")
 
 

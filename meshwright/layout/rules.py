@@ -65,7 +65,7 @@ class ShardingSpec:
 
 @dataclass(frozen=True)
 class Placement:
-    """What each axis does to a parameter: it cuts it, or stores it in shards, or holds copies of it. (pp does none.)"""
+    """What each axis does to a parameter: it cuts it, or stores it in shards, or holds copies of it."""
 
     split: Mapping[str, str]  # dim -> axis
     shard: tuple[str, ...]  # FSDP: the rows of the local matrix

@@ -52,7 +52,7 @@ def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Store
 
 
 def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[Stored]:
-    """What comes and goes. Gathered are the units that stay so, and two of the others: one at work, one on its way.
+    """What comes and goes. Gathered at once are the units that stay gathered, and the two largest of the others.
 
     One unit has its gradients before and in its reduce-scatter. Where replicas are summed before gradients go to the
     host, those of all units wait on the device for the last micro-batch.

@@ -1,7 +1,7 @@
 """The mesh of a run: its device, its process groups, and what ranks say to each other.
 
-Only this room knows devices and process groups. A collective over axes of size 1 does nothing, which is decided here
-and nowhere else: so the same code serves one rank and many.
+Nothing else makes process groups or knows a device by its name. A collective over axes of size 1 does nothing, so the
+same code serves one rank and many.
 """
 
 from __future__ import annotations

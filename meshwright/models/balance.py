@@ -30,7 +30,7 @@ class Balance:
         return self.num_layers - 1
 
     def begin(self, counted_T: Tensor) -> None:
-        """A micro-batch begins; `counted_T` is False for filler tokens. Recomputing a layer overwrites the same."""
+        """A micro-batch begins; `counted_T` is False for filler. A recomputed layer reports the same again."""
         self._counted_T = counted_T
         self.counts, self.probs = {}, {}
 

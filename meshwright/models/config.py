@@ -108,8 +108,7 @@ def divides(small: str, a: int, large: str, b: int) -> int:
 
 
 def labels_of(config: Json) -> Labels:
-    """A classifier's as transformers has them: its files leave out 2 labels, the default. Any other model's: a critic's
-    one label."""
+    """A classifier's file leaves `num_labels` out if it is 2, transformers' default. Any other model has one label."""
     names = listed(config, "architectures", str)
     refuse(config, {"classifier_dropout": (0,)})
     sequence, token = (any(name.endswith(kind) for name in names) for kind in CLASSIFIERS)

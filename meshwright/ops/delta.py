@@ -1,6 +1,6 @@
 """The gated delta net's sequence operations: short convolution, gates, gated delta rule.
 
-All boundaries come from `positions_T`: token i has i's document's token i-d behind it if and only if its position is at
+All boundaries come from `positions_T`: token i-d is of the same document as token i if and only if i's position is at
 least d. So nothing here loops over documents, pads them, or has a shape that depends on them.
 """
 

@@ -1,7 +1,7 @@
 """What a loss needs of the vocabulary, without ever holding [T, V] logits.
 
 Each holder of a slice of the vocabulary reduces its logits to three numbers a token (`token_stats`). Those of all
-slices are then combined (`combine_stats`): on one device or, after an all-gather of [T, 3], on many.
+slices are then combined (`combine_stats`): on one device or, after an all-to-all of [T, 3], on many.
 """
 
 from __future__ import annotations

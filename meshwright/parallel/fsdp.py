@@ -24,7 +24,7 @@ def shard(
     """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh.
 
     A unit that lies on one rank is not wrapped: FSDP would copy every parameter and gradient for nothing, and the ops
-    cast what they are given. The root is wrapped if any unit is, because the others are then its own.
+    cast what they are given. If any unit is wrapped, the root is too: else FSDP takes each unit for a root.
     With `offload`, what is wrapped lies in host memory. What is left out (`exact` and such units) is on the device.
     """
     home = CPUOffloadPolicy(pin_memory=mesh.device != mesh.host) if offload else OffloadPolicy()

@@ -18,7 +18,8 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
         return
     group = mesh.name_of(("tp",))
     for name, door in find(model, Door):
-        door.armed = _collective(door, size, group, name)
+        if door.kind.axis == "tp":
+            door.armed = _collective(door, size, group, name)
 
 
 def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tensor], Tensor]:

@@ -107,7 +107,7 @@ def refer(trial: Trial) -> Reference:
 def unrounded(model: Model) -> dict[str, Tensor]:
     """Whole weights on rank 0, as `gather` gives them, but as wide as they are stored."""
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
-    streamed = whole_tensors(model.stored_model(model.stored()), model.keymap, keys, exact=False)
+    streamed = whole_tensors(model.stored_model(model.stored()), model.keymap, keys, as_filed=False)
     return {key.name: tensor for key, tensor in streamed}
 
 

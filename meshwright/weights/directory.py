@@ -36,7 +36,7 @@ def write_directory(
     """
     failure: ExportError | None = None
     trained = [k for k in keymap.keys.values() if k.name not in keymap.carried]
-    tensors = whole_tensors(stored_model, keymap, trained, exact=True)
+    tensors = whole_tensors(stored_model, keymap, trained, as_filed=True)
     if stored_model.mesh.rank == 0:
         try:
             with atomic_directory(directory, _total(keymap)) as whole:

@@ -1,4 +1,4 @@
-"""From a source straight into pieces: choose the layouts, check every key, then read the bytes this rank owns."""
+"""From a source straight into pieces: choose the layouts, check every key, then read the bytes this rank stores."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ class StoredModel:
 
 
 def whole_tensors(
-    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, exact: bool
+    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, as_filed: bool
 ) -> Iterator[tuple[Key, Tensor]]:
     """Every key's whole tensor, on rank 0. The other ranks get nothing, but must run through it all the same.
 
-    With `exact`, tensors are in the dtype of the key (weights); otherwise in the dtype that is stored (gradients).
+    With `as_filed`, tensors are in the dtype of the key (weights); otherwise as wide as they are stored (gradients).
     """
     made_of = blocks_by_key(stored_model.spec.table, keymap.choice)
     mesh = stored_model.mesh
@@ -44,16 +44,16 @@ def whole_tensors(
     held = {rank: owned(stored_model.spec, mesh.axes, rank) for rank in ranks}
     for batch in _batches(keys):
         plan = {rank: list(_parts(batch, made_of, held[rank])) for rank in ranks}
-        mine = _packed(plan[mesh.rank], stored_model, exact)
+        mine = _packed(plan[mesh.rank], stored_model, as_filed)
         if mesh.rank != 0:
             for buffer in mine.values():
                 with waiting_at("the sending of weights to rank 0"):
                     dist.send(buffer, 0)
                     mesh.settle()
             continue
-        whole = {k.name: _empty(k, made_of[k.name], stored_model, exact) for k in batch}
+        whole = {k.name: _empty(k, made_of[k.name], stored_model, as_filed) for k in batch}
         for rank in ranks:
-            _insert(whole, plan[rank], mine if rank == 0 else _received(plan[rank], stored_model, exact, rank))
+            _insert(whole, plan[rank], mine if rank == 0 else _received(plan[rank], stored_model, as_filed, rank))
         yield from ((key, whole[key.name]) for key in batch)
 
 
@@ -89,11 +89,11 @@ def _parts(
                     yield _Overlap(key, block, held[param.name], common)
 
 
-def _dtype(part_key: Key, stored: torch.dtype, exact: bool) -> torch.dtype:
-    return DTYPES[part_key.dtype] if exact else stored
+def _dtype(part_key: Key, stored: torch.dtype, as_filed: bool) -> torch.dtype:
+    return DTYPES[part_key.dtype] if as_filed else stored
 
 
-def _packed(parts: list[_Overlap], stored_model: StoredModel, exact: bool) -> dict[torch.dtype, Tensor]:
+def _packed(parts: list[_Overlap], stored_model: StoredModel, as_filed: bool) -> dict[torch.dtype, Tensor]:
     """The elements of the parts one after the other, a buffer for each dtype."""
     flat: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
@@ -101,15 +101,15 @@ def _packed(parts: list[_Overlap], stored_model: StoredModel, exact: bool) -> di
         for box, view in part.piece.views(stored):
             if box.meet(part.ours) == part.ours:
                 values = view[part.ours.within(box).slices].detach().flatten()
-                dtype = _dtype(part.key, stored.dtype, exact)
+                dtype = _dtype(part.key, stored.dtype, as_filed)
                 flat.setdefault(dtype, []).append(values.to(stored_model.mesh.device, dtype))
     return {dtype: torch.cat(flat[dtype]) for dtype in sorted(flat, key=str)}
 
 
-def _received(parts: list[_Overlap], stored_model: StoredModel, exact: bool, rank: int) -> dict[torch.dtype, Tensor]:
+def _received(parts: list[_Overlap], stored_model: StoredModel, as_filed: bool, rank: int) -> dict[torch.dtype, Tensor]:
     sizes: dict[torch.dtype, int] = {}
     for part in parts:
-        dtype = _dtype(part.key, stored_model.stored[part.piece.param.name].dtype, exact)
+        dtype = _dtype(part.key, stored_model.stored[part.piece.param.name].dtype, as_filed)
         sizes[dtype] = sizes.get(dtype, 0) + part.ours.size
     out = {}
     for dtype in sorted(sizes, key=str):
@@ -119,9 +119,9 @@ def _received(parts: list[_Overlap], stored_model: StoredModel, exact: bool, ran
     return out
 
 
-def _empty(key: Key, made_of: list[tuple[Param, Block]], stored_model: StoredModel, exact: bool) -> Tensor:
+def _empty(key: Key, made_of: list[tuple[Param, Block]], stored_model: StoredModel, as_filed: bool) -> Tensor:
     stored = stored_model.stored[made_of[0][0].name]
-    return torch.empty(key.shape, dtype=_dtype(key, stored.dtype, exact), device="cpu")
+    return torch.empty(key.shape, dtype=_dtype(key, stored.dtype, as_filed), device="cpu")
 
 
 def _insert(whole: Mapping[str, Tensor], parts: list[_Overlap], buffers: Mapping[torch.dtype, Tensor]) -> None:
