@@ -442,9 +442,7 @@ def half_an_update(patch: Patch) -> None:
 def replicas_drift(patch: Patch) -> None:
     real = engine_module.AdamW.step
     patch.setattr(
-        engine_module.AdamW,
-        "step",
-        lambda self, stored, grads, lr: real(self, stored, grads, lr * (1 + 1e-6 * dist.get_rank())),
+        engine_module.AdamW, "step", lambda self, s, g, lr: real(self, s, g, lr * (1 + 1e-6 * dist.get_rank()))
     )
 
 
@@ -493,10 +491,8 @@ def other_order(patch: Patch) -> None:
 
     def two_kinds(grads: Any, mesh: Any) -> None:
         real(grads, mesh)
-        both = [
-            lambda: mesh.sum_(torch.zeros(1), Sum("a sum", ("fsdp",))),
-            lambda: mesh.gather_rows(torch.zeros(1), ("fsdp",)),
-        ]
+        zero, over = torch.zeros(1), ("fsdp",)
+        both = [lambda: mesh.sum_(zero, Sum("a sum", over)), lambda: mesh.gather_rows(zero, over)]
         for each in both[:: 1 if mesh.rank == 0 else -1]:
             each()
 

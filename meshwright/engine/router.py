@@ -80,5 +80,5 @@ class Router:
         self._trained_LE = self.load_LE
 
     def forget(self) -> None:
-        """Forget what was counted since the last `close`."""
+        """Forget what was counted since the last `sum_load`."""
         self._here_LE = torch.zeros_like(self.load_LE)
