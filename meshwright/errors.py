@@ -19,6 +19,11 @@ A message names the thing, the numbers and the way out; each docstring below sho
 """
 
 
+def counted(num: int, noun: str) -> str:
+    """`1 document`, `2 documents`: for messages."""
+    return f"{num:,} {noun}{'' if num == 1 else 's'}"
+
+
 class MeshwrightError(Exception):
     """The root: `except MeshwrightError` catches whatever meshwright refuses, and no bug of anybody's."""
 

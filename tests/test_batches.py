@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.data import check_shifted
+from meshwright.models.config import Labels
 from tests import tiny, trials, worlds
 from tests.trials import build, mine, said
 from tests.words import words
@@ -75,12 +78,41 @@ def _not_prompt(scores: Any, fields: Any) -> Tensor:
         ([[1, 2, 3, 4, 5, 6]], [[-100, -100, -100, -100, 5, 6]]),
         ([[3, 3, 3], [4, 5, 6], [7, 8, 9]], [[3, 3, 3], [4, 5, 6], [7, 8, 9]]),
         ([[3, at] for at in range(4)], [[-100, at] for at in range(4)]),
+        ([[3, 4, 9]], [[-100, -100, 9]]),
+        ([[3, 4, 9], [8, 7]], [[-100, -100, 9], [-100, 7]]),
     ],
-    ids=["short", "a short answer", "beside a run of one token", "answers of one token"],
+    ids=["short", "a short answer", "beside a run of one token", "answers of one token", "yes", "yes and no"],
 )
-def test_labels_of_their_own_tokens(documents: list[list[int]], labels: list[list[int]]) -> None:
+def test_labels_of_their_own_tokens(source: Path, documents: list[list[int]], labels: list[list[int]]) -> None:
     with pytest.raises(mw.DataError, match=words("labels", r"tokens\[1:\] \+ \[-100\]")):
-        mw.pack(documents, labels)
+        check_shifted(mw.pack(documents, labels))
+
+
+@pytest.mark.parametrize(
+    ("documents", "labels"),
+    [([[3, 9, 9]], [[-100, 9, -100]]), ([[9]], [[9]]), ([[3, 4, 4, 4]], [[-100, -100, 4, -100]]), ([[9, 9]], None)],
+    ids=["a run of one token", "one token", "the last of a run", "no labels"],
+)
+def test_labels_that_only_look_like_their_tokens(documents: list[list[int]], labels: list[list[int]] | None) -> None:
+    check_shifted(mw.pack(documents, labels))
+
+
+def test_classes_may_be_what_tokens_are(tmp_path: Path) -> None:
+    """A classifier may say 2 of a document that ends with token 2. Of a critic it is a label that is not shifted."""
+    batch = mw.pack([[3, 4, 2]], [[-100, -100, 2]])
+    classifier = tiny.classifier(tmp_path / "m", "qwen3", "Token", num_labels=3)
+
+    def act() -> tuple[float, str]:
+        loss = build(classifier, {}, head="value", loss=mw.losses.classification).evaluate([batch])
+        critic = build(classifier, {}, head="value", loss=mw.losses.classification)
+        critic.model.blueprint.module.shape = replace(critic.model.blueprint.module.shape, labels=Labels(1))
+        with pytest.raises(mw.DataError) as caught:
+            critic.evaluate([batch])
+        return loss, str(caught.value)
+
+    [(loss, refused)] = worlds.run(1, act)
+    assert loss > 0
+    assert "the labels are the tokens themselves" in refused
 
 
 @pytest.mark.parametrize("documents", ["text", ["text"], {"input_ids": [[1]]}, [{"input_ids": [1]}], [{1, 2}]], ids=str)
@@ -129,7 +161,7 @@ def test_a_schedule_is_asked_once_a_step(source: Path) -> None:
 def test_what_a_loss_may_do_with_its_fields(source: Path) -> None:
     def loss(scores: Any, fields: Any) -> Tensor:
         asked = [fields.get("advantage", 1.0), len(fields | {"more": 1}), isinstance(fields, dict), *fields.items()]
-        return -scores["logprobs"] * asked[0] * (2 in asked and True in asked and ("reward" in dict(asked[3:])))
+        return -scores["logprobs"] * asked[0] * (3 in asked and True in asked and ("reward" in dict(asked[3:])))
 
     plain = worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], mw.losses.cross_entropy)[0]
     assert worlds.run(1, evaluated, source, [of_rewards(DOCUMENTS)], loss)[0] == pytest.approx(plain)

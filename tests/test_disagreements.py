@@ -76,7 +76,7 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         FSDP,
         build,
         lambda e: (e.backward(mine(e)), _apart(e, lambda e: e.discard(), lambda e: None), _step(e)),
-        words("gradients", r"update\(\)", r"discard\(\)") + "|" + words(r"rank \d ", "a step", "message"),
+        words("gradients", r"update\(\)", r"discard\(\)") + "|" + words(r"rank \d ", "a step"),
     ),
     "axes": (
         FSDP,
@@ -131,7 +131,7 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         FSDP,
         build,
         lambda e: mw.logprobs(e.model, mw.pack([[1, 999 if e.model.mesh.rank else 2]])),
-        words("token 999", "position 1") + "|" + words("rank 1 ", "logprobs", "message"),
+        words("token 999", "position 1") + "|" + words("rank 1 ", "logprobs", "token 999"),
     ),
     "dtype of an export": (
         FSDP,

@@ -104,7 +104,8 @@ def signature(function: Callable[..., Any]) -> str:
         if p.kind is p.KEYWORD_ONLY and "*" not in out:
             out.append("*")
         if p.name != "self":
-            out.append(p.name.lstrip("_") + ("" if p.default is p.empty else f"={shown(p.default)}"))
+            stars = "**" if p.kind is p.VAR_KEYWORD else ""
+            out.append(stars + p.name.lstrip("_") + ("" if p.default is p.empty else f"={shown(p.default)}"))
     return f"({', '.join(out)})"
 
 
@@ -211,8 +212,9 @@ def test_the_index_names_every_page() -> None:
     assert {*PAGES} - linked == {INDEX}
 
 
-def test_example_of_pack() -> None:
-    found = doctest.DocTestFinder().find(mw.pack, "pack", globs={"pack": mw.pack})
+@pytest.mark.parametrize(("function", "num"), [(mw.pack, 3), (mw.shift, 1)], ids=["pack", "shift"])
+def test_examples_of_docstrings(function: Any, num: int) -> None:
+    found = doctest.DocTestFinder().find(function, function.__name__, globs={function.__name__: function})
     results = [doctest.DocTestRunner().run(test) for test in found]
-    assert sum(r.attempted for r in results) == 2
+    assert (sum(r.attempted for r in results), sum(r.failed for r in results)) == (num, 0)
     assert sum(r.failed for r in results) == 0

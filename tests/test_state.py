@@ -260,7 +260,7 @@ def raises_on_rank_1(source: Path) -> str:
 
 def test_whatever_one_rank_raises_the_others_hear_of_it(source: Path) -> None:
     first, second = worlds.run(2, raises_on_rank_1, source, seconds=20)
-    assert re.search(words("^RankError", "rank 1 ", "a step", "message"), first), first
+    assert re.search(words("^RankError", "rank 1 ", "a step", "KeyError: 1"), first), first
     assert second == "KeyError: 1"
 
 

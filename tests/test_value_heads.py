@@ -43,11 +43,10 @@ def theirs(name: str, kind: str, changes: dict[str, Any]) -> tuple[Tensor, dict[
 def ours(source: Path, kind: str, num: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The same of the packed documents."""
     model = mw.load(source, head="value", dtype=torch.float32)
-    weigh = [[float(kind == "Token" or at == len(d) - 1) for at in range(len(d))] for d in DOCUMENTS]
-    batch = mw.pack(DOCUMENTS, length=60, fields={"label": labels(num), "weight": weigh})
-    engine = mw.Engine(model, lr=1e-3, loss=lambda s, f: F.cross_entropy(s["values"], f["label"], reduction="none"))
-    engine.backward([batch])
-    return mw.logits(model, batch)[batch.fields["weight"] > 0], mw.gather(model, "grad")
+    classes = labels(num) if kind == "Token" else [[*[-100] * (len(of) - 1), of[-1]] for of in labels(num)]
+    batch = mw.pack(DOCUMENTS, classes, length=60)
+    mw.Engine(model, lr=1e-3, loss=mw.losses.classification).backward([batch])
+    return mw.logits(model, batch)[batch.is_target_T], mw.gather(model, "grad")
 
 
 CLASSIFIERS: list[tuple[str, str, dict[str, Any]]] = [

@@ -1,4 +1,5 @@
 """Documents -> packed batches."""
 
+from .arguments import WEIGHT, check_shifted
 from .batch import IGNORE, Batch
-from .pack import pack
+from .pack import pack, shift

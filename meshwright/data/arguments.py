@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError
-from .batch import IGNORE, Batch
+from ..errors import DataError, counted
+from .batch import IGNORE, Batch, refuse_grad
 
+WEIGHT = "weight"  # the field that weighs the terms of a loss
 _FEW = 4  # documents of one target each whose label may be its own token by chance
 
 
@@ -23,7 +24,12 @@ def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
         raise DataError(f"{what} must be a list for each document, as in pack([[5, 6, 7], [8, 9]])") from None
 
 
-def check_documents(documents: object, fields: object) -> None:
+def check_documents(documents: object, fields: object, **by_document: object) -> None:
+    for name, values in by_document.items():
+        if isinstance(values, int | float | str | Mapping):
+            raise DataError(
+                f"{name}={values!r:.80} must be a list for each document; for a length, length={values!r:.80}"
+            )
     if not isinstance(fields, Mapping | None):
         raise DataError("fields must be a dict by name, of a list for each document")
     inner = documents if isinstance(documents, list | tuple) else ()
@@ -48,14 +54,9 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
         raise DataError(f"document {sizes.index(0)} is empty; leave it out")
     if length is not None and sum(sizes) > length:
         raise DataError(
-            f"{number(len(sizes), 'document')} of {number(sum(sizes), 'token')} do not fit into length={length}; pack "
-            f"fewer, or split the longest (document {sizes.index(max(sizes))}, {number(max(sizes), 'token')})"
+            f"{counted(len(sizes), 'document')} of {counted(sum(sizes), 'token')} do not fit into length={length}; "
+            f"pack fewer, or split the longest (document {sizes.index(max(sizes))}, {counted(max(sizes), 'token')})"
         )
-
-
-def number(count: int, what: str) -> str:
-    """`1 document`, `2 documents`."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: str) -> None:
@@ -67,8 +68,8 @@ def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: st
         raise DataError(
             f"{what}: document {at} differs in length: {found[at : at + 1]} values, {list(sizes[at : at + 1])} tokens"
         )
-    if any(isinstance(v, Tensor) and v.requires_grad for v in values):
-        raise DataError(f"{what} requires grad, and a batch is data: gradients end here; give {what}.detach()")
+    for of_document in values:
+        refuse_grad(of_document, what)
 
 
 def check_whole_numbers(flat: Tensor, what: str) -> None:
@@ -81,22 +82,54 @@ def check_whole_numbers(flat: Tensor, what: str) -> None:
 def check_shifted(batch: Batch) -> None:
     """Refuse labels as other libraries take them, the tokens themselves: a model would learn to repeat what it reads.
 
-    A document with two targets or more shows the mistake by itself. Those of one target show it only together.
+    A document shows the mistake by itself if it has two targets or more, or if nothing but its last token is one. Those
+    of another single target show it only together.
     """
-    given, own = batch.labels != IGNORE, batch.labels == batch.tokens
+    given, own = batch.is_target_T, batch.labels == batch.tokens
     next_T = batch.tokens.roll(-1)
     next_T[torch.tensor(batch.bounds[1:], device="cpu") - 1] = IGNORE  # what follows a last token is not known
     if not (own & (batch.labels != next_T)).any():
         return  # as nearly always
-    suspects = []  # for each document with targets: how many, if they may be its own tokens
+    suspects = []  # for each document with targets: how sure it is that they are its own tokens; 0 if they are not
     for a, b in pairwise(batch.bounds):
         targets, known = given[a:b], given[a:b] & (next_T[a:b] != IGNORE)
         if targets.any():
             shifted = known.any() and (batch.labels[a:b] == next_T[a:b])[known].all()
-            suspects.append(0 if shifted or not own[a:b][targets].all() else int(targets.sum()))
+            only_last = b - a > 1 and bool(targets[-1])
+            suspects.append(0 if shifted or not own[a:b][targets].all() else int(targets.sum()) + only_last)
     most = 2 * sum(num > 0 for num in suspects) > len(suspects)
     if most and (max(suspects) > 1 or len(suspects) >= _FEW):
         raise DataError(
             "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
-            "Leave labels= out, or shift them: tokens[1:] + [-100]"
+            "Leave labels= out, give trained= over the tokens, or shift them: tokens[1:] + [-100]"
         )
+
+
+def check_mask(mask: Tensor) -> None:
+    """`trained` of `pack`."""
+    if mask.dim() > 1 or not ((mask == 0) | (mask == 1)).all():
+        raise DataError("trained must be True or False (or 1 or 0) for each token, as assistant_masks of a tokenizer")
+
+
+def check_aligned(batch: Batch) -> None:
+    """Refuse fields over the tokens themselves, as chat templates and other libraries have them: off by one here.
+
+    What is learnt of token t is the term of token t-1. So a field that is 0 at the first term of each answer, and not 0
+    at the token behind its last term, belongs to the tokens.
+    """
+    term_T = batch.is_target_T
+    begins = torch.zeros(len(batch) + 1, dtype=torch.bool, device="cpu")
+    begins[list(batch.bounds)] = True
+    before = term_T.roll(1) & ~begins[:-1]  # the token before, of the same document, has a term
+    after = term_T.roll(-1) & ~begins[1:]
+    firsts, lasts = (term_T & ~before).nonzero().flatten(), (term_T & ~after).nonzero().flatten()
+    inside = ~begins[lasts + 1]  # a token of the same document follows
+    for name, values in batch.fields.items():
+        answers = inside & (~begins[firsts] if name != WEIGHT else True)  # positions begin at 0 too
+        at_first, behind = values[firsts[answers]] != 0, values[lasts[answers] + 1] != 0
+        if behind.any() and not at_first.any():
+            raise DataError(
+                f"the field {name!r} seems to belong to the tokens: it is 0 at the first term of each answer, and not "
+                "0 at the token behind the last. A value at t is for the term of token t, which predicts token t+1. "
+                f"Give a mask as trained=, other values as mw.shift({name}), and 0 where no label is"
+            )

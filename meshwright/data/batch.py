@@ -10,19 +10,25 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import DataError, counted
 from ..ops import Documents, documents
 
 IGNORE = -100  # the label of a token that predicts nothing
 _WHOLE = (torch.int64, torch.int32)  # uint8 would index as a mask
 
 
+def refuse_grad(values: object, what: str) -> None:
+    if isinstance(values, Tensor) and values.requires_grad:
+        raise DataError(f"{what} requires grad, and a batch is data: gradients end here; give {what}.detach()")
+
+
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
 class Batch:
     """A micro-batch: T tokens of whole documents. `labels[t]` is what token t is to predict, -100 for nothing.
 
-    `bounds` are where documents begin and end: 0, ..., T. `fields` are further values, one a token, such as weights or
-    advantages. The last `num_filler` tokens are a document that loss and counts ignore.
+    A token has a term of the loss where it has a label, whatever the head. `bounds` are where documents begin and end:
+    0, ..., T. `fields` are further values, one a token, such as weights or advantages: those of token t are for the
+    term of token t. The last `num_filler` tokens are a document that loss and counts ignore.
     """
 
     tokens: Tensor
@@ -57,8 +63,41 @@ class Batch:
         return documents([b - a for a, b in pairwise(self.bounds)], self.tokens.device)
 
     @property
+    def is_target_T(self) -> Tensor:
+        """Which tokens have a term of the loss, whatever the head: those with a label."""
+        return self.labels != IGNORE
+
+    @property
     def num_targets(self) -> int:
-        return int((self.labels != IGNORE).sum())
+        return int(self.is_target_T.sum())
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Values of each token of the batch, `[T, ...]`, as a tensor for each document: what `fields` of `pack` take.
+
+        >>> batch = pack([[5, 6, 7], [8, 9]], length=6)           # doctest: +SKIP
+        >>> batch.split(mw.logprobs(model, batch))                # doctest: +SKIP
+        [tensor([-4.9, -5.1, 0.0]), tensor([-4.8, 0.0])]
+        """
+        values = torch.as_tensor(values)
+        if values.shape[:1] != (len(self),):
+            got = tuple(values.shape)
+            raise DataError(f"split got the shape {got} for a batch of {len(self)} tokens; give one row a token")
+        return [values[a:b] for a, b in pairwise(self.bounds) if b <= len(self) - self.num_filler]
+
+    def with_fields(self, **fields: Tensor) -> Batch:
+        """The same batch with more fields, each `[T]`, such as the log-probabilities of another model."""
+        for name, values in fields.items():
+            refuse_grad(values, name)
+        more = {name: torch.as_tensor(values, device=self.tokens.device) for name, values in fields.items()}
+        return replace(self, fields={**self.fields, **more})
+
+    def __repr__(self) -> str:
+        fields = f", fields {', '.join(self.fields)}" if self.fields else ""
+        num = len(self.bounds) - 1 - (self.num_filler > 0)
+        return (
+            f"Batch({counted(num, 'document')}, {counted(len(self), 'token')} of which {self.num_filler} are filler, "
+            f"{counted(self.num_targets, 'target')}{fields})"
+        )
 
     def to(self, device: torch.device) -> Batch:
         fields = {name: value.to(device) for name, value in self.fields.items()}

@@ -2,6 +2,7 @@
 
 from ..parallel import Savings
 from . import losses
+from .batches import batches
 from .engine import Engine, StepRecord
 from .export import export, gather, stream
 from .forward import logits, logprobs

@@ -15,11 +15,10 @@ from itertools import count
 import torch
 
 from ..axes import DENSE, Axes
-from ..data import Batch
+from ..data import WEIGHT, Batch, check_shifted
 from ..errors import ConfigError, DataError, RankError, StateError
-from .arguments import WEIGHT, check_autocast, check_batches, check_inference_mode
+from .arguments import check_autocast, check_batches, check_inference_mode
 from .model import Model
-from .terms import has_term
 
 STEP, EVALUATE = "a step", "evaluate"
 _ids = count(1)  # every rank takes part in each call over all axes, so all ranks count alike
@@ -154,7 +153,10 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
 def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
     """What this rank brings, checked. It reads values on the host: batches go to the device after it."""
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
-    masks = [has_term(b, want) for b in batches]
+    if want != "values" or model.blueprint.module.shape.labels.num == 1:  # labels of a classifier are no tokens
+        for batch in batches:
+            check_shifted(batch)
+    masks = [b.is_target_T for b in batches]
     weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
     return Data(
         weight=sum(float(w.double().sum()) for w in weights),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..data import IGNORE, Batch
+from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError
 from ..mesh import Mesh
 from ..optim import within
@@ -16,7 +16,6 @@ from ..parallel import Savings
 
 READ = ("rank", "node")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
-WEIGHT = "weight"  # the field that weighs the terms of a loss
 _MEANT = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
 
 
@@ -142,12 +141,17 @@ def check_terms(terms: object, num_tokens: int) -> None:
         raise DataError(f"the loss gave {terms.dtype}; its terms must be floating point numbers")
 
 
-def check_differentiable(loss: Tensor) -> None:
+def check_trainable(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise StateError(
-            "the loss depends on no trained parameter: it is detached or constant, torch.no_grad() is on, or "
-            "train= of mw.load leaves out all that it depends on"
+            "the loss depends on no trained parameter: torch.no_grad() is on, or train= of mw.load leaves out all that "
+            "it depends on"
         )
+
+
+def check_differentiable(terms: Tensor, scores: Iterable[Tensor]) -> None:
+    if any(x.requires_grad for x in scores) and not terms.requires_grad:
+        raise StateError("the terms of the loss depend on none of its scores: they are detached, or constant")
 
 
 def check_complete(grads: Container[str], trainable: Sequence[str]) -> None:

@@ -20,14 +20,14 @@ from ..optim import AdamW, Settings, squares
 from ..parallel import Scores
 from ..watch import doing, names_lost_ranks
 from .agreement import EVALUATE, STEP, Proposal, Step, agree, check_is_model, check_ready, data_of, whole_step
-from .arguments import check_complete, check_differentiable, check_engine, check_inference_mode, lr_of_step, norm_bound
+from .arguments import check_complete, check_engine, check_inference_mode, check_trainable, lr_of_step, norm_bound
 from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
 from .model import Model
 from .router import Router
 from .terms import Terms
 
-LOSS, NORM = Sum("the loss", DENSE, 16), Sum("the norm", DENSE, 8)
+LOSS, NORM = Sum("the loss", DENSE, 24), Sum("the norm", DENSE, 8)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Engine:
 
         def term(batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
             loss = self._share(batch, scores, step)
-            check_differentiable(loss)
+            check_trainable(loss)
             aux = self.router.set_slope(step.num_tokens, step.num_batches)  # backward takes it from there
             return loss, torch.stack([loss.detach().double(), aux])
 
@@ -108,7 +108,7 @@ class Engine:
             doing(f"step {self.steps}")
             self._finish()
             self.router.sum_load()
-            of_terms, of_router = self.model.mesh.sum_(shares, LOSS).tolist()
+            of_terms, of_router = self._summed(shares)
             loss = self._finite(of_terms + of_router, "loss")
         self.model.calls.pending = replace(step, router_loss=of_router)
         return loss
@@ -139,7 +139,7 @@ class Engine:
         term = lambda batch, scores: self._share(batch, scores, step).double()  # noqa: E731 - one line reads better
         shares = torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
         shares[0] = sum(parallel.run_forward(self.model, self._here(batches), self.want, term))
-        return self.model.mesh.sum_(shares, LOSS)[0].item()
+        return self._summed(shares)[0]
 
     def discard(self) -> None:
         """Forget the gradients, also those of a step that failed half way, and what it counted."""
@@ -161,6 +161,15 @@ class Engine:
         """This rank's share of the loss of a micro-batch, without the router's."""
         return self._terms(self.loss, batch, scores).sum() / step.weight
 
+    def _summed(self, shares: Tensor) -> list[float]:
+        """The shares of all ranks. Where the loss failed on a rank, every rank raises now: no rank waits any more."""
+        failed = shares.new_tensor([float(self._terms.failure is not None)])
+        *summed, num_failed = self.model.mesh.sum_(torch.cat([shares, failed]), LOSS).tolist()
+        if num_failed:
+            failure, self._terms.failure = self._terms.failure, None
+            self.model.mesh.all_or_none(failure, f"the loss of step {self.steps}")
+        return summed
+
     def _here(self, batches: Sequence[Batch]) -> list[Batch]:
         """All batches on the device, before the first forward: a copy waits for everything that is queued before it."""
         return [batch.to(self.model.mesh.device) for batch in batches]
@@ -176,6 +185,7 @@ class Engine:
             settings = {**self._settings(), **asdict(self.optimizer.settings)}
             return Proposal(data_of(self.model, batches, self.want), lr, norm_bound(self.max_norm), settings)
 
+        self._terms.failure = None
         proposal, told = agree(self.model, call, propose)
         return replace(whole_step(proposal, told, self.model.mesh.axes), owner=self)
 

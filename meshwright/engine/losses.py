@@ -1,7 +1,7 @@
 """Losses: they turn what the model says of each token, and the fields of the batch, into one term a token.
 
-The engine weights the terms (by the field `weight`, or 1), leaves out tokens without a label (of values: filler), sums
-over the whole optimizer step and divides by the sum of the weights. A loss never averages.
+The engine weights the terms (by the field `weight`, or 1), leaves out tokens without a label, sums over the
+whole optimizer step and divides by the sum of the weights. A loss never averages.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
+from torch.nn import functional
 
+from ..data import IGNORE
 from ..errors import DataError
 
 # One number a token: "logprobs" (with Engine(entropy=True) "entropy"), or "values" (of several labels: [T, labels]).
@@ -30,3 +32,15 @@ def squared_error(scores: Scores, fields: Fields) -> Tensor:
             f"squared_error is of one label, the model has {scores['values'].shape[1]}; give Engine a loss of your own"
         )
     return (scores["values"] - fields["target"]).square() / 2
+
+
+def classification(scores: Scores, fields: Fields) -> Tensor:
+    """For `head="value"` of several labels: minus the log-probability of the class that `labels` of the batch name."""
+    values_TL, labels_T = scores["values"], fields["labels"]
+    if values_TL.ndim < 2 or labels_T.max() >= values_TL.shape[1]:
+        num = values_TL.shape[1] if values_TL.ndim > 1 else 1
+        raise DataError(
+            f"classification got the label {labels_T.max().item()} for a head of {num}; labels of the batch are "
+            "classes from 0, and config.json (id2label, num_labels) says how many there are"
+        )
+    return functional.cross_entropy(values_TL, labels_T, reduction="none", ignore_index=IGNORE)

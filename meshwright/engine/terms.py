@@ -7,33 +7,42 @@ from collections.abc import ItemsView, Mapping, ValuesView
 import torch
 from torch import Tensor
 
-from ..data import IGNORE, Batch
+from ..data import WEIGHT, Batch
 from ..errors import DataError
 from ..ops import upcast
 from ..parallel import Scores
-from .arguments import WEIGHT, check_by_token, check_read, check_terms
+from .arguments import check_by_token, check_differentiable, check_read, check_terms
 from .losses import Loss
 from .model import Model
 
 
-def has_term(batch: Batch, want: str) -> Tensor:
-    """Which tokens have a term of the loss: those with a label. Of a value head, all but filler."""
-    if want == "values":
-        return torch.arange(len(batch), device=batch.tokens.device) < len(batch) - batch.num_filler
-    return batch.labels != IGNORE
-
-
 class Terms:
-    """The weighted term of each of this rank's own tokens. Every token of a data rank is one rank's own."""
+    """The weighted term of each of this rank's own tokens. Every token of a data rank is one rank's own.
+
+    A loss may fail on one rank alone, while the others go on to collectives that need this rank. So it takes part in
+    them to the end of the step, with terms of zero, and `failure` is told to all then.
+    """
 
     def __init__(self, model: Model, want: str) -> None:
         self.model, self.want = model, want
         self._names = ("logprobs", "entropy") if want == "entropy" else (want,)
         self._tried: Loss | None = None  # a loss that is known to read what it should, and no more
+        self.failure: Exception | None = None
 
     def __call__(self, loss: Loss, batch: Batch, scores: Scores) -> Tensor:
+        if self.failure is None:
+            try:
+                terms_T = self._weighted(loss, batch, scores)
+                check_differentiable(terms_T, scores)
+                return terms_T
+            except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
+                self.failure = error
+        return torch.stack([x.sum() for x in scores]) * 0.0
+
+    def _weighted(self, loss: Loss, batch: Batch, scores: Scores) -> Tensor:
         lo, hi = self.model.mesh.token_range(len(batch))
-        has_term_T, fields = has_term(batch, self.want)[lo:hi], {name: x[lo:hi] for name, x in batch.fields.items()}
+        has_term_T = batch.is_target_T[lo:hi]
+        fields = {name: x[lo:hi] for name, x in {"labels": batch.labels, **batch.fields}.items()}
         # A loss may divide by a field that filler tokens do not have: no gradient may come back from those.
         kept = (torch.where(has_term_T, x.t(), x.detach().t()).t() for x in scores)
         offered = dict(zip(self._names, kept, strict=True))

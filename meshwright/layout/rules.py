@@ -44,6 +44,11 @@ class Rules:
                 raise LayoutError(
                     f"{axis}={parts} does not divide {dim}={size} of {what}; choose {axis} from {choices}"
                 )
+            if not _reaches_all(size, parts):
+                choices = ", ".join(str(n) for n in range(1, min(size, 2 * parts) + 1) if _reaches_all(size, n))
+                raise LayoutError(
+                    f"{axis}={parts} leaves a rank without any of {dim}={size} of {what}; choose {axis} from {choices}"
+                )
             out[dim] = axis
         return out
 
@@ -51,6 +56,11 @@ class Rules:
         """This rank's range of a dim."""
         axis = self.split({dim: size}, axes, what).get(dim)
         return (0, size) if axis is None else chunk(size, axes.size_of(axis), coords[axis])
+
+
+def _reaches_all(size: int, parts: int) -> bool:
+    """Whether the last of `parts` gets something too. Every rank must find the same, or some would go on alone."""
+    return chunk(size, parts, parts - 1)[0] < size
 
 
 @dataclass(frozen=True)

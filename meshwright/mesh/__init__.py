@@ -141,7 +141,7 @@ class Mesh:
         self, failure: Exception | None, at: str, error: type[MeshwrightError] | None = None,
         numbers: Sequence[float] = (), axes: tuple[str, ...] | None = None,
     ) -> list[list[float]]:  # fmt: skip
-        """If a rank failed, every rank raises: that rank its `failure`, the others an error that names it.
+        """If a rank failed, every rank raises: that rank its `failure`, the others an error that names it, and why.
 
         So no rank waits for one that has given up. Otherwise it returns the `numbers` that each rank told. `error`: the
         class that the others raise, RankError by default. `axes`: between which ranks, all by default.
@@ -149,11 +149,12 @@ class Mesh:
         axes = DENSE if axes is None else axes
         mine = torch.tensor([[float(failure is not None), *numbers]], dtype=torch.float64, device=self.device)
         rows = self.gather_rows(mine, axes, at).tolist()
-        if failure is not None:
-            raise failure
-        failed = [rank for rank, row in zip(self.axes.group(self.rank, axes), rows, strict=True) if row[0]]
-        if failed:
-            raise (error or RankError)(f"rank {failed[0]} failed in {at}; see its message")
+        if any(row[0] for row in rows):
+            reason = None if failure is None else f"{type(failure).__name__}: {failure!s:.1000}"
+            told = zip(self.axes.group(self.rank, axes), self.gather_objects(reason, axes), strict=True)
+            raise failure or (error or RankError)(
+                next(f"rank {rank} failed in {at}: {why}" for rank, why in told if why)
+            )
         return [row[1:] for row in rows]
 
     def settle(self) -> None:

@@ -68,12 +68,9 @@ def _give_memory(model: nn.Module, mesh: Mesh, offload: bool) -> None:
 
 
 def spans(spec: ShardingSpec, axes: Axes, rank: int) -> Iterator[tuple[Span, int, int]]:
-    """The part of each dim on which a rank works, where the model must know it. A rank without a part is refused."""
+    """The part of each dim on which a rank works, where the model must know it."""
     for name, span in find(spec.module, Span):
-        start, stop = spec.rules.span(span.dim, span.size, axes, axes.coords(rank), name)
-        if start == stop:
-            raise LayoutError(f"{name}: rank {rank} of {axes} is left without any of {span.size} {span.dim}")
-        yield span, start, stop
+        yield span, *spec.rules.span(span.dim, span.size, axes, axes.coords(rank), name)
 
 
 def local(parameter: Tensor) -> Tensor:

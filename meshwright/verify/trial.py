@@ -123,15 +123,13 @@ def _alone(trial: Trial, model: Model) -> tuple[list[Tensor], dict[str, Tensor]]
 def _sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
     """With these it can be told what a wrong loss was divided by."""
     ranks = [trial.data(rank) for rank in range(trial.axes.num_data_ranks)]
-    weighed = [[(b, weight_of(b, trial.head)) for b in batches] for batches in ranks]
+    weighed = [[(b, weight_of(b)) for b in batches] for batches in ranks]
     return [[(engine.evaluate([b]) * weight, weight) for b, weight in batches] for batches in weighed]
 
 
-def weight_of(batch: Batch, head: str = "lm") -> float:
+def weight_of(batch: Batch) -> float:
     """What a mean over it is divided by."""
-    num = len(batch) - batch.num_filler
-    counted = torch.ones(num, dtype=torch.bool) if head == "value" else batch.labels[:num] != IGNORE
-    return float(batch.fields.get("weight", torch.ones(num))[:num][counted].double().sum())
+    return float(batch.fields.get("weight", torch.ones(len(batch)))[batch.labels != IGNORE].double().sum())
 
 
 def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:

@@ -1,0 +1,258 @@
+"""Data means what users think: masks over tokens, values by document, batches of a whole step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.axes import Axes
+from tests import tiny, trials, worlds
+from tests.trials import build
+from tests.words import words
+
+DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11]]
+MASKS = [[0, 0, 1, 1], [0, 1, 0]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("data") / "m", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "of", [list, np.array, torch.tensor, lambda m: torch.tensor(m).bool()], ids=["list", "array", "tensor", "bool"]
+)
+def test_a_mask_over_the_tokens(of: Any) -> None:
+    """As a chat template gives it: 7, 8 and 10 are learnt, each by the token before it."""
+    batch = mw.pack(DOCUMENTS, trained=[of(mask) for mask in MASKS], length=8)
+    assert batch.labels.tolist() == [-100, 7, 8, -100, 10, -100, -100, -100]
+    assert batch.num_targets == 3
+
+
+def test_a_first_token_is_learnt_by_nothing() -> None:
+    whole = mw.pack(DOCUMENTS, trained=[[True] * 4, [True] * 3])
+    assert torch.equal(whole.labels, mw.pack(DOCUMENTS).labels)
+
+
+def test_a_mask_trains_the_answer(source: Path) -> None:
+    """The loss is the mean over the tokens that the mask names: before, a mask as `weight` was off by one."""
+
+    def act() -> tuple[float, float]:
+        engine = build(source, {})
+        logprobs = mw.logprobs(engine.model, mw.pack(DOCUMENTS))
+        return engine.evaluate([mw.pack(DOCUMENTS, trained=MASKS)]), -logprobs[[1, 2, 4]].mean().item()
+
+    [(found, expected)] = worlds.run(1, act)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+MASK, BOTH = [[0, 0, 1, 1]], dict(labels=[[-100, 7, 8, -100]], trained=[[0, 0, 1, 1]])
+SEEMS = r"field {!r} seems to belong to the tokens.*trained=.*mw\.shift"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "labels and a mask": (BOTH, "labels and trained.*one of them"),
+    "a mask of another length": (dict(trained=[[1, 1]]), r"trained.*document 0.*\[2\].*\[4\]"),
+    "a mask of numbers": (dict(trained=[[0, 2, 1, 1]]), "trained must be True or False"),
+    "a length in the place of labels": (dict(labels=8), "labels=8.*length=8"),
+    "a mask as weight": (dict(fields={"weight": MASK}), SEEMS.format("weight")),
+    "a mask as weight beside trained": (dict(trained=MASK, fields={"weight": MASK}), SEEMS.format("weight")),
+    "advantages of tokens": (dict(trained=MASK, fields={"gain": [[0, 0, 0.5, -0.5]]}), SEEMS.format("gain")),
+    "a reward at the last token": (dict(trained=MASK, fields={"reward": [[0, 0, 0, 1.0]]}), SEEMS.format("reward")),
+}
+
+
+@pytest.mark.parametrize(("options", "pattern"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(mw.DataError, match=pattern):
+        mw.pack(DOCUMENTS[:1], **options)
+
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "shifted": dict(trained=MASK, fields={"gain": [[0, 0.5, -0.5, 0]], "weight": [[0, 1, 1, 0]]}),
+    "the same on all tokens": dict(trained=MASK, fields={"gain": [[0.5] * 4], "weight": [[2.0] * 4]}),
+    "positions": dict(fields={"at": [[0, 1, 2, 3]]}),
+    "nothing": dict(trained=MASK, fields={"gain": [[0.0] * 4], "weight": [[0.0] * 4]}),
+    "labels to the end": dict(labels=[[-100, -100, 7, 8]], fields={"gain": [[0, 0, 0, 1.0]]}),
+    "a reward at the last term": dict(trained=MASK, fields={"reward": [[0, 0, 1.0, 0]]}),
+}
+
+
+@pytest.mark.parametrize("options", RIGHT.values(), ids=RIGHT.keys())
+def test_not_refused(options: dict[str, Any]) -> None:
+    mw.pack(DOCUMENTS[:1], **options)
+
+
+def test_values_of_tokens_are_shifted() -> None:
+    of_tokens = [[0.0, 0.0, 0.5, 0.7], torch.tensor([0.0, 1.0, 2.0]), np.array([False, True])]
+    lists, tensor, array = mw.shift(of_tokens)
+    assert lists == [0.0, 0.5, 0.7, 0]
+    assert tensor.tolist() == [1.0, 2.0, 0.0]
+    assert list(array) == [True, 0]
+    assert mw.shift([[1, 2]], fill=-1) == [[2, -1]]
+    with pytest.raises(mw.DataError, match="list for each document"):
+        mw.shift([1, 2])
+
+
+def test_split_gives_back_what_fields_take() -> None:
+    for length in (None, 7, 12):
+        values = [[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7]]
+        batch = mw.pack(DOCUMENTS, length=length, fields={"old": values})
+        parts = batch.split(batch.fields["old"])
+        assert [part.tolist() for part in parts] == [pytest.approx(v) for v in values]
+        assert torch.equal(mw.pack(DOCUMENTS, length=length, fields={"old": parts}).fields["old"], batch.fields["old"])
+        assert [list(part.shape) for part in batch.split(torch.zeros(len(batch), 3))] == [[4, 3], [3, 3]]
+    with pytest.raises(mw.DataError, match=r"\(5,\).*12 tokens"):
+        batch.split(torch.zeros(5))
+
+
+def ratios(source: Path, mesh: dict[str, int]) -> tuple[list[float], list[float], str]:
+    """In a first step of RL every ratio is 1, whichever way the old log-probabilities went."""
+    seen: list[float] = []
+
+    def loss(scores: Any, fields: Any) -> Tensor:
+        ratio = (scores["logprobs"] - fields["old"]).exp()
+        seen.extend(ratio[fields["labels"] != -100].tolist())
+        return -ratio
+
+    engine = build(source, mesh, loss=loss)
+    documents, masks = [[5, 6, 7, 8], [9, 10]], [[0, 0, 1, 1], [0, 1]]
+    batch = mw.pack(documents, trained=masks, length=8)
+    old = mw.logprobs(engine.model, batch)
+    again = mw.pack(documents, trained=masks, length=8, fields={"old": batch.split(old)})
+    engine.evaluate([again])  # a new loss is tried with other scores too
+    seen.clear()
+    engine.evaluate([again])
+    by_document = seen.copy()
+    engine.evaluate([batch.with_fields(old=old)])
+    return by_document, seen, repr(again)
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(tp=2)], ids=trials.named)
+def test_logprobs_feed_fields(source: Path, mesh: dict[str, int]) -> None:
+    for by_document, both, text in worlds.run(trials.world_of(mesh), ratios, source, mesh):
+        assert by_document
+        assert both == pytest.approx([1.0] * len(both), abs=1e-12)
+        assert text == "Batch(2 documents, 8 tokens of which 2 are filler, 3 targets, fields old)"
+
+
+def test_a_field_put_in_later_must_fit() -> None:
+    batch = mw.pack(DOCUMENTS)
+    for values, pattern in (
+        (torch.zeros(3), r"old has shape \(3,\) for 7 tokens"),
+        (torch.ones(7).requires_grad_(), "detach"),
+    ):
+        with pytest.raises(mw.DataError, match=pattern):
+            batch.with_fields(old=values)
+
+
+# Value heads: a token has a term where it has a label.
+
+
+def test_labels_mask_a_value_head(source: Path) -> None:
+    """What `num_targets` says is what is trained: before, the prompt was trained too."""
+
+    def act() -> tuple[float, float, int, int]:
+        engine = build(source, {}, head="value", loss=mw.losses.squared_error)
+        batch = mw.pack([[5, 6, 7, 8]], trained=[[0, 0, 1, 1]], length=6, fields={"target": [[1.0, 2.0, 3.0, 4.0]]})
+        off = (mw.logits(engine.model, batch) - batch.fields["target"])[1:3]
+        found = engine.evaluate([batch])
+        return found, off.square().mean().item() / 2, batch.num_targets, engine.step([batch]).num_targets
+
+    [(found, expected, in_batch, in_step)] = worlds.run(1, act)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert in_batch == in_step == 2
+
+
+def test_a_class_at_the_last_token_needs_a_label() -> None:
+    with pytest.raises(mw.DataError, match="field 'weight' seems to belong to the tokens"):
+        mw.pack([[5, 6, 7]], fields={"weight": [[0, 0, 1]]})
+
+
+def test_classification_of_what_is_no_class(tmp_path: Path) -> None:
+    at = tiny.classifier(tmp_path / "m", "qwen3", "Token", num_labels=3)
+
+    def act() -> str:
+        engine = build(at, {}, head="value", loss=mw.losses.classification)
+        with pytest.raises(mw.DataError) as caught:
+            engine.evaluate([mw.pack([[5, 6, 7]])])
+        return str(caught.value)
+
+    assert re.search(words("label 7", "head of 3", "num_labels"), worlds.run(1, act)[0])
+
+
+# Batches of a whole step.
+
+
+class Ranks:
+    """A mesh as far as `mw.batches` asks it, without processes."""
+
+    def __init__(self, data_rank: int, num: int) -> None:
+        self.data_rank, self.num_data_ranks, self.rank, self.device = data_rank, num, data_rank, torch.device("cpu")
+        self.axes, self.host = Axes(fsdp=num), self.device
+
+    def gather_rows(self, x: Tensor, *_: object) -> Tensor:
+        return x
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 11), min_size=1, max_size=30), st.integers(1, 4), st.integers(11, 30))
+def test_every_document_is_in_one_batch(sizes: list[int], num: int, length: int) -> None:
+    documents = [[i + 1] * size for i, size in enumerate(sizes)]
+    of_ranks = [mw.batches(documents, Ranks(r, num), length=length, fields={"id": documents}) for r in range(num)]  # type: ignore[arg-type]
+    assert len({len(of_rank) for of_rank in of_ranks}) == 1
+    found = [document for of_rank in of_ranks for batch in of_rank for document in batch.split(batch.tokens)]
+    assert all(len(batch) == length for of_rank in of_ranks for batch in of_rank)
+    assert sorted(d.tolist() for d in found if d[0]) == sorted(documents)
+    for batch in (batch for of_rank in of_ranks for batch in of_rank):
+        assert torch.equal(batch.fields["id"], batch.tokens)
+    used = sum(batch.num_targets or int(batch.tokens.sum() > 0) for of_rank in of_ranks for batch in of_rank)
+    assert used > 0
+
+
+def dealt(source: Path, mesh: dict[str, int]) -> tuple[float, int]:
+    engine = build(source, mesh)
+    documents = [list(range(i + 3, 2 * i + 5)) for i in range(9)]
+    masks = [[i % 2 for i in range(len(d))] for d in documents]
+    made = mw.batches(documents, engine.model.mesh, length=12, trained=masks)
+    record = engine.step(made)
+    return record.loss, record.num_targets
+
+
+def test_the_loss_does_not_depend_on_the_ranks(source: Path) -> None:
+    [one] = worlds.run(1, dealt, source, {})
+    for mesh in (dict(fsdp=2), dict(fsdp=2, tp=2)):
+        for loss, num in worlds.run(trials.world_of(mesh), dealt, source, mesh):
+            assert (loss, num) == (pytest.approx(one[0], rel=1e-12), one[1])
+
+
+def own_documents(mesh: dict[str, int]) -> str:
+    made = mw.Mesh(**mesh, device="cpu")
+    try:
+        mw.batches([[1, 2, 3]] * (made.rank + 1), made, length=8)
+    except mw.RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_documents_of_a_rank_alone_are_refused() -> None:
+    """They would be shared out once more, and the others never trained on."""
+    for text in worlds.run(2, own_documents, dict(fsdp=2)):
+        assert re.search(words(r"rank \d", "1 document", "2 documents", r"mw\.pack"), text), text
+
+
+@pytest.mark.parametrize(
+    ("documents", "length", "pattern"),
+    [([[1] * 9], 8, r"document 0 of 9 tokens.*length=8"), ([], 8, "no documents")],
+    ids=["too long", "none"],
+)
+def test_batches_refused(documents: list[list[int]], length: int, pattern: str) -> None:
+    with pytest.raises(mw.DataError, match=pattern):
+        mw.batches(documents, Ranks(0, 1), length=length)  # type: ignore[arg-type]
