@@ -6,7 +6,8 @@
 The models are those of bench/step.py, 8 layers, in float32, one thread a rank. Under tp both ranks have the same 1024
 tokens, under fsdp each its own. Both sides live in the same processes and take turns; gradients are complete after
 each turn, there is no optimizer. Times are medians, of the slower rank. Collectives and bytes (the larger side of each)
-are counted in a turn of its own. transformers' side wants accelerate installed (`pip install accelerate`).
+are counted in a turn of its own.
+transformers' side needs accelerate: pip install -e '.[bench]' -c requirements/constraints.txt
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import meshwright as mw
-from bench.step import MODELS, TOKENS, Step, document, our_step, their_step
+from bench.step import MODELS, TOKENS, Step, document, needs, our_step, their_step
 from meshwright.verify import Recorder, run_ranks
 
 LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
     options = parser.parse_args()
+    needs("accelerate")
     torch.set_num_threads(1)
     lines = [heading(options.rounds)]
     print(lines[0], flush=True)

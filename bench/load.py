@@ -7,7 +7,8 @@ Both models have about 300 million parameters, 600 MB in bfloat16; parameters be
 measurement is of 2 freshly forked processes. Times are of the slower rank, from the call until its shards are filled;
 memory is the peak above what the process had before. A mapped file counts as memory while it is mapped: that is part
 of transformers' peak and could be taken back by the system. The bare read is each rank's half of the file through a
-buffer of 4 MiB, and nothing done with it. transformers' side wants accelerate installed (`pip install accelerate`).
+buffer of 4 MiB, and nothing done with it.
+transformers' side needs accelerate: pip install -e '.[bench]' -c requirements/constraints.txt
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import meshwright as mw
+from bench.step import needs
 from meshwright import models, weights
 from meshwright.weights.directory import header
 
@@ -179,6 +181,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
     options = parser.parse_args()
+    needs("accelerate")
     torch.set_num_threads(1)
     lines = [heading(options.rounds)]
     print(lines[0], flush=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -169,6 +170,12 @@ def row(r: dict[str, Any]) -> str:
         f"| {r['ratio']:.2f} ({r['low']:.2f}-{r['high']:.2f}) | {r['ideal'] / r['ours']:.0%} "
         f"| {peaks['meshwright']:.0f} | {peaks['transformers']:.0f} |"
     )
+
+
+def needs(package: str) -> None:
+    """Say it before a minute is spent on models."""
+    if importlib.util.find_spec(package) is None:
+        raise SystemExit(f"this bench needs {package}: pip install -e '.[bench]' -c requirements/constraints.txt")
 
 
 def main() -> None:

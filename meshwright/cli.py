@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="of meshwright, and of what its numbers depend on")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verify = commands.add_parser(
         "verify", help="prove a model on a mesh against one process", description=ABOUT, epilog=EXAMPLES,
@@ -69,6 +70,16 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--html", metavar="FILE", help="write a page: mesh, placement, bill and what was found")
     verify.add_argument("--list", action="store_true", help="what each oracle checks, and nothing else")
     return parser
+
+
+class _Version(argparse.Action):
+    """Read only when it is asked for: it imports torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        from .plan.about import versions
+
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+        parser.exit()
 
 
 def mesh_of(text: str) -> dict[str, int]:

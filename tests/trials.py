@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,8 +65,7 @@ def mesh_of(mesh: dict[str, int]) -> mw.Mesh:
 
 @functools.cache
 def _mesh(axes: Axes) -> mw.Mesh:
-    a = axes
-    return mw.Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device="cpu", timeout_s=30)
+    return mw.Mesh(**asdict(axes), device="cpu", timeout_s=30)
 
 
 def mine(engine: mw.Engine, **options: Any) -> list[mw.Batch]:

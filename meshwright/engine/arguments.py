@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
@@ -78,6 +79,12 @@ def check_autocast(device: str) -> None:
 def check_engine(lr: object, loss: object, entropy: object) -> None:
     if not callable(lr) and not within(lr, 0):
         raise ConfigError(f"lr={lr!r} must be a number of 0 or more, or a function of the step")
+    if isinstance(lr, type):
+        raise ConfigError(f"lr={lr.__name__} is a class; give a function of the step, such as lambda step: 1e-5 * ...")
+    if str((loss if inspect.isroutine(loss) else type(loss)).__module__).startswith("torch.nn"):
+        raise ConfigError(
+            f"loss={loss!r:.80} is torch's; give a function of scores and fields: mw.losses.cross_entropy"
+        )
     if not callable(loss):
         raise ConfigError(f"loss={loss!r} must be a function of scores and fields, such as mw.losses.cross_entropy")
     if not isinstance(entropy, bool):

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from .arguments import check_complete, check_engine, check_inference_mode, check
 from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
 from .model import Model
+from .names import OF_ENGINE, refusing
 from .router import Router
 from .terms import Terms
 
@@ -84,6 +86,16 @@ class Engine:
         self._terms, self._trained = Terms(model, self.want), model.trainable
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
+
+    if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
+        __getattr__ = refusing("Engine", OF_ENGINE)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise StateError("an engine is not called; engine.step(batches) trains, engine.evaluate(batches) looks")
+
+    def __repr__(self) -> str:
+        lr = self.lr if isinstance(self.lr, int | float) else "a schedule"
+        return f"Engine(step {self.steps}, lr {lr}, {self.model!r})"
 
     def step(self, batches: Sequence[Batch]) -> StepRecord:
         loss = self.backward(batches)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from ..weights import (
 )
 from .arguments import check_loading, check_unquantised, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of
+from .names import OF_MODEL, refusing
 
 
 @dataclass
@@ -138,6 +139,15 @@ class Model:
         raise StateError("a model is part of a run and cannot be copied; load it once more, or use mw.gather(model)")
 
     __deepcopy__ = __reduce__ = _refuse_copies
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise StateError(
+            "a model is not called: mw.logits(model, batch) and mw.logprobs(model, batch) look at it, and "
+            "mw.Engine(model, lr=...).step(batches) trains it"
+        )
+
+    if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
+        __getattr__ = refusing("Model", OF_MODEL)
 
     def __repr__(self) -> str:
         num = sum(p.numel for p in self.table)

@@ -10,7 +10,7 @@ import atexit
 import datetime
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ class Mesh:
 
     def __init__(
         self,
+        *_sizes: int,
         pp: int = 1,
         replicate: int = 1,
         fsdp: int = 1,
@@ -42,7 +43,9 @@ class Mesh:
         ep: int = 1,
         device: str | torch.device | None = None,
         timeout_s: float = 600.0,
+        **_others: object,
     ) -> None:
+        _refuse_unnamed(_sizes, _others)
         self.axes = Axes(pp, replicate, fsdp, cp, tp, ep)
         refuse_unbuilt(self.axes)
         if not timeout_s > 0:
@@ -193,6 +196,24 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, rank {self.rank} of {self.axes.world} on {self.device})"
+
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("dp", "dp_shard", "dp_size", "data_parallel", "world_size", "num_ranks"), "fsdp"),
+    **dict.fromkeys(("ddp", "dp_replicate", "hsdp"), "replicate"),
+    **dict.fromkeys(("sp", "tensor_parallel", "tp_size", "model_parallel"), "tp"),
+    **dict.fromkeys(("expert_parallel", "ep_size"), "ep"),
+}
+
+
+def _refuse_unnamed(sizes: tuple[int, ...], others: Mapping[str, object]) -> None:
+    """A size without the name of its axis would be another axis than the caller thinks."""
+    known = "replicate, fsdp, tp, ep, device and timeout_s"
+    if sizes:
+        raise MeshError(f"mw.Mesh{sizes!r} names no axis; name it, as in mw.Mesh(fsdp={sizes[0]}); there are {known}")
+    for name, size in others.items():
+        hint = f"choose {_OTHER_NAMES[name]}={size}" if name in _OTHER_NAMES else f"there are {known}"
+        raise MeshError(f"mw.Mesh has no {name!r}; {hint}")
 
 
 def refuse_unbuilt(axes: Axes) -> None:

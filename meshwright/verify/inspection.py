@@ -7,7 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -149,10 +149,10 @@ def _stopped(num_ranks: int, error: RankError) -> Finding:
 
 
 def mesh_of(plan: Plan) -> Mesh:
-    a, seconds = plan.axes, plan.options.seconds
+    seconds = plan.options.seconds
     # with WEIGHTS a rank may have to wait until the slowest has read its part
     patience = seconds if plan.kind == WEIGHTS else min(seconds, 60.0)
-    return Mesh(a.pp, a.replicate, a.fsdp, a.cp, a.tp, a.ep, device=plan.options.device, timeout_s=patience)
+    return Mesh(**asdict(plan.axes), device=plan.options.device, timeout_s=patience)
 
 
 def _examine(plan: Plan, trial: Trial, reference: Reference) -> list[Finding]:
