@@ -56,7 +56,7 @@ def measure(tried: Plan, dtype: str, source: Path, size: int) -> Snapshot:
     engine = trial.engine(Mesh(device="cpu") if size == 1 else mesh_of(tried))
     batches = trial.data(0)  # the same on all ranks, because all must run
     scores = [logits(engine.model, batch)[: len(batch) - batch.num_filler].cpu() for batch in batches]
-    loss = engine.backward(trial.all_batches() if size == 1 else trial.batches(engine.model))
+    loss = engine.backward(trial.all_batches() if size == 1 else trial.batches(engine.model, 0))
     return Snapshot(scores, loss, engine.norm(engine.model.grads()), gather(engine.model, "grad"))
 
 

@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   meshwright verify path/to/Qwen3-0.6B --mesh tp=2 --full --dtypes float32,bfloat16
   meshwright verify path/to/Qwen3-0.6B --mesh fsdp=2,tp=2 --weights    are the bytes on each rank those of the files?
   meshwright verify my-critic --mesh fsdp=2 --head value --json
+  meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    what it looks like when an oracle fails
   meshwright verify --list
 """
 ABOUT = """Prove that a model on a mesh computes what one process computes: every gradient, in float64, and more.
@@ -66,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     verify.add_argument("--device", default="cpu", help="cpu (default), or a kind of device with one for each rank")
     verify.add_argument("--seconds", type=float, default=600.0, help="how long one run may take (default 600)")
+    verify.add_argument(
+        "--against", default="transformers", choices=["transformers", "none"],
+        help="which peer one process is compared with (default transformers)",
+    )  # fmt: skip
+    verify.add_argument("--seed", type=int, default=0, help="of the weights and data that are drawn (default 0)")
+    verify.add_argument("--plant", default="", metavar="BUG", help="plant a bug in the ranks, to see it found")
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
     verify.add_argument("--html", metavar="FILE", help="write a page: mesh, placement, bill and what was found")
     verify.add_argument("--list", action="store_true", help="what each oracle checks, and nothing else")
@@ -115,7 +122,16 @@ def _verify(options: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr)
 
-    asked = verify.Options(options.head, options.dtypes.split(","), options.kind, options.device, options.seconds)
+    asked = verify.Options(
+        options.head,
+        options.dtypes.split(","),
+        options.kind,
+        options.device,
+        options.seconds,
+        options.against,
+        options.seed,
+        options.plant,
+    )
     plan = verify.plan(options.model, Axes(**mesh_of(options.mesh)), asked, say)
     parts = verify.inspect(plan, say)
     if options.json:

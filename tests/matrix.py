@@ -29,7 +29,7 @@ import torch
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.log import quiet
-from meshwright.verify import Finding, Recorder, Reference, Trial, oracles
+from meshwright.verify import Data, Finding, Recorder, Reference, Run, StepOf, Trial, collectives, oracles
 from tests import tiny, worlds
 
 BATCHES = (1, 3)  # micro-batches of the first step, and of the second
@@ -153,7 +153,7 @@ class Course:
     num_data_ranks: int
 
     def trial(self, num: int, run: Dials | None = None) -> Trial:
-        data = functools.partial(tiny.batches, num=num, target=self.head == "value")
+        data = Data(num=num, target=self.head == "value")
         axes = Axes(replicate=self.num_data_ranks) if run is None else run.axes
         savings = mw.Savings() if run is None else mw.Savings(recompute=run.recompute, reshard=run.reshard)
         return Trial(self.source, axes, data, self.head, savings=savings)
@@ -166,7 +166,7 @@ def refer(course: Course) -> list[Reference]:
         loss = engine.backward(course.trial(num).all_batches())
         grads = mw.gather(engine.model, "grad")
         norm = engine.update()
-        out.append(Reference([loss], norm, grads, [], {}, [[]], (0.0, {}), engine.router.load_LE, {}))
+        out.append(Reference([StepOf(loss, norm, engine.router.load_LE, grads)]))
     return out
 
 
@@ -183,11 +183,11 @@ def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.M
     engine = course.trial(1, dials).engine(mesh)
     for num, reference in zip(BATCHES, references, strict=True):
         trial = course.trial(num, dials)
-        batches = trial.batches(engine.model)
-        run = oracles.Run(trial, reference, engine)
+        batches = trial.batches(engine.model, 0)
+        run = Run(trial, reference, engine)
         with Recorder() as recorder:
             loss = engine.backward(batches)
-            run.stored = oracles.stored_bytes(engine)
+            run.stored = collectives.stored_bytes(engine)
         found = [
             *oracles.s1_loss(run, loss),
             *oracles.g1_gradients(run),
@@ -197,8 +197,8 @@ def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.M
         with recorder:
             engine.update()
         run.stepping = recorder.seen
-        found += [*oracles.c1_collectives(run), *oracles.k1_bill(run, len(batches[0]), num)]
-        yield from (Finding(f.oracle, f"{num} micro-batches, {f.name}", f.what) for f in found)
+        found += [*collectives.c1_collectives(run), *collectives.k1_bill(run, len(batches[0]), num)]
+        yield from (Finding(f.oracle, f"{num} micro-batches, {f.name}", f.what, f.guess) for f in found)
 
 
 class Matrix:

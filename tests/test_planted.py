@@ -9,16 +9,16 @@ from typing import Any
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.verify import Seen, Trial, oracles
+from meshwright.verify import Run, Seen, Trial, collectives
 from tests import tiny, trials, worlds
 
 
 def recorded_otherwise(trial: Trial, ref: Any) -> list[str]:
     """What C1 says when the ranks wrote down other orders (with a watch nobody gets that far)."""
     engine = trial.engine(mw.Mesh(fsdp=2))
-    run = oracles.Run(trial, ref, engine)
+    run = Run(trial, ref, engine)
     run.stepping = [Seen("all_gather", (0, 1), 8), Seen("all_reduce", (0, 1), 8)][:: 1 if dist.get_rank() else -1]
-    return [str(f) for f in oracles.c1_collectives(run)]
+    return [str(f) for f in collectives.c1_collectives(run)]
 
 
 def test_recorded_orders_that_differ(tmp_path: Path) -> None:

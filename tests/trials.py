@@ -16,7 +16,7 @@ import torch.distributed as dist
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.layout import Door, find
-from meshwright.verify import Finding, Reference, Trial, examine, refer
+from meshwright.verify import Data, Finding, Reference, Trial, examine, refer
 from tests import tiny, worlds
 
 MESHES: list[dict[str, int]] = [
@@ -102,8 +102,9 @@ def said_by_all(source: Path, acts: Mapping[str, tuple[dict[str, int], Act]]) ->
 
 
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
-    data = functools.partial(tiny.batches, target=head == "value")
-    return Trial(source, Axes(**mesh), data, head, dtype, steps=3 if dtype == torch.float64 else 1)
+    return Trial(
+        source, Axes(**mesh), Data(target=head == "value"), head, dtype, steps=3 if dtype == torch.float64 else 1
+    )
 
 
 _references: dict[Any, Reference] = {}

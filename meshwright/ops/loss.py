@@ -17,17 +17,18 @@ from meshwright.ops.memory import fresh
 from meshwright.ops.norms import at_least_float32, upcast
 from meshwright.ops.product import operand, product_dtype
 
+CHUNK = 1024  # tokens whose logits exist at once
 _CAST_WORDS = 4096  # of a weight or its gradient that are cast for a product
 _WIDENED_ON_CPU, _WIDENED = 1 << 19, 1 << 25  # logits at a time: few enough for a cache, elsewhere for few launches
 
 
-def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 1024, entropy: bool = True) -> Tensor:
+def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 0, entropy: bool = True) -> Tensor:
     """Of each token's logits over these V words, in at least float32, stats_T3:
 
     logsumexp; the label's logit (0 where the label is not one of 0..V-1); minus the entropy of their own softmax.
     `entropy=False` leaves out the third: it is zeros, and its gradient is ignored.
     """
-    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk, entropy)
+    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or CHUNK, entropy)
 
 
 def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,27 +1,86 @@
-"""Data to try a mesh with: documents of 1, 2, 3 and more tokens, other ones on every data rank, a tail of filler."""
+"""Data to try a mesh with: documents of 1, 2, 3 and more tokens, other ones on every data rank, a tail of filler.
+
+What they are chosen for: on each data rank one document crosses the 64 tokens that a delta rule solves at once. On data
+rank 0 one begins at 64 and one at 128, so that both a chunk and its past belong to another document. A long stream has
+more tokens than the loss takes at once.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import accumulate
+
 import torch
+from torch import Tensor
 
-from ..data import Batch, pack
+from ..data import IGNORE, Batch, pack
 
-# one document of each stream crosses the 64 tokens that a delta rule takes at once
-_SIZES = [[5, 1, 50, 13], [17, 2, 3, 46], [70, 1], [11, 11, 44, 4]]
-LENGTH = 72
+LENGTH, LONG = 136, 1100
+_SIZES = [[5, 1, 58, 64, 4], [17, 2, 3, 46, 21], [70, 1, 65], [11, 11, 44, 4, 59]]
+_LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
+
+
+@dataclass(frozen=True)
+class Data:
+    """Micro-batches of unequal numbers of targets; every other one has weights. `Data(...)(data_rank, step)`.
+
+    `long`: the length of the one micro-batch that step 2 has then.
+    """
+
+    num: int = 2
+    length: int = LENGTH
+    vocab: int = 131
+    target: bool = False  # for a value head
+    long: int = 0
+    seed: int = 0
+
+    def __call__(self, data_rank: int, step: int = 0) -> list[Batch]:
+        out = []
+        for number, documents in enumerate(self.documents(data_rank, step)):
+            g = self._generator(data_rank, step, number + 50)
+            fields = {"target": [torch.randn(len(d), generator=g) for d in documents]} if self.target else {}
+            if number % 2:
+                fields["weight"] = [0.5 + torch.rand(len(d), generator=g) for d in documents]
+            length = self.long if self._is_long(step) else self.length
+            out.append(pack(documents, length=length, fields=fields))
+        return out
+
+    def documents(self, data_rank: int, step: int = 0) -> list[list[list[int]]]:
+        """Of each micro-batch."""
+        out = []
+        for number in range(1 if self._is_long(step) else self.num):
+            g = self._generator(data_rank, step, number)
+            sizes = _LONG_SIZES if self._is_long(step) else _SIZES[(data_rank + 2 * number) % len(_SIZES)]
+            out.append([torch.randint(self.vocab, (size,), generator=g).tolist() for size in sizes])
+        return out
+
+    def labels(self, data_rank: int, step: int = 0) -> list[Tensor]:
+        """Of each micro-batch, reckoned here: the next token of the same document. `pack` must find the same."""
+        return [_labels(documents) for documents in self.documents(data_rank, step)]
+
+    def bounds(self, data_rank: int, step: int = 0) -> list[list[int]]:
+        """Where documents begin and end, without filler."""
+        return [list(accumulate(map(len, ds), initial=0)) for ds in self.documents(data_rank, step)]
+
+    def _is_long(self, step: int) -> bool:
+        return bool(self.long) and step == 2
+
+    def _generator(self, data_rank: int, step: int, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(
+            1_000_003 * self.seed + 10_007 * self._is_long(step) + 100 * data_rank + number
+        )
+
+
+def _labels(documents: list[list[int]]) -> Tensor:
+    flat: list[int] = []
+    for document in documents:
+        flat += document[1:]
+        flat.append(IGNORE)
+    return torch.tensor(flat)
 
 
 def ragged(
     data_rank: int, *, num: int = 2, length: int = LENGTH, vocab: int = 131, target: bool = False
 ) -> list[Batch]:
-    """The micro-batches of a data rank, of unequal numbers of targets; every other one has weights."""
-    out = []
-    for number in range(num):
-        g = torch.Generator().manual_seed(100 * data_rank + number)
-        sizes = _SIZES[(data_rank + 2 * number) % len(_SIZES)]
-        docs = [torch.randint(vocab, (n,), generator=g).tolist() for n in sizes]
-        fields = {"target": [torch.randn(n, generator=g) for n in sizes]} if target else {}
-        if number % 2:
-            fields["weight"] = [0.5 + torch.rand(n, generator=g) for n in sizes]
-        out.append(pack(docs, length=length, fields=fields))
-    return out
+    """The micro-batches of a data rank."""
+    return Data(num, length, vocab, target)(data_rank)

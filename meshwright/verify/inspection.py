@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,16 +17,21 @@ import torch.distributed as dist
 from ..axes import Axes
 from ..blueprint import Blueprint, draw
 from ..engine import export, init, load
-from ..errors import ConfigError, RankError
+from ..errors import ConfigError, RankError, counted
 from ..log import quiet
 from ..mesh import Mesh
+from ..models import text_config
 from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..weights import of_table
-from .data import LENGTH, ragged
-from .oracles import ORACLES, Finding, examine, silent
+from .against import compare
+from .collectives import silent
+from .data import LENGTH, LONG, Data
+from .examine import ORACLES, examine
+from .findings import Finding, Margin, Notes, read_notes
+from .planted import bug
 from .ranks import run_ranks
 from .recorder import Recorder
-from .shrink import shrink
+from .shrink import ODD, shrink
 from .trial import Reference, Trial, refer
 from .weights import WeightCheck, check_weights
 
@@ -35,6 +41,7 @@ _STEPS = {"float64": 3, "float32": 1, "bfloat16": 1}
 RUN = "RUN"  # the finding where a run stopped before its end
 WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
 FULL, SHRUNK = "full", "shrunk"
+TRANSFORMERS = "transformers"  # the run that compares one process with it
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,13 @@ class Options:
     kind: str = SHRUNK  # or FULL, or WEIGHTS
     device: str = "cpu"
     seconds: float = 600.0  # that one run may take
+    against: str = TRANSFORMERS  # or "none"
+    seed: int = 0  # of weights and data
+    plant: str = ""  # a bug in the ranks of the mesh, to see it found
 
     def __post_init__(self) -> None:
+        if self.plant:
+            bug(self.plant)
         unknown = [d for d in self.dtypes if d not in DTYPES]
         if unknown:
             raise ConfigError(f"dtype {unknown[0]!r} is unknown; choose from {', '.join(DTYPES)}")
@@ -77,13 +89,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What was found in one run. `name`: its dtype, or WEIGHTS."""
+    """What was found in one run. `name`: its dtype, or WEIGHTS, or TRANSFORMERS."""
 
     name: str
     seconds: float
     findings: Sequence[Finding]
     oracles: Sequence[str] = tuple(ORACLES)  # what was asked
     notes: Sequence[str] = ()
+    margins: Sequence[Margin] = ()
+    ended: Sequence[str] = tuple(ORACLES)  # what was answered, if a rank stopped before the end
 
 
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
@@ -94,12 +108,20 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
-        runs = draw(shrink(blueprint.config, axes.tp), head=options.head)
+        runs = _small(blueprint, axes, options)
         check_layout(runs, axes)
     check_memory(runs, axes, widest, options.device, training=training)
     if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
         runs = blueprint = find(model, options.head, weights=True, say=say)
     return Plan(model, blueprint, runs, axes, options)
+
+
+def _small(blueprint: Blueprint, axes: Axes, options: Options) -> Blueprint:
+    """Of odd width, where the family can be: some want their heads to divide it, and kernels of devices 16 bytes."""
+    if options.device == "cpu":
+        with contextlib.suppress(ConfigError):
+            return draw(shrink(blueprint.config, axes.tp, width=ODD), head=options.head)
+    return draw(shrink(blueprint.config, axes.tp), head=options.head)
 
 
 def inspect(plan: Plan, say: Say) -> list[RunResult]:
@@ -108,7 +130,28 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
         return [_compare_weights(plan, say)]
     with quiet(), tempfile.TemporaryDirectory() as folder:
         source = source_of(plan, Path(folder), say)
-        return [_run(plan, dtype, source, say) for dtype in plan.options.dtypes]
+        runs = [_run(plan, dtype, source, Path(folder), say) for dtype in plan.options.dtypes]
+        return runs + ([_against(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
+
+
+def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
+    """M1 asks of the family alone, so a small language model of it is enough, whatever is tried."""
+    began, source = time.monotonic(), folder / "peer"
+    config = text_config(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
+    say("transformers: one process of ours beside its model")
+    try:
+        run_ranks(
+            1, _make_peer, config, folder / "peer's recipe", source, plan.options.seed, seconds=plan.options.seconds
+        )
+        data = Data(vocab=config["vocab_size"], seed=plan.options.seed)
+        documents = [document for batch in data.documents(0) for document in batch]
+        notes, why_not = run_ranks(1, compare, source, documents, seconds=plan.options.seconds)[0]
+    except RankError as error:
+        return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], ("M1",), ended=())
+    seconds = time.monotonic() - began
+    if why_not:
+        return RunResult(TRANSFORMERS, seconds, [], (), [f"M1 was not asked: {why_not}"])
+    return RunResult(TRANSFORMERS, seconds, notes.findings, ("M1",), (), notes.margins, notes.ended)
 
 
 def source_of(plan: Plan, folder: Path, say: Say) -> Path:
@@ -123,25 +166,34 @@ def source_of(plan: Plan, folder: Path, say: Say) -> Path:
 
 def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     share = plan.axes.tp * plan.axes.cp
-    length = -(-LENGTH // share) * share  # a batch divides into the shares of a data rank
-    head = plan.options.head
-    data = functools.partial(ragged, vocab=plan.runs.vocab, length=length, target=head == "value")
-    return Trial(source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype])
+    length, long = (-(-n // share) * share for n in (LENGTH, LONG))  # a batch divides into the shares of a data rank
+    head, small = plan.options.head, plan.kind == SHRUNK
+    data = Data(2, length, plan.runs.vocab, head == "value", long if small else 0, plan.options.seed)
+    return Trial(source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], keeps_all=small)
 
 
-def _run(plan: Plan, dtype: str, source: Path, say: Say) -> RunResult:
+def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:
     began, trial, seconds = time.monotonic(), trial_of(plan, dtype, source), plan.options.seconds
-    num = 1
+    num, stopped, told = 1, list[Finding](), folder / f"{dtype} notes"
+    told.mkdir()
     try:
         say(f"{dtype}: one process")
         reference = run_ranks(num, refer, trial, seconds=seconds)[0]
         num = plan.axes.world
-        say(f"{dtype}: {num} ranks, {plan.axes}")
-        ranks = run_ranks(num, _examine, plan, trial, reference, seconds=seconds)
-        found = list(dict.fromkeys(finding for of_rank in ranks for finding in of_rank))  # what all say, once
+        say(f"{dtype}: {counted(num, 'rank')}, {plan.axes}")
+        run_ranks(num, _examine, plan, trial, reference, told, seconds=seconds)
     except RankError as error:
-        found = [_stopped(num, error)]
-    return RunResult(dtype, time.monotonic() - began, found)
+        stopped = [_stopped(num, error)]
+    notes, asked = read_notes(told), asked_of(trial)
+    ended = [oracle for oracle in asked if oracle in notes.ended] if stopped else asked
+    findings = [*stopped, *notes.findings]
+    return RunResult(dtype, time.monotonic() - began, findings, asked, (), notes.margins, ended)
+
+
+def asked_of(trial: Trial) -> list[str]:
+    """M1 has a run of its own. Where weights are not kept after every step, nobody can add up their updates."""
+    adds_up = trial.dtype == torch.float64 and trial.keeps_all
+    return [oracle for oracle in ORACLES if oracle != "M1" and (adds_up or oracle != "O1")]
 
 
 def _stopped(num_ranks: int, error: RankError) -> Finding:
@@ -155,10 +207,12 @@ def mesh_of(plan: Plan) -> Mesh:
     return Mesh(**asdict(plan.axes), device=plan.options.device, timeout_s=patience)
 
 
-def _examine(plan: Plan, trial: Trial, reference: Reference) -> list[Finding]:
+def _examine(plan: Plan, trial: Trial, reference: Reference, told: Path) -> None:
     mesh = mesh_of(plan)
     store = dist.distributed_c10d._get_default_store() if plan.axes.world > 1 else None
-    return examine(trial, reference, mesh, store)
+    if plan.options.plant:
+        bug(plan.options.plant).plant()
+    examine(trial, reference, mesh, store, Notes(told / f"{mesh.rank}.notes"))
 
 
 def _compare_weights(plan: Plan, say: Say) -> RunResult:
@@ -186,13 +240,30 @@ def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
 
 
 def _make(plan: Plan, recipe: Path, at: Path) -> None:
+    config, options = plan.runs.config, plan.options
+    _write(config, options.head, recipe, at, plan.blueprint.keymap.choice, torch.bfloat16, options.seed)
+
+
+def _make_peer(config: Mapping[str, Any], recipe: Path, at: Path, seed: int) -> None:
+    _write(config, "lm", recipe, at, {"experts": "fused"}, torch.float32, seed)
+
+
+def _write(
+    config: Mapping[str, Any],
+    head: str,
+    recipe: Path,
+    at: Path,
+    choice: Mapping[str, str],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
     """Random weights, all away from values such as 0 and 1 that would hide a mistake."""
     recipe.mkdir()
-    (recipe / "config.json").write_text(json.dumps(dict(plan.runs.config)))
-    model = init(recipe, Mesh(device="cpu"), head=plan.options.head, dtype=torch.float32)
-    g = torch.Generator().manual_seed(1)
+    (recipe / "config.json").write_text(json.dumps(dict(config)))
+    model = init(recipe, Mesh(device="cpu"), head=head, dtype=torch.float32, seed=seed)
+    g = torch.Generator().manual_seed(seed + 1)
     for stored in model.stored().values():
         stored.add_(torch.randn(stored.shape, generator=g), alpha=0.05)
-    keymap = of_table(model.table, torch.bfloat16, plan.blueprint.keymap.choice)  # as the user's files are spelled
-    model.blueprint = replace(model.blueprint, keymap=keymap)
+    choice = {group: name for group, name in choice.items() if group in model.table.groups}
+    model.blueprint = replace(model.blueprint, keymap=of_table(model.table, dtype, choice))  # as files are spelled
     export(model, at)

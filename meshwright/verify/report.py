@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -10,16 +11,21 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..models import text_config
-from .inspection import RUN, WEIGHTS, Plan, RunResult
-from .oracles import ORACLES, Finding, same_kind
+from ..plan.about import about
+from .collectives import same_kind
+from .examine import ORACLES
+from .findings import Finding, Margin
+from .inspection import RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult
 
 ROWS = (RUN, *ORACLES)
+SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "hf"}  # columns of the terminal
 _KINDS = 3  # of names, printed for an oracle
 
 
 def rows_of(parts: Sequence[RunResult]) -> list[str]:
     """What was asked, in order; before all else, whether the run came to its end."""
-    return [RUN, *dict.fromkeys(oracle for part in parts for oracle in part.oracles)]
+    asked = {oracle for part in parts for oracle in part.oracles}
+    return [RUN, *(oracle for oracle in ORACLES if oracle in asked)]
 
 
 def sentence(row: str) -> str:
@@ -40,10 +46,16 @@ def print_oracles() -> None:
 
 def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     """A line an oracle; below it what fails, with its likely cause, and at the end where to begin."""
-    grid = Grid("oracle", "holds if", *(part.name for part in parts), title=Text(f"{model} on {plan.axes}"))
-    for oracle in rows_of(parts):
-        grid.add_row(oracle, sentence(oracle), *(_styled(cell(part, oracle)) for part in parts))
     console = Console()
+    grid = Grid(box=None, pad_edge=False, expand=True, title=Text(f"{model} on {plan.axes}"), title_justify="left")
+    grid.add_column("", width=3)
+    for part in parts:
+        title = SHORT.get(part.name, part.name)
+        grid.add_column(title, no_wrap=True, width=max(len(title), *(len(cell(part, row)) for row in rows_of(parts))))
+    grid.add_column("compared, and how far off the worst is", no_wrap=True, overflow="ellipsis", ratio=1)
+    for oracle in rows_of(parts):
+        cells = (_styled(cell(part, oracle)) for part in parts)
+        grid.add_row(oracle, *cells, Text(figure(parts, oracle)))
     if changed := shrunk(plan):
         sizes = ", ".join(f"{name} {'unset' if was is None else was} -> {now}" for name, (was, now) in changed.items())
         console.print(f"Verified a small random model instead ({sizes}). Use --full for the real one.", soft_wrap=True)
@@ -58,6 +70,18 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
     for text in filter(None, (beginning(parts), unproven(plan))):
         console.print(text, soft_wrap=True, markup=False)
+
+
+def figure(parts: Sequence[RunResult], oracle: str) -> str:
+    """What an oracle compared, and how near it came to what is allowed, in the first run that asked it."""
+    for part in parts:
+        if margins := margins_of(part, oracle):
+            return str(max(margins, key=lambda margin: (margin.allowed > 0, margin.share, margin.count)))
+    return ""
+
+
+def margins_of(part: RunResult, oracle: str) -> list[Margin]:
+    return [margin for margin in part.margins if margin.oracle == oracle]
 
 
 def shrunk(plan: Plan) -> dict[str, tuple[Any, int]]:
@@ -95,16 +119,8 @@ def beginning(parts: Sequence[RunResult]) -> str:
 
 
 def unproven(plan: Plan) -> str:
-    """What this run says nothing of."""
-    if plan.kind == WEIGHTS:
-        return ""
-    if "float64" not in plan.options.dtypes:
-        return "not the proof: that is float64, which --dtypes leaves out"
-    if plan.axes.world == 1:
-        return "one process against itself: give a mesh, as in --mesh fsdp=2,tp=2"
+    """What this run says nothing of, in a line."""
     left = untried(plan)
-    if _idle(plan):
-        left[0] += f" (try --mesh {_other_mesh(plan)})"
     return f"not tried: {'; '.join(left)}" if left else ""
 
 
@@ -123,12 +139,19 @@ def _other_mesh(plan: Plan) -> str:
 
 
 def untried(plan: Plan) -> list[str]:
-    """Of what can be trained, what the oracles did not see."""
+    """Of what can be trained, what the oracles did not see. It stands on every output."""
     if plan.kind == WEIGHTS:
-        return []
-    idle = _idle(plan)
-    balance = plan.blueprint.balance
-    left = [f"{', '.join(idle)}, of size 1 here"] if idle else []
+        return ["all but the loading of weights"]
+    idle, balance = _idle(plan), plan.blueprint.balance
+    left = []
+    if plan.axes.world == 1:
+        left.append(f"a mesh: one process was compared with itself (try --mesh {_other_mesh(plan)})")
+    elif idle:
+        left.append(f"{', '.join(idle)}, of size 1 here (try --mesh {_other_mesh(plan)})")
+    if "float64" not in plan.options.dtypes:
+        left.append("the proof: that is float64, which --dtypes leaves out")
+    if plan.options.against != TRANSFORMERS:
+        left.append("M1, that one process agrees with transformers (--against none)")
     if balance.num_experts and not balance.coefficient:
         left.append("the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)")
     elif balance.num_experts:
@@ -139,14 +162,17 @@ def untried(plan: Plan) -> list[str]:
 
 
 def cell(part: RunResult, row: str) -> str:
+    """ "": not asked. "-": not answered, since the run stopped before."""
     found = found_by(part, row)
-    if row != RUN and found_by(part, RUN):
-        return "-"
-    return f"FAILS ({len(found)})" if found else "pass"
+    if row != RUN and row not in part.oracles:
+        return ""
+    if found:
+        return f"FAILS ({len(found)})"
+    return "pass" if row == RUN or row in part.ended else "-"
 
 
 def _styled(text: str) -> Text:
-    return Text(text, style={"pass": "green", "-": ""}.get(text, "bold red"))
+    return Text(text, style={"pass": "green", "-": "", "": ""}.get(text, "bold red"))
 
 
 def found_by(part: RunResult, oracle: str) -> list[Finding]:
@@ -160,6 +186,8 @@ def as_json(model: str, plan: Plan, parts: Sequence[RunResult]) -> dict[str, Any
         "ranks": plan.axes.world,
         "head": plan.options.head,
         "ok": not any(part.findings for part in parts),
+        "about": about(plan.options.seed),
+        "planted": plan.options.plant,
         "shrunk": shrunk(plan),
         "untried": untried(plan),
         "runs": [
@@ -168,6 +196,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[RunResult]) -> dict[str, Any
                 "seconds": round(part.seconds, 2),
                 "notes": list(part.notes),
                 "oracles": {row: _rows(part, row) for row in rows_of([part])},
+                "margins": {row: [asdict(margin) for margin in margins_of(part, row)] for row in rows_of([part])},
             }
             for part in parts
         ],
@@ -175,7 +204,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[RunResult]) -> dict[str, Any
 
 
 def _rows(part: RunResult, row: str) -> list[dict[str, str]] | None:
-    """None: it did not run, since a rank stopped before."""
+    """None: it was not answered, since a rank stopped before."""
     if cell(part, row) == "-":
         return None
-    return [{"name": f.name, "what": f.what} for f in found_by(part, row)]
+    return [{"name": f.name, "what": f.what, "guess": f.guess} for f in found_by(part, row)]

@@ -7,7 +7,7 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-_WIDTH = 36
+_WIDTH, ODD = 36, 37
 _WIDTHS = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
@@ -16,24 +16,25 @@ _WIDTHS = {
 }
 
 
-def shrink(config: Json, tp: int) -> dict[str, Any]:
-    """Widths and depth become small. Head counts, experts and everything else stay."""
+def shrink(config: Json, tp: int, width: int = 0) -> dict[str, Any]:
+    """Widths and depth become small. Head counts, experts and everything else stay. `width` 0: one that every family
+    can have."""
     if "text_config" in config:
-        return {**config, "text_config": _shrink(config["text_config"], tp)}
-    return _shrink(config, tp)
+        return {**config, "text_config": _shrink(config["text_config"], tp, width)}
+    return _shrink(config, tp, width)
 
 
-def _shrink(text: Json, tp: int) -> dict[str, Any]:
+def _shrink(text: Json, tp: int, width: int) -> dict[str, Any]:
     out = dict(text)
     out.update({name: width for name, width in _WIDTHS.items() if name in out})
     out["vocab_size"] = _uneven(131, tp)
     if "intermediate_size" in out:
-        out["intermediate_size"] = -(-44 // tp) * tp
+        out["intermediate_size"] = (43 // tp | 1) * tp  # of each rank an odd number
     rope = text.get("rope_parameters") or {}
     whole = (rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0) == 1.0
     out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
     heads = out["num_attention_heads"]
-    out["hidden_size"] = -(-_WIDTH // heads) * heads  # some families want the heads to divide it
+    out["hidden_size"] = width or -(-_WIDTH // heads) * heads  # some families want the heads to divide it
     depth = _depth(text)
     out["num_hidden_layers"] = depth
     if text.get("layer_types"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,13 +15,16 @@ from ..axes import Axes
 from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, gather, load, losses
 from ..mesh import Mesh
+from ..ops import delta, loss
 from ..parallel import Savings
 from ..weights import whole_tensors
+from . import plain
+from .data import Data
 from .diagnose.forward import scores_of, watched
+from .findings import Notes
 
 LR = 1e-3
-
-DataOf = Callable[[int], list[Batch]]  # a data rank's micro-batches
+MAX_NORM = 1.0  # norms of small models lie above and below it
 
 
 @dataclass(frozen=True)
@@ -43,28 +47,39 @@ TOLERANCES = {
 class Trial:
     source: Path
     axes: Axes
-    data: DataOf
+    data: Data
     head: str = "lm"
     dtype: torch.dtype = torch.float64
     steps: int = 3
     savings: Savings = Savings()
+    keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
 
     @property
     def tolerance(self) -> Tolerance:
         return TOLERANCES[self.dtype]
 
+    @property
+    def loss(self) -> losses.Loss:
+        return squared_errors if self.head == "value" else losses.cross_entropy
+
     def engine(self, mesh: Mesh) -> Engine:
         model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings)
-        loss = squared_errors if self.head == "value" else losses.cross_entropy
-        return Engine(model, lr=LR, loss=loss)
+        return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM)
 
-    def batches(self, model: Model) -> list[Batch]:
-        return self.data(model.mesh.axes.data_rank(model.mesh.rank))
+    def batches(self, model: Model, step: int) -> list[Batch]:
+        return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
 
-    def all_batches(self) -> list[Batch]:
+    def all_batches(self, step: int = 0) -> list[Batch]:
         """The whole step for one process: each micro-batch of all data ranks as one longer stream, since the router's
-        aux loss is pooled over them."""
-        return [_merged(each) for each in zip(*map(self.data, range(self.axes.num_data_ranks)), strict=True)]
+        aux loss is pooled over them. It has hardly any filler, so that filler which counts shows."""
+        ranks = (self.data(rank, step) for rank in range(self.axes.num_data_ranks))
+        merged = [_merged(each) for each in zip(*ranks, strict=True)]
+        return [_merged([each], max(map(len, merged))) for each in merged]
+
+
+def schedule(step: int) -> float:
+    """Neither constant nor monotonous, so that the lr of another step shows."""
+    return LR * (1.0, 0.6, 1.3)[step % 3]
 
 
 def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
@@ -74,34 +89,56 @@ def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """What one process finds, in the same precision."""
+class StepOf:
+    """What one process finds in a step."""
 
-    losses: Sequence[float]  # of the first steps
-    norm: float  # of the first gradient
-    grads: dict[str, Tensor]  # of the first step, by Hugging Face name
-    alone: Sequence[Tensor]  # scores of each document of the first batch, run alone
-    prints: dict[str, Tensor]  # what every part gave out for them, by part
-    sums: Sequence[Sequence[tuple[float, float]]]  # by data rank and micro-batch: loss terms and weight, without aux
-    aux: tuple[float, dict[str, Tensor]]  # the router's part of the first loss, and of its gradients (if any)
-    loads: Tensor  # [layers of experts, experts]: tokens that each got in the first step
-    trained: dict[str, Tensor]  # in float64: the weights after the steps, by Hugging Face name, unrounded
+    loss: float
+    norm: float  # before clipping
+    loads: Tensor  # [layers of experts, experts]: tokens that each got
+    grads: dict[str, Tensor]  # by Hugging Face name
+    weights: dict[str, Tensor] = field(default_factory=dict)  # after the update, by the same, in float64 and unrounded
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process finds, in the same precision. Gradients or weights that were not kept are empty."""
+
+    steps: Sequence[StepOf]
+    alone: Sequence[Sequence[Tensor]] = ()  # scores of each document of data rank 0, run alone, by batch
+    prints: Sequence[dict[str, Tensor]] = ()  # what every part gave out for them, by batch and part
+    sums: Sequence[Sequence[tuple[float, float]]] = ((),)  # by data rank and batch: loss terms and weight, without aux
+    aux: tuple[float, dict[str, Tensor]] = (0.0, {})  # the router's part of the first loss, and of its gradients
+    notes: Notes = field(default_factory=Notes)  # what is wrong with one process already
 
 
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
-    engine = replace(trial, savings=Savings()).engine(Mesh(device="cpu"))
-    alone, prints = _alone(trial, engine.model)
-    sums, aux = _sums(trial, engine), _aux(trial, engine)
-    batches, found, norm, grads, loads = trial.all_batches(), [], 0.0, {}, torch.zeros(0)
-    for step in range(trial.steps):
-        found.append(engine.backward(batches))
-        if step == 0:
-            grads, loads = gather(engine.model, "grad"), engine.router.load_LE
-        norm_here = engine.update()
-        norm = norm if step else norm_here
-    trained = unrounded(engine.model) if trial.dtype == torch.float64 else {}
-    return Reference(found, norm, grads, alone, prints, sums, aux, loads, trained)
+    with other_chunks():
+        engine = replace(trial, savings=Savings()).engine(Mesh(device="cpu"))
+        alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.data(0, 0)), strict=True)
+        sums, aux = _sums(trial, engine), _aux(trial, engine)
+        before = unrounded(engine.model) if trial.keeps_all else {}
+        steps = [_step(trial, engine, step) for step in range(trial.steps)]
+    return Reference(steps, alone, prints, sums, aux, plain.notes_of(trial, engine, before, steps, sums, aux[0]))
+
+
+@contextmanager
+def other_chunks() -> Iterator[None]:
+    """Chunks begin elsewhere than on the mesh, so that what is wrong at their bounds differs."""
+    kept = delta.CHUNK, loss.CHUNK
+    delta.CHUNK, loss.CHUNK = 48, 777
+    try:
+        yield
+    finally:
+        delta.CHUNK, loss.CHUNK = kept
+
+
+def _step(trial: Trial, engine: Engine, step: int) -> StepOf:
+    value = engine.backward(trial.all_batches(step))
+    grads = gather(engine.model, "grad") if trial.keeps_all or step == 0 else {}
+    loads, norm = engine.router.load_LE, engine.update()
+    kept = trial.dtype == torch.float64 and (trial.keeps_all or step == trial.steps - 1)
+    return StepOf(value, norm, loads, grads, unrounded(engine.model) if kept else {})
 
 
 def unrounded(model: Model) -> dict[str, Tensor]:
@@ -111,9 +148,9 @@ def unrounded(model: Model) -> dict[str, Tensor]:
     return {key.name: tensor for key, tensor in streamed}
 
 
-def _alone(trial: Trial, model: Model) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _alone(model: Model, batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:
     scores, prints = [], []
-    for one in documents_of(trial.data(0)[0]):
+    for one in documents_of(batch):
         with watched(model) as seen:
             scores.append(scores_of(model, one))
         prints.append(seen.prints)
@@ -121,10 +158,15 @@ def _alone(trial: Trial, model: Model) -> tuple[list[Tensor], dict[str, Tensor]]
 
 
 def _sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
-    """With these it can be told what a wrong loss was divided by."""
-    ranks = [trial.data(rank) for rank in range(trial.axes.num_data_ranks)]
-    weighed = [[(b, weight_of(b)) for b in batches] for batches in ranks]
-    return [[(engine.evaluate([b]) * weight, weight) for b, weight in batches] for batches in weighed]
+    """The terms of the loss and their weights, added up here from what the model says of each token."""
+    return [[_sum(trial, engine, batch) for batch in trial.data(rank, 0)] for rank in range(trial.axes.num_data_ranks)]
+
+
+def _sum(trial: Trial, engine: Engine, batch: Batch) -> tuple[float, float]:
+    scores_T = scores_of(engine.model, batch)
+    terms_T = squared_errors({"values": scores_T}, batch.fields) if trial.head == "value" else -scores_T
+    weight_T = batch.fields.get("weight", torch.ones(len(batch))).double() * (batch.labels != IGNORE)
+    return float((terms_T.double() * weight_T).sum()), float(weight_T.sum())
 
 
 def weight_of(batch: Batch) -> float:
@@ -136,10 +178,10 @@ def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
     if not engine.router.balance.coefficient:
         return 0.0, {}
     kept, engine.loss = engine.loss, lambda scores, fields: kept(scores, fields) * 0.0
-    loss, grads = engine.backward(trial.all_batches()), gather(engine.model, "grad")
+    value, grads = engine.backward(trial.all_batches()), gather(engine.model, "grad")
     engine.discard()
     engine.loss = kept
-    return loss, grads
+    return value, grads
 
 
 def documents_of(batch: Batch) -> list[Batch]:
@@ -148,8 +190,8 @@ def documents_of(batch: Batch) -> list[Batch]:
     return [pack([batch.tokens[a:b].tolist()], [batch.labels[a:b].tolist()]) for a, b in pairwise(bounds)]
 
 
-def _merged(batches: Sequence[Batch]) -> Batch:
-    """One stream of the documents of all, their filler at its end."""
+def _merged(batches: Sequence[Batch], length: int | None = None) -> Batch:
+    """One stream of the documents of all, without their filler."""
     documents: list[list[int]] = []
     labels: list[list[int]] = []
     fields: dict[str, list[Tensor]] = {name: [] for name in batches[0].fields}
@@ -160,4 +202,4 @@ def _merged(batches: Sequence[Batch]) -> Batch:
             labels.append(batch.labels[a:b].tolist())
             for name, values in batch.fields.items():
                 fields[name].append(values[a:b])
-    return pack(documents, labels, length=sum(map(len, batches)), fields=fields)
+    return pack(documents, labels, length=length, fields=fields)

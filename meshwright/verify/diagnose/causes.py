@@ -27,16 +27,16 @@ class Suspect:
     tied: bool = False
 
 
-def cause_of(s: Suspect, known: str = "") -> str:
-    """`known`: what is wrong already, which explains it."""
+def cause_of(s: Suspect) -> tuple[str, str]:
+    """What is wrong, and a guess of why."""
     found, reference = s.found.double().flatten(), s.reference.double().flatten()
     norm = reference.norm().item()
     if found.shape != reference.shape:
-        return f"{found.numel()} elements, one process has {reference.numel()}"
+        return f"{found.numel()} elements, one process has {reference.numel()}", ""
     if norm == 0:
-        return f"norm {found.norm().item():.3g}, but no token of the step reaches it: it must be zero"
+        return f"norm {found.norm().item():.3g}, but no token of the step reaches it: it must be zero", ""
     said = f"off by {(found - reference).norm().item() / norm:.1e} of its norm, ratio {found.norm().item() / norm:.6g}"
-    return f"{said}: {known or _guess(s, found, reference, norm)}"
+    return said, _guess(s, found, reference, norm)
 
 
 def _guess(s: Suspect, found: Tensor, reference: Tensor, norm: float) -> str:
@@ -45,6 +45,8 @@ def _guess(s: Suspect, found: Tensor, reference: Tensor, norm: float) -> str:
     ratio = (found @ reference).item() / norm**2
     if _close(found, ratio * reference, norm) and abs(ratio - 1) > _CLOSE:
         return scale(ratio, s.axes, s.summed)
+    if _close(found, reference, norm):  # every guess below would fit
+        return "rounding to a narrower dtype on its way, or a small part of it that is lost"
     for axes, once_more in s.retried.items():
         if _close(once_more.double().flatten(), reference):
             return f"one rank's share of it, a sum over {axes} is missing"

@@ -15,7 +15,7 @@ from .causes import Suspect
 
 
 def suspects(
-    model: Model, found: Mapping[str, Tensor], wrong: Sequence[Sequence[str]], reference: Reference
+    model: Model, found: Mapping[str, Tensor], wrong: Sequence[Sequence[str]], reference: Reference, step: int
 ) -> dict[str, Suspect]:
     """By key, those nearest to the loss first. Every rank calls it; rank 0 knows what is wrong."""
     again = {axis: _summed_again(model, {axis}) for axis in _live(model)}
@@ -29,9 +29,10 @@ def suspects(
         whole = lambda grads, keys=keys: torch.cat([grads[k].double().flatten() for k in keys])  # noqa: E731 - short
         copies = " and ".join(axis for axis in placed[names[keys[0]]].copies if axis in again)
         retried = {axis: whole(grads) for axis, grads in again.items()}
+        due = whole(reference.steps[step].grads)
         out[keys[0]] = Suspect(
-            whole(found), whole(reference.grads), model.mesh.axes, summed, {**retried, copies: whole(over_all)},
-            whole(reference.aux[1]) if reference.aux[1] else None, model.table[names[keys[0]]].tied,
+            whole(found), due, model.mesh.axes, summed, {**retried, copies: whole(over_all)},
+            whole(reference.aux[1]) if reference.aux[1] and step == 0 else None, model.table[names[keys[0]]].tied,
         )  # fmt: skip
     return out
 
@@ -71,11 +72,11 @@ def _axes_of(model: Model, wrong: set[str]) -> list[str]:
     return list(dict.fromkeys(axis for axis, num in fits if num == fewest)) or _live(model)
 
 
-def where(model: Model, made: Mapping[str, Suspect], reference: Reference) -> str:
+def where(model: Model, made: Mapping[str, Suspect], grads: Mapping[str, Tensor]) -> str:
     """What all the wrong ones say together."""
     made_of = blocks_by_key(model.table, model.keymap.choice)
     wrong = {made_of[key][0][0].name for key in made}
-    used = {made_of[key][0][0].name for key, grad in reference.grads.items() if grad.any()}
+    used = {made_of[key][0][0].name for key, grad in grads.items() if grad.any()}
     return _kind(model, wrong, used) or _begins(model, wrong, used)
 
 

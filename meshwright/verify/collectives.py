@@ -1,0 +1,130 @@
+"""The oracles of what ranks send: nothing while they load, the same on all ranks, and just what the bill says."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..axes import DENSE, Sum
+from ..engine import Engine
+from ..engine.bill import step_bill
+from ..layout import Charge
+from ..mesh import Mesh
+from .findings import Finding
+from .recorder import Seen
+from .run import Findings, Run
+
+
+def l1_silent_load(run: Run) -> Findings:
+    """Loading issues no collective."""
+    run.measured("L1", "collectives", len(run.loading))
+    yield from silent(run.loading)
+
+
+def silent(loading: list[Seen]) -> Findings:
+    yield from (Finding("L1", seen.op, f"loading issued an {seen}") for seen in loading)
+
+
+def c1_collectives(run: Run) -> Findings:
+    """The ranks of a group issue the same operations in the same order."""
+    model = run.model
+    mine = [f"{seen.op}{seen.ranks}" for seen in run.stepping]
+    all_seen: list[list[str]] = [[] for _ in range(model.mesh.axes.world)]
+    dist.all_gather_object(all_seen, mine)
+    for group in {seen.ranks for seen in run.stepping}:
+        here = [s for s in mine if s.endswith(str(group))]
+        for other in group:
+            there = [s for s in all_seen[other] if s.endswith(str(group))]
+            if there != here:
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there))
+                )
+                yield Finding("C1", str(list(group)), f"ranks {model.mesh.rank} and {other} part at collective {at}")
+    run.measured("C1", "collectives of all ranks", len(mine))
+
+
+def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
+    """The collectives of a step are those of the bill: how many, among whom, how many bytes. So is what is stored."""
+    yield from _stored_as_billed(run)
+    mesh, bill = run.model.mesh, step_bill(run.model, tokens, num_batches)
+    due: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    paid, due_bytes, paid_bytes = due.copy(), due.copy(), due.copy()
+    for charge in bill:
+        key = (charge.op, mesh.axes.group(mesh.rank, charge.axes))
+        due[key] += charge.count
+        due_bytes[key] += charge.count * charge.num_bytes
+    for seen in run.stepping:
+        paid[seen.op, seen.ranks] += 1
+        paid_bytes[seen.op, seen.ranks] += seen.num_bytes
+    for op, ranks in sorted(due.keys() | paid.keys(), key=lambda key: (paid[key] - due[key], key)):
+        if due[op, ranks] != paid[op, ranks]:
+            more = paid[op, ranks] - due[op, ranks]
+            hint = f": {more} that nobody declared" if more > 0 else f": {-more} left out on all of them"
+            apart = _places_apart(run, bill, op, ranks)
+            yield Finding("K1", op, f"{paid[op, ranks]} {_among(mesh, ranks, bill)} {due[op, ranks]}{hint}{apart}")
+        elif op != "all_to_all" and due_bytes[op, ranks] != paid_bytes[op, ranks]:
+            yield Finding("K1", op, f"{paid_bytes[op, ranks]} bytes {_among(mesh, ranks, bill)} {due_bytes[op, ranks]}")
+    # What a rank of experts receives depends on the router: those bytes are compared as a sum over all ranks.
+    both = [sum(n for (op, _), n in c.items() if op == "all_to_all") for c in (due_bytes, paid_bytes)]
+    want, got = mesh.sum_(torch.tensor(both, device=mesh.device), Sum("bytes of all-to-alls", DENSE)).tolist()
+    if want != got and mesh.rank == 0:
+        yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
+    run.measured("K1", "collectives of all ranks, in number and bytes", len(run.stepping))
+
+
+def _stored_as_billed(run: Run) -> Findings:
+    rank, due = run.model.mesh.rank, Counter(dict.fromkeys(run.stored, 0))
+    for stored in run.model.need().stored(rank):
+        due[stored.what] += stored.num_bytes
+    for what, num_bytes in run.stored.items():
+        if num_bytes != due[what]:
+            yield Finding("K1", what, f"{num_bytes} bytes on rank {rank}, the bill says {due[what]}")
+
+
+def _among(mesh: Mesh, ranks: tuple[int, ...], bill: Sequence[Charge]) -> str:
+    """A group of ranks, and the axes that the bill knows it by."""
+    over = {c.axes for c in bill if mesh.axes.group(mesh.rank, c.axes) == ranks}
+    live = {" x ".join(a for a in axes if mesh.axes.size_of(a) > 1) for axes in over}
+    return f"among ranks {list(ranks)} ({' or '.join(sorted(live)) or 'no group of the bill'}), the bill says"
+
+
+def _places_apart(run: Run, bill: Sequence[Charge], op: str, ranks: tuple[int, ...]) -> str:
+    """At which doors, or sums of the engine, the collectives of one kind are too few or too many; layers alike are one.
+    What FSDP does has no place."""
+    mesh, more = run.model.mesh, Counter[str]()
+    places = {place_of(charge.what) for charge in bill} - {
+        unit.name or "root" for unit in run.model.blueprint.spec.units
+    }
+    for charge in bill:
+        if place_of(charge.what) in places and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):
+            more[same_kind(place_of(charge.what))] -= charge.count
+    for seen in run.stepping:
+        if place_of(seen.at) in places and (seen.op, seen.ranks) == (op, ranks):
+            more[same_kind(place_of(seen.at))] += 1
+    told = ", ".join(f"{name} {num:+}" for name, num in sorted(more.items()) if num)
+    return f" ({told})" if told else ""
+
+
+def place_of(name: str) -> str:
+    """The door, or the sum of the engine, of a charge or of where a rank stood."""
+    return name.removeprefix(" at ").partition(",")[0]
+
+
+def same_kind(name: str) -> str:
+    """A name with its numbers marked: the same for all layers and experts."""
+    return re.sub(r"\d+", "*", name)
+
+
+def stored_bytes(engine: Engine) -> dict[str, int]:
+    """Between backward and update, when gradients are there."""
+    kept = {"parameters": engine.model.stored(), "gradients": engine.model.grads()}
+    return {what: sum(t.nbytes for t in tensors.values()) for what, tensors in kept.items()}
+
+
+def moment_bytes(engine: Engine) -> int:
+    """After the first update, which makes the moments."""
+    return sum(m.nbytes for both in engine.optimizer.moments.values() for m in both)

@@ -1,0 +1,113 @@
+"""Bugs to plant, so that a user can see an oracle fail: `meshwright verify MODEL --mesh ... --plant NAME`.
+
+Each is one that was reported of a training engine. It is planted in the ranks of the mesh alone, which are processes of
+their own and end with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import parallel
+from ..engine import engine as engine_module
+from ..engine import terms
+from ..errors import ConfigError
+from ..models import decoder
+from ..optim import AdamW
+from ..weights import load as loading
+
+
+@dataclass(frozen=True)
+class Bug:
+    what: str
+    axes: tuple[str, ...]  # it shows where one of them is larger than 1; anywhere if none is named
+    plant: Callable[[], None]
+
+
+def _sum_left_out() -> None:
+    parallel.finish = lambda *_: None
+
+
+def _averaged() -> None:
+    real = parallel.finish
+
+    def averaged(grads: Any, mesh: Any) -> None:
+        grads = list(grads)
+        real(grads, mesh)
+        for axes, grad in grads:
+            grad.div_(mesh.size_of(axes) if axes else 1)
+
+    parallel.finish = averaged
+
+
+def _copies_counted() -> None:
+    real = engine_module.squares
+    engine_module.squares = lambda grads, owned, device: real(grads, {*grads} | set(owned), device)  # type: ignore[call-overload]
+
+
+def _rows_permuted() -> None:
+    real = loading.Reader.fill
+
+    def fill(self: Any, layout: Any, piece: Any, stored: Tensor) -> None:
+        real(self, layout, piece, stored)
+        if dist.get_rank() == dist.get_world_size() - 1 and stored.dim() > 1:
+            stored.copy_(stored.flip(0))
+
+    loading.Reader.fill = fill  # type: ignore[method-assign]
+
+
+def _leak() -> None:
+    real = decoder.Decoder.forward
+
+    def leaky(self: Any, tokens_T: Tensor, *more: Any) -> tuple[Tensor, ...]:
+        labels_T, _, want = more
+        return real(self, tokens_T, labels_T, decoder.ops.documents([len(tokens_T)], tokens_T.device), want)
+
+    decoder.Decoder.forward = leaky  # type: ignore[method-assign, assignment]
+
+
+def _mean_of_means() -> None:
+    real = engine_module.Engine._share
+
+    def share(self: Any, batch: Any, scores: Any, step: Any) -> Tensor:
+        num = step.num_batches * self.model.mesh.num_data_ranks
+        return real(self, batch, scores, step) * step.weight / (max(1, batch.num_targets) * num)
+
+    engine_module.Engine._share = share  # type: ignore[method-assign]
+
+
+def _update_lost() -> None:
+    real = AdamW.step
+
+    def step(self: Any, stored: Any, grads: Any, lr: float) -> None:
+        real(self, {name: t.clone() if i == 0 else t for i, (name, t) in enumerate(stored.items())}, grads, lr)
+
+    AdamW.step = step  # type: ignore[method-assign]
+
+
+def _weights_ignored() -> None:
+    terms.WEIGHT = "another field"
+
+
+BUGS: dict[str, Bug] = {
+    "sum-left-out": Bug("gradients that FSDP does not sum are not summed", ("tp",), _sum_left_out),
+    "averaged": Bug("they are averaged instead of summed", ("tp",), _averaged),
+    "copies-counted": Bug("the gradient norm counts copies too", ("tp", "replicate"), _copies_counted),
+    "rows-permuted": Bug("the last rank loads the rows of its matrices in another order", (), _rows_permuted),
+    "leak": Bug("packed documents see each other", (), _leak),
+    "mean-of-means": Bug("the loss is the mean of the micro-batches' means", (), _mean_of_means),
+    "update-lost": Bug("one parameter is updated in a copy", (), _update_lost),
+    "weights-ignored": Bug("the weights of tokens are only counted", (), _weights_ignored),
+}
+
+
+def bug(name: str) -> Bug:
+    if name not in BUGS:
+        known = "; ".join(f"{name}: {bug.what}" for name, bug in BUGS.items())
+        raise ConfigError(f"--plant {name!r} is unknown; choose from {known}")
+    return BUGS[name]
