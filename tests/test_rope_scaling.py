@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from copy import deepcopy  # transformers writes into the fields that it is given
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,9 @@ def test_logits_and_gradients(tmp_path: Path, name: str) -> None:
     """Of every type, in two worlds for all of them."""
     shallow = SHALLOW if name.startswith("qwen3_5") else {}
     changes = {kind: {"rope_parameters": parameters(name, kind), **shallow} for kind in SCALED}
-    sources = {kind: tiny.directory(tmp_path / kind, name, **deepcopy(changes[kind])) for kind in SCALED}
+    sources = {kind: tiny.directory(tmp_path / kind, name, **changes[kind]) for kind in SCALED}
     found = worlds.in_turn(1, {kind: partial(ours, sources[kind]) for kind in SCALED})
-    expected = worlds.in_turn(1, {kind: partial(theirs, name, deepcopy(changes[kind])) for kind in SCALED})
+    expected = worlds.in_turn(1, {kind: partial(theirs, name, changes[kind]) for kind in SCALED})
     for kind in SCALED:
         agree(found[kind][0], expected[kind][0])
 
@@ -72,14 +71,14 @@ SPELLED: dict[str, tuple[str, Fields]] = {
 
 @pytest.mark.parametrize(("name", "changes"), SPELLED.values(), ids=SPELLED.keys())
 def test_spelled_as_in_files(tmp_path: Path, name: str, changes: Fields) -> None:
-    source = tiny.directory(tmp_path / "m", name, **deepcopy(changes))
-    agree(worlds.run(1, ours, source)[0], worlds.run(1, theirs, name, deepcopy(changes))[0])
+    source = tiny.directory(tmp_path / "m", name, **changes)
+    agree(worlds.run(1, ours, source)[0], worlds.run(1, theirs, name, changes)[0])
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("qwen3", dict(tp=2)), ("qwen3_5", dict(fsdp=2))])
 def test_every_oracle_on_a_mesh(tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
-    rope = deepcopy(parameters(name, "yarn"))
-    source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16, rope_parameters=rope)
+    changes = {"rope_parameters": parameters(name, "yarn")}
+    source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16, **changes)
     assert trials.findings(trials.trial(source, mesh)) == []
 
 
@@ -110,6 +109,12 @@ def test_a_shrunk_model_is_scaled_too(card: Fields) -> None:
     assert math.isclose(scaled.attention, 0.1 * math.log(4) + 1)
     sines = [rope_tables(torch.arange(72), rotary)[1] for rotary in (scaled, plain)]
     assert (sines[0] / scaled.attention - sines[1]).abs().max() > 1e-3
+
+
+def test_a_shrunk_head_can_be_rotated_in_part() -> None:
+    """Wherever the config says which part."""
+    for where in ("rope_scaling", "rope_parameters"):
+        assert shrink(tiny.of("phi3", **{where: {"partial_rotary_factor": 0.5}}), 1)["head_dim"] == 16
 
 
 YARN = SCALED["yarn"]
