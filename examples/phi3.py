@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from meshwright import ops
 from meshwright.layout import ENTER, LEAVE, Block, Box, Door, Layout, Span
 from meshwright.models import FAMILIES, Family
-from meshwright.models.config import Json, divides, group, refuse, take
+from meshwright.models.config import Json, divides, refuse, take
 from meshwright.models.decoder import Decoder, Layer, Rope, Shape
 from meshwright.models.linear import ALL, Linear, joined
 from meshwright.models.qwen3 import Heads, depth_of, heads_of, shape_of
+from meshwright.models.rope import rotary_of
 
 REFUSED = {  # fields that would change the numbers, and the values that this file computes
     "hidden_act": ("silu",),
@@ -27,8 +28,8 @@ def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, REFUSED)
     width, num_heads = take(config, "hidden_size", int), take(config, "num_attention_heads", int)
     heads = heads_of(config, default_head=divides("num_attention_heads", num_heads, "hidden_size", width))
-    turned = take({**config, **group(config, "rope_parameters")}, "partial_rotary_factor", float, 1.0)
-    shape = shape_of({"rms_norm_eps": 1e-5, **config}, rope_dim=int(heads.head * turned))
+    rotary = rotary_of(config, heads.head, partial=1.0, scaled=False)  # transformers takes yarn for longrope here
+    shape = shape_of({"rms_norm_eps": 1e-5, **config}, rotary)
     ffn = take(config, "intermediate_size", int)
 
     def layer(at: str) -> Layer:

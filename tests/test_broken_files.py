@@ -47,7 +47,7 @@ def test_broken_files(tmp_path: Path, change: Callable[[bytes], bytes], pattern:
         ({"model_type": "llama"}, r"model_type='llama'"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu'"),
         ({"attention_bias": True}, r"attention_bias=True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"rope_type='yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, r"rope_type='dynamic'"),
         ({"num_key_value_heads": 3}, words("num_key_value_heads=3", "num_attention_heads=4")),
         ({"vocab_size": None}, r"\bno 'vocab_size'"),
         ({"vocab_size": "many"}, words("vocab_size='many'", r"\bint\b")),

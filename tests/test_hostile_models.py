@@ -71,14 +71,6 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
         dict(model_type="qwen3_moe", mlp_only_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8),
         r"mlp_only_layers=1\b.*\blist\b",
     ),
-    "scaled rope beside a section": (
-        dict(rope_parameters={"rope_type": "yarn", "mrope_section": [1, 1, 0]}),
-        words("rope_type='yarn'", "rope_parameters"),
-    ),
-    "scaled rope beside a default one": (
-        dict(rope_parameters={"rope_type": "default"}, rope_scaling={"rope_type": "linear", "factor": 2}),
-        words("rope_type='linear'", "rope_scaling"),
-    ),
     "width of a string": (dict(hidden_size="36"), r"hidden_size='36'.*\bint\b"),
     "width of a float": (dict(hidden_size=36.0), r"hidden_size=36\.0.*\bint\b"),
     "width of a bool": (dict(hidden_size=True), r"hidden_size=True\b.*\bint\b"),

@@ -70,10 +70,13 @@ def test_logits_and_gradients(tmp_path: Path, name: str, changes: dict[str, Any]
 
 
 def compare(at: Path, name: str, changes: dict[str, Any]) -> None:
-    """The rules by which a family agrees with transformers."""
     source = tiny.directory(at / "m", name, **changes)
-    logits, grads, loss = worlds.run(1, ours, source)[0]
-    ref_logits, ref_grads, ref_loss = worlds.run(1, theirs, name, changes)[0]
+    agree(worlds.run(1, ours, source)[0], worlds.run(1, theirs, name, changes)[0])
+
+
+def agree(found: tuple[Tensor, dict[str, Tensor], float], expected: tuple[Tensor, dict[str, Tensor], Tensor]) -> None:
+    """The rules by which a family agrees with transformers."""
+    (logits, grads, loss), (ref_logits, ref_grads, ref_loss) = found, expected
     assert (logits - ref_logits).abs().max() <= 1e-5 * ref_logits.abs().max()
     assert kl(ref_logits, logits) <= 3e-7
     assert math.isclose(loss, ref_loss.item(), rel_tol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def of(name: str, **changes: Any) -> dict[str, Any]:
 
 def fresh(name: str, kind: str = "", **changes: Any) -> Any:
     """transformers' new model of an odd config. `kind`: "Sequence" or "Token" for a classifier."""
-    config = of(name, **changes)
+    config = deepcopy(of(name, **changes))  # transformers writes what it infers into the fields of RoPE
     make_config, make_model = CLASSES[config["model_type"]]
     if kind:
         make_model = getattr(transformers, f"{make_config.__name__.removesuffix('Config')}For{kind}Classification")

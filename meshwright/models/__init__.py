@@ -16,6 +16,7 @@ from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from .balance import Balance
 from .config import LABELS, Json, group
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Layer
+from .rope import GROUPS
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ def text_config(config: Json) -> Json:
             "config.json: tie_word_embeddings is false at the top, which transformers reads, and true in text_config; "
             "correct either"
         )
+    for name in GROUPS:
+        if group(config, name):
+            raise ConfigError(f"config.json: {name} at the top is read by nobody; move it into text_config")
     if tied is not None:  # transformers writes text_config's default, false, beside it
         text["tie_word_embeddings"] = tied
     labels = {name: config[name] for name in LABELS if config.get(name) is not None}

@@ -22,7 +22,6 @@ MOST = {
     "intermediate_size": 2**22, "moe_intermediate_size": 2**22, "shared_expert_intermediate_size": 2**22,
 }  # fmt: skip
 LARGEST = 2**31 - 1
-_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _MOST_EXPERTS = 2**16  # of all layers
 
 
@@ -61,22 +60,6 @@ def refuse(config: Json, supported: Mapping[str, tuple[Any, ...]]) -> None:
         if value is not None and value not in allowed:
             choices = " or ".join(repr(a) for a in allowed)
             raise ConfigError(f"config.json: {name}={value!r} is not supported; it must be {choices} or absent")
-
-
-def rope_field(config: Json, name: str, default: float) -> float:
-    """A number of RoPE, from `rope_scaling` or else `rope_parameters`, or from the top level (older files). Scaled
-    variants are refused."""
-    rope = {where: group(config, where) for where in ("rope_scaling", "rope_parameters")}
-    for where, fields in rope.items():
-        kind = fields.get("rope_type", fields.get("type", "default"))
-        if kind not in ("default", "mrope"):
-            raise ConfigError(f"config.json: rope_type={kind!r} of {where} is not supported; it must be 'default'")
-        unread = sorted(set(fields) - set(_ROPE))
-        if unread:  # one of each kind of layer, say: what nobody reads would be a wrong number
-            raise ConfigError(f"config.json: {unread[0]!r} of {where} is not supported; it holds {', '.join(_ROPE)}")
-    stated = rope["rope_scaling"] or rope["rope_parameters"]
-    value = stated.get(name) if stated.get(name) is not None else config.get(name)
-    return take({name: value}, name, float, default)
 
 
 def group(config: Json, name: str) -> Json:

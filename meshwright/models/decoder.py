@@ -26,8 +26,7 @@ class Shape:
     vocab: int
     width: int
     eps: float
-    rope_dim: int
-    rope_theta: float
+    rotary: ops.Rotary
     tied: bool
     std: float
     labels: Labels  # of a value head
@@ -185,9 +184,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str) -> tuple[Tensor, ...]:
         x_TD = self.embed(tokens_T)
-        rope = ops.rope_tables(
-            docs.positions_T, self.shape.rope_dim, self.shape.rope_theta, dtype=ops.upcast(x_TD[:0]).dtype
-        )
+        rope = ops.rope_tables(docs.positions_T, self.shape.rotary, dtype=ops.upcast(x_TD[:0]).dtype)
         for layer in self.layers:
             x_TD = layer(x_TD, rope, docs)
         scores = self.head(x_TD, labels_T, want, self.embed.weight if self.tied else None)

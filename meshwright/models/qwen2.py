@@ -5,6 +5,7 @@ from __future__ import annotations
 from .config import Json, divides, refuse, take
 from .decoder import Decoder
 from .qwen3 import PLAIN, dense, depth_of, heads_of, shape_of
+from .rope import rotary_of
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
@@ -13,5 +14,5 @@ def build(config: Json, at: str, head: str) -> Decoder:
         "num_attention_heads", take(config, "num_attention_heads", int), "hidden_size", take(config, "hidden_size", int)
     )
     heads = heads_of(config, default_head=width, normed=False, bias=True)
-    shape = shape_of(config, rope_dim=heads.head)
+    shape = shape_of(config, rotary_of(config, heads.head))
     return Decoder(shape, at, [lambda at: dense(shape, heads, config, at)] * depth_of(config), head)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Block, Box, Door, Layout, Span
-from .config import Json, divides, labels_of, listed, refuse, rope_field, take
+from .config import Json, divides, labels_of, listed, refuse, take
 from .decoder import Decoder, Layer, Norm, Rope, Shape
 from .linear import ALL, Linear, joined
+from .rope import rotary_of
 
 PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,),
@@ -31,13 +32,10 @@ class Heads:
     gated: bool = False  # the output, by a gate beside each query
 
 
-def shape_of(config: Json, *, rope_dim: int, zero_centred: bool = False) -> Shape:
-    if rope_dim % 2 or rope_dim < 2:
-        raise ConfigError(f"config.json: {rope_dim} dims of each head would be rotated; it must be an even number")
+def shape_of(config: Json, rotary: ops.Rotary, *, zero_centred: bool = False) -> Shape:
     return Shape(
         vocab=take(config, "vocab_size", int), width=take(config, "hidden_size", int),
-        eps=take(config, "rms_norm_eps", float, 1e-6),
-        rope_dim=rope_dim, rope_theta=rope_field(config, "rope_theta", 10000.0),
+        eps=take(config, "rms_norm_eps", float, 1e-6), rotary=rotary,
         tied=take(config, "tie_word_embeddings", bool, False), std=take(config, "initializer_range", float, 0.02),
         labels=labels_of(config), zero_centred=zero_centred,
     )  # fmt: skip
@@ -61,7 +59,7 @@ def depth_of(config: Json) -> int:
 def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, PLAIN)
     heads = heads_of(config, default_head=128)
-    shape = shape_of(config, rope_dim=heads.head)
+    shape = shape_of(config, rotary_of(config, heads.head))
     return Decoder(shape, at, [lambda at: dense(shape, heads, config, at)] * depth_of(config), head)
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, Declared, Door, Init, segments, weight
-from .config import Json, divides, listed, refuse, rope_field, take
+from .config import Json, divides, listed, refuse, take
 from .decoder import Decoder, Layer, Rope, Shape
 from .linear import ALL, Linear, joined
 from .qwen3 import MLP, PLAIN, Attention, heads_of, shape_of
+from .rope import rotary_of
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Mixer = Callable[[str], nn.Module]  # key prefix of the layer -> mixer
@@ -43,10 +44,7 @@ def backbone(config: Json) -> tuple[Shape, list[Mixer]]:
     """What the dense and the MoE models share: the shape, and how to make the mixer of each layer."""
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
-    rotated = rope_field(config, "partial_rotary_factor", 0.25)
-    if not 0 < rotated <= 1:
-        raise ConfigError(f"config.json: partial_rotary_factor={rotated}; it must be above 0 and at most 1")
-    shape = shape_of(config, rope_dim=int(heads.head * rotated), zero_centred=True)
+    shape = shape_of(config, rotary_of(config, heads.head, partial=0.25), zero_centred=True)
     make: dict[str, Mixer] = {
         LINEAR: lambda at: DeltaNet(shape, delta, at + "linear_attn."),
         FULL: lambda at: Attention(shape, heads, at + "self_attn."),

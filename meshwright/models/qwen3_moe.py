@@ -15,6 +15,7 @@ from .balance import Balance
 from .config import Json, listed, refuse, refuse_endless, take
 from .decoder import Decoder, Layer, Shape
 from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, shape_of
+from .rope import rotary_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Routing:
 def build(config: Json, at: str, head: str) -> Decoder:
     refuse(config, PLAIN)
     heads = heads_of(config, take(config, "hidden_size", int) // take(config, "num_attention_heads", int))
-    shape = shape_of(config, rope_dim=heads.head)
+    shape = shape_of(config, rotary_of(config, heads.head))
     routing = routing_of(config, renormalise=take(config, "norm_topk_prob", bool, False))
     balance = balance_of(config, routing)
     only_dense, step = set(listed(config, "mlp_only_layers", int)), take(config, "decoder_sparse_step", int, 1)

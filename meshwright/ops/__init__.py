@@ -15,4 +15,4 @@ from meshwright.ops.lookup import lookup, reordered
 from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast
 from meshwright.ops.product import linear, linears
-from meshwright.ops.rope import rope_tables, rotate
+from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate

@@ -30,7 +30,7 @@ def _shrink(text: Json, tp: int, width: int) -> dict[str, Any]:
     out["vocab_size"] = _uneven(131, tp)
     if "intermediate_size" in out:
         out["intermediate_size"] = (43 // tp | 1) * tp  # of each rank an odd number
-    rope = text.get("rope_parameters") or {}
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}  # as models/rope.py
     whole = (rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0) == 1.0
     out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
     heads = out["num_attention_heads"]
