@@ -21,6 +21,7 @@ from ..mesh import Mesh
 from ..models import Decoder
 from ..parallel import Savings
 from ..weights import (
+    CONFIG,
     KeyMap,
     StoredModel,
     fill,
@@ -30,6 +31,7 @@ from ..weights import (
     open_source,
     plan_reads,
     read_config,
+    read_stamped_config,
 )
 from .arguments import check_loading, check_unquantised, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of
@@ -165,7 +167,8 @@ def load(
     check_loading(mesh, dtype, savings, read)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
-    config, files = read_config(directory), open_source(directory)
+    config, stamp = read_stamped_config(directory)
+    files = open_source(directory, {CONFIG: stamp})
     stored = torch.promote_types(compute, torch.float32)
     blueprint = draw(config, files, head=head, directory=directory, stored=stored)
     blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")

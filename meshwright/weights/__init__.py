@@ -7,5 +7,5 @@ from .init import fill_fresh
 from .keymap import Key, KeyMap, blocks_by_key, of_source, of_table
 from .load import Choice, Reader, carried_keys, check_keys, choose, chosen
 from .read_plan import Read, fill, load_bill, plan_reads
-from .source import Source, exists, open_index, open_source, path_of, read_config
+from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config
 from .streaming import StoredModel, whole_tensors

@@ -26,6 +26,10 @@ from .streaming import StoredModel, whole_tensors
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
 _TEMPLATES = "additional_chat_templates"
 _COPY_BYTES = 16 << 20
+_PUT_BACK = (
+    "tensors that are not trained are copied from it, and it is no longer the file that was loaded; move the old file "
+    "back to its place (a copy of it is another file), and keep it while the model is in use"
+)
 
 
 def write_directory(
@@ -135,16 +139,12 @@ def header(keys: Iterable[Key], metadata: Mapping[str, str]) -> bytes:
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
     """The bytes of a carried tensor, as they are."""
     entry = source.entries[key]
-    source.check_unchanged(entry.file)
-    with (source.directory / entry.file).open("rb") as f:
-        f.seek(entry.start)
-        left = entry.stop - entry.start
-        while left:
-            part = f.read(min(left, _COPY_BYTES))
-            if not part:
-                raise OSError(f"{entry.file} ended inside {key}; it was there when the model was loaded")
-            yield part
-            left -= len(part)
+    file = source.open(entry.file, _PUT_BACK)
+    try:
+        for at in range(entry.start, entry.stop, _COPY_BYTES):
+            yield file.bytes_at(at, min(entry.stop - at, _COPY_BYTES))
+    finally:
+        os.close(file.fd)
 
 
 def raw_tensor(source: Source, key: str) -> Tensor:
@@ -158,8 +158,8 @@ def raw_tensor(source: Source, key: str) -> Tensor:
 def _write_small(keymap: KeyMap, config: Mapping[str, Any], beside: Path, whole: Path) -> None:
     """Config, index, and copies of whatever small files lie beside the source (tokenizer, templates)."""
     if keymap.source is not None:
-        for file in sorted({keymap.source.entries[key].file for key in keymap.carried}):
-            keymap.source.check_unchanged(file)
+        files = sorted({keymap.source.entries[key].file for key in keymap.carried})
+        keymap.source.check_unchanged(files, _PUT_BACK)
     for path in sorted(beside.iterdir()):
         small = path.name.endswith(_SMALL) and not path.name.endswith(".index.json")
         if small and path.is_symlink() and not path.exists():

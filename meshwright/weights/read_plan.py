@@ -95,11 +95,22 @@ def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: r
                     dist.recv(buffer, node[0])
                 mine.copy_(buffer)
             advance(read.piece.numel)
+    if mesh.rank == node[0]:
+        failure = failure or _changed(source)
     if len(node) > 1:
         mesh.all_or_none(failure, "the reading of the weights", LoadError)
     elif failure is not None:
         raise failure
     return reader.num_bytes
+
+
+def _changed(source: Source) -> LoadError | None:
+    """Whether any file, config.json and index too, was replaced or written into since it was first read."""
+    try:
+        source.check_unchanged(source.stamps)
+    except LoadError as error:
+        return error
+    return None
 
 
 def _read_for_all(d: Read, mine: Tensor, mesh: Mesh, reader: Reader, failure: LoadError | None) -> LoadError | None:
