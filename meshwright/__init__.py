@@ -1,7 +1,21 @@
 """Train Qwen-family models on any mesh of devices, and prove the run right before renting the devices."""
 
 from .data import Batch, pack
-from .engine import Engine, Model, Savings, StepRecord, export, gather, init, load, logits, logprobs, losses, stream
+from .engine import (
+    Engine,
+    Model,
+    Savings,
+    StepRecord,
+    check_export,
+    export,
+    gather,
+    init,
+    load,
+    logits,
+    logprobs,
+    losses,
+    stream,
+)
 from .errors import (
     BrokenFile,
     ConfigError,
@@ -46,6 +60,7 @@ __all__ = [
     "StepRecord",
     "UnknownKey",
     "WeightCheck",
+    "check_export",
     "check_weights",
     "export",
     "gather",

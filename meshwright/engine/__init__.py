@@ -3,6 +3,6 @@
 from ..parallel import Savings
 from . import losses
 from .engine import Engine, StepRecord
-from .export import export, gather, stream
+from .export import check_export, export, gather, stream
 from .forward import logits, logprobs
 from .model import Model, init, load

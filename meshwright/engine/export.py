@@ -49,29 +49,55 @@ def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
 
 
 @names_lost_ranks()
-def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+def export(
+    model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> None:
     """Write a Hugging Face directory: files, keys, layouts and dtypes as in the source (or in `dtype`, which rounds
     none of the float32 parameters).
 
-    It appears whole or not at all. All ranks call it.
+    It appears whole or not at all. With `overwrite`, it may take the place of an earlier export, which is kept until
+    then. All ranks call it.
     """
+    planned = _planned(model, "export", directory, dtype, overwrite)
+    weights.write_directory(model.stored_model(model.stored()), planned)
+
+
+@names_lost_ranks()
+def check_export(
+    model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> None:
+    """Refuse at once, on all ranks, what `export` with the same arguments would refuse: call it before the training.
+
+    It writes nothing. Only what the weights will be by then is not known.
+    """
+    weights.check_export(model.mesh, _planned(model, "check_export", directory, dtype, overwrite))
+
+
+def _planned(
+    model: Model, call: str, directory: str | os.PathLike[str], dtype: torch.dtype | None, overwrite: bool
+) -> weights.Export:
+    """What all ranks have agreed to write."""
     check_is_model(model)
     if not isinstance(directory, str | os.PathLike):
         raise ExportError(f"{directory!r} is no path; give the directory to write")
-    made_of = weights.blocks_by_key(model.table, model.keymap.choice)
-    exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
 
     def propose() -> Proposal:
-        _refuse_overflow(model, model.keymap if dtype is None else model.keymap.recast(dtype, exact))
-        return Proposal(settings={"dtype=": dtype})
+        _refuse_overflow(model, _keymap(model, dtype))
+        return Proposal(settings={"dtype=": dtype, "overwrite=": overwrite})
 
-    agree(model, "export", propose)
-    keymap = model.keymap if dtype is None else model.keymap.recast(dtype, exact)
+    agree(model, call, propose)
     config = {**weights.exported_config(model.config, dtype), **_labels(model)}
     assert model.directory is not None, "a model on a mesh has a config.json somewhere"
-    weights.write_directory(
-        model.stored_model(model.stored()), keymap, config, model.directory, weights.path_of(directory).absolute()
-    )
+    at = weights.path_of(directory).absolute()
+    return weights.Export(_keymap(model, dtype), config, model.directory, at, overwrite)
+
+
+def _keymap(model: Model, dtype: torch.dtype | None) -> weights.KeyMap:
+    if dtype is None:
+        return model.keymap
+    made_of = weights.blocks_by_key(model.table, model.keymap.choice)
+    exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
+    return model.keymap.recast(dtype, exact)
 
 
 def _labels(model: Model) -> dict[str, int]:

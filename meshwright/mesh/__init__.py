@@ -138,7 +138,7 @@ class Mesh:
         return out
 
     def all_or_none(
-        self, failure: Exception | None, at: str, error: type[MeshwrightError] | None = None,
+        self, failure: BaseException | None, at: str, error: type[MeshwrightError] | None = None,
         numbers: Sequence[float] = (), axes: tuple[str, ...] | None = None,
     ) -> list[list[float]]:  # fmt: skip
         """If a rank failed, every rank raises: that rank its `failure`, the others an error that names it.
@@ -147,13 +147,17 @@ class Mesh:
         class that the others raise, RankError by default. `axes`: between which ranks, all by default.
         """
         axes = DENSE if axes is None else axes
-        mine = torch.tensor([[float(failure is not None), *numbers]], dtype=torch.float64, device=self.device)
+        interrupted = isinstance(failure, KeyboardInterrupt)
+        mine = torch.tensor(
+            [[float(failure is not None) + interrupted, *numbers]], dtype=torch.float64, device=self.device
+        )
         rows = self.gather_rows(mine, axes, at).tolist()
         if failure is not None:
             raise failure
-        failed = [rank for rank, row in zip(self.axes.group(self.rank, axes), rows, strict=True) if row[0]]
-        if failed:
-            raise (error or RankError)(f"rank {failed[0]} failed in {at}; see its message")
+        for rank, row in zip(self.axes.group(self.rank, axes), rows, strict=True):
+            if row[0]:
+                how = "failed" if row[0] == 1 else "was interrupted (KeyboardInterrupt)"
+                raise (error or RankError)(f"rank {rank} {how} in {at}; see its message")
         return [row[1:] for row in rows]
 
     def settle(self) -> None:

@@ -1,6 +1,6 @@
 """Hugging Face directories in and out, by intersection of boxes."""
 
-from .directory import exported_config, raw_tensor, write_directory
+from .directory import Export, check_export, exported_config, raw_tensor, write_directory
 from .header import DTYPES, Entry
 from .hub import download, is_hub_id, local_directory
 from .init import fill_fresh

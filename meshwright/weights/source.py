@@ -108,6 +108,13 @@ def open_index(directory: str | os.PathLike[str]) -> Source:
     return Source(root, {key: Entry(key, file, "", (), 0, 0) for key, file in index["weight_map"].items()}, index=index)
 
 
+def index_files(directory: Path) -> list[str]:
+    """The files that an index names; none without an index."""
+    if not exists(directory / INDEX, Path.is_file):
+        return []
+    return list(dict.fromkeys(_read_index(directory / INDEX)[0]["weight_map"].values()))
+
+
 def path_of(given: str | os.PathLike[str]) -> Path:
     """As a shell reads it: `~` is the home."""
     return Path(os.path.expanduser(given))
