@@ -61,6 +61,11 @@ class KeyMap:
         keys = {k.name: replace(k, dtype=named(k)) for k in self.keys.values()}
         return replace(self, keys=keys)
 
+    def without(self, name: str) -> KeyMap:
+        """The same, less one key: header, index and their sizes follow."""
+        keys = {k.name: k for k in self.keys.values() if k.name != name}
+        return replace(self, keys=keys, carried=self.carried - {name})
+
 
 def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]) -> KeyMap:
     """As the source has it. Parameters that it lacks (a new value head) go beside its last key."""
