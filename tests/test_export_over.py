@@ -162,6 +162,14 @@ def test_a_file_that_appears_meanwhile_is_kept(source: Path, tmp_path: Path, mon
     assert {p.name for p in tmp_path.iterdir()} == {"m", "out"}
 
 
+def test_a_disk_that_is_full_with_it_has_had_room(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([10**6, 0, 0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free), total=10**9))
+    assert worlds.run(1, overwritten, source, tmp_path / "out") == [""]
+
+
 @pytest.mark.parametrize(
     ("last", "left"), [("out", {"finished", "replaced"}), (".out.finished", {"unfinished"}), ("", {"replaced"})]
 )

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..log import logger
@@ -104,7 +104,7 @@ def atomic_directory(target: Target) -> Iterator[Path]:
             _to_disk(each)
         if path.exists():
             whole.chmod(path.stat().st_mode & 0o7777)
-        check_target(target)  # somebody may have put something there meanwhile
+        check_target(replace(target, num_bytes=0))  # somebody may have put something there meanwhile
         whole = whole.rename(path.with_name(f".{path.name}.finished-{mark}"))
         _take_its_place(whole, path, path.with_name(f".{path.name}.replaced-{mark}"))
     except BaseException:
