@@ -6,7 +6,7 @@ Whoever wants to know something of a model asks its blueprint: loading, the bill
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
-from .layout import Rules, ShardingSpec, Table, units_of
+from .layout import Param, Rules, ShardingSpec, Table, units_of
 from .models import Balance, Decoder, describe, prefix_of, text_config
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
@@ -46,6 +46,22 @@ class Blueprint:
     @property
     def vocab(self) -> int:
         return self.module.shape.vocab
+
+    def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
+        """The dtype in which each parameter is kept. What is trained, drawn, or never rounded is wide; what is frozen
+        stays as its files have it, since widening it would take memory and change no number.
+
+        The vocabulary of the head is the exception while anything is trained: a large one that is cast for a product is
+        cast part by part (ops/loss.py), and gradients on their way through it would be summed in another order.
+        """
+        wide, keymap = torch.promote_types(compute, torch.float32), self.keymap
+        stays_wide = {*trained, *keymap.fresh, *([self.module.vocabulary] if trained else [])}
+
+        def stored(param: Param) -> torch.dtype:
+            frozen = keymap.source is not None and param.name not in stays_wide and not param.float32
+            return keymap.file_dtype(param) if frozen else wide
+
+        return {param.name: stored(param) for param in self.table}
 
     def gathering(self, *, reshard: bool) -> Blueprint:
         """The same model; without `reshard`, what forward has gathered stays until backward."""

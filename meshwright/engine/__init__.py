@@ -4,6 +4,6 @@ from ..parallel import Savings
 from . import losses
 from .batches import batches
 from .engine import Engine, StepRecord
-from .export import export, gather, stream
+from .export import check_export, export, gather, stream
 from .forward import logits, logprobs
 from .model import Model, init, load

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import weights
 from ..errors import ConfigError, ExportError, StateError
-from ..models import SCORE
+from ..models import LM_HEAD, SCORE, classifier_of
 from ..watch import names_lost_ranks
 from .agreement import Proposal, agree, check_is_model
 from .model import Model
@@ -49,36 +51,87 @@ def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
 
 
 @names_lost_ranks()
-def export(model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+def export(
+    model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False,
+    keep_lm_head: bool = False,
+) -> None:  # fmt: skip
     """Write a Hugging Face directory: files, keys, layouts and dtypes as in the source (or in `dtype`, which rounds
     none of the float32 parameters).
 
-    It appears whole or not at all. All ranks call it.
+    It appears whole or not at all. With `overwrite`, it may take the place of an earlier export, which is kept until
+    then. A critic that was made here of a language model says so, and its vocabulary head, which nobody trained, is
+    left out unless `keep_lm_head`. All ranks call it.
     """
+    planned = _planned(model, "export", directory, _Choices(dtype, overwrite, keep_lm_head))
+    weights.write_directory(model.stored_model(model.stored()), planned)
+
+
+@names_lost_ranks()
+def check_export(
+    model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False,
+    keep_lm_head: bool = False,
+) -> None:  # fmt: skip
+    """Refuse at once, on all ranks, what `export` with the same arguments would refuse: call it before the training.
+
+    It writes nothing. Only what the weights will be by then is not known.
+    """
+    planned = _planned(model, "check_export", directory, _Choices(dtype, overwrite, keep_lm_head))
+    weights.check_export(model.mesh, planned)
+
+
+@dataclass(frozen=True)
+class _Choices:
+    dtype: torch.dtype | None
+    overwrite: bool
+    keep_lm_head: bool
+
+
+def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices: _Choices) -> weights.Export:
+    """What all ranks have agreed to write."""
     check_is_model(model)
     if not isinstance(directory, str | os.PathLike):
         raise ExportError(f"{directory!r} is no path; give the directory to write")
-    made_of = weights.blocks_by_key(model.table, model.keymap.choice)
-    exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
 
     def propose() -> Proposal:
-        _refuse_overflow(model, model.keymap if dtype is None else model.keymap.recast(dtype, exact))
-        return Proposal(settings={"dtype=": dtype})
+        _refuse_overflow(model, _keymap(model, choices))
+        return Proposal(settings={f"{name}=": value for name, value in asdict(choices).items()})
 
-    agree(model, "export", propose)
-    keymap = model.keymap if dtype is None else model.keymap.recast(dtype, exact)
-    config = {**weights.exported_config(model.config, dtype), **_labels(model)}
+    agree(model, call, propose)
     assert model.directory is not None, "a model on a mesh has a config.json somewhere"
-    weights.write_directory(
-        model.stored_model(model.stored()), keymap, config, model.directory, weights.path_of(directory).absolute()
-    )
+    at = weights.path_of(directory).absolute()
+    config = _config(model, choices.dtype)
+    return weights.Export(_keymap(model, choices), config, model.directory, at, choices.overwrite)
 
 
-def _labels(model: Model) -> dict[str, int]:
-    """A critic that was made of a language model states that it has one label, because others assume two."""
+def _keymap(model: Model, choices: _Choices) -> weights.KeyMap:
+    keymap = model.keymap
+    if _is_new_critic(model) and not choices.keep_lm_head:
+        keymap = keymap.without(LM_HEAD)
+    if choices.dtype is None:
+        return keymap
+    made_of = weights.blocks_by_key(model.table, keymap.choice)
+    exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
+    return keymap.recast(choices.dtype, exact)
+
+
+def _is_new_critic(model: Model) -> bool:
+    """Whether its value head was made here, on a language model."""
     source, module = model.keymap.source, model.blueprint.module
-    made_here = "values" in module.scores and (source is None or SCORE not in source.entries)
-    return {"num_labels": 1} if made_here and module.shape.labels.num == 1 else {}
+    made_here = source is None or SCORE not in source.entries
+    return made_here and "values" in module.scores and module.shape.labels.new
+
+
+def _config(model: Model, dtype: torch.dtype | None) -> dict[str, Any]:
+    """A new critic is no language model any more. It has one label unless its config says otherwise, which must then be
+    stated, because others assume two. Where transformers has no class for it, no class is named."""
+    config = weights.exported_config(model.config, dtype)
+    if not _is_new_critic(model):
+        return config
+    config["architectures"] = [classifier_of(model.config)]
+    if config["architectures"] == [""]:
+        del config["architectures"]
+    num = model.blueprint.module.shape.labels.num
+    return {**config, "num_labels": 1} if num == 1 else config
 
 
 def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:

@@ -21,6 +21,7 @@ from ..mesh import Mesh
 from ..models import Decoder
 from ..parallel import Savings
 from ..weights import (
+    CONFIG,
     KeyMap,
     StoredModel,
     fill,
@@ -30,6 +31,7 @@ from ..weights import (
     open_source,
     plan_reads,
     read_config,
+    read_stamped_config,
 )
 from .arguments import check_loading, check_unquantised, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of
@@ -125,7 +127,9 @@ class Model:
 
     def need(self, state_dtype: torch.dtype | None = None) -> Need:
         """The memory that training takes here."""
-        held = Held(widths_of(self.dtype, state_dtype), frozenset(self.trainable), self.savings.offload)
+        trained = frozenset(self.trainable)
+        narrow = _narrow(self.blueprint.stored_dtypes(self.dtype, trained))
+        held = Held(widths_of(self.dtype, state_dtype), trained, self.savings.offload, narrow)
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
@@ -166,16 +170,18 @@ def load(
 ) -> Model:
     """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
 
-    `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32. `head`: "lm", "value" (`[T]`, or
-    `[T, labels]` where `id2label` or `num_labels` of config.json say more than one: sequence and token classifiers; a
-    language model gets a new one) or "none". `train`: patterns of the parameters that are trained.
+    `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32, frozen ones in the dtype of the
+    files. `head`: "lm", "value" (`[T]`, or `[T, labels]` where `id2label` or `num_labels` of config.json say more than
+    one: sequence and token classifiers; a language model gets a new one) or "none". `train`: patterns of the parameters
+    that are trained.
     `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
     node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time.
     """
     check_loading(mesh, dtype, savings, read)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
-    config, files = read_config(directory), open_source(directory)
+    config, stamp = read_stamped_config(directory)
+    files = open_source(directory, {CONFIG: stamp})
     stored = torch.promote_types(compute, torch.float32)
     blueprint = draw(config, files, head=head, directory=directory, stored=stored)
     blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
@@ -213,24 +219,29 @@ def put_on_mesh(
     blueprint: Blueprint, mesh: Mesh, compute: torch.dtype, train: Sequence[str], savings: Savings
 ) -> Model:
     """Place a model: its parameters have memory then, and no values."""
-    _freeze(blueprint, train)
+    stored = blueprint.stored_dtypes(compute, _freeze(blueprint, train))
     blueprint = blueprint.gathering(reshard=savings.reshard)
-    weights_alone = Held(widths_of(compute), frozenset(), savings.offload)
+    weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(stored))
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
     mesh.process_group(REPLICA)  # all ranks must make it now: later, replicas use it at other times
-    parallel.distribute(blueprint.spec, blueprint.module, mesh, compute, savings)
+    parallel.distribute(blueprint.spec, blueprint.module, mesh, compute, stored, savings)
     for each in blueprint.module.modules():
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
     return Model(mesh, blueprint, (blueprint.module,), compute, savings)
 
 
-def _freeze(blueprint: Blueprint, patterns: Sequence[str]) -> None:
-    """Train what matches a pattern, and freeze the rest."""
+def _narrow(stored: Mapping[str, torch.dtype]) -> dict[str, int]:
+    return {name: dtype.itemsize for name, dtype in stored.items()}
+
+
+def _freeze(blueprint: Blueprint, patterns: Sequence[str]) -> set[str]:
+    """Train what matches a pattern, and freeze the rest. The names of what is trained."""
     trained = {name for pattern in patterns for name in matching(pattern, blueprint.table.params, "train")}
     for name in blueprint.table.params:
         blueprint.module.get_parameter(name).requires_grad_(name in trained)
+    return trained
 
 
 def _refuse_state_dict(*_: object) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..axes import Axes
@@ -24,11 +24,13 @@ class Widths:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held, beside the model: `trained` are the parameters that have gradients and moments."""
+    """What is held, beside the model: `trained` are the parameters that have gradients and moments. `narrow`: bytes of
+    an element, of the parameters that are not stored as wide as the others."""
 
     widths: Widths
     trained: Container[str]
     offload: bool = False
+    narrow: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ class Stored:
 
 def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Stored]:
     coords, widths = axes.coords(rank), held.widths
-    numel: Counter[tuple[str, bool]] = Counter()
+    num_bytes: Counter[tuple[str, bool]] = Counter()
     for param in spec.table:
         num, host = piece(param, spec.rules, axes, coords).numel, held.offload and not param.float32
-        numel["parameters", host] += num
-        for what in ("gradients", "moments") if param.name in held.trained else ():
-            numel[what, host] += num
-    width = {"parameters": widths.stored, "gradients": widths.stored, "moments": 2 * widths.moment}
-    out = [Stored(what, num * width[what], host) for (what, host), num in numel.items()]
+        num_bytes["parameters", host] += num * held.narrow.get(param.name, widths.stored)
+        if param.name in held.trained:
+            num_bytes["gradients", host] += num * widths.stored
+            num_bytes["moments", host] += num * 2 * widths.moment
+    out = [Stored(what, num, host) for (what, host), num in num_bytes.items()]
     return [s for s in (*out, *_passing(spec, axes, rank, held)) if s.num_bytes]
 
 

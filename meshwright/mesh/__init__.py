@@ -141,7 +141,7 @@ class Mesh:
         return out
 
     def all_or_none(
-        self, failure: Exception | None, at: str, error: type[MeshwrightError] | None = None,
+        self, failure: BaseException | None, at: str, error: type[MeshwrightError] | None = None,
         numbers: Sequence[float] = (), axes: tuple[str, ...] | None = None,
     ) -> list[list[float]]:  # fmt: skip
         """If a rank failed, every rank raises: that rank its `failure`, the others an error that names it, and why.

@@ -24,17 +24,19 @@ class Family:
     build: Callable[[Json, str, str], Decoder]  # config, key prefix, head -> model (on the meta device)
     prefixes: tuple[str, ...] = ("model.",)  # where the keys of the text model may stand
     carried: tuple[str, ...] = ()  # keys that are not trained and not lost
+    classifier: str = ""  # transformers' class of a sequence classifier, if it has one
 
 
-_CARRIED = ("mtp.*", "model.visual.*")
+_PREFIXES, _CARRIED = ("model.", "model.language_model."), ("mtp.*", "model.visual.*")
 FAMILIES = {
-    "qwen2": Family(qwen2.build),
-    "qwen3": Family(qwen3.build),
-    "qwen3_moe": Family(qwen3_moe.build),
-    "qwen3_5_text": Family(qwen3_5.build, ("model.", "model.language_model."), _CARRIED),
-    "qwen3_5_moe_text": Family(qwen3_5_moe.build, ("model.", "model.language_model."), _CARRIED),
+    "qwen2": Family(qwen2.build, classifier="Qwen2ForSequenceClassification"),
+    "qwen3": Family(qwen3.build, classifier="Qwen3ForSequenceClassification"),
+    "qwen3_moe": Family(qwen3_moe.build, classifier="Qwen3MoeForSequenceClassification"),
+    "qwen3_5_text": Family(qwen3_5.build, _PREFIXES, _CARRIED, "Qwen3_5TextForSequenceClassification"),
+    "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED),  # it has none in transformers 5.23
 }
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # conditional generation: its text part
+_CLASSIFIER_OF = {"qwen3_5": "Qwen3_5ForSequenceClassification", "qwen3_5_moe": ""}  # with its tower
 
 
 def text_config(config: Json) -> Json:
@@ -72,6 +74,12 @@ def family_of(config: Json) -> Family:
             "to add one, see docs/add-a-model.md"
         )
     return FAMILIES[kind]
+
+
+def classifier_of(config: Json) -> str:
+    """What `architectures` calls a sequence classifier of this config; empty where transformers has none."""
+    kind = _kind(config)
+    return _CLASSIFIER_OF[kind] if kind in _CLASSIFIER_OF else family_of(config).classifier
 
 
 def prefix_of(config: Json, keys: Container[str] | None) -> str:

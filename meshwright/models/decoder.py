@@ -174,6 +174,13 @@ class Decoder(nn.Module):
             belongs_to(layer, layer=number)
         self.scores = HEAD_OF[head].scores  # what a forward may be asked for
 
+    @property
+    def vocabulary(self) -> str:
+        """The parameter whose rows score the words; empty without such a head."""
+        if not isinstance(self.head, LanguageHead):
+            return ""
+        return "embed.weight" if self.tied else "head.weight"
+
     def compute_in(self, dtype: torch.dtype) -> None:
         self.embed.compute = dtype
 

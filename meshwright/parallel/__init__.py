@@ -6,7 +6,7 @@ recompute; 4. store what is left in shards (FSDP2), on the device or in host mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,17 @@ from .savings import Savings
 from .sums import finish
 
 
-def distribute(spec: ShardingSpec, model: Decoder, mesh: Mesh, compute: torch.dtype, savings: Savings) -> None:
-    """Turn a model on the meta device into this rank's part of it, with uninitialised parameters."""
-    _cut(spec, model, mesh, torch.promote_types(compute, torch.float32))
+def distribute(
+    spec: ShardingSpec,
+    model: Decoder,
+    mesh: Mesh,
+    compute: torch.dtype,
+    stored: Mapping[str, torch.dtype],
+    savings: Savings,
+) -> None:
+    """Turn a model on the meta device into this rank's part of it, with uninitialised parameters. `stored`: the dtype
+    of each."""
+    _cut(spec, model, mesh, stored)
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
         span.start, span.stop = start, stop
     tensor.arm(model, mesh)
@@ -46,10 +54,10 @@ def _check_placed(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
             raise LayoutError(f"{name}: rank {mesh.rank} stores {stored}, but the table says {piece.shape}")
 
 
-def _cut(spec: ShardingSpec, model: nn.Module, mesh: Mesh, stored: torch.dtype) -> None:
+def _cut(spec: ShardingSpec, model: nn.Module, mesh: Mesh, stored: Mapping[str, torch.dtype]) -> None:
     for param in spec.table:
         box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
-        _put(model, param.name, torch.empty(matrix_shape(param, box.shape), device="meta", dtype=stored))
+        _put(model, param.name, torch.empty(matrix_shape(param, box.shape), device="meta", dtype=stored[param.name]))
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

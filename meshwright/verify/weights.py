@@ -199,6 +199,7 @@ class _Mapped:
                 self.files, self.num_bytes = {}, 0
             if entry.file not in self.files:
                 self.files[entry.file] = safe_open(self.source.directory / entry.file, "pt")
+                self.source.check_unchanged([entry.file])
             found: Tensor = self.files[entry.file].get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise LoadError(f"{key} cannot be read again from {self.source.directory / entry.file}: {error}") from error

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
+import signal
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,86 +19,76 @@ from torch import Tensor
 
 from ..errors import ExportError, LoadError
 from ..log import progress
+from ..mesh import Mesh
 from .header import DTYPES, read_json
 from .keymap import Key, KeyMap
-from .source import Source
+from .source import CONFIG, INDEX, Source
 from .streaming import StoredModel, whole_tensors
+from .target import Target, atomic_directory, check_target
 
 # What a tokenizer, a processor or a reader needs.
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
 _TEMPLATES = "additional_chat_templates"
 _COPY_BYTES = 16 << 20
+_PUT_BACK = (
+    "tensors that are not trained are copied from it, and it is no longer the file that was loaded; move the old file "
+    "back to its place (a copy of it is another file), and keep it while the model is in use"
+)
 
 
-def write_directory(
-    stored_model: StoredModel, keymap: KeyMap, config: Mapping[str, Any], beside: Path, directory: Path
-) -> None:
-    """Write the model to `directory`, which must not exist yet or be empty. Every rank calls it; rank 0 writes.
-    `beside`: where the tokenizer's and other small files are copied from.
-    """
+@dataclass(frozen=True)
+class Export:
+    """What is to be written, and where. `beside`: where the tokenizer's and other small files are copied from."""
+
+    keymap: KeyMap
+    config: Mapping[str, Any]
+    beside: Path
+    directory: Path
+    overwrite: bool = False
+
+    def target(self) -> Target:
+        names = {CONFIG, *self.keymap.files, *map(str, small_files(self.beside, self.keymap))}
+        if _has_index(self.keymap):
+            names.add(INDEX)
+        return Target(self.directory, _total(self.keymap), frozenset(names), self.beside, self.overwrite)
+
+
+def check_export(mesh: Mesh, export: Export) -> None:
+    """All that can be known of the place before anything is written. Every rank calls it; rank 0 looks."""
     failure: ExportError | None = None
+    if mesh.rank == 0:
+        try:
+            check_target(export.target())
+            _check_carried(export.keymap)
+        except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
+            failure = ExportError(f"nothing could be exported to {export.directory}: {error}")
+            failure.__cause__ = error
+    mesh.all_or_none(failure, f"the check of the export to {export.directory}", ExportError)
+
+
+def write_directory(stored_model: StoredModel, export: Export) -> None:
+    """Write the model. Every rank calls it; rank 0 writes."""
+    failure: BaseException | None = None
+    keymap, mesh = export.keymap, stored_model.mesh
     trained = [k for k in keymap.keys.values() if k.name not in keymap.carried]
     tensors = whole_tensors(stored_model, keymap, trained, as_filed=True)
-    if stored_model.mesh.rank == 0:
+    if mesh.rank == 0:
         try:
-            with atomic_directory(directory, _total(keymap)) as whole:
-                _write_small(keymap, config, beside, whole)  # what can be lacking is missed before the long work
-                _write_all(tensors, keymap, whole, f"export to {directory}")
+            _write(export, tensors)
+        except KeyboardInterrupt as error:
+            failure = error
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
-            failure = ExportError(f"nothing was exported to {directory}: {error}")
+            failure = ExportError(f"nothing was exported to {export.directory}: {error}")
             failure.__cause__ = error
     for _ in tensors:  # other ranks send here; after a failure rank 0 takes what they still send
         pass
-    stored_model.mesh.all_or_none(failure, f"the export to {directory}", ExportError)
+    mesh.all_or_none(failure, f"the export to {export.directory}", ExportError)
 
 
-@contextlib.contextmanager
-def atomic_directory(directory: Path, num_bytes: int) -> Iterator[Path]:
-    """An empty directory to fill. It takes the place of `directory` when it is whole and on the disk.
-
-    After a failure or an interrupt nothing is left of it. A killed process leaves a hidden `.NAME.unfinished-...`.
-    """
-    target = directory.resolve()  # a link stays, and what it points to is filled
-    _check_target(target, num_bytes)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    whole = target.with_name(f".{target.name}.unfinished-{secrets.token_hex(4)}")
-    whole.mkdir()
-    try:
-        yield whole
-        for path in (*whole.rglob("*"), whole):
-            _to_disk(path)
-        if target.exists():
-            whole.chmod(target.stat().st_mode & 0o7777)
-        whole.rename(target)  # an empty directory is replaced
-        _to_disk(target.parent)
-    except BaseException:
-        shutil.rmtree(whole, ignore_errors=True)
-        raise
-
-
-def _check_target(target: Path, num_bytes: int) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not empty; choose another or remove it")
-    if target in (Path.cwd(), *Path.cwd().parents):
-        raise FileExistsError(f"this process runs in {Path.cwd()}, which would be replaced; choose another directory")
-    if target.is_mount():
-        raise FileExistsError(f"{target} is a mount point, which no whole directory can replace; choose one inside it")
-    there = next(p for p in target.parents if p.exists())
-    disk = shutil.disk_usage(there)
-    if disk.free < num_bytes and disk.total:  # of 0 where a file system does not say
-        room = f"{there} has room for {disk.free}"
-        raise OSError(f"{num_bytes} bytes are to be written, but {room}; make more, or choose another place")
-
-
-def _to_disk(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError:
-        if not path.is_dir():  # some network file systems cannot for a directory
-            raise
-    finally:
-        os.close(fd)
+def _write(export: Export, tensors: Iterator[tuple[Key, Tensor]]) -> None:
+    with atomic_directory(export.target()) as whole:
+        _write_small(export, whole)  # what can be lacking is missed before the long work
+        _write_all(tensors, export.keymap, whole, f"export to {export.directory}")
 
 
 def _write_all(tensors: Iterator[tuple[Key, Tensor]], keymap: KeyMap, whole: Path, label: str) -> None:
@@ -115,9 +107,26 @@ def _write_key(out: BinaryIO, key: Key, tensors: Iterator[tuple[Key, Tensor]], k
         assert keymap.source is not None
         out.writelines(raw_bytes(keymap.source, key.name))
         return
-    made, tensor = next(tensors)
+    with interrupted_later():  # within it, an interrupt would end the iterator, and others go on sending
+        made, tensor = next(tensors)
     assert made.name == key.name, (made.name, key.name)
     out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+@contextlib.contextmanager
+def interrupted_later() -> Iterator[None]:
+    """A Ctrl-C in here takes effect at the end. Only the main thread gets one, and only it may ask."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        signal.raise_signal(signal.SIGINT)
 
 
 def header(keys: Iterable[Key], metadata: Mapping[str, str]) -> bytes:
@@ -135,16 +144,12 @@ def header(keys: Iterable[Key], metadata: Mapping[str, str]) -> bytes:
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
     """The bytes of a carried tensor, as they are."""
     entry = source.entries[key]
-    source.check_unchanged(entry.file)
-    with (source.directory / entry.file).open("rb") as f:
-        f.seek(entry.start)
-        left = entry.stop - entry.start
-        while left:
-            part = f.read(min(left, _COPY_BYTES))
-            if not part:
-                raise OSError(f"{entry.file} ended inside {key}; it was there when the model was loaded")
-            yield part
-            left -= len(part)
+    file = source.open(entry.file, _PUT_BACK)
+    try:
+        for at in range(entry.start, entry.stop, _COPY_BYTES):
+            yield file.bytes_at(at, min(entry.stop - at, _COPY_BYTES))
+    finally:
+        os.close(file.fd)
 
 
 def raw_tensor(source: Source, key: str) -> Tensor:
@@ -155,26 +160,40 @@ def raw_tensor(source: Source, key: str) -> Tensor:
     return flat.view(DTYPES[entry.dtype]).view(entry.shape) if entry.dtype in DTYPES else flat
 
 
-def _write_small(keymap: KeyMap, config: Mapping[str, Any], beside: Path, whole: Path) -> None:
-    """Config, index, and copies of whatever small files lie beside the source (tokenizer, templates)."""
-    if keymap.source is not None:
-        for file in sorted({keymap.source.entries[key].file for key in keymap.carried}):
-            keymap.source.check_unchanged(file)
-    for path in sorted(beside.iterdir()):
-        small = path.name.endswith(_SMALL) and not path.name.endswith(".index.json")
-        if small and path.is_symlink() and not path.exists():
+def small_files(beside: Path, keymap: KeyMap) -> Iterator[Path]:
+    """Whatever small files lie beside the source (tokenizer, templates), as paths in its directory."""
+    top = [p for p in beside.iterdir() if p.name.endswith(_SMALL) and p.name not in keymap.files]
+    for path in sorted([*top, *(beside / _TEMPLATES).rglob("*")]):
+        if path.is_symlink() and not path.exists():
             raise FileNotFoundError(f"{path} is a link to what is not there; mend or remove it")
-        if small and path.is_file() and path.name not in keymap.files:
-            shutil.copyfile(path, whole / path.name)
-    if (beside / _TEMPLATES).is_dir():
-        shutil.copytree(beside / _TEMPLATES, whole / _TEMPLATES)
-    if not _holds(whole / "config.json", config):  # else the copy is kept, to the byte
-        (whole / "config.json").write_text(json.dumps(config, indent=2) + "\n")  # to the byte as transformers does
-    if len(keymap.files) > 1 or (keymap.source is not None and keymap.source.index is not None):
+        if path.is_file() and not path.name.endswith(".index.json"):
+            yield path.relative_to(beside)
+
+
+def _check_carried(keymap: KeyMap) -> None:
+    if keymap.source is not None:
+        files = sorted({keymap.source.entries[key].file for key in keymap.carried})
+        keymap.source.check_unchanged(files, _PUT_BACK)
+
+
+def _write_small(export: Export, whole: Path) -> None:
+    """Config, index, and copies of the small files."""
+    keymap = export.keymap
+    _check_carried(keymap)
+    for name in small_files(export.beside, keymap):
+        (whole / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(export.beside / name, whole / name)
+    if not _holds(whole / CONFIG, export.config):  # else the copy is kept, to the byte
+        (whole / CONFIG).write_text(json.dumps(export.config, indent=2) + "\n")  # to the byte as transformers does
+    if _has_index(keymap):
         index = dict(keymap.source.index or {}) if keymap.source else {}
         index["metadata"] = {**index.get("metadata", {}), "total_size": _total(keymap)}
         index["weight_map"] = {k.name: k.file for k in sorted(keymap.keys.values(), key=lambda k: k.name)}
-        (whole / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (whole / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _has_index(keymap: KeyMap) -> bool:
+    return len(keymap.files) > 1 or (keymap.source is not None and keymap.source.index is not None)
 
 
 def _holds(path: Path, config: Mapping[str, Any]) -> bool:

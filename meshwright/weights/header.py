@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import BrokenFile
+from .stamp import Opened, Stamp, opened
 
 # Every dtype of the format: bits of an element, and what torch calls it. Those that torch does not know, or knows only
 # packed, can be carried and not trained.
@@ -70,54 +69,45 @@ def num_bytes(dtype: str, shape: Iterable[int]) -> int:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds."""
-    text = _bytes_of(path, 0, _size_of(path), "a JSON file")
-    return _object(path, text)
+    return read_stamped_json(path)[0]
 
 
-def read_header(root: Path, file: str) -> tuple[list[Entry], Mapping[str, str]]:
-    """The tensors of one file in the order of their bytes, and its metadata."""
-    path = root / file
-    size = _size_of(path)
-    raw = _bytes_of(path, 0, min(8, size), "a safetensors file")
-    length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
-    if raw == _LFS:
-        raise BrokenFile(f"{path} is a pointer of git-lfs; fetch the file itself: git lfs pull")
-    if not 2 <= length <= min(_MAX_JSON_BYTES, size - 8):
-        raise BrokenFile(f"{path}: {size} bytes, header of {length}: truncated, or no safetensors file; fetch it again")
-    header = _object(path, _bytes_of(path, 8, length, "a header"))
+def read_stamped_json(path: Path) -> tuple[dict[str, Any], Stamp]:
+    with opened(path) as file:
+        return _object(path, _bytes_of(file, 0, file.stamp.num_bytes, "a JSON file")), file.stamp
+
+
+def read_header(path: Path) -> tuple[list[Entry], Mapping[str, str], Stamp]:
+    """The tensors of one file in the order of their bytes, its metadata, and its stamp."""
+    with opened(path) as file:
+        size, length = file.stamp.num_bytes, _length_of(file)
+        header = _object(path, _bytes_of(file, 8, length, "a header"))
     try:
         metadata = _metadata(header.pop("__metadata__", {}))
-        entries = [_entry(file, key, spec, 8 + length) for key, spec in header.items()]
+        entries = [_entry(path.name, key, spec, 8 + length) for key, spec in header.items()]
     except ValueError as error:
         raise BrokenFile(f"{path}: malformed header: {error}; fetch or write the file again") from error
     entries.sort(key=lambda e: (e.start, e.stop))
     _check_extent(path, entries, 8 + length, size)
-    return entries, metadata
+    return entries, metadata, file.stamp
 
 
-def _size_of(path: Path) -> int:
-    """The size of a regular file; whatever else has the name (a directory, a pipe, a broken link) is refused."""
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise BrokenFile(f"{path} cannot be read: {error.strerror}; fetch it again or mend the link") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise BrokenFile(f"{path} is no regular file; put the file itself there, or a link to it")
-    return found.st_size
+def _length_of(file: Opened) -> int:
+    """The length of the header."""
+    path, size = file.path, file.stamp.num_bytes
+    raw = _bytes_of(file, 0, min(8, size), "a safetensors file")
+    length: int = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
+    if raw == _LFS:
+        raise BrokenFile(f"{path} is a pointer of git-lfs; fetch the file itself: git lfs pull")
+    if not 2 <= length <= min(_MAX_JSON_BYTES, size - 8):
+        raise BrokenFile(f"{path}: {size} bytes, header of {length}: truncated, or no safetensors file; fetch it again")
+    return length
 
 
-def _bytes_of(path: Path, start: int, length: int, what: str) -> bytes:
+def _bytes_of(file: Opened, start: int, length: int, what: str) -> bytes:
     if length > _MAX_JSON_BYTES:
-        raise BrokenFile(f"{path}: {length} bytes are too many for {what}; at most {_MAX_JSON_BYTES} are read")
-    try:
-        with path.open("rb") as f:
-            f.seek(start)
-            raw = f.read(length)
-    except OSError as error:
-        raise BrokenFile(f"{path} cannot be read: {error.strerror}; check its permissions and its disk") from error
-    if len(raw) != length:
-        raise BrokenFile(f"{path} ended at byte {start + len(raw)} of {start + length} while it was read")
-    return raw
+        raise BrokenFile(f"{file.path}: {length} bytes are too many for {what}; at most {_MAX_JSON_BYTES} are read")
+    return file.bytes_at(start, length)
 
 
 def _object(path: Path, text: bytes) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import prod
 
 import torch
@@ -15,6 +16,10 @@ from .load import Choice, carried_keys, chosen
 from .source import Source
 
 _MAX_FILE_BYTES = 5_000_000_000
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,10 @@ class KeyMap:
     def files(self) -> list[str]:
         return list(dict.fromkeys(k.file for k in self.keys.values()))
 
+    def file_dtype(self, param: Param) -> torch.dtype:
+        """The narrowest dtype that holds all that the files say of a parameter: several keys may differ."""
+        return widest(DTYPES[self.keys[key].dtype] for key in chosen(param, self.choice).keys)
+
     def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> KeyMap:
         """The same, with another dtype for every key that is trained. It must not round the keys in `exact`."""
         name = NAMES.get(dtype)
@@ -60,6 +69,11 @@ class KeyMap:
 
         keys = {k.name: replace(k, dtype=named(k)) for k in self.keys.values()}
         return replace(self, keys=keys)
+
+    def without(self, name: str) -> KeyMap:
+        """The same, less one key: header, index and their sizes follow."""
+        keys = {k.name: k for k in self.keys.values() if k.name != name}
+        return replace(self, keys=keys, carried=self.carried - {name})
 
 
 def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]) -> KeyMap:

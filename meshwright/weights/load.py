@@ -176,7 +176,7 @@ class Reader:
         path = self.source.directory / entry.file
         try:
             if entry.file not in self._open:
-                self._open[entry.file] = os.open(path, os.O_RDONLY)
+                self._open[entry.file] = self.source.open(entry.file).fd
             while into:
                 num = os.preadv(self._open[entry.file], [into], offset)
                 if num == 0:

@@ -19,7 +19,6 @@ from ..layout import Charge, Layout, Piece, ShardingSpec, pieces
 from ..log import progress
 from ..mesh import Mesh
 from ..watch import names_lost_ranks, waiting_at
-from .header import DTYPES
 from .keymap import KeyMap
 from .load import Reader, chosen
 from .source import Source
@@ -52,15 +51,7 @@ def plan_reads(spec: ShardingSpec, axes: Axes, node: range, keymap: KeyMap) -> I
             if piece is not None and piece.numel:
                 takers.setdefault((piece.box, piece.lo, piece.hi), []).append(rank)
         for ranks in takers.values():
-            yield Read(held[ranks[0]][param.name], layout, _dtype(layout, keymap.source), tuple(ranks))
-
-
-def _dtype(layout: Layout, source: Source) -> torch.dtype:
-    found = [DTYPES[source.entries[key].dtype] for key in layout.keys]
-    widest = found[0]
-    for dtype in found[1:]:
-        widest = torch.promote_types(widest, dtype)
-    return widest
+            yield Read(held[ranks[0]][param.name], layout, keymap.file_dtype(param), tuple(ranks))
 
 
 def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
@@ -95,11 +86,22 @@ def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: r
                     dist.recv(buffer, node[0])
                 mine.copy_(buffer)
             advance(read.piece.numel)
+    if mesh.rank == node[0]:
+        failure = failure or _changed(source)
     if len(node) > 1:
         mesh.all_or_none(failure, "the reading of the weights", LoadError)
     elif failure is not None:
         raise failure
     return reader.num_bytes
+
+
+def _changed(source: Source) -> LoadError | None:
+    """Whether any file, config.json and index too, was replaced or written into since it was first read."""
+    try:
+        source.check_unchanged(source.stamps)
+    except LoadError as error:
+        return error
+    return None
 
 
 def _read_for_all(d: Read, mine: Tensor, mesh: Mesh, reader: Reader, failure: LoadError | None) -> LoadError | None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import BrokenFile, LoadError
-from .header import Entry, read_header, read_json, short
+from .header import Entry, read_header, read_stamped_json, short
+from .stamp import Opened, Stamp, open_file
 
-INDEX = "model.safetensors.index.json"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+_LOAD_AGAIN = (
+    "load again when its writer has finished; who writes a new version should write another directory and rename it"
+)
 _LOOKS, _LOOK = 512, 64  # tensors that a checksum looks at, at least if there are so many, and bytes of each
 
 
@@ -25,7 +29,7 @@ class Source:
     entries: Mapping[str, Entry]
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by file
     index: Mapping[str, Any] | None = None  # of the index file, where there is one
-    stamps: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # size and time of change, by file
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)  # by file, as its header or its fields were read
 
     @property
     def has_headers(self) -> bool:
@@ -44,37 +48,40 @@ class Source:
         entries = sorted(self.entries.values(), key=lambda e: e.key)
         crc = zlib.crc32(repr([(e.key, e.dtype, e.shape) for e in entries]).encode())
         with contextlib.ExitStack() as files:
-            opened: dict[str, int] = {}
+            found: dict[str, int] = {}
             for entry in entries[:: max(1, len(entries) // _LOOKS)]:
-                if entry.file not in opened:
-                    opened[entry.file] = os.open(self.directory / entry.file, os.O_RDONLY)
-                    files.callback(os.close, opened[entry.file])
+                if entry.file not in found:
+                    found[entry.file] = self.open(entry.file).fd
+                    files.callback(os.close, found[entry.file])
                 middle = (entry.start + entry.stop) // 2
-                crc = zlib.crc32(os.pread(opened[entry.file], min(_LOOK, entry.stop - middle), middle), crc)
+                crc = zlib.crc32(os.pread(found[entry.file], min(_LOOK, entry.stop - middle), middle), crc)
         return crc
 
-    def check_unchanged(self, file: str) -> None:
-        """An export reads carried tensors again, at the offsets that the headers had when the model was loaded."""
-        if _stamp(self.directory / file) != self.stamps[file]:
-            raise LoadError(
-                f"{self.directory / file} has changed since it was loaded, and tensors that are not trained are to be "
-                "copied from it; put the old file back"
-            )
+    def open(self, file: str, way_out: str = _LOAD_AGAIN) -> Opened:
+        """The very version of a file whose header was read; another one is refused. The caller closes it."""
+        now = open_file(self.directory / file)
+        try:
+            now.refuse_other_than(self.stamps[file], way_out)
+        except LoadError:
+            os.close(now.fd)
+            raise
+        return now
+
+    def check_unchanged(self, files: Iterable[str], way_out: str = _LOAD_AGAIN) -> None:
+        """None was replaced, and none was written into."""
+        for file in files:
+            os.close(self.open(file, way_out).fd)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
-
-
-def open_source(directory: str | os.PathLike[str]) -> Source:
-    """Read the headers of a Hugging Face directory."""
+def open_source(directory: str | os.PathLike[str], others: Mapping[str, Stamp] | None = None) -> Source:
+    """Read the headers of a Hugging Face directory. `others`: stamps of files that were read already."""
     root = Path(directory)
-    files, index = _files(root)
+    files, index, stamps = _files(root)
+    stamps |= others or {}
     entries: dict[str, Entry] = {}
     metadata: dict[str, Mapping[str, str]] = {}
     for file in files:
-        found, metadata[file] = read_header(root, file)
+        found, metadata[file], stamps[file] = read_header(root / file)
         for entry in found:
             if entry.key in entries:
                 raise LoadError(
@@ -86,7 +93,7 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
         _check_index(root, index["weight_map"], entries)
     if not entries:
         raise LoadError(f"{root} holds no tensor in {', '.join(files)}; fetch the files again")
-    return Source(root, entries, metadata, index, {file: _stamp(root / file) for file in files})
+    return Source(root, entries, metadata, index, stamps)
 
 
 def open_index(directory: str | os.PathLike[str]) -> Source:
@@ -97,8 +104,15 @@ def open_index(directory: str | os.PathLike[str]) -> Source:
     root = Path(directory)
     if not exists(root / INDEX, Path.is_file):
         return Source(root, {})
-    index = _read_index(root / INDEX)
+    index, _ = _read_index(root / INDEX)
     return Source(root, {key: Entry(key, file, "", (), 0, 0) for key, file in index["weight_map"].items()}, index=index)
+
+
+def index_files(directory: Path) -> list[str]:
+    """The files that an index names; none without an index."""
+    if not exists(directory / INDEX, Path.is_file):
+        return []
+    return list(dict.fromkeys(_read_index(directory / INDEX)[0]["weight_map"].values()))
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
@@ -115,13 +129,18 @@ def exists(path: Path, is_kind: Callable[[Path], bool]) -> bool:
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    path = Path(directory) / "config.json"
+    return read_stamped_config(directory)[0]
+
+
+def read_stamped_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], Stamp]:
+    path = Path(directory) / CONFIG
     if not exists(path, Path.is_file):
         raise LoadError(f"{directory} has no config.json; give a Hugging Face model directory")
-    return read_json(path)
+    return read_stamped_json(path)
 
 
-def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None]:
+def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, Stamp]]:
+    """Those that hold weights; the index, if there is one, and its stamp."""
     if not exists(root, Path.is_dir):
         raise LoadError(f"{root} is no directory; give a Hugging Face model directory")
     try:
@@ -129,19 +148,19 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None]:
     except OSError as error:
         raise LoadError(f"{root} cannot be listed: {error.strerror}; check its permissions") from error
     if INDEX in names:
-        index = _read_index(root / INDEX)
+        index, stamp = _read_index(root / INDEX)
         listed = _indexed(root, index["weight_map"])
         _refuse_others(root, names, listed, f"{INDEX} does not list")
-        return listed, index
+        return listed, index, {INDEX: stamp}
     files = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in files:
         _refuse_others(root, names, ["model.safetensors"], "stands beside model.safetensors without an index")
-        return ["model.safetensors"], None
+        return ["model.safetensors"], None, {}
     if not files:
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
         hint = f"{pickles[0]} is a pickle, which may run code: convert it to safetensors" if pickles else "fetch one"
         raise LoadError(f"{root} holds no safetensors file; {hint}")
-    return files, None
+    return files, None, {}
 
 
 def _refuse_others(root: Path, names: list[str], files: list[str], why: str) -> None:
@@ -151,14 +170,14 @@ def _refuse_others(root: Path, names: list[str], files: list[str], why: str) -> 
         raise LoadError(f"{root} holds {others[0]}, which {why}; remove it, or the index that is out of date")
 
 
-def _read_index(path: Path) -> Mapping[str, Any]:
-    index = read_json(path)
+def _read_index(path: Path) -> tuple[Mapping[str, Any], Stamp]:
+    index, stamp = read_stamped_json(path)
     found = index.get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
         raise BrokenFile(f"{path}: weight_map is {short(found)}; it must map keys to file names; fetch the index again")
     if not isinstance(index.get("metadata", {}), dict):
         raise BrokenFile(f"{path}: metadata is {short(index['metadata'])}, not an object; fetch the index again")
-    return index
+    return index, stamp
 
 
 def _indexed(root: Path, weight_map: Mapping[str, str]) -> list[str]:

@@ -17,8 +17,9 @@ from ..layout import Block, Box, Param, Piece, ShardingSpec, owned
 from ..mesh import Mesh
 from ..watch import waiting_at
 from .header import DTYPES
-from .keymap import Key, KeyMap, blocks_by_key
+from .keymap import Key, KeyMap, blocks_by_key, widest
 
+_Dtypes = Mapping[str, torch.dtype]  # of keys
 _BATCH_BYTES = 64 << 20  # of keys in flight; a larger tensor goes alone
 
 
@@ -36,7 +37,8 @@ def whole_tensors(
 ) -> Iterator[tuple[Key, Tensor]]:
     """Every key's whole tensor, on rank 0. The other ranks get nothing, but must run through it all the same.
 
-    With `as_filed`, tensors are in the dtype of the key (weights); otherwise as wide as they are stored (gradients).
+    With `as_filed`, tensors are in the dtype of the key (weights); otherwise as wide as their widest part is stored
+    (gradients).
     """
     made_of = blocks_by_key(stored_model.spec.table, keymap.choice)
     mesh = stored_model.mesh
@@ -44,16 +46,17 @@ def whole_tensors(
     held = {rank: owned(stored_model.spec, mesh.axes, rank) for rank in ranks}
     for batch in _batches(keys):
         plan = {rank: list(_parts(batch, made_of, held[rank])) for rank in ranks}
-        mine = _packed(plan[mesh.rank], stored_model, as_filed)
+        dtypes = {k.name: DTYPES[k.dtype] if as_filed else _stored(made_of[k.name], stored_model) for k in batch}
+        mine = _packed(plan[mesh.rank], stored_model, dtypes)
         if mesh.rank != 0:
             for buffer in mine.values():
                 with waiting_at("the sending of weights to rank 0"):
                     dist.send(buffer, 0)
                     mesh.settle()
             continue
-        whole = {k.name: _empty(k, made_of[k.name], stored_model, as_filed) for k in batch}
+        whole = {k.name: torch.empty(k.shape, dtype=dtypes[k.name], device="cpu") for k in batch}
         for rank in ranks:
-            _insert(whole, plan[rank], mine if rank == 0 else _received(plan[rank], stored_model, as_filed, rank))
+            _insert(whole, plan[rank], mine if rank == 0 else _received(plan[rank], mesh, dtypes, rank))
         yield from ((key, whole[key.name]) for key in batch)
 
 
@@ -89,11 +92,11 @@ def _parts(
                     yield _Overlap(key, block, held[param.name], common)
 
 
-def _dtype(part_key: Key, stored: torch.dtype, as_filed: bool) -> torch.dtype:
-    return DTYPES[part_key.dtype] if as_filed else stored
+def _stored(made_of: list[tuple[Param, Block]], stored_model: StoredModel) -> torch.dtype:
+    return widest(stored_model.stored[param.name].dtype for param, _ in made_of)
 
 
-def _packed(parts: list[_Overlap], stored_model: StoredModel, as_filed: bool) -> dict[torch.dtype, Tensor]:
+def _packed(parts: list[_Overlap], stored_model: StoredModel, dtypes: _Dtypes) -> dict[torch.dtype, Tensor]:
     """The elements of the parts one after the other, a buffer for each dtype."""
     flat: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
@@ -101,27 +104,22 @@ def _packed(parts: list[_Overlap], stored_model: StoredModel, as_filed: bool) ->
         for box, view in part.piece.views(stored):
             if box.meet(part.ours) == part.ours:
                 values = view[part.ours.within(box).slices].detach().flatten()
-                dtype = _dtype(part.key, stored.dtype, as_filed)
+                dtype = dtypes[part.key.name]
                 flat.setdefault(dtype, []).append(values.to(stored_model.mesh.device, dtype))
     return {dtype: torch.cat(flat[dtype]) for dtype in sorted(flat, key=str)}
 
 
-def _received(parts: list[_Overlap], stored_model: StoredModel, as_filed: bool, rank: int) -> dict[torch.dtype, Tensor]:
+def _received(parts: list[_Overlap], mesh: Mesh, dtypes: _Dtypes, rank: int) -> dict[torch.dtype, Tensor]:
     sizes: dict[torch.dtype, int] = {}
     for part in parts:
-        dtype = _dtype(part.key, stored_model.stored[part.piece.param.name].dtype, as_filed)
+        dtype = dtypes[part.key.name]
         sizes[dtype] = sizes.get(dtype, 0) + part.ours.size
     out = {}
     for dtype in sorted(sizes, key=str):
-        out[dtype] = torch.empty(sizes[dtype], dtype=dtype, device=stored_model.mesh.device)
+        out[dtype] = torch.empty(sizes[dtype], dtype=dtype, device=mesh.device)
         with waiting_at("the receiving of weights on rank 0"):
             dist.recv(out[dtype], rank)
     return out
-
-
-def _empty(key: Key, made_of: list[tuple[Param, Block]], stored_model: StoredModel, as_filed: bool) -> Tensor:
-    stored = stored_model.stored[made_of[0][0].name]
-    return torch.empty(key.shape, dtype=_dtype(key, stored.dtype, as_filed), device="cpu")
 
 
 def _insert(whole: Mapping[str, Tensor], parts: list[_Overlap], buffers: Mapping[torch.dtype, Tensor]) -> None:

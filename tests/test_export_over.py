@@ -1,0 +1,308 @@
+"""An export in the place of an earlier one, the check of its place before the training, and Ctrl-C on one rank."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import meshwright as mw
+from meshwright.weights import directory, streaming, target
+from tests import tiny, worlds
+from tests.words import words
+
+Change = Callable[[Path], object]
+
+
+def bytes_of(at: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(at)): path.read_bytes() for path in at.rglob("*") if path.is_file()}
+
+
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except mw.MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """With a tokenizer and a template."""
+    at = tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16)
+    (at / "tokenizer.json").write_text("{}")
+    (at / "additional_chat_templates").mkdir()
+    (at / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    return at
+
+
+def twice(source: Path, out: Path, mesh: dict[str, int]) -> None:
+    model = mw.load(source, mw.Mesh(**mesh))
+    mw.export(model, out, overwrite=True)  # nothing is there yet
+    for tensor in model.stored().values():
+        tensor.add_(1)
+    mw.export(model, out, overwrite=True)
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2)], ids=str)
+def test_an_earlier_export_is_replaced(source: Path, tmp_path: Path, mesh: dict[str, int]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    worlds.run(max(1, *mesh.values(), 1), twice, source, tmp_path / "link", mesh)
+    before, after = (load_file(at / "model.safetensors") for at in (source, tmp_path / "out"))
+    assert all(torch.equal((before[key].float() + 1).bfloat16(), after[key]) for key in before)
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "out", "link"}
+    assert bytes_of(tmp_path / "out").keys() == bytes_of(source).keys()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_files_that_the_next_export_lacks_are_gone(source: Path, tmp_path: Path) -> None:
+    """An earlier one in two files with an index."""
+    shutil.copytree(source, tmp_path / "out")
+    tensors = load_file(source / "model.safetensors")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    names = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({k: t for k, t in tensors.items() if names[k] == file}, tmp_path / "out" / file)
+    (tmp_path / "out" / "model.safetensors.index.json").write_text(f'{{"weight_map": {names}}}'.replace("'", '"'))
+    worlds.run(1, lambda: mw.export(mw.load(source), tmp_path / "out", overwrite=True))
+    assert bytes_of(tmp_path / "out") == bytes_of(source)
+
+
+def of_another(name: str) -> Change:
+    return lambda out: (out / name).parent.mkdir(exist_ok=True) or (out / name).write_text("precious")
+
+
+KEPT: dict[str, tuple[Change, str]] = {
+    "notes": (of_another("notes.txt"), words(r"/out holds notes\.txt", "remove", "another directory")),
+    "an optimizer's file": (of_another("optimizer.safetensors"), r"holds optimizer\.safetensors"),
+    "a hidden file": (of_another(".gitignore"), r"holds \.gitignore"),
+    "a folder": (lambda out: (out / "runs").mkdir(), r"holds runs"),
+    "a file in a folder": (of_another("additional_chat_templates/mine.jinja"), r"holds additional_\w+/mine\.jinja"),
+    "a link": (
+        lambda out: (out / "tokenizer.json").unlink() or (out / "tokenizer.json").symlink_to("config.json"),
+        r"holds tokenizer\.json",
+    ),
+    "no config.json": (lambda out: (out / "config.json").unlink(), words("no model directory", r"config\.json")),
+    "no weights": (lambda out: (out / "model.safetensors").unlink(), words("no model directory", "safetensors")),
+    "a file": (lambda out: shutil.rmtree(out) or out.write_text("precious"), words(r"/out\b", "not a directory")),
+}
+
+
+def both_refuse(source: Path, out: Path) -> tuple[str, str]:
+    model = mw.load(source, mw.Mesh(fsdp=dist.get_world_size() if dist.is_initialized() else 1))
+    check = error_of(lambda: mw.check_export(model, out, overwrite=True))
+    return check, error_of(lambda: mw.export(model, out, overwrite=True))
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_only_an_export_is_replaced(source: Path, tmp_path: Path, case: str) -> None:
+    change, pattern = KEPT[case]
+    shutil.copytree(source, tmp_path / "out")
+    change(tmp_path / "out")
+    before = bytes_of(tmp_path)
+    [texts] = worlds.run(1, both_refuse, source, tmp_path / "out")
+    for text in texts:
+        assert re.search(words("^ExportError: nothing", pattern), text), text
+    assert bytes_of(tmp_path) == before
+
+
+def test_the_source_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(source)
+    before = bytes_of(source)
+    [texts] = worlds.run(1, both_refuse, source, tmp_path / "link")
+    assert all(re.search(words(r"/m\b", "loaded from", "choose another"), text) for text in texts), texts
+    assert bytes_of(source) == before
+
+
+def overwritten(source: Path, out: Path) -> str:
+    return error_of(lambda: mw.export(mw.load(source), out, overwrite=True))
+
+
+def test_the_earlier_one_is_put_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the second rename fails."""
+    shutil.copytree(source, tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").write_text("earlier")
+    before, rename = bytes_of(tmp_path), Path.rename
+
+    def fails(self: Path, to: Path) -> Path:
+        if self.name.startswith(".out.finished-"):
+            raise OSError(5, "Input/output error")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    [text] = worlds.run(1, overwritten, source, tmp_path / "out")
+    assert re.search(words("ExportError", "Input/output error"), text), text
+    assert bytes_of(tmp_path) == before
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "out"}
+
+
+def test_a_file_that_appears_meanwhile_is_kept(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(source, tmp_path / "out")
+    write = directory._write_all
+
+    def and_a_note(*args: Any) -> None:
+        write(*args)
+        (tmp_path / "out" / "note.md").write_text("precious")
+
+    monkeypatch.setattr(directory, "_write_all", and_a_note)
+    [text] = worlds.run(1, overwritten, source, tmp_path / "out")
+    assert re.search(r"holds note\.md", text), text
+    assert (tmp_path / "out" / "note.md").read_text() == "precious"
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "out"}
+
+
+def test_a_disk_that_is_full_with_it_has_had_room(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([10**6, 0, 0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free), total=10**9))
+    assert worlds.run(1, overwritten, source, tmp_path / "out") == [""]
+
+
+@pytest.mark.parametrize(
+    ("last", "left"), [("out", {"finished", "replaced"}), (".out.finished", {"unfinished"}), ("", {"replaced"})]
+)
+def test_after_a_kill_nothing_is_lost(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, left: set[str]
+) -> None:
+    """Killed behind the first rename, before it, or before the earlier export is removed."""
+    shutil.copytree(source, tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").write_text("earlier")
+    rename = Path.rename
+
+    def dies(self: Path, to: Path) -> Path:
+        if last.startswith(".") and to.name.startswith(last):
+            os._exit(9)
+        rename(self, to)
+        if last and self.name == last:
+            os._exit(9)
+        return to
+
+    monkeypatch.setattr(Path, "rename", dies)
+    if not last:
+        monkeypatch.setattr(target.shutil, "rmtree", lambda *_, **__: os._exit(9))
+    pid = os.fork()
+    if not pid:
+        overwritten(source, tmp_path / "out")
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] >> 8 == 9
+    found = {p.name.split(".")[2].split("-")[0]: p for p in tmp_path.iterdir() if p.name.startswith(".out.")}
+    assert set(found) == left
+    earlier = found.get("replaced", tmp_path / "out")
+    assert (earlier / "tokenizer.json").read_text() == "earlier"
+    for whole in (found.get("finished"), None if last else tmp_path / "out"):
+        assert whole is None or bytes_of(whole) == bytes_of(source)
+
+
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000, total=10**9))
+
+
+def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root has it everywhere."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+
+def mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "out")
+
+
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any], str]] = {
+    "in use": ("m", nothing, {}, words(r"/m\b", "not empty", "overwrite=True")),
+    "a mount point": ("out", mounted, {}, r"\bmount point\b"),
+    "no room": ("a/b/out", no_room, {}, words(r"\b\d{5,} bytes\b", r"\b1000\b")),
+    "no permission": ("a/b/out", no_permission, {}, words("may not write", "mode")),
+    "inside of a file": ("m/config.json/out", nothing, {}, words(r"config\.json", "file", "another directory")),
+    "no dtype of weights": ("out", nothing, dict(dtype=torch.int8), words("ConfigError", r"torch\.int8")),
+    "a value": ("out", nothing, dict(dtype=torch.float16), words(r"\b1e\+30\b", r"torch\.float16")),
+}
+
+
+def checked(source: Path, out: Path, options: dict[str, Any]) -> list[str]:
+    model = mw.load(source, mw.Mesh(fsdp=2))
+    if options.get("dtype") == torch.float16:
+        model.stored()["head.norm.weight"].fill_(1e30)
+    calls = (mw.check_export, mw.export)
+    return [error_of(functools.partial(call, model, out, **options)) for call in calls]
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_what_export_would_refuse_is_refused_before_the_training(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """On all ranks, and nothing is written."""
+    place, change, options, pattern = PLACES[case]
+    change(monkeypatch)
+    before = bytes_of(tmp_path)
+    ranks = worlds.run(2, checked, source, tmp_path / place, options, seconds=20)
+    for text in ranks[0]:
+        assert re.search(pattern, text), text
+    assert all(ranks[1]), "the other rank raises too"
+    assert bytes_of(tmp_path) == before
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_a_check_that_passes_writes_nothing(source: Path, tmp_path: Path) -> None:
+    worlds.run(2, lambda: mw.check_export(mw.load(source, mw.Mesh(fsdp=2)), tmp_path / "a" / "out"))
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+def test_a_source_that_is_gone_is_missed_before_the_training(source: Path, tmp_path: Path) -> None:
+    def gone() -> str:
+        model = mw.load(source)
+        (source / "tokenizer.json").unlink()
+        (source / "tokenizer.json").symlink_to("nowhere")
+        return error_of(lambda: mw.check_export(model, tmp_path / "out"))
+
+    [text] = worlds.run(1, gone)
+    assert re.search(words(r"tokenizer\.json", r"\blink\b"), text), text
+
+
+def interrupted(source: Path, out: Path, where: str) -> tuple[str, int]:
+    """Ctrl-C on rank 0 alone, which catches it and goes on, as the others do."""
+    model = mw.load(source, mw.Mesh(fsdp=2, timeout_s=20))
+    recv, write, streaming._BATCH_BYTES = dist.recv, directory._write_key, 1 << 10  # so many batches are still to come
+
+    def and_then(*args: Any, **kwargs: Any) -> Any:
+        dist.recv, directory._write_key = recv, write  # once
+        found = (recv if where == "recv" else write)(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    if where == "recv":
+        dist.recv = and_then
+    else:
+        directory._write_key = and_then
+    text = "exported"
+    try:
+        mw.export(model, out)
+    except KeyboardInterrupt:
+        text = "KeyboardInterrupt"
+    except mw.ExportError as error:
+        text = str(error)
+    return text, len(mw.gather(model))
+
+
+@pytest.mark.parametrize("where", ["recv", "write"])
+def test_an_interrupt_on_rank_0_reaches_all(source: Path, tmp_path: Path, where: str) -> None:
+    """Nobody waits for what rank 0 no longer takes, and the next call finds all ranks in their places."""
+    first, second = worlds.run(2, interrupted, source, tmp_path / "out", where, seconds=30)
+    assert first == ("KeyboardInterrupt", len(load_file(source / "model.safetensors")))
+    assert re.search(words(r"\brank 0\b", "KeyboardInterrupt", r"/out\b"), second[0]), second
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

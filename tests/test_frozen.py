@@ -1,0 +1,203 @@
+"""What is not trained stays in the dtype of its files, and changes no number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.blueprint import Blueprint
+from meshwright.verify.oracles import moment_bytes, stored_bytes
+from meshwright.weights import StoredModel, open_source, whole_tensors
+from tests import tiny, trials, worlds
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+PLAIN = mw.Savings()
+# Some of what is joined in one product, of a layer, and of the experts of a layer; never the embedding.
+SOME = {
+    "qwen2": ["layers.*.mixer.q*", "layers.1.mlp*", "head.*"],  # biases among them
+    "qwen3": ["layers.*.mixer.q.*", "layers.0.mlp*", "head.norm*"],
+    "qwen3_tied": ["layers.*.mixer.v.*", "layers.1.mlp*"],
+    "qwen3_moe": ["layers.*.mixer.k.*", "layers.0.mlp.experts.down", "layers.2.mlp.experts*", "head.*"],
+    "many words": ["layers.0.*"],  # more than are cast at once for a product
+    "qwen3_5": ["layers.*.mixer.qkv*", "layers.2.mixer.conv*", "layers.1.*", "layers.0.mixer.gates*", "head.weight"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    dtype: torch.dtype = BF16
+    savings: mw.Savings = PLAIN
+
+    def __str__(self) -> str:
+        saved = {k: v for k, v in vars(self.savings).items() if v != vars(PLAIN)[k]}
+        return f"{self.name}-{trials.named(dict(self.mesh))}-{str(self.dtype)[6:]}" + "".join(f"-{k}" for k in saved)
+
+
+ONE: dict[str, int] = {}
+FSDP, TP, EXPERTS, REPLICAS = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(replicate=2)
+CASES = [
+    *(
+        Case(name, ONE, dtype)
+        for name, dtype in (("qwen2", F32), ("qwen3_moe", F64), ("qwen3_5", F32), ("qwen3", BF16))
+    ),
+    *(Case(name, mesh) for name in ("qwen2", "qwen3_5") for mesh in (FSDP, TP)),
+    *(Case("qwen3_tied", mesh, dtype) for mesh, dtype in ((FSDP, F32), (TP, F64), (REPLICAS, BF16))),
+    *(Case("qwen3", mesh, F64) for mesh in (FSDP, REPLICAS)),
+    *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
+    *(Case(name, REPLICAS, F32) for name in ("qwen3_moe", "qwen3_5")),
+    *(Case("many words", mesh, dtype) for mesh, dtype in ((ONE, F32), (ONE, BF16), (TP, BF16), (FSDP, BF16))),
+    *(Case("qwen3_5", mesh, savings=mw.Savings(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
+    Case("qwen3_moe", EXPERTS, savings=mw.Savings(recompute="selective", reshard=False)),
+]
+
+
+def told_by(model: mw.Model, out: Path) -> dict[str, Any]:
+    """All that a run says, and what it writes."""
+    batches = tiny.batches(model.mesh.data_rank)
+    engine = mw.Engine(model, lr=1e-2)
+    said = {"logits": mw.logits(model, batches[0]), "logprobs": mw.logprobs(model, batches[0])}
+    assert mw.check_weights(model).ok
+    loss, said["grad"] = engine.backward(batches), mw.gather(model, "grad")
+    billed, held = stored_bytes(engine), {s.what: 0 for s in model.need().stored()}
+    norm = engine.update()
+    for each in model.need().stored(model.mesh.rank):
+        held[each.what] += each.num_bytes
+    assert {**billed, "moments": moment_bytes(engine)} == {what: held[what] for what in (*billed, "moments")}
+    said |= {"step": (loss, norm), "after": mw.logprobs(model, batches[1]), "weight": mw.gather(model)}
+    assert mw.check_weights(model, [n for n in model.pieces if n not in model.trainable]).ok
+    mw.export(model, out)
+    return said
+
+
+def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.dtype]]:
+    """With frozen parameters as in the files, and as wide as the trained ones."""
+    load = functools.partial(mw.load, source, mw.Mesh(**case.mesh), dtype=case.dtype, savings=case.savings)
+    model = load(train=SOME[case.name])
+    dtypes = {name: tensor.dtype for name, tensor in model.stored().items()}
+    assert {dtypes[name] for name in model.trainable} == {torch.promote_types(case.dtype, F32)}
+    narrow = told_by(model, out / "narrow")
+    with pytest.MonkeyPatch.context() as patch:
+        as_trained = functools.partialmethod(_all_wide, Blueprint.stored_dtypes)
+        patch.setattr(Blueprint, "stored_dtypes", as_trained)
+        model = load(train=SOME[case.name])
+        assert {t.dtype for t in model.stored().values()} == {torch.promote_types(case.dtype, F32)}
+        return narrow, told_by(model, out / "wide"), dtypes
+
+
+def _all_wide(self: Blueprint, stored_dtypes: Any, compute: torch.dtype, trained: Any) -> dict[str, torch.dtype]:
+    return stored_dtypes(self, compute, set(self.table.params))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Any]:
+    """Cases of one mesh share a world."""
+    at = tmp_path_factory.mktemp("frozen")
+    sources = {name: tiny.directory(at / name, name, dtype=BF16) for name in SOME if name != "many words"}
+    sources["many words"] = tiny.directory(at / "many", "qwen3", dtype=BF16, vocab_size=9001)
+    meshes = {str(case.mesh): case.mesh for case in CASES}
+    groups = [[str(case) for case in CASES if case.mesh == mesh] for mesh in meshes.values()]
+    by_name = {str(case): case for case in CASES}
+
+    def run(group: Any) -> Any:
+        mesh = dict(by_name[group[0]].mesh)
+        acts = {c: functools.partial(both, by_name[c], sources[by_name[c].name], at / f"out-{c}") for c in group}
+        found = worlds.in_turn(trials.world_of(mesh), acts, seconds=120)
+        return {case: (found[case], at / f"out-{case}") for case in group}
+
+    return worlds.Shared(groups, run)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.parametrize("case", [str(case) for case in CASES])
+def test_narrow_storage_changes_no_number(ran: Callable[[str], Any], case: str) -> None:
+    ranks, out = ran(case)
+    for narrow, wide, dtypes in ranks:
+        for what in wide:
+            assert same(narrow[what], wide[what]), f"{what} differs"
+        assert BF16 in dtypes.values()
+        assert (dtypes["embed.weight"] == BF16) == ("tied" not in case and "qwen2" not in case)
+    for path in (out / "wide").iterdir():
+        assert (out / "narrow" / path.name).read_bytes() == path.read_bytes()
+
+
+def stored_of(source: Path, mesh: dict[str, int], **options: Any) -> dict[str, tuple[torch.dtype, int]]:
+    model = mw.load(source, mw.Mesh(**mesh), **options)
+    return {name: (t.dtype, t.nbytes) for name, t in model.stored().items()}
+
+
+def test_a_reference_model_takes_the_memory_of_its_file(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_5", dtype=BF16)
+    file_bytes = sum(entry.stop - entry.start for entry in open_source(source).entries.values())
+    [one] = worlds.run(1, functools.partial(stored_of, train=[]), source, {})
+    exact = {name for name, (dtype, _) in one.items() if dtype == F32}
+    assert {name.split(".", 3)[-1] for name in exact} == {"gates.A_log", "gates.dt_bias", "norm.weight"}
+    dt_bias_bytes = sum(t.nbytes for k, t in load_file(source / "model.safetensors").items() if k.endswith("dt_bias"))
+    assert sum(num for _, num in one.values()) == file_bytes + dt_bias_bytes  # which the file has in bfloat16
+
+
+def test_the_widest_of_its_keys(tmp_path: Path) -> None:
+    """gate and up are one parameter; so are the experts of a layer. A new head is in no file."""
+    source = tiny.directory(tmp_path / "m", "qwen3_moe", dtype=BF16)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].float()
+    one = "model.layers.0.mlp.experts.3.down_proj.weight"
+    tensors[one] = tensors[one].half()  # nothing narrower holds both
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+    save_file(tensors, source / "model.safetensors")
+    found = worlds.run(2, functools.partial(stored_of, head="value", train="layers.2.*"), source, dict(fsdp=2))[0]
+    wide = {name for name, (dtype, _) in found.items() if dtype == F32 and not name.startswith("layers.2.")}
+    assert wide == {"layers.0.mlp.experts.down", "layers.1.mlp.gate_up.weight", "head.weight"}
+    assert found["head.norm.weight"][0] == torch.float16
+    assert {dtype for name, (dtype, _) in found.items() if name.startswith("layers.2.")} == {F32}
+
+
+def test_float64_is_frozen_as_it_is(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    tensors = load_file(source / "model.safetensors")
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].double()}, source / "model.safetensors")
+    with pytest.raises(mw.MismatchedKey, match=r"\bF64\b"):
+        mw.load(source, train=[])
+    [found] = worlds.run(1, functools.partial(stored_of, dtype=F64, train=[]), source, {})
+    assert {name for name, (dtype, _) in found.items() if dtype == F64} == {"head.norm.weight"}
+    assert {dtype for dtype, _ in found.values()} == {F32, F64}
+
+
+def drawn(source: Path) -> set[torch.dtype]:
+    return {t.dtype for t in mw.init(source, train=["head.*"]).stored().values()}
+
+
+def test_new_weights_are_wide(tmp_path: Path) -> None:
+    assert worlds.run(1, drawn, tiny.directory(tmp_path / "m", "qwen3", dtype=BF16)) == [{F32}]
+
+
+def unrounded(source: Path) -> dict[str, Tensor]:
+    model = mw.load(source, mw.Mesh(fsdp=2), train=["layers.0.mixer.v.weight"])
+    whole = StoredModel(model.blueprint.spec, model.mesh, model.stored())
+    return {key.name: t for key, t in whole_tensors(whole, model.keymap, model.keymap.keys.values(), as_filed=False)}
+
+
+def test_a_key_of_several_parameters_is_as_wide_as_the_widest(tmp_path: Path) -> None:
+    """phi-3 keeps q, k and v in one key."""
+    import examples.phi3  # noqa: F401 - registers the family
+
+    source = tiny.directory(tmp_path / "m", "phi3", dtype=BF16)
+    found = worlds.run(2, unrounded, source)[0]
+    assert all(torch.equal(found[key].to(t.dtype), t) for key, t in load_file(source / "model.safetensors").items())
+    assert found["model.layers.0.self_attn.qkv_proj.weight"].dtype == F32
+    assert found["model.layers.1.self_attn.qkv_proj.weight"].dtype == BF16

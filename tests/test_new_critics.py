@@ -1,0 +1,134 @@
+"""The export of a critic that was made here of a language model: it says what it is, and holds no stale head."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import meshwright as mw
+from tests import tiny, worlds
+from tests.test_value_heads import DOCUMENTS, VISION, bytes_of
+
+LAST = [sum(map(len, DOCUMENTS[: at + 1])) - 1 for at in range(len(DOCUMENTS))]
+CLASSES = {
+    "qwen2": "Qwen2ForSequenceClassification",  # tied
+    "qwen3": "Qwen3ForSequenceClassification",
+    "qwen3_moe": "Qwen3MoeForSequenceClassification",
+    "qwen3_5": "Qwen3_5TextForSequenceClassification",
+    "with a tower": "Qwen3_5ForSequenceClassification",
+}
+
+
+def language_model(at: Path, name: str) -> Path:
+    if name != "with a tower":
+        return tiny.directory(at, name)
+    text = {k: v for k, v in tiny.ODD["qwen3_5"].items() if k != "model_type"}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=VISION)
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(at)
+    return at
+
+
+def trained(source: Path, out: Path, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What it gives at the last token of each document, and its weights."""
+    model = mw.load(source, mw.Mesh(fsdp=2), head="value", dtype=torch.float32)
+    batch = mw.pack(DOCUMENTS, fields={"target": [[1.0] * len(d) for d in DOCUMENTS]})
+    mw.Engine(model, lr=1e-2, loss=mw.losses.squared_error).step([batch])
+    mw.check_export(model, out, **options)
+    mw.export(model, out, **options)
+    again = mw.load(out, mw.Mesh(fsdp=2), head="value", dtype=torch.float32)
+    assert all(torch.equal(tensor, again.stored()[name]) for name, tensor in model.stored().items())
+    mw.export(again, out.with_name("again"))
+    return mw.logits(again, batch)[LAST], mw.gather(again)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_transformers_loads_it_as_what_it_is(tmp_path: Path, name: str) -> None:
+    source, out = language_model(tmp_path / "m", name), tmp_path / "out"
+    values, weights = worlds.run(2, trained, source, out)[0]
+    assert json.loads((out / "config.json").read_text())["architectures"] == [CLASSES[name]]
+    assert bytes_of(out) == bytes_of(tmp_path / "again")
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    model, info = load(out, dtype=torch.float32, output_loading_info=True)
+    assert type(model).__name__ == CLASSES[name]
+    assert not any(info.values()), info
+    with torch.no_grad():
+        theirs = torch.cat([model.eval()(torch.tensor([d])).logits[0] for d in DOCUMENTS])
+    assert (values - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    assert "lm_head.weight" not in weights
+
+
+def test_it_is_no_whole_language_model(tmp_path: Path) -> None:
+    worlds.run(2, trained, language_model(tmp_path / "m", "qwen3"), tmp_path / "out")
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"}
+    assert info["unexpected_keys"] == {"score.weight"}
+
+
+def test_the_head_is_kept_if_asked(tmp_path: Path) -> None:
+    source = language_model(tmp_path / "m", "qwen3")
+    worlds.run(2, partial(trained, keep_lm_head=True), source, tmp_path / "out")
+    before, after = (load_file(at / "model.safetensors") for at in (source, tmp_path / "out"))
+    assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "again")  # a source that holds both is kept
+
+
+def test_a_family_without_such_a_class_names_none(tmp_path: Path) -> None:
+    source = language_model(tmp_path / "m", "qwen3_5_moe")
+    worlds.run(2, trained, source, tmp_path / "out")
+    assert not hasattr(transformers, "Qwen3_5MoeTextForSequenceClassification")
+    assert not hasattr(transformers, "Qwen3_5MoeForSequenceClassification")
+    before, after = (json.loads((at / "config.json").read_text()) for at in (source, tmp_path / "out"))
+    assert after == {**{k: v for k, v in before.items() if k != "architectures"}, "num_labels": 1}
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_index_and_files_follow(tmp_path: Path) -> None:
+    """The last file holds the head and nothing else."""
+    source = language_model(tmp_path / "m", "qwen3")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    names = {key: f"model-0000{1 + (key == 'lm_head.weight')}-of-00002.safetensors" for key in tensors}
+    for file in set(names.values()):
+        save_file({k: t for k, t in tensors.items() if names[k] == file}, source / file)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": names}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    worlds.run(2, trained, source, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    [file] = set(found["weight_map"].values())
+    held = load_file(tmp_path / "out" / file)
+    assert {p.name for p in (tmp_path / "out").glob("*.safetensors")} == {file}
+    assert set(held) == set(found["weight_map"]) == {*tensors, "score.weight"} - {"lm_head.weight"}
+    assert found["metadata"]["total_size"] == sum(t.nbytes for t in held.values())
+
+
+def test_a_tied_head_that_is_stored_twice_is_left_out_too(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_tied", layout="twice")
+    _, weights = worlds.run(2, trained, source, tmp_path / "out")[0]
+    assert "lm_head.weight" not in weights
+    _, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values()), info
+
+
+def in_bfloat16(source: Path, out: Path) -> None:
+    mw.export(mw.load(source, head="value"), out, dtype=torch.bfloat16)
+
+
+def test_in_another_dtype(tmp_path: Path) -> None:
+    worlds.run(1, in_bfloat16, language_model(tmp_path / "m", "with a tower"), tmp_path / "out")
+    held, config = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        json.loads((tmp_path / "out/config.json").read_text()),
+    )
+    assert "lm_head.weight" not in held
+    assert held["score.weight"].dtype == torch.bfloat16
+    assert (config["architectures"], config["dtype"]) == (["Qwen3_5ForSequenceClassification"], "bfloat16")
