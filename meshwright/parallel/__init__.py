@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..axes import Axes
 from ..errors import LayoutError
-from ..layout import ShardingSpec, Span, cut, find, matrix_shape, pieces, place
+from ..layout import ShardingSpec, Span, chunk, cut, find, matrix_shape, pieces, place
 from ..mesh import Mesh
 from ..models import Decoder
 from . import expert, fsdp, recompute, tensor
@@ -72,7 +72,12 @@ def spans(spec: ShardingSpec, axes: Axes, rank: int) -> Iterator[tuple[Span, int
     for name, span in find(spec.module, Span):
         start, stop = spec.rules.span(span.dim, span.size, axes, axes.coords(rank), name)
         if start == stop:
-            raise LayoutError(f"{name}: rank {rank} of {axes} is left without any of {span.size} {span.dim}")
+            axis, size = spec.rules.axis[span.dim], span.size
+            fit = (n for n in range(1, axes.size_of(axis)) if chunk(size, n, n - 1)[0] < size)
+            raise LayoutError(
+                f"{name}: rank {rank} of {axes} is left without any of {size} {span.dim}; choose {axis} from "
+                f"{', '.join(map(str, fit))}"
+            )
         yield span, start, stop
 
 

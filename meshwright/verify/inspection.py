@@ -88,7 +88,7 @@ class RunResult:
 
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
     """Everything that can be refused is refused here, before any process starts."""
-    check_devices(axes, options.device)
+    check_devices(axes, options.device, model)
     runs = blueprint = find(model, options.head, weights=False, say=say)
     check_layout(blueprint, axes)
     training = options.kind != WEIGHTS
@@ -96,7 +96,7 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.kind == SHRUNK and model not in TINY:
         runs = draw(shrink(blueprint.config, axes.tp), head=options.head)
         check_layout(runs, axes)
-    check_memory(runs, axes, widest, options.device, training=training)
+    check_memory(runs, axes, widest, options.device, model, training=training)
     if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
         runs = blueprint = find(model, options.head, weights=True, say=say)
     return Plan(model, blueprint, runs, axes, options)
