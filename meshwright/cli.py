@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from .errors import ConfigError, MeshError, MeshwrightError
 
@@ -40,10 +39,7 @@ It reads config.json (and the headers of the weights, where they are), starts no
 Activations are not counted: what does not fit cannot run, what fits may still run out of memory.
 Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh cannot be, and why.
 """
-
-
 TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
-Commands = Any  # what argparse makes subcommands with has no public name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_plan(commands: Commands) -> None:
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser(
         "plan", help="what a model needs on a mesh, with no process and no device", description=PLAN_ABOUT,
         epilog=PLAN_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -89,7 +85,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _add_verify(commands: Commands) -> None:
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verify = commands.add_parser(
         "verify", help="prove a model on a mesh against one process", description=ABOUT, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -141,7 +137,7 @@ def _plan(options: argparse.Namespace) -> int:
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = mesh_of(options.mesh), _origin(options)
     blueprint = plan.find(options.model, options.head, weights=False, say=_Clock())
-    refused = plan.refusals(blueprint, sizes)
+    refused = plan.objections(blueprint, sizes)
     if refused:
         if options.json:
             print(json.dumps({**origin, "model": options.model, "mesh": sizes, "refused": refused}, indent=2))

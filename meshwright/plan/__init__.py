@@ -4,4 +4,4 @@ from .figures import Figures, device_bytes, work_of
 from .find import TINY, Say, find
 from .html import check_target, write_page
 from .page import plan_page
-from .refusals import check_devices, check_layout, check_memory, refusals, told
+from .refusals import check_devices, check_layout, check_memory, objections, told

@@ -42,7 +42,7 @@ def verdict_of(figures: Figures) -> Iterator[str]:
 def verdict_box(text: str, more: str, ok: bool | None) -> str:
     """What a reader came for, before all else."""
     colour = {True: "pass", False: "fails", None: ""}[ok]
-    return wrap("div", tag("strong", text), tag("p", more), kind=f"verdict {colour}".strip()) + "\n"
+    return wrap("div", tag("strong", text), tag("p", more) if more else "", kind=f"verdict {colour}".strip()) + "\n"
 
 
 def plan_of(figures: Figures) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _memory(figures: Figures) -> str:
     memories, whole = figures.memories, max(figures.most.num_bytes, figures.device or 0)
     alike = len(memories) == 1
     text = "Every rank stores as much as rank 0." if alike else (
-        f"No rank stores more than rank 0, and none less than rank {memories[-1].rank}."
+        f"No rank stores more than rank 0, and none less than rank {memories[-1].rank:,}."
     )  # fmt: skip
     bars = (_memory_bar(memory, figures, whole) for memory in memories)
     by_kind, unit = [{s.what: s.num_bytes for s in memory.stored} for memory in memories], unit_of(whole)
@@ -79,7 +79,7 @@ def _memory(figures: Figures) -> str:
         for n, what in enumerate(by_kind[0])
     ]
     rows.append([Cell("total", "key total"), *(_in(unit, m.num_bytes, "number total") for m in memories)])
-    names = ["each rank"] if alike else [f"rank {memory.rank}" for memory in memories]
+    names = ["each rank"] if alike else [f"rank {memory.rank:,}" for memory in memories]
     return section("What a rank stores", tag("p", text), *bars, table(["stored", *names], rows, "figures"))
 
 
@@ -90,7 +90,7 @@ def _in(unit: Unit, num_bytes: int, style: str = "number") -> Cell:
 
 def _memory_bar(memory: RankMemory, figures: Figures, whole: int) -> str:
     parts = ((s.num_bytes, f"{kind(s.what)}: {s.num_bytes:,} bytes") for s in memory.stored)
-    rank = "each rank" if len(figures.memories) == 1 else f"rank {memory.rank}"
+    rank = "each rank" if len(figures.memories) == 1 else f"rank {memory.rank:,}"
     device = f" of {nominal(figures.device)}" if figures.device else ""
     label = wrap("div", tag("span", rank), tag("span", size(memory.num_bytes) + device), kind="label")
     return label + bar(parts, whole, figures.device)

@@ -76,7 +76,7 @@ def _as_option(axes: Axes) -> str:
 
 def check_layout(blueprint: Blueprint, axes: Axes) -> None:
     """What any rank of the mesh would refuse."""
-    found = refusals(blueprint, asdict(axes))
+    found = objections(blueprint, asdict(axes))
     if found:
         raise MeshError(told(found))
 
@@ -88,7 +88,7 @@ def told(refused: Sequence[str]) -> str:
     return "\n  - ".join([f"the mesh cannot be, for {len(refused)} reasons:", *refused])
 
 
-def refusals(blueprint: Blueprint, sizes: Mapping[str, int]) -> list[str]:
+def objections(blueprint: Blueprint, sizes: Mapping[str, int]) -> list[str]:
     """Why the model cannot lie on a mesh of these sizes: all that is wrong, not what is wrong first."""
     asked = {**asdict(Axes()), **sizes}
     if min(asked.values()) < 1:

@@ -67,14 +67,14 @@ def step(figures: Figures) -> str:
 
 
 def _parameters(figures: Figures) -> Grid:
-    grid = _grid()
-    grid.add_column("parameter", overflow="fold", ratio=5)
-    grid.add_column("lies", overflow="fold", ratio=4)
-    grid.add_column("on a rank", justify="right", ratio=2)
-    for line in parameter_lines(figures):
+    lines, grid = parameter_lines(figures), _grid()
+    grid.add_column("parameter", width=max(32, *(len(line.name) for line in lines)))
+    grid.add_column("lies")
+    grid.add_column("on a rank", justify="right", width=len("to 999 bytes"))
+    for line in lines:
         more = "; ".join(filter(None, [f"layers {line.layers}" if line.layers else "", line.dims, *line.remarks]))
         name = Text(line.name).append(f"\n{more}", style="dim")
-        grid.add_row(name, "\n".join(lies(line)), span(line.least_bytes, line.most_bytes))
+        grid.add_row(name, "\n".join(lies(line)), span(line.least_bytes, line.most_bytes, "\nto "))
     return grid
 
 
@@ -89,7 +89,9 @@ def _memory(figures: Figures) -> Grid:
     grid = _grid()
     grid.add_column("")
     for memory, which in zip(figures.memories, ("most", "least"), strict=False):
-        grid.add_column(f"rank {memory.rank} ({which})" if len(figures.memories) > 1 else "each rank", justify="right")
+        grid.add_column(
+            f"rank {memory.rank:,} ({which})" if len(figures.memories) > 1 else "each rank", justify="right"
+        )
     by_kind = [{s.what: s.num_bytes for s in memory.stored} for memory in figures.memories]
     for what in by_kind[0]:
         grid.add_row(kind(what), *(in_unit(of_rank.get(what, 0), unit) for of_rank in by_kind))

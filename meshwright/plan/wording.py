@@ -16,8 +16,8 @@ _NAMES = {
 
 
 def unit_of(num_bytes: int) -> Unit:
-    """The unit in which a number of bytes is at least 1."""
-    return next((name, unit) for name, unit in _UNITS.items() if num_bytes >= unit or unit == 1)
+    """The unit in which a number of bytes is at least 1, or 0.99995, which is shown as 1.000."""
+    return next((name, unit) for name, unit in _UNITS.items() if num_bytes >= 0.99995 * unit or unit == 1)
 
 
 def in_unit(num_bytes: int, unit: Unit) -> str:
@@ -38,8 +38,8 @@ def nominal(num_bytes: int) -> str:
     return f"{num_bytes / GB:.4g} GB"
 
 
-def span(least: int, most: int) -> str:
-    return size(most) if least == most else f"{size(least)} to {size(most)}"
+def span(least: int, most: int, to: str = " to ") -> str:
+    return size(most) if least == most else f"{size(least)}{to}{size(most)}"
 
 
 def counted(number: int, what: str, many: str = "") -> str:
