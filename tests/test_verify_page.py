@@ -12,6 +12,7 @@ import pytest
 import meshwright as mw
 from meshwright import cli, parallel
 from meshwright.axes import Axes
+from meshwright.blueprint import draw
 from meshwright.engine.bill import engine_bill, step_bill
 from meshwright.layout import Work
 from meshwright.plan import Figures, plan_page, work_of, write_page
@@ -166,16 +167,21 @@ def test_a_large_mesh_is_drawn_in_part() -> None:
     assert len(text) < 100_000
     found = Read(text)
     assert len([title for title in found.titles if title.startswith("rank ")]) == 128
-    assert re.search(words("992 blocks like these, to rank 4,095", "2 such replicas", "8,128 more ranks"), found.text)
+    assert re.search(
+        words("3,968 ranks like these, to rank 4,095", "one of 2 such replicas", "8,128 more ranks"), found.text
+    )
 
 
 @pytest.mark.parametrize(
     "mesh",
     [dict(fsdp=7), dict(tp=2), dict(fsdp=3, tp=4), dict(fsdp=2, tp=4, ep=2), dict(fsdp=64, ep=8), dict(fsdp=9, ep=1),
-     dict(fsdp=6, tp=2, ep=4), dict(replicate=3, fsdp=2), dict(fsdp=512), dict(fsdp=32, ep=8, tp=1)],
+     dict(fsdp=6, tp=2, ep=4), dict(replicate=3, fsdp=2), dict(fsdp=512), dict(fsdp=32, ep=8, tp=1), dict(fsdp=101),
+     dict(fsdp=5, tp=2), dict(fsdp=3, ep=3), dict(fsdp=250, ep=250), dict(fsdp=12, tp=4, ep=6), dict(fsdp=300, ep=100)],
 )  # fmt: skip
 def test_every_rank_of_a_replica_is_drawn_once(mesh: dict[str, int]) -> None:
-    found, axes = planned("tiny-qwen3-moe", **mesh), Axes(**mesh)
+    axes = Axes(**mesh)
+    blueprint = draw(tiny.of("qwen3_moe", num_experts=axes.ep * -(-8 // axes.ep)))
+    found = Read(plan_page(Figures("a model", blueprint, axes, work_of(axes, None, 1)), ORIGIN))
     drawn = [int(re.findall(r"\d+", title)[0]) for title in found.titles if title.startswith("rank ")]
     replica = axes.world // axes.replicate
     assert drawn == list(range(replica if replica <= 256 else 128))

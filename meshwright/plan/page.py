@@ -168,4 +168,6 @@ def _ranks(figures: Figures) -> str:
     at = (axes.coords(rank) for rank in range(shown))
     rows = ([Cell(f"{r}", "name"), *(coords[a] for a in live), axes.data_rank(r)] for r, coords in enumerate(at))
     left = tag("p", f"and {axes.world - shown:,} more ranks") if axes.world > shown else ""
-    return details("Every rank on every axis", table(["rank", *live, "data rank"], rows, "stacked ranks"), left)
+    return details(
+        "Where each rank stands on each axis", table(["rank", *live, "data rank"], rows, "stacked ranks"), left
+    )
