@@ -93,18 +93,24 @@ class Axes:
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Every group of ranks over `axes`, in the order of their first ranks: the same list on all ranks."""
-        at = (self.coords(rank) for rank in range(self.world))
-        firsts = [rank for rank, coords in enumerate(at) if not any(coords[a] for a in axes)]
+        others = tuple(a for a in self._view(axes) if a not in axes)
+        firsts = self.group(0, others)  # they are at 0 on all of `axes`
+        if ENDS in axes:  # the last stage is never first, though its coordinate on pp is left open here
+            firsts = tuple(rank for rank in firsts if not self.coords(rank)[ENDS])
         return [self.group(rank, axes) for rank in firsts]
 
     def _strides(self, axes: tuple[str, ...]) -> dict[str, int]:
         """How far apart neighbours on each of `axes` are."""
-        view = EXPERT if {"ep", "efsdp"} & set(axes) else DENSE
-        if not set(axes) <= {*view, ENDS}:
-            raise MeshError(f"{axes} are not axes of one view; they are {DENSE}, or for experts {EXPERT}")
+        view = self._view(axes)
         sizes = self.sizes(view)
         strides = {a: prod(sizes[i + 1 :]) for i, a in enumerate(view)}
         return {a: strides["pp" if a == ENDS else a] for a in axes}
+
+    def _view(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        view = EXPERT if {"ep", "efsdp"} & set(axes) else DENSE
+        if not set(axes) <= {*view, ENDS}:
+            raise MeshError(f"{axes} are not axes of one view; they are {DENSE}, or for experts {EXPERT}")
+        return view
 
     def __str__(self) -> str:
         named = [f"{a}={self.size_of(a)}" for a in (*DENSE, "ep") if self.size_of(a) > 1]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 
-from .errors import ConfigError, MeshwrightError
+from .errors import ConfigError, MeshError, MeshwrightError
 
 EXAMPLES = """examples:
   meshwright verify tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
@@ -25,10 +26,25 @@ ABOUT = """Prove that a model on a mesh computes what one process computes: ever
 The model is shrunk to odd sizes (the same kinds of layers, head counts, experts and files; narrow and shallow) and
 filled with random weights, unless --full or --weights. The ranks of the mesh run as processes on this machine.
 """
+PLAN_EXAMPLES = """examples:
+  meshwright plan path/to/Qwen3-30B-A3B --mesh fsdp=64,ep=8 --device 80GB
+  meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device H100 --tokens 16384     from the hub: only the config
+  meshwright plan path/to/config.json --mesh fsdp=32,tp=8,ep=64 --html plan.html    a page with a picture of the mesh
+  meshwright plan my-critic --mesh fsdp=4 --head value --json
+  meshwright plan tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
+"""
+PLAN_ABOUT = """What a model needs on a mesh: bytes of every rank, every collective of a step, and whether it fits.
+
+It reads config.json (and the headers of the weights, where they are), starts no process and needs no device.
+Activations are not counted: what does not fit cannot run, what fits may still run out of memory.
+Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh cannot be, and why.
+"""
+TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    options.command = shlex.join(["meshwright", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         return int(options.run(options))
     except MeshwrightError as error:
@@ -43,13 +59,40 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
     parser.add_argument("--version", action=_Version, nargs=0, help="of meshwright, and of what its numbers depend on")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(commands)
+    _add_verify(commands)
+    return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan", help="what a model needs on a mesh, with no process and no device", description=PLAN_ABOUT,
+        epilog=PLAN_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    plan.set_defaults(run=_plan)
+    plan.add_argument("model", help=f"a Hugging Face directory, its config.json, a hub id, {TINY}")
+    plan.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
+    plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
+    plan.add_argument("--tokens", type=_positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
+    plan.add_argument("--micro-batches", type=_positive, default=1, metavar="N", help="in a step (default 1)")
+    plan.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
+    plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
+    plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text[:12]) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r:.50} is no number above 0")
+    return int(text)
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verify = commands.add_parser(
         "verify", help="prove a model on a mesh against one process", description=ABOUT, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     verify.set_defaults(run=_verify)
-    tiny = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
-    verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a hub id, {tiny}")
+    verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, its config.json, a hub id, {TINY}")
     verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(
@@ -76,7 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
     verify.add_argument("--html", metavar="FILE", help="write a page: mesh, placement, bill and what was found")
     verify.add_argument("--list", action="store_true", help="what each oracle checks, and nothing else")
-    return parser
 
 
 class _Version(argparse.Action):
@@ -103,11 +145,36 @@ def mesh_of(text: str) -> dict[str, int]:
     return sizes
 
 
-def _verify(options: argparse.Namespace) -> int:
-    from . import verify  # imports torch: --help should not wait for it
+def _plan(options: argparse.Namespace) -> int:
+    from . import plan  # imports torch: --help should not wait for it
     from .axes import Axes
-    from .plan import TINY
-    from .plan.page import check_target, page, plan_of, write_page
+    from .plan.show import as_json, print_plan
+
+    target = plan.check_target(options.html) if options.html else None
+    device = plan.device_bytes(options.device) if options.device else None
+    sizes, origin = mesh_of(options.mesh), plan.origin(options.command)
+    blueprint = plan.find(options.model, options.head, weights=False, say=_Clock())
+    refused = plan.objections(blueprint, sizes)
+    if refused:
+        if options.json:
+            print(json.dumps({**origin, "model": options.model, "mesh": sizes, "refused": refused}, indent=2))
+        raise MeshError(plan.told(refused))
+    axes = Axes(**sizes)
+    work = plan.work_of(axes, options.tokens, options.micro_batches)
+    figures = plan.Figures(options.model, blueprint, axes, work, device, options.head)
+    if options.json:
+        print(json.dumps(as_json(figures, origin), indent=2))
+    else:
+        print_plan(figures)
+    if target:
+        plan.write_page(target, plan.plan_page(figures, origin))
+    return int(figures.fits is False)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from . import plan as planning  # imports torch: --help should not wait for it
+    from . import verify
+    from .axes import Axes
     from .verify import page as found
     from .verify import report
 
@@ -115,30 +182,30 @@ def _verify(options: argparse.Namespace) -> int:
         report.print_oracles()
         return 0
     if options.model is None:
-        raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(TINY))
-    target = check_target(options.html) if options.html else None
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr)
-
+        raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(planning.TINY))
+    target = planning.check_target(options.html) if options.html else None
+    say = _Clock()
     asked = verify.Options(
-        options.head,
-        options.dtypes.split(","),
-        options.kind,
-        options.device,
-        options.seconds,
-        options.against,
-        options.seed,
-        options.plant,
-    )
+        options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
+        options.against, options.seed, options.plant,
+    )  # fmt: skip
     plan = verify.plan(options.model, Axes(**mesh_of(options.mesh)), asked, say)
     parts = verify.inspect(plan, say)
+    origin = planning.origin(options.command, options.seed)
     if options.json:
-        print(json.dumps(report.as_json(options.model, plan, parts), indent=2))
+        print(json.dumps(report.as_json(options.model, plan, parts, origin), indent=2))
     else:
         report.print_table(options.model, plan, parts)
     if target:
-        title = f"{plan.model} on {plan.axes}"
-        write_page(target, page(title, found.results(plan, parts), plan_of(plan.blueprint, plan.axes)))
+        planning.write_page(target, found.verify_page(plan, parts, origin))
     return int(any(part.findings for part in parts))
+
+
+class _Clock:
+    """Says what is going on, and when."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:6.1f} s  {text}", file=sys.stderr)

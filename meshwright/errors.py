@@ -19,9 +19,9 @@ A message names the thing, the numbers and the way out; each docstring below sho
 """
 
 
-def counted(num: int, noun: str) -> str:
-    """`1 document`, `2 documents`: for messages."""
-    return f"{num:,} {noun}{'' if num == 1 else 's'}"
+def counted(num: int, noun: str, many: str = "") -> str:
+    """`1 document`, `2 documents`; `2 batches`: for messages."""
+    return f"{num:,} {noun if num == 1 else many or noun + 's'}"
 
 
 class MeshwrightError(Exception):

@@ -88,8 +88,7 @@ def passed(out: str) -> dict[str, Any]:
             margins = run["margins"][oracle]
             assert margins, f"{oracle} of {run['dtype']} passes without a figure"
             assert all(m["worst"] <= m["allowed"] for m in margins if m["allowed"]), margins
-    assert {"meshwright", "torch", "transformers"} <= set(found["about"]["versions"])
-    assert {"date", "command", "seed"} <= set(found["about"])
+    assert {"meshwright", "torch", "transformers", "date", "command", "seed"} <= set(found)
     return found
 
 

@@ -1,10 +1,9 @@
-"""`meshwright verify --html`: the page says what is so, and is a page that every browser reads."""
+"""The page of `verify` and of `plan`: it says what is so, and is a page that every browser reads."""
 
 from __future__ import annotations
 
 import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,59 +12,39 @@ import pytest
 import meshwright as mw
 from meshwright import cli, parallel
 from meshwright.axes import Axes
+from meshwright.blueprint import draw
 from meshwright.engine.bill import engine_bill, step_bill
 from meshwright.layout import Work
-from meshwright.plan.page import page, plan_of, write_page
+from meshwright.plan import Figures, plan_page, work_of, write_page
+from meshwright.plan.html import Cell, page, table, tag
 from meshwright.plan.tables import ranges
+from meshwright.plan.wording import size
 from meshwright.verify import Finding, Plan, RunResult, plan
-from meshwright.verify.page import results
+from meshwright.verify.page import verify_page
 from tests import tiny, worlds
+from tests.pages import Read
 from tests.test_verify import QWEN2, QWEN3_5, QWEN3_30B_A3B, directory
+from tests.words import words
 
-
-class Read(HTMLParser):
-    """Its tables as lists of rows of texts, and all other text. Tags must be closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self.text, self.open, self.tags = "", list[str](), set[str]()
-        self.feed(text)
-        assert not self.open, self.open
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.add(tag)
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
-            self.tables[-1][-1][-1] += data
-        elif self.open and self.open[-1] != "style":
-            self.text += data
-
-    def table(self, first: str) -> list[dict[str, str]]:
-        """The table whose first column is called so."""
-        head, *rows = next(t for t in self.tables if t[0][0] == first)
-        assert all(len(row) == len(head) for row in rows)
-        return [dict(zip(head, row, strict=True)) for row in rows]
+ORIGIN = {
+    "command": "meshwright verify 'a<b>'",
+    "meshwright": "1.2.3",
+    "torch": "4.5.6",
+    "date": "2026-11-24 09:00 UTC",
+}
 
 
 def whole(tried: Plan, parts: list[RunResult]) -> str:
-    return page(f"{tried.model} on {tried.axes}", results(tried, parts), plan_of(tried.blueprint, tried.axes))
+    return verify_page(tried, parts, ORIGIN)
 
 
 def read(model: str, parts: list[RunResult] | None = None, **mesh: int) -> Read:
     return Read(whole(plan(model, Axes(**mesh)), parts or [RunResult("float64", 1.0, [])]))
+
+
+def planned(model: str, device: int | None = None, **mesh: int) -> Read:
+    blueprint, axes = plan(model, Axes()).blueprint, Axes(**mesh)
+    return Read(plan_page(Figures(model, blueprint, axes, work_of(axes, None, 1), device), ORIGIN))
 
 
 def number(text: str) -> int:
@@ -82,48 +61,60 @@ def test_a_large_model_is_a_small_page(tmp_path: Path) -> None:
     assert "num_hidden_layers 48 → 2" in found.text
     assert "Where 30,532,122,624 parameters lie" in found.text
     assert not re.search(r"https?:|//|<script|<link|@import|src=|url\(", text)
-    assert "color-scheme: light dark" in text
+    assert re.search(
+        words("color-scheme: light dark", 'name="viewport" content="width=device-width', "max-width: "), text
+    )
+    assert re.search(words(r"meshwright 1\.2\.3", r"torch 4\.5\.6", "2026-11-24 09:00 UTC", "'a<b>'"), found.text)
 
     ranks = found.table("rank")
     assert len(ranks) == 16
-    assert ranks[11] == dict(
-        rank="11", pp="0", replicate="1", fsdp="1", cp="0", tp="1", efsdp="0", ep="3", **{"data rank": "5"}
-    )
-    groups = {row["axis"]: row["groups of ranks that differ on it alone"] for row in found.table("axis")}
-    assert groups["ep"] == "[0-7]   [8-15]"
+    assert ranks[11] == dict(rank="11", replicate="1", fsdp="1", tp="1", ep="3", **{"data rank": "5"}), "no zeros"
+    assert "rank 3: data rank 1, tp 1, ep 3" in found.titles
+    assert len([title for title in found.titles if title.startswith("rank ")]) == 8, "one replica is drawn"
+    assert re.search(words("replicate = 2", r"ep = 8[^=]*2 groups of 8\s+one is 0-7"), found.text)
 
-    by_name = {row["parameter"]: row for row in found.table("parameter")}
+    by_name = {row["parameter"].partition("\n")[0]: row for row in found.table("parameter")}
     assert len(by_name) == 14  # not 48 times as many
     experts = by_name["layers.{i}.mlp.experts.gate_up"]
-    assert experts["layers"] == "0-47"
-    assert experts["dims"] == "expert 128, half 2, expert_ffn 768, embed 2048"
-    assert experts["cut"] == "expert by ep=8"
-    assert experts["bytes on a rank"] == f"{128 // 8 * 2 * 768 * 2048 * 4:,}"
+    assert experts["parameter"].splitlines()[1:] == ["layers 0-47", "expert 128, half 2, expert_ffn 768, embed 2048"]
+    assert experts["lies"].splitlines() == ["cut expert by ep=8", "copies over replicate=2"]
+    assert experts["on a rank"] == size(128 // 8 * 2 * 768 * 2048 * 4)
+    assert f"{128 // 8 * 2 * 768 * 2048 * 4:,} bytes" in found.titles
     assert experts["keys of the files"].splitlines() == [
         f"model.layers.{{i}}.mlp.experts.{{0-127}}.{part}_proj.weight" for part in ("gate", "up")
     ]
     norm = by_name["layers.{i}.mixer.q_norm.weight"]
-    assert norm["gradient summed by FSDP over"] == "replicate=2 fsdp=4"
-    assert norm["in the last sums of gradients over"] == "tp=2"
-    assert norm["copied over"] == "replicate=2 tp=2"
+    assert norm["gradient is summed"].splitlines() == [
+        "by FSDP over replicate=2 fsdp=4", "in the last sums over tp=2"
+    ]  # fmt: skip
+    assert norm["lies"].splitlines() == ["rows over fsdp=4", "copies over replicate=2 tp=2"]
+
+
+def test_on_a_phone_each_value_has_the_name_of_its_column() -> None:
+    found = read("tiny-qwen3-moe", fsdp=2, ep=2)
+    cells = [cell for table in found.tables for row in table[1:] for cell in row]
+    assert len(found.labels) == len(cells)
+    assert {"oracle", "holds if", "float64, 1.0 s", "keys of the files"} <= set(found.labels)
 
 
 def test_kinds_of_layers_and_ties(tmp_path: Path) -> None:
     hybrid = read(directory(tmp_path / "h", QWEN3_5), fsdp=2, tp=2).table("parameter")
-    a_log = next(row for row in hybrid if row["parameter"] == "layers.{i}.mixer.gates.A_log\nnever rounded")
-    assert a_log["layers"].startswith("0-2 4-6 8-10")
-    assert (a_log["rows stored in shards over"], a_log["in the last sums of gradients over"]) == ("-", "fsdp=2")
-    assert next(row for row in hybrid if row["parameter"] == "layers.{i}.mixer.q.weight")["layers"] == "3-31 by 4"
+    by_name = {row["parameter"].partition("\n")[0]: row for row in hybrid}
+    a_log = by_name["layers.{i}.mixer.gates.A_log"]
+    assert re.search(words(r"^layers 0-2 4-6 8-10\b", "^never rounded"), a_log["parameter"], re.MULTILINE)
+    assert a_log["lies"] == "cut key by tp=2\ncopies over fsdp=2"
+    assert a_log["gradient is summed"] == "in the last sums over fsdp=2"
+    assert "layers 3-31 by 4" in by_name["layers.{i}.mixer.q.weight"]["parameter"]
     tied = read(directory(tmp_path / "t", QWEN2), fsdp=3, tp=2).table("parameter")
-    assert tied[0]["parameter"] == "embed.weight\ntied: the head too"
+    assert re.search(r"^embed\.weight\n[\s\S]*^tied: the head too$", tied[0]["parameter"], re.MULTILINE)
     lone = read("tiny-qwen3")  # one process
-    assert [t[0][0] for t in lone.tables] == ["oracle", "rank", "axis", "parameter", "operation", "what"]
-    assert lone.table("what") == []
+    assert [t[0][0] for t in lone.tables] == ["oracle", "stored", "parameter"]
 
 
 def test_an_uneven_cut_is_a_span() -> None:
-    embed = read("tiny-qwen3", fsdp=3, tp=2).table("parameter")[0]
-    assert embed["bytes on a rank"] == f"{4 * 36 * 21:,} to {4 * 36 * 22:,}"
+    found = read("tiny-qwen3", fsdp=3, tp=2)
+    assert found.table("parameter")[0]["on a rank"] == "3.024 kB to 3.168 kB"
+    assert f"{4 * 36 * 21:,} to {4 * 36 * 22:,} bytes" in found.titles
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ def test_ranges(numbers: list[int], text: str) -> None:
 
 def real(source: Path, mesh: dict[str, int]) -> tuple[list[Any], int]:
     model = mw.load(source, mw.Mesh(**mesh, device="cpu"))
-    return step_bill(model, 4096, 1), sum(t.nbytes for t in model.stored().values())
+    return step_bill(model, 8192, 1), sum(t.nbytes for t in model.stored().values())
 
 
 def test_the_page_and_the_run_agree(tmp_path: Path) -> None:
@@ -146,16 +137,61 @@ def test_the_page_and_the_run_agree(tmp_path: Path) -> None:
     found = worlds.run(4, real, source, mesh)
     blueprint, axes = plan(str(source), Axes(**mesh)).blueprint, Axes(**mesh)
     for rank, (charges, _) in enumerate(found):
-        assert engine_bill(blueprint, axes, rank, Work(4096, 1)) == charges
+        assert engine_bill(blueprint, axes, rank, Work(8192, 1)) == charges
     shown = read(str(source), **mesh)
     lines = shown.table("what")
-    assert sum(number(row["how many"]) for row in lines) == sum(c.count for c in found[0][0])
-    for row in shown.table("operation"):
-        sums = [sum(c.count * c.num_bytes for c in charges if c.op == row["operation"]) for charges, _ in found]
-        assert (number(row["bytes of rank 0"]), number(row["most of any rank"])) == (sums[0], max(sums))
-        assert sums[0] == sum(number(r["bytes in all"]) for r in lines if r["operation"] == row["operation"])
+    assert sum(number(row["count"]) for row in lines) == sum(c.count for c in found[0][0])
+    sums = [sum(c.count * c.num_bytes for c in charges) for charges, _ in found]
+    assert sums[0] == max(sums)
+    assert f"{size(sums[0])}" in shown.text, "the bytes of a step"
+    by_op = {row["operation"]: row for row in shown.table("over") if not row["over"]}
+    assert set(by_op) == {c.op for c in found[0][0]}
     held = [num_bytes for _, num_bytes in found]
-    assert f"A rank stores {min(held):,} to {max(held):,} bytes" in shown.text or f"{held[0]:,} bytes" in shown.text
+    stored = shown.table("stored")[0]
+    assert stored["rank 0"] == f"{max(held) / 1000:.3f} kB"
+    assert list(stored.values())[-1] == f"{min(held) / 1000:.3f} kB"
+
+
+def test_traffic_is_summed_by_axis() -> None:
+    """Each operation below the sum of its axes; nothing is lost on the way."""
+    rows = planned("tiny-qwen3-moe", fsdp=2, tp=2, ep=4).table("over")
+    heads = [at for at, row in enumerate(rows) if row["over"]]
+    assert [rows[at]["over"] for at in heads] == ["tp=2", "ep=4", "fsdp=2", "fsdp=2 tp=2"]
+    for at, after in zip(heads, [*heads[1:], len(rows)], strict=True):
+        assert number(rows[at]["count"]) == sum(number(row["count"]) for row in rows[at + 1 : after])
+
+
+def test_a_large_mesh_is_drawn_in_part() -> None:
+    blueprint, axes = plan("tiny-qwen3-moe", Axes()).blueprint, Axes(replicate=2, fsdp=1024, tp=4)
+    text = plan_page(Figures("tiny-qwen3-moe", blueprint, axes, work_of(axes, None, 1)), ORIGIN)
+    assert len(text) < 100_000
+    found = Read(text)
+    assert len([title for title in found.titles if title.startswith("rank ")]) == 128
+    assert re.search(
+        words("3,968 ranks like these, to rank 4,095", "one of 2 such replicas", "8,128 more ranks"), found.text
+    )
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [dict(fsdp=7), dict(tp=2), dict(fsdp=3, tp=4), dict(fsdp=2, tp=4, ep=2), dict(fsdp=64, ep=8), dict(fsdp=9, ep=1),
+     dict(fsdp=6, tp=2, ep=4), dict(replicate=3, fsdp=2), dict(fsdp=512), dict(fsdp=32, ep=8, tp=1), dict(fsdp=101),
+     dict(fsdp=5, tp=2), dict(fsdp=3, ep=3), dict(fsdp=250, ep=250), dict(fsdp=12, tp=4, ep=6), dict(fsdp=300, ep=100)],
+)  # fmt: skip
+def test_every_rank_of_a_replica_is_drawn_once(mesh: dict[str, int]) -> None:
+    axes = Axes(**mesh)
+    blueprint = draw(tiny.of("qwen3_moe", num_experts=axes.ep * -(-8 // axes.ep)))
+    found = Read(plan_page(Figures("a model", blueprint, axes, work_of(axes, None, 1)), ORIGIN))
+    drawn = [int(re.findall(r"\d+", title)[0]) for title in found.titles if title.startswith("rank ")]
+    replica = axes.world // axes.replicate
+    assert drawn == list(range(replica if replica <= 256 else 128))
+
+
+def test_what_does_not_fit_is_told_large(tmp_path: Path) -> None:
+    model = directory(tmp_path / "m", QWEN3_30B_A3B)
+    found = planned(model, device=80 * 10**9, fsdp=2, ep=2)
+    assert re.search(words("does not fit 80 GB", "fsdp=8", r"moments"), found.text + str(found.tables))
+    assert "fits 80 GB" in planned(model, device=80 * 10**9, fsdp=64, ep=8).text
 
 
 def test_what_was_found_is_shown_and_escaped() -> None:
@@ -166,7 +202,20 @@ def test_what_was_found_is_shown_and_escaped() -> None:
     assert "float64 G1 a<b>: x & y" in found.text
     assert "and 10 more of K1" in found.text
     assert "findings: 61" in found.text
-    assert "b" not in found.tags
+    assert '"a<b' not in whole(plan("tiny-qwen3", Axes(tp=2)), [bad])
+    assert "a<b>" not in whole(plan("tiny-qwen3", Axes(tp=2)), [bad])
+
+
+def test_all_text_is_escaped() -> None:
+    cells = table(["<h>"], [["<b>&amp;"], [Cell("<i>.a-name-that-may-be-broken", "k", "<u>", '"<s>')]])
+    found = Read(page("<title>", ORIGIN, [cells, tag("p", "<q>")]))
+    assert found.tables[0] == [["<h>"], ["<b>&amp;"], ["<i>.a-name-that-may-be-broken\n<u>"]]
+    assert found.titles == ['"<s>']
+    assert found.tags.isdisjoint(["b", "u", "s", "q"])
+
+
+def test_what_was_not_tried_stands_beside_the_verdict() -> None:
+    assert re.search(words("all is well", r"not tried: [^<]*\breplicate\b"), read("tiny-qwen3", tp=2).text)
 
 
 def test_the_command_writes_it_whole(
@@ -180,6 +229,7 @@ def test_the_command_writes_it_whole(
     found = Read(target.read_text())
     assert "a sum over tp" in found.text
     assert next(row for row in found.table("oracle") if row["oracle"] == "G1")["holds if"].startswith("Every gradient")
+    assert f"meshwright verify tiny-qwen3 --mesh tp=2 --dtypes float64 --html {target}" in found.text
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
     capsys.readouterr()
 
@@ -193,10 +243,11 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
+@pytest.mark.parametrize("command", ["verify", "plan"])
 @pytest.mark.parametrize("at", ["no/such/place.html", "."])
 def test_a_place_that_cannot_be_written_is_refused_at_once(
-    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    at: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["verify", "tiny-qwen3", "--mesh", "tp=2", "--html", at]) == 2
+    assert cli.main([command, "tiny-qwen3", "--mesh", "tp=2", "--html", at]) == 2
     assert f"--html {at}" in capsys.readouterr().err

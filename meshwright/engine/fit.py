@@ -35,34 +35,35 @@ def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
 def refuse_too_large(need: Need, memory: Memory) -> None:
     """Rank 0 stores most. Activations are not counted: what is refused cannot run, and what is not may still fail."""
     stored = need.stored()
-    if _fits(stored, memory):
+    if fits(stored, memory):
         return
     parts = ", ".join(f"{s.what} {_gb(s.num_bytes)}{' on the host' if s.host else ''}" for s in stored)
     raise MeshError(
         f"{need.axes} does not fit: a rank needs {_gb(sum(s.num_bytes for s in stored))} ({parts}) and has "
         f"{_gb(memory.device_bytes)}{'' if memory.shared else f', and {_gb(memory.host_bytes)} on the host'}; "
-        f"{_ways_out(need, memory)}"
+        f"{ways_out(need, memory)}"
     )
 
 
-def _fits(stored: Sequence[Stored], memory: Memory) -> bool:
+def fits(stored: Sequence[Stored], memory: Memory) -> bool:
     host, device = (sum(s.num_bytes for s in stored if s.host == at) for at in (True, False))
     if memory.shared:
         return host + device <= memory.host_bytes
     return device <= memory.device_bytes and host <= memory.host_bytes
 
 
-def _ways_out(need: Need, memory: Memory) -> str:
+def ways_out(need: Need, memory: Memory) -> str:
     """The smallest fsdp that would do, and whether host memory would."""
     found = []
     sizes = (need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MOST)
     larger = (replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes)
-    enough = next((r.axes for r in larger if _fits(r.stored(), memory)), None)
+    enough = next((r.axes for r in larger if fits(r.stored(), memory)), None)
     if enough is not None:
         found.append(f"fsdp={enough.fsdp} ({enough.world} ranks)")
     offloaded = replace(need, held=replace(need.held, offload=True))
-    if not need.held.offload and _fits(offloaded.stored(), memory):
-        found.append("Savings(offload=True)")
+    if not need.held.offload and fits(offloaded.stored(), memory):
+        host = sum(s.num_bytes for s in offloaded.stored() if s.host)
+        found.append(f"Savings(offload=True), which takes {_gb(host)} on the host for each rank")
     return "choose " + " or ".join(found) if found else f"no fsdp up to {_MOST} would do: choose more memory"
 
 

@@ -14,7 +14,7 @@ OF_MODEL = {
     **dict.fromkeys(("save", "save_pretrained", "export"), "mw.export(model, directory)"),
     **dict.fromkeys(("load_state_dict", "from_pretrained"), "mw.load(source, mesh)"),
     **dict.fromkeys(("train", "eval"), "a model has no modes; train= of mw.load chooses what is trained"),
-    **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16"), "mw.Mesh(device=) and dtype= of mw.load"),
+    **dict.fromkeys(("to", "half", "bfloat16"), "mw.Mesh(device=) and dtype= of mw.load"),
     **dict.fromkeys(("forward", "logits"), "mw.logits(model, batch), or mw.logprobs(model, batch)"),
     **dict.fromkeys(("backward", "zero_grad"), "mw.Engine(model, lr=...).step(batches)"),
     "generate": _SAMPLE,

@@ -1,8 +1,9 @@
 """What every parameter is, how it is cut, and which doors activations pass. Pure data, no process group."""
 
-from .bill import Charge, Work, bill
+from .bill import Charge, Work, bill, padded
 from .boxes import Box, check_tiling, chunk, interval
 from .doors import ENTER, LEAVE, MEET, Dispatch, Door, Kind, Span, find
+from .extremes import extreme_ranks
 from .params import (
     Block,
     Declared,

@@ -31,11 +31,12 @@ def units_of(model: nn.Module, gathered: Sequence[nn.Module], *, reshard: bool =
     Without `reshard`, what forward has gathered stays until backward is done with it.
     """
     names = {module: name for name, module in model.named_modules()}
+    params = [name for name, _ in model.named_parameters()]
     experts = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in find(model, Dispatch)))
     taken: set[str] = set()
     units = []
     for name in [*experts, *(names[m] for m in gathered), ""]:
-        inside = [n for n, _ in model.named_parameters() if n.startswith(f"{name}." if name else "") and n not in taken]
+        inside = [n for n in params if n.startswith(f"{name}." if name else "") and n not in taken]
         taken.update(inside)
         last = name in ("", names[gathered[-1]])  # backward begins with the last unit, so that one is kept
         units.append(Unit(name, tuple(inside), name in experts, again=reshard and not last))

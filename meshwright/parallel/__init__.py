@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..axes import Axes
 from ..errors import LayoutError
-from ..layout import ShardingSpec, Span, cut, find, matrix_shape, pieces, place
+from ..layout import ShardingSpec, Span, chunk, cut, find, matrix_shape, pieces, place
 from ..mesh import Mesh
 from ..models import Decoder
 from . import expert, fsdp, recompute, tensor

@@ -1,4 +1,8 @@
 """What is known of a model on a mesh without running it: where parameters lie, what a step sends, what cannot be."""
 
+from .about import origin, versions
+from .figures import Figures, device_bytes, work_of
 from .find import TINY, Say, find
-from .refusals import check_devices, check_layout, check_memory
+from .html import check_target, write_page
+from .page import plan_page
+from .refusals import check_devices, check_layout, check_memory, objections, told

@@ -63,6 +63,10 @@ def find(model: str, head: str, weights: bool, say: Say) -> Blueprint:
 
 def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
     at = path_of(model)
+    if at.name == "config.json":  # its directory is meant
+        if not exists(at, Path.is_file):
+            raise ConfigError(f"{model} is not there; name a directory that holds a config.json")
+        at = at.parent
     if exists(at, Path.is_dir):
         return at, False
     if not is_hub_id(model):

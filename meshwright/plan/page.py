@@ -1,127 +1,174 @@
-"""A page of HTML that a person can file or send: the mesh, where every parameter lies, and the bill of a step.
+"""A page that a person can file or send: the mesh, what each rank stores, what a step sends, where parameters lie.
 
-It needs nothing else to be read: no scripts, no styles or fonts from elsewhere. Placement and bill are worked out on
-the meta device, for the model in its real sizes. Layers that are alike share a line.
+All of it is worked out on the meta device, for the model in its real sizes. Layers that are alike share a line.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 
-from ..axes import DENSE, EXPERT, Axes
-from ..blueprint import Blueprint
-from ..engine.bill import engine_bill
-from ..errors import ConfigError
-from ..layout import Work, pieces
-from .tables import CHARGES, PARAMETERS, STORED_BYTES, alike, charge_lines, parameter_line, ranges, span
+from ..errors import counted
+from .figures import Figures, RankMemory, Traffic
+from .html import Cell, bar, bytes_cell, details, page, section, span_cell, table, tag, wrap
+from .picture import mesh_picture
+from .show import about, lies, notes, step
+from .tables import ParameterLine, charge_lines, parameter_lines
+from .wording import Unit, in_unit, kind, large, nominal, size, unit_of, verdict
 
-_TOKENS = 4096  # in a micro-batch of a data rank, rounded up to what tp divides: the bill needs a number
-_AXES = list(dict.fromkeys((*DENSE, *EXPERT)))
-_STYLE = """
-:root { color-scheme: light dark; font: 15px/1.45 system-ui, sans-serif }
-body { max-width: 90em; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; margin: 1em 0 } .wide { overflow-x: auto }
-th, td { border: 1px solid #8886; padding: .25em .6em; text-align: left; vertical-align: top; white-space: pre-line }
-th { background: #8882 }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-pre { white-space: pre-wrap; border-left: 3px solid #d44; padding-left: .8em }
-.pass { color: #292 } .fails { color: #d44 }
-"""
-Cell = object  # a number is aligned right, a pair of (text, class) is coloured; all text is escaped
+_MOST_ROWS = 64  # of the table of ranks
 
 
-def check_target(file: str) -> Path:
-    """Refuse a place that cannot be written before an hour of work, not after it."""
-    path = Path(file).absolute()
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--html {file}: no file can be written there; name a file in a directory that you may write")
-    return path
+def plan_page(figures: Figures, origin: Mapping[str, str]) -> str:
+    title = f"{figures.name} on {figures.axes}"
+    return page(title, origin, heading("plan", figures), verdict_of(figures), plan_of(figures))
 
 
-def write_page(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(text, "utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--html {path} was not written: {error}; what was found stands above") from error
-    finally:
-        beside.unlink(missing_ok=True)
+def heading(command: str, figures: Figures) -> Iterator[str]:
+    mesh = str(figures.axes).replace("=", " ").split(" ") if figures.axes.world > 1 else []
+    chips = (
+        wrap("span", tag("b", axis), f" {size}", kind="chip") for axis, size in zip(*[iter(mesh)] * 2, strict=True)
+    )
+    yield wrap(
+        "header", tag("p", f"meshwright {command}", "eyebrow"), tag("h1", figures.name),
+        wrap("p", *chips, tag("span", about(figures)), kind="mesh"),
+    )  # fmt: skip
 
 
-def page(title: str, *sections: Iterable[str]) -> str:
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    body = "\n".join([tag("h1", title), *(part for section in sections for part in section)])
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+def verdict_of(figures: Figures) -> Iterator[str]:
+    said = verdict(figures)
+    yield verdict_box(said.text, said.more, said.ok)
 
 
-def plan_of(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
+def verdict_box(text: str, more: str, ok: bool | None) -> str:
+    """What a reader came for, before all else."""
+    colour = {True: "pass", False: "fails", None: ""}[ok]
+    return wrap("div", tag("strong", text), tag("p", more) if more else "", kind=f"verdict {colour}".strip()) + "\n"
+
+
+def plan_of(figures: Figures) -> Iterator[str]:
     """All that can be said of a model on a mesh without running it."""
-    yield from _mesh(axes)
-    yield from _parameters(blueprint, axes)
-    yield from _bill(blueprint, axes)
+    yield _tiles(figures)
+    yield from (tag("p", note, "note") for note in notes(figures))
+    yield _memory(figures)
+    yield section("The mesh", *mesh_picture(figures), _ranks(figures))
+    yield _traffic(figures)
+    yield _parameters(figures)
 
 
-def tag(name: str, text: str, kind: str = "") -> str:
-    return f"<{name} class={kind}>{escape(text)}</{name}>" if kind else f"<{name}>{escape(text)}</{name}>"
+def _tiles(figures: Figures) -> str:
+    rows = figures.traffic
+    facts = {
+        "stored by a rank": size(figures.most.num_bytes),
+        "bytes of collectives in a step": size(sum(row.num_bytes for row in rows)),
+        "collectives in a step": f"{sum(row.count for row in rows):,}",
+        "parameters": large(figures.num_parameters),
+    }
+    return wrap("dl", *(wrap("div", tag("dt", what), tag("dd", fact)) for what, fact in facts.items()), kind="tiles")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    lines = ["".join(tag("th", h) for h in head), *("".join(map(_cell, row)) for row in rows)]
-    return '<div class="wide"><table>\n' + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table></div>"
+def _memory(figures: Figures) -> str:
+    memories, whole = figures.memories, max(figures.most.num_bytes, figures.device or 0)
+    alike = len(memories) == 1
+    text = "Every rank stores as much as rank 0." if alike else (
+        f"No rank stores more than rank 0, and none less than rank {memories[-1].rank:,}."
+    )  # fmt: skip
+    bars = (_memory_bar(memory, figures, whole) for memory in memories)
+    by_kind, unit = [{s.what: s.num_bytes for s in memory.stored} for memory in memories], unit_of(whole)
+    rows = [
+        [Cell(kind(what), f"key tint{n}"), *(_in(unit, of_rank.get(what, 0)) for of_rank in by_kind)]
+        for n, what in enumerate(by_kind[0])
+    ]
+    rows.append([Cell("total", "key total"), *(_in(unit, m.num_bytes, "number total") for m in memories)])
+    names = ["each rank"] if alike else [f"rank {memory.rank:,}" for memory in memories]
+    return section("What a rank stores", tag("p", text), *bars, table(["stored", *names], rows, "figures"))
 
 
-def _cell(value: Cell) -> str:
-    if isinstance(value, int):
-        return tag("td", f"{value:,}", "number")
-    return tag("td", *value) if isinstance(value, tuple) else tag("td", str(value))
+def _in(unit: Unit, num_bytes: int, style: str = "number") -> Cell:
+    """All numbers of a column in one unit."""
+    return Cell(in_unit(num_bytes, unit), style, title=f"{num_bytes:,} bytes")
 
 
-def _mesh(axes: Axes) -> Iterator[str]:
-    yield tag("h2", f"The mesh: {axes.world} ranks")
-    yield tag("p", "Two views of the same ranks: pp replicate fsdp cp tp, and for experts pp replicate efsdp ep.")
-    coords = ((rank, axes.coords(rank)) for rank in range(axes.world))
-    yield table(["rank", *_AXES, "data rank"], ([r, *(at[a] for a in _AXES), axes.data_rank(r)] for r, at in coords))
-    live = [a for a in _AXES if axes.size_of(a) > 1]
-    yield table(
-        ["axis", "size", "groups of ranks that differ on it alone"],
-        ([a, axes.size_of(a), "   ".join(f"[{ranges(g)}]" for g in axes.groups((a,)))] for a in live),
+def _memory_bar(memory: RankMemory, figures: Figures, whole: int) -> str:
+    parts = ((s.num_bytes, f"{kind(s.what)}: {s.num_bytes:,} bytes") for s in memory.stored)
+    rank = "each rank" if len(figures.memories) == 1 else f"rank {memory.rank:,}"
+    device = f" of {nominal(figures.device)}" if figures.device else ""
+    label = wrap("div", tag("span", rank), tag("span", size(memory.num_bytes) + device), kind="label")
+    return label + bar(parts, whole, figures.device)
+
+
+def _traffic(figures: Figures) -> str:
+    rows, title = figures.traffic, "The collectives of a step"
+    if not rows:
+        return section(title, tag("p", "There are none: this is one process."))
+    text = (
+        f"In a step {step(figures)}, computed in bfloat16 and summed in float32. Bytes are of the larger side of each "
+        "collective, as rank 0 pays them; no rank pays more. The router is taken to be even."
     )
+    by_axes = [list(same) for _, same in groupby(rows, lambda row: row.over)]
+    most = max(sum(row.num_bytes for row in same) for same in by_axes)
+    lines = (line for same in by_axes for line in _axes_lines(same, most))
+    summed = table(["over", "operation", "count", "bytes", ""], lines, "stacked flows")
+    return section(title, tag("p", text), summed, details("Every collective", _charges(figures)))
 
 
-def _parameters(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
-    total = sum(param.numel for param in blueprint.table)
-    held = [sum(p.numel for p in pieces(blueprint.spec, axes, r).values()) * STORED_BYTES for r in range(axes.world)]
-    yield tag("h2", f"Where {total:,} parameters lie")
-    yield tag(
-        "p",
-        f"A rank stores {span(held)} bytes of weights in float32, and as many of gradients. The column of bytes is of "
-        "one parameter on one rank, the least and the most of all ranks. {i} is the number of a layer.",
+def _axes_lines(rows: list[Traffic], most: int) -> Iterator[list[object]]:
+    """What goes over the same axes: first all of it, then each operation."""
+    count, num_bytes = sum(row.count for row in rows), sum(row.num_bytes for row in rows)
+    yield [
+        Cell(rows[0].over, "group"), Cell(f"among {counted(rows[0].num_ranks, 'rank')}", "group"),
+        Cell(f"{count:,}", "number group"), bytes_cell(num_bytes, "number group"),
+        Cell("", "group", share=num_bytes / most),
+    ]  # fmt: skip
+    for row in rows:
+        share = Cell("", "part", share=row.num_bytes / most)
+        yield [Cell("", "part"), Cell(row.op), row.count, bytes_cell(row.num_bytes), share]
+
+
+def _charges(figures: Figures) -> str:
+    rows = (
+        [
+            Cell(line.what, "name", f"layers {line.layers}" if line.layers else ""), Cell(line.op),
+            Cell(line.over, note=counted(line.num_ranks, "rank")), line.count, bytes_cell(line.one_bytes),
+            bytes_cell(line.num_bytes),
+        ]
+        for line in charge_lines(figures)
+    )  # fmt: skip
+    head = ["what", "operation", "over", "count", "bytes of one", "bytes in all"]
+    return tag("p", "{i} is the number of a layer.") + table(head, rows)
+
+
+def _parameters(figures: Figures) -> str:
+    text = (
+        "What an axis cuts, each of its ranks computes with a part of. Rows are stored in shards, and gathered to "
+        "compute. Bytes are of one parameter on one rank. {i} is the number of a layer."
     )
-    yield table(PARAMETERS, (parameter_line(group, blueprint, axes) for group in alike(blueprint)))
+    head = ["parameter", "lies", "on a rank", "gradient is summed", "keys of the files"]
+    lines = table(head, (_parameter(line) for line in parameter_lines(figures)), "stacked wide")
+    title = f"Where {figures.num_parameters:,} parameters lie"
+    return section(title, tag("p", text), details("Every parameter", lines))
 
 
-def _bill(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
-    share = axes.cp * axes.tp
-    work = Work(-(-_TOKENS // share) * share, 1)
-    bills = [engine_bill(blueprint, axes, rank, work) for rank in range(axes.world)]
-    yield tag("h2", "The bill of a step")
-    yield tag(
-        "p",
-        f"Every collective of a step in which each data rank has one micro-batch of {work.tokens:,} tokens, computed "
-        "in bfloat16 and summed in float32, as rank 0 pays it. Bytes are of the larger side. The rows of experts are "
-        "counted as if the router were even. {i} is the number of a layer.",
+def _parameter(line: ParameterLine) -> list[Cell]:
+    layers = f"layers {line.layers}" if line.layers else ""
+    sums = {"by FSDP over": line.by_fsdp, "in the last sums over": line.late}
+    return [
+        Cell(line.name, "name", "\n".join(filter(None, [layers, line.dims, *line.remarks]))),
+        Cell("\n".join(lies(line)), "lines"),
+        span_cell(line.least_bytes, line.most_bytes),
+        Cell("\n".join(f"{how} {axes}" for how, axes in sums.items() if axes != "-") or "-", "lines"),
+        Cell("\n".join(line.keys), "keys"),
+    ]
+
+
+def _ranks(figures: Figures) -> str:
+    axes, live = figures.axes, figures.live
+    if not live:
+        return ""
+    shown = min(axes.world, _MOST_ROWS)
+    at = (axes.coords(rank) for rank in range(shown))
+    rows = ([Cell(f"{r}", "name"), *(coords[a] for a in live), axes.data_rank(r)] for r, coords in enumerate(at))
+    left = tag("p", f"and {axes.world - shown:,} more ranks") if axes.world > shown else ""
+    return details(
+        "Where each rank stands on each axis", table(["rank", *live, "data rank"], rows, "stacked ranks"), left
     )
-    totals = [Counter[str]() for _ in bills]
-    for total, charges in zip(totals, bills, strict=True):
-        for charge in charges:
-            total[charge.op] += charge.count * charge.num_bytes
-    counts = Counter({op: sum(c.count for c in bills[0] if c.op == op) for op in totals[0]})
-    ops = ([op, counts[op], totals[0][op], max(total[op] for total in totals)] for op in totals[0])
-    yield table(["operation", "how many", "bytes of rank 0", "most of any rank"], ops)
-    yield table(CHARGES, charge_lines(bills[0], axes))

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from typing import Any
 
-import torch
-
-from ..axes import Axes
 from ..blueprint import Blueprint
 from ..engine.fit import widths_of
 from ..layout import Charge, Param, axes_left_to_sum, piece, place, summed_by_fsdp
 from ..weights import chosen
+from .figures import COMPUTE, Figures, live_axes
 
-STORED_BYTES = widths_of(torch.bfloat16).stored  # of an element, as a rank keeps it
-PARAMETERS = (
-    "parameter", "layers", "dims", "cut", "rows stored in shards over", "copied over", "bytes on a rank",
-    "gradient summed by FSDP over", "in the last sums of gradients over", "keys of the files",
-)  # fmt: skip
-CHARGES = ("what", "layers", "operation", "over", "ranks in the group", "bytes of one", "how many", "bytes in all")
+_STORED_BYTES = widths_of(COMPUTE).stored  # of an element, as a rank keeps it
+
+
+@dataclass(frozen=True)
+class ParameterLine:
+    """Parameters that differ only in their layer. {i} in a name is the number of the layer."""
+
+    name: str
+    remarks: tuple[str, ...]
+    layers: str
+    dims: str
+    cut: str  # what tp or ep gives to a rank
+    shards: str  # over which axes the rows of that cut are stored in shards
+    copies: str
+    num_parameters: int  # of them all
+    least_bytes: int  # of one of them on a rank
+    most_bytes: int
+    by_fsdp: str  # over which axes FSDP sums the gradient
+    late: str  # over which axes the last sums do
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ChargeLine:
+    """Charges that differ only in their layer."""
+
+    what: str
+    layers: str
+    op: str
+    over: str
+    num_ranks: int  # in a group
+    one_bytes: int  # of one collective, its larger side
+    count: int
+    num_bytes: int
+
+
+def parameter_lines(figures: Figures) -> list[ParameterLine]:
+    return [_parameter_line(group, figures) for group in alike(figures.blueprint)]
 
 
 def alike(blueprint: Blueprint) -> list[list[Param]]:
@@ -31,20 +63,28 @@ def alike(blueprint: Blueprint) -> list[list[Param]]:
     return list(groups.values())
 
 
-def parameter_line(group: list[Param], blueprint: Blueprint, axes: Axes) -> list[object]:
-    param, rules, item = group[0], blueprint.spec.rules, STORED_BYTES
-    placement, late = place(param, rules, axes), axes_left_to_sum(param, rules, axes)
-    num_bytes = [item * piece(param, rules, axes, axes.coords(rank)).numel for rank in range(axes.world)]
+def _parameter_line(group: list[Param], figures: Figures) -> ParameterLine:
+    param, blueprint, axes = group[0], figures.blueprint, figures.axes
+    rules = blueprint.spec.rules
+    placement = place(param, rules, axes)
+    num_bytes = [_STORED_BYTES * piece(param, rules, axes, axes.coords(rank)).numel for rank in figures.extremes]
     remarks = {"tied: the head too": param.tied, "never rounded": param.float32,
                "not in the files: drawn": param.name in blueprint.keymap.fresh}  # fmt: skip
-    return [
-        "\n".join([_pattern(param.name)[0], *(remark for remark, holds in remarks.items() if holds)]),
-        ranges([p.layer for p in group if p.layer is not None]),
-        ", ".join(f"{dim} {size}" for dim, size in param.dims.items()),
-        ", ".join(f"{dim} by {axis}={axes.size_of(axis)}" for dim, axis in placement.split.items()) or "-",
-        _live(placement.shard, axes), _live(placement.copies, axes), span(num_bytes),
-        _live(summed_by_fsdp(param, placement), axes), _live(late, axes), "\n".join(_keys(param, blueprint)),
-    ]  # fmt: skip
+    return ParameterLine(
+        name=_pattern(param.name)[0],
+        remarks=tuple(remark for remark, holds in remarks.items() if holds),
+        layers=ranges([p.layer for p in group if p.layer is not None]),
+        dims=", ".join(f"{dim} {size}" for dim, size in param.dims.items()),
+        cut=", ".join(f"{dim} by {axis}={axes.size_of(axis)}" for dim, axis in placement.split.items()) or "-",
+        shards=live_axes(placement.shard, axes),
+        copies=live_axes(placement.copies, axes),
+        num_parameters=sum(p.numel for p in group),
+        least_bytes=min(num_bytes),
+        most_bytes=max(num_bytes),
+        by_fsdp=live_axes(summed_by_fsdp(param, placement), axes),
+        late=live_axes(axes_left_to_sum(param, rules, axes), axes),
+        keys=tuple(_keys(param, blueprint)),
+    )
 
 
 def _keys(param: Param, blueprint: Blueprint) -> list[str]:
@@ -57,17 +97,23 @@ def _keys(param: Param, blueprint: Blueprint) -> list[str]:
     return [text.replace("{}", "{" + ranges(numbers) + "}") for text, numbers in runs.items()]
 
 
-def charge_lines(charges: Iterable[Charge], axes: Axes) -> Iterator[list[object]]:
-    groups: dict[Any, list[int | None]] = {}
-    for c in charges:
-        what, layer = _pattern(c.what)
-        groups.setdefault((what, c.op, c.axes, c.num_bytes, c.count), []).append(layer)
-    for (what, op, over, num_bytes, count), layers in groups.items():
-        group, many = axes.group(0, over), count * len(layers)
-        yield [
-            what, ranges([n for n in layers if n is not None]), op, _live(over, axes),
-            f"{len(group)}: {ranges(group)}", num_bytes, many, many * num_bytes,
-        ]  # fmt: skip
+def charge_lines(figures: Figures) -> Iterator[ChargeLine]:
+    axes, groups = figures.axes, dict[Charge, list[int | None]]()
+    for charge in figures.charges:
+        what, layer = _pattern(charge.what)
+        groups.setdefault(replace(charge, what=what), []).append(layer)
+    for charge, layers in groups.items():
+        count = charge.count * len(layers)
+        yield ChargeLine(
+            what=charge.what,
+            layers=ranges([n for n in layers if n is not None]),
+            op=charge.op,
+            over=live_axes(charge.axes, axes),
+            num_ranks=prod(axes.sizes(charge.axes)),
+            one_bytes=charge.num_bytes,
+            count=count,
+            num_bytes=count * charge.num_bytes,
+        )
 
 
 def _pattern(name: str, mark: str = "{i}") -> tuple[str, int | None]:
@@ -79,16 +125,25 @@ def _pattern(name: str, mark: str = "{i}") -> tuple[str, int | None]:
     return ".".join([*parts[:at], mark, *parts[at + 1 :]]), int(parts[at])
 
 
-def _live(over: Sequence[str], axes: Axes) -> str:
-    return " ".join(f"{a}={axes.size_of(a)}" for a in over if axes.size_of(a) > 1) or "-"
+@dataclass(frozen=True)
+class AxisLine:
+    """An axis of more than one rank. Its groups are the ranks that differ on it alone."""
+
+    axis: str
+    size: int
+    num_groups: int
+    first_group: str  # of rank 0
 
 
-def span(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
+def axis_lines(figures: Figures) -> list[AxisLine]:
+    axes = figures.axes
+    return [
+        AxisLine(name, axes.size_of(name), axes.world // axes.size_of(name), ranges(axes.group(0, (name,)), ", "))
+        for name in figures.live
+    ]
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int], between: str = " ") -> str:
     """`0-3 8`; evenly spaced ones as `3-47 by 4`."""
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1 and steps != {1}:
@@ -99,4 +154,4 @@ def ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return between.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

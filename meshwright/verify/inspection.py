@@ -102,7 +102,7 @@ class RunResult:
 
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
     """Everything that can be refused is refused here, before any process starts."""
-    check_devices(axes, options.device)
+    check_devices(axes, options.device, model)
     runs = blueprint = find(model, options.head, weights=False, say=say)
     check_layout(blueprint, axes)
     training = options.kind != WEIGHTS
@@ -110,7 +110,7 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.kind == SHRUNK and model not in TINY:
         runs = _small(blueprint, axes, options)
         check_layout(runs, axes)
-    check_memory(runs, axes, widest, options.device, training=training)
+    check_memory(runs, axes, widest, options.device, model, training=training)
     if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
         runs = blueprint = find(model, options.head, weights=True, say=say)
     return Plan(model, blueprint, runs, axes, options)
@@ -140,9 +140,7 @@ def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
     config = text_config(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
     say("transformers: one process of ours beside its model")
     try:
-        run_ranks(
-            1, _make_peer, config, folder / "peer's recipe", source, plan.options.seed, seconds=plan.options.seconds
-        )
+        run_ranks(1, _make_peer, config, source, plan.options.seed, seconds=plan.options.seconds)
         data = Data(vocab=config["vocab_size"], seed=plan.options.seed)
         documents = [document for batch in data.documents(0) for document in batch]
         notes, why_not = run_ranks(1, compare, source, documents, seconds=plan.options.seconds)[0]
@@ -160,7 +158,7 @@ def source_of(plan: Plan, folder: Path, say: Say) -> Path:
         return plan.directory
     source = folder / "model"
     say("making a model of odd sizes")
-    run_ranks(1, _make, plan, folder / "recipe", source, seconds=plan.options.seconds)
+    run_ranks(1, _make, plan, source, seconds=plan.options.seconds)
     return source
 
 
@@ -239,25 +237,20 @@ def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     return list(silent(recorder.seen)), check_weights(model)
 
 
-def _make(plan: Plan, recipe: Path, at: Path) -> None:
-    config, options = plan.runs.config, plan.options
-    _write(config, options.head, recipe, at, plan.blueprint.keymap.choice, torch.bfloat16, options.seed)
+def _make(plan: Plan, at: Path) -> None:
+    options, choice = plan.options, plan.blueprint.keymap.choice
+    _write(at, plan.runs.config, options.head, choice, torch.bfloat16, options.seed)
 
 
-def _make_peer(config: Mapping[str, Any], recipe: Path, at: Path, seed: int) -> None:
-    _write(config, "lm", recipe, at, {"experts": "fused"}, torch.float32, seed)
+def _make_peer(config: Mapping[str, Any], at: Path, seed: int) -> None:
+    _write(at, config, "lm", {"experts": "fused"}, torch.float32, seed)
 
 
 def _write(
-    config: Mapping[str, Any],
-    head: str,
-    recipe: Path,
-    at: Path,
-    choice: Mapping[str, str],
-    dtype: torch.dtype,
-    seed: int,
+    at: Path, config: Mapping[str, Any], head: str, choice: Mapping[str, str], dtype: torch.dtype, seed: int
 ) -> None:
     """Random weights, all away from values such as 0 and 1 that would hide a mistake."""
+    recipe = at.with_name(f"{at.name}'s recipe")
     recipe.mkdir()
     (recipe / "config.json").write_text(json.dumps(dict(config)))
     model = init(recipe, Mesh(device="cpu"), head=head, dtype=torch.float32, seed=seed)

@@ -185,6 +185,8 @@ def u1_update(run: Run, step: int, before: Mapping[str, Tensor], pushed: Contain
         if name in pushed and torch.equal(tensor, before[name]):
             what = f"it has a gradient on rank {run.model.mesh.rank}, but no update moved it"
             yield Finding("U1", name, what, "the module uses a copy of what is updated")
+    if step == 0:
+        run.measured("U1", "moved parameters of all ranks", len(run.model.pieces))
     due = run.reference.steps[step].weights
     if not due or run.blame:
         return

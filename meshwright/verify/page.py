@@ -1,35 +1,53 @@
-"""What was found, as a part of a page: see `plan.page` for the rest of it."""
+"""The page of verify: what was found, and below it what `plan.page` knows of the model and the mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from ..plan.page import table, tag
+from ..plan import Figures, work_of
+from ..plan.html import Cell, page, section, table, tag
+from ..plan.page import heading, plan_of, verdict_box
 from .inspection import SHRUNK, Plan, RunResult
-from .report import cell, found_by, rows_of, sentence, shrunk
+from .report import cell, found_by, margins_of, rows_of, sentence, shrunk, unproven
 
 _MOST_FINDINGS = 50
 
 
+def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> str:
+    figures = Figures(plan.model, plan.blueprint, plan.axes, work_of(plan.axes, None, 1), head=plan.options.head)
+    title = f"{figures.name} on {figures.axes}"
+    return page(title, origin, heading("verify", figures), results(plan, parts), plan_of(figures))
+
+
 def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
     num = sum(len(part.findings) for part in parts)
-    yield tag("p", f"findings: {num}", "fails") if num else tag("p", "all is well", "pass")
-    yield tag("h2", "What was checked")
-    yield tag("p", _what_ran(plan))
+    yield verdict_box(f"findings: {num}" if num else "all is well", unproven(plan), not num)
+    yield section("What was checked", tag("p", _what_ran(plan)), _oracles(parts), *_findings(parts))
+
+
+def _oracles(parts: Sequence[RunResult]) -> str:
     names = [f"{part.name}, {part.seconds:.1f} s" for part in parts]
-    rows = ([row, sentence(row), *(_coloured(cell(part, row)) for part in parts)] for row in rows_of(parts))
-    yield table(["oracle", "holds if", *names], rows)
+    rows = (
+        [Cell(row, "name"), Cell(sentence(row), "sentence"), *(_result(part, row) for part in parts)]
+        for row in rows_of(parts)
+    )
+    return table(["oracle", "holds if", *names], rows, "stacked oracles")
+
+
+def _result(part: RunResult, row: str) -> Cell:
+    """Of one oracle in one run, with what it compared, how far off the worst is, what is allowed, and where."""
+    text, figures = cell(part, row), "; ".join(map(str, margins_of(part, row)))
+    return Cell(text, {"pass": "pass", "-": "", "": ""}.get(text, "fails"), note=figures if text == "pass" else "")
+
+
+def _findings(parts: Sequence[RunResult]) -> Iterator[str]:
     for part in parts:
         yield from (tag("p", f"{part.name}: {note}") for note in part.notes)
         for row in rows_of(parts):
             found = found_by(part, row)
-            yield from (tag("pre", f"{part.name} {finding}") for finding in found[:_MOST_FINDINGS])
+            yield from (tag("pre", f"{part.name} {finding}", "finding") for finding in found[:_MOST_FINDINGS])
             if len(found) > _MOST_FINDINGS:
                 yield tag("p", f"and {len(found) - _MOST_FINDINGS} more of {row}")
-
-
-def _coloured(text: str) -> tuple[str, str]:
-    return text, "pass" if text == "pass" else "fails"
 
 
 def _what_ran(plan: Plan) -> str:

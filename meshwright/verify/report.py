@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,6 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..models import text_config
-from ..plan.about import about
 from .collectives import same_kind
 from .examine import ORACLES
 from .findings import Finding, Margin
@@ -179,14 +178,15 @@ def found_by(part: RunResult, oracle: str) -> list[Finding]:
     return [f for f in part.findings if f.oracle == oracle]
 
 
-def as_json(model: str, plan: Plan, parts: Sequence[RunResult]) -> dict[str, Any]:
+def as_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> dict[str, Any]:
+    """`origin`: what made it, when, and by which command."""
     return {
+        **origin,
         "model": model,
         "mesh": str(plan.axes),
         "ranks": plan.axes.world,
         "head": plan.options.head,
         "ok": not any(part.findings for part in parts),
-        "about": about(plan.options.seed),
         "planted": plan.options.plant,
         "shrunk": shrunk(plan),
         "untried": untried(plan),

@@ -1,0 +1,167 @@
+"""The figures of a model on a mesh: what each rank stores, what a step sends, and whether it fits. No process runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ..axes import DENSE, EXPERT, Axes
+from ..blueprint import Blueprint
+from ..engine.bill import engine_bill
+from ..engine.fit import Need, fits, ways_out, widths_of
+from ..errors import ConfigError
+from ..layout import Charge, Held, Stored, Work, extreme_ranks, padded
+from ..mesh import Memory
+
+TOKENS = 8192  # of a micro-batch of a data rank, where none are given
+COMPUTE = torch.bfloat16  # as `mw.load` has it
+GB = 10**9
+
+# Memory as the maker names it: some bytes more are there, some of them taken before a run begins.
+DEVICES = {"H100": 80 * GB, "H200": 141 * GB, "B200": 180 * GB, "L40S": 48 * GB, "MI300X": 192 * GB}
+_SIZE = re.compile(r"(?:[A-Za-z]\w*-)?(\d+(?:\.\d+)?) ?(GB|GiB)", re.ASCII)  # 80GB, 74.5GiB, A100-40GB
+
+
+def device_bytes(text: str) -> int:
+    if text.upper() in DEVICES:
+        return DEVICES[text.upper()]
+    found = _SIZE.fullmatch(text)
+    if not found or float(found[1]) <= 0:
+        raise ConfigError(
+            f"--device {text!r:.200} is no size of memory; give one such as 80GB or 74.5GiB, or one of "
+            f"{', '.join(DEVICES)}, A100-40GB"
+        )
+    return int(float(found[1]) * (GB if found[2] == "GB" else 2**30))
+
+
+def work_of(axes: Axes, tokens: int | None, num_batches: int) -> Work:
+    """The size of a step. What divides a micro-batch between ranks must divide it evenly."""
+    share, wanted = axes.cp * axes.tp, tokens or TOKENS
+    fit = -(-wanted // share) * share
+    if tokens is not None and tokens != fit:
+        raise ConfigError(f"--tokens {tokens} does not divide into cp*tp={share}; choose {fit}")
+    widths = widths_of(COMPUTE)
+    return Work(fit, num_batches, widths.compute, widths.stored)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    rank: int
+    stored: tuple[Stored, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(s.num_bytes for s in self.stored)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a step sends over some axes by one operation."""
+
+    over: str
+    num_ranks: int  # in a group
+    op: str
+    count: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """`device`: the bytes of a device, where one was named."""
+
+    model: str  # as the user names it
+    blueprint: Blueprint
+    axes: Axes
+    work: Work
+    device: int | None = None
+    head: str = "lm"
+
+    @property
+    def name(self) -> str:
+        """Of the directory, where the user gave a path."""
+        directory = self.blueprint.directory
+        return directory.resolve().name if directory and Path(self.model).exists() else self.model
+
+    @property
+    def live(self) -> list[str]:
+        """The axes of more than one rank. Those of experts do nothing for a model without experts."""
+        views = (*DENSE, *EXPERT) if self.blueprint.balance.num_experts else DENSE
+        return [axis for axis in dict.fromkeys(views) if self.axes.size_of(axis) > 1]
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Of units that lie on one rank: there is no FSDP, and autograd may keep what their weights are cast to."""
+        axes, spec = self.axes, self.blueprint.spec
+        alone = [u for u in spec.units if prod(axes.sizes(("replicate", *u.shard))) == 1]
+        return sum(padded(u, spec, axes, axes.coords(0)) for u in alone) * self.work.compute_bytes
+
+    @property
+    def need(self) -> Need:
+        held = Held(widths_of(COMPUTE), frozenset(self.blueprint.table.params))
+        return Need(self.blueprint.spec, self.axes, held)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(param.numel for param in self.blueprint.table)
+
+    @cached_property
+    def extremes(self) -> list[int]:
+        return extreme_ranks(self.blueprint.spec, self.axes)
+
+    @cached_property
+    def memories(self) -> list[RankMemory]:
+        """The rank that stores most, and behind it the one that stores least, if that is less."""
+        found = [RankMemory(rank, tuple(self.need.stored(rank))) for rank in self.extremes]
+        most, least = found[0], min(found, key=lambda m: m.num_bytes)
+        return [most, least] if least.num_bytes < most.num_bytes else [most]
+
+    @property
+    def most(self) -> RankMemory:
+        return self.memories[0]
+
+    @property
+    def fits(self) -> bool | None:
+        """None: no device was named."""
+        return None if self.device is None else fits(self.most.stored, _memory(self.device))
+
+    @cached_property
+    def ways_out(self) -> str:
+        assert self.device is not None
+        return ways_out(self.need, _memory(self.device))
+
+    @cached_property
+    def charges(self) -> list[Charge]:
+        """Of rank 0. It has the largest part of everything, so no rank pays more."""
+        return engine_bill(self.blueprint, self.axes, 0, self.work)
+
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        """By axes, those together that have the same ranks, and by operation."""
+        sums: dict[tuple[tuple[str, ...], str], list[int]] = {}
+        for charge in self.charges:
+            live = tuple(a for a in charge.axes if self.axes.size_of(a) > 1)
+            total = sums.setdefault((live, charge.op), [0, 0])
+            total[0] += charge.count
+            total[1] += charge.count * charge.num_bytes
+        order = list(dict.fromkeys(live for live, _ in sums))
+        rows = sorted(sums.items(), key=lambda row: order.index(row[0][0]))
+        return [
+            Traffic(live_axes(live, self.axes), prod(self.axes.sizes(live)), op, count, num_bytes)
+            for (live, op), (count, num_bytes) in rows
+        ]
+
+
+def _memory(device: int) -> Memory:
+    """Of the host nothing is known here: what would lie there is said in words."""
+    return Memory(device, sys.maxsize, shared=False)
+
+
+def live_axes(over: Iterable[str], axes: Axes) -> str:
+    return " ".join(f"{a}={axes.size_of(a)}" for a in over if axes.size_of(a) > 1) or "-"

@@ -1,0 +1,133 @@
+"""The mesh as a picture: a cell for each rank, in blocks, and for each axis the ranks that rank 0 meets on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import log
+
+from ..axes import Axes
+from ..errors import counted
+from .figures import Figures
+from .html import tag, wrap
+from .tables import AxisLine, axis_lines
+
+_MOST_CELLS, _SAMPLE = 256, 128  # a replica of more ranks than the one is shown by the other
+_MEANING = {
+    "replicate": "whole copies of the model, each with data of its own; gradients are summed once a step",
+    "fsdp": "each rank has data of its own, and stores a shard of every row",
+    "tp": "the ranks share their data; each computes some heads and hidden units",
+    "efsdp": "the ranks hold the same experts, each a shard of their rows",
+    "ep": "the experts are spread over these ranks; tokens travel to them and back",
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Of one replica of `num_ranks` the first `shown`, in blocks of `cells` neighbours, `width` of them in a row."""
+
+    width: int
+    cells: int
+    num_ranks: int
+    shown: int
+
+    @property
+    def num(self) -> int:
+        return -(-self.shown // self.cells)
+
+    @property
+    def height(self) -> int:
+        return -(-self.cells // self.width)
+
+
+def blocks_of(axes: Axes) -> Blocks:
+    """A block is a group of tp or, where that is larger, of ep: these are neighbours, and meet in every layer.
+
+    With neither there is one block. A row holds no part of a group of tp, unless such a group is very wide.
+    """
+    replica = axes.fsdp * axes.cp * axes.tp
+    shown = replica if replica <= _MOST_CELLS else _SAMPLE
+    group = axes.ep if axes.ep > axes.tp and axes.ep % axes.tp == 0 else axes.tp
+    cells = min(group if group > 1 else shown, shown)
+    widest = 16 if cells > 64 else 8
+    even = [n for n in range(2, widest + 1) if (axes.tp if axes.tp > 1 else cells) % n == 0]
+    return Blocks(max(even, default=min(widest, cells)), cells, replica, shown)
+
+
+def mesh_picture(figures: Figures) -> Iterator[str]:
+    if figures.axes.world == 1:
+        yield tag("p", "One process holds everything.")
+        return
+    axes = figures.axes if figures.blueprint.balance.num_experts else replace(figures.axes, ep=1)
+    blocks = blocks_of(axes)
+    yield tag("p", _caption(axes))
+    drawn = (_block(axes, blocks, number) for number in range(blocks.num))
+    roomy = " roomy" if blocks.shown <= 16 else ""
+    yield wrap("div", *drawn, _more(axes, blocks), kind=f"mesh-map{roomy}")
+    yield tag("p", "Below, for each axis of more than one rank: the ranks with which rank 0 talks over it.")
+    yield wrap("div", *(_axis(line, axes, blocks) for line in axis_lines(figures)), kind="axes-map")
+
+
+def _caption(axes: Axes) -> str:
+    shade = "its place on ep: ranks of one shade hold the same experts" if axes.ep > 1 else "its data rank"
+    replica = f"One replica of {axes.replicate:,} is shown. " if axes.replicate > 1 else ""
+    return f"{replica}Each cell is a rank, and its shade is {shade}."
+
+
+def _block(axes: Axes, blocks: Blocks, number: int) -> str:
+    first = number * blocks.cells
+    cells = "".join(_cell(axes, blocks, rank) for rank in range(first, min(first + blocks.cells, blocks.shown)))
+    return wrap("div", cells, kind="block", style=f"--columns:{blocks.width}")
+
+
+def _cell(axes: Axes, blocks: Blocks, rank: int) -> str:
+    at = axes.coords(rank)
+    if axes.ep > 1:
+        place, last = at["ep"], axes.ep - 1
+    else:
+        place, last = axes.data_rank(rank), (blocks.shown - 1) // (axes.cp * axes.tp)
+    shade = round(100 * place / max(last, 1))
+    live = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "efsdp", "ep") if axes.size_of(axis) > 1)
+    title = f"rank {rank}: data rank {axes.data_rank(rank)}" + (f", {live}" if live else "")
+    return wrap("i", str(rank), kind="deep" if shade > 62 else "", title=title, style=f"--shade:{shade}%")
+
+
+def _more(axes: Axes, blocks: Blocks) -> str:
+    texts = []
+    if blocks.num_ranks > blocks.shown:
+        left = counted(blocks.num_ranks - blocks.shown, "rank")
+        texts.append(f"and {left} like these, to rank {blocks.num_ranks - 1:,}")
+    if axes.replicate > 1:
+        texts.append(f"one of {axes.replicate:,} such replicas")
+    return "".join(tag("span", text, "more") for text in texts)
+
+
+def _axis(line: AxisLine, axes: Axes, blocks: Blocks) -> str:
+    about = f"{counted(line.num_groups, 'group')} of {line.size:,}\none is {line.first_group}"
+    if line.num_groups == 1:
+        about = f"one group of all {line.size:,} ranks"
+    named = [tag("b", f"{line.axis} = {line.size:,}"), tag("span", _MEANING[line.axis]), tag("small", about)]
+    return wrap("figure", _map(axes, blocks, line.axis), wrap("figcaption", *named))
+
+
+def _map(axes: Axes, blocks: Blocks, axis: str) -> str:
+    """The same cells, small; those that rank 0 meets on the axis are filled."""
+    met, step = set(axes.group(0, (axis,))), 6
+    columns = _columns(blocks)
+    paths = {True: "", False: ""}
+    for rank in range(blocks.shown):
+        block, cell = divmod(rank, blocks.cells)
+        (y, x), (row, column) = divmod(cell, blocks.width), divmod(block, columns)
+        left, top = column * (blocks.width * step + 4) + x * step, row * (blocks.height * step + 4) + y * step
+        paths[rank in met] += f"M{left} {top}h5v5h-5z"
+    wide = columns * (blocks.width * step + 4) - 5
+    high = -(-blocks.num // columns) * (blocks.height * step + 4) - 5
+    drawn = f'<path class="pale" d="{paths[False]}"/><path class="met" d="{paths[True]}"/>'
+    shape = f'viewBox="0 0 {wide} {high}" style="max-width:{wide * 2}px" preserveAspectRatio="xMinYMid"'
+    return f'<svg {shape} aria-hidden="true">{drawn}</svg>'
+
+
+def _columns(blocks: Blocks) -> int:
+    """Into how many columns the blocks of a small map go: full ones, half as wide again as high or nearly so."""
+    full = [n for n in range(1, blocks.num + 1) if blocks.num % n == 0]
+    return min(full, key=lambda n: abs(log(n * n * blocks.width / (blocks.num * blocks.height) / 1.5)))

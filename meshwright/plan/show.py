@@ -1,0 +1,156 @@
+"""A plan for a person at a terminal, and for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from ..errors import counted
+from .figures import Figures
+from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
+from .wording import NOT_COUNTED, in_unit, kind, large, size, span, unit_of, verdict
+
+
+def print_plan(figures: Figures) -> None:
+    console, said = Console(), verdict(figures)
+    console.print(Text(f"{figures.model} on {figures.axes}", style="bold"), soft_wrap=True)
+    console.print(Text(about(figures)))
+    tables = {
+        "Where parameters lie, one of each kind": _parameters(figures),
+        "What a rank stores": _memory(figures),
+        f"The collectives of a step; {step(figures)}": _traffic(figures),
+    }
+    for title, grid in tables.items():
+        console.print()
+        console.print(Text(title, style="bold"))
+        console.print(grid)
+    console.print()
+    console.print(Text(said.text, style={True: "bold green", False: "bold red", None: "bold"}[said.ok]))
+    console.print(Padding(Text(said.more), (0, 0, 0, 2)))
+    if said.ok is None:
+        console.print(Text("  --device 80GB tells whether that fits."))
+    for note in notes(figures):
+        console.print(Padding(Text(note), (0, 0, 0, 2)))
+
+
+def about(figures: Figures) -> str:
+    experts, axes = figures.blueprint.balance.num_experts, figures.axes
+    parts = [counted(axes.world, "rank"), f"{large(figures.num_parameters)} parameters"]
+    parts.append(counted(len(figures.blueprint.module.layers), "layer"))
+    parts += [counted(experts, "expert")] if experts else []
+    return ", ".join(parts)
+
+
+def notes(figures: Figures) -> list[str]:
+    """What a reader might believe that is not so."""
+    found = []
+    if figures.axes.ep > 1 and not figures.blueprint.balance.num_experts:
+        found.append(f"ep={figures.axes.ep} changes nothing of this model: it has no experts.")
+    if figures.unsharded_bytes:
+        found.append(
+            f"What is not stored in shards is also kept as bfloat16 from forward to backward, up to "
+            f"{size(figures.unsharded_bytes)}: not counted."
+        )
+    return found
+
+
+def step(figures: Figures) -> str:
+    work = figures.work
+    batches = counted(work.num_batches, "micro-batch", "micro-batches")
+    return f"each data rank has {batches} of {counted(work.tokens, 'token')}"
+
+
+def _parameters(figures: Figures) -> Grid:
+    lines, grid = parameter_lines(figures), _grid()
+    grid.add_column("parameter", width=max(32, *(len(line.name) for line in lines)))
+    grid.add_column("lies")
+    grid.add_column("on a rank", justify="right", width=len("to 999 bytes"))
+    for line in lines:
+        more = "; ".join(filter(None, [f"layers {line.layers}" if line.layers else "", line.dims, *line.remarks]))
+        name = Text(line.name).append(f"\n{more}", style="dim")
+        grid.add_row(name, "\n".join(lies(line)), span(line.least_bytes, line.most_bytes, "\nto "))
+    return grid
+
+
+def lies(line: ParameterLine) -> list[str]:
+    """What each axis does to it."""
+    named = {"cut": line.cut, "rows over": line.shards, "copies over": line.copies}
+    return [f"{what} {axes}" for what, axes in named.items() if axes != "-"] or ["whole"]
+
+
+def _memory(figures: Figures) -> Grid:
+    unit = unit_of(figures.most.num_bytes)
+    grid = _grid()
+    grid.add_column("")
+    for memory, which in zip(figures.memories, ("most", "least"), strict=False):
+        grid.add_column(
+            f"rank {memory.rank:,} ({which})" if len(figures.memories) > 1 else "each rank", justify="right"
+        )
+    by_kind = [{s.what: s.num_bytes for s in memory.stored} for memory in figures.memories]
+    for what in by_kind[0]:
+        grid.add_row(kind(what), *(in_unit(of_rank.get(what, 0), unit) for of_rank in by_kind))
+    grid.add_section()
+    grid.add_row("total", *(in_unit(memory.num_bytes, unit) for memory in figures.memories), style="bold")
+    return grid
+
+
+def _traffic(figures: Figures) -> Grid | Padding:
+    rows = figures.traffic
+    if not rows:
+        return Padding(Text("none: this is one process"), (0, 0, 0, 2))
+    grid = _grid()
+    for column in ("over", "operation"):
+        grid.add_column(column)
+    for column in ("count", "bytes"):
+        grid.add_column(column, justify="right")
+    for row in rows:
+        grid.add_row(row.over, row.op, f"{row.count:,}", size(row.num_bytes))
+    grid.add_section()
+    total, count = sum(row.num_bytes for row in rows), sum(row.count for row in rows)
+    grid.add_row("total", "", f"{count:,}", size(total), style="bold")
+    return grid
+
+
+def _grid() -> Grid:
+    return Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
+    """Every number exactly. `origin`: what made it, when, and by which command."""
+    axes, work, said = figures.axes, figures.work, verdict(figures)
+    return {
+        **origin,
+        "model": figures.model,
+        "mesh": asdict(axes),
+        "ranks": axes.world,
+        "num_parameters": figures.num_parameters,
+        "head": figures.head,
+        "refused": [],
+        "notes": notes(figures),
+        "parameters": [asdict(line) for line in parameter_lines(figures)],
+        "memory": [
+            {
+                "rank": memory.rank,
+                "bytes": {s.what: s.num_bytes for s in memory.stored},
+                "total_bytes": memory.num_bytes,
+            }
+            for memory in figures.memories
+        ],
+        "not_counted": NOT_COUNTED,
+        "device_bytes": figures.device,
+        "fits": said.ok,
+        "way_out": figures.ways_out if said.ok is False else None,
+        "step": asdict(work),
+        "traffic": [asdict(row) for row in figures.traffic],
+        "total_count": sum(row.count for row in figures.traffic),
+        "total_bytes": sum(row.num_bytes for row in figures.traffic),
+        "charges": [asdict(line) for line in charge_lines(figures)],
+        "groups": [asdict(line) for line in axis_lines(figures)],
+    }

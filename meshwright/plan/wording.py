@@ -1,0 +1,78 @@
+"""Numbers and verdicts as a person reads them. A GB is 10^9 bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import counted
+from .figures import GB, Figures
+
+Unit = tuple[str, int]  # its name, and how many bytes it has
+_UNITS = {"TB": 10**12, "GB": GB, "MB": 10**6, "kB": 10**3, "bytes": 1}
+_NAMES = {
+    "parameters": "parameters, float32",
+    "gradients": "gradients, float32",
+    "moments": "moments of AdamW",
+}
+
+
+def unit_of(num_bytes: int) -> Unit:
+    """The unit in which a number of bytes is at least 1, or 0.99995, which is shown as 1.000."""
+    return next((name, unit) for name, unit in _UNITS.items() if num_bytes >= 0.99995 * unit or unit == 1)
+
+
+def in_unit(num_bytes: int, unit: Unit) -> str:
+    return f"{num_bytes / unit[1]:,.3f} {unit[0]}" if unit[1] > 1 else counted(num_bytes, "byte")
+
+
+def size(num_bytes: int) -> str:
+    """In four digits: 1.908 GB, 387.1 MB, 512 bytes."""
+    name, unit = unit_of(num_bytes)
+    if unit == 1:
+        return counted(num_bytes, "byte")
+    whole = f"{num_bytes // unit:,}"
+    return f"{num_bytes / unit:,.{max(0, 4 - len(whole))}f} {name}"
+
+
+def nominal(num_bytes: int) -> str:
+    """Of a device, as its maker writes it: 80 GB."""
+    return f"{num_bytes / GB:.4g} GB"
+
+
+def span(least: int, most: int, to: str = " to ") -> str:
+    return size(most) if least == most else f"{size(least)}{to}{size(most)}"
+
+
+def large(number: int) -> str:
+    """30.53 billion."""
+    for name, unit in {"trillion": 10**12, "billion": 10**9, "million": 10**6}.items():
+        if number >= unit:
+            return f"{number / unit:.4g} {name}"
+    return f"{number:,}"
+
+
+def kind(what: str) -> str:
+    return _NAMES.get(what, what)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`ok` is None where nothing was asked."""
+
+    ok: bool | None
+    text: str
+    more: str
+
+
+NOT_COUNTED = "Activations are not counted, nor buffers of collectives and of the allocator: they come on top."
+
+
+def verdict(figures: Figures) -> Verdict:
+    needed, device = figures.most.num_bytes, figures.device
+    if device is None:
+        return Verdict(None, f"{size(needed)} a rank", NOT_COUNTED)
+    if figures.fits:
+        left = f"A rank stores {size(needed)}, and {size(device - needed)} are left."
+        return Verdict(True, f"fits {nominal(device)}", f"{left} {NOT_COUNTED}")
+    over = f"A rank stores {size(needed)}, which is {size(needed - device)} too much even without activations."
+    return Verdict(False, f"does not fit {nominal(device)}", f"{over} Way out: {figures.ways_out}.")

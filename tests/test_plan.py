@@ -1,0 +1,376 @@
+"""`meshwright plan`: its figures are those of published models, and exact for every rank, in seconds at any size."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meshwright import __version__, cli
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.engine.bill import engine_bill
+from meshwright.errors import ConfigError
+from meshwright.layout import piece
+from meshwright.plan import Figures, device_bytes, objections, plan_page, work_of
+from meshwright.plan.refusals import RANKS_A_CORE, smaller
+from meshwright.plan.tables import alike, parameter_lines
+from meshwright.plan.wording import counted, large, size
+from tests import tiny
+from tests.test_verify import QWEN3_30B_A3B, directory
+from tests.words import words
+
+QWEN3_235B_A22B: dict[str, Any] = {
+    **QWEN3_30B_A3B,
+    **dict(hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536, num_attention_heads=64),
+    **dict(num_hidden_layers=94, max_window_layers=94),
+}
+Capture = pytest.CaptureFixture[str]
+
+
+def planned(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def as_json(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    code, out, err = planned(capsys, *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def figures_of(config: dict[str, Any], device: int | None = None, **mesh: int) -> Figures:
+    axes = Axes(**mesh)
+    return Figures("a model", draw(config), axes, work_of(axes, None, 1), device)
+
+
+PUBLISHED = {  # by hand, from the published sizes: GB of a rank, and of the collectives of a step of 8192 tokens
+    "30B-A3B": (
+        QWEN3_30B_A3B, "fsdp=64,ep=8", dict(parameters=1.908, gradients=1.908, moments=3.817), 1.396, 1.867, 10.9, 537,
+        {("efsdp=8", "all_gather"): (96, 14.50), ("efsdp=8", "reduce_scatter"): (48, 14.50)},
+        {"layers.{i}": 3.675, "rows": 51.54},
+    ),
+    "235B-A22B": (
+        QWEN3_235B_A22B, "fsdp=32,tp=8,ep=64", dict(parameters=3.722, gradients=3.722, moments=7.444), 0.387, 0.467,
+        15.7, 1426,
+        {("efsdp=4", "all_gather"): (188, 14.19), ("efsdp=4", "reduce_scatter"): (94, 14.19),
+         ("tp=8", "all_reduce"): (1, 0.056)},
+        {"layers.{i}": 4.931, "rows": 25.23},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "kept", "gathered", "passing", "total", "count", "traffic", "lines"), PUBLISHED.values(),
+    ids=PUBLISHED,
+)  # fmt: skip
+def test_figures_of_published_models(
+    tmp_path: Path, capsys: Capture, config: dict[str, Any], mesh: str, kept: dict[str, float], gathered: float,
+    passing: float, total: float, count: int, traffic: dict[Any, Any], lines: dict[str, float],
+) -> None:  # fmt: skip
+    found = as_json(capsys, directory(tmp_path / "m", config), "--mesh", mesh, "--device", "80GB")
+    stored = {what: num_bytes / 1e9 for what, num_bytes in found["memory"][0]["bytes"].items()}
+    want = {**kept, "gathered parameters": gathered, "gradients on their way": passing}
+    assert {what: round(gb, 3) for what, gb in stored.items()} == want
+    assert round(found["memory"][0]["total_bytes"] / 1e9, 1) == total
+    assert found["fits"] is True
+    assert found["total_count"] == count
+    by = {(row["over"], row["op"]): row for row in found["traffic"]}
+    for key, (many, gb) in traffic.items():
+        row = by[key]
+        assert row["count"] == many
+        assert round(row["num_bytes"] / 1e9, len(str(gb).partition(".")[2])) == gb
+    for line in found["charges"]:
+        if line["what"] == "layers.{i}":
+            assert round(line["num_bytes"] / 1e9, 3) == lines["layers.{i}"]
+        if line["what"].endswith("rows"):
+            assert round(line["num_bytes"] / 1e9, 2) == lines["rows"]
+
+
+ODD_MESHES = [
+    dict(fsdp=3), dict(fsdp=5, tp=2), dict(fsdp=7, tp=2, ep=2), dict(replicate=3, fsdp=3, tp=2), dict(tp=4),
+    dict(fsdp=6, tp=4, ep=8), dict(fsdp=4, tp=2, ep=8), dict(fsdp=12, tp=1, ep=4), dict(fsdp=40, tp=4, ep=8),
+    dict(fsdp=3, tp=4, ep=4), dict(replicate=2, fsdp=11, tp=4, ep=2), dict(fsdp=150, ep=2), dict(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "qwen3_tied", "qwen2"])
+def test_least_and_most_are_those_of_all_ranks(name: str) -> None:
+    """The vocabulary of 131 leaves every tp with a shorter last slice, and shards of nothing where fsdp is large."""
+    for vocab in (131, 10):  # of 10 rows tp=4 makes 3, 3, 3, 1: shards over fsdp=4 of 3 and of 1 end alike
+        for mesh in ODD_MESHES:
+            figures = figures_of(tiny.of(name, vocab_size=vocab), **mesh)
+            axes, spec = figures.axes, figures.blueprint.spec
+            every = [sum(s.num_bytes for s in figures.need.stored(rank)) for rank in range(axes.world)]
+            assert figures.most.num_bytes == max(every), mesh
+            assert figures.memories[-1].num_bytes == min(every), mesh
+            assert len(figures.memories) == (1 if min(every) == max(every) else 2)
+            assert figures.memories[-1].num_bytes == every[figures.memories[-1].rank]
+            for line, (param, *_) in zip(parameter_lines(figures), alike(figures.blueprint), strict=True):
+                held = [4 * piece(param, spec.rules, axes, axes.coords(rank)).numel for rank in range(axes.world)]
+                assert (line.least_bytes, line.most_bytes) == (min(held), max(held)), (mesh, line.name)
+
+
+def test_no_rank_pays_more_than_the_first() -> None:
+    for mesh in ODD_MESHES:
+        figures = figures_of(tiny.of("qwen3_5_moe"), **mesh)
+        bills = [engine_bill(figures.blueprint, figures.axes, r, figures.work) for r in range(figures.axes.world)]
+        for charges in zip(*bills, strict=True):
+            assert max(c.num_bytes for c in charges) == charges[0].num_bytes, mesh
+
+
+def test_large_meshes_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing walks over all ranks, of which there are 16,384, for each of a thousand parameters."""
+    asked, coords = list[int](), Axes.coords
+    monkeypatch.setattr(Axes, "coords", lambda axes, rank: (asked.append(rank), coords(axes, rank))[1])
+    began = time.monotonic()
+    figures = figures_of(QWEN3_235B_A22B, 80 * 10**9, fsdp=2048, tp=8, ep=64)
+    origin = {"command": "", "meshwright": "", "torch": "", "date": ""}
+    assert len(plan_page(figures, origin)) < 150_000
+    assert figures.fits
+    assert time.monotonic() - began < 10
+    assert len(asked) < 2_000
+
+
+def test_groups_of_a_large_mesh_take_no_time() -> None:
+    began = time.monotonic()
+    groups = Axes(fsdp=2048, tp=8, ep=64).groups(("ep",))
+    assert time.monotonic() - began < 1
+    assert len(groups) == 256
+    assert groups[3] == tuple(range(192, 256))
+
+
+def test_what_does_not_fit_is_told_with_a_way_out(tmp_path: Path, capsys: Capture) -> None:
+    at = directory(tmp_path / "m", QWEN3_30B_A3B)
+    code, out, _ = planned(capsys, at, "--mesh", "fsdp=2,ep=2", "--device", "H100")
+    assert code == 1
+    said = " ".join(out.split())
+    assert re.search(
+        words("does not fit 80 GB", r"\d GB too much", r"fsdp=8\b.*\b8 ranks", r"Savings\(offload=True\)"), said
+    )
+    assert figures_of(QWEN3_30B_A3B, 80 * 10**9, fsdp=8, ep=2).fits, "the way out is one"
+    assert not figures_of(QWEN3_30B_A3B, 80 * 10**9, fsdp=4, ep=2).fits, "and the smallest"
+    assert planned(capsys, at, "--mesh", "fsdp=8,ep=2", "--device", "80GB")[0] == 0
+    assert "fits" not in planned(capsys, at, "--mesh", "fsdp=8,ep=2")[1].replace("whether that fits", "")
+
+
+def test_activations_are_said_not_to_be_counted(capsys: Capture) -> None:
+    for options in ([], ["--device", "80GB"]):
+        assert re.search("Activations are not counted", " ".join(planned(capsys, "tiny-qwen3", *options)[1].split()))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("80GB", 80 * 10**9), ("80 GB", 80 * 10**9), ("74.5GiB", int(74.5 * 2**30)), ("H100", 80 * 10**9),
+     ("h200", 141 * 10**9), ("A100-40GB", 40 * 10**9)],
+)  # fmt: skip
+def test_devices(text: str, num_bytes: int) -> None:
+    assert device_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["80", "80gb ", "GB", "0GB", "-1GB", "A100", "80GB80GB", "nanGB", ""])
+def test_devices_that_are_not_known(text: str) -> None:
+    with pytest.raises(ConfigError, match=words("--device", "80GB", "H100")):
+        device_bytes(text)
+
+
+REFUSED = [
+    (
+        ["tiny-qwen3-moe", "--mesh", "pp=2,cp=3,fsdp=5,tp=3,ep=7"],
+        [r"pp=2\b.*\bpp=1", r"cp=3\b.*\bcp=1", r"ep=7\b.*\bfsdp\*cp\*tp=45\b.*\b1, 3, 5, 9, 15, 45",
+         r"tp=3\b.*\bheads=4\b.*\bffn=44\b.*\btp from 1, 2, 4$", r"ep=7\b.*\bexpert=8\b.*\bep from 1, 2, 4, 8$"],
+    ),
+    (["tiny-qwen3", "--mesh", "tp=0,fsdp=0"], ["tp=0", "fsdp=0"]),
+    (["tiny-qwen3", "--mesh", "tp=2", "--tokens", "8191"], [r"--tokens 8191\b.*\bcp\*tp=2\b.*\b8192$"]),
+    (["tiny-qwen3", "--device", "large"], ["--device 'large'"]),
+    (["no/config.json"], ["no/config.json is not there"]),
+    (["no/such/place"], [r"no/such/place\b.*\btiny-qwen2"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "patterns"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
+def test_everything_that_is_wrong_is_told_at_once(capsys: Capture, arguments: list[str], patterns: list[str]) -> None:
+    code, out, err = planned(capsys, *arguments)
+    assert (code, out) == (2, "")
+    for pattern in patterns:
+        assert re.search(pattern, err, re.MULTILINE), err
+
+
+def test_the_choices_work() -> None:
+    """ffn=45 would let tp=3 pass, and not tp=2: a choice is offered only if no other dim refuses it."""
+    blueprint = draw(tiny.of("qwen3", intermediate_size=45))
+    (told,) = objections(blueprint, dict(tp=2))
+    assert re.search(r"ffn=45\b.*choose tp from 1$", told), told
+    (told,) = objections(blueprint, dict(tp=3))
+    assert re.search(r"heads=4\b.*choose tp from 1$", told), told
+    assert objections(blueprint, dict(tp=1, fsdp=7)) == []
+
+
+def test_a_rank_without_any_of_a_vocabulary() -> None:
+    heads = dict(num_attention_heads=8, intermediate_size=48)
+    (told,) = objections(
+        draw(tiny.of("qwen3", vocab_size=9, **heads)), dict(tp=8)
+    )  # of two rows; tp=4 makes 3, 3, 3, 0
+    assert re.search(r"tp=8 leaves a rank without any of vocab=9 of embed\.weight; choose tp from 1, 2$", told), told
+
+
+def test_refusals_for_a_program(capsys: Capture) -> None:
+    code, out, _ = planned(capsys, "tiny-qwen3", "--mesh", "tp=3,cp=2", "--json")
+    assert code == 2
+    assert len(json.loads(out)["refused"]) == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_a_path_to_config_json(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    source = tiny.directory(tmp_path / "q3", "qwen3")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command, "q3/config.json", "--json", *(["--weights"] if command == "verify" else [])]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "q3/config.json"
+    (source / "model.safetensors").unlink()
+    monkeypatch.chdir(source)
+    assert cli.main(["plan", "config.json"]) == 0
+    assert "config.json on one process" in capsys.readouterr().out
+
+
+def test_headers_are_checked_where_they_are(tmp_path: Path, capsys: Capture) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    code, _, err = planned(capsys, str(source), "--mesh", "fsdp=2")
+    assert code == 2
+    assert "layers.2" in err
+
+
+def test_json_is_exact_and_says_what_made_it(capsys: Capture) -> None:
+    found = as_json(capsys, "tiny-qwen3-moe", "--mesh", "fsdp=3,tp=2,ep=2", "--micro-batches", "2", "--head", "value")
+    assert found["command"] == (
+        "meshwright plan tiny-qwen3-moe --mesh fsdp=3,tp=2,ep=2 --micro-batches 2 --head value --json"
+    )
+    assert found["meshwright"] == __version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", found["date"])
+    assert "torch" in found
+    assert found["step"] == {"tokens": 8192, "num_batches": 2, "compute_bytes": 2, "stored_bytes": 4}
+    assert found["num_parameters"] == sum(line["num_parameters"] for line in found["parameters"])
+    assert "head.weight" in {line["name"] for line in found["parameters"]}
+    assert found["total_bytes"] == sum(line["num_bytes"] for line in found["charges"])
+    assert found["total_count"] == sum(line["count"] for line in found["charges"])
+    assert found["memory"][0]["total_bytes"] == sum(found["memory"][0]["bytes"].values())
+    assert {line["axis"] for line in found["groups"]} == {"fsdp", "tp", "efsdp", "ep"}
+
+
+def test_more_tokens_and_batches_send_more(capsys: Capture) -> None:
+    one, more, twice = (
+        as_json(capsys, "tiny-qwen3-moe", "--mesh", "fsdp=2,ep=2", *options)
+        for options in ([], ["--tokens", "16384"], ["--micro-batches", "2"])
+    )
+    rows = [next(c for c in found["charges"] if c["what"].endswith("rows")) for found in (one, more, twice)]
+    assert rows[1]["one_bytes"] == 2 * rows[0]["one_bytes"]
+    assert rows[2]["count"] == 2 * rows[0]["count"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = planned(
+        capsys, "tiny-qwen3.5-moe", "--mesh", "replicate=2,fsdp=3,tp=2,ep=2", "--device", "A100-40GB"
+    )
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= columns
+    assert not re.search(r"\d{6,} bytes", out), "a person reads kB"
+    assert re.search(words(r"3\.024 kB\s", r"to 3\.168 kB\s", r"to 352 bytes\s", r"on a rank\s"), out), out
+    wanted = [
+        "12 ranks",
+        r"layers\.{i}\.mlp\.experts\.gate_up",
+        "moments of AdamW",
+        "all_to_all",
+        "fits 40 GB",
+        r"cut expert by ep=2",
+    ]
+    assert re.search(words(*wanted), out), out
+
+
+def test_what_changes_nothing_is_noted(capsys: Capture) -> None:
+    out = planned(capsys, "tiny-qwen3", "--mesh", "fsdp=2,ep=2")[1]
+    assert "ep=2 changes nothing" in " ".join(out.split())
+    assert "efsdp" not in out
+    assert "changes nothing" not in planned(capsys, "tiny-qwen3-moe", "--mesh", "fsdp=2,ep=2")[1]
+    alone = " ".join(planned(capsys, "tiny-qwen3-moe", "--mesh", "fsdp=2,ep=2")[1].split())
+    assert re.search(r"also kept as bfloat16 .* not counted", alone), "experts on one rank are not stored in shards"
+
+
+def test_it_starts_nothing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a process")
+
+    monkeypatch.setattr("os.fork", forbidden)
+    monkeypatch.setattr("subprocess.Popen", forbidden)
+    assert planned(capsys, "tiny-qwen3", "--mesh", "fsdp=64")[0] == 0
+    assert not dist.is_initialized()
+
+
+def test_the_help_shows_examples(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    out = capsys.readouterr().out
+    assert out.count("meshwright plan ") >= 5
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "tiny-qwen3", "--tokens", "0"])
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (1_000, "1.000 kB"), (1_908_257_664, "1.908 GB"),
+     (10_895_691_264, "10.90 GB"), (387_000_000, "387.0 MB"), (999_999_999, "1.000 GB"), (5 * 10**15, "5,000 TB")],
+)  # fmt: skip
+def test_sizes(number: int, text: str) -> None:
+    assert size(number) == text
+
+
+def test_plurals() -> None:
+    assert [counted(n, "rank") for n in (0, 1, 2, 16384)] == ["0 ranks", "1 rank", "2 ranks", "16,384 ranks"]
+    assert counted(2, "micro-batch", "micro-batches") == "2 micro-batches"
+    assert large(30_532_122_624) == "30.53 billion"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "small"),
+    [(dict(fsdp=64, ep=64), dict(fsdp=2, ep=2)), (dict(replicate=4096), dict(replicate=2)),
+     (dict(fsdp=6, tp=2, ep=3), dict(fsdp=3, tp=2, ep=3)), (dict(fsdp=128, tp=7), dict(fsdp=2, tp=7)),
+     (dict(fsdp=2, tp=3, ep=3), dict(fsdp=2, tp=3, ep=3)),
+     (dict(fsdp=999_999_937), dict(fsdp=999_999_937))],
+)  # fmt: skip
+def test_the_smallest_mesh_of_the_same_kind(mesh: dict[str, int], small: dict[str, int]) -> None:
+    assert smaller(Axes(**mesh)) == Axes(**small)
+
+
+def test_verify_of_a_mesh_too_large_for_this_machine(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It says so before it reads anything, and offers what can be done here."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("meshwright.verify.inspection.find", lambda *_, **__: pytest.fail("it began to work"))
+    assert cli.main(["verify", "org/huge", "--mesh", f"fsdp={2 * RANKS_A_CORE},tp=2,ep=64"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(
+        words(r"128 processes for 1 core\b", "meshwright plan org/huge --mesh fsdp=64,tp=2,ep=64 "), err
+    ), err
+    assert "meshwright verify org/huge --mesh fsdp=2,tp=2,ep=2 " in err
+
+
+def test_verify_of_a_mesh_too_large_for_the_memory(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    few: Callable[..., Any] = lambda *_, **__: type("Memory", (), {"host_bytes": 10**9})  # noqa: E731
+    monkeypatch.setattr("meshwright.plan.refusals.memory_of", few)
+    assert cli.main(["verify", "tiny-qwen3", "--mesh", "fsdp=16,tp=2"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(words("32 processes", "1.0 GB", "meshwright plan tiny-qwen3 --mesh fsdp=16,tp=2 "), err), err
+    assert "meshwright verify tiny-qwen3 --mesh fsdp=2,tp=2 " in err
