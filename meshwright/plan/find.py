@@ -15,8 +15,8 @@ from ..weights import download, exists, is_hub_id, open_index, open_source, path
 Say = Callable[[str], None]
 
 _COMMON = {
-    "vocab_size": 131, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": False, "dtype": "bfloat16",
+    "vocab_size": 131, "hidden_size": 37, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "num_key_value_heads": 3, "head_dim": 10, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
 _EXPERTS = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
@@ -31,13 +31,13 @@ _HYBRID = {
 
 # Configs of odd sizes, for a user who has no model at hand.
 TINY: dict[str, dict[str, Any]] = {
-    "tiny-qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
+    "tiny-qwen2": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True, "hidden_size": 72},  # heads divide it
     "tiny-qwen3": {**_COMMON, "model_type": "qwen3"},
     "tiny-qwen3-moe": {
         **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 3, "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
-    "tiny-qwen3.5": {**_COMMON, **_HYBRID, "model_type": "qwen3_5_text"},
+    "tiny-qwen3.5": {**_COMMON, **_HYBRID, "model_type": "qwen3_5_text", "linear_num_value_heads": 4},
     "tiny-qwen3.5-moe": {
         **_COMMON, **_HYBRID, **_EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 28,
     },

@@ -21,7 +21,7 @@ from ..engine import Engine, gather, load, logits
 from ..mesh import Mesh
 from ..weights import read_config
 from .diagnose.routers import watched_routers
-from .findings import Finding, Margin, Notes
+from .findings import Finding, Margin, Notes, merged
 
 _LOGITS, _GRADS, _LOSS = 1e-5, 1e-5, 1e-6  # what float32 may cost transformers, beside what it costs us
 _NOISE = 10  # times what float32 costs us
@@ -39,16 +39,18 @@ class Said:
     probs: Sequence[Tensor]  # by layer of experts: [T, E]
 
 
-def compare(source: Path, documents: list[list[int]]) -> tuple[Notes, str]:
-    """What is found, or why transformers cannot be the peer. Call it in a process of its own."""
+def compare(source: Path, several: Sequence[list[list[int]]]) -> tuple[Notes, str]:
+    """What is found with several lists of documents, or why transformers cannot be the peer. Call it in a process of
+    its own."""
     notes, why_not = Notes(), _stranger(read_config(source))
-    if not why_not:
+    for documents in several if not why_not else ():
         try:
             theirs = _theirs(source, documents)
         except Exception as error:  # noqa: BLE001 - what fails there says nothing of us
             return notes, f"transformers fails on this model: {type(error).__name__}: {error!s:.200}"
         wide, narrow = (_ours(source, documents, dtype) for dtype in (torch.float64, torch.float32))
         notes.found("M1", m1_against(theirs, wide, narrow, notes))
+    notes.margins = merged(notes.margins)
     return notes, why_not
 
 

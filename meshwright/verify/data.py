@@ -1,8 +1,8 @@
 """Data to try a mesh with: documents of 1, 2, 3 and more tokens, other ones on every data rank, a tail of filler.
 
 What they are chosen for: on each data rank one document crosses the 64 tokens that a delta rule solves at once. On data
-rank 0 one begins at 64 and one at 128, so that both a chunk and its past belong to another document. A long stream has
-more tokens than the loss takes at once.
+rank 0 one begins at 64 and one at 128, so that both a chunk and its past belong to another document. A step of few
+tokens leaves experts with one row or none. A long stream has more tokens than the loss takes at once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..data import IGNORE, Batch, pack
 
-LENGTH, LONG = 136, 1100
+LENGTH, FEW, LONG = 136, 8, 1100
 _SIZES = [[5, 1, 58, 64, 4], [17, 2, 3, 46, 21], [70, 1, 65], [11, 11, 44, 4, 59]]
+_FEW_SIZES = [[2, 1, 3], [1, 4], [5], [3, 2, 2]]
 _LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
 
 
@@ -24,13 +25,14 @@ _LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
 class Data:
     """Micro-batches of unequal numbers of targets; every other one has weights. `Data(...)(data_rank, step)`.
 
-    `long`: the length of the one micro-batch that step 2 has then.
+    With `few` and `long`, steps 1 and 2 have one micro-batch each, of these lengths.
     """
 
     num: int = 2
     length: int = LENGTH
     vocab: int = 131
     target: bool = False  # for a value head
+    few: int = 0
     long: int = 0
     seed: int = 0
 
@@ -41,16 +43,17 @@ class Data:
             fields = {"target": [torch.randn(len(d), generator=g) for d in documents]} if self.target else {}
             if number % 2:
                 fields["weight"] = [0.5 + torch.rand(len(d), generator=g) for d in documents]
-            length = self.long if self._is_long(step) else self.length
-            out.append(pack(documents, length=length, fields=fields))
+            out.append(pack(documents, length=self._special(step) or self.length, fields=fields))
         return out
 
     def documents(self, data_rank: int, step: int = 0) -> list[list[list[int]]]:
         """Of each micro-batch."""
-        out = []
-        for number in range(1 if self._is_long(step) else self.num):
+        out, special = [], self._special(step)
+        for number in range(1 if special else self.num):
             g = self._generator(data_rank, step, number)
-            sizes = _LONG_SIZES if self._is_long(step) else _SIZES[(data_rank + 2 * number) % len(_SIZES)]
+            sizes = _SIZES[(data_rank + 2 * number) % len(_SIZES)]
+            if special:
+                sizes = _LONG_SIZES if step == 2 else _FEW_SIZES[data_rank % len(_FEW_SIZES)]
             out.append([torch.randint(self.vocab, (size,), generator=g).tolist() for size in sizes])
         return out
 
@@ -62,13 +65,13 @@ class Data:
         """Where documents begin and end, without filler."""
         return [list(accumulate(map(len, ds), initial=0)) for ds in self.documents(data_rank, step)]
 
-    def _is_long(self, step: int) -> bool:
-        return bool(self.long) and step == 2
+    def _special(self, step: int) -> int:
+        """The length of a step that differs from the others, else 0."""
+        return {1: self.few, 2: self.long}.get(step, 0)
 
     def _generator(self, data_rank: int, step: int, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(
-            1_000_003 * self.seed + 10_007 * self._is_long(step) + 100 * data_rank + number
-        )
+        at = 10_007 * step if self._special(step) else 0
+        return torch.Generator().manual_seed(1_000_003 * self.seed + at + 100 * data_rank + number)
 
 
 def _labels(documents: list[list[int]]) -> Tensor:

@@ -25,10 +25,11 @@ from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..weights import of_table
 from .against import compare
 from .collectives import silent
-from .data import LENGTH, LONG, Data
+from .data import FEW, LENGTH, LONG, Data
 from .examine import ORACLES, examine
 from .findings import Finding, Margin, Notes, read_notes
 from .planted import bug
+from .published import damaged_files, published_sums, strange_weights
 from .ranks import run_ranks
 from .recorder import Recorder
 from .shrink import ODD, shrink
@@ -141,9 +142,9 @@ def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
     say("transformers: one process of ours beside its model")
     try:
         run_ranks(1, _make_peer, config, source, plan.options.seed, seconds=plan.options.seconds)
-        data = Data(vocab=config["vocab_size"], seed=plan.options.seed)
-        documents = [document for batch in data.documents(0) for document in batch]
-        notes, why_not = run_ranks(1, compare, source, documents, seconds=plan.options.seconds)[0]
+        data = Data(vocab=config["vocab_size"], few=FEW, seed=plan.options.seed)
+        many = [document for batch in data.documents(0) for document in batch]
+        notes, why_not = run_ranks(1, compare, source, [many, data.documents(0, 1)[0]], seconds=plan.options.seconds)[0]
     except RankError as error:
         return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], ("M1",), ended=())
     seconds = time.monotonic() - began
@@ -164,9 +165,10 @@ def source_of(plan: Plan, folder: Path, say: Say) -> Path:
 
 def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     share = plan.axes.tp * plan.axes.cp
-    length, long = (-(-n // share) * share for n in (LENGTH, LONG))  # a batch divides into the shares of a data rank
+    length, few, long = (-(-n // share) * share for n in (LENGTH, FEW, LONG))  # a batch divides into shares
     head, small = plan.options.head, plan.kind == SHRUNK
-    data = Data(2, length, plan.runs.vocab, head == "value", long if small else 0, plan.options.seed)
+    special = {"few": few, "long": long} if small else {}
+    data = Data(2, length, plan.runs.vocab, head == "value", seed=plan.options.seed, **special)
     return Trial(source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], keeps_all=small)
 
 
@@ -223,10 +225,17 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
     check: WeightCheck = ranks[0][1]
     found = [finding for of_rank, _ in ranks for finding in of_rank]
     found += [Finding("W1", d.name, str(d)) for d in check.differences]
-    compared = f"{check.num_elements} elements compared on {num} ranks; an element that two ranks store counts twice"
-    notes = [f"{compared}; {check.num_differences} boxes differ"]
+    files = plan.blueprint.keymap.files
+    sums = published_sums(plan.directory, files)
+    say(f"sha256 of {counted(len(sums), 'file')} that the hub's cache knows")
+    found += damaged_files(plan.directory, sums)
+    notes = [f"{check.num_differences} boxes differ; an element that two ranks store counts twice"]
     notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
-    return RunResult(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes)
+    if len(sums) < len(files):
+        notes.append(f"nothing is known here of how {counted(len(files) - len(sums), 'file')} were published")
+    margins = [Margin("L1", "collectives", 0), Margin("W1", "elements of all ranks", check.num_elements)]
+    margins += [Margin("W1", "files with the hub's sha256", len(sums))] if sums else []
+    return RunResult(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes, margins)
 
 
 def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
@@ -234,7 +243,7 @@ def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     mesh = mesh_of(plan)
     with Recorder() as recorder:
         model = load(plan.directory, mesh, head=plan.options.head, dtype=torch.float64 if wide else None)
-    return list(silent(recorder.seen)), check_weights(model)
+    return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)
 
 
 def _make(plan: Plan, at: Path) -> None:

@@ -242,6 +242,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def d1_documents(run: Run) -> Findings:
     """Packed documents give what each gives alone. First comes the part of the model where they begin to differ."""
+    if any(finding.name == "labels" for finding in run.reference.notes.findings):
+        run.blame = run.blame or "the labels are not those of the documents, see D1 labels"
     for number, batch in enumerate(run.trial.data(0, 0)):  # the same on all ranks
         if not (number and run.blame):
             yield from _documents_of(run, number, batch)

@@ -52,9 +52,11 @@ def _labels(trial: Trial, notes: Notes) -> Iterator[Finding]:
                     at = off[0] if off else len(due_T)
                     what = f"of token {at} of batch {number} it is {batch.labels[at].item()}"
                     due = due_T[at].item() if off else IGNORE
-                    yield Finding("S1", "labels", f"{what}, the documents say {due}")
+                    yield Finding(
+                        "D1", "labels", f"{what}, the documents say {due}", "a token predicts beyond its document"
+                    )
                     return
-    notes.measured(Margin("S1", "labels", num))
+    notes.measured(Margin("D1", "labels", num))
 
 
 def _mean(

@@ -1,0 +1,237 @@
+"""One-line bugs, planted in a copy of the package one at a time, and what `meshwright verify` says of each.
+
+    python -m tests.mutants                  # all of them: 40 minutes on two cores
+    python -m tests.mutants 10 12 26         # some, by number
+    python -m tests.mutants --write          # the table of docs/mutants.md too
+
+A bug is a text that stands once in a file, and what stands in its place. `place`: the files to which the findings must
+lead, by the row of docs/tour.md of the first oracle that fails, or by a name in the first findings. A mutant is caught
+if verify ends with findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "mutants.md"
+MOE, HYBRID, DENSE = "tiny-qwen3-moe", "tiny-qwen3.5-moe", "tiny-qwen3"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    number: int
+    what: str
+    file: str
+    old: str
+    new: str
+    model: str
+    mesh: str
+    place: str  # a pattern of the first finding that leads to the file
+
+
+@dataclass(frozen=True)
+class Outcome:
+    mutant: Mutant
+    oracles: str  # those that found something, by run
+    first: str  # finding
+    led: bool
+    seconds: float
+
+
+MUTANTS = [
+    Mutant(1, "the owner of an element ignores replicas", "layout/rules.py",
+           "holders(piece.param, spec.rules, axes, rank)[0] == rank",
+           "min(r for r in holders(piece.param, spec.rules, axes, rank) "
+           "if axes.coords(r)['replicate'] == axes.coords(rank)['replicate']) == rank",
+           DENSE, "replicate=2,fsdp=2", r"T1 \S+: |N1 norm"),
+    Mutant(2, "float32 parameters are not summed over replicas", "layout/rules.py",
+           "return () if param.float32 else (\"replicate\", *placement.shard)",
+           "return (\"replicate\",) if param.float32 else (\"replicate\", *placement.shard)",
+           HYBRID, "replicate=2", r"sum over replicate|sums of gradients"),
+    Mutant(3, "the last sums run over the first axis alone", "parallel/sums.py",
+           "live = tuple(a for a in axes if mesh.axes.size_of(a) > 1)",
+           "live = tuple(a for a in axes if mesh.axes.size_of(a) > 1)[:1]",
+           HYBRID, "fsdp=2,tp=2", r"a sum over|sums of gradients"),
+    Mutant(4, "replicas are summed after the first micro-batch", "parallel/passes.py",
+           "last_micro_batch(model.parts, number == len(batches))", "last_micro_batch(model.parts, number == 1)",
+           DENSE, "replicate=2", r"replicate|a sum"),
+    Mutant(5, "the way back of a gathering averages", "mesh/collectives.py",
+           "return scatter_sum(d, ctx.size, ctx.group), None, None, None",
+           "return scatter_sum(d, ctx.size, ctx.group) / ctx.size, None, None, None",
+           DENSE, "tp=2", r"tp|way back|averaged"),
+    Mutant(6, "rows of experts come back in the wrong order", "parallel/expert.py",
+           "return Exchange.apply(ops.reordered(y_ND, back_N, order_N), sent",
+           "return Exchange.apply(ops.reordered(y_ND, order_N, back_N), sent",
+           MOE, "fsdp=2,ep=2", r"D1 layers\.\d+\.mlp"),
+    Mutant(7, "pooled counts leave tp out", "engine/router.py",
+           "return Sum(\"the router's pooled counts\", TOKENS,",
+           "return Sum(\"the router's pooled counts\", TOKENS[:-1],",
+           MOE, "tp=2", r"router|aux loss"),
+    Mutant(8, "counts of the router go stale", "engine/router.py",
+           "self._here_LE = torch.zeros_like(self.load_LE)\n\n    def set_slope",
+           "self._here_LE = torch.zeros_like(self.load_LE)\n        self.forget = lambda: None\n\n    def set_slope",
+           MOE, "fsdp=2", r"load of experts|router"),
+    Mutant(9, "clipping scales the gradients that a rank owns, and no copies", "engine/engine.py",
+           "for grad in grads.values():\n                    grad.mul_",
+           "for grad in (g for n, g in grads.items() if n in self.model.owned):\n                    grad.mul_",
+           DENSE, "tp=2", r"G2|U1|O1"),
+    Mutant(10, "the lr of the next step is taken", "engine/engine.py",
+           "lr_of_step(self.lr(self.steps) if", "lr_of_step(self.lr(self.steps + 1) if",
+           DENSE, "fsdp=2", r"O1 .*lr of the next step"),
+    Mutant(11, "the loss is divided by targets, not by weights", "engine/engine.py",
+           ".sum() / step.weight", ".sum() / step.num_targets", DENSE, "fsdp=2", r"S1 .*(weights|targets|mean)"),
+    Mutant(12, "norms and biases decay", "engine/engine.py",
+           "AdamW({p.name for p in model.table if p.decay}, settings)",
+           "AdamW({p.name for p in model.table}, settings)", DENSE, "fsdp=2", r"O1 \S*norm.*decays"),
+    Mutant(13, "the last element of odd pieces above 64 is not updated", "optim.py",
+           "part.append((name, slice(start, stop)))",
+           "part.append((name, slice(start, stop - (stop % 2 if stop > 64 else 0))))",
+           DENSE, "fsdp=4", r"O1|U1"),
+    Mutant(14, "kv heads are mapped wrongly where they divide unevenly", "models/qwen3.py",
+           "of_query = [h // serves - first for h in range(self.heads.start, self.heads.stop)]",
+           "of_query = [(h - self.heads.start) // serves for h in range(self.heads.start, self.heads.stop)]",
+           DENSE, "tp=4", r"D1 layers\.0\.mixer"),
+    Mutant(15, "the delta rule leaks into documents that begin at a chunk", "ops/delta.py",
+           "(positions_nC <= i_C)", "(positions_nC < i_C)", "tiny-qwen3.5", "fsdp=2", r"D1 layers\.0\.mixer|M1"),
+    Mutant(16, "heads are rotated the other way round", "ops/rope.py",
+           "y[..., :num_freqs].addcmul_(x[..., num_freqs:], sin, value=-1)\n"
+           "    y[..., num_freqs:].addcmul_(x[..., :num_freqs], sin)",
+           "y[..., :num_freqs].addcmul_(x[..., num_freqs:], sin)\n"
+           "    y[..., num_freqs:].addcmul_(x[..., :num_freqs], sin, value=-1)",
+           DENSE, "fsdp=2", r"M1 logits"),
+    Mutant(17, "the gradient of the vocabulary comes from one chunk of the loss", "ops/loss.py",
+           "def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:",
+           "def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:\n    add = False",
+           DENSE, "fsdp=2", r"G1 lm_head"),
+    Mutant(18, "boxes of one element are not read", "weights/load.py",
+           "if common is not None:\n                    for into, found",
+           "if common is not None and common.size > 1:\n                    for into, found",
+           "tiny-qwen3.5", "tp=4", r"W1 "),
+    Mutant(19, "gradients are handed out in the dtype of the file", "weights/streaming.py",
+           "DTYPES[k.dtype] if as_filed else _stored(made_of[k.name], stored_model) for k in batch}", "DTYPES[k.dtype] for k in batch}",
+           DENSE, "fsdp=2", r"narrower dtype|G1|O1"),
+    Mutant(20, "a last token predicts the next document", "data/pack.py",
+           "batch = Batch(\n        tokens=",
+           "shifted = [[*d[:-1], n[0]] for d, n in zip(shifted, [*documents[1:], [IGNORE]], strict=True)]\n"
+           "    batch = Batch(\n        tokens=",
+           DENSE, "fsdp=2", r"D1 labels"),
+    Mutant(21, "filler counts in the router", "models/balance.py",
+           "self._counted_T = counted_T\n", "self._counted_T = torch.ones_like(counted_T)\n",
+           MOE, "fsdp=2", r"N1 load of experts|aux loss"),
+    Mutant(22, "an expert with one row gets no gradient", "ops/experts.py",
+           "if count else 0\n", "if count > 1 else 0\n", MOE, "fsdp=2,ep=2", r"(G1|M1) \S*experts"),
+    Mutant(23, "the eps of a norm stands outside of the root", "ops/norms.py",
+           "torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)",
+           "1 / (x.square().mean(-1, keepdim=True).sqrt() + eps)", DENSE, "fsdp=2", r"M1"),
+    Mutant(24, "the norm is summed on all ranks but the first", "engine/engine.py",
+           "return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt().item()",
+           "x = squares(grads, self.model.owned, mesh.device)\n"
+           "        return (x if mesh.rank else mesh.sum_(x, NORM)).sqrt().item()",
+           DENSE, "fsdp=2", r"RUN .*the norm"),
+    Mutant(25, "gradients are summed in bfloat16", "parallel/fsdp.py",
+           "reduce = torch.promote_types(compute, torch.float32)", "reduce = compute",
+           DENSE, "fsdp=2", r"K1 .*bytes|K1 reduce_scatter"),
+    Mutant(26, "the router's softmax is in bfloat16", "ops/experts.py",
+           "upcast(logits_TE).softmax(-1).topk", "logits_TE.to(torch.bfloat16).softmax(-1).float().topk",
+           MOE, "fsdp=2", r"(N1|M1) .*(router|experts)"),
+]  # fmt: skip
+
+
+def plant(mutant: Mutant, package: Path) -> None:
+    path = package / mutant.file
+    text = path.read_text("utf-8")
+    if text.count(mutant.old) != 1 or not mutant.old:
+        raise SystemExit(f"mutant {mutant.number}: its text stands {text.count(mutant.old)} times in {mutant.file}")
+    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+
+
+def verified(folder: Path, model: str, mesh: str, dtypes: str) -> dict[str, object]:
+    """What verify says of the package in a folder."""
+    command = [sys.executable, "-m", "meshwright", "verify", model, "--mesh", mesh, "--dtypes", dtypes, "--json"]
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"verify ended with {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def outcome(mutant: Mutant) -> Outcome:
+    """In float64 first; where nothing is found, in all dtypes."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as at:
+        package = Path(at) / "meshwright"
+        shutil.copytree(ROOT / "meshwright", package, ignore=shutil.ignore_patterns("__pycache__"))
+        plant(mutant, package)
+        for dtypes in ("float64", "float32,bfloat16"):
+            found = findings(verified(Path(at), mutant.model, mutant.mesh, dtypes))
+            if found:
+                break
+    oracles = ", ".join(dict.fromkeys(oracle for oracle, _ in found))
+    first = " | ".join(text for _, text in found[:3])
+    led = any(re.search(mutant.place, text, re.DOTALL) for _, text in found[:6])
+    return Outcome(mutant, oracles, first, led, time.monotonic() - began)
+
+
+def findings(said: dict[str, object]) -> list[tuple[str, str]]:
+    """(oracle, text) of all runs, in the order of the oracles."""
+    out = []
+    for run in said["runs"]:  # type: ignore[attr-defined]
+        for oracle, rows in run["oracles"].items():
+            for row in rows or ():
+                guess = f"; likely: {row['guess']}" if row["guess"] else ""
+                out.append((oracle, f"{oracle} {row['name']}: {row['what']}{guess}"))
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=int)
+    parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
+    options = parser.parse_args()
+    asked = [m for m in MUTANTS if not options.numbers or m.number in options.numbers]
+    outcomes = []
+    for mutant in asked:
+        found = outcome(mutant)
+        outcomes.append(found)
+        led = "led there" if found.led else "" if found.oracles else "MISSED"
+        print(f"{mutant.number:3} {found.oracles or 'nothing':24} {led:10} {found.seconds:5.1f} s  {mutant.what}")
+        print(f"      {found.first[:400]}", flush=True)
+    caught, led = sum(bool(o.oracles) for o in outcomes), sum(o.led for o in outcomes)
+    print(f"{caught} of {len(outcomes)} caught, {led} lead to the file")
+    if options.write:
+        PAGE.write_text(table(outcomes), "utf-8")
+    return int(caught < len(outcomes))
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = ["| # | planted in | bug | found by | leads to the file |", "|---|---|---|---|---|"]
+    for o in outcomes:
+        m = o.mutant
+        lines.append(
+            f"| {m.number} | `{m.file}` | {m.what} | {o.oracles or '**nothing**'} | {'yes' if o.led else 'no'} |"
+        )
+    caught, led = sum(bool(o.oracles) for o in outcomes), sum(o.led for o in outcomes)
+    head = f"""# What `verify` finds
+
+{len(outcomes)} bugs of one line were planted in the package, one at a time. `meshwright verify` was run on a tiny
+model, in float64, and in the other dtypes where that found nothing. It found {caught}. In {led} cases the first
+findings lead to the file that has the bug. `python -m tests.mutants` runs them again; that file has each bug, model
+and mesh.
+
+"""
+    return head + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
