@@ -185,7 +185,7 @@ REFUSED = [
     (
         ["tiny-qwen3-moe", "--mesh", "pp=2,cp=3,fsdp=5,tp=3,ep=7"],
         [r"pp=2\b.*\bpp=1", r"cp=3\b.*\bcp=1", r"ep=7\b.*\bfsdp\*cp\*tp=45\b.*\b1, 3, 5, 9, 15, 45",
-         r"tp=3\b.*\bheads=4\b.*\bffn=44\b.*\btp from 1, 2, 4$", r"ep=7\b.*\bexpert=8\b.*\bep from 1, 2, 4, 8$"],
+         r"tp=3\b.*\bffn=44\b.*\btp from 1, 2, 4$", r"ep=7\b.*\bexpert=8\b.*\bep from 1, 2, 4, 8$"],
     ),
     (["tiny-qwen3", "--mesh", "tp=0,fsdp=0"], ["tp=0", "fsdp=0"]),
     (["tiny-qwen3", "--mesh", "tp=2", "--tokens", "8191"], [r"--tokens 8191\b.*\bcp\*tp=2\b.*\b8192$"]),

@@ -255,8 +255,8 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 REFUSED = [
     (
-        ["tiny-qwen3", "--mesh", "tp=3"],
-        words("tp=3", r"\bheads=4\b", r"layers\.0\.mixer\.q\.weight\b", "tp from 1, 2, 4"),
+        ["tiny-qwen3", "--mesh", "tp=5"],
+        words("tp=5", r"\bheads=12\b", r"layers\.0\.mixer\.q\.weight\b", "tp from 1, 2, 4"),
     ),
     (["tiny-qwen3.5", "--mesh", "tp=8"], words("tp=8", "tp from 1, ")),
     (["tiny-qwen3-moe", "--mesh", "fsdp=2,ep=3"], words("ep=3", r"\btp=2\b", r"\bep from 1, 2\b")),
@@ -361,7 +361,7 @@ BREAKS = {
     "the wrong half is loaded": (
         "layout/rules.py", "_index(placement.shard, axes, coords))\n    return Piece", "0)\n    return Piece",
         ["tiny-qwen3", "--mesh", "fsdp=2"],
-        [r"\bRUN\b", r"\brank 1\b.*\(65, 36\).*\(66, 36\)"],
+        [r"\bRUN\b", r"\brank 1\b.*\(65, 37\).*\(66, 37\)"],
     ),
 }  # fmt: skip
 

@@ -73,7 +73,8 @@ def _steps(run: Run, store: Store | None) -> None:
             run.stored = stored_bytes(engine)
             notes.found("S1", s1_loss(run, losses[0], evaluated))
         notes.found("G1", g1_gradients(run, step))
-        notes.found("N1", n1_norm(run, step))
+        with Recorder(store and PrefixStore(f"norm {step}", store), mesh.rank):  # a rank that leaves it out is named
+            notes.found("N1", n1_norm(run, step))
         notes.found("G2", g2_replicas(run))
         with recorder if first else nullcontext():
             engine.update()

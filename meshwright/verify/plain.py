@@ -34,10 +34,19 @@ def notes_of(
     """What is wrong with one process already, and how right it is. `before`: its weights before the first step."""
     notes = Notes()
     notes.findings += [*_labels(trial, notes), *_mean(steps[0].loss, sums, aux, trial, notes)]
-    notes.findings += _loads(trial, engine, steps, notes)
+    notes.findings += [*_loads(trial, engine, steps, notes), *_rounded(engine, steps[0].grads)]
     if steps[-1].weights and before and steps[0].grads:
         notes.found("O1", o1_updates(engine, before, steps, notes))
     return notes
+
+
+def _rounded(engine: Engine, grads: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Gradients are handed out as wide as they are summed."""
+    wide = {tensor.dtype for tensor in engine.model.stored().values()}
+    for key, grad in grads.items():
+        if grad.dtype not in wide:
+            what = f"its gradient is handed out in {grad.dtype}, but was summed in {' or '.join(map(str, wide))}"
+            yield Finding("G1", key, what, "the dtype of the file is taken where gradients are streamed")
 
 
 def _labels(trial: Trial, notes: Notes) -> Iterator[Finding]:
