@@ -284,7 +284,7 @@ def test_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture, columns: i
     assert code == 0
     assert max(map(len, out.splitlines())) <= columns
     assert not re.search(r"\d{6,} bytes", out), "a person reads kB"
-    assert re.search(words(r"3\.024 kB\s", r"to 3\.168 kB\s", r"to 352 bytes\s", r"on a rank\s"), out), out
+    assert re.search(words(r"3\.108 kB\s", r"to 3\.256 kB\s", r"to 352 bytes\s", r"on a rank\s"), out), out
     wanted = [
         "12 ranks",
         r"layers\.{i}\.mlp\.experts\.gate_up",

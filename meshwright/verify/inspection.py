@@ -28,7 +28,7 @@ from .collectives import silent
 from .data import FEW, LENGTH, LONG, Data
 from .examine import ORACLES, examine
 from .findings import Finding, Margin, Notes, read_notes
-from .planted import bug
+from .planted import bug, check_felt
 from .published import damaged_files, published_sums, strange_weights
 from .ranks import run_ranks
 from .recorder import Recorder
@@ -104,6 +104,8 @@ class RunResult:
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
     """Everything that can be refused is refused here, before any process starts."""
     check_devices(axes, options.device, model)
+    if options.plant:
+        check_felt(options.plant, axes)
     runs = blueprint = find(model, options.head, weights=False, say=say)
     check_layout(blueprint, axes)
     training = options.kind != WEIGHTS

@@ -8,7 +8,7 @@ from ..plan import Figures, work_of
 from ..plan.html import Cell, page, section, table, tag
 from ..plan.page import heading, plan_of, verdict_box
 from .inspection import SHRUNK, Plan, RunResult
-from .report import cell, found_by, margins_of, rows_of, sentence, shrunk, unproven
+from .report import cell, found_by, margins_of, planted, rows_of, sentence, shrunk, unproven
 
 _MOST_FINDINGS = 50
 
@@ -22,7 +22,9 @@ def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str
 def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
     num = sum(len(part.findings) for part in parts)
     yield verdict_box(f"findings: {num}" if num else "all is well", unproven(plan), not num)
-    yield section("What was checked", tag("p", _what_ran(plan)), _oracles(parts), *_findings(parts))
+    yield section(
+        "What was checked", tag("p", f"{planted(plan)} {_what_ran(plan)}".strip()), _oracles(parts), *_findings(parts)
+    )
 
 
 def _oracles(parts: Sequence[RunResult]) -> str:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel
+from ..axes import Axes
 from ..engine import engine as engine_module
 from ..engine import terms
 from ..errors import ConfigError
 from ..models import decoder
 from ..optim import AdamW
 from ..weights import load as loading
+from .trial import weight_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def _mean_of_means() -> None:
 
     def share(self: Any, batch: Any, scores: Any, step: Any) -> Tensor:
         num = step.num_batches * self.model.mesh.num_data_ranks
-        return real(self, batch, scores, step) * step.weight / (max(1, batch.num_targets) * num)
+        return real(self, batch, scores, step) * step.weight / (weight_of(batch) * num)
 
     engine_module.Engine._share = share  # type: ignore[method-assign]
 
@@ -95,7 +97,7 @@ def _weights_ignored() -> None:
 
 
 BUGS: dict[str, Bug] = {
-    "sum-left-out": Bug("gradients that FSDP does not sum are not summed", ("tp",), _sum_left_out),
+    "sum-left-out": Bug("gradients that FSDP does not sum are left unsummed", ("tp",), _sum_left_out),
     "averaged": Bug("they are averaged instead of summed", ("tp",), _averaged),
     "copies-counted": Bug("the gradient norm counts copies too", ("tp", "replicate"), _copies_counted),
     "rows-permuted": Bug("the last rank loads the rows of its matrices in another order", (), _rows_permuted),
@@ -104,6 +106,14 @@ BUGS: dict[str, Bug] = {
     "update-lost": Bug("one parameter is updated in a copy", (), _update_lost),
     "weights-ignored": Bug("the weights of tokens are only counted", (), _weights_ignored),
 }
+
+
+def check_felt(name: str, axes: Axes) -> None:
+    """Refuse a bug that changes nothing on a mesh: that it is not found would mean nothing."""
+    wanted = bug(name).axes
+    if wanted and not any(axes.size_of(axis) > 1 for axis in wanted):
+        choices = " or ".join(f"--mesh {axis}=2" for axis in wanted)
+        raise ConfigError(f"--plant {name} changes nothing on {axes}; try {choices}")
 
 
 def bug(name: str) -> Bug:

@@ -15,6 +15,7 @@ from .collectives import same_kind
 from .examine import ORACLES
 from .findings import Finding, Margin
 from .inspection import RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult
+from .planted import bug
 
 ROWS = (RUN, *ORACLES)
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "hf"}  # columns of the terminal
@@ -55,6 +56,8 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     for oracle in rows_of(parts):
         cells = (_styled(cell(part, oracle)) for part in parts)
         grid.add_row(oracle, *cells, Text(figure(parts, oracle)))
+    if planted(plan):
+        console.print(planted(plan), soft_wrap=True)
     if changed := shrunk(plan):
         sizes = ", ".join(f"{name} {'unset' if was is None else was} -> {now}" for name, (was, now) in changed.items())
         console.print(f"Verified a small random model instead ({sizes}). Use --full for the real one.", soft_wrap=True)
@@ -69,6 +72,12 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
     for text in filter(None, (beginning(parts), unproven(plan))):
         console.print(text, soft_wrap=True, markup=False)
+
+
+def planted(plan: Plan) -> str:
+    """What was done to the ranks on purpose."""
+    name = plan.options.plant
+    return f"A bug is planted in the ranks of the mesh, to be found: {bug(name).what} ({name})." if name else ""
 
 
 def figure(parts: Sequence[RunResult], oracle: str) -> str:

@@ -1,0 +1,83 @@
+"""`meshwright verify --plant`: every bug that it offers is found, and nobody can take the result for one without it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import cli
+from meshwright.verify.planted import BUGS
+from meshwright.verify.report import ROWS
+from tests import tiny, trials
+from tests.words import words
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("plants") / "m", "qwen3")
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """On a rank, which ends with the trial."""
+    BUGS[name].plant()
+    yield
+
+
+FIRST = {
+    "sum-left-out": r"G1 \S+: .*a sum over tp is missing",
+    "averaged": r"G1 \S+: .*1/2 of it = 1/tp",
+    "copies-counted": r"N1 norm of ones: .*copies are counted",
+    "rows-permuted": r"W1 \S+: .*right values in the wrong places",
+    "leak": r"D1 layers\.0\.mixer: .*leak",
+    "mean-of-means": r"S1 loss: .*its own targets",
+    "update-lost": r"U1 \S+: .*no update moved it",
+    "weights-ignored": r"S1 loss: ",
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_found(source: Path, name: str) -> None:
+    mesh = {BUGS[name].axes[0]: 2} if BUGS[name].axes else dict(fsdp=2)
+    found = trials.findings_in_turn({name: trials.trial(source, mesh)}, planted)[name]
+    assert found
+    found.sort(key=lambda finding: ROWS.index(finding.oracle))  # as verify prints them
+    assert re.match(FIRST[name], str(found[0])), [str(finding) for finding in found[:3]]
+
+
+def said(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["verify", *arguments, "--dtypes", "float64", "--against", "none"])
+    return code, *capsys.readouterr()
+
+
+def test_it_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = str(tmp_path / "page.html")
+    code, out, _ = said(capsys, "tiny-qwen3", "--mesh", "tp=2", "--plant", "sum-left-out", "--html", page)
+    assert code == 1
+    assert re.search(words("^A bug is planted", r"\(sum-left-out\)", "^G1 +FAILS"), out, re.MULTILINE), out
+    assert "A bug is planted" in Path(page).read_text()
+    code, out, _ = said(capsys, "tiny-qwen3", "--mesh", "fsdp=2", "--plant", "leak", "--json")
+    assert (code, json.loads(out)["planted"]) == (1, "leak")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (
+            ["--mesh", "fsdp=2", "--plant", "sum-left-out"],
+            words("sum-left-out", "changes nothing on fsdp=2", "--mesh tp=2"),
+        ),
+        (["--mesh", "fsdp=2", "--plant", "nothing"], words("'nothing'", "sum-left-out", "leak")),
+    ],
+    ids=["not felt", "unknown"],
+)
+def test_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], pattern: str) -> None:
+    code, _, err = said(capsys, "tiny-qwen3", *arguments)
+    assert code == 2
+    assert re.search(pattern, err), err
