@@ -195,7 +195,7 @@ def asked_of(trial: Trial) -> list[str]:
 
 
 def _stopped(num_ranks: int, error: RankError) -> Finding:
-    return Finding(RUN, "one process" if num_ranks == 1 else f"{num_ranks} ranks", f"it stopped\n{error}")
+    return Finding(RUN, "one process" if num_ranks == 1 else counted(num_ranks, "rank"), f"it stopped\n{error}")
 
 
 def mesh_of(plan: Plan) -> Mesh:
@@ -215,7 +215,7 @@ def _examine(plan: Plan, trial: Trial, reference: Reference, told: Path) -> None
 
 def _compare_weights(plan: Plan, say: Say) -> RunResult:
     began, num = time.monotonic(), plan.axes.world
-    say(f"{plan.directory}: loading on {plan.axes.world} ranks, {plan.axes}, then comparing")
+    say(f"{plan.directory}: loading on {counted(num, 'rank')}, {plan.axes}, then comparing")
     try:
         ranks = run_ranks(num, _load_and_compare, plan, seconds=plan.options.seconds)
     except RankError as error:
@@ -223,8 +223,8 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
     check: WeightCheck = ranks[0][1]
     found = [finding for of_rank, _ in ranks for finding in of_rank]
     found += [Finding("W1", d.name, str(d)) for d in check.differences]
-    compared = f"{check.num_elements} elements compared on {num} ranks; an element that two ranks store counts twice"
-    notes = [f"{compared}; {check.num_differences} boxes differ"]
+    compared = f"{check.num_elements:,} elements compared on {counted(num, 'rank')}; an element that two ranks store counts twice"
+    notes = [f"{compared}; {counted(check.num_differences, 'box', 'boxes')} differ"]
     notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
     return RunResult(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes)
 
