@@ -215,7 +215,8 @@ def print_sample(
     console.print(table)
     pairs = zip(original[len(begun) :], said["trained"][len(begun) :], strict=False)
     same, num = sum(a == b for a, b in pairs), len(original) - len(begun)
-    console.print(f"after training, {same} of {num} tokens are those of the text: learnt by heart, nothing more")
+    how = "learnt by heart, nothing more" if same == num else "it is not learnt yet; --steps 50 are enough"
+    console.print(f"after training, {same} of {num} tokens are those of the text: {how}")
 
 
 def prove(start: Path, console: Console) -> None:

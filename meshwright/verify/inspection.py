@@ -223,7 +223,8 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
     check: WeightCheck = ranks[0][1]
     found = [finding for of_rank, _ in ranks for finding in of_rank]
     found += [Finding("W1", d.name, str(d)) for d in check.differences]
-    compared = f"{check.num_elements:,} elements compared on {counted(num, 'rank')}; an element that two ranks store counts twice"
+    compared = f"{check.num_elements:,} elements compared on {counted(num, 'rank')}"
+    compared += "; an element that two ranks store counts twice"
     notes = [f"{compared}; {counted(check.num_differences, 'box', 'boxes')} differ"]
     notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
     return RunResult(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes)
