@@ -85,6 +85,6 @@ def _lines(label: str, total: int, unit: str) -> Iterator[Advance]:
 
 
 def _write(label: str, done: int, total: int, unit: str, ending: str) -> None:
-    amount = f"{decimal(done)} of {decimal(total)}" if unit == "bytes" else f"{done} of {total} {unit}"
+    amount = f"{decimal(done)} of {decimal(total)}" if unit == "bytes" else f"{done:,} of {total:,} {unit}"
     sys.stderr.write(f"{label}: {amount}, {ending}\n")
     sys.stderr.flush()

@@ -30,8 +30,11 @@ def number(pattern: str, text: str) -> list[float]:
 def test_demo_trains_exports_and_agrees_with_transformers(tmp_path: Path) -> None:
     done = demo("--out", tmp_path / "new", "--steps", 6)
     assert done.returncode == 0, done.stdout + done.stderr
-    before, after = number(r"held-out loss: ([\d.]+) before training, ([\d.]+) after 6 steps", done.stdout)
-    assert after < before - 0.3, done.stdout
+    first, last = (number(rf"step +{step}/6  loss ([\d.]+)", done.stdout)[0] for step in (1, 6))
+    assert last < first - 0.3, done.stdout
+    assert len(re.findall(r"process (\d), expert (\d)  +\d+", done.stdout)) == 8
+    assert "all is well" in done.stdout
+    assert "S1   FAILS" in done.stdout
     (difference,) = number(r"largest difference to the logits of transformers \(float32\): (\S+)", done.stdout)
     assert difference < 1e-4
     files = {path.name for path in (tmp_path / "new" / "trained").iterdir()}

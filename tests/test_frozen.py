@@ -15,7 +15,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.blueprint import Blueprint
-from meshwright.verify.oracles import moment_bytes, stored_bytes
+from meshwright.verify.collectives import moment_bytes, stored_bytes
 from meshwright.weights import StoredModel, open_source, whole_tensors
 from tests import tiny, trials, worlds
 

@@ -54,7 +54,7 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
         raise DataError(f"document {sizes.index(0)} is empty; leave it out")
     if length is not None and sum(sizes) > length:
         raise DataError(
-            f"{counted(len(sizes), 'document')} of {counted(sum(sizes), 'token')} do not fit into length={length}; "
+            f"length={length} has no room for {counted(len(sizes), 'document')} of {counted(sum(sizes), 'token')}; "
             f"pack fewer, or split the longest (document {sizes.index(max(sizes))}, {counted(max(sizes), 'token')})"
         )
 

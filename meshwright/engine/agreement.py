@@ -16,7 +16,7 @@ import torch
 
 from ..axes import DENSE, Axes
 from ..data import WEIGHT, Batch, check_shifted
-from ..errors import ConfigError, DataError, RankError, StateError
+from ..errors import ConfigError, DataError, RankError, StateError, counted
 from .arguments import check_autocast, check_batches, check_inference_mode
 from .model import Model
 
@@ -193,8 +193,9 @@ def whole_step(proposal: Proposal, told: Sequence[Data], axes: Axes) -> Step:
     for rank, data in enumerate(told):
         if (data.num_batches, data.num_tokens) != (told[0].num_batches, told[0].num_tokens):
             raise RankError(
-                f"rank {rank} has {data.num_batches} batches of {data.num_tokens} tokens, rank 0 "
-                f"{told[0].num_batches} of {told[0].num_tokens}; all ranks need the same number of batches and tokens"
+                f"rank {rank} has {counted(data.num_batches, 'batch', 'batches')} of "
+                f"{counted(data.num_tokens, 'token')}, rank 0 {told[0].num_batches:,} of {told[0].num_tokens:,}; "
+                "all ranks need the same number of batches and tokens"
             )
     check_same_data(told, range(axes.world), axes)
     first = {axes.data_rank(rank): data for rank, data in reversed(list(enumerate(told)))}.values()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data import IGNORE, WEIGHT, Batch
-from ..errors import ConfigError, DataError, StateError
+from ..errors import ConfigError, DataError, StateError, counted
 from ..mesh import Mesh
 from ..optim import within
 from ..parallel import Savings
@@ -125,7 +125,9 @@ def check_batches(batches: object, vocab: int, share: int) -> None:
 def _check_batch(batch: Batch, vocab: int, share: int) -> None:
     if len(batch) % share:
         fit = -(-len(batch) // share) * share
-        raise DataError(f"a batch of {len(batch)} tokens does not divide into cp*tp={share}; pack(..., length={fit})")
+        raise DataError(
+            f"a batch of {counted(len(batch), 'token')} does not divide into cp*tp={share}; pack(..., length={fit})"
+        )
     if batch.tokens.is_inference():
         raise DataError("a batch was packed under torch.inference_mode(), so no step can use it. Pack it outside")
     weights = batch.fields.get(WEIGHT)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..axes import Axes
-from ..errors import MeshError
+from ..errors import MeshError, counted
 from ..layout import Held, ShardingSpec, Stored, Widths, storage
 from ..mesh import Memory
 
@@ -59,7 +59,7 @@ def ways_out(need: Need, memory: Memory) -> str:
     larger = (replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes)
     enough = next((r.axes for r in larger if fits(r.stored(), memory)), None)
     if enough is not None:
-        found.append(f"fsdp={enough.fsdp} ({enough.world} ranks)")
+        found.append(f"fsdp={enough.fsdp} ({counted(enough.world, 'rank')})")
     offloaded = replace(need, held=replace(need.held, offload=True))
     if not need.held.offload and fits(offloaded.stored(), memory):
         host = sum(s.num_bytes for s in offloaded.stored() if s.host)

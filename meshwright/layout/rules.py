@@ -44,22 +44,29 @@ class Rules:
                 raise LayoutError(
                     f"{axis}={parts} does not divide {dim}={size} of {what}; choose {axis} from {choices}"
                 )
+            out[dim] = axis
+        return out
+
+    def span(self, dim: str, size: int, axes: Axes, coords: Mapping[str, int], what: str) -> tuple[int, int]:
+        """This rank's range of a dim, on which it must have something to compute with."""
+        axis = self.split_to_all({dim: size}, axes, what).get(dim)
+        return (0, size) if axis is None else chunk(size, axes.size_of(axis), coords[axis])
+
+    def split_to_all(self, dims: Mapping[str, int], axes: Axes, what: str) -> dict[str, str]:
+        """`split`, where a rank that got nothing is refused: on every rank, so that none goes on alone."""
+        out = self.split(dims, axes, what)
+        for dim, axis in out.items():
+            size, parts = dims[dim], axes.size_of(axis)
             if not _reaches_all(size, parts):
                 choices = ", ".join(str(n) for n in range(1, min(size, 2 * parts) + 1) if _reaches_all(size, n))
                 raise LayoutError(
                     f"{axis}={parts} leaves a rank without any of {dim}={size} of {what}; choose {axis} from {choices}"
                 )
-            out[dim] = axis
         return out
-
-    def span(self, dim: str, size: int, axes: Axes, coords: Mapping[str, int], what: str) -> tuple[int, int]:
-        """This rank's range of a dim."""
-        axis = self.split({dim: size}, axes, what).get(dim)
-        return (0, size) if axis is None else chunk(size, axes.size_of(axis), coords[axis])
 
 
 def _reaches_all(size: int, parts: int) -> bool:
-    """Whether the last of `parts` gets something too. Every rank must find the same, or some would go on alone."""
+    """Whether the last of `parts` gets something too."""
     return chunk(size, parts, parts - 1)[0] < size
 
 

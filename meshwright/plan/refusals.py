@@ -120,7 +120,7 @@ def _of_dims(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
     against: dict[str, list[tuple[str, int]]] = {}
     for dim, size in first:
         try:
-            rules.split({dim: size}, cuts, "")
+            rules.split_to_all({dim: size}, cuts, "")
         except LayoutError:
             against.setdefault(rules.axis[dim], []).append((dim, size))
     for axis, dims in against.items():
@@ -137,7 +137,7 @@ def _of_dims(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
 def _splits(rules: Rules, dims: Mapping[str, int], axis: str, parts: int) -> bool:
     """Whether an axis of this size would be refused in its turn."""
     try:
-        rules.split(dims, Axes(fsdp=parts, ep=parts) if axis == "ep" else Axes(**{axis: parts}), "")
+        rules.split_to_all(dims, Axes(fsdp=parts, ep=parts) if axis == "ep" else Axes(**{axis: parts}), "")
     except LayoutError:
         return False
     return True

@@ -199,7 +199,7 @@ def asked_of(trial: Trial) -> list[str]:
 
 
 def _stopped(num_ranks: int, error: RankError) -> Finding:
-    return Finding(RUN, "one process" if num_ranks == 1 else f"{num_ranks} ranks", f"it stopped\n{error}")
+    return Finding(RUN, "one process" if num_ranks == 1 else counted(num_ranks, "rank"), f"it stopped\n{error}")
 
 
 def mesh_of(plan: Plan) -> Mesh:
@@ -219,7 +219,7 @@ def _examine(plan: Plan, trial: Trial, reference: Reference, told: Path) -> None
 
 def _compare_weights(plan: Plan, say: Say) -> RunResult:
     began, num = time.monotonic(), plan.axes.world
-    say(f"{plan.directory}: loading on {plan.axes.world} ranks, {plan.axes}, then comparing")
+    say(f"{plan.directory}: loading on {counted(num, 'rank')}, {plan.axes}, then comparing")
     try:
         ranks = run_ranks(num, _load_and_compare, plan, seconds=plan.options.seconds)
     except RankError as error:
@@ -231,7 +231,7 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
     sums = published_sums(plan.directory, files)
     say(f"sha256 of {counted(len(sums), 'file')} that the hub's cache knows")
     found += damaged_files(plan.directory, sums)
-    notes = [f"{check.num_differences} boxes differ; an element that two ranks store counts twice"]
+    notes = [f"{counted(check.num_differences, 'box', 'boxes')} differ; an element that two ranks store counts twice"]
     notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
     if len(sums) < len(files):
         notes.append(f"nothing is known here of how {counted(len(files) - len(sums), 'file')} were published")

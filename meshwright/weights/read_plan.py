@@ -74,7 +74,7 @@ def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: r
     failure: LoadError | None = None
     with (
         Reader(source) as reader,
-        progress(f"load {source.directory}", total, "elements", enabled=mesh.rank == 0) as advance,
+        progress(f"load {source.directory} on rank {mesh.rank}", total, "elements", enabled=mesh.rank == 0) as advance,
     ):
         for read in plan:
             mine = stored[read.piece.param.name]
