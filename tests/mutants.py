@@ -203,7 +203,7 @@ def main() -> int:
     options = parser.parse_args()
     from tests.mutants_chosen import CHOSEN  # it imports this file
 
-    asked = [m for m in (*MUTANTS, *(CHOSEN if options.numbers else ())) if not options.numbers or m.number in options.numbers]
+    asked = [m for m in (*MUTANTS, *CHOSEN) if m.number in options.numbers] if options.numbers else MUTANTS
     outcomes = []
     for mutant in asked:
         found = outcome(mutant)
