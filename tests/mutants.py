@@ -1,7 +1,7 @@
 """One-line bugs, planted in a copy of the package one at a time, and what `meshwright verify` says of each.
 
     python -m tests.mutants                  # all of them: 40 minutes on two cores
-    python -m tests.mutants 10 12 26         # some, by number
+    python -m tests.mutants 10 12 26         # some, by number; 27 to 52 are those of mutants_chosen.py
     python -m tests.mutants --write          # the table of docs/mutants.md too
 
 A bug is a text that stands once in a file, and what stands in its place. `place`: the files to which the findings must
@@ -38,6 +38,7 @@ class Mutant:
     model: str
     mesh: str
     place: str  # a pattern of the first finding that leads to the file
+    why: str = ""  # it changes numbers, files or collectives on that model and mesh
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ def main() -> int:
     parser.add_argument("numbers", nargs="*", type=int)
     parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
     options = parser.parse_args()
-    asked = [m for m in MUTANTS if not options.numbers or m.number in options.numbers]
+    from tests.mutants_chosen import CHOSEN  # it imports this file
+
+    asked = [m for m in (*MUTANTS, *CHOSEN) if m.number in options.numbers] if options.numbers else MUTANTS
     outcomes = []
     for mutant in asked:
         found = outcome(mutant)
