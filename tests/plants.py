@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright import blueprint, parallel
+from meshwright import parallel, weights
 from meshwright.axes import Sum
 from meshwright.engine import engine as engine_module
 from meshwright.engine import model as engine_model
@@ -387,13 +387,12 @@ def overwritten_expert(patch: Patch) -> None:
 
 
 def dropped_key(patch: Patch) -> None:
-    real = blueprint.of_source
+    real = weights.whole_tensors
 
-    def without_one(*args: Any) -> Any:
-        made = real(*args)
-        return replace(made, keys={k: v for k, v in made.keys.items() if k != "model.norm.weight"})
+    def without_one(stored_model: Any, keymap: Any, keys: Any, **options: Any) -> Any:
+        return real(stored_model, keymap, [k for k in keys if k.name != "model.norm.weight"], **options)
 
-    patch.setattr(blueprint, "of_source", without_one)
+    patch.setattr(weights, "whole_tensors", without_one)
 
 
 def rounded_on_the_way_out(patch: Patch) -> None:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright as mw
+from meshwright import weights
 from meshwright.engine import engine as engine_module
 from meshwright.engine import forward, terms
 from meshwright.ops import Documents, delta, documents
 from meshwright.optim import AdamW
 from meshwright.verify import Finding
 from meshwright.verify.diagnose import forward as diagnosed
-from meshwright.weights import streaming
 from tests import tiny, trials, worlds
 
 Patch = pytest.MonkeyPatch
@@ -57,13 +57,13 @@ def last_update_too_large(patch: Patch) -> None:
 
 
 def first_copy_handed_out(patch: Patch) -> None:
-    real, kept = streaming._packed, dict[str, Any]()
+    real, kept = weights.whole_tensors, dict[str, Any]()
 
-    def packed(parts: Any, stored_model: Any, exact: bool) -> Any:
-        made = real(parts, stored_model, exact)
-        return kept.setdefault(str([(p.key.name, str(p.ours)) for p in parts]), made) if exact and on_a_mesh() else made
+    def handed(*args: Any, as_filed: bool) -> Iterator[Any]:
+        for key, tensor in real(*args, as_filed=as_filed):
+            yield key, kept.setdefault(key.name, tensor) if as_filed and on_a_mesh() else tensor
 
-    patch.setattr(streaming, "_packed", packed)
+    patch.setattr(weights, "whole_tensors", handed)
 
 
 def evaluated_twice(patch: Patch) -> None:

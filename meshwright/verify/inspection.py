@@ -28,6 +28,7 @@ from .collectives import silent
 from .data import FEW, LENGTH, LONG, Data
 from .examine import ORACLES, examine
 from .findings import Finding, Margin, Notes, read_notes
+from .peer import Documents
 from .planted import bug, check_felt
 from .published import damaged_files, published_sums, strange_weights
 from .ranks import run_ranks
@@ -139,14 +140,14 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
 
 def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
     """M1 asks of the family alone, so a small language model of it is enough, whatever is tried."""
-    began, source = time.monotonic(), folder / "peer"
+    began, options = time.monotonic(), plan.options
     config = text_config(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
     say("transformers: one process of ours beside its model")
     try:
-        run_ranks(1, _make_peer, config, source, plan.options.seed, seconds=plan.options.seconds)
-        data = Data(vocab=config["vocab_size"], few=FEW, seed=plan.options.seed)
-        many = [document for batch in data.documents(0) for document in batch]
-        notes, why_not = run_ranks(1, compare, source, [many, data.documents(0, 1)[0]], seconds=plan.options.seconds)[0]
+        layouts = run_ranks(1, _make_peers, config, folder / "peers", options.seed, seconds=options.seconds)[0]
+        steps = steps_of(config["vocab_size"], options.seed)
+        sources = [folder / "peers" / layout for layout in layouts]
+        notes, why_not = run_ranks(1, compare, sources, steps, seconds=options.seconds)[0]
     except RankError as error:
         return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], ("M1",), ended=())
     seconds = time.monotonic() - began
@@ -171,7 +172,7 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     head, small = plan.options.head, plan.kind == SHRUNK
     special = {"few": few, "long": long} if small else {}
     data = Data(2, length, plan.runs.vocab, head == "value", seed=plan.options.seed, **special)
-    return Trial(source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], keeps_all=small)
+    return Trial(source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], keeps_all=small, draws=small)
 
 
 def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:
@@ -253,8 +254,19 @@ def _make(plan: Plan, at: Path) -> None:
     _write(at, plan.runs.config, options.head, choice, torch.bfloat16, options.seed)
 
 
-def _make_peer(config: Mapping[str, Any], at: Path, seed: int) -> None:
-    _write(at, config, "lm", {"experts": "fused"}, torch.float32, seed)
+def _make_peers(config: Mapping[str, Any], folder: Path, seed: int) -> list[str]:
+    """In every layout that files of experts have; first in the one that transformers' parameters have."""
+    layouts = sorted(draw(config).table.groups.get("experts", ["fused"]), key=lambda name: name != "fused")
+    for layout in layouts:
+        _write(folder / layout, config, "lm", {"experts": layout}, torch.float32, seed)
+    return layouts
+
+
+def steps_of(vocab: int, seed: int) -> list[list[Documents]]:
+    """What M1 is asked of: two micro-batches; few tokens; a long document with the first and the last word."""
+    data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed)
+    longest = data.documents(0, 2)[0][0]
+    return [data.documents(0), data.documents(0, 1), [[[0, *longest, vocab - 1]]]]
 
 
 def _write(
@@ -262,12 +274,14 @@ def _write(
 ) -> None:
     """Random weights, all away from values such as 0 and 1 that would hide a mistake."""
     recipe = at.with_name(f"{at.name}'s recipe")
-    recipe.mkdir()
+    recipe.mkdir(parents=True)
     (recipe / "config.json").write_text(json.dumps(dict(config)))
     model = init(recipe, Mesh(device="cpu"), head=head, dtype=torch.float32, seed=seed)
     g = torch.Generator().manual_seed(seed + 1)
-    for stored in model.stored().values():
+    for name, stored in model.stored().items():
         stored.add_(torch.randn(stored.shape, generator=g), alpha=0.05)
+        if model.table[name].init.kind == "log_uniform":  # a decay: every other head remembers for long
+            stored.view(-1)[::2] = -4.6
     choice = {group: name for group, name in choice.items() if group in model.table.groups}
     model.blueprint = replace(model.blueprint, keymap=of_table(model.table, dtype, choice))  # as files are spelled
     export(model, at)

@@ -139,7 +139,8 @@ def o1_updates(
     assert callable(engine.lr)
     for number, step in enumerate(steps):
         norm = sum(float(g.double().square().sum()) for k, g in step.grads.items() if k not in twice) ** 0.5
-        lr, clip = engine.lr(number), min(1.0, most / norm)
+        lrs = (engine.lr(number), engine.lr(number + 1), engine.lr(max(0, number - 1)))
+        lr, clip = lrs[0], min(1.0, most / norm)
         for key, grad in step.grads.items():
             state = states[key]
             make = _maker(state, grad.double(), number + 1, settings)
@@ -149,7 +150,7 @@ def o1_updates(
                 worst, where = off.max().item(), f"{key} after step {number}"
             if not off.max() <= UPDATE * lr:
                 what = f"{int((off > UPDATE * lr).sum())} of {off.numel()} elements end other than in a plain AdamW"
-                guess = _guess(make, step.weights[key], engine.lr, number, clip, grad.dim() > 1)
+                guess = _guess(make, step.weights[key], lrs, (clip, most / norm), grad.dim() > 1)
                 yield Finding(
                     "O1", key, f"{what} after step {number}, by up to {off.max().item() / lr:.1e} of lr", guess
                 )
@@ -182,14 +183,16 @@ def _advance(state: _State, grad: Tensor, settings: Settings, weight: Tensor) ->
     state.weight = weight.double()
 
 
-def _guess(make: Make, found: Tensor, lr: Callable[[int], float], number: int, clip: float, decays: bool) -> str:
-    """Which mistake gives just these numbers."""
-    now = lr(number)
+def _guess(make: Make, found: Tensor, lrs: tuple[float, float, float], clips: tuple[float, float], decays: bool) -> str:
+    """Which mistake gives just these numbers. `lrs`: of this step, the next, the one before. `clips`: what scales the
+    gradient, and what would if it were scaled up too."""
+    (now, later, before), (clip, to_most) = lrs, clips
     mistakes = {
-        "the lr of the next step is taken": make(lr(number + 1), clip, decays),
-        "the lr of the step before is taken": make(lr(max(0, number - 1)), clip, decays),
+        "the lr of the next step is taken": make(later, clip, decays),
+        "the lr of the step before is taken": make(before, clip, decays),
         "it decays, though it has one dim" if not decays else "it does not decay": make(now, clip, not decays),
-        "its gradient is not clipped": make(now, 1.0, decays),
-        "its gradient is clipped twice": make(now, clip * clip, decays),
+        "the gradient is not clipped": make(now, 1.0, decays),
+        "the gradient is clipped twice": make(now, clip * clip, decays),
+        "the gradient is scaled to max_norm, though it is smaller": make(now, to_most, decays),
     }
     return next((what for what, made in mistakes.items() if (found - made).abs().max() <= UPDATE * now), "")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..axes import Axes
 from ..data import IGNORE, Batch, pack
-from ..engine import Engine, Model, gather, load, losses
+from ..engine import Engine, Model, gather, init, load, losses
 from ..mesh import Mesh
 from ..ops import delta, loss
 from ..parallel import Savings
@@ -53,6 +53,7 @@ class Trial:
     steps: int = 3
     savings: Savings = Savings()
     keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
+    draws: bool = False  # also new weights, which must not depend on the mesh
 
     @property
     def tolerance(self) -> Tolerance:
@@ -65,6 +66,10 @@ class Trial:
     def engine(self, mesh: Mesh) -> Engine:
         model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings)
         return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM)
+
+    def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
+        """New weights, on rank 0."""
+        return gather(init(self.source, mesh, head=self.head, dtype=self.dtype, seed=5)) if self.draws else {}
 
     def batches(self, model: Model, step: int) -> list[Batch]:
         return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
@@ -109,6 +114,7 @@ class Reference:
     sums: Sequence[Sequence[tuple[float, float]]] = ((),)  # by data rank and batch: loss terms and weight, without aux
     aux: tuple[float, dict[str, Tensor]] = (0.0, {})  # the router's part of the first loss, and of its gradients
     notes: Notes = field(default_factory=Notes)  # what is wrong with one process already
+    drawn: dict[str, Tensor] = field(default_factory=dict)  # new weights
 
 
 def refer(trial: Trial) -> Reference:
@@ -119,7 +125,9 @@ def refer(trial: Trial) -> Reference:
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
-    return Reference(steps, alone, prints, sums, aux, plain.notes_of(trial, engine, before, steps, sums, aux[0]))
+        drawn = trial.drawn(engine.model.mesh)
+    notes = plain.notes_of(trial, engine, before, steps, sums, aux[0])
+    return Reference(steps, alone, prints, sums, aux, notes, drawn)
 
 
 @contextmanager
