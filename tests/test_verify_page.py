@@ -224,12 +224,12 @@ def test_the_command_writes_it_whole(
     target = tmp_path / "page.html"
     target.write_text("of yesterday")
     monkeypatch.setattr(parallel, "finish", lambda grads, mesh: None)
-    said = ["verify", "tiny-qwen3", "--mesh", "tp=2", "--dtypes", "float64", "--html", str(target)]
+    said = ["verify", "tiny-qwen3", "--mesh", "tp=2", "--dtypes", "float64", "--against", "none", "--html", str(target)]
     assert cli.main(said) == 1
     found = Read(target.read_text())
     assert "a sum over tp" in found.text
     assert next(row for row in found.table("oracle") if row["oracle"] == "G1")["holds if"].startswith("Every gradient")
-    assert f"meshwright verify tiny-qwen3 --mesh tp=2 --dtypes float64 --html {target}" in found.text
+    assert f"meshwright verify tiny-qwen3 --mesh tp=2 --dtypes float64 --against none --html {target}" in found.text
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
     capsys.readouterr()
 
