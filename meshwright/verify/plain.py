@@ -73,7 +73,7 @@ def _mean(
 ) -> Iterator[Finding]:
     """The loss is the sum of weighted terms by the sum of weights, of what the model itself says of each token."""
     terms, weight = (sum(each) for each in zip(*(batch for of_rank in sums for batch in of_rank), strict=True))
-    due, allowed = terms / weight + aux, 10 * trial.tolerance.loss
+    due, allowed = terms / weight + aux, trial.tolerance.loss
     error = abs(loss - due) / abs(due)
     if not error <= allowed:
         what = f"one process finds {loss!r}, the mean of its own terms is {due!r}"
