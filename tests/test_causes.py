@@ -236,7 +236,7 @@ PLANTS = {
         TP,
         r"D1 layers\.0\.mlp: (?!.*\brule).*\bfirst\b.*\bdoors enter and leave\b",
         (
-            r"D1 document 0: .*\bnot a leak\b",
+            r"D1 document 0 of batch 0: .*\bnot a leak\b",
             r"G1 lm_head\.weight: .*\bforward\b.*\blayers\.0\.mlp\b.*\bD1\b",
             r"S1 loss: .*\bforward\b.*\bD1\b",
         ),
@@ -266,7 +266,7 @@ PLANTS = {
         "qwen3",
         {},
         r"D1 layers\.0\.mixer: .*(?<!not )\ba leak\b",
-        (r"D1 document [1-9]: .*\b\d\S*e\S\d+ .*(?<!not )\ba leak\b",),
+        (r"D1 document [1-9] of batch 0: .*\b\d\S*e\S\d+ .*(?<!not )\ba leak\b",),
     ),
     "documents leak in the convolution": Planted(
         plants.leak_in_convolution, "qwen3_5", TP, r"D1 layers\.0\.mixer: .*(?<!not )\ba leak\b"

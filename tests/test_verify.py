@@ -220,7 +220,7 @@ def test_what_was_shrunk_is_told(tmp_path: Path) -> None:
 
 def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     def told(model: str, **mesh: int) -> str:
-        return report.unproven(plan(model, Axes(**mesh), say=lambda _: None))
+        return report.unproven(plan(model, Axes(**mesh), say=lambda _: None), [])
 
     def own(name: str, **options: Any) -> str:
         return directory(tmp_path / name, {**QWEN3_30B_A3B, **options})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,26 +16,27 @@ _NOISE = 10  # times what float32 costs us, beside that
 _GAP = 1e-5  # between two experts that may change places
 
 
-def compare(sources: Sequence[Path], steps: Sequence[Sequence[Documents]]) -> tuple[Notes, str]:
+def compare(sources: Sequence[Path], steps: Mapping[str, Sequence[Documents]]) -> tuple[Notes, str]:
     """What is found in several steps, or why transformers cannot be the peer. Call it in a process of its own.
 
     `sources`: the same model in several layouts of files. The first is spelled as transformers spells its parameters.
+    `steps`: micro-batches, by what they are.
     """
-    notes, why_not = Notes(), stranger(sources[0])
+    notes, why_not, first = Notes(), stranger(sources[0]), next(iter(steps.values()))
     if not why_not:
         try:
-            peers = [theirs(sources[0], batches) for batches in steps]
-            others = [theirs(source, steps[0]) for source in sources[1:]]
+            peers = [theirs(sources[0], batches) for batches in steps.values()]
+            others = [theirs(source, first) for source in sources[1:]]
         except Exception as error:  # noqa: BLE001 - what fails there says nothing of us
             return notes, f"transformers fails on this model: {type(error).__name__}: {error!s:.200}"
-        for batches, peer in zip(steps, peers, strict=True):
+        for (name, batches), peer in zip(steps.items(), peers, strict=True):
             wide, narrow = (ours(sources[0], batches, dtype) for dtype in (torch.float64, torch.float32))
-            notes.found("M1", m1_against(peer, wide, narrow, notes))
+            found = m1_against(peer, wide, narrow, notes)
+            notes.found("M1", (replace(each, what=f"{each.what}, in {name}") for each in found))
         for source, peer in zip(sources[1:], others, strict=True):
-            wide, narrow = (ours(source, steps[0], dtype) for dtype in (torch.float64, torch.float32))
+            wide, narrow = (ours(source, first, dtype) for dtype in (torch.float64, torch.float32))
             notes.found("M1", _files(source.name, peer, wide, narrow, notes))
         notes.margins = merged(notes.margins)
-        notes.findings = list(dict.fromkeys(notes.findings))
     return notes, why_not
 
 

@@ -100,6 +100,7 @@ class RunResult:
     notes: Sequence[str] = ()
     margins: Sequence[Margin] = ()
     ended: Sequence[str] = tuple(ORACLES)  # what was answered, if a rank stopped before the end
+    untried: Sequence[str] = ()  # what it could not ask, and why
 
 
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
@@ -152,7 +153,7 @@ def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
         return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], ("M1",), ended=())
     seconds = time.monotonic() - began
     if why_not:
-        return RunResult(TRANSFORMERS, seconds, [], (), [f"M1 was not asked: {why_not}"])
+        return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"M1, since {why_not}"])
     return RunResult(TRANSFORMERS, seconds, notes.findings, ("M1",), (), notes.margins, notes.ended)
 
 
@@ -262,11 +263,12 @@ def _make_peers(config: Mapping[str, Any], folder: Path, seed: int) -> list[str]
     return layouts
 
 
-def steps_of(vocab: int, seed: int) -> list[list[Documents]]:
-    """What M1 is asked of: two micro-batches; few tokens; a long document with the first and the last word."""
+def steps_of(vocab: int, seed: int) -> dict[str, list[Documents]]:
+    """What M1 is asked of, by its name in findings. The long document has the first and the last word, too."""
     data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed)
     longest = data.documents(0, 2)[0][0]
-    return [data.documents(0), data.documents(0, 1), [[[0, *longest, vocab - 1]]]]
+    long = [[[0, *longest, vocab - 1]]]
+    return {"two micro-batches": data.documents(0), "few tokens": data.documents(0, 1), "a long document": long}
 
 
 def _write(

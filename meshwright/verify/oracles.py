@@ -295,7 +295,7 @@ def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
     for i in off:
         what = f"scores off by {errors[i]:.1e} from the document alone"
         hint = "a leak" if leak else "not a leak, so is the first document" if 0 in off else ""
-        yield Finding("D1", f"document {i}", what, hint)
+        yield Finding("D1", f"document {i} of batch {number}", what, hint)
 
 
 def _documents(bounds: Sequence[int], alone: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:

@@ -21,7 +21,7 @@ def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str
 
 def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
     num = sum(len(part.findings) for part in parts)
-    yield verdict_box(f"findings: {num}" if num else "all is well", unproven(plan), not num)
+    yield verdict_box(f"findings: {num}" if num else "all is well", unproven(plan, parts), not num)
     yield section(
         "What was checked", tag("p", f"{planted(plan)} {_what_ran(plan)}".strip()), _oracles(parts), *_findings(parts)
     )

@@ -70,7 +70,7 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     num = sum(len(part.findings) for part in parts)
     seconds = sum(part.seconds for part in parts)
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
-    for text in filter(None, (beginning(parts), unproven(plan))):
+    for text in filter(None, (beginning(parts), unproven(plan, parts))):
         console.print(text, soft_wrap=True, markup=False)
 
 
@@ -126,9 +126,9 @@ def beginning(parts: Sequence[RunResult]) -> str:
     return f"begin with {first.oracle} {first.name}{bill}: the others may be consequences"
 
 
-def unproven(plan: Plan) -> str:
-    """What this run says nothing of, in a line."""
-    left = untried(plan)
+def unproven(plan: Plan, parts: Sequence[RunResult]) -> str:
+    """What these runs say nothing of, in a line."""
+    left = untried(plan, parts)
     return f"not tried: {'; '.join(left)}" if left else ""
 
 
@@ -146,7 +146,7 @@ def _other_mesh(plan: Plan) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def untried(plan: Plan) -> list[str]:
+def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
     """Of what can be trained, what the oracles did not see. It stands on every output."""
     if plan.kind == WEIGHTS:
         return ["all but the loading of weights"]
@@ -160,6 +160,9 @@ def untried(plan: Plan) -> list[str]:
         left.append("the proof: that is float64, which --dtypes leaves out")
     if plan.options.against != TRANSFORMERS:
         left.append("M1, that one process agrees with transformers (--against none)")
+    elif plan.options.head != "lm":
+        left.append("the head beside transformers: M1 takes a language model")
+    left += [what for part in parts for what in part.untried]
     if balance.num_experts and not balance.coefficient:
         left.append("the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)")
     elif balance.num_experts:
@@ -198,7 +201,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[
         "ok": not any(part.findings for part in parts),
         "planted": plan.options.plant,
         "shrunk": shrunk(plan),
-        "untried": untried(plan),
+        "untried": untried(plan, parts),
         "runs": [
             {
                 "dtype": part.name,
