@@ -1,7 +1,7 @@
 """One-line bugs, planted in a copy of the package one at a time, and what `meshwright verify` says of each.
 
-    python -m tests.mutants                  # all of them: 40 minutes on two cores
-    python -m tests.mutants 10 12 26         # some, by number; 27 to 52 are those of mutants_chosen.py
+    python -m tests.mutants                  # all of them: 12 minutes on two cores
+    python -m tests.mutants 10 12 26         # some, by number; from 27 mutants_chosen.py, from 53 mutants_blind.py
     python -m tests.mutants --write          # the table of docs/mutants.md too
 
 A bug is a text that stands once in a file, and what stands in its place. `place`: the files to which the findings must
@@ -201,9 +201,11 @@ def main() -> int:
     parser.add_argument("numbers", nargs="*", type=int)
     parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
     options = parser.parse_args()
-    from tests.mutants_chosen import CHOSEN  # it imports this file
+    from tests.mutants_blind import BLIND  # both import this file
+    from tests.mutants_chosen import CHOSEN
 
-    asked = [m for m in (*MUTANTS, *CHOSEN) if m.number in options.numbers] if options.numbers else MUTANTS
+    every = (*MUTANTS, *CHOSEN, *BLIND)
+    asked = [m for m in every if not options.numbers or m.number in options.numbers]
     outcomes = []
     for mutant in asked:
         found = outcome(mutant)
