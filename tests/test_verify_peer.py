@@ -10,19 +10,62 @@ import pytest
 
 from meshwright import ops
 from meshwright.axes import Axes
+from meshwright.engine.router import Router
 from meshwright.verify import RunResult, against, inspection, plan, report
 from tests.words import words
 
 
-def beside_transformers(at: Path) -> RunResult:
-    return inspection._against(plan("tiny-qwen3", Axes(fsdp=2), say=lambda _: None), at, lambda _: None)
+def beside_transformers(at: Path, model: str = "tiny-qwen3") -> RunResult:
+    return inspection._against(plan(model, Axes(fsdp=2), say=lambda _: None), at, lambda _: None)
 
 
-def test_what_is_wrong_is_named_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotate = ops.rotate
-    monkeypatch.setattr(ops, "rotate", lambda x_THK, cos, sin: rotate(x_THK, cos, -sin))  # the other way round
-    first, *_ = beside_transformers(tmp_path).findings
-    assert re.match(r"M1 layers\.0\.mixer: .*\btransformers\b.*, in two micro-batches", str(first)), first
+def rotated_the_other_way(patch: pytest.MonkeyPatch) -> None:
+    real = ops.rotate
+    patch.setattr(ops, "rotate", lambda x_THK, cos, sin: real(x_THK, cos, -sin))
+
+
+def positions_rounded(patch: pytest.MonkeyPatch) -> None:
+    """bfloat16 has no odd whole numbers above 256."""
+    real = ops.rope_tables
+    patch.setattr(ops, "rope_tables", lambda at_T, *more, **options: real(at_T.bfloat16(), *more, **options))
+
+
+def aux_loss_not_averaged(patch: pytest.MonkeyPatch) -> None:
+    real = Router.set_slope
+    patch.setattr(Router, "set_slope", lambda self, tokens, num_batches: real(self, tokens, 1))
+
+
+def nothing_back_through_norms(patch: pytest.MonkeyPatch) -> None:
+    real = ops.rms_norm
+    patch.setattr(ops, "rms_norm", lambda x, *more, **options: real(x.detach(), *more, **options))
+
+
+PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "rotated the other way": (
+        rotated_the_other_way,
+        "tiny-qwen3",
+        r"M1 layers\.0\.mixer: .*\btransformers\b.*, in two micro-batches",
+    ),
+    "positions rounded": (positions_rounded, "tiny-qwen3", "M1 RoPE: .*, in a long document"),
+    "the aux loss is not averaged": (
+        aux_loss_not_averaged,
+        "tiny-qwen3-moe",
+        "M1 router's aux loss: .*2 micro-batches are summed",
+    ),
+    "nothing flows back through norms": (
+        nothing_back_through_norms,
+        "tiny-qwen3",
+        r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between model\.norm\.weight and here",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant, model, told = PLANTS[name]
+    plant(monkeypatch)
+    first, *_ = beside_transformers(tmp_path, model).findings
+    assert re.match(told, str(first)), first
 
 
 def unknown(_source: Path) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,8 @@ from meshwright.engine import engine as engine_module
 from meshwright.engine import forward, terms
 from meshwright.ops import Documents, delta, documents
 from meshwright.optim import AdamW
-from meshwright.verify import Finding
+from meshwright.verify import Data, Finding
+from meshwright.verify.data import FEW
 from meshwright.verify.diagnose import forward as diagnosed
 from tests import tiny, trials, worlds
 
@@ -84,14 +86,15 @@ def weights_only_counted(patch: Patch) -> None:
     patch.setattr(terms, "WEIGHT", "another field")
 
 
-def state_lost_after_64_tokens(patch: Patch) -> None:
+def state_lost(after: int) -> Callable[[Patch], None]:
     real = delta.chunked
 
     def cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, docs: Documents) -> Tensor:
-        bounds = sorted({*docs.bounds, *(range(64, docs.bounds[-1], 64) if on_a_mesh() else ())})
+        lost = {at for a, b in pairwise(docs.bounds) for at in range(a + after, b, after)} if on_a_mesh() else set()
+        bounds = sorted({*docs.bounds, *lost})
         return real(q, k, v, g, beta, documents([b - a for a, b in pairwise(bounds)], q.device))
 
-    patch.setattr(delta, "chunked", cut)
+    return lambda patch: patch.setattr(delta, "chunked", cut)
 
 
 PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
@@ -107,7 +110,8 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "evaluate": (evaluated_twice, "S1 evaluate: "),
     "logits": (logits_of_other_words, r"D1 logits: .*\blog-?prob"),
     "weights of tokens are only counted": (weights_only_counted, "S1 loss: "),
-    "the state is lost after 64 tokens": (state_lost_after_64_tokens, "D1 layers.0.mixer: "),
+    "the state is lost after 64 tokens": (state_lost(64), "D1 layers.0.mixer: "),
+    "the state is lost in a long document": (state_lost(128), "D1 layers.0.mixer: "),
 }
 
 
@@ -132,6 +136,8 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], li
     def of(group: Sequence[Planted]) -> dict[Planted, list[Finding]]:
         sources = {case: with_a_state if "state" in case[1] else plain for case in group}
         tried = {case: trials.trial(source, MESHES[case[0]]) for case, source in sources.items()}
+        long = Data(few=FEW, long=1104)  # whole shares of tp
+        tried |= {case: replace(each, data=long) for case, each in tried.items() if "long" in case[1]}
         return trials.findings_in_turn(tried, planted)
 
     return worlds.Shared([[(mesh, name) for name in PLANTS] for mesh in MESHES], of)

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from .findings import Finding, Margin, Notes, merged
-from .peer import Documents, Said, ours, stranger, theirs
+from .peer import ROPE, Documents, Said, ours, stranger, theirs
 
 _ALLOWED = {"logits": 1e-5, "gradients": 1e-5, "parts": 1e-5, "loss": 1e-6, "aux": 1e-5}  # what float32 may cost them
 _NOISE = 10  # times what float32 costs us, beside that
+_CLOSE = 1e-3  # of a ratio to a whole number
 _GAP = 1e-5  # between two experts that may change places
 
 
@@ -45,14 +46,14 @@ def m1_against(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[F
     to compare with; what float32 costs us, it may cost them a few times."""
     forward = [*_parts(peer, wide, narrow, notes), *_logits(peer, wide, narrow, notes), *_experts(peer, wide, notes)]
     yield from forward
-    loss = [] if forward else [*_number("aux", "router's aux loss", (peer.aux, wide.aux, narrow.aux), notes)]
+    aux = (peer.aux, wide.aux, narrow.aux)
+    loss = [] if forward else [*_number("aux", "router's aux loss", aux, notes, _about_aux(peer, wide))]
     guess = "see the router's aux loss" if loss else "" if forward else "logits agree: labels, weights or what divides"
     loss += _number("loss", "loss", (peer.loss, wide.loss, narrow.loss), notes, guess)
     yield from loss
     for name in sorted(peer.grads.keys() ^ wide.grads.keys()):
         yield Finding("M1", name, f"{'transformers' if name in peer.grads else 'only meshwright'} has this parameter")
-    guess = "" if forward or loss else "forward and loss agree, so the way back is wrong from here to the loss"
-    yield from _gradients(peer, wide, narrow, notes, guess)
+    yield from _gradients(peer, wide, narrow, notes, not (forward or loss))
 
 
 def _parts(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[Finding]:
@@ -62,7 +63,8 @@ def _parts(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[Findi
         margin = _margin("parts", "parts of the forward", peer.parts[name], wide.parts[name], narrow.parts[name], name)
         if not margin.worst <= margin.allowed:
             what = f"what it gives out is the first that differs from transformers', by {margin.worst:.1e}"
-            yield Finding("M1", name, what, "it computes something else, or its weights are read otherwise")
+            otherwise = "positions or fields of config.json" if name == ROPE else "its weights"
+            yield Finding("M1", name, what, f"it computes something else, or {otherwise} are read otherwise")
             return
         notes.measured(margin)
 
@@ -96,11 +98,18 @@ def _number(
         yield Finding("M1", name, f"{wide!r}, transformers has {peer!r}: {off:.1e} off", guess)
 
 
-def _gradients(peer: Said, wide: Said, narrow: Said, notes: Notes, guess: str) -> Iterator[Finding]:
-    """Those nearest to the loss first."""
+def _about_aux(peer: Said, wide: Said) -> str:
+    ratio = wide.aux / peer.aux if peer.aux else 0.0
+    if abs(ratio - wide.num_batches) < _CLOSE and wide.num_batches > 1:
+        return f"{wide.num_batches} micro-batches are summed, not averaged"
+    return f"{ratio:.4g} times theirs, as when router_aux_loss_coef is read otherwise" if ratio else ""
+
+
+def _gradients(peer: Said, wide: Said, narrow: Said, notes: Notes, way_back: bool) -> Iterator[Finding]:
+    """Those nearest to the loss first. `way_back`: all before it agrees."""
     norm = torch.stack([g.double().norm() for g in peer.grads.values()]).norm().item()
     worst = Margin("M1", "gradients", 0, 0.0, _ALLOWED["gradients"])
-    names = [name for name in reversed(list(wide.grads)) if name in peer.grads]
+    names, right = [name for name in reversed(list(wide.grads)) if name in peer.grads], "the loss"
     for name in names:
         of = [said.grads[name].double().flatten() for said in (peer, wide, narrow)]
         floor = max(of[0].norm().item(), 1e-2 * norm)
@@ -108,8 +117,11 @@ def _gradients(peer: Said, wide: Said, narrow: Said, notes: Notes, guess: str) -
         here = Margin("M1", "gradients", len(names), off, _ALLOWED["gradients"] + _NOISE * noise, name)
         worst = max(worst, here, key=lambda margin: margin.share)
         if not off <= here.allowed:
+            guess = f"forward and loss agree, so the way back is wrong between {right} and here" if way_back else ""
             yield Finding("M1", name, f"its gradient is {off:.1e} off that of transformers", guess)
-            guess = ""
+            way_back = False
+        else:
+            right = name
     notes.measured(worst)
 
 

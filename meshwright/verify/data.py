@@ -16,6 +16,7 @@ from torch import Tensor
 from ..data import IGNORE, Batch, pack
 
 LENGTH, FEW, LONG = 136, 8, 1100
+FEW_STEP, LONG_STEP = 1, 2
 _SIZES = [[5, 1, 58, 64, 4], [17, 2, 3, 46, 21], [70, 1, 65], [11, 11, 44, 4, 59]]
 _FEW_SIZES = [[2, 1, 3], [1, 4], [5], [3, 2, 2]]
 _LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
@@ -25,7 +26,7 @@ _LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
 class Data:
     """Micro-batches of unequal numbers of targets; every other one has weights. `Data(...)(data_rank, step)`.
 
-    With `few` and `long`, steps 1 and 2 have one micro-batch each, of these lengths.
+    With `few` and `long`, `FEW_STEP` and `LONG_STEP` have one micro-batch each, of these lengths.
     """
 
     num: int = 2
@@ -53,7 +54,7 @@ class Data:
             g = self._generator(data_rank, step, number)
             sizes = _SIZES[(data_rank + 2 * number) % len(_SIZES)]
             if special:
-                sizes = _LONG_SIZES if step == 2 else _FEW_SIZES[data_rank % len(_FEW_SIZES)]
+                sizes = _LONG_SIZES if step == LONG_STEP else _FEW_SIZES[data_rank % len(_FEW_SIZES)]
             out.append([torch.randint(self.vocab, (size,), generator=g).tolist() for size in sizes])
         return out
 
@@ -67,7 +68,7 @@ class Data:
 
     def _special(self, step: int) -> int:
         """The length of a step that differs from the others, else 0."""
-        return {1: self.few, 2: self.long}.get(step, 0)
+        return {FEW_STEP: self.few, LONG_STEP: self.long}.get(step, 0)
 
     def _generator(self, data_rank: int, step: int, number: int) -> torch.Generator:
         at = 10_007 * step if self._special(step) else 0

@@ -25,7 +25,7 @@ from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..weights import of_table
 from .against import compare
 from .collectives import silent
-from .data import FEW, LENGTH, LONG, Data
+from .data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data
 from .examine import ORACLES, examine
 from .findings import Finding, Margin, Notes, read_notes
 from .peer import Documents
@@ -266,9 +266,9 @@ def _make_peers(config: Mapping[str, Any], folder: Path, seed: int) -> list[str]
 def steps_of(vocab: int, seed: int) -> dict[str, list[Documents]]:
     """What M1 is asked of, by its name in findings. The long document has the first and the last word, too."""
     data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed)
-    longest = data.documents(0, 2)[0][0]
+    longest = data.documents(0, LONG_STEP)[0][0]
     long = [[[0, *longest, vocab - 1]]]
-    return {"two micro-batches": data.documents(0), "few tokens": data.documents(0, 1), "a long document": long}
+    return {"two micro-batches": data.documents(0), "few tokens": data.documents(0, FEW_STEP), "a long document": long}
 
 
 def _write(

@@ -80,12 +80,9 @@ def s1_loss(run: Run, loss: float, evaluated: float | None = None) -> Findings:
     due, error = ref.steps[0].loss, _apart(loss, ref.steps[0].loss)
     if not error <= limit:
         alone = any(finding.name == "loss of one process" for finding in ref.notes.findings)
-        guess = run.blame or (
-            "one process is wrong already, see above"
-            if alone
-            else cause_of_loss(loss, due, ref.aux[0], ref.sums, run.trial.axes)
-        )
-        yield Finding("S1", "loss", f"{loss!r}, one process finds {due!r}", guess)
+        guess = "one process is wrong already, see above" if alone else ""
+        guess = guess or cause_of_loss(loss, due, ref.aux[0], ref.sums, run.engine._pending().weight, run.trial.axes)
+        yield Finding("S1", "loss", f"{loss!r}, one process finds {due!r}", run.blame or guess)
         run.blame = run.blame or "the loss is wrong already, see S1"
     run.measured_once("S1", "loss", 1, error, limit)
     if evaluated is not None:
@@ -264,7 +261,7 @@ def d1_documents(run: Run) -> Findings:
     """Packed documents give what each gives alone. First comes the part of the model where they begin to differ."""
     if any(finding.name == "labels" for finding in run.reference.notes.findings):
         run.blame = run.blame or "the labels are not those of the documents, see D1 labels"
-    for number, batch in enumerate(run.trial.data(0, 0)):  # the same on all ranks
+    for number, batch in enumerate(run.trial.packed()):  # the same on all ranks
         if not (number and run.blame):
             yield from _documents_of(run, number, batch)
 
@@ -282,7 +279,8 @@ def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
     run.measured_once("D1", "scores beside those of the logits", len(batch), whole, limit)
     if not any(n for (n,) in everywhere(model.mesh, [len(off)])):
         if not whole <= limit:
-            yield Finding("D1", "logits", "log-probabilities are right, but not those that the logits give")
+            what = f"log-probabilities of batch {number} are {whole:.1e} off those that the logits give"
+            yield Finding("D1", "logits", what, _unmasked(packed, batch))
         return
     wrong = wrong or Wrong("head", leak=0 not in off, ratio=float("nan"))  # all before it is right
     leak = wrong.leak and 0 not in off and wrong.part.endswith("mixer")  # elsewhere no token sees another
@@ -296,6 +294,11 @@ def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
         what = f"scores off by {errors[i]:.1e} from the document alone"
         hint = "a leak" if leak else "not a leak, so is the first document" if 0 in off else ""
         yield Finding("D1", f"document {i} of batch {number}", what, hint)
+
+
+def _unmasked(scores_T: Tensor, batch: Batch) -> str:
+    unlabelled = scores_T.dim() == 1 and bool(scores_T[~batch.is_target_T].any())
+    return "tokens without a label have some, where 0 is due" if unlabelled else ""
 
 
 def _documents(bounds: Sequence[int], alone: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:

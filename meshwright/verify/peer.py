@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import pack
-from ..engine import Engine, gather, load, logits
+from ..engine import Engine, Model, gather, load, logits
 from ..mesh import Mesh
 from ..weights import read_config
 from .diagnose.forward import watched
@@ -26,7 +26,8 @@ from .diagnose.routers import watched_routers
 
 Documents = list[list[int]]
 # Our parts by the names of theirs, and those of a layer.
-_PARTS = {"embed_tokens": "embed", "norm": "head.norm"}
+ROPE = "RoPE"
+_PARTS = {"rotary_emb": ROPE, "embed_tokens": "embed", "norm": "head.norm"}
 _OF_LAYER = {
     "input_layernorm": "norm", "self_attn": "mixer", "linear_attn": "mixer", "post_attention_layernorm": "mlp_norm",
     "mlp": "mlp",
@@ -44,6 +45,7 @@ class Said:
     experts: Sequence[Tensor] = ()  # by layer of experts: [T, k]
     probs: Sequence[Tensor] = ()  # by layer of experts: [T, E]
     parts: dict[str, Tensor] = field(default_factory=dict)  # [T]: a fingerprint of what each part gives out
+    num_batches: int = 1
 
 
 def ours(source: Path, batches: Sequence[Documents], dtype: torch.dtype) -> Said:
@@ -52,9 +54,9 @@ def ours(source: Path, batches: Sequence[Documents], dtype: torch.dtype) -> Said
     packed, scores, parts, routed = [pack(documents, length=length) for documents in batches], [], [], []
     for batch in packed:
         num = len(batch) - batch.num_filler
-        with watched_routers(model) as routers, watched(model) as seen:
+        with watched_routers(model) as routers, watched(model) as seen, _rotations(model) as rope:
             scores.append(logits(model, batch)[:num])
-        parts.append({name: print_T[:num] for name, print_T in seen.prints.items()})
+        parts.append({name: print_T[:num] for name, print_T in (rope | seen.prints).items()})
         routed.append([(logits_TE[:num], expert_Tk[:num]) for _, logits_TE, expert_Tk in routers.values()])
     engine = Engine(model, lr=1e-3)
     loss = engine.backward(packed)
@@ -63,7 +65,26 @@ def ours(source: Path, batches: Sequence[Documents], dtype: torch.dtype) -> Said
     probs = [logits_TE.double().softmax(-1) for logits_TE, _ in by_layer]
     experts = [expert_Tk for _, expert_Tk in by_layer]
     prints = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
-    return Said(torch.cat(scores), loss, aux, gather(model, "grad"), experts, probs, prints)
+    return Said(torch.cat(scores), loss, aux, gather(model, "grad"), experts, probs, prints, len(batches))
+
+
+@contextmanager
+def _rotations(model: Model) -> Iterator[dict[str, Tensor]]:
+    """What the layers are told of positions, as `watched` says it of what parts give out."""
+    seen: dict[str, Tensor] = {}
+
+    def note(_module: nn.Module, args: Any) -> None:
+        seen[ROPE] = _print(torch.cat(args[1], -1))
+
+    hook = model.parts[0].layers[0].register_forward_pre_hook(note)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def _print(x_TD: Tensor) -> Tensor:
+    return x_TD.detach().double() @ torch.arange(x_TD.shape[-1], dtype=torch.float64).cos()
 
 
 def stranger(source: Path) -> str:
@@ -130,9 +151,11 @@ def _watched(model: Any) -> Iterator[dict[str, list[Tensor]]]:
 
     def hook(name: str) -> Any:
         def note(_module: nn.Module, _args: Any, out: Any) -> None:
-            x_TD = (out[0] if isinstance(out, tuple) else out).detach().double()
-            x_TD = x_TD.reshape(-1, x_TD.shape[-1])
-            seen.setdefault(name, []).append(x_TD @ torch.arange(x_TD.shape[-1], dtype=torch.float64).cos())
+            if name == ROPE:  # theirs have each cosine and sine twice
+                x_TD = torch.cat([x[0, :, : x.shape[-1] // 2] for x in out], -1)
+            else:
+                x_TD = out[0] if isinstance(out, tuple) else out
+            seen.setdefault(name, []).append(_print(x_TD.reshape(-1, x_TD.shape[-1])))
 
         return note
 

@@ -19,7 +19,7 @@ from ..ops import delta, loss
 from ..parallel import Savings
 from ..weights import whole_tensors
 from . import plain
-from .data import Data
+from .data import LONG_STEP, Data
 from .diagnose.forward import scores_of, watched
 from .findings import Notes
 
@@ -74,6 +74,11 @@ class Trial:
     def batches(self, model: Model, step: int) -> list[Batch]:
         return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
 
+    def packed(self) -> list[Batch]:
+        """Whose documents are also run alone: those of data rank 0 in the first step and in the long one."""
+        long = self.data(0, LONG_STEP) if self.data.long and self.steps > LONG_STEP else []
+        return self.data(0, 0) + long
+
     def all_batches(self, step: int = 0) -> list[Batch]:
         """The whole step for one process: each micro-batch of all data ranks as one longer stream, since the router's
         aux loss is pooled over them. It has hardly any filler, so that filler which counts shows."""
@@ -109,7 +114,7 @@ class Reference:
     """What one process finds, in the same precision. Gradients or weights that were not kept are empty."""
 
     steps: Sequence[StepOf]
-    alone: Sequence[Sequence[Tensor]] = ()  # scores of each document of data rank 0, run alone, by batch
+    alone: Sequence[Sequence[Tensor]] = ()  # scores of each document of `Trial.packed`, run alone, by batch
     prints: Sequence[dict[str, Tensor]] = ()  # what every part gave out for them, by batch and part
     sums: Sequence[Sequence[tuple[float, float]]] = ((),)  # by data rank and batch: loss terms and weight, without aux
     aux: tuple[float, dict[str, Tensor]] = (0.0, {})  # the router's part of the first loss, and of its gradients
@@ -121,7 +126,7 @@ def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
         engine = replace(trial, savings=Savings()).engine(Mesh(device="cpu"))
-        alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.data(0, 0)), strict=True)
+        alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]

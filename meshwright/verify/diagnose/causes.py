@@ -92,12 +92,18 @@ def _parts(found: Tensor, reference: Tensor, aux: Tensor) -> str:
 
 
 def cause_of_loss(
-    found: float, reference: float, aux: float, sums: Sequence[Sequence[tuple[float, float]]], axes: Axes
+    found: float,
+    reference: float,
+    aux: float,
+    sums: Sequence[Sequence[tuple[float, float]]],
+    divisor: float,
+    axes: Axes,
 ) -> str:
-    """A wrong loss of a right forward: what was it divided by? `sums`: terms and weights by data rank and batch."""
+    """A wrong loss of a right forward: what was it divided by? `sums`: terms and weights by data rank and batch.
+    `divisor`: what the engine takes."""
     ranks = [tuple(map(sum, zip(*batches, strict=True))) for batches in sums]
     batches = [batch for of_rank in sums for batch in of_rank]
-    total = sum(terms for terms, _ in ranks)
+    total, weight = (sum(each) for each in zip(*ranks, strict=True))
     by_rank, by_batch = (sum(terms / weight for terms, weight in each) for each in (ranks, batches))
     guesses = {
         "each data rank divides by its own targets, not by those of the whole step": by_rank,
@@ -119,4 +125,6 @@ def cause_of_loss(
             f"({(found - main) / aux:.4g} times): counted again for each micro-batch or rank, with filler tokens, "
             "or with each rank's own tokens alone"
         )
+    if abs(divisor / weight - 1) > _CLOSE:
+        return f"it is divided by {divisor:.6g}, but the weights of its targets sum to {weight:.6g}"
     return scale(found / reference, axes)
