@@ -66,16 +66,29 @@ def test_it_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (code, json.loads(out)["planted"]) == (1, "leak")
 
 
+@pytest.mark.parametrize("options", [[], ["--weights"]], ids=["shrunk", "weights"])
+def test_what_fails_is_not_called_equal(capsys: Any, source: Path, options: list[str]) -> None:
+    arguments = [str(source), "--mesh", "fsdp=2", "--plant", "rows-permuted", *options]
+    code, out, _ = said(capsys, *arguments)
+    assert code == 1
+    assert re.search(r"^W1 +FAILS \(\d+\) *$", out, re.MULTILINE), out
+    code, out, _ = said(capsys, *arguments, "--json")
+    run = json.loads(out)["runs"][0]
+    assert (code, run["margins"]["W1"]) == (1, [])
+    assert run["oracles"]["W1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
         (
             ["--mesh", "fsdp=2", "--plant", "sum-left-out"],
-            words("sum-left-out", "changes nothing on fsdp=2", "--mesh tp=2"),
+            words("sum-left-out", "not sure .* on fsdp=2", "--mesh tp=2"),
         ),
+        (["--mesh", "fsdp=2", "--weights", "--plant", "leak"], words("--weights trains nothing", "rows-permuted")),
         (["--mesh", "fsdp=2", "--plant", "nothing"], words("'nothing'", "sum-left-out", "leak")),
     ],
-    ids=["not felt", "unknown"],
+    ids=["not felt", "nothing is trained", "unknown"],
 )
 def test_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], pattern: str) -> None:
     code, _, err = said(capsys, "tiny-qwen3", *arguments)

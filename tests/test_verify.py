@@ -23,6 +23,7 @@ from meshwright.axes import Axes
 from meshwright.errors import RankError
 from meshwright.plan import TINY
 from meshwright.verify import (
+    FULL,
     ORACLES,
     Finding,
     Options,
@@ -71,6 +72,10 @@ def directory(at: Path, config: dict[str, Any]) -> str:
     at.mkdir()
     (at / "config.json").write_text(json.dumps(config))
     return str(at)
+
+
+def _quiet(_: str) -> None:
+    """Of `Say`."""
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -229,6 +234,12 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     assert re.search(words(r"mw\.load", r"mw\.Engine"), dense)
     assert not re.search("--mesh|router|replicate", dense), "a dense model has no experts to spread"
     assert re.search(words(r"\breplicate, fsdp\b", "--mesh replicate=2,fsdp=2[^,]"), told("tiny-qwen3", tp=2))
+    full = report.untried(
+        plan(str(tiny.directory(tmp_path / "f", "qwen3")), Axes(tp=2), Options(kind=FULL), _quiet), []
+    )
+    assert any("after the first step" in what for what in full), full
+    value = report.untried(plan("tiny-qwen3", Axes(tp=2), Options(head="value"), _quiet), [])
+    assert any("head beside transformers" in what for what in value), value
     sparse = told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2)
     assert re.search(words("--mesh replicate=2[^,]", 'router_aux="previous"'), sparse), sparse
     assert "--mesh fsdp=2,replicate=2,ep=2" in told("tiny-qwen3-moe", fsdp=2, tp=2)

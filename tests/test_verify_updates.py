@@ -58,6 +58,26 @@ def last_update_too_large(patch: Patch) -> None:
     )
 
 
+def not_finite_in_the_end(patch: Patch) -> None:
+    real = AdamW.step
+
+    def step(self: Any, stored: Any, grads: Any, lr: float) -> None:
+        real(self, stored, grads, lr)
+        if on_a_mesh() and self.steps == 3:
+            next(iter(stored.values())).fill_(torch.nan)
+
+    patch.setattr(AdamW, "step", step)
+
+
+def norm_of_rounded_gradients(patch: Patch) -> None:
+    real = engine_module.squares
+
+    def squares(grads: Any, *more: Any) -> Tensor:
+        return real({name: g.bfloat16().to(g.dtype) if on_a_mesh() else g for name, g in grads.items()}, *more)
+
+    patch.setattr(engine_module, "squares", squares)
+
+
 def first_copy_handed_out(patch: Patch) -> None:
     real, kept = weights.whole_tensors, dict[str, Any]()
 
@@ -103,6 +123,8 @@ PLANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
         "U1 model.embed_tokens.weight: ",
     ),
     "the last update is too large": (last_update_too_large, "U1 lm_head.weight: .*4716 of 4716"),
+    "it is not finite in the end": (not_finite_in_the_end, "U1 embed.weight: .*not finite after step 2$"),
+    "the norm is of rounded gradients": (norm_of_rounded_gradients, "N1 norm: "),
     "an earlier copy is handed out": (
         first_copy_handed_out,
         r"U1 lm_head.weight: (?!.* of \d).*\bstream\b.*\bexport\b",
@@ -148,3 +170,5 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], li
 def test_found(findings: Callable[[Planted], list[Finding]], name: str, mesh: str) -> None:
     found = list(map(str, findings((mesh, name))))
     assert re.match(PLANTS[name][1], found[0]), found[:3]
+    if "norm" in name:
+        assert not any("norms up to here are right" in each for each in found), found

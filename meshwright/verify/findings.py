@@ -39,6 +39,8 @@ class Margin:
         return self.worst / self.allowed if self.allowed else 0.0
 
     def __str__(self) -> str:
+        if not self.count:
+            return f"no {self.what}"
         if not self.allowed:
             return f"{self.count:,} {self.what}, all equal"
         where = f", in {self.where}" if self.where else ""

@@ -107,7 +107,7 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     """Everything that can be refused is refused here, before any process starts."""
     check_devices(axes, options.device, model)
     if options.plant:
-        check_felt(options.plant, axes)
+        check_felt(options.plant, axes, options.kind != WEIGHTS)
     runs = blueprint = find(model, options.head, weights=False, say=say)
     check_layout(blueprint, axes)
     training = options.kind != WEIGHTS
@@ -214,9 +214,13 @@ def mesh_of(plan: Plan) -> Mesh:
 def _examine(plan: Plan, trial: Trial, reference: Reference, told: Path) -> None:
     mesh = mesh_of(plan)
     store = dist.distributed_c10d._get_default_store() if plan.axes.world > 1 else None
+    _plant(plan)
+    examine(trial, reference, mesh, store, Notes(told / f"{mesh.rank}.notes"))
+
+
+def _plant(plan: Plan) -> None:
     if plan.options.plant:
         bug(plan.options.plant).plant()
-    examine(trial, reference, mesh, store, Notes(told / f"{mesh.rank}.notes"))
 
 
 def _compare_weights(plan: Plan, say: Say) -> RunResult:
@@ -245,6 +249,7 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
 def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     wide = "F64" in {key.dtype for key in plan.blueprint.keymap.keys.values()}
     mesh = mesh_of(plan)
+    _plant(plan)
     with Recorder() as recorder:
         model = load(plan.directory, mesh, head=plan.options.head, dtype=torch.float64 if wide else None)
     return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)

@@ -8,7 +8,7 @@ parameter, the numbers and the likely cause. Those of collectives are in `collec
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 import torch
@@ -175,6 +175,8 @@ def n1_norm(run: Run, step: int = 0) -> Findings:
         yield Finding(
             "N1", "norm" + (f" of step {step}" if step else ""), f"{norm!r}, one process finds {due.norm!r}", run.blame
         )
+    if any(n for (n,) in everywhere(run.model.mesh, [int(not error <= limit)])):
+        run.blame = run.blame or f"the norm of step {step} is wrong, see N1"
     run.measured_once("N1", "norms", 1, error, limit)
     loads, due_loads = run.engine.router.load_LE, due.loads
     if run.trial.dtype != torch.float64:  # rounding sends a token to another expert, but not away
@@ -189,33 +191,40 @@ def _norm_of_ones(run: Run) -> Findings:
     ones = {name: torch.ones_like(t) for name, t in run.model.stored().items()}
     expected = sum(p.numel for p in run.model.table)
     squared = run.engine.norm(ones) ** 2
-    if abs(squared - expected) > 0.5:
+    if not abs(squared - expected) <= 0.5:
         guess = "copies are counted too" if squared > expected else "some shards are left out"
         yield Finding("N1", "norm of ones", f"counts {squared:.2f} elements of {expected}", guess)
+    if any(n for (n,) in everywhere(run.model.mesh, [int(not abs(squared - expected) <= 0.5)])):
         run.blame = run.blame or "the norm is wrong, see N1"
     run.measured_once("N1", "elements of a norm of ones", expected)
 
 
-def u1_update(run: Run, step: int, before: Mapping[str, Tensor], pushed: Container[str]) -> Findings:
-    """Every parameter with a gradient moves, and after each update the weights are those of one process."""
-    for name, tensor in run.model.stored().items() if step == 0 else ():
-        if name in pushed and torch.equal(tensor, before[name]):
+def u1_update(run: Run, step: int, before: Mapping[str, Tensor], pushed: Set[str]) -> Findings:
+    """Every parameter with a gradient moves and stays finite. In float64 the weights after each update are those of one
+    process."""
+    for name, tensor in run.model.stored().items():
+        if not tensor.isfinite().all():
+            what = f"{int((~tensor.isfinite()).sum())} elements on rank {run.model.mesh.rank} are not finite"
+            yield Finding("U1", name, f"{what} after step {step}", run.blame)
+        elif step == 0 and name in pushed and torch.equal(tensor, before[name]):
             what = f"it has a gradient on rank {run.model.mesh.rank}, but no update moved it"
             yield Finding("U1", name, what, "the module uses a copy of what is updated")
     if step == 0:
-        run.measured("U1", "moved parameters of all ranks", len(run.model.pieces))
+        run.measured("U1", "moved parameters of all ranks", len(pushed))
     due = run.reference.steps[step].weights
     if not due or run.blame:
         return
     found, limit, worst, at, num = unrounded(run.model), UPDATE * schedule(step), 0.0, "", 0
+    compared = all(each.grads for each in run.reference.steps[: step + 1])
+    right = "gradients and norms up to here are right" if compared else "norms up to here are right"
     for name, tensor in found.items():
-        off = (tensor - due[name]).abs()
+        off = (tensor - due[name]).abs().nan_to_num(torch.inf)
         worst, at, num = *max((worst, at), (off.max().item(), name)), num + off.numel()
         if (off > limit).any():
             what = (
                 f"{int((off > limit).sum())} of {off.numel()} elements end other than in one process after step {step}"
             )
-            yield Finding("U1", name, what, "gradients and norms up to here are right, so the update itself is not")
+            yield Finding("U1", name, what, f"{right}, so the update itself is not")
     run.measured_once("U1", "elements after updates", num, worst, limit, at)
     if everywhere(run.model.mesh, [int(worst > limit)])[0][0]:
         run.blame = f"the update of step {step} is wrong, see U1"
@@ -233,7 +242,7 @@ def u1_alive(run: Run, losses: Sequence[float]) -> Findings:
     if run.trial.dtype == torch.float64:
         found = unrounded(run.model)
         for name, tensor in stream(run.model):
-            if not torch.equal(tensor, found[name].to(tensor.dtype)):
+            if not _same_bits(tensor, found[name].to(tensor.dtype)):
                 what = "what stream and export hand out is not what was trained"
                 yield Finding("U1", name, what, "an earlier copy is handed out")
 

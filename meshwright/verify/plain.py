@@ -145,9 +145,9 @@ def o1_updates(
             state = states[key]
             make = _maker(state, grad.double(), number + 1, settings)
             due = make(lr, clip, grad.dim() > 1)
-            off = (step.weights[key] - due).abs()
-            if off.max() > worst:
-                worst, where = off.max().item(), f"{key} after step {number}"
+            off = (step.weights[key] - due).abs().nan_to_num(torch.inf)
+            if off.max() > worst * lr:
+                worst, where = off.max().item() / lr, f"{key} after step {number}"
             if not off.max() <= UPDATE * lr:
                 what = f"{int((off > UPDATE * lr).sum())} of {off.numel()} elements end other than in a plain AdamW"
                 guess = _guess(make, step.weights[key], lrs, (clip, most / norm), grad.dim() > 1)
@@ -156,7 +156,7 @@ def o1_updates(
                 )
             _advance(state, grad.double() * clip, settings, step.weights[key])
     num = sum(w.numel() for w in before.values()) * len(steps)
-    notes.measured(Margin("O1", "updates of elements", num, worst, UPDATE * engine.lr(0), where))
+    notes.measured(Margin("O1", "updates of elements, in parts of lr", num, worst, UPDATE, where))
 
 
 Make = Callable[[float, float, bool], Tensor]

@@ -29,6 +29,7 @@ class Bug:
     what: str
     axes: tuple[str, ...]  # it shows where one of them is larger than 1; anywhere if none is named
     plant: Callable[[], None]
+    loading: bool = False  # it shows in what is loaded
 
 
 def _sum_left_out() -> None:
@@ -100,7 +101,9 @@ BUGS: dict[str, Bug] = {
     "sum-left-out": Bug("gradients that FSDP does not sum are left unsummed", ("tp",), _sum_left_out),
     "averaged": Bug("they are averaged instead of summed", ("tp",), _averaged),
     "copies-counted": Bug("the gradient norm counts copies too", ("tp", "replicate"), _copies_counted),
-    "rows-permuted": Bug("the last rank loads the rows of its matrices in another order", (), _rows_permuted),
+    "rows-permuted": Bug(
+        "the last rank loads the rows of its matrices in another order", (), _rows_permuted, loading=True
+    ),
     "leak": Bug("packed documents see each other", (), _leak),
     "mean-of-means": Bug("the loss is the mean of the micro-batches' means", (), _mean_of_means),
     "update-lost": Bug("one parameter is updated in a copy", (), _update_lost),
@@ -108,12 +111,15 @@ BUGS: dict[str, Bug] = {
 }
 
 
-def check_felt(name: str, axes: Axes) -> None:
-    """Refuse a bug that changes nothing on a mesh: that it is not found would mean nothing."""
+def check_felt(name: str, axes: Axes, training: bool) -> None:
+    """Refuse a bug that may change nothing: that it is not found would mean nothing."""
     wanted = bug(name).axes
     if wanted and not any(axes.size_of(axis) > 1 for axis in wanted):
         choices = " or ".join(f"--mesh {axis}=2" for axis in wanted)
-        raise ConfigError(f"--plant {name} changes nothing on {axes}; try {choices}")
+        raise ConfigError(f"--plant {name} is not sure to change anything on {axes}; try {choices}")
+    if not training and not bug(name).loading:
+        choices = " or ".join(name for name, bug in BUGS.items() if bug.loading)
+        raise ConfigError(f"--weights trains nothing, so --plant {name} would change nothing; try --plant {choices}")
 
 
 def bug(name: str) -> Bug:

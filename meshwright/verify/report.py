@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..models import text_config
 from .collectives import same_kind
 from .examine import ORACLES
 from .findings import Finding, Margin
-from .inspection import RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult
+from .inspection import FULL, RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult
 from .planted import bug
 
 ROWS = (RUN, *ORACLES)
@@ -89,7 +89,9 @@ def figure(parts: Sequence[RunResult], oracle: str) -> str:
 
 
 def margins_of(part: RunResult, oracle: str) -> list[Margin]:
-    return [margin for margin in part.margins if margin.oracle == oracle]
+    """Of an oracle that fails without those that say that all is equal: they count what was compared alone."""
+    fails = bool(found_by(part, oracle))
+    return [m for m in part.margins if m.oracle == oracle and not (fails and not m.allowed)]
 
 
 def shrunk(plan: Plan) -> dict[str, tuple[Any, int]]:
@@ -150,26 +152,46 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
     """Of what can be trained, what the oracles did not see. It stands on every output."""
     if plan.kind == WEIGHTS:
         return ["all but the loading of weights"]
-    idle, balance = _idle(plan), plan.blueprint.balance
-    left = []
+    unasked = [what for part in parts for what in part.untried]
+    return [
+        *_untried_axes(plan),
+        *_left_out(plan),
+        *unasked,
+        *_untried_experts(plan),
+        "options of mw.load and mw.Engine",
+    ]
+
+
+def _untried_axes(plan: Plan) -> Iterator[str]:
+    idle = _idle(plan)
     if plan.axes.world == 1:
-        left.append(f"a mesh: one process was compared with itself (try --mesh {_other_mesh(plan)})")
+        yield f"a mesh: one process was compared with itself (try --mesh {_other_mesh(plan)})"
     elif idle:
-        left.append(f"{', '.join(idle)}, of size 1 here (try --mesh {_other_mesh(plan)})")
-    if "float64" not in plan.options.dtypes:
-        left.append("the proof: that is float64, which --dtypes leaves out")
-    if plan.options.against != TRANSFORMERS:
-        left.append("M1, that one process agrees with transformers (--against none)")
-    elif plan.options.head != "lm":
-        left.append("the head beside transformers: M1 takes a language model")
-    left += [what for part in parts for what in part.untried]
+        yield f"{', '.join(idle)}, of size 1 here (try --mesh {_other_mesh(plan)})"
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    """By the options of this run."""
+    options = plan.options
+    if "float64" not in options.dtypes:
+        yield "the proof: that is float64, which --dtypes leaves out"
+    if options.against != TRANSFORMERS:
+        yield "M1, that one process agrees with transformers (--against none)"
+    elif options.head != "lm":
+        yield "the head beside transformers: M1 takes a language model"
+    if plan.kind == FULL:
+        yield "gradients after the first step, weights before the last update, O1 and new weights (--full)"
+        yield "these weights beside transformers: M1 takes a small random model of the family"
+
+
+def _untried_experts(plan: Plan) -> Iterator[str]:
+    balance = plan.blueprint.balance
     if balance.num_experts and not balance.coefficient:
-        left.append("the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)")
+        yield "the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)"
     elif balance.num_experts:
-        left.append('router_aux="previous"')
+        yield 'router_aux="previous"'
     elif plan.axes.ep > 1:
-        left.append("ep, which changes nothing of a model without experts")
-    return [*left, "options of mw.load and mw.Engine"]
+        yield "ep, which changes nothing of a model without experts"
 
 
 def cell(part: RunResult, row: str) -> str:
