@@ -111,7 +111,10 @@ def between_the_headers(at: Path, change: Change, monkeypatch: pytest.MonkeyPatc
 
 
 BOTH = replaced(*FILES)
-ANOTHER, WRITTEN = words(r"[ab]\.safetensors", "another file", "inode"), words(r"[ab]\.safetensors", "written into")
+ANOTHER, WRITTEN = (
+    words(r"[ab]\.safetensors", "another file", "inode"),
+    words(r"[ab]\.safetensors", "written into", r"touch -d @\d+\.\d{9}\b"),
+)
 CASES: dict[str, tuple[Callable[..., None], Change, str]] = {
     "replaced before the fill": (before_the_fill, BOTH, ANOTHER),
     "replaced between two files": (between_the_files, BOTH, ANOTHER),

@@ -26,7 +26,7 @@ GB = 10**9
 
 # Memory as the maker names it: some bytes more are there, some of them taken before a run begins.
 DEVICES = {"H100": 80 * GB, "H200": 141 * GB, "B200": 180 * GB, "L40S": 48 * GB, "MI300X": 192 * GB}
-_SIZE = re.compile(r"(?:[A-Za-z]\w*-)?(\d+(?:\.\d+)?) ?(GB|GiB)", re.ASCII)  # 80GB, 74.5GiB, A100-40GB
+_SIZE = re.compile(r"(?:[A-Za-z]\w*-)?(\d+(?:\.\d+)?) ?(GB|GiB)", re.ASCII | re.IGNORECASE)  # 80GB, 74.5GiB, A100-40GB
 
 
 def device_bytes(text: str) -> int:
@@ -38,7 +38,7 @@ def device_bytes(text: str) -> int:
             f"--device {text!r:.200} is no size of memory; give one such as 80GB or 74.5GiB, or one of "
             f"{', '.join(DEVICES)}, A100-40GB"
         )
-    return int(float(found[1]) * (GB if found[2] == "GB" else 2**30))
+    return int(float(found[1]) * (GB if found[2].upper() == "GB" else 2**30))
 
 
 def work_of(axes: Axes, tokens: int | None, num_batches: int) -> Work:

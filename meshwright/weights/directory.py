@@ -59,6 +59,7 @@ def check_export(mesh: Mesh, export: Export) -> None:
     if mesh.rank == 0:
         try:
             check_target(export.target())
+            _check_readable(export)
             _check_carried(export.keymap)
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
             failure = ExportError(f"nothing could be exported to {export.directory}: {error}")
@@ -168,6 +169,12 @@ def small_files(beside: Path, keymap: KeyMap) -> Iterator[Path]:
             raise FileNotFoundError(f"{path} is a link to what is not there; mend or remove it")
         if path.is_file() and not path.name.endswith(".index.json"):
             yield path.relative_to(beside)
+
+
+def _check_readable(export: Export) -> None:
+    for name in small_files(export.beside, export.keymap):
+        if not os.access(export.beside / name, os.R_OK):
+            raise PermissionError(f"{export.beside / name} is to be copied and cannot be read; change its mode")
 
 
 def _check_carried(keymap: KeyMap) -> None:

@@ -31,7 +31,11 @@ class Stamp:
             return f"it is another file now (inode {now.inode}, it was {self.inode})"
         if now.num_bytes != self.num_bytes:
             return f"it has {now.num_bytes} bytes now, it had {self.num_bytes}"
-        return f"it was written into {(now.changed_ns - self.changed_ns) / 1e9:.3f} s after the version that was read"
+        seconds, rest = divmod(self.changed_ns, 10**9)
+        return (
+            f"it was written into, or touched, {(now.changed_ns - self.changed_ns) / 1e9:.3f} s after the version that "
+            f"was read (if it was only touched, `touch -d @{seconds}.{rest:09} FILE` gives it back its time)"
+        )
 
 
 Stamps = Mapping[str, Stamp]  # by file

@@ -1,4 +1,4 @@
-"""Where an export may appear: whole or not at all, and in the place of nothing but an earlier export."""
+"""Where an export may appear: whole or not at all, and in the place of nothing but a model directory of its names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _is_full(path: Path) -> bool:
 
 
 def _refuse_to_replace(path: Path, target: Target) -> None:
-    """Only what an export has written is replaced: nobody's notes, and no optimizer's file."""
+    """Only a model directory of the same names is replaced: nobody's notes, and no optimizer's file."""
     if target.source.exists() and path.samefile(target.source):
         raise FileExistsError(f"the model was loaded from {path}, and its files are read again; choose another")
     written = index_files(path)
@@ -89,9 +89,10 @@ def _check_room(path: Path, num_bytes: int) -> None:
 def atomic_directory(target: Target) -> Iterator[Path]:
     """An empty directory to fill. It takes the place of the target when it is whole and on the disk.
 
-    After a failure or an interrupt nothing is left of it. A killed process leaves it beside the target, under a hidden
-    name that says what it is: `.NAME.unfinished-...`; or, in the moment in which they change places, whole as
-    `.NAME.finished-...`, with the earlier one as `.NAME.replaced-...`.
+    After a failure or an interrupt nothing is left of it; but if it is whole and only its place cannot be taken, it is
+    kept as `.NAME.finished-...`, since the work of hours may be in it. A killed process leaves it beside the target,
+    under a hidden name that says what it is: `.NAME.unfinished-...`; or, in the moment in which they change places,
+    whole as `.NAME.finished-...`, with the earlier one as `.NAME.replaced-...`.
     """
     check_target(target)
     path, mark = target.path, secrets.token_hex(4)
@@ -104,9 +105,15 @@ def atomic_directory(target: Target) -> Iterator[Path]:
             _to_disk(each)
         if path.exists():
             whole.chmod(path.stat().st_mode & 0o7777)
-        check_target(replace(target, num_bytes=0))  # somebody may have put something there meanwhile
         whole = whole.rename(path.with_name(f".{path.name}.finished-{mark}"))
+    except BaseException:
+        shutil.rmtree(whole, ignore_errors=True)
+        raise
+    try:
+        check_target(replace(target, num_bytes=0))  # somebody may have put something there meanwhile
         _take_its_place(whole, path, path.with_name(f".{path.name}.replaced-{mark}"))
+    except OSError as error:
+        raise OSError(f"{error}; what was to be there is whole in {whole}: rename it, or remove it") from error
     except BaseException:
         shutil.rmtree(whole, ignore_errors=True)
         raise
