@@ -168,8 +168,8 @@ def test_activations_are_said_not_to_be_counted(capsys: Capture) -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("80GB", 80 * 10**9), ("80gb", 80 * 10**9), ("80 GB", 80 * 10**9), ("74.5GiB", int(74.5 * 2**30)), ("H100", 80 * 10**9),
-     ("h200", 141 * 10**9), ("A100-40GB", 40 * 10**9)],
+    [("80GB", 80 * 10**9), ("80gb", 80 * 10**9), ("80 GB", 80 * 10**9), ("74.5GiB", int(74.5 * 2**30)),
+     ("H100", 80 * 10**9), ("h200", 141 * 10**9), ("A100-40GB", 40 * 10**9)],
 )  # fmt: skip
 def test_devices(text: str, num_bytes: int) -> None:
     assert device_bytes(text) == num_bytes
