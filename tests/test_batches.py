@@ -54,7 +54,7 @@ def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
     ],
 )
 def test_fields_may_be_tensors_or_arrays(given: torch.dtype, kept: torch.dtype) -> None:
-    values = [torch.randint(0, 2, (size,)).to(given) for size in (3, 2)]
+    values = [torch.tensor(of_document).to(given) for of_document in ([1, 0, 1], [0, 1])]
     arrays = [v.numpy() for v in values] if given != torch.bfloat16 else []  # which numpy has not
     for kind in filter(None, (values, arrays)):
         field = mw.pack([[5, 6, 7], [8, 9]], length=8, fields={"f": kind}).fields["f"]
@@ -113,6 +113,23 @@ def test_classes_may_be_what_tokens_are(tmp_path: Path) -> None:
     [(loss, refused)] = worlds.run(1, act)
     assert loss > 0
     assert "the labels are the tokens themselves" in refused
+
+
+@pytest.mark.parametrize(
+    ("changed", "pattern"),
+    [
+        (dict(bounds=()), "bounds of the batch must rise from 0 to 6"),
+        (dict(bounds=None), "bounds of the batch must rise from 0 to 6"),
+        (dict(bounds=(0, 6), num_filler=1), "num_filler=1, .*begins at 0 of 6 tokens"),
+        (dict(tokens=torch.tensor(1)), r"tokens has shape \(\); give one value a token"),
+        (dict(labels=torch.tensor(1)), r"labels has shape \(\) for 6 tokens"),
+        (dict(fields={"tokens": torch.zeros(6)}), "field cannot be named 'tokens'"),
+    ],
+    ids=str,
+)
+def test_a_batch_made_by_hand(changed: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(mw.DataError, match=pattern):
+        replace(mw.pack([[1, 2, 3], [4, 5]], length=6), **changed)
 
 
 @pytest.mark.parametrize("documents", ["text", ["text"], {"input_ids": [[1]]}, [{"input_ids": [1]}], [{1, 2}]], ids=str)

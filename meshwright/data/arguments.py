@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, counted
-from .batch import IGNORE, Batch, refuse_grad
+from .batch import IGNORE, Batch
+from .values import refuse_grad
 
 WEIGHT = "weight"  # the field that weighs the terms of a loss
 _FEW = 4  # documents of one target each whose label may be its own token by chance
@@ -109,27 +110,3 @@ def check_mask(mask: Tensor) -> None:
     """`trained` of `pack`."""
     if mask.dim() > 1 or not ((mask == 0) | (mask == 1)).all():
         raise DataError("trained must be True or False (or 1 or 0) for each token, as assistant_masks of a tokenizer")
-
-
-def check_aligned(batch: Batch) -> None:
-    """Refuse fields over the tokens themselves, as chat templates and other libraries have them: off by one here.
-
-    What is learnt of token t is the term of token t-1. So a field that is 0 at the first term of each answer, and not 0
-    at the token behind its last term, belongs to the tokens.
-    """
-    term_T = batch.is_target_T
-    begins = torch.zeros(len(batch) + 1, dtype=torch.bool, device="cpu")
-    begins[list(batch.bounds)] = True
-    before = term_T.roll(1) & ~begins[:-1]  # the token before, of the same document, has a term
-    after = term_T.roll(-1) & ~begins[1:]
-    firsts, lasts = (term_T & ~before).nonzero().flatten(), (term_T & ~after).nonzero().flatten()
-    inside = ~begins[lasts + 1]  # a token of the same document follows
-    for name, values in batch.fields.items():
-        answers = inside & (~begins[firsts] if name != WEIGHT else True)  # positions begin at 0 too
-        at_first, behind = values[firsts[answers]] != 0, values[lasts[answers] + 1] != 0
-        if behind.any() and not at_first.any():
-            raise DataError(
-                f"the field {name!r} seems to belong to the tokens: it is 0 at the first term of each answer, and not "
-                "0 at the token behind the last. A value at t is for the term of token t, which predicts token t+1. "
-                f"Give a mask as trained=, other values as mw.shift({name}), and 0 where no label is"
-            )
