@@ -80,30 +80,47 @@ def check_whole_numbers(flat: Tensor, what: str) -> None:
         raise DataError(f"{what} must be a list of numbers for each document, got lists of {list(flat.shape[1:])}")
 
 
-def check_shifted(batch: Batch) -> None:
+def check_shifted(*batches: Batch) -> None:
     """Refuse labels as other libraries take them, the tokens themselves: a model would learn to repeat what it reads.
 
     A document shows the mistake by itself if it has two targets or more, or if nothing but its last token is one. Those
-    of another single target show it only together.
+    of another single target show it only together, be they in one batch or in several.
     """
-    given, own = batch.is_target_T, batch.labels == batch.tokens
-    next_T = batch.tokens.roll(-1)
-    next_T[torch.tensor(batch.bounds[1:], device="cpu") - 1] = IGNORE  # what follows a last token is not known
-    if not (own & (batch.labels != next_T)).any():
+    if not any(_repeats_tokens(batch) for batch in batches):
         return  # as nearly always
-    suspects = []  # for each document with targets: how sure it is that they are its own tokens; 0 if they are not
+    by_batch = [_suspects(batch) for batch in batches]
+    together = [suspect for suspects in by_batch for suspect in suspects]
+    for suspects in (*by_batch, together):
+        most = 2 * sum(num > 0 for num in suspects) > len(suspects)
+        if most and (max(suspects) > 1 or len(suspects) >= _FEW):
+            raise DataError(
+                "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
+                "Leave labels= out, give trained= over the tokens, or shift them: tokens[1:] + [-100]"
+            )
+
+
+def _repeats_tokens(batch: Batch) -> bool:
+    return bool(((batch.labels == batch.tokens) & (batch.labels != _next(batch))).any())
+
+
+def _next(batch: Batch) -> Tensor:
+    """The token behind each; what follows a last token is not known."""
+    next_T = batch.tokens.roll(-1)
+    next_T[torch.tensor(batch.bounds[1:], device="cpu") - 1] = IGNORE
+    return next_T
+
+
+def _suspects(batch: Batch) -> list[int]:
+    """For each document with targets: how sure it is that they are its own tokens; 0 if they are not."""
+    given, own, next_T = batch.is_target_T, batch.labels == batch.tokens, _next(batch)
+    suspects = []
     for a, b in pairwise(batch.bounds):
         targets, known = given[a:b], given[a:b] & (next_T[a:b] != IGNORE)
         if targets.any():
             shifted = known.any() and (batch.labels[a:b] == next_T[a:b])[known].all()
             only_last = b - a > 1 and bool(targets[-1])
             suspects.append(0 if shifted or not own[a:b][targets].all() else int(targets.sum()) + only_last)
-    most = 2 * sum(num > 0 for num in suspects) > len(suspects)
-    if most and (max(suspects) > 1 or len(suspects) >= _FEW):
-        raise DataError(
-            "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
-            "Leave labels= out, give trained= over the tokens, or shift them: tokens[1:] + [-100]"
-        )
+    return suspects
 
 
 def check_mask(mask: Tensor) -> None:

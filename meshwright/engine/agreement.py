@@ -153,9 +153,8 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
 def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
     """What this rank brings, checked. It reads values on the host: batches go to the device after it."""
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
-    if want != "values" or model.blueprint.module.shape.labels.num == 1:  # labels of a classifier are no tokens
-        for batch in batches:
-            check_shifted(batch)
+    if want != "values":  # labels of a value head are classes, or mark where there is a term
+        check_shifted(*batches)
     masks = [b.is_target_T for b in batches]
     weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
     return Data(
