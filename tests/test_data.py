@@ -73,7 +73,9 @@ MASK, BOTH = [[0, 0, 1, 1]], dict(labels=[[-100, 7, 8, -100]], trained=[[0, 0, 1
 SEEMS = r"field {!r} seems to belong to the tokens.*trained=.*mw\.shift"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "labels and a mask": (BOTH, "labels and trained.*one of them"),
-    "a mask of another length": (dict(trained=[[1, 1]]), r"trained.*document 0.*\[2\].*\[4\]"),
+    "a mask of another length": (dict(trained=[[1, 1]]), "trained: document 0.*2 values for 4 tokens"),
+    "a mask too many": (dict(trained=[[1] * 4] * 2), "trained: 2 lists for 1 document;.*one for each"),
+    "fields too few": (dict(fields={"gain": []}), r"fields\['gain'\]: 0 lists for 1 document;"),
     "a mask of numbers": (dict(trained=[[0, 2, 1, 1]]), "trained must be True or False"),
     "a length in the place of labels": (dict(labels=8), "labels=8.*length=8"),
     "a mask as weight": (dict(fields={"weight": MASK}), SEEMS.format("weight")),
@@ -288,8 +290,13 @@ class Ranks:
         self.data_rank, self.num_data_ranks, self.rank, self.device = data_rank, num, data_rank, torch.device("cpu")
         self.axes, self.host = Axes(fsdp=num), self.device
 
+    all_or_none = mw.Mesh.all_or_none
+
     def gather_rows(self, x: Tensor, *_: object) -> Tensor:
         return x
+
+    def gather_objects(self, x: object, *_: object) -> list[object]:
+        return [x]
 
 
 @settings(max_examples=50, deadline=None)
@@ -337,11 +344,36 @@ def test_documents_of_a_rank_alone_are_refused() -> None:
         assert re.search(words(r"rank \d", "1 document", "2 documents", r"mw\.pack"), text), text
 
 
-@pytest.mark.parametrize(
-    ("documents", "length", "pattern"),
-    [([[1] * 9], 8, r"document 0 of 9 tokens.*length=8"), ([], 8, "no documents")],
-    ids=["too long", "none"],
-)
-def test_batches_refused(documents: list[list[int]], length: int, pattern: str) -> None:
+WHOLE = [[1, 2, 3, 4], [5, 6, 7], [8, 9]]
+OF_ALL: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "too long": ([[1] * 9], {}, r"document 0 of 9 tokens.*length=8"),
+    "none": ([], {}, "no documents"),
+    "an empty one": ([[1, 2], [], [3, 4, 5]], {}, "document 1 is empty"),
+    "text": (["abc"], {}, "token ids, not text"),
+    "what a tokenizer gives": ([{"input_ids": [1, 2]}], {}, "token ids, not text or dicts"),
+    "a generator": ((d for d in WHOLE), {}, "documents must be a list"),
+    "a mask too many": (WHOLE, dict(trained=[[0, 0, 1, 1], [0, 1, 1], [0, 1], [1, 1]]), "4 lists for 3 documents"),
+    "a mask too few": (WHOLE, dict(trained=[[0, 0, 1, 1], [0, 1, 1]]), "trained: 2 lists for 3 documents"),
+    "labels too many": (WHOLE, dict(labels=[*WHOLE, [1]]), "labels: 4 lists for 3 documents"),
+    "a field too many": (WHOLE, dict(fields={"a": [*WHOLE, [1]]}), r"fields\['a'\]: 4 lists for 3 documents"),
+    "a mask too long": (WHOLE, dict(trained=[[0, 0, 1, 1], [0, 1, 1], [0, 1, 1]]), "document 2.*3 values for 2 tokens"),
+    "no length": (WHOLE, dict(length=None), "length=None must be a whole number"),
+    "a length of no whole number": (WHOLE, dict(length=8.0), r"length=8\.0 must be a whole number"),
+}
+
+
+@pytest.mark.parametrize(("documents", "options", "pattern"), OF_ALL.values(), ids=OF_ALL.keys())
+def test_batches_refused(documents: Any, options: dict[str, Any], pattern: str) -> None:
+    """In the numbers of the caller, not in those of one batch."""
     with pytest.raises(mw.DataError, match=pattern):
-        mw.batches(documents, Ranks(0, 1), length=length)  # type: ignore[arg-type]
+        mw.batches(documents, Ranks(0, 1), **{"length": 8, **options})  # type: ignore[arg-type]
+
+
+def test_batches_have_fields_of_one_kind() -> None:
+    """Whole numbers of one document and others of the next are one field, also in a batch without documents."""
+    fields = {"a": [[1, 1, 1, 1], [0.5] * 3, [2, 2]], "b": [[True] * 4, [False] * 3, [True] * 2]}
+    made = [b for r in range(2) for b in mw.batches(WHOLE, Ranks(r, 2), length=4, fields=fields)]  # type: ignore[arg-type]
+    assert len(made) == 4
+    assert {batch.fields["a"].dtype for batch in made} == {torch.float32}
+    assert {batch.fields["b"].dtype for batch in made} == {torch.bool}
+    assert sum(batch.num_targets for batch in made) == 6

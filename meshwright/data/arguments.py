@@ -63,11 +63,14 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
 def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: str) -> None:
     """One value for each token of each document, and no gradients: a batch is data."""
     found = lengths_of(values, what)
-    if found != list(sizes):
-        unequal = (i for i, (a, b) in enumerate(zip(found, sizes, strict=False)) if a != b)
-        at = next(unequal, min(len(found), len(sizes)))
+    if len(found) != len(sizes):
         raise DataError(
-            f"{what}: document {at} differs in length: {found[at : at + 1]} values, {list(sizes[at : at + 1])} tokens"
+            f"{what}: {counted(len(found), 'list')} for {counted(len(sizes), 'document')}; give one for each document"
+        )
+    if found != list(sizes):
+        at = next(i for i, (a, b) in enumerate(zip(found, sizes, strict=True)) if a != b)
+        raise DataError(
+            f"{what}: document {at} differs in length: {counted(found[at], 'value')} for {counted(sizes[at], 'token')}"
         )
     for of_document in values:
         refuse_grad(of_document, what)

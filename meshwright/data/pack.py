@@ -62,6 +62,21 @@ def pack(
     return batch if length is None else _filled(batch, int(length))
 
 
+def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
+    """The documents of these numbers of a batch without filler, as a batch of `length`."""
+    spans = [slice(batch.bounds[number], batch.bounds[number + 1]) for number in numbers]
+    chosen = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
+    return _filled(
+        Batch(
+            tokens=chosen(batch.tokens),
+            labels=chosen(batch.labels),
+            bounds=tuple(accumulate((span.stop - span.start for span in spans), initial=0)),
+            fields={name: chosen(values) for name, values in batch.fields.items()},
+        ),
+        length,
+    )
+
+
 def _filled(batch: Batch, length: int) -> Batch:
     num = length - len(batch)
     # filler takes the dtype of the values: a 0 among booleans would turn them all into numbers
