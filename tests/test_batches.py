@@ -13,7 +13,6 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.data import check_shifted
-from meshwright.models.config import Labels
 from tests import tiny, trials, worlds
 from tests.trials import build, mine, said
 from tests.words import words
@@ -54,7 +53,7 @@ def test_filler_keeps_the_kind_of_a_field(source: Path, length: int) -> None:
     ],
 )
 def test_fields_may_be_tensors_or_arrays(given: torch.dtype, kept: torch.dtype) -> None:
-    values = [torch.randint(0, 2, (size,)).to(given) for size in (3, 2)]
+    values = [torch.tensor(of_document).to(given) for of_document in ([1, 0, 1], [0, 1])]
     arrays = [v.numpy() for v in values] if given != torch.bfloat16 else []  # which numpy has not
     for kind in filter(None, (values, arrays)):
         field = mw.pack([[5, 6, 7], [8, 9]], length=8, fields={"f": kind}).fields["f"]
@@ -97,22 +96,57 @@ def test_labels_that_only_look_like_their_tokens(documents: list[list[int]], lab
     check_shifted(mw.pack(documents, labels))
 
 
-def test_classes_may_be_what_tokens_are(tmp_path: Path) -> None:
-    """A classifier may say 2 of a document that ends with token 2. Of a critic it is a label that is not shifted."""
-    batch = mw.pack([[3, 4, 2]], [[-100, -100, 2]])
-    classifier = tiny.classifier(tmp_path / "m", "qwen3", "Token", num_labels=3)
+def one_target(num: int) -> list[mw.Batch]:
+    """Batches of one document each, with one inner target: the token itself."""
+    return [mw.pack([[1, 2, at + 20, 9]], [[-100, -100, at + 20, -100]]) for at in range(num)]
 
-    def act() -> tuple[float, str]:
-        loss = build(classifier, {}, head="value", loss=mw.losses.classification).evaluate([batch])
-        critic = build(classifier, {}, head="value", loss=mw.losses.classification)
-        critic.model.blueprint.module.shape = replace(critic.model.blueprint.module.shape, labels=Labels(1))
-        with pytest.raises(mw.DataError) as caught:
-            critic.evaluate([batch])
-        return loss, str(caught.value)
 
-    [(loss, refused)] = worlds.run(1, act)
-    assert loss > 0
-    assert "the labels are the tokens themselves" in refused
+def test_labels_of_their_own_tokens_over_several_batches(source: Path) -> None:
+    """One may be chance. Before, each batch was judged alone, and as many as you like passed."""
+    check_shifted(*one_target(3))
+    text = worlds.run(1, said, source, {}, lambda engine: engine.step(one_target(8)))[0]
+    assert re.search(words("^DataError", "labels", r"tokens\[1:\] \+ \[-100\]"), text), text
+    right = [mw.pack([[3, 4, at, 9]]) for at in range(8)]
+    check_shifted(*one_target(8), *right)  # half of them
+    with pytest.raises(mw.DataError, match="the labels are the tokens themselves"):
+        check_shifted(*right, mw.pack([[1, 2, 3]], [[1, 2, 3]]))  # one batch shows it by itself
+
+
+def test_labels_of_a_value_head_are_no_tokens(tmp_path: Path) -> None:
+    """A classifier may say 2 of a document that ends with token 2; a critic's labels only mark where its terms are."""
+    classes = mw.pack([[3, 4, 2]], [[-100, -100, 2]])
+    marks = [[-100, -100, -100, 14, 15], [-100, -100, -100, -100, 15]]
+    target = {"target": [[0.0, 0.0, 0.0, 0.0, 1.0]]}
+    classifier = tiny.classifier(tmp_path / "c", "qwen3", "Token", num_labels=3)
+    language_model = tiny.directory(tmp_path / "m", "qwen3")
+
+    def act() -> tuple[list[float], str]:
+        judge = build(classifier, {}, head="value", loss=mw.losses.classification)
+        critic = build(language_model, {}, head="value", loss=mw.losses.squared_error)
+        batches = [mw.pack([[11, 12, 13, 14, 15]], [mark], fields=target) for mark in marks]
+        losses = [judge.evaluate([classes]), *(critic.evaluate([batch]) for batch in batches)]
+        return losses, said(language_model, {}, lambda engine: engine.evaluate([batches[0]]))
+
+    [(losses, of_language_model)] = worlds.run(1, act)
+    assert all(loss > 0 for loss in losses)
+    assert "the labels are the tokens themselves" in of_language_model
+
+
+@pytest.mark.parametrize(
+    ("changed", "pattern"),
+    [
+        (dict(bounds=()), "bounds of the batch must rise from 0 to 6"),
+        (dict(bounds=None), "bounds of the batch must rise from 0 to 6"),
+        (dict(bounds=(0, 6), num_filler=1), "num_filler=1, .*begins at 0 of 6 tokens"),
+        (dict(tokens=torch.tensor(1)), r"tokens has shape \(\); give one value a token"),
+        (dict(labels=torch.tensor(1)), r"labels has shape \(\) for 6 tokens"),
+        (dict(fields={"tokens": torch.zeros(6)}), "field cannot be named 'tokens'"),
+    ],
+    ids=str,
+)
+def test_a_batch_made_by_hand(changed: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(mw.DataError, match=pattern):
+        replace(mw.pack([[1, 2, 3], [4, 5]], length=6), **changed)
 
 
 @pytest.mark.parametrize("documents", ["text", ["text"], {"input_ids": [[1]]}, [{"input_ids": [1]}], [{1, 2}]], ids=str)

@@ -55,17 +55,38 @@ def test_a_mask_trains_the_answer(source: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_mean_over_answers(source: Path) -> None:
+    """As docs/rl.md says: one weight at every token of a document."""
+    weights = [[1 / sum(mask)] * len(mask) for mask in MASKS]
+
+    def act() -> tuple[float, float]:
+        engine = build(source, {})
+        lp = mw.logprobs(engine.model, mw.pack(DOCUMENTS))
+        batch = mw.pack(DOCUMENTS, trained=MASKS, length=8, fields={"weight": weights})
+        return engine.evaluate([batch]), -(lp[1:3].mean() + lp[4]).item() / 2
+
+    [(found, expected)] = worlds.run(1, act)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 MASK, BOTH = [[0, 0, 1, 1]], dict(labels=[[-100, 7, 8, -100]], trained=[[0, 0, 1, 1]])
 SEEMS = r"field {!r} seems to belong to the tokens.*trained=.*mw\.shift"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "labels and a mask": (BOTH, "labels and trained.*one of them"),
-    "a mask of another length": (dict(trained=[[1, 1]]), r"trained.*document 0.*\[2\].*\[4\]"),
+    "a mask of another length": (dict(trained=[[1, 1]]), "trained: document 0.*2 values for 4 tokens"),
+    "a mask too many": (dict(trained=[[1] * 4] * 2), "trained: 2 lists for 1 document;.*one for each"),
+    "fields too few": (dict(fields={"gain": []}), r"fields\['gain'\]: 0 lists for 1 document;"),
     "a mask of numbers": (dict(trained=[[0, 2, 1, 1]]), "trained must be True or False"),
     "a length in the place of labels": (dict(labels=8), "labels=8.*length=8"),
     "a mask as weight": (dict(fields={"weight": MASK}), SEEMS.format("weight")),
     "a mask as weight beside trained": (dict(trained=MASK, fields={"weight": MASK}), SEEMS.format("weight")),
     "advantages of tokens": (dict(trained=MASK, fields={"gain": [[0, 0, 0.5, -0.5]]}), SEEMS.format("gain")),
     "a reward at the last token": (dict(trained=MASK, fields={"reward": [[0, 0, 0, 1.0]]}), SEEMS.format("reward")),
+    "a mask as advantage": (dict(fields={"gain": MASK}), SEEMS.format("gain")),
+    "a mask of booleans": (dict(fields={"keep": [[False, False, True, True]]}), SEEMS.format("keep")),
+    "log-probabilities behind a prompt of 0": (dict(fields={"old": [[0, 0, -0.2, -0.1]]}), SEEMS.format("old")),
+    "a field with the name of the labels": (dict(fields={"labels": MASK}), "field cannot be named 'labels'.*another"),
+    "a field with the name of the tokens": (dict(fields={"tokens": MASK}), "field cannot be named 'tokens'.*another"),
 }
 
 
@@ -79,6 +100,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     "shifted": dict(trained=MASK, fields={"gain": [[0, 0.5, -0.5, 0]], "weight": [[0, 1, 1, 0]]}),
     "the same on all tokens": dict(trained=MASK, fields={"gain": [[0.5] * 4], "weight": [[2.0] * 4]}),
     "positions": dict(fields={"at": [[0, 1, 2, 3]]}),
+    "weights that rise": dict(fields={"weight": [[0, 0.1, 0.2, 0.3]]}),
+    "values that rise": dict(fields={"target": [[0.0, 0.0, 0.5, 1.0]]}),
+    "values that begin with 0": dict(fields={"target": [[0.0, 0.3, 0.2, 0.5]]}),
+    "numbers of roles": dict(fields={"role": [[0, 0, 2, 1]]}),
+    "log-probabilities of the terms": dict(fields={"old": [[-0.5, -0.2, -0.1, 0.0]]}),
+    "a value at the last token, which has a label": dict(labels=[[-100] * 3 + [2]], fields={"weight": [[0, 0, 0, 1]]}),
     "nothing": dict(trained=MASK, fields={"gain": [[0.0] * 4], "weight": [[0.0] * 4]}),
     "labels to the end": dict(labels=[[-100, -100, 7, 8]], fields={"gain": [[0, 0, 0, 1.0]]}),
     "a reward at the last term": dict(trained=MASK, fields={"reward": [[0, 0, 1.0, 0]]}),
@@ -88,6 +115,71 @@ RIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", RIGHT.values(), ids=RIGHT.keys())
 def test_not_refused(options: dict[str, Any]) -> None:
     mw.pack(DOCUMENTS[:1], **options)
+
+
+LONGER, MIDDLE = [[11, 12, 13, 14, 15, 16, 17]], [[0, 0, 0, 1, 1, 0, 0]]
+
+
+def test_values_of_all_tokens_are_not_those_of_an_answer() -> None:
+    """What goes on behind the answer is no mask of it."""
+    for target in ([0, 0, 0, 0.5, 1.0, 1.0, 1.0], [0, 0, 0, 0.5, 0.2, 0.7, 0.1]):
+        mw.pack(LONGER, trained=MIDDLE, fields={"target": [target]})
+    with pytest.raises(mw.DataError, match=SEEMS.format("target")):
+        mw.pack(LONGER, trained=MIDDLE, fields={"target": [[0, 0, 0, 0.5, 1.0, 0, 0]]})
+
+
+@pytest.mark.parametrize(
+    ("other", "refused"),
+    [([0, 1.0, 1.0], True), ([0.0] * 3, True), ([0, 1.0], True), ([0, 1.0, 0], False), ([1.0] * 3, False)],
+    ids=["over tokens", "all 0", "of two tokens", "0 at the last", "not 0 at the first"],
+)
+def test_every_document_must_look_so(other: list[float], refused: bool) -> None:
+    documents, gain = [[5, 6, 7, 8], [9, 10, 11][: len(other)]], [[0, 0, 0.5, 0.5], other]
+    if not refused:
+        assert mw.pack(documents, fields={"gain": gain}).fields["gain"].tolist() == [0, 0, 0.5, 0.5, *other]
+        return
+    with pytest.raises(mw.DataError, match=SEEMS.format("gain")):
+        mw.pack(documents, fields={"gain": gain}, length=12)
+
+
+@pytest.mark.parametrize("trained", [None, MASK], ids=["all", "an answer"])
+def test_a_field_put_in_later_is_not_over_the_tokens(trained: Any) -> None:
+    """Before, only `pack` looked: a mask as `weight` was off by one without a word."""
+    batch = mw.pack(DOCUMENTS[:1], trained=trained, length=6)
+    for name in ("weight", "gain"):
+        with pytest.raises(mw.DataError, match=SEEMS.format(name)):
+            batch.with_fields(**{name: [0, 0, 1.0, 1.0, 0, 0]})
+    right = batch.with_fields(weight=[0, 1.0, 1.0, 0, 0, 0], at=torch.arange(6))
+    assert right.with_fields(gain=[0.5] * 4 + [0, 0]).fields.keys() == {"weight", "at", "gain"}
+    with pytest.raises(mw.DataError, match="field cannot be named 'labels'"):
+        batch.with_fields(labels=torch.zeros(6))
+
+
+def test_a_field_put_in_later_is_as_wide_as_one_of_pack() -> None:
+    """In bfloat16 a third is 0.334."""
+    batch = mw.pack(DOCUMENTS)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fields = batch.with_fields(a=[1 / 3] * 7, b=torch.ones(7), c=np.full(7, 1 / 3)).fields
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {name: values.dtype for name, values in fields.items()} == dict(
+        a=torch.float32, b=torch.float32, c=torch.float64
+    )
+    assert fields["a"].tolist() == [pytest.approx(1 / 3, rel=1e-7)] * 7
+    with pytest.raises(mw.DataError, match="old must be numbers"):
+        batch.with_fields(old=0.5)
+
+
+def test_shifted_booleans_are_booleans() -> None:
+    """`~` of the number 1 is -2."""
+    mask = [False, True, True, True]
+    for of_tokens in (mask, np.array(mask), torch.tensor(mask)):
+        field = mw.pack(DOCUMENTS[:1], fields={"keep": mw.shift([of_tokens])}).fields["keep"]
+        assert (~field).tolist() == [False, False, False, True]
+    for several in ({"gain": [[1, 2]]}, [{"gain": [1, 2]}], ["gain"]):
+        with pytest.raises(mw.DataError, match=words("one field", r"\bfor name, values in fields\.items\(\)")):
+            mw.shift(several)  # type: ignore[arg-type]
 
 
 def test_values_of_tokens_are_shifted() -> None:
@@ -198,8 +290,13 @@ class Ranks:
         self.data_rank, self.num_data_ranks, self.rank, self.device = data_rank, num, data_rank, torch.device("cpu")
         self.axes, self.host = Axes(fsdp=num), self.device
 
+    all_or_none = mw.Mesh.all_or_none
+
     def gather_rows(self, x: Tensor, *_: object) -> Tensor:
         return x
+
+    def gather_objects(self, x: object, *_: object) -> list[object]:
+        return [x]
 
 
 @settings(max_examples=50, deadline=None)
@@ -247,11 +344,36 @@ def test_documents_of_a_rank_alone_are_refused() -> None:
         assert re.search(words(r"rank \d", "1 document", "2 documents", r"mw\.pack"), text), text
 
 
-@pytest.mark.parametrize(
-    ("documents", "length", "pattern"),
-    [([[1] * 9], 8, r"document 0 of 9 tokens.*length=8"), ([], 8, "no documents")],
-    ids=["too long", "none"],
-)
-def test_batches_refused(documents: list[list[int]], length: int, pattern: str) -> None:
+WHOLE = [[1, 2, 3, 4], [5, 6, 7], [8, 9]]
+OF_ALL: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "too long": ([[1] * 9], {}, r"document 0 of 9 tokens.*length=8"),
+    "none": ([], {}, "no documents"),
+    "an empty one": ([[1, 2], [], [3, 4, 5]], {}, "document 1 is empty"),
+    "text": (["abc"], {}, "token ids, not text"),
+    "what a tokenizer gives": ([{"input_ids": [1, 2]}], {}, "token ids, not text or dicts"),
+    "a generator": ((d for d in WHOLE), {}, "documents must be a list"),
+    "a mask too many": (WHOLE, dict(trained=[[0, 0, 1, 1], [0, 1, 1], [0, 1], [1, 1]]), "4 lists for 3 documents"),
+    "a mask too few": (WHOLE, dict(trained=[[0, 0, 1, 1], [0, 1, 1]]), "trained: 2 lists for 3 documents"),
+    "labels too many": (WHOLE, dict(labels=[*WHOLE, [1]]), "labels: 4 lists for 3 documents"),
+    "a field too many": (WHOLE, dict(fields={"a": [*WHOLE, [1]]}), r"fields\['a'\]: 4 lists for 3 documents"),
+    "a mask too long": (WHOLE, dict(trained=[[0, 0, 1, 1], [0, 1, 1], [0, 1, 1]]), "document 2.*3 values for 2 tokens"),
+    "no length": (WHOLE, dict(length=None), "length=None must be a whole number"),
+    "a length of no whole number": (WHOLE, dict(length=8.0), r"length=8\.0 must be a whole number"),
+}
+
+
+@pytest.mark.parametrize(("documents", "options", "pattern"), OF_ALL.values(), ids=OF_ALL.keys())
+def test_batches_refused(documents: Any, options: dict[str, Any], pattern: str) -> None:
+    """In the numbers of the caller, not in those of one batch."""
     with pytest.raises(mw.DataError, match=pattern):
-        mw.batches(documents, Ranks(0, 1), length=length)  # type: ignore[arg-type]
+        mw.batches(documents, Ranks(0, 1), **{"length": 8, **options})  # type: ignore[arg-type]
+
+
+def test_batches_have_fields_of_one_kind() -> None:
+    """Whole numbers of one document and others of the next are one field, also in a batch without documents."""
+    fields = {"a": [[1, 1, 1, 1], [0.5] * 3, [2, 2]], "b": [[True] * 4, [False] * 3, [True] * 2]}
+    made = [b for r in range(2) for b in mw.batches(WHOLE, Ranks(r, 2), length=4, fields=fields)]  # type: ignore[arg-type]
+    assert len(made) == 4
+    assert {batch.fields["a"].dtype for batch in made} == {torch.float32}
+    assert {batch.fields["b"].dtype for batch in made} == {torch.bool}
+    assert sum(batch.num_targets for batch in made) == 6

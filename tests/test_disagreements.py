@@ -44,6 +44,13 @@ def _step(engine: mw.Engine) -> None:
     engine.step(mine(engine))
 
 
+DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11]]
+
+
+def _made(engine: mw.Engine, documents: Any, length: int = 8, **options: Any) -> list[mw.Batch]:
+    return mw.batches(documents, engine.model.mesh, length=length, **options)
+
+
 def apart(what: str, one: str, zero: str) -> str:
     """What it is on rank 1, and what on rank 0."""
     return words(rf"{what}.* {one} on rank 1\b", rf" {zero} on rank 0\b")
@@ -132,6 +139,42 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         build,
         lambda e: mw.logprobs(e.model, mw.pack([[1, 999 if e.model.mesh.rank else 2]])),
         words("token 999", "position 1") + "|" + words("rank 1 ", "logprobs", "token 999"),
+    ),
+    "batches, and a step": (
+        FSDP,
+        build,
+        lambda e: _apart(e, lambda e: _made(e, DOCUMENTS), _step),
+        apart("call", "a step", "batches"),
+    ),
+    "documents of each rank alone": (
+        FSDP,
+        build,
+        lambda e: _made(e, DOCUMENTS[e.model.mesh.rank : e.model.mesh.rank + 1]),
+        apart(r"all ranks give the documents of all.*mw\.pack", r"1 document \(.*\)", r"1 document \(.*\)"),
+    ),
+    "length of batches": (
+        FSDP,
+        build,
+        lambda e: _made(e, DOCUMENTS, length=8 - 2 * e.model.mesh.rank),
+        apart("length", "6", "8"),
+    ),
+    "masks": (
+        FSDP,
+        build,
+        lambda e: _made(e, DOCUMENTS, trained=[[0, e.model.mesh.rank, 1, 1], [0, 1, 1]]),
+        apart("trained", r"\d+", r"\d+"),
+    ),
+    "a field": (
+        FSDP,
+        build,
+        lambda e: _made(e, DOCUMENTS, fields={"gain": [[1.0] * 4, [float(e.model.mesh.rank)] * 3]}),
+        apart("field 'gain'", r"\d+", r"\d+"),
+    ),
+    "text on one rank": (
+        FSDP,
+        build,
+        lambda e: _made(e, ["ab"] if e.model.mesh.rank else DOCUMENTS),
+        words("^documents must be lists of token ids") + "|" + words("^rank 1 ", "batches", "token ids, not text"),
     ),
     "dtype of an export": (
         FSDP,

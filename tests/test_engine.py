@@ -308,7 +308,7 @@ def test_pack_refuses_what_does_not_fit() -> None:
         mw.pack([[1, 2, 3], [4, 5]], length=4)
     with pytest.raises(mw.DataError, match=words(r"\bdocument 1\b", r"\bempty\b")):
         mw.pack([[1], []])
-    with pytest.raises(mw.DataError, match=words(r"\blabels\b", r"\bdocument 0\b", r"\[1\].*\[2\]")):
+    with pytest.raises(mw.DataError, match=words(r"\blabels\b", r"\bdocument 0\b", "1 value for 2 tokens")):
         mw.pack([[1, 2]], [[1]])
     with pytest.raises(mw.DataError, match=words(r"\b2 documents\b", r"\b5 tokens\b", r"length=0\b")):
         mw.pack([[1, 2, 3], [4, 5]], length=0)

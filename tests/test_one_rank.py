@@ -112,3 +112,33 @@ def test_a_vocabulary_that_leaves_a_rank_without_any(tmp_path: Path) -> None:
             words("^LayoutError", "tp=4 leaves a rank without any of vocab=5", "choose tp from 1, 2, 3, 5"), text
         )
         assert seconds < 15
+
+
+def part_of_one(source: Path) -> list[str]:
+    """A mask that is wrong in the part of one data rank, and then what is right."""
+    engine = build(source, dict(fsdp=2))
+    documents, masks = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [5, 6, 7], [8, 9]], [[0, 0, 1, 1, 1], [0, 1, 1, 1], [0, 1]]
+    said = []
+    for of_third in ([0, 1], [0, 1, 1]):
+        of_all = [*masks[:2], of_third, [0, 1]]
+        said.append(caught(lambda of_all=of_all: mw.batches(documents, engine.model.mesh, length=6, trained=of_all)))
+    return said
+
+
+def test_documents_that_one_data_rank_alone_would_get(source: Path) -> None:
+    """Before, that rank alone refused them, in its own numbers, and the others waited for it in the step."""
+    for said in worlds.run(2, part_of_one, source):
+        assert said == ["DataError: trained: document 2 differs in length: 2 values for 3 tokens", "nothing"]
+
+
+def late(timeout_s: float) -> str:
+    mesh = mw.Mesh(fsdp=2, device="cpu", timeout_s=timeout_s)
+    if mesh.rank:
+        time.sleep(3 * timeout_s)
+        return "late"
+    return caught(lambda: mw.batches([[1, 2, 3]], mesh, length=8))
+
+
+def test_a_rank_that_never_comes_to_batches() -> None:
+    text, _ = worlds.run(2, late, 2.0)
+    assert re.search(words("^RankError", r"rank 1: .*test_one_rank\.py", "rank 0: waiting at .*batches"), text), text

@@ -2,4 +2,4 @@
 
 from .arguments import WEIGHT, check_shifted
 from .batch import IGNORE, Batch
-from .pack import pack, shift
+from .pack import cut, pack, shift

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, counted
-from .batch import IGNORE, Batch, refuse_grad
+from .batch import IGNORE, Batch
+from .values import refuse_grad
 
 WEIGHT = "weight"  # the field that weighs the terms of a loss
 _FEW = 4  # documents of one target each whose label may be its own token by chance
@@ -62,11 +63,14 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
 def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: str) -> None:
     """One value for each token of each document, and no gradients: a batch is data."""
     found = lengths_of(values, what)
-    if found != list(sizes):
-        unequal = (i for i, (a, b) in enumerate(zip(found, sizes, strict=False)) if a != b)
-        at = next(unequal, min(len(found), len(sizes)))
+    if len(found) != len(sizes):
         raise DataError(
-            f"{what}: document {at} differs in length: {found[at : at + 1]} values, {list(sizes[at : at + 1])} tokens"
+            f"{what}: {counted(len(found), 'list')} for {counted(len(sizes), 'document')}; give one for each document"
+        )
+    if found != list(sizes):
+        at = next(i for i, (a, b) in enumerate(zip(found, sizes, strict=True)) if a != b)
+        raise DataError(
+            f"{what}: document {at} differs in length: {counted(found[at], 'value')} for {counted(sizes[at], 'token')}"
         )
     for of_document in values:
         refuse_grad(of_document, what)
@@ -79,57 +83,50 @@ def check_whole_numbers(flat: Tensor, what: str) -> None:
         raise DataError(f"{what} must be a list of numbers for each document, got lists of {list(flat.shape[1:])}")
 
 
-def check_shifted(batch: Batch) -> None:
+def check_shifted(*batches: Batch) -> None:
     """Refuse labels as other libraries take them, the tokens themselves: a model would learn to repeat what it reads.
 
     A document shows the mistake by itself if it has two targets or more, or if nothing but its last token is one. Those
-    of another single target show it only together.
+    of another single target show it only together, be they in one batch or in several.
     """
-    given, own = batch.is_target_T, batch.labels == batch.tokens
-    next_T = batch.tokens.roll(-1)
-    next_T[torch.tensor(batch.bounds[1:], device="cpu") - 1] = IGNORE  # what follows a last token is not known
-    if not (own & (batch.labels != next_T)).any():
+    if not any(_repeats_tokens(batch) for batch in batches):
         return  # as nearly always
-    suspects = []  # for each document with targets: how sure it is that they are its own tokens; 0 if they are not
+    by_batch = [_suspects(batch) for batch in batches]
+    together = [suspect for suspects in by_batch for suspect in suspects]
+    for suspects in (*by_batch, together):
+        most = 2 * sum(num > 0 for num in suspects) > len(suspects)
+        if most and (max(suspects) > 1 or len(suspects) >= _FEW):
+            raise DataError(
+                "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
+                "Leave labels= out, give trained= over the tokens, or shift them: tokens[1:] + [-100]"
+            )
+
+
+def _repeats_tokens(batch: Batch) -> bool:
+    return bool(((batch.labels == batch.tokens) & (batch.labels != _next(batch))).any())
+
+
+def _next(batch: Batch) -> Tensor:
+    """The token behind each; what follows a last token is not known."""
+    next_T = batch.tokens.roll(-1)
+    next_T[torch.tensor(batch.bounds[1:], device="cpu") - 1] = IGNORE
+    return next_T
+
+
+def _suspects(batch: Batch) -> list[int]:
+    """For each document with targets: how sure it is that they are its own tokens; 0 if they are not."""
+    given, own, next_T = batch.is_target_T, batch.labels == batch.tokens, _next(batch)
+    suspects = []
     for a, b in pairwise(batch.bounds):
         targets, known = given[a:b], given[a:b] & (next_T[a:b] != IGNORE)
         if targets.any():
             shifted = known.any() and (batch.labels[a:b] == next_T[a:b])[known].all()
             only_last = b - a > 1 and bool(targets[-1])
             suspects.append(0 if shifted or not own[a:b][targets].all() else int(targets.sum()) + only_last)
-    most = 2 * sum(num > 0 for num in suspects) > len(suspects)
-    if most and (max(suspects) > 1 or len(suspects) >= _FEW):
-        raise DataError(
-            "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
-            "Leave labels= out, give trained= over the tokens, or shift them: tokens[1:] + [-100]"
-        )
+    return suspects
 
 
 def check_mask(mask: Tensor) -> None:
     """`trained` of `pack`."""
     if mask.dim() > 1 or not ((mask == 0) | (mask == 1)).all():
         raise DataError("trained must be True or False (or 1 or 0) for each token, as assistant_masks of a tokenizer")
-
-
-def check_aligned(batch: Batch) -> None:
-    """Refuse fields over the tokens themselves, as chat templates and other libraries have them: off by one here.
-
-    What is learnt of token t is the term of token t-1. So a field that is 0 at the first term of each answer, and not 0
-    at the token behind its last term, belongs to the tokens.
-    """
-    term_T = batch.is_target_T
-    begins = torch.zeros(len(batch) + 1, dtype=torch.bool, device="cpu")
-    begins[list(batch.bounds)] = True
-    before = term_T.roll(1) & ~begins[:-1]  # the token before, of the same document, has a term
-    after = term_T.roll(-1) & ~begins[1:]
-    firsts, lasts = (term_T & ~before).nonzero().flatten(), (term_T & ~after).nonzero().flatten()
-    inside = ~begins[lasts + 1]  # a token of the same document follows
-    for name, values in batch.fields.items():
-        answers = inside & (~begins[firsts] if name != WEIGHT else True)  # positions begin at 0 too
-        at_first, behind = values[firsts[answers]] != 0, values[lasts[answers] + 1] != 0
-        if behind.any() and not at_first.any():
-            raise DataError(
-                f"the field {name!r} seems to belong to the tokens: it is 0 at the first term of each answer, and not "
-                "0 at the token behind the last. A value at t is for the term of token t, which predicts token t+1. "
-                f"Give a mask as trained=, other values as mw.shift({name}), and 0 where no label is"
-            )

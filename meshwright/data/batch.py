@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError, counted
 from ..ops import Documents, documents
+from .aligned import check_aligned
+from .values import joined, refuse_grad
 
 IGNORE = -100  # the label of a token that predicts nothing
+_STREAMS = ("tokens", "labels")  # of every batch, beside its fields
 _WHOLE = (torch.int64, torch.int32)  # uint8 would index as a mask
 
 
-def refuse_grad(values: object, what: str) -> None:
-    if isinstance(values, Tensor) and values.requires_grad:
-        raise DataError(f"{what} requires grad, and a batch is data: gradients end here; give {what}.detach()")
+def _check_stream(name: str, values: object, num: int | None = None) -> None:
+    if not isinstance(values, Tensor) or values.is_complex():
+        raise DataError(f"{name} of the batch is no tensor of real numbers; make batches with mw.pack(...)")
+    if name in _STREAMS and values.dtype not in _WHOLE:
+        raise DataError(f"{name} of the batch are {values.dtype}, not whole numbers; use mw.pack(...)")
+    if values.dim() != 1 or num not in (None, len(values)):
+        of = "" if num is None else f" for {num} tokens"
+        raise DataError(f"{name} has shape {tuple(values.shape)}{of}; give one value a token")
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
@@ -39,20 +48,22 @@ class Batch:
 
     def __post_init__(self) -> None:
         """What `pack` makes right and a hand may get wrong. It reads no tensor, so it never waits for a device."""
-        streams: dict[str, object] = {"tokens": self.tokens, "labels": self.labels, **self.fields}
-        for name, values in streams.items():
-            if not isinstance(values, Tensor) or values.is_complex():
-                raise DataError(f"{name} of the batch is no tensor of real numbers; make batches with mw.pack(...)")
-            if name in ("tokens", "labels") and values.dtype not in _WHOLE:
-                raise DataError(f"{name} of the batch are {values.dtype}, not whole numbers; use mw.pack(...)")
-            if values.shape != (len(self),):
-                raise DataError(
-                    f"{name} has shape {tuple(values.shape)} for {len(self)} tokens; give one value a token"
-                )
-        if (self.bounds[0], self.bounds[-1]) != (0, len(self)) or any(a >= b for a, b in pairwise(self.bounds)):
+        for name in {*_STREAMS} & {*self.fields}:
+            raise DataError(f"a field cannot be named {name!r}, which a batch has already; give it another name")
+        _check_stream("tokens", self.tokens)
+        for name, values in {"labels": self.labels, **self.fields}.items():
+            _check_stream(name, values, len(self))
+        given: object = self.bounds
+        bounds = tuple(given) if isinstance(given, Sequence) else ()
+        if (bounds[:1], bounds[-1:]) != ((0,), (len(self),)) or any(a >= b for a, b in pairwise(bounds)):
             raise DataError(f"bounds of the batch must rise from 0 to {len(self)}; make batches with mw.pack(...)")
         if not 0 <= self.num_filler <= len(self):
             raise DataError(f"num_filler={self.num_filler} of {len(self)} tokens; make batches with mw.pack(...)")
+        if self.num_filler and bounds[-2] != len(self) - self.num_filler:
+            raise DataError(
+                f"num_filler={self.num_filler}, but the last document begins at {bounds[-2]} of {len(self)} tokens: "
+                "filler is a document of its own; make batches with mw.pack(...)"
+            )
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -84,12 +95,14 @@ class Batch:
             raise DataError(f"split got the shape {got} for a batch of {len(self)} tokens; give one row a token")
         return [values[a:b] for a, b in pairwise(self.bounds) if b <= len(self) - self.num_filler]
 
-    def with_fields(self, **fields: Tensor) -> Batch:
+    def with_fields(self, **fields: Any) -> Batch:
         """The same batch with more fields, each `[T]`, such as the log-probabilities of another model."""
         for name, values in fields.items():
             refuse_grad(values, name)
-        more = {name: torch.as_tensor(values, device=self.tokens.device) for name, values in fields.items()}
-        return replace(self, fields={**self.fields, **more})
+        more = {name: joined([values], name, self.tokens.device) for name, values in fields.items()}
+        batch = replace(self, fields={**self.fields, **more})
+        check_aligned(self.is_target_T, self.bounds, more)
+        return batch
 
     def __repr__(self) -> str:
         fields = f", fields {', '.join(self.fields)}" if self.fields else ""

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .arguments import (
-    check_aligned,
-    check_documents,
-    check_lengths,
-    check_mask,
-    check_values,
-    check_whole_numbers,
-    lengths_of,
-)
+from .aligned import check_aligned
+from .arguments import check_documents, check_lengths, check_mask, check_values, check_whole_numbers, lengths_of
 from .batch import IGNORE, Batch
+from .values import joined
 
 
 def pack(
@@ -53,23 +47,47 @@ def pack(
     if trained is not None:
         check_values(trained, sizes, "trained")
         shifted = [_learnt(d, mask) for d, mask in zip(shifted, trained, strict=True)]
-    num_filler = 0 if length is None else int(length) - sum(sizes)
 
-    def stream(values: Sequence[Sequence[Any]], what: str, fill: int) -> Tensor:
+    def stream(values: Sequence[Any], what: str) -> Tensor:
         check_values(values, sizes, what)
-        flat = _joined(values, what)
-        # filler takes the dtype of the values: a 0 among booleans would turn them all into numbers
-        return torch.cat([flat, flat.new_full((num_filler, *flat.shape[1:]), fill)])
+        return joined(values, what)
 
     batch = Batch(
-        tokens=_whole(stream(documents, "documents", 0), "documents"),
-        labels=_whole(stream(shifted, "labels", IGNORE), "labels"),
-        bounds=tuple(accumulate(sizes + [num_filler] * (num_filler > 0), initial=0)),
-        fields={name: stream(values, f"fields[{name!r}]", 0) for name, values in (fields or {}).items()},
-        num_filler=num_filler,
+        tokens=_whole(stream(documents, "documents"), "documents"),
+        labels=_whole(stream(shifted, "labels"), "labels"),
+        bounds=tuple(accumulate(sizes, initial=0)),
+        fields={name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()},
     )
-    check_aligned(batch)
-    return batch
+    check_aligned(batch.is_target_T, batch.bounds, batch.fields)
+    return batch if length is None else _filled(batch, int(length))
+
+
+def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
+    """The documents of these numbers of a batch without filler, as a batch of `length`."""
+    spans = [slice(batch.bounds[number], batch.bounds[number + 1]) for number in numbers]
+    chosen = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
+    return _filled(
+        Batch(
+            tokens=chosen(batch.tokens),
+            labels=chosen(batch.labels),
+            bounds=tuple(accumulate((span.stop - span.start for span in spans), initial=0)),
+            fields={name: chosen(values) for name, values in batch.fields.items()},
+        ),
+        length,
+    )
+
+
+def _filled(batch: Batch, length: int) -> Batch:
+    num = length - len(batch)
+    # filler takes the dtype of the values: a 0 among booleans would turn them all into numbers
+    longer = lambda values, fill: torch.cat([values, values.new_full((num,), fill)])  # noqa: E731 - as above
+    return Batch(
+        tokens=longer(batch.tokens, 0),
+        labels=longer(batch.labels, IGNORE),
+        bounds=(*batch.bounds, length) if num else batch.bounds,
+        fields={name: longer(values, 0) for name, values in batch.fields.items()},
+        num_filler=num,
+    )
 
 
 def shift(values: Sequence[Any], fill: float = 0) -> list[Any]:
@@ -81,13 +99,31 @@ def shift(values: Sequence[Any], fill: float = 0) -> list[Any]:
     >>> shift([[0.0, 0.0, 0.5, 0.7], [0.0, 1.0]])
     [[0.0, 0.5, 0.7, 0], [1.0, 0]]
     """
+    inner = values if isinstance(values, list | tuple) else ()
+    if any(isinstance(each, Mapping | str) for each in (values, *inner)):
+        raise DataError(
+            "mw.shift takes the values of one field, a list for each document; for several: "
+            "{name: mw.shift(values) for name, values in fields.items()}"
+        )
     lengths_of(values, "values")
-    return [torch.cat([v[1:], v.new_full((1,), fill)]) if isinstance(v, Tensor) else [*v[1:], fill] for v in values]
+    return [_moved(of_document, fill) for of_document in values]
+
+
+def _moved(values: Any, fill: float) -> Any:
+    """In their own kind: booleans stay booleans, of which `~` means what it says."""
+    if isinstance(values, Tensor):
+        return torch.cat([values[1:], values.new_full((1, *values.shape[1:]), fill)])
+    if hasattr(values, "__array__"):
+        moved = values.copy()
+        moved[:-1], moved[-1:] = values[1:], fill
+        return moved
+    are_bools = all(isinstance(value, bool) for value in values) and fill in (0, 1)
+    return [*values[1:], bool(fill) if are_bools else fill]
 
 
 def _learnt(next_tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
     """The labels of a document of which only some tokens are learnt."""
-    over_tokens = _joined([mask], "trained")
+    over_tokens = joined([mask], "trained")
     check_mask(over_tokens)
     return [
         token if learnt else IGNORE for token, learnt in zip(next_tokens, [*over_tokens[1:].tolist(), 0], strict=True)
@@ -102,25 +138,3 @@ def _plain(numbers: Sequence[int]) -> Sequence[int]:
 def _whole(flat: Tensor, what: str) -> Tensor:
     check_whole_numbers(flat, what)
     return flat.long()
-
-
-def _joined(values: Sequence[Any], what: str) -> Tensor:
-    try:
-        return _flat(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{what} must be numbers: {error}") from None
-
-
-def _flat(values: Sequence[Any]) -> Tensor:
-    """Tensors and arrays keep their dtype, except that no field is narrower than float32."""
-    if values and all(hasattr(v, "__array__") for v in values):
-        flat = torch.cat([torch.as_tensor(v if isinstance(v, Tensor) else v.copy(), device="cpu") for v in values])
-        return flat.float() if _is_narrow(flat) else flat
-    numbers = [x for v in values for x in v]
-    flat = torch.tensor(numbers, device="cpu")
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu") if _is_narrow(flat) else flat
-
-
-def _is_narrow(flat: Tensor) -> bool:
-    """In bfloat16 or float16: given so, or by torch.set_default_dtype."""
-    return flat.is_floating_point() and flat.dtype.itemsize < torch.float32.itemsize

@@ -11,14 +11,19 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from itertools import count
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ..axes import DENSE, Axes
 from ..data import WEIGHT, Batch, check_shifted
 from ..errors import ConfigError, DataError, RankError, StateError, counted
+from ..mesh import Mesh
 from .arguments import check_autocast, check_batches, check_inference_mode
 from .model import Model
+
+Made = TypeVar("Made")
 
 STEP, EVALUATE = "a step", "evaluate"
 _ids = count(1)  # every rank takes part in each call over all axes, so all ranks count alike
@@ -76,25 +81,45 @@ def agree(
     """
     check_is_model(model)
     _check_outside_loss(model, call)
-    failure: Exception | None = None
-    proposal, settings = Proposal(), dict[str, str]()
-    try:
+
+    def prepare() -> tuple[Proposal, Mapping[str, object], Data]:
         check_inference_mode()
         check_autocast(model.mesh.device.type)
         model.check_whole()
         proposal = propose()
         more = {**proposal.settings, "lr of this step": proposal.lr, "max_norm": proposal.max_norm}
-        settings = {"the call": call, **_identity(model), **{k: str(v) for k, v in more.items()}}
-    except Exception as error:  # noqa: BLE001 - the others are waiting: they are told, and then all raise
-        failure = error
-    told = (zlib.crc32(json.dumps(settings).encode()), *astuple(proposal.data))
-    rows = model.mesh.all_or_none(failure, place(call), numbers=told, axes=axes)
-    if any(row[0] != rows[0][0] for row in rows):
-        ranks = model.mesh.axes.group(model.mesh.rank, axes)
-        raise RankError(_difference(ranks, model.mesh.gather_objects(settings, axes)))
+        return proposal, {**_identity(model), **more}, proposal.data
+
+    proposal, told = compare(model.mesh, call, prepare, axes)
     if axes == DENSE and not model.calls.shared_id:
         model.calls.shared_id = next(_ids)
-    return proposal, [Data(row[1], *map(int, row[2:])) for row in rows]
+    return proposal, told
+
+
+def compare(
+    mesh: Mesh,
+    call: str,
+    prepare: Callable[[], tuple[Made, Mapping[str, object], Data]],
+    axes: tuple[str, ...] = DENSE,
+) -> tuple[Made, list[Data]]:
+    """What `prepare` made, and the data of each rank. What it says of settings must be the same on all.
+
+    All calls tell equally many numbers, so ranks that are at different calls meet here, and each learns of the other.
+    """
+    failure: Exception | None = None
+    made, settings, data = list[Made](), dict[str, str](), Data()
+    try:
+        mine, of_call, data = prepare()
+        made = [mine]
+        settings = {"the call": call, **{name: str(value) for name, value in of_call.items()}}
+    except Exception as error:  # noqa: BLE001 - the others are waiting: they are told, and then all raise
+        failure = error
+    told = (zlib.crc32(json.dumps(settings).encode()), *astuple(data))
+    rows = mesh.all_or_none(failure, place(call), numbers=told, axes=axes)
+    if any(row[0] != rows[0][0] for row in rows):
+        ranks = mesh.axes.group(mesh.rank, axes)
+        raise RankError(_difference(ranks, mesh.gather_objects(settings, axes)))
+    return made[0], [Data(row[1], *map(int, row[2:])) for row in rows]
 
 
 def check_is_model(model: object) -> None:
@@ -140,7 +165,7 @@ def _identity(model: Model) -> dict[str, str]:
 def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> str:
     first = settings[0]
     for rank, other in zip(ranks, settings, strict=True):
-        for name in sorted(first.keys() | other.keys(), key=lambda name: (name != "the call", name)):
+        for name in dict.fromkeys((*first, *other)):
             mine, theirs = first.get(name, "nothing"), other.get(name, "nothing")
             if mine != theirs:
                 return (
@@ -153,9 +178,8 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
 def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
     """What this rank brings, checked. It reads values on the host: batches go to the device after it."""
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
-    if want != "values" or model.blueprint.module.shape.labels.num == 1:  # labels of a classifier are no tokens
-        for batch in batches:
-            check_shifted(batch)
+    if want != "values":  # labels of a value head are classes, or mark where there is a term
+        check_shifted(*batches)
     masks = [b.is_target_T for b in batches]
     weights = [b.fields.get(WEIGHT, mask)[mask] for b, mask in zip(batches, masks, strict=True)]
     return Data(
@@ -164,16 +188,19 @@ def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
         num_batches=len(batches),
         num_tokens=len(batches[0]),
         num_real=sum(len(b) - b.num_filler for b in batches),
-        checksum=_checksum(batches),
+        checksum=checksum([stream for batch in batches for stream in _streams(batch)]),
     )
 
 
-def _checksum(batches: Sequence[Batch]) -> int:
+def _streams(batch: Batch) -> list[Tensor]:
+    bounds = torch.tensor(batch.bounds, device=batch.tokens.device)
+    return [batch.tokens, batch.labels, bounds, *(batch.fields[name] for name in sorted(batch.fields))]
+
+
+def checksum(tensors: Sequence[Tensor]) -> int:
     crc = 0
-    for b in batches:
-        bounds = torch.tensor(b.bounds, device=b.tokens.device)
-        for tensor in (b.tokens, b.labels, bounds, *(b.fields[name] for name in sorted(b.fields))):
-            crc = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+    for tensor in tensors:
+        crc = zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
 
 

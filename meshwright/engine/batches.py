@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
 
-from ..axes import DENSE
-from ..data import IGNORE, Batch, pack
-from ..errors import DataError, RankError, counted
+from ..data import IGNORE, Batch, cut, pack
+from ..errors import DataError, counted
 from ..mesh import Mesh
+from ..watch import names_lost_ranks
+from .agreement import Data, checksum, compare
+
+BATCHES = "batches"
 
 
+@names_lost_ranks()
 def batches(
     documents: Sequence[Sequence[int]],
     mesh: Mesh,
@@ -30,41 +35,43 @@ def batches(
 
     >>> engine.step(mw.batches(documents, mesh, length=8192, trained=masks))      # doctest: +SKIP
     """
-    share = mesh.axes.cp * mesh.axes.tp
-    if length % share:
-        raise DataError(f"length={length} does not divide into cp*tp={share}; choose {-(-length // share) * share}")
-    _refuse_others(documents, mesh)
-    bins = _bins([len(document) for document in documents], length)
-    per_rank = -(-len(bins) // mesh.num_data_ranks)
-    given = {"labels": labels, "trained": trained}
-    made = []
-    for of_batch in bins[mesh.data_rank :: mesh.num_data_ranks]:
-        pick = lambda values, of_batch=of_batch: [values[i] for i in of_batch]  # noqa: E731 - one line reads better
-        chosen = {name: pick(values) for name, values in given.items() if values is not None}
-        by_name = {name: pick(values) for name, values in (fields or {}).items()}
-        made.append(pack(pick(documents), **chosen, length=length, fields=by_name))
-    return made + [_empty(length, fields or {})] * (per_rank - len(made))
+
+    def prepare() -> tuple[tuple[Batch, list[list[int]]], Mapping[str, object], Data]:
+        _check_length(length, mesh.axes.cp * mesh.axes.tp)
+        # all of it on every rank: what is wrong with it is refused everywhere, in the numbers of the caller
+        whole = pack(documents, labels, trained=trained, fields=fields)
+        bins = _bins([b - a for a, b in pairwise(whole.bounds)], length)
+        return (whole, bins), _settings(whole, length), Data()
+
+    (whole, bins), _ = compare(mesh, BATCHES, prepare)
+    made = [cut(whole, numbers, int(length)) for numbers in bins[mesh.data_rank :: mesh.num_data_ranks]]
+    num = -(-len(bins) // mesh.num_data_ranks)  # on every data rank
+    return made + [_empty(whole, length)] * (num - len(made))
 
 
-def _refuse_others(documents: Sequence[Sequence[int]], mesh: Mesh) -> None:
-    """A rank that gives only its own documents would train on a part of them, and nobody would see it."""
-    crc = 0
-    for document in documents:
-        crc = zlib.crc32(torch.as_tensor(document, dtype=torch.int64, device=mesh.host).numpy().tobytes() + b";", crc)
-    told = torch.tensor([[len(documents), crc]], device=mesh.device)
-    for rank, other in enumerate(mesh.gather_rows(told, DENSE, "the agreement on batches").tolist()):
-        if other != told[0].tolist():
-            what = "others" if other[0] == len(documents) else counted(other[0], "document")
-            raise RankError(
-                f"rank {rank} gives batches() {what}, rank {mesh.rank} {counted(len(documents), 'document')}; all "
-                "ranks give the documents of all, and batches() shares them out. For a rank's own, use mw.pack"
-            )
+def _check_length(length: object, share: int) -> None:
+    if not isinstance(length, Integral) or isinstance(length, bool):
+        raise DataError(f"length={length!r} must be a whole number")
+    if int(length) % share:
+        raise DataError(
+            f"length={length} does not divide into cp*tp={share}; choose {-(-int(length) // share) * share}"
+        )
+
+
+def _settings(whole: Batch, length: int) -> dict[str, object]:
+    """What all ranks must give alike. One that gives only its own documents would train on a part of them."""
+    num, bounds = len(whole.bounds) - 1, torch.tensor(whole.bounds, device=whole.tokens.device)
+    documents = f"{counted(num, 'document')} (checksum {checksum([whole.tokens, bounds])})"
+    return {
+        "length of batches()": length,
+        "what batches() is to share out (all ranks give the documents of all; a rank's own go to mw.pack)": documents,
+        "the checksum of labels or trained": checksum([whole.labels]),
+        **{f"the checksum of the field {name!r}": checksum([whole.fields[name]]) for name in sorted(whole.fields)},
+    }
 
 
 def _bins(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Numbers of documents that fill one batch together: the longest first, each to the first batch with room."""
-    if not sizes:
-        raise DataError("there are no documents to make batches of")
     longest = max(range(len(sizes)), key=sizes.__getitem__)
     if sizes[longest] > length:
         raise DataError(
@@ -83,7 +90,7 @@ def _bins(sizes: Sequence[int], length: int) -> list[list[int]]:
     return bins
 
 
-def _empty(length: int, fields: Mapping[str, Sequence[Any]]) -> Batch:
+def _empty(whole: Batch, length: int) -> Batch:
     """A batch without targets, for a data rank that has come to the end of its documents."""
-    zeros = {name: [torch.zeros_like(torch.as_tensor(values[0])[:1])] for name, values in fields.items()}
+    zeros = {name: [torch.zeros_like(values[:1])] for name, values in whole.fields.items()}
     return pack([[0]], [[IGNORE]], length=length, fields=zeros)
