@@ -16,7 +16,7 @@ from meshwright.blueprint import draw
 from meshwright.engine.bill import engine_bill, step_bill
 from meshwright.layout import Work
 from meshwright.plan import Figures, plan_page, work_of, write_page
-from meshwright.plan.html import Cell, page, table, tag
+from meshwright.plan.html import Cell, flowing, page, table, tag
 from meshwright.plan.tables import ranges
 from meshwright.plan.wording import size
 from meshwright.verify import Finding, Plan, RunResult, plan
@@ -204,6 +204,59 @@ def test_what_was_found_is_shown_and_escaped() -> None:
     assert "findings: 61" in found.text
     assert '"a<b' not in whole(plan("tiny-qwen3", Axes(tp=2)), [bad])
     assert "a<b>" not in whole(plan("tiny-qwen3", Axes(tp=2)), [bad])
+
+
+def test_findings_of_layers_alike_stand_in_one_box_and_all_can_be_opened() -> None:
+    names = [f"model.layers.{i}.post_attention_layernorm.weight" for i in range(5)]
+    found = [*(Finding("G1", name, "off by 6.6e-01") for name in names), Finding("K1", "all_reduce", "2, not 3")]
+    text = whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, found)])
+    shown, _, rest = text.partition("<details><summary>All 6 findings of float64")
+    assert [part.count('<pre class="finding">') for part in (shown, rest)] == [2, 6]
+    assert f"(the first of 5 in {names[0].replace('0', '*')})" in Read(text).text
+    assert "6 findings" not in whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, found[-2:])])
+    one_left = [Finding("G1", name, "?") for name in ("a", "b", "c", "d")]  # as many lines as findings
+    assert "G1 d: ?" in Read(whole(plan("tiny-qwen3", Axes(tp=2)), [RunResult("float64", 1.0, one_left)])).text
+
+
+def test_the_verdict_says_where_to_begin() -> None:
+    bad = RunResult("float64", 1.0, [Finding("K1", "all_reduce", "2, not 3"), Finding("G1", "norm.weight", "wrong")])
+    text = whole(plan("tiny-qwen3", Axes(tp=2)), [bad])
+    verdict = re.search(r'<div class="verdict fails">(.*?)</div>', text)
+    assert verdict
+    assert re.search(
+        words("findings: 2", r"<p>begin with G1 norm\.weight, and with K1 all_reduce\b", "<p>not tried: "), verdict[1]
+    )
+    assert "begin with" not in read("tiny-qwen3", tp=2).text
+
+
+def test_long_names_break_where_a_reader_would_break_them() -> None:
+    assert flowing("in model.layers.2.down_proj.weight: 1.5e-09 off") == (
+        'in model.<wbr>layers.<wbr>2.<wbr>down_<wbr>proj.<wbr>weight: <span class="unbroken">1.5e-09</span> off'
+    )
+    assert flowing('short.name="previous"; a<b>') == "short.name=&quot;previous&quot;; a&lt;b&gt;"
+    assert flowing("(--html x)") == '(<span class="unbroken">--html</span> x)'
+    noted = table(["a"], [[Cell("`evaluate` <it>", note="mlp.experts.3.down_proj.weight")]])
+    assert "<code>evaluate</code> &lt;it&gt;" in noted
+    assert "<small>mlp.<wbr>experts.<wbr>" in noted
+
+
+def test_the_name_of_a_column_stands_above_its_numbers() -> None:
+    made = table(["over", "bytes"], [[Cell("tp=2", "group"), Cell("12", "number group")]])
+    assert '<th>over</th><th class="number">bytes</th>' in made
+
+
+def test_the_router_is_spoken_of_where_there_is_one() -> None:
+    assert "router is taken" in planned("tiny-qwen3-moe", tp=2).text
+    assert "router is taken" not in planned("tiny-qwen3", tp=2).text
+
+
+def test_numbers_of_ranks_stand_out_from_their_shade() -> None:
+    """The accent of a dark page is light: there numbers turn dark at a paler shade than on a light page turn light."""
+    blueprint, axes = plan("tiny-qwen3", Axes()).blueprint, Axes(fsdp=11)
+    text = plan_page(Figures("tiny-qwen3", blueprint, axes, work_of(axes, None, 1)), ORIGIN)
+    drawn = re.findall(r'<i(?: class="(\w+)")? title="rank[^>]* style="--shade:(\d+)%"', text)
+    turned = {int(shade): kind for kind, shade in drawn}
+    assert turned == {n: "deep" if n > 84 else "middle" if n > 66 else "" for n in range(0, 101, 10)}
 
 
 def test_all_text_is_escaped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,6 +13,8 @@ from ..errors import ConfigError
 from .wording import size, span
 
 _STYLE = Path(__file__).with_name("style.css")
+_LONG = 24  # letters: a longer word may have to be broken
+_WHOLE = re.compile(r"(?<![\w-])--[a-z][\w-]*|\d[\d.]*e-\d+")  # --html, 1e-09: a browser would break both at a hyphen
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "st
     """Where it is `stacked`, a row becomes a block of lines on a narrow screen, each with the name of its column."""
     cells = [[_as_cell(value) for value in row] for row in rows]
     kinds = [row[i].kind for row in cells[:1] for i in range(len(head))] or [""] * len(head)
-    top = wrap("tr", *(tag("th", h, "number" if k == "number" else "") for h, k in zip(head, kinds, strict=True)))
+    top = wrap(
+        "tr", *(tag("th", h, "number" if "number" in k.split() else "") for h, k in zip(head, kinds, strict=True))
+    )
     body = (wrap("tr", *(_td(cell, h) for cell, h in zip(row, head, strict=True))) for row in cells)
     return wrap("table", "\n", wrap("thead", top), "\n<tbody>\n", "\n".join(body), "\n</tbody>", kind=kind) + "\n"
 
@@ -66,14 +71,23 @@ def _as_cell(value: object) -> Cell:
 def _td(cell: Cell, label: str) -> str:
     title = f' title="{escape(cell.title)}"' if cell.title else ""
     kind = f' class="{escape(cell.kind)}"' if cell.kind else ""
-    note = tag("small", cell.note) if cell.note else ""
+    note = wrap("small", flowing(cell.note)) if cell.note else ""
     share = "" if cell.share is None else wrap("i", kind="share", style=f"width:{100 * cell.share:.2f}%")
-    return f'<td{kind} data-label="{escape(label)}"{title}>{wrap("div", _breakable(cell.text), note, share)}</td>'
+    return f'<td{kind} data-label="{escape(label)}"{title}>{wrap("div", _coded(flowing(cell.text)), note, share)}</td>'
 
 
-def _breakable(text: str) -> str:
-    """A long name breaks after a dot, rather than anywhere."""
-    return escape(text).replace(".", ".<wbr>") if len(text) > 24 and " " not in text else escape(text)
+def flowing(text: str) -> str:
+    """Escaped. A long name breaks after a dot or an underscore rather than anywhere; a number or an option does not."""
+    words = re.sub(r"\S+", lambda word: _word(word[0]), text)
+    return _WHOLE.sub(r'<span class="unbroken">\g<0></span>', words)
+
+
+def _word(text: str) -> str:
+    return escape(text) if len(text) <= _LONG else re.sub("([._])", r"\1<wbr>", escape(text))
+
+
+def _coded(html: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html)
 
 
 def bar(parts: Iterable[tuple[int, str]], whole: int, mark: int | None = None) -> str:
@@ -110,7 +124,7 @@ def _footer(origin: Mapping[str, str]) -> str:
     packages = ", ".join(f"{name} {text}" for name, text in origin.items() if name not in ("command", "date", "seed"))
     seed = f", seed {origin['seed']}" if "seed" in origin else ""
     made = f"Made on {origin['date']}{seed} with {packages}, by the command"
-    return wrap("footer", tag("p", made), tag("pre", origin["command"])) + "\n"
+    return wrap("footer", tag("p", made), wrap("pre", flowing(origin["command"]))) + "\n"
 
 
 def check_target(file: str) -> Path:

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from ..errors import counted
 from .figures import Figures, RankMemory, Traffic
-from .html import Cell, bar, bytes_cell, details, page, section, span_cell, table, tag, wrap
+from .html import Cell, bar, bytes_cell, details, flowing, page, section, span_cell, table, tag, wrap
 from .picture import mesh_picture
 from .show import about, lies, notes, step
 from .tables import ParameterLine, charge_lines, parameter_lines
@@ -37,13 +37,14 @@ def heading(command: str, figures: Figures) -> Iterator[str]:
 
 def verdict_of(figures: Figures) -> Iterator[str]:
     said = verdict(figures)
-    yield verdict_box(said.text, said.more, said.ok)
+    yield verdict_box(said.text, said.ok, said.more)
 
 
-def verdict_box(text: str, more: str, ok: bool | None) -> str:
+def verdict_box(text: str, ok: bool | None, *more: str) -> str:
     """What a reader came for, before all else."""
     colour = {True: "pass", False: "fails", None: ""}[ok]
-    return wrap("div", tag("strong", text), tag("p", more) if more else "", kind=f"verdict {colour}".strip()) + "\n"
+    below = (wrap("p", flowing(sentence)) for sentence in more if sentence)
+    return wrap("div", tag("strong", text), *below, kind=f"verdict {colour}".strip()) + "\n"
 
 
 def plan_of(figures: Figures) -> Iterator[str]:
@@ -101,9 +102,10 @@ def _traffic(figures: Figures) -> str:
     rows, title = figures.traffic, "The collectives of a step"
     if not rows:
         return section(title, tag("p", "There are none: this is one process."))
+    even = " The router is taken to be even." if figures.blueprint.balance.num_experts else ""
     text = (
         f"In a step {step(figures)}, computed in bfloat16 and summed in float32. Bytes are of the larger side of each "
-        "collective, as rank 0 pays them; no rank pays more. The router is taken to be even."
+        f"collective, as rank 0 pays them; no rank pays more.{even}"
     )
     by_axes = [list(same) for _, same in groupby(rows, lambda row: row.over)]
     most = max(sum(row.num_bytes for row in same) for same in by_axes)

@@ -13,6 +13,7 @@ from .html import tag, wrap
 from .tables import AxisLine, axis_lines
 
 _MOST_CELLS, _SAMPLE = 256, 128  # a replica of more ranks than the one is shown by the other
+_DARKEST, _LIGHTEST = 84, 66  # percent of shade on which numbers stay as they are, on a light page and on a dark one
 _MEANING = {
     "replicate": "whole copies of the model, each with data of its own; gradients are summed once a step",
     "fsdp": "each rank has data of its own, and stores a shard of every row",
@@ -89,7 +90,12 @@ def _cell(axes: Axes, blocks: Blocks, rank: int) -> str:
     shade = round(100 * place / max(last, 1))
     live = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "efsdp", "ep") if axes.size_of(axis) > 1)
     title = f"rank {rank}: data rank {axes.data_rank(rank)}" + (f", {live}" if live else "")
-    return wrap("i", str(rank), kind="deep" if shade > 62 else "", title=title, style=f"--shade:{shade}%")
+    return wrap("i", str(rank), kind=_ink(shade), title=title, style=f"--shade:{shade}%")
+
+
+def _ink(shade: int) -> str:
+    """Which pages turn the colour of a number, so that it stands out by 4.5 to 1."""
+    return "deep" if shade > _DARKEST else "middle" if shade > _LIGHTEST else ""
 
 
 def _more(axes: Axes, blocks: Blocks) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..plan import Figures, work_of
-from ..plan.html import Cell, page, section, table, tag
+from ..plan.html import Cell, details, flowing, page, section, table, tag, wrap
 from ..plan.page import heading, plan_of, verdict_box
 from .inspection import SHRUNK, Plan, RunResult
-from .report import cell, found_by, margins_of, planted, rows_of, sentence, shrunk, unproven
+from .report import beginning, cell, found_by, lines_found, margins_of, planted, rows_of, sentence, shrunk, unproven
 
 _MOST_FINDINGS = 50
 
@@ -21,7 +21,7 @@ def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str
 
 def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
     num = sum(len(part.findings) for part in parts)
-    yield verdict_box(f"findings: {num}" if num else "all is well", unproven(plan, parts), not num)
+    yield verdict_box(f"findings: {num}" if num else "all is well", not num, beginning(parts), unproven(plan, parts))
     yield section(
         "What was checked", tag("p", f"{planted(plan)} {_what_ran(plan)}".strip()), _oracles(parts), *_findings(parts)
     )
@@ -38,18 +38,29 @@ def _oracles(parts: Sequence[RunResult]) -> str:
 
 def _result(part: RunResult, row: str) -> Cell:
     """Of one oracle in one run, with what it compared, how far off the worst is, what is allowed, and where."""
-    text, figures = cell(part, row), "; ".join(map(str, margins_of(part, row)))
+    text, figures = cell(part, row), "\n".join(map(str, margins_of(part, row)))
     return Cell(text, {"pass": "pass", "-": "", "": ""}.get(text, "fails"), note=figures if text == "pass" else "")
 
 
 def _findings(parts: Sequence[RunResult]) -> Iterator[str]:
     for part in parts:
         yield from (tag("p", f"{part.name}: {note}") for note in part.notes)
-        for row in rows_of(parts):
-            found = found_by(part, row)
-            yield from (tag("pre", f"{part.name} {finding}", "finding") for finding in found[:_MOST_FINDINGS])
-            if len(found) > _MOST_FINDINGS:
-                yield tag("p", f"and {len(found) - _MOST_FINDINGS} more of {row}")
+        lines = lines_found(part, "all stand below")
+        yield from (_finding(part, line) for line in lines)
+        if not {str(finding) for finding in part.findings} <= set(lines):
+            yield details(f"All {len(part.findings)} findings of {part.name}", *_every_finding(part))
+
+
+def _every_finding(part: RunResult) -> Iterator[str]:
+    for row in rows_of([part]):
+        found = found_by(part, row)
+        yield from (_finding(part, str(finding)) for finding in found[:_MOST_FINDINGS])
+        if len(found) > _MOST_FINDINGS:
+            yield wrap("p", flowing(f"and {len(found) - _MOST_FINDINGS} more of {row}: --json has them all"))
+
+
+def _finding(part: RunResult, line: str) -> str:
+    return wrap("pre", flowing(f"{part.name} {line}"), kind="finding")
 
 
 def _what_ran(plan: Plan) -> str:

@@ -100,8 +100,8 @@ def shrunk(plan: Plan) -> dict[str, tuple[Any, int]]:
     return {name: (was.get(name), n) for name, n in now.items() if isinstance(n, int) and n != was.get(name)}
 
 
-def lines_found(part: RunResult) -> list[str]:
-    """Of each oracle the first findings, those of layers alike in one line."""
+def lines_found(part: RunResult, rest: str = "--json has them all") -> list[str]:
+    """Of each oracle the first findings, those of layers alike in one line. `rest`: where the others are."""
     lines = []
     for oracle in rows_of([part]):
         kinds: dict[str, list[Finding]] = {}
@@ -111,7 +111,7 @@ def lines_found(part: RunResult) -> list[str]:
             lines.append(f"{first}{f' (the first of {len(others) + 1} in {kind})' if others else ''}")
         left = list(kinds.values())[_KINDS:]
         if left:
-            lines.append(f"{oracle} and {sum(map(len, left))} more of {len(left)} other names: --json has them all")
+            lines.append(f"{oracle} and {sum(map(len, left))} more of {len(left)} other names: {rest}")
     return lines
 
 
