@@ -39,7 +39,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 from bench.step import needs
 from meshwright import models, weights
-from meshwright.weights.directory import header
+from meshwright.weights.writing import header
 
 RANKS, MB = 2, 1e6
 COMMON = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=8000,

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import meshwright as mw
-from meshwright.weights import directory, streaming, target
-from tests import tiny, worlds
+from meshwright.weights import directory, rows, target
+from meshwright.weights.writing import Files
+from tests import tiny, trials, worlds
 from tests.words import words
 
 Change = Callable[[Path], object]
@@ -287,19 +288,18 @@ def test_a_source_that_is_gone_is_missed_before_the_training(source: Path, tmp_p
 
 def interrupted(source: Path, out: Path, where: str) -> tuple[str, int]:
     """Ctrl-C on rank 0 alone, which catches it and goes on, as the others do."""
-    model = mw.load(source, mw.Mesh(fsdp=2, timeout_s=20))
-    recv, write, streaming._BATCH_BYTES = dist.recv, directory._write_key, 1 << 10  # so many batches are still to come
+    model = mw.load(source, mw.Mesh(tp=2, timeout_s=20))
+    at, name = (rows, "exchange") if where == "exchange" else (Files, "write")
+    real = getattr(at, name)
 
-    def and_then(*args: Any, **kwargs: Any) -> Any:
-        dist.recv, directory._write_key = recv, write  # once
-        found = (recv if where == "recv" else write)(*args, **kwargs)
-        signal.raise_signal(signal.SIGINT)
+    def and_then(*args: Any) -> Any:
+        setattr(at, name, real)  # once, where much is still to come
+        found = real(*args)
+        if not model.mesh.rank:
+            signal.raise_signal(signal.SIGINT)
         return found
 
-    if where == "recv":
-        dist.recv = and_then
-    else:
-        directory._write_key = and_then
+    setattr(at, name, and_then)
     text = "exported"
     try:
         mw.export(model, out)
@@ -310,11 +310,64 @@ def interrupted(source: Path, out: Path, where: str) -> tuple[str, int]:
     return text, len(mw.gather(model))
 
 
-@pytest.mark.parametrize("where", ["recv", "write"])
+@pytest.mark.parametrize("where", ["exchange", "write"])
 def test_an_interrupt_on_rank_0_reaches_all(source: Path, tmp_path: Path, where: str) -> None:
-    """Nobody waits for what rank 0 no longer takes, and the next call finds all ranks in their places."""
+    """Nobody waits for rows of rank 0, and the next call finds all ranks in their places."""
     first, second = worlds.run(2, interrupted, source, tmp_path / "out", where, seconds=30)
     assert first == ("KeyboardInterrupt", len(load_file(source / "model.safetensors")))
     assert re.search(words(r"\brank 0\b", "KeyboardInterrupt", r"/out\b"), second[0]), second
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def full_disk(source: Path, out: Path) -> tuple[str, int]:
+    """On rank 1 alone, in the middle of its work. Afterwards all go on."""
+    model = mw.load(source, mw.Mesh(fsdp=2, tp=2, timeout_s=20))
+    write, calls = os.pwrite, iter(range(1000))
+
+    def no_room(*args: Any) -> int:
+        if model.mesh.rank == 1 and next(calls) == 9:
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    os.pwrite = no_room
+    text = error_of(lambda: mw.export(model, out))
+    os.pwrite = write
+    mw.export(model, out)
+    return text, len(load_file(out / "model.safetensors"))
+
+
+def test_a_disk_that_is_full_on_one_rank(source: Path, tmp_path: Path) -> None:
+    ranks = worlds.run(4, full_disk, source, tmp_path / "out", seconds=30)
+    assert all(re.search(words("ExportError", "No space left on device"), text) for text, _ in ranks), ranks
+    assert all(re.search(r"\brank 1\b", text) for text, _ in (ranks[0], *ranks[2:])), ranks
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "out"}
+    assert bytes_of(tmp_path / "out") == bytes_of(source)
+
+
+def not_shared(source: Path, out: Path) -> str:
+    """Rank 1 is on a machine that does not see what rank 0 makes."""
+    model = mw.load(source, mw.Mesh(fsdp=2, timeout_s=20))
+    if model.mesh.rank == 1:
+        opened = os.open
+        os.open = lambda path, *more: opened(str(path).replace("out", "elsewhere"), *more)
+    return error_of(lambda: mw.export(model, out))
+
+
+def test_a_directory_that_not_all_see(source: Path, tmp_path: Path) -> None:
+    for text in worlds.run(2, not_shared, source, tmp_path / "out", seconds=30):
+        assert re.search(words("ExportError", "not seen here", "machines share"), text), text
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"])
+def test_columns_are_exchanged_in_windows(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller than a row, on a mesh that divides nothing evenly."""
+    monkeypatch.setattr(rows, "_WINDOW_BYTES", 100)
+    source = tiny.directory(tmp_path / "m", family)
+    for mesh in (dict(fsdp=2, tp=2), dict(replicate=2, tp=2), dict(fsdp=3)):
+        out = tmp_path / "-".join(mesh)
+        worlds.run(
+            trials.world_of(mesh), lambda mesh=mesh, out=out: mw.export(mw.load(source, trials.mesh_of(mesh)), out)
+        )
+        assert bytes_of(out) == bytes_of(source)

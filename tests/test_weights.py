@@ -24,6 +24,7 @@ from meshwright.errors import RankError
 from meshwright.models import describe, prefix_of
 from meshwright.verify import Recorder
 from meshwright.weights import directory, open_source, raw_tensor
+from meshwright.weights.writing import Files
 from tests import tiny, trials, worlds
 from tests.words import words
 
@@ -344,7 +345,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     source = tiny.directory(tmp_path / "m", "qwen3")
-    monkeypatch.setattr(directory, "_write_key", interrupt)
+    monkeypatch.setattr(Files, "write", interrupt)
     assert worlds.run(1, _interrupted, source, tmp_path / "out") == ["interrupted"]
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 

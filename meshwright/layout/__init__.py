@@ -23,6 +23,7 @@ from .rules import (
     Placement,
     Rules,
     ShardingSpec,
+    across,
     axes_left_to_sum,
     cut,
     holders,
@@ -31,6 +32,7 @@ from .rules import (
     pieces,
     place,
     summed_by_fsdp,
+    written,
 )
 from .storage import Held, Stored, Widths, storage
 from .units import Unit, units_of

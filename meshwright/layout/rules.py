@@ -175,6 +175,26 @@ def piece(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> 
     return Piece(param, box, lo, hi)
 
 
+def written(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:
+    """What a rank writes into files: rows, with all their columns, since a file holds rows one after the other.
+
+    Ranks that hold the same rows, or other columns of them, share them out.
+    """
+    placement = place(param, rules, axes)
+    held = piece(param, rules, axes, axes.coords(rank))
+    sharing = axes.group(rank, (*placement.copies, *across(param, placement)))
+    lo, hi = chunk(held.hi - held.lo, len(sharing), sharing.index(rank))
+    num_rows = len(param.rows)
+    box = Box((*held.box.start[:num_rows], *(0 for _ in param.cols)),
+              (*held.box.stop[:num_rows], *param.cols.values()))  # fmt: skip
+    return Piece(param, box, held.lo + lo, held.lo + hi)
+
+
+def across(param: Param, placement: Placement) -> tuple[str, ...]:
+    """The axes that cut its columns."""
+    return tuple(axis for dim, axis in placement.split.items() if dim in param.cols)
+
+
 def holders(param: Param, rules: Rules, axes: Axes, rank: int) -> tuple[int, ...]:
     """The ranks that hold the same elements of a parameter as `rank`, which is one of them; the first is their owner.
 

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import signal
-import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..axes import DENSE
 from ..errors import ExportError, LoadError
-from ..log import progress
+from ..layout import Piece, written
+from ..log import Advance, progress
 from ..mesh import Mesh
 from .header import DTYPES, read_json
-from .keymap import Key, KeyMap
+from .keymap import KeyMap
+from .rows import whole_rows
 from .source import CONFIG, INDEX, Source
-from .streaming import StoredModel, whole_tensors
+from .streaming import StoredModel
 from .target import Target, atomic_directory, check_target
+from .writing import Files, make_files
 
 # What a tokenizer, a processor or a reader needs.
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
@@ -68,78 +72,100 @@ def check_export(mesh: Mesh, export: Export) -> None:
 
 
 def write_directory(stored_model: StoredModel, export: Export) -> None:
-    """Write the model. Every rank calls it; rank 0 writes."""
-    failure: BaseException | None = None
-    keymap, mesh = export.keymap, stored_model.mesh
-    trained = [k for k in keymap.keys.values() if k.name not in keymap.carried]
-    tensors = whole_tensors(stored_model, keymap, trained, as_filed=True)
-    if mesh.rank == 0:
-        try:
-            _write(export, tensors)
-        except KeyboardInterrupt as error:
-            failure = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
-            failure = ExportError(f"nothing was exported to {export.directory}: {error}")
-            failure.__cause__ = error
-    for _ in tensors:  # other ranks send here; after a failure rank 0 takes what they still send
-        pass
+    """Write the model. Every rank calls it, and writes what it holds; rank 0 makes and places the directory."""
+    mesh = stored_model.mesh
+    with contextlib.ExitStack() as made:
+        whole = _made(mesh, export, made)
+        _write_all(stored_model, export, whole)
+        failure = _failure_of(export, made.close)
     mesh.all_or_none(failure, f"the export to {export.directory}", ExportError)
 
 
-def _write(export: Export, tensors: Iterator[tuple[Key, Tensor]]) -> None:
-    with atomic_directory(export.target()) as whole:
-        _write_small(export, whole)  # what can be lacking is missed before the long work
-        _write_all(tensors, export.keymap, whole, f"export to {export.directory}")
+def _failure_of(export: Export, act: Callable[[], object]) -> BaseException | None:
+    """Of what one rank does alone: the others must be told, so nothing is raised yet."""
+    try:
+        act()
+    except KeyboardInterrupt as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
+        failure = ExportError(f"nothing was exported to {export.directory}: {error}")
+        failure.__cause__ = error
+        return failure
+    return None
 
 
-def _write_all(tensors: Iterator[tuple[Key, Tensor]], keymap: KeyMap, whole: Path, label: str) -> None:
-    with progress(label, _total(keymap), "bytes", enabled=True) as advance:
-        for file in keymap.files:
-            keys = [k for k in keymap.keys.values() if k.file == file]
-            with (whole / file).open("wb") as out:
-                out.write(header(keys, keymap.metadata.get(file, {})))
-                for key in keys:
-                    _write_key(out, key, tensors, keymap)
-                    advance(key.num_bytes)
+def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
+    """The directory to fill, with all that is small, and every file in its size. Rank 0 makes it."""
+    folder: list[Path] = []
+
+    def make() -> None:
+        folder.append(made.enter_context(atomic_directory(export.target())))
+        _write_small(export, folder[0])
+        make_files(folder[0], export.keymap)
+
+    failure = _failure_of(export, make) if mesh.rank == 0 else None
+    mesh.all_or_none(failure, f"the making of {export.directory}", ExportError)
+    return next(path for paths in mesh.gather_objects(folder, DENSE) for path in paths)
 
 
-def _write_key(out: BinaryIO, key: Key, tensors: Iterator[tuple[Key, Tensor]], keymap: KeyMap) -> None:
-    if key.name in keymap.carried:
-        assert keymap.source is not None
-        out.writelines(raw_bytes(keymap.source, key.name))
-        return
-    with interrupted_later():  # within it, an interrupt would end the iterator, and others go on sending
-        made, tensor = next(tensors)
-    assert made.name == key.name, (made.name, key.name)
-    out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+def _write_all(stored_model: StoredModel, export: Export, folder: Path) -> None:
+    """What this rank holds, and its share of what is copied. After a failure it still exchanges rows with the others;
+    then all raise."""
+    mesh = stored_model.mesh
+    failure: BaseException | None = None
+    label = f"export to {export.directory} on rank {mesh.rank}"
+    with (
+        interrupted_later() as interrupts,
+        Files(folder, export.keymap) as files,
+        progress(label, _num_written(stored_model), "elements", enabled=mesh.rank == 0) as advance,
+    ):
+        for act in _acts(stored_model, export, files, advance):
+            if interrupts:
+                failure = failure or KeyboardInterrupt()
+            failure = failure or _failure_of(export, act)
+        mesh.all_or_none(failure, f"the writing of {export.directory}", ExportError)
+
+
+def _acts(stored_model: StoredModel, export: Export, files: Files, advance: Advance) -> Iterator[Callable[[], None]]:
+    def write(piece: Piece, values: Tensor) -> None:
+        files.write(piece, values)
+        advance(piece.numel)
+
+    for piece, values in whole_rows(stored_model):
+        yield functools.partial(write, piece, values)
+    yield functools.partial(_copy, files, export, stored_model.mesh)
+    yield files.to_disk
+
+
+def _num_written(stored_model: StoredModel) -> int:
+    spec, mesh = stored_model.spec, stored_model.mesh
+    mine = (written(param, spec.rules, mesh.axes, mesh.rank) for param in spec.table)
+    return sum(piece.numel for piece in mine if piece.param.name in stored_model.stored)
+
+
+def _copy(files: Files, export: Export, mesh: Mesh) -> None:
+    """The keys that are not trained, each by one rank."""
+    keymap = export.keymap
+    for number, name in enumerate(sorted(keymap.carried)):
+        if number % mesh.axes.world == mesh.rank:
+            assert keymap.source is not None
+            files.copy(keymap.keys[name], raw_bytes(keymap.source, name))
 
 
 @contextlib.contextmanager
-def interrupted_later() -> Iterator[None]:
-    """A Ctrl-C in here takes effect at the end. Only the main thread gets one, and only it may ask."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def interrupted_later() -> Iterator[list[int]]:
+    """A Ctrl-C in here is noted, and takes effect at the end. Only the main thread gets one, and only it may ask."""
     seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
-        yield
+        yield seen
     finally:
         signal.signal(signal.SIGINT, before)
     if seen:
         signal.raise_signal(signal.SIGINT)
-
-
-def header(keys: Iterable[Key], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors header whose tensors lie in the order of `keys`."""
-    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    for key in keys:
-        fields[key.name] = {"dtype": key.dtype, "shape": list(key.shape), "data_offsets": [at, at + key.num_bytes]}
-        at += key.num_bytes
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.axes import Axes
 from meshwright.errors import LayoutError
-from meshwright.layout import Param, Rules, ShardingSpec, Table, chunk, holders, pieces, place
+from meshwright.layout import Param, Rules, ShardingSpec, Table, chunk, holders, pieces, place, written
 
 from . import reference
 from .reference import coordinates, examples, meshes, numbered, params
@@ -51,9 +51,10 @@ def check_views(piece, ids, want):
 
 
 def check_tiled(table, axes):
-    """Every element is held by as many ranks as the design says and owned by exactly one."""
+    """Every element is held by as many ranks as the design says, owned by exactly one, and written by one."""
     held = {p.name: torch.zeros(p.numel, dtype=torch.long) for p in table}
     owned = {p.name: torch.zeros(p.numel, dtype=torch.long) for p in table}
+    writing = {p.name: torch.zeros(p.numel, dtype=torch.long) for p in table}
     holding = {p.name: {} for p in table}  # by piece: the ranks that hold it
     for rank, at in enumerate(coordinates(axes)):
         for name, piece in check_rank(table, axes, rank, at).items():
@@ -62,6 +63,10 @@ def check_tiled(table, axes):
             own = found[0] == rank
             if piece.numel:
                 holding[name].setdefault((piece.box, piece.lo, piece.hi), {})[rank] = found
+            rows = written(table[name], Rules(), axes, rank)
+            assert rows.box.shape[len(table[name].rows) :] == tuple(table[name].cols.values()), "whole rows"
+            for box in rows.boxes:
+                writing[name][ids[box.slices].flatten()] += 1
             for box in piece.boxes:
                 held[name][ids[box.slices].flatten()] += 1
                 owned[name][ids[box.slices].flatten()] += own
@@ -69,6 +74,7 @@ def check_tiled(table, axes):
         num = reference.num_holders(param, axes) * len(reference.stages_of(param.name, table, axes.pp))
         assert (held[param.name] == num).all(), f"{param.name} on {axes}: {held[param.name].unique()} and not {num}"
         assert (owned[param.name] == 1).all(), f"{param.name} on {axes}: {owned[param.name].unique()} owners"
+        assert (writing[param.name] == 1).all(), f"{param.name} on {axes}: {writing[param.name].unique()} writers"
         for by_rank in holding[param.name].values():  # each holder knows all of them, the owner first
             assert set(by_rank.values()) == {tuple(sorted(by_rank))}, f"{param.name} on {axes}"
 

@@ -1,0 +1,131 @@
+"""Rows of parameters into the files of a Hugging Face directory, each where its key has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ExportError
+from ..layout import Block, Box, Piece, interval
+from .header import DTYPES
+from .keymap import Key, KeyMap
+from .load import chosen, runs
+
+_STAGED_ELEMENTS = 1 << 20  # converted at a time
+
+
+class Files:
+    """All files of an export, which are there in their whole size. Every rank writes parts of them."""
+
+    def __init__(self, folder: Path, keymap: KeyMap) -> None:
+        self.folder, self.keymap = folder, keymap
+        self._open: dict[str, int] = {}
+        self._start = starts_of(keymap)
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+
+    def to_disk(self) -> None:
+        """What was written here, and not only to this machine's memory."""
+        for fd in self._open.values():
+            os.fsync(fd)
+
+    def write(self, piece: Piece, values: Tensor) -> None:
+        """What a piece holds, into every key that it is a part of."""
+        layout = chosen(piece.param, self.keymap.choice)
+        for box, view in piece.views(values):
+            for block in (*layout.blocks, *layout.copies):
+                common = block.ours.meet(box)
+                if common is not None and block.key in self.keymap.keys:
+                    self._write_box(block, common, view[common.within(box).slices])
+
+    def copy(self, key: Key, parts: Iterable[bytes]) -> None:
+        """A key, as it is."""
+        at = 0
+        for part in parts:
+            self._pwrite(key, part, at)
+            at += len(part)
+
+    def _write_box(self, block: Block, common: Box, values: Tensor) -> None:
+        key = self.keymap.keys[block.key]
+        dtype = DTYPES[key.dtype]
+        for part in _staged(common):
+            flat = values[part.within(common).slices].to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            wanted = block.view(torch.empty(key.shape, device="meta"))[part.within(block.ours).slices]
+            at = 0
+            for offset, length in runs(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
+                size = length * dtype.itemsize
+                self._pwrite(key, flat[at : at + size].data, offset * dtype.itemsize)
+                at += size
+
+    def _pwrite(self, key: Key, data: bytes | memoryview, offset: int) -> None:
+        left, at = memoryview(data), self._start[key.name] + offset
+        while left:
+            done = os.pwrite(self._fd(key.file), left, at)
+            left, at = left[done:], at + done
+
+    def _fd(self, file: str) -> int:
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                self._open[file] = os.open(path, os.O_WRONLY)
+            except FileNotFoundError:
+                raise ExportError(
+                    f"{path} was made by rank 0 and is not seen here; give a directory on a file system that all "
+                    "machines share"
+                ) from None
+        return self._open[file]
+
+
+def _staged(box: Box) -> Iterator[Box]:
+    for lo in range(0, box.size, _STAGED_ELEMENTS):
+        yield from interval(box, lo, min(lo + _STAGED_ELEMENTS, box.size))
+
+
+def starts_of(keymap: KeyMap) -> dict[str, int]:
+    """Where the bytes of every key begin in its file."""
+    out = {}
+    for keys, head in _files(keymap):
+        at = len(head)
+        for key in keys:
+            out[key.name], at = at, at + key.num_bytes
+    return out
+
+
+def make_files(folder: Path, keymap: KeyMap) -> None:
+    """Every file with its header, in its whole size."""
+    for keys, head in _files(keymap):
+        with (folder / keys[0].file).open("wb") as out:
+            out.write(head)
+            out.truncate(len(head) + sum(key.num_bytes for key in keys))
+
+
+def _files(keymap: KeyMap) -> Iterator[tuple[list[Key], bytes]]:
+    by_file: dict[str, list[Key]] = {}
+    for key in keymap.keys.values():
+        by_file.setdefault(key.file, []).append(key)
+    for file, keys in by_file.items():
+        yield keys, header(keys, keymap.metadata.get(file, {}))
+
+
+def header(keys: Iterable[Key], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors header whose tensors lie in the order of `keys`."""
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for key in keys:
+        fields[key.name] = {"dtype": key.dtype, "shape": list(key.shape), "data_offsets": [at, at + key.num_bytes]}
+        at += key.num_bytes
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
