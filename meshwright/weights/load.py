@@ -19,6 +19,10 @@ from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
 _STAGED_ELEMENTS = 1 << 20  # a read goes through a buffer of this many elements at most
+# Where tp cuts columns, a rank wants a strip of every row. Above this length a strip is read alone; shorter ones are
+# read with all that lies between them, since a file system serves one long read faster than a thousand short ones.
+_SHORT_BYTES = 64 << 10
+_SPAN_BYTES = 8 << 20  # of strips that are read together
 
 
 def chosen(param: Param, choice: Choice) -> Layout:
@@ -151,19 +155,23 @@ class Reader:
     def _staged(self, block: Block, common: Box, ours: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Part by part: ours, and what the source has for it until the next part is read."""
         entry = self.source.entries[block.key]
-        for lo in range(0, common.size, _STAGED_ELEMENTS):
-            for part in interval(common, lo, min(lo + _STAGED_ELEMENTS, common.size)):
+        strips = _Strips.of(_view(block, entry, common))
+        num = strips.at_a_time(DTYPES[entry.dtype].itemsize)
+        for lo in range(0, common.size, num):
+            for part in interval(common, lo, min(lo + num, common.size)):
                 yield ours[part.within(common).slices], self.read(entry, block, part)
 
     def read(self, entry: Entry, block: Block, part: Box) -> Tensor:
         """A box of ours, in the dtype of the source: in the buffer, so until the next read."""
-        dtype = DTYPES[entry.dtype]
-        out = self._room(part.size * dtype.itemsize)
-        raw, at = out.numpy().data, 0
-        wanted = block.view(torch.empty(entry.shape, device="meta"))[part.within(block.ours).slices]
-        for offset, length in runs(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
+        dtype, wanted = DTYPES[entry.dtype], _view(block, entry, part)
+        strips = _Strips.of(wanted)
+        if strips.together(dtype.itemsize):
+            self._read_into(entry, self._room(strips.span * dtype.itemsize), strips.first * dtype.itemsize)
+            return self._buffer[: strips.span * dtype.itemsize].view(dtype).as_strided(wanted.shape, wanted.stride(), 0)
+        out, at = self._room(part.size * dtype.itemsize), 0
+        for offset, length in runs(wanted.shape, wanted.stride(), strips.first):
             num = length * dtype.itemsize
-            self._pread(entry, raw[at : at + num], entry.start + offset * dtype.itemsize)
+            self._read_into(entry, out[at : at + num], offset * dtype.itemsize)
             at += num
         return out.view(dtype).view(part.shape)
 
@@ -171,6 +179,9 @@ class Reader:
         if len(self._buffer) < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._buffer[:num_bytes]
+
+    def _read_into(self, entry: Entry, buffer: Tensor, offset: int) -> None:
+        self._pread(entry, buffer.numpy().data, entry.start + offset)
 
     def _pread(self, entry: Entry, into: memoryview, offset: int) -> None:
         path = self.source.directory / entry.file
@@ -185,6 +196,39 @@ class Reader:
                 into, offset = into[num:], offset + num
         except OSError as error:
             raise BrokenFile(f"{path} cannot be read inside {entry.key}: {error.strerror}; check its disk") from error
+
+
+def _view(block: Block, entry: Entry, part: Box) -> Tensor:
+    """Where a box of ours lies in the source: strides, and no memory."""
+    return block.view(torch.empty(entry.shape, device="meta"))[part.within(block.ours).slices]
+
+
+@dataclass(frozen=True)
+class _Strips:
+    """A view of a source tensor as strips of `length` elements that lie within `span` from its `first` on."""
+
+    num: int
+    length: int
+    first: int
+    span: int
+
+    @staticmethod
+    def of(view: Tensor) -> _Strips:
+        length = next((n for _, n in runs(view.shape, view.stride(), 0)), 0)
+        span = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+        num = view.numel() // length if length else 0
+        return _Strips(num, length, int(view.storage_offset()), span if num else 0)
+
+    def together(self, itemsize: int) -> bool:
+        """Whether one read of all that lies between them is better than one for each."""
+        return self.num > 1 and self.length * itemsize < _SHORT_BYTES and self.span * itemsize <= 2 * _SPAN_BYTES
+
+    def at_a_time(self, itemsize: int) -> int:
+        """How many elements to read: whole strips, if they are read together."""
+        if self.num <= 1 or self.length * itemsize >= _SHORT_BYTES:
+            return _STAGED_ELEMENTS
+        apart = self.span // self.num  # from one to the next
+        return max(1, _SPAN_BYTES // (apart * itemsize)) * self.length
 
 
 def runs(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Iterator[tuple[int, int]]:
