@@ -130,12 +130,12 @@ def test_large_meshes_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing walks over all ranks, of which there are 16,384, for each of a thousand parameters."""
     asked, coords = list[int](), Axes.coords
     monkeypatch.setattr(Axes, "coords", lambda axes, rank: (asked.append(rank), coords(axes, rank))[1])
-    began = time.monotonic()
+    began = time.process_time()  # others may use the machine
     figures = figures_of(QWEN3_235B_A22B, 80 * 10**9, fsdp=2048, tp=8, ep=64)
     origin = {"command": "", "meshwright": "", "torch": "", "date": ""}
     assert len(plan_page(figures, origin)) < 150_000
     assert figures.fits
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert len(asked) < 2_000
 
 

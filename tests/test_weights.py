@@ -110,21 +110,23 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, Sour
     return worlds.Shared(groups, move)
 
 
-def reads_its_own(of: Moved) -> None:
+def reads_its_own(of: Moved, mesh: str) -> None:
+    """Of what tp cuts by columns the whole rows: short strips are read with what lies between them."""
+    parts = 1 if "tp=" not in mesh else int(mesh.split("tp=")[1][0])
     for collectives, read, owned in of.read:
         assert collectives == 0
-        assert owned <= read <= 1.02 * owned
+        assert owned <= read <= (1.02 if parts == 1 else parts) * owned
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in ALL])
 def test_reads_its_own_bytes_without_collectives(moved: Any, mesh: str, layout: str) -> None:
-    reads_its_own(moved((mesh, ("qwen3_moe", layout))))
+    reads_its_own(moved((mesh, ("qwen3_moe", layout))), mesh)
 
 
 @pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in trials.MESHES])
 def test_reads_its_own_bytes_of_a_hybrid(moved: Any, mesh: str) -> None:
-    reads_its_own(moved((mesh, ("qwen3_5", None))))
+    reads_its_own(moved((mesh, ("qwen3_5", None))), mesh)
 
 
 def is_the_source(of: Moved) -> None:
