@@ -84,7 +84,7 @@ def _not_prompt(scores: Any, fields: Any) -> Tensor:
 )
 def test_labels_of_their_own_tokens(source: Path, documents: list[list[int]], labels: list[list[int]]) -> None:
     with pytest.raises(mw.DataError, match=words("labels", r"tokens\[1:\] \+ \[-100\]")):
-        check_shifted(mw.pack(documents, labels))
+        check_shifted(mw.pack(documents, labels=labels))
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_labels_of_their_own_tokens(source: Path, documents: list[list[int]], la
     ids=["a run of one token", "one token", "the last of a run", "no labels"],
 )
 def test_labels_that_only_look_like_their_tokens(documents: list[list[int]], labels: list[list[int]] | None) -> None:
-    check_shifted(mw.pack(documents, labels))
+    check_shifted(mw.pack(documents, labels=labels))
 
 
 def one_target(num: int) -> list[mw.Batch]:
     """Batches of one document each, with one inner target: the token itself."""
-    return [mw.pack([[1, 2, at + 20, 9]], [[-100, -100, at + 20, -100]]) for at in range(num)]
+    return [mw.pack([[1, 2, at + 20, 9]], labels=[[-100, -100, at + 20, -100]]) for at in range(num)]
 
 
 def test_labels_of_their_own_tokens_over_several_batches(source: Path) -> None:
@@ -109,12 +109,12 @@ def test_labels_of_their_own_tokens_over_several_batches(source: Path) -> None:
     right = [mw.pack([[3, 4, at, 9]]) for at in range(8)]
     check_shifted(*one_target(8), *right)  # half of them
     with pytest.raises(mw.DataError, match="the labels are the tokens themselves"):
-        check_shifted(*right, mw.pack([[1, 2, 3]], [[1, 2, 3]]))  # one batch shows it by itself
+        check_shifted(*right, mw.pack([[1, 2, 3]], labels=[[1, 2, 3]]))  # one batch shows it by itself
 
 
 def test_labels_of_a_value_head_are_no_tokens(tmp_path: Path) -> None:
     """A classifier may say 2 of a document that ends with token 2; a critic's labels only mark where its terms are."""
-    classes = mw.pack([[3, 4, 2]], [[-100, -100, 2]])
+    classes = mw.pack([[3, 4, 2]], labels=[[-100, -100, 2]])
     marks = [[-100, -100, -100, 14, 15], [-100, -100, -100, -100, 15]]
     target = {"target": [[0.0, 0.0, 0.0, 0.0, 1.0]]}
     classifier = tiny.classifier(tmp_path / "c", "qwen3", "Token", num_labels=3)
@@ -123,7 +123,7 @@ def test_labels_of_a_value_head_are_no_tokens(tmp_path: Path) -> None:
     def act() -> tuple[list[float], str]:
         judge = build(classifier, {}, head="value", loss=mw.losses.classification)
         critic = build(language_model, {}, head="value", loss=mw.losses.squared_error)
-        batches = [mw.pack([[11, 12, 13, 14, 15]], [mark], fields=target) for mark in marks]
+        batches = [mw.pack([[11, 12, 13, 14, 15]], labels=[mark], fields=target) for mark in marks]
         losses = [judge.evaluate([classes]), *(critic.evaluate([batch]) for batch in batches)]
         return losses, said(language_model, {}, lambda engine: engine.evaluate([batches[0]]))
 
@@ -178,6 +178,9 @@ def test_a_field_that_nobody_reads(source: Path, name: str) -> None:
     batches = of_rewards(DOCUMENTS, name=name)
     text = worlds.run(1, said, source, {}, lambda engine: engine.evaluate(batches))[0]
     assert re.search(words("^DataError", rf"field {name!r}", r"\bloss\b", "'weight'"), text), text
+    padded = of_rewards(DOCUMENTS, name="attention_mask")
+    text = worlds.run(1, said, source, {}, lambda engine: engine.evaluate(padded))[0]
+    assert re.search(words("^DataError", "'attention_mask'", "without padding"), text), text
     reads = lambda s, f: -s["logprobs"] * f[name]  # noqa: E731
     assert worlds.run(1, evaluated, source, [batches], reads)[0][0] > 0
 

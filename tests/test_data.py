@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.axes import Axes
 from tests import tiny, trials, worlds
-from tests.trials import build
+from tests.trials import build, said
 from tests.words import words
 
 DOCUMENTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -85,6 +86,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask as advantage": (dict(fields={"gain": MASK}), SEEMS.format("gain")),
     "a mask of booleans": (dict(fields={"keep": [[False, False, True, True]]}), SEEMS.format("keep")),
     "log-probabilities behind a prompt of 0": (dict(fields={"old": [[0, 0, -0.2, -0.1]]}), SEEMS.format("old")),
+    "log-probabilities of the tokens": (dict(fields={"old": [[0.0, -1.0, -0.2, -3.0]]}), SEEMS.format("old")),
+    "the same behind a nan": (dict(fields={"old": [[float("nan"), -1.0, -0.2, -3.0]]}), SEEMS.format("old")),
+    "log-probabilities one too short": (dict(fields={"old": [[-1.0, -0.2, -3.0]]}), "for token t.1.*0 at the end"),
     "a field with the name of the labels": (dict(fields={"labels": MASK}), "field cannot be named 'labels'.*another"),
     "a field with the name of the tokens": (dict(fields={"tokens": MASK}), "field cannot be named 'tokens'.*another"),
 }
@@ -130,7 +134,7 @@ def test_values_of_all_tokens_are_not_those_of_an_answer() -> None:
 
 @pytest.mark.parametrize(
     ("other", "refused"),
-    [([0, 1.0, 1.0], True), ([0.0] * 3, True), ([0, 1.0], True), ([0, 1.0, 0], False), ([1.0] * 3, False)],
+    [([0, 1.0, 1.0], True), ([0.0] * 3, True), ([0, 1.0], True), ([0, 1.0, 0], True), ([1.0] * 3, False)],
     ids=["over tokens", "all 0", "of two tokens", "0 at the last", "not 0 at the first"],
 )
 def test_every_document_must_look_so(other: list[float], refused: bool) -> None:
@@ -377,3 +381,63 @@ def test_batches_have_fields_of_one_kind() -> None:
     assert {batch.fields["a"].dtype for batch in made} == {torch.float32}
     assert {batch.fields["b"].dtype for batch in made} == {torch.bool}
     assert sum(batch.num_targets for batch in made) == 6
+
+
+def test_a_mask_by_position() -> None:
+    """The model would learn the ids 0 and 1."""
+    with pytest.raises(mw.DataError, match=r"by name.*trained=.*labels="):
+        mw.pack([[1, 2, 3, 4]], [[0, 0, 1, 1]])
+
+
+def test_one_document_that_ends_in_0_hides_no_other() -> None:
+    twice, masks = DOCUMENTS[:1] * 2, MASK * 2
+    with pytest.raises(mw.DataError, match=SEEMS.format("gain")):
+        mw.pack(twice, trained=masks, fields={"gain": [[0, 0, 2.0, 0], [0, 0, 1.0, 0.5]]})
+
+
+def test_shifted_labels_of_transformers() -> None:
+    labels = mw.shift([[-100, -100, 7, 8], [-100, 9]])
+    assert labels == [[-100, 7, 8, -100], [9, -100]]
+    assert mw.shift([[0, 3]], fill=5) == [[3, 5]]
+
+
+def test_padding_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    mw.pack([[5, 6, 7, 8], [5, 6, 0, 0]])
+    assert re.search(r"4 tokens.*run of token 0.*padding", caplog.text)
+    caplog.clear()
+    for documents in ([[5, 6, 7, 8], [5, 6, 0]], [[5, 6, 7, 8], [5, 6, 7, 0]], [[5, 6, 0, 0]], [[1, 2]] * 2):
+        mw.pack(documents)
+    mw.pack([[5, 6, 7, 8], [5, 6, 0, 0]], trained=[[0, 1, 1, 1], [0, 1, 0, 0]])
+    assert not caplog.text
+
+
+def test_lists_by_document_are_no_field_of_a_batch() -> None:
+    batch = mw.pack([[5, 6, 7], [8, 9]])
+    for values in ([[1.0, 2.0, 3.0], [4.0, 5.0]], [torch.ones(3), torch.ones(2)]):
+        with pytest.raises(mw.DataError, match=r"old is a list by document.*all 5 tokens.*pack"):
+            batch.with_fields(old=values)
+
+
+def same_documents(source: Path) -> str:
+    engine, told = build(source, dict(fsdp=2)), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshwright").addHandler(handler)
+    for _ in range(2):
+        engine.evaluate([mw.pack([[1, 2, 3 + engine.model.mesh.rank]])])
+        engine.evaluate([mw.pack([[1, 2, 3]])])
+    return "; ".join(told)
+
+
+def test_the_same_documents_on_all_data_ranks_are_warned_of(source: Path) -> None:
+    """Once, on one rank."""
+    first, second = worlds.run(2, same_documents, source)
+    assert re.fullmatch(r"all 2 data ranks bring the same documents.*mw\.batches", first), first
+    assert not second
+
+
+def test_nothing_to_learn_names_the_template(source: Path) -> None:
+    def act() -> str:
+        return said(source, {}, lambda engine: engine.step([mw.pack([[1, 2, 3]], trained=[[0, 0, 0]])]))
+
+    assert re.search(r"^DataError: no token.*\{% generation %\}", worlds.run(1, act)[0])

@@ -213,7 +213,7 @@ def values_of_last_tokens(source: Path) -> tuple[float, float]:
     weigh = [[0.0, 0.0, 1.0], [0.0, 2.0]]
     batch = lambda last: mw.pack(  # noqa: E731 - two batches that differ in one number
         [[1, 2, 3], [4, 5]],
-        [[-100, -100, 0], [-100, 0]],
+        labels=[[-100, -100, 0], [-100, 0]],
         length=8,
         fields={"target": [[0.0, 0.0, 1.0], [0.0, last]], "weight": weigh},
     )
@@ -309,7 +309,7 @@ def test_pack_refuses_what_does_not_fit() -> None:
     with pytest.raises(mw.DataError, match=words(r"\bdocument 1\b", r"\bempty\b")):
         mw.pack([[1], []])
     with pytest.raises(mw.DataError, match=words(r"\blabels\b", r"\bdocument 0\b", "1 value for 2 tokens")):
-        mw.pack([[1, 2]], [[1]])
+        mw.pack([[1, 2]], labels=[[1]])
     with pytest.raises(mw.DataError, match=words(r"\b2 documents\b", r"\b5 tokens\b", r"length=0\b")):
         mw.pack([[1, 2, 3], [4, 5]], length=0)
     for document in ([1.5, 2], [True, False]):
@@ -336,11 +336,13 @@ def test_pack_says_what_it_wants(arguments: tuple[Any, ...], options: dict[str, 
 
 
 def test_labels_that_repeat_their_tokens_by_chance() -> None:
-    check_shifted(mw.pack([[7, 7, 7, 7, 7]], [[7, 7, 7, 7, 3]]))  # a run of one token
-    check_shifted(mw.pack([[1, 2, 3]], [[-100, 2, -100]]))  # one may be chance
-    check_shifted(mw.pack([[1, 2, 3], [4, 5], [6, 7]], [[-100, 2, -100], [4, -100], [6, -100]]))
-    check_shifted(mw.pack([[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 6]]))
-    mw.pack([[7, 7], [7, 7], [7, 7], [7, 7]], [[7, 7], [7, 7], [7, 7], [7, -100]])  # windows of a run of one token
+    check_shifted(mw.pack([[7, 7, 7, 7, 7]], labels=[[7, 7, 7, 7, 3]]))  # a run of one token
+    check_shifted(mw.pack([[1, 2, 3]], labels=[[-100, 2, -100]]))  # one may be chance
+    check_shifted(mw.pack([[1, 2, 3], [4, 5], [6, 7]], labels=[[-100, 2, -100], [4, -100], [6, -100]]))
+    check_shifted(mw.pack([[1, 2, 3, 4, 5]], labels=[[1, 2, 3, 4, 6]]))
+    mw.pack(
+        [[7, 7], [7, 7], [7, 7], [7, 7]], labels=[[7, 7], [7, 7], [7, 7], [7, -100]]
+    )  # windows of a run of one token
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])

@@ -43,7 +43,7 @@ def of_one_target(source: Path, mesh: dict[str, int]) -> tuple[float, dict[str, 
     for stream in streams:
         labels = [[-100] * len(d) for d in STREAMS[stream]]
         labels[1][0] = -100 if stream == 0 else 77
-        batches.append(mw.pack(STREAMS[stream], labels, length=10))
+        batches.append(mw.pack(STREAMS[stream], labels=labels, length=10))
     return engine.backward(batches), mw.gather(engine.model, "grad")
 
 

@@ -44,7 +44,7 @@ def ours(source: Path, kind: str, num: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The same of the packed documents."""
     model = mw.load(source, head="value", dtype=torch.float32)
     classes = labels(num) if kind == "Token" else [[*[-100] * (len(of) - 1), of[-1]] for of in labels(num)]
-    batch = mw.pack(DOCUMENTS, classes, length=60)
+    batch = mw.pack(DOCUMENTS, labels=classes, length=60)
     mw.Engine(model, lr=1e-3, loss=mw.losses.classification).backward([batch])
     return mw.logits(model, batch)[batch.is_target_T], mw.gather(model, "grad")
 

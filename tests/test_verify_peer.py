@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from meshwright import ops
 from meshwright.axes import Axes
 from meshwright.engine.router import Router
 from meshwright.verify import RunResult, against, inspection, plan, report
+from tests import tiny
 from tests.words import words
 
 
@@ -94,3 +96,12 @@ def test_what_could_not_be_asked_is_not_tried(
     tried = plan("tiny-qwen3", Axes(fsdp=2), say=lambda _: None)
     assert any(re.search(told, what) for what in report.untried(tried, [part])), part
     assert re.search(told, report.unproven(tried, [part]))
+
+
+def test_a_padding_token_is_a_word_like_any_other(tmp_path: Path) -> None:
+    """transformers gives its embedding no gradient, which is no mistake of ours."""
+    recipe = tmp_path / "recipe"
+    recipe.mkdir()
+    (recipe / "config.json").write_text(json.dumps(tiny.of("qwen3", pad_token_id=0)))
+    part = beside_transformers(tmp_path, str(recipe))
+    assert (list(part.findings), part.oracles) == ([], ("M1",))

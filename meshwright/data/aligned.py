@@ -24,7 +24,7 @@ def check_aligned(term_T: Tensor, bounds: Sequence[int], fields: Mapping[str, Te
     last_T = term_T & ~(term_T.roll(-1) & ~begins[1:])
     behind_T = (last_T & ~begins[1:]).roll(1)  # the token before, of the same document, has the last term of an answer
     for name, values in fields.items():
-        values_T = values.cpu()
+        values_T = values.cpu().nan_to_num() if values.is_floating_point() else values.cpu()
         is_set_T = values_T != 0
         if not (is_set_T & behind_T).any() or (is_set_T & first_T).any():
             continue  # as nearly always
@@ -48,14 +48,14 @@ def _over_tokens(values_T: Tensor, term_T: Tensor, behind_T: Tensor) -> bool | N
     """
     is_set_T = values_T != 0
     run = int(is_set_T.nonzero()[0])  # of zeros, from the first token on
-    if run == 0 or not (is_set_T & behind_T).any():
+    if run == 0:
         return False
-    if len(values_T) < 3:
+    if len(values_T) < 3 or not (is_set_T & behind_T).any():
         return None
     if (values_T[is_set_T] == values_T[run]).all():
         return True  # a mask, or one advantage for all of an answer
-    if run == 1:
-        return None
+    if run == 1:  # log-probabilities of the tokens have none for the first
+        return True if values_T.is_floating_point() and bool((values_T[1:] < 0).all()) else None
     if term_T[:-1].all():  # every token is learnt, so nothing but the zeros says where an answer would be
         rises = values_T[1:] >= values_T[:-1]
         falls = values_T[1:] <= values_T[:-1]

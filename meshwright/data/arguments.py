@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, counted
+from ..log import logger
 from .batch import IGNORE, Batch
 from .values import refuse_grad
 
@@ -23,6 +24,27 @@ def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
         return [len(v) for v in values]
     except TypeError:
         raise DataError(f"{what} must be a list for each document, as in pack([[5, 6, 7], [8, 9]])") from None
+
+
+def check_named(others: Sequence[object]) -> None:
+    """A mask in the place of labels would be learnt as the ids 0 and 1."""
+    if others:
+        raise DataError(
+            "mw.pack takes one list of documents, and all else by name: a mask over the tokens as trained=, what each "
+            "token is to predict as labels="
+        )
+
+
+def warn_of_padding(documents: Sequence[Sequence[int]]) -> None:
+    """Nobody can know that a token is padding, but documents of one length that end in a run of one token look so."""
+    ends = {document[-1] for document in documents if len(document) > 1 and document[-1] == document[-2]}
+    alike = len(documents) > 1 and len({len(document) for document in documents}) == 1
+    if alike and len(ends) == 1 and any(document[-1] not in ends for document in documents):
+        logger.warning(
+            "all %d documents have %d tokens, and some end in a run of token %s: if that is padding, it is learnt; "
+            "tokenize without padding=, or cut it off",
+            len(documents), len(documents[0]), *ends,
+        )  # fmt: skip
 
 
 def check_documents(documents: object, fields: object, **by_document: object) -> None:
@@ -49,7 +71,8 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
         raise DataError(f"length={length!r} must be a whole number")
     if not sizes:
         raise DataError(
-            "there are no documents to pack; where data has run out, give one without targets: pack([[0]], [[-100]])"
+            "there are no documents to pack; where data has run out, give one without targets: "
+            "pack([[0]], labels=[[-100]])"
         )
     if 0 in sizes:
         raise DataError(f"document {sizes.index(0)} is empty; leave it out")
@@ -69,8 +92,12 @@ def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: st
         )
     if found != list(sizes):
         at = next(i for i, (a, b) in enumerate(zip(found, sizes, strict=True)) if a != b)
+        hint = ""
+        if all(size - num == 1 for num, size in zip(found, sizes, strict=True)):
+            hint = "; the value at t is for token t+1, so what is known from the second token on gets a 0 at the end"
         raise DataError(
             f"{what}: document {at} differs in length: {counted(found[at], 'value')} for {counted(sizes[at], 'token')}"
+            + hint
         )
     for of_document in values:
         refuse_grad(of_document, what)

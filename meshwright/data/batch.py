@@ -99,6 +99,11 @@ class Batch:
         """The same batch with more fields, each `[T]`, such as the log-probabilities of another model."""
         for name, values in fields.items():
             refuse_grad(values, name)
+            if isinstance(values, list | tuple) and any(hasattr(each, "__len__") and len(each) for each in values):
+                raise DataError(
+                    f"{name} is a list by document; with_fields takes one tensor of all {len(self)} tokens, such as "
+                    "mw.logprobs gives. Lists by document go to pack(..., fields=)"
+                )
         more = {name: joined([values], name, self.tokens.device) for name, values in fields.items()}
         batch = replace(self, fields={**self.fields, **more})
         check_aligned(self.is_target_T, self.bounds, more)

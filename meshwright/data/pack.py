@@ -11,15 +11,24 @@ from torch import Tensor
 
 from ..errors import DataError
 from .aligned import check_aligned
-from .arguments import check_documents, check_lengths, check_mask, check_values, check_whole_numbers, lengths_of
+from .arguments import (
+    check_documents,
+    check_lengths,
+    check_mask,
+    check_named,
+    check_values,
+    check_whole_numbers,
+    lengths_of,
+    warn_of_padding,
+)
 from .batch import IGNORE, Batch
 from .values import joined
 
 
 def pack(
     documents: Sequence[Sequence[int]],
+    *_others: object,
     labels: Sequence[Sequence[int]] | None = None,
-    *,
     trained: Sequence[Sequence[bool]] | None = None,
     length: int | None = None,
     fields: Mapping[str, Sequence[Any]] | None = None,
@@ -37,6 +46,7 @@ def pack(
     >>> pack([[5, 6, 7, 8]], trained=[[0, 0, 1, 1]]).labels.tolist()
     [-100, 7, 8, -100]
     """
+    check_named(_others)
     check_documents(documents, fields, labels=labels, trained=trained)
     if labels is not None and trained is not None:
         raise DataError("labels and trained say the same in two ways; give one of them")
@@ -59,6 +69,8 @@ def pack(
         fields={name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()},
     )
     check_aligned(batch.is_target_T, batch.bounds, batch.fields)
+    if labels is None and trained is None:
+        warn_of_padding(documents)
     return batch if length is None else _filled(batch, int(length))
 
 
@@ -90,7 +102,7 @@ def _filled(batch: Batch, length: int) -> Batch:
     )
 
 
-def shift(values: Sequence[Any], fill: float = 0) -> list[Any]:
+def shift(values: Sequence[Any], fill: float | None = None) -> list[Any]:
     """Values of the tokens themselves, by document, as values of the terms: those of token t go to t-1.
 
     For what other libraries keep beside token t: advantages, old log-probabilities, masks. What belongs to a first
@@ -106,6 +118,8 @@ def shift(values: Sequence[Any], fill: float = 0) -> list[Any]:
             "{name: mw.shift(values) for name, values in fields.items()}"
         )
     lengths_of(values, "values")
+    if fill is None:  # labels of other libraries, which are over the tokens: nothing is behind the last
+        fill = IGNORE if any(IGNORE in list(of_document) for of_document in values) else 0
     return [_moved(of_document, fill) for of_document in values]
 
 

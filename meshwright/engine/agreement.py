@@ -6,6 +6,7 @@ all-gather. A mistake on one rank is then an error on every rank, at once, and n
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..axes import DENSE, Axes
 from ..data import WEIGHT, Batch, check_shifted
 from ..errors import ConfigError, DataError, RankError, StateError, counted
+from ..log import logger
 from ..mesh import Mesh
 from .arguments import check_autocast, check_batches, check_inference_mode
 from .model import Model
@@ -215,6 +217,21 @@ def check_same_data(told: Sequence[Data], ranks: Sequence[int], axes: Axes) -> N
             )
 
 
+def warn_of_same_data(told: Sequence[Data], num_data_ranks: int) -> None:
+    """It is no error, but most of the machine works for nothing."""
+    if num_data_ranks > 1 and told[0].num_targets and len({data.checksum for data in told}) == 1:
+        _warn_of_same_data(num_data_ranks)
+
+
+@functools.cache  # once
+def _warn_of_same_data(num: int) -> None:
+    logger.warning(
+        "all %d data ranks bring the same documents, so each is learnt %d times in a step; give every data rank its "
+        "own (mesh.data_rank), or those of all to mw.batches",
+        num, num,
+    )  # fmt: skip
+
+
 def whole_step(proposal: Proposal, told: Sequence[Data], axes: Axes) -> Step:
     """The step that all data ranks make together. They must bring equally much, and something to learn from."""
     for rank, data in enumerate(told):
@@ -227,6 +244,11 @@ def whole_step(proposal: Proposal, told: Sequence[Data], axes: Axes) -> Step:
     check_same_data(told, range(axes.world), axes)
     first = {axes.data_rank(rank): data for rank, data in reversed(list(enumerate(told)))}.values()
     weight, num_targets = sum(d.weight for d in first), sum(d.num_targets for d in first)
+    if not num_targets:
+        raise DataError(
+            "no token of the step has a label, so there is nothing to learn from. If trained= came from a chat "
+            "template, it marks answers with {% generation %}, or its mask is all 0"
+        )
     if weight <= 0:
         raise DataError(f"the step's {num_targets} targets weigh {weight}; there is nothing to learn from")
     num_tokens = sum(d.num_real for d in first)

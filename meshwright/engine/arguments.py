@@ -18,6 +18,7 @@ from ..parallel import Savings
 READ = ("rank", "node")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
 _SCHEDULE = "a function of the step, such as lambda step: 1e-5 * min(1, (step + 1) / 100)"
+_PADDING = ("attention_mask", "padding_mask")  # what documents have no need of
 _MEANT = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
 
 
@@ -179,6 +180,11 @@ def check_complete(grads: Container[str], trainable: Sequence[str]) -> None:
 
 def check_read(fields: set[str]) -> None:
     """Refuse a field that must be meant to weigh the terms, but that neither the loss nor the engine has read."""
+    for name in sorted(fields & {*_PADDING}):
+        raise DataError(
+            f"nobody reads the field {name!r}: documents are packed without padding, which would be learnt; cut it off "
+            "and leave the field out"
+        )
     for name in sorted(fields & {*_MEANT}):
         raise DataError(
             f"nobody reads the field {name!r}: the loss did not ask for it, and the field that weighs the terms is "

@@ -39,7 +39,7 @@ def batches(
     def prepare() -> tuple[tuple[Batch, list[list[int]]], Mapping[str, object], Data]:
         _check_length(length, mesh.axes.cp * mesh.axes.tp)
         # all of it on every rank: what is wrong with it is refused everywhere, in the numbers of the caller
-        whole = pack(documents, labels, trained=trained, fields=fields)
+        whole = pack(documents, labels=labels, trained=trained, fields=fields)
         bins = _bins([b - a for a, b in pairwise(whole.bounds)], length)
         return (whole, bins), _settings(whole, length), Data()
 
@@ -93,4 +93,4 @@ def _bins(sizes: Sequence[int], length: int) -> list[list[int]]:
 def _empty(whole: Batch, length: int) -> Batch:
     """A batch without targets, for a data rank that has come to the end of its documents."""
     zeros = {name: [torch.zeros_like(values[:1])] for name, values in whole.fields.items()}
-    return pack([[0]], [[IGNORE]], length=length, fields=zeros)
+    return pack([[0]], labels=[[IGNORE]], length=length, fields=zeros)

@@ -20,7 +20,18 @@ from ..layout import axes_left_to_sum
 from ..optim import AdamW, Settings, squares
 from ..parallel import Scores
 from ..watch import doing, names_lost_ranks
-from .agreement import EVALUATE, STEP, Proposal, Step, agree, check_is_model, check_ready, data_of, whole_step
+from .agreement import (
+    EVALUATE,
+    STEP,
+    Proposal,
+    Step,
+    agree,
+    check_is_model,
+    check_ready,
+    data_of,
+    warn_of_same_data,
+    whole_step,
+)
 from .arguments import check_complete, check_engine, check_inference_mode, check_trainable, lr_of_step, norm_bound
 from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
@@ -200,6 +211,8 @@ class Engine:
 
         self._terms.failure = None
         proposal, told = agree(self.model, call, propose)
+        if not self.model.mesh.rank:
+            warn_of_same_data(told, self.model.mesh.num_data_ranks)
         return replace(whole_step(proposal, told, self.model.mesh.axes), owner=self)
 
     def _settings(self) -> dict[str, object]:

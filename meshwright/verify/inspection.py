@@ -142,7 +142,8 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
 def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
     """M1 asks of the family alone, so a small language model of it is enough, whatever is tried."""
     began, options = time.monotonic(), plan.options
-    config = text_config(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
+    config = dict(text_config(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1)))
+    config["pad_token_id"] = None  # transformers gives the embedding of this token no gradient, unlike any other
     say("transformers: one process of ours beside its model")
     try:
         layouts = run_ranks(1, _make_peers, config, folder / "peers", options.seed, seconds=options.seconds)[0]

@@ -200,7 +200,7 @@ def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
 def documents_of(batch: Batch) -> list[Batch]:
     """Each document of a batch as a batch of its own."""
     bounds = batch.bounds
-    return [pack([batch.tokens[a:b].tolist()], [batch.labels[a:b].tolist()]) for a, b in pairwise(bounds)]
+    return [pack([batch.tokens[a:b].tolist()], labels=[batch.labels[a:b].tolist()]) for a, b in pairwise(bounds)]
 
 
 def _merged(batches: Sequence[Batch], length: int | None = None) -> Batch:
@@ -215,4 +215,4 @@ def _merged(batches: Sequence[Batch], length: int | None = None) -> Batch:
             labels.append(batch.labels[a:b].tolist())
             for name, values in batch.fields.items():
                 fields[name].append(values[a:b])
-    return pack(documents, labels, length=length, fields=fields)
+    return pack(documents, labels=labels, length=length, fields=fields)

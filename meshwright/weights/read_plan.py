@@ -1,7 +1,7 @@
 """Who reads which piece of a source, and sends it to whom: each rank reads its own, or one rank reads for its node.
 
-The second is for file systems that many readers slow down: a node then reads what it stores once (strips of columns with what
-lies between them, once for each rank of tp). All ranks open the files, but only for their headers.
+The second is for file systems that many readers slow down: a node then reads what it stores once (strips of columns
+with what lies between them, once for each rank of tp). All ranks open the files, but only for their headers.
 """
 
 from __future__ import annotations
