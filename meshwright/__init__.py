@@ -1,5 +1,8 @@
 """Train Qwen-family models on any mesh of devices, and prove the run right before renting the devices."""
 
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
 from .data import Batch, pack, shift
 from .engine import (
     Engine,
@@ -17,6 +20,7 @@ from .engine import (
     losses,
     stream,
 )
+from .engine.names import OF_PACKAGE, refuse
 from .errors import (
     BrokenFile,
     ConfigError,
@@ -37,6 +41,12 @@ from .mesh import Mesh
 from .verify import Difference, WeightCheck, check_weights
 
 __version__ = "0.1.0.dev0"
+
+if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
+
+    def __getattr__(name: str) -> NoReturn:
+        refuse("mw", OF_PACKAGE, name, sys.modules[__name__])
+
 
 __all__ = [
     "Batch",

@@ -13,6 +13,13 @@ EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, seen by the exper
 REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that hold a model between them
 TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks between which the tokens of a micro-batch are divided
 ENDS = "ends"  # the first and the last pipeline stage: they share a tied embedding
+# What other libraries call an axis.
+OTHER_NAMES = {
+    **dict.fromkeys(("dp", "dp_shard", "dp_size", "data_parallel", "world_size", "num_ranks"), "fsdp"),
+    **dict.fromkeys(("ddp", "dp_replicate", "hsdp"), "replicate"),
+    **dict.fromkeys(("sp", "tensor_parallel", "tp_size", "model_parallel"), "tp"),
+    **dict.fromkeys(("expert_parallel", "ep_size"), "ep"),
+}
 
 
 @dataclass(frozen=True)

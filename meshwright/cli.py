@@ -1,13 +1,14 @@
-"""The command line. Exit codes: 0 all is well, 1 something was found, 2 what was asked for cannot be, 130 Ctrl-C."""
+"""The command line. Exit codes: 0 all is well, 1 something was found, 2 it is impossible, 130 Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .errors import ConfigError, MeshError, MeshwrightError
 
@@ -37,7 +38,7 @@ PLAN_ABOUT = """What a model needs on a mesh: bytes of every rank, every collect
 
 It reads config.json (and the headers of the weights, where they are), starts no process and needs no device.
 Activations are not counted: what does not fit cannot run, what fits may still run out of memory.
-Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh cannot be, and why.
+Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh is impossible, and why.
 """
 TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
 
@@ -70,7 +71,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         epilog=PLAN_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     plan.set_defaults(run=_plan)
-    plan.add_argument("model", help=f"a Hugging Face directory, its config.json, a hub id, {TINY}")
+    plan.add_argument("model", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
     plan.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
     plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
     plan.add_argument("--tokens", type=_positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
@@ -92,7 +93,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     verify.set_defaults(run=_verify)
-    verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, its config.json, a hub id, {TINY}")
+    verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
     verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(
@@ -133,11 +134,16 @@ class _Version(argparse.Action):
 
 def mesh_of(text: str) -> dict[str, int]:
     """`fsdp=2,tp=2` as sizes."""
+    from .axes import OTHER_NAMES
+
     sizes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", ",").split(",")):
         axis, equals, size = part.partition("=")
         known = axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep")
-        if not known or not equals or not size.isdecimal() or len(size) > 9:
+        valid = bool(equals) and size.isdecimal() and len(size) <= 9
+        if valid and axis in OTHER_NAMES:
+            raise ConfigError(f"--mesh {text!r:.200}: there is no {axis!r}; choose {OTHER_NAMES[axis]}={size}")
+        if not known or not valid:
             raise ConfigError(f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of replicate, fsdp, tp, ep")
         if axis in sizes:
             raise ConfigError(f"--mesh {text!r} gives {axis} twice")
@@ -157,13 +163,13 @@ def _plan(options: argparse.Namespace) -> int:
     refused = plan.objections(blueprint, sizes)
     if refused:
         if options.json:
-            print(json.dumps({**origin, "model": options.model, "mesh": sizes, "refused": refused}, indent=2))
+            _print_json({**origin, "model": options.model, "mesh": sizes, "refused": refused})
         raise MeshError(plan.told(refused))
     axes = Axes(**sizes)
     work = plan.work_of(axes, options.tokens, options.micro_batches)
     figures = plan.Figures(options.model, blueprint, axes, work, device, options.head)
     if options.json:
-        print(json.dumps(as_json(figures, origin), indent=2))
+        _print_json(as_json(figures, origin))
     else:
         print_plan(figures)
     if target:
@@ -193,12 +199,20 @@ def _verify(options: argparse.Namespace) -> int:
     parts = verify.inspect(plan, say)
     origin = planning.origin(options.command, options.seed)
     if options.json:
-        print(json.dumps(report.as_json(options.model, plan, parts, origin), indent=2))
+        _print_json(report.as_json(options.model, plan, parts, origin))
     else:
         report.print_table(options.model, plan, parts)
     if target:
         planning.write_page(target, found.verify_page(plan, parts, origin))
     return int(any(part.findings for part in parts))
+
+
+def _print_json(found: Mapping[str, object]) -> None:
+    """A reader may stop early, as `head` does. That is no error, and the exit code stays that of the result."""
+    try:
+        print(json.dumps(found, indent=2), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
 
 
 class _Clock:

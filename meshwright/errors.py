@@ -33,7 +33,7 @@ class ConfigError(MeshwrightError, ValueError):
 
 
 class MeshError(MeshwrightError):
-    """A mesh that cannot be: `fsdp=2 x tp=4 needs 8 ranks, torchrun started 6; start 8, or choose fsdp=3, tp=2`."""
+    """A mesh that is impossible: `fsdp=2 x tp=4 needs 8 ranks, torchrun started 6; start 8, or choose fsdp=3, tp=2`."""
 
 
 class LayoutError(MeshwrightError):

@@ -21,6 +21,25 @@ TRIED: dict[str, tuple[Any, str]] = {
     "model.parameters": (lambda e: e.model.parameters(), r"AttributeError: .*mw\.gather\(model\).*stored"),
     "model.save_pretrained": (lambda e: e.model.save_pretrained("x"), r"AttributeError: .*mw\.export\(model"),
     "model.train": (lambda e: e.model.train(), r"AttributeError: .*no modes"),
+    "model.push_to_hub": (lambda e: e.model.push_to_hub("org/name"), r"AttributeError: .*mw\.export.*hf upload"),
+    "model.resize": (
+        lambda e: e.model.resize_token_embeddings(9), r"AttributeError: .*'resize_token_embeddings'.*transformers",
+    ),
+    "engine.save_model": (lambda e: e.save_model("x"), r"AttributeError: .*mw\.export\(engine\.model"),
+    "mw.from_pretrained": (lambda _: mw.from_pretrained("x"), r"AttributeError: mw has no 'from_pret.*mw\.load\("),
+    "mw.save": (lambda e: mw.save(e.model, "x"), r"AttributeError: mw has no 'save'; instead: mw\.export\(model"),
+    "mw.Trainer": (lambda e: mw.Trainer(e.model), r"AttributeError: mw has no 'Trainer'; instead: mw\.Engine\("),
+    "mw.frobnicate": (lambda _: mw.frobnicate, r"AttributeError: mw has no 'frobnicate'$"),
+    "torch_dtype": (
+        lambda _: mw.load("x", torch_dtype=torch.bfloat16), r"ConfigError: mw\.load has no 'torch_dtype'; .*: dtype=",
+    ),
+    "mw.init(device=)": (lambda _: mw.init("x", device="cpu"), r"ConfigError: mw\.init has no 'device'.*mw\.Mesh\("),
+    "an argument nobody knows": (lambda _: mw.load("x", colour=1), "TypeError: .*'colour'"),
+    "learning_rate": (
+        lambda e: mw.Engine(e.model, learning_rate=1.0), r"ConfigError: mw\.Engine has no 'learning_rate'; .*: lr=$",
+    ),
+    "optimizer": (lambda e: mw.Engine(e.model, lr=1.0, optimizer="sgd"), "ConfigError: .*AdamW, which is the only"),
+    "dtype='bfloat16'": (lambda _: mw.load("x", dtype="bfloat16"), r"ConfigError: .*give dtype=torch\.bfloat16, or"),
     "any other": (lambda e: e.model.frobnicate, r"AttributeError: mw\.Model has no 'frobnicate'$"),
     "engine(batch)": (lambda e: e([1]), r"StateError: .*engine\.step\(batches\)"),
     "engine.save": (lambda e: e.save("x"), r"AttributeError: mw\.Engine has no 'save'; .*mw\.export\(engine\.model"),
@@ -31,6 +50,10 @@ TRIED: dict[str, tuple[Any, str]] = {
     "Mesh(foo=2)": (lambda _: mw.Mesh(foo=2), r"MeshError: .*'foo'; there are replicate, fsdp, tp, ep"),
     "a scheduler": (
         lambda e: mw.Engine(e.model, lr=torch.optim.lr_scheduler.StepLR), "ConfigError: lr=StepLR .*lambda step",
+    ),
+    "a scheduler's object": (
+        lambda e: mw.Engine(e.model, lr=torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 1)),
+        "ConfigError: lr=.*lambda step",
     ),
     "torch's loss": (
         lambda e: mw.Engine(e.model, lr=1.0, loss=torch.nn.functional.cross_entropy),
@@ -66,6 +89,13 @@ def test_a_way_out(answers: tuple[dict[str, str], str, bool], name: str) -> None
 def test_an_engine_shows_itself_in_a_line(answers: tuple[dict[str, str], str, bool]) -> None:
     assert answers[1] == "Engine(step 0, lr 0.01, Model(qwen3, 27,796 parameters, torch.float64, one process))"
     assert not answers[2]
+
+
+def test_python_still_tells_a_name_that_is_alike() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import meshwright as mw; mw.logprob"], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.rstrip().endswith("mw has no 'logprob'. Did you mean: 'logprobs'?")
 
 
 def test_the_version_is_told() -> None:

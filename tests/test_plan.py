@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from meshwright.layout import piece
 from meshwright.plan import Figures, device_bytes, objections, plan_page, work_of
 from meshwright.plan.refusals import RANKS_A_CORE, smaller
 from meshwright.plan.tables import alike, parameter_lines
-from meshwright.plan.wording import counted, large, size
+from meshwright.plan.wording import counted, large, nominal, size
 from tests import tiny
 from tests.test_verify import QWEN3_30B_A3B, directory
 from tests.words import words
@@ -169,7 +171,7 @@ def test_activations_are_said_not_to_be_counted(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [("80GB", 80 * 10**9), ("80gb", 80 * 10**9), ("80 GB", 80 * 10**9), ("74.5GiB", int(74.5 * 2**30)),
-     ("H100", 80 * 10**9), ("h200", 141 * 10**9), ("A100-40GB", 40 * 10**9)],
+     ("H100", 80 * 10**9), ("h200", 141 * 10**9), ("A100-40GB", 40 * 10**9), ("100kB", 10**5), ("3MiB", 3 * 2**20)],
 )  # fmt: skip
 def test_devices(text: str, num_bytes: int) -> None:
     assert device_bytes(text) == num_bytes
@@ -177,7 +179,7 @@ def test_devices(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["80", "80gb ", "GB", "0GB", "-1GB", "A100", "80GB80GB", "nanGB", ""])
 def test_devices_that_are_not_known(text: str) -> None:
-    with pytest.raises(ConfigError, match=words("--device", "80GB", "H100")):
+    with pytest.raises(ConfigError, match=words("--device", "80GB", "H100", "A100-80GB")):
         device_bytes(text)
 
 
@@ -190,6 +192,9 @@ REFUSED = [
     (["tiny-qwen3", "--mesh", "tp=0,fsdp=0"], ["tp=0", "fsdp=0"]),
     (["tiny-qwen3", "--mesh", "tp=2", "--tokens", "8191"], [r"--tokens 8191\b.*\bcp\*tp=2\b.*\b8192$"]),
     (["tiny-qwen3", "--device", "large"], ["--device 'large'"]),
+    (["tiny-qwen3", "--device", "80"], ["--device '80' without a unit; did you mean 80GB"]),
+    (["tiny-qwen3", "--mesh", "dp=2"], ["there is no 'dp'; choose fsdp=2$"]),
+    (["no/c44.json"], ["no/c44.json is not there"]),
     (["no/config.json"], ["no/config.json is not there"]),
     (["no/such/place"], [r"no/such/place\b.*\btiny-qwen2"]),
 ]  # fmt: skip
@@ -237,6 +242,35 @@ def test_a_path_to_config_json(tmp_path: Path, capsys: Capture, monkeypatch: pyt
     monkeypatch.chdir(source)
     assert cli.main(["plan", "config.json"]) == 0
     assert "config.json on one process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_a_config_under_another_name(tmp_path: Path, capsys: Capture, command: str) -> None:
+    at = tmp_path / "c44.json"
+    at.write_text(json.dumps(tiny.of("qwen3")))
+    assert cli.main([command, str(at), "--json", *(["--dtypes", "float32"] if command == "verify" else [])]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == str(at)
+
+
+def test_what_a_file_of_json_may_not_be(tmp_path: Path, capsys: Capture) -> None:
+    at = tmp_path / "tokenizer.json"
+    at.write_text(json.dumps({"version": "1.0", "model": {}}))
+    code, _, err = planned(capsys, str(at))
+    assert code == 2
+    assert re.search(words(r"tokenizer\.json is no config of a model", "model_type=None"), err), err
+    at.write_text(json.dumps(tiny.of("qwen3")))
+    assert cli.main(["verify", str(at), "--weights"]) == 2
+    assert re.search(words(r"tokenizer\.json is a config without weights", "a directory"), capsys.readouterr().err)
+
+
+def test_a_reader_that_stops_early() -> None:
+    """As `| head` does. The exit code stays that of the result."""
+    command = [sys.executable, "-m", "meshwright", "plan", "tiny-qwen3-moe", "--device", "1kB", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        assert running.stderr is not None
+        assert (running.stderr.read(), running.wait()) == ("", 1)
 
 
 def test_headers_are_checked_where_they_are(tmp_path: Path, capsys: Capture) -> None:
@@ -332,6 +366,10 @@ def test_the_help_shows_examples(capsys: Capture) -> None:
 )  # fmt: skip
 def test_sizes(number: int, text: str) -> None:
     assert size(number) == text
+
+
+def test_a_device_in_its_unit() -> None:
+    assert [nominal(n) for n in (80 * 10**9, 100_000)] == ["80 GB", "100 kB"]
 
 
 def test_plurals() -> None:

@@ -17,6 +17,7 @@ from ..parallel import Savings
 
 READ = ("rank", "node")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
+_SCHEDULE = "a function of the step, such as lambda step: 1e-5 * min(1, (step + 1) / 100)"
 _PADDING = ("attention_mask", "padding_mask")  # what documents have no need of
 _MEANT = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
 
@@ -26,7 +27,9 @@ def check_loading(mesh: object, dtype: object, savings: object, read: str = "ran
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
     if dtype not in (None, *COMPUTE):
-        raise ConfigError(f"dtype={dtype!r} cannot be computed in; choose from {', '.join(map(str, COMPUTE))}")
+        named = next((known for known in COMPUTE if str(known) in (dtype, f"torch.{dtype}")), None)
+        what = f"is a text; give dtype={named}, or another" if named else "cannot be computed in; choose"
+        raise ConfigError(f"dtype={dtype!r} {what} from {', '.join(map(str, COMPUTE))}")
     if not isinstance(savings, Savings):
         raise ConfigError(f"savings={savings!r} must be mw.Savings(...), such as mw.Savings(recompute='full')")
     if read not in READ:
@@ -79,9 +82,9 @@ def check_autocast(device: str) -> None:
 
 def check_engine(lr: object, loss: object, entropy: object) -> None:
     if not callable(lr) and not within(lr, 0):
-        raise ConfigError(f"lr={lr!r} must be a number of 0 or more, or a function of the step")
+        raise ConfigError(f"lr={lr!r:.80} must be a number of 0 or more, or {_SCHEDULE}")
     if isinstance(lr, type):
-        raise ConfigError(f"lr={lr.__name__} is a class; give a function of the step, such as lambda step: 1e-5 * ...")
+        raise ConfigError(f"lr={lr.__name__} is a class; give {_SCHEDULE}")
     if str((loss if inspect.isroutine(loss) else type(loss)).__module__).startswith("torch.nn"):
         raise ConfigError(
             f"loss={loss!r:.80} is torch's; give a function of scores and fields: mw.losses.cross_entropy"

@@ -36,7 +36,7 @@ from .arguments import check_complete, check_engine, check_inference_mode, check
 from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
 from .model import Model
-from .names import OF_ENGINE, refusing
+from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
 from .router import Router
 from .terms import Terms
 
@@ -68,6 +68,7 @@ class Engine:
     `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, AdamW).
     """
 
+    @refusing_arguments("Engine", ARGUMENTS_OF_ENGINE)
     def __init__(
         self,
         model: Model,

@@ -35,7 +35,7 @@ from ..weights import (
 )
 from .arguments import check_loading, check_unquantised, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of
-from .names import OF_MODEL, refusing
+from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
 
 
 @dataclass
@@ -158,6 +158,7 @@ class Model:
         return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes})"
 
 
+@refusing_arguments("load", ARGUMENTS_OF_LOAD)
 def load(
     source: str | os.PathLike[str],
     mesh: Mesh | None = None,
@@ -194,6 +195,7 @@ def load(
     return model
 
 
+@refusing_arguments("init", ARGUMENTS_OF_LOAD)
 def init(
     source: str | os.PathLike[str],
     mesh: Mesh | None = None,

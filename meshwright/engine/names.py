@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import NoReturn, ParamSpec, TypeVar
+
+from ..errors import ConfigError
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
 
 _WEIGHTS = "mw.gather(model) gives whole tensors, model.stored() this rank's pieces"
 _CHECKPOINT = "there are no checkpoints yet: mw.export(engine.model, directory) writes the weights"
+_UPLOAD = "mw.export(model, directory), then `hf upload org/name directory`"
 _SAMPLE = "export the model, or hand its weights to an inference engine (mw.stream)"
 
 OF_MODEL = {
@@ -18,6 +25,8 @@ OF_MODEL = {
     **dict.fromkeys(("forward", "logits"), "mw.logits(model, batch), or mw.logprobs(model, batch)"),
     **dict.fromkeys(("backward", "zero_grad"), "mw.Engine(model, lr=...).step(batches)"),
     "generate": _SAMPLE,
+    "push_to_hub": _UPLOAD,
+    "resize_token_embeddings": "sizes are those of the files; resize with transformers before mw.load",
     "gradient_checkpointing_enable": "mw.load(..., savings=mw.Savings(recompute='full'))",
     "compile": "mw.load(..., savings=mw.Savings(compiled=True))",
     "requires_grad_": "train= of mw.load",
@@ -27,11 +36,30 @@ OF_ENGINE = {
     **dict.fromkeys(("resume", "load", "load_checkpoint", "load_state_dict"), _CHECKPOINT),
     **dict.fromkeys(("train", "train_batch", "train_step", "fit"), "engine.step(batches)"),
     **dict.fromkeys(("eval", "eval_batch"), "engine.evaluate(batches)"),
-    "export": "mw.export(engine.model, directory)",
+    **dict.fromkeys(("save_model", "save_pretrained", "export"), "mw.export(engine.model, directory)"),
+    "push_to_hub": _UPLOAD.replace("model", "engine.model"),
     "forward": "mw.logits(engine.model, batch), or engine.backward(batches)",
     "generate": _SAMPLE,
     "zero_grad": "engine.discard(); update() does it too",
     "parameters": "mw.gather(engine.model), or engine.model.stored()",
+}
+OF_PACKAGE = {
+    **dict.fromkeys(("from_pretrained", "from_config"), "mw.load(source, mesh), or mw.init for random weights"),
+    **dict.fromkeys(("save", "save_pretrained", "save_model"), "mw.export(model, directory)"),
+    **dict.fromkeys(("Trainer", "train", "fit"), "mw.Engine(model, lr=...).step(batches)"),
+    "push_to_hub": _UPLOAD,
+    "generate": _SAMPLE,
+}
+ARGUMENTS_OF_LOAD = {
+    "torch_dtype": "dtype=torch.bfloat16",
+    **dict.fromkeys(("device", "device_map"), "mesh=mw.Mesh(fsdp=4, device='cpu')"),
+}
+ARGUMENTS_OF_ENGINE = {
+    "learning_rate": "lr=",
+    "optimizer": "lr=, betas=, eps= and weight_decay= of AdamW, which is the only one",
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "lr=, which may be a function: lr=lambda step: 1e-5 / (step + 1)"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "max_norm="),
+    **dict.fromkeys(("loss_fn", "criterion"), "loss="),
 }
 
 
@@ -39,7 +67,30 @@ def refusing(owner: str, instead: Mapping[str, str]) -> Callable[[object, str], 
     """`__getattr__` of a class: it is asked only for names that the class has not."""
 
     def missing(_self: object, name: str) -> NoReturn:
-        hint = f"; instead: {instead[name]}" if name in instead else ""
-        raise AttributeError(f"mw.{owner} has no {name!r}{hint}")
+        refuse(f"mw.{owner}", instead, name, _self)
 
     return missing
+
+
+def refuse(owner: str, instead: Mapping[str, str], name: str, of: object) -> NoReturn:
+    if name in instead:
+        raise AttributeError(f"{owner} has no {name!r}; instead: {instead[name]}")
+    raise AttributeError(f"{owner} has no {name!r}", name=name, obj=of)  # of these Python tells a name that is alike
+
+
+def refusing_arguments(
+    owner: str, instead: Mapping[str, str]
+) -> Callable[[Callable[Given, Returned]], Callable[Given, Returned]]:
+    """Of a function: arguments that users know from other libraries. Any other unknown one is left to Python."""
+
+    def refusing_them(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+        @functools.wraps(function)
+        def call(*args: Given.args, **named: Given.kwargs) -> Returned:
+            for name in named:
+                if name in instead:
+                    raise ConfigError(f"mw.{owner} has no {name!r}; instead: {instead[name]}")
+            return function(*args, **named)
+
+        return call
+
+    return refusing_them

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..axes import DENSE, Axes, Sum
+from ..axes import DENSE, OTHER_NAMES, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError
 from ..watch import Watch, here, waiting_at
 from .collectives import gather
@@ -198,21 +198,13 @@ class Mesh:
         return f"Mesh({self.axes}, rank {self.rank} of {self.axes.world} on {self.device})"
 
 
-_OTHER_NAMES = {
-    **dict.fromkeys(("dp", "dp_shard", "dp_size", "data_parallel", "world_size", "num_ranks"), "fsdp"),
-    **dict.fromkeys(("ddp", "dp_replicate", "hsdp"), "replicate"),
-    **dict.fromkeys(("sp", "tensor_parallel", "tp_size", "model_parallel"), "tp"),
-    **dict.fromkeys(("expert_parallel", "ep_size"), "ep"),
-}
-
-
 def _refuse_unnamed(sizes: tuple[int, ...], others: Mapping[str, object]) -> None:
     """A size without the name of its axis would be another axis than the caller thinks."""
     known = "replicate, fsdp, tp, ep, device and timeout_s"
     if sizes:
         raise MeshError(f"mw.Mesh{sizes!r} names no axis; name it, as in mw.Mesh(fsdp={sizes[0]}); there are {known}")
     for name, size in others.items():
-        hint = f"choose {_OTHER_NAMES[name]}={size}" if name in _OTHER_NAMES else f"there are {known}"
+        hint = f"choose {OTHER_NAMES[name]}={size}" if name in OTHER_NAMES else f"there are {known}"
         raise MeshError(f"mw.Mesh has no {name!r}; {hint}")
 
 

@@ -26,7 +26,8 @@ GB = 10**9
 
 # Memory as the maker names it: some bytes more are there, some of them taken before a run begins.
 DEVICES = {"H100": 80 * GB, "H200": 141 * GB, "B200": 180 * GB, "L40S": 48 * GB, "MI300X": 192 * GB}
-_SIZE = re.compile(r"(?:[A-Za-z]\w*-)?(\d+(?:\.\d+)?) ?(GB|GiB)", re.ASCII | re.IGNORECASE)  # 80GB, 74.5GiB, A100-40GB
+_SIZE = re.compile(r"(?:[A-Za-z]\w*-)?(\d+(?:\.\d+)?) ?([kMGT])(i?)B", re.ASCII | re.IGNORECASE)  # 80GB, A100-40GB
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def device_bytes(text: str) -> int:
@@ -34,11 +35,12 @@ def device_bytes(text: str) -> int:
         return DEVICES[text.upper()]
     found = _SIZE.fullmatch(text)
     if not found or float(found[1]) <= 0:
+        known = ", ".join(DEVICES)
+        unit = f" without a unit; did you mean {text}GB? Give" if text.isdecimal() else " is no size of memory; give"
         raise ConfigError(
-            f"--device {text!r:.200} is no size of memory; give one such as 80GB or 74.5GiB, or one of "
-            f"{', '.join(DEVICES)}, A100-40GB"
+            f"--device {text!r:.200}{unit} one such as 80GB or 74.5GiB, or one of {known}, A100-40GB, A100-80GB"
         )
-    return int(float(found[1]) * (GB if found[2].upper() == "GB" else 2**30))
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].lower()])
 
 
 def work_of(axes: Axes, tokens: int | None, num_batches: int) -> Work:

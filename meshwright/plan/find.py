@@ -1,4 +1,4 @@
-"""The model that a user names: a directory, a hub id, or a tiny one that is built in."""
+"""The model that a user names: a directory, a config, a hub id, or a tiny one that is built in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import torch
 
 from ..blueprint import Blueprint, draw
 from ..errors import ConfigError
-from ..weights import download, exists, is_hub_id, open_index, open_source, path_of, read_config
+from ..weights import (
+    CONFIG,
+    download,
+    exists,
+    is_hub_id,
+    open_index,
+    open_source,
+    path_of,
+    read_config,
+    read_stamped_json,
+)
 
 Say = Callable[[str], None]
 
@@ -50,6 +60,9 @@ def find(model: str, head: str, weights: bool, say: Say) -> Blueprint:
         if weights:
             raise ConfigError(f"{model} has no weights to take as they are; name a directory or a hub id")
         return draw(TINY[model], head=head)
+    at = path_of(model)
+    if at.suffix == ".json" and at.name != CONFIG and not exists(at, Path.is_dir):
+        return _of_config_alone(at, head, weights)
     directory, from_hub = _located(model, weights, say)
     there = any(directory.glob("*.safetensors"))
     if weights and not there:
@@ -61,16 +74,31 @@ def find(model: str, head: str, weights: bool, say: Say) -> Blueprint:
     return draw(config, source if source.entries else None, head=head, directory=directory, stored=torch.float64)
 
 
+def _of_config_alone(path: Path, head: str, weights: bool) -> Blueprint:
+    """A config under another name. No weights belong to it, whatever lies beside it."""
+    if not exists(path, Path.is_file):
+        raise ConfigError(f"{path} is not there; name a config (*.json), or a directory that holds a {CONFIG}")
+    if weights:
+        raise ConfigError(f"{path} is a config without weights to take as they are; name a directory or a hub id")
+    config, _ = read_stamped_json(path)
+    try:
+        return draw(config, head=head)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is no config of a model: {error}") from error
+
+
 def _located(model: str, weights: bool, say: Say) -> tuple[Path, bool]:
     at = path_of(model)
-    if at.name == "config.json":  # its directory is meant
+    if at.name == CONFIG:  # its directory is meant
         if not exists(at, Path.is_file):
-            raise ConfigError(f"{model} is not there; name a directory that holds a config.json")
+            raise ConfigError(f"{model} is not there; name a directory that holds a {CONFIG}")
         at = at.parent
     if exists(at, Path.is_dir):
         return at, False
     if not is_hub_id(model):
         known = ", ".join(TINY)
-        raise ConfigError(f"{model!r} is neither a directory nor one of {known}, nor a hub id (org/name)")
+        raise ConfigError(
+            f"{model!r} is neither a directory nor a config (*.json), nor one of {known}, nor a hub id (org/name)"
+        )
     say(f"fetching {model} from the hub: " + ("its weights too" if weights else "its config alone"))
     return download(model, weights), True

@@ -105,7 +105,7 @@ def _traffic(figures: Figures) -> str:
     even = " The router is taken to be even." if figures.blueprint.balance.num_experts else ""
     text = (
         f"In a step {step(figures)}, computed in bfloat16 and summed in float32. Bytes are of the larger side of each "
-        f"collective, as rank 0 pays them; no rank pays more.{even}"
+        f"collective, as counted on rank 0; no rank counts more.{even}"
     )
     by_axes = [list(same) for _, same in groupby(rows, lambda row: row.over)]
     most = max(sum(row.num_bytes for row in same) for same in by_axes)

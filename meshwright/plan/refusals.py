@@ -85,7 +85,7 @@ def told(refused: Sequence[str]) -> str:
     """One reason as it is, several as a list."""
     if len(refused) == 1:
         return refused[0]
-    return "\n  - ".join([f"the mesh cannot be, for {len(refused)} reasons:", *refused])
+    return "\n  - ".join([f"the mesh is impossible, for {len(refused)} reasons:", *refused])
 
 
 def objections(blueprint: Blueprint, sizes: Mapping[str, int]) -> list[str]:

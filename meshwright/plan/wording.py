@@ -36,7 +36,8 @@ def size(num_bytes: int) -> str:
 
 def nominal(num_bytes: int) -> str:
     """Of a device, as its maker writes it: 80 GB."""
-    return f"{num_bytes / GB:.4g} GB"
+    name, unit = unit_of(num_bytes)
+    return f"{num_bytes / unit:.4g} {name}"
 
 
 def span(least: int, most: int, to: str = " to ") -> str:

@@ -1,7 +1,7 @@
 """Hugging Face directories in and out, by intersection of boxes."""
 
 from .directory import Export, check_export, exported_config, raw_tensor, write_directory
-from .header import DTYPES, Entry
+from .header import DTYPES, Entry, read_stamped_json
 from .hub import download, is_hub_id, local_directory
 from .init import fill_fresh
 from .keymap import Key, KeyMap, blocks_by_key, of_source, of_table
