@@ -126,7 +126,7 @@ def compare(
 
 def check_is_model(model: object) -> None:
     if not isinstance(model, Model):
-        raise ConfigError(f"a {type(model).__name__} is no model; give what mw.load returned (engine.model)")
+        raise ConfigError(f"{type(model).__name__} is no model; give what mw.load returned (engine.model)")
 
 
 def _check_outside_loss(model: Model, call: str) -> None:

@@ -241,7 +241,7 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
     notes = [f"{counted(check.num_differences, 'box', 'boxes')} differ; an element that two ranks store counts twice"]
     notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
     if len(sums) < len(files):
-        notes.append(f"nothing is known here of how {counted(len(files) - len(sums), 'file')} were published")
+        notes.append(f"the published sha256 of {counted(len(files) - len(sums), 'file')} is not known here")
     margins = [Margin("L1", "collectives", 0), Margin("W1", "elements of all ranks", check.num_elements)]
     margins += [Margin("W1", "files with the hub's sha256", len(sums))] if sums else []
     return RunResult(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes, margins)
