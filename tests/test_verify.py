@@ -120,9 +120,10 @@ def test_a_published_model_shrunk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], mesh: str, head: str
 ) -> None:
     at = directory(tmp_path / "m", config)
-    code, out, _ = said(capsys, at, "--mesh", mesh, "--head", head, "--dtypes", "float64,bfloat16", "--json")
+    dtypes = ["float64", "bfloat16"] if config is QWEN2 else ["float64"]  # one that is quick shows the others
+    code, out, _ = said(capsys, at, "--mesh", mesh, "--head", head, "--dtypes", ",".join(dtypes), "--json")
     assert code == 0, out
-    assert [run["dtype"] for run in passed(out)["runs"]] == ["float64", "bfloat16", "transformers"]
+    assert [run["dtype"] for run in passed(out)["runs"]] == [*dtypes, "transformers"]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
