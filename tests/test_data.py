@@ -399,6 +399,9 @@ def test_shifted_labels_of_transformers() -> None:
     labels = mw.shift([[-100, -100, 7, 8], [-100, 9]])
     assert labels == [[-100, 7, 8, -100], [9, -100]]
     assert mw.shift([[0, 3]], fill=5) == [[3, 5]]
+    assert mw.shift([[-100.0, 2.0]]) == [[2.0, 0]], "a reward is no label"
+    assert mw.shift([torch.tensor([-100, 7, 8])])[0].tolist() == [7, 8, -100]
+    assert mw.shift([torch.tensor([[-100.0, 1.0], [2.0, 3.0]])])[0].tolist() == [[2.0, 3.0], [0.0, 0.0]]
 
 
 def test_padding_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -119,8 +119,16 @@ def shift(values: Sequence[Any], fill: float | None = None) -> list[Any]:
         )
     lengths_of(values, "values")
     if fill is None:  # labels of other libraries, which are over the tokens: nothing is behind the last
-        fill = IGNORE if any(IGNORE in list(of_document) for of_document in values) else 0
+        fill = IGNORE if any(_are_labels(of_document) for of_document in values) else 0
     return [_moved(of_document, fill) for of_document in values]
+
+
+def _are_labels(values: Any) -> bool:
+    """Whole numbers, some of them -100. A reward may be -100.0."""
+    if hasattr(values, "__array__"):
+        found = torch.as_tensor(values)
+        return not found.is_floating_point() and bool((found == IGNORE).any())
+    return any(isinstance(value, int) and value == IGNORE for value in values)
 
 
 def _moved(values: Any, fill: float) -> Any:

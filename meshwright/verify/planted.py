@@ -116,7 +116,7 @@ def check_felt(name: str, axes: Axes, training: bool) -> None:
     wanted = bug(name).axes
     if wanted and not any(axes.size_of(axis) > 1 for axis in wanted):
         choices = " or ".join(f"--mesh {axis}=2" for axis in wanted)
-        raise ConfigError(f"--plant {name} is not sure to change anything on {axes}; try {choices}")
+        raise ConfigError(f"--plant {name} may change nothing on {axes}; try {choices}")
     if not training and not bug(name).loading:
         choices = " or ".join(name for name, bug in BUGS.items() if bug.loading)
         raise ConfigError(f"--weights trains nothing, so --plant {name} would change nothing; try --plant {choices}")
