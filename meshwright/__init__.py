@@ -7,6 +7,7 @@ from .data import Batch, pack, shift
 from .engine import (
     Engine,
     Model,
+    Resumed,
     Savings,
     StepRecord,
     batches,
@@ -18,11 +19,14 @@ from .engine import (
     logits,
     logprobs,
     losses,
+    resume,
+    save,
     stream,
 )
 from .engine.names import OF_PACKAGE, refuse
 from .errors import (
     BrokenFile,
+    CheckpointError,
     ConfigError,
     DataError,
     ExportError,
@@ -51,6 +55,7 @@ if not TYPE_CHECKING:  # a type checker would take it for an attribute of any na
 __all__ = [
     "Batch",
     "BrokenFile",
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "Difference",
@@ -66,6 +71,7 @@ __all__ = [
     "Model",
     "NonFiniteError",
     "RankError",
+    "Resumed",
     "Savings",
     "StateError",
     "StepRecord",
@@ -82,6 +88,8 @@ __all__ = [
     "logprobs",
     "losses",
     "pack",
+    "resume",
+    "save",
     "shift",
     "stream",
 ]

@@ -27,6 +27,7 @@ class Blueprint:
     module: Decoder
     spec: ShardingSpec
     keymap: KeyMap
+    head: str
     directory: Path | None = None  # of config.json and the tokenizer; a built-in name has none
     origin: str = ""  # of the weights, as ranks compare it: a seed, or a checksum of the files
 
@@ -80,7 +81,7 @@ def draw(
     keys = source.entries if source is not None else {}
     module, table = describe(config, prefix_of(config, keys or None), head, keys)
     spec = ShardingSpec(table, rules, module, units_of(module, module.units()))
-    return Blueprint(config, module, spec, _keymap(table, config, source, stored), directory)
+    return Blueprint(config, module, spec, _keymap(table, config, source, stored), head, directory)
 
 
 def _keymap(table: Table, config: Mapping[str, Any], source: Source | None, stored: torch.dtype) -> KeyMap:

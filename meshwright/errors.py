@@ -10,6 +10,7 @@ MeshwrightError
     + MismatchedKey
     + BrokenFile
   x ExportError
+  x CheckpointError
   x DataError
   x StateError
   x RankError
@@ -17,6 +18,8 @@ MeshwrightError
 
 A message names the thing, the numbers and the way out; each docstring below shows one.
 """
+
+from collections.abc import Callable
 
 
 def counted(num: int, noun: str, many: str = "") -> str:
@@ -64,6 +67,11 @@ class ExportError(MeshwrightError):
     """A directory that could not be written: `nothing was exported to out: it is not empty; choose another`."""
 
 
+class CheckpointError(MeshwrightError):
+    """A checkpoint that could not be saved or resumed: `step-000200 trained 290 parameters, this engine 12; give the
+    same train=`."""
+
+
 class DataError(MeshwrightError):
     """Data that cannot be trained on: `document 12 has token 151999 of a vocabulary of 151936; check the tokenizer`."""
 
@@ -78,3 +86,16 @@ class RankError(MeshwrightError):
 
 class NonFiniteError(MeshwrightError):
     """A norm that is no number: `the gradient norm of step 3 is nan; no parameter was changed`."""
+
+
+def failure_in(act: Callable[[], object], kind: type[MeshwrightError], what: str) -> BaseException | None:
+    """The failure of what one rank does alone. It is not raised yet: the others must be told, and then all raise."""
+    try:
+        act()
+    except KeyboardInterrupt as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
+        failure = kind(f"{what}: {error}")
+        failure.__cause__ = error
+        return failure
+    return None

@@ -3,6 +3,7 @@
 from ..parallel import Savings
 from . import losses
 from .batches import batches
+from .checkpoint import Resumed, resume, save
 from .engine import Engine, StepRecord
 from .export import check_export, export, gather, stream
 from .forward import logits, logprobs

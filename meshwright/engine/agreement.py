@@ -90,7 +90,7 @@ def agree(
         model.check_whole()
         proposal = propose()
         more = {**proposal.settings, "lr of this step": proposal.lr, "max_norm": proposal.max_norm}
-        return proposal, {**_identity(model), **more}, proposal.data
+        return proposal, {**identity(model), **more}, proposal.data
 
     proposal, told = compare(model.mesh, call, prepare, axes)
     if axes == DENSE and not model.calls.shared_id:
@@ -150,7 +150,7 @@ def check_ready(model: Model, trained: Sequence[str]) -> None:
         )
 
 
-def _identity(model: Model) -> dict[str, str]:
+def identity(model: Model) -> dict[str, str]:
     """Which model this is. Ranks whose models differ would train something that no one process could."""
     trained = model.trainable
     return {

@@ -88,14 +88,15 @@ class Engine:
         check_engine(lr, loss, entropy)
         settings = Settings(betas, eps, weight_decay, state_dtype)
         refuse_too_large(model.need(state_dtype), model.mesh.memory)
-        self.model, self.lr, self.loss, self.max_norm, self.steps = model, lr, loss, norm_bound(max_norm), 0
+        self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
+        self.steps = self.tokens = 0  # that were trained
         self.want = "entropy" if entropy else model.blueprint.scores[0]
         if self.want not in model.blueprint.scores:
             known = ", ".join(model.blueprint.scores)
             raise ConfigError(f"entropy=True, but the head of this model gives only {known}")
         self.router = Router(model.blueprint.balance, model.mesh, router_aux)
         self.optimizer = AdamW({p.name for p in model.table if p.decay}, settings)
-        self._terms, self._trained = Terms(model, self.want), model.trainable
+        self._terms, self.trained = Terms(model, self.want), model.trainable
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
 
@@ -152,6 +153,7 @@ class Engine:
             self.router.trained()
             self.discard()
             self.steps += 1
+            self.tokens += step.num_tokens
         doing(f"step {self.steps - 1} done")
         return norm
 
@@ -204,7 +206,7 @@ class Engine:
         def propose() -> Proposal:
             if call == EVALUATE:
                 return Proposal(data_of(self.model, batches, self.want), settings=self._settings())
-            check_ready(self.model, self._trained)
+            check_ready(self.model, self.trained)
             lr = lr_of_step(self.lr(self.steps) if callable(self.lr) else self.lr, self.steps)
             settings = {**self._settings(), **asdict(self.optimizer.settings)}
             return Proposal(data_of(self.model, batches, self.want), lr, norm_bound(self.max_norm), settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def export(
     then. A critic that was made here of a language model says so, and its vocabulary head, which nobody trained, is
     left out unless `keep_lm_head`. All ranks call it.
     """
-    planned = _planned(model, "export", directory, _Choices(dtype, overwrite, keep_lm_head))
+    planned = _planned(model, "export", directory, Choices(dtype, overwrite, keep_lm_head))
     weights.write_directory(model.stored_model(model.stored()), planned)
 
 
@@ -75,35 +76,44 @@ def check_export(
 
     It writes nothing. Only what the weights will be by then is not known.
     """
-    planned = _planned(model, "check_export", directory, _Choices(dtype, overwrite, keep_lm_head))
+    planned = _planned(model, "check_export", directory, Choices(dtype, overwrite, keep_lm_head))
     weights.check_export(model.mesh, planned)
 
 
 @dataclass(frozen=True)
-class _Choices:
-    dtype: torch.dtype | None
-    overwrite: bool
-    keep_lm_head: bool
+class Choices:
+    dtype: torch.dtype | None = None
+    overwrite: bool = False
+    keep_lm_head: bool = False
 
 
-def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices: _Choices) -> weights.Export:
+def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices: Choices) -> weights.Export:
     """What all ranks have agreed to write."""
     check_is_model(model)
     if not isinstance(directory, str | os.PathLike):
         raise ExportError(f"{directory!r} is no path; give the directory to write")
 
     def propose() -> Proposal:
-        _refuse_overflow(model, _keymap(model, choices))
+        refuse_overflow(model, choices)
         return Proposal(settings={f"{name}=": value for name, value in asdict(choices).items()})
 
     agree(model, call, propose)
+    return exported(model, weights.path_of(directory).absolute(), choices)
+
+
+def exported(model: Model, at: Path, choices: Choices) -> weights.Export:
     assert model.directory is not None, "a model on a mesh has a config.json somewhere"
-    at = weights.path_of(directory).absolute()
-    config = _config(model, choices.dtype)
-    return weights.Export(_keymap(model, choices), config, model.directory, at, choices.overwrite)
+    return weights.Export(
+        _keymap(model, choices), _config(model, choices.dtype), model.directory, at, choices.overwrite
+    )
 
 
-def _keymap(model: Model, choices: _Choices) -> weights.KeyMap:
+def refuse_overflow(model: Model, choices: Choices) -> None:
+    """Nobody would see a weight that became infinite on its way into a file."""
+    _refuse_overflow(model, _keymap(model, choices))
+
+
+def _keymap(model: Model, choices: Choices) -> weights.KeyMap:
     keymap = model.keymap
     if _is_new_critic(model) and not choices.keep_lm_head:
         keymap = keymap.without(LM_HEAD)
@@ -135,7 +145,6 @@ def _config(model: Model, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
-    """Nobody would see a weight that became infinite on its way into a file."""
     made_of, stored = weights.blocks_by_key(model.table, keymap.choice), model.stored()
     for key in keymap.keys.values():
         for part, _ in [] if key.name in keymap.carried else made_of[key.name]:

@@ -7,6 +7,8 @@ needs no collective within a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -78,6 +80,17 @@ class Router:
     def trained(self) -> None:
         """The step was applied: now it is the step before."""
         self._trained_LE = self.load_LE
+
+    @property
+    def trained_load(self) -> Tensor:
+        """What "previous" takes the shares from: all that the router remembers between two steps."""
+        return self._trained_LE
+
+    def resume(self, load: Sequence[Sequence[float]]) -> None:
+        """Go on after a step of this load."""
+        self.forget()
+        self._trained_LE = torch.tensor(load, dtype=torch.float64, device=self.mesh.device).view_as(self._here_LE)
+        self.load_LE = self._trained_LE.clone()
 
     def forget(self) -> None:
         """Forget what was counted since the last `sum_load`."""

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..axes import DENSE
-from ..errors import ExportError, LoadError
+from ..errors import ExportError, LoadError, failure_in
 from ..layout import Piece, written
 from ..log import Advance, progress
 from ..mesh import Mesh
@@ -59,15 +58,14 @@ class Export:
 
 def check_export(mesh: Mesh, export: Export) -> None:
     """All that can be known of the place before anything is written. Every rank calls it; rank 0 looks."""
-    failure: ExportError | None = None
-    if mesh.rank == 0:
-        try:
-            check_target(export.target())
-            _check_readable(export)
-            _check_carried(export.keymap)
-        except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
-            failure = ExportError(f"nothing could be exported to {export.directory}: {error}")
-            failure.__cause__ = error
+
+    def check() -> None:
+        check_target(export.target())
+        check_readable(export)
+        _check_carried(export.keymap)
+
+    what = f"nothing could be exported to {export.directory}"
+    failure = failure_in(check, ExportError, what) if mesh.rank == 0 else None
     mesh.all_or_none(failure, f"the check of the export to {export.directory}", ExportError)
 
 
@@ -82,16 +80,7 @@ def write_directory(stored_model: StoredModel, export: Export) -> None:
 
 
 def _failure_of(export: Export, act: Callable[[], object]) -> BaseException | None:
-    """Of what one rank does alone: the others must be told, so nothing is raised yet."""
-    try:
-        act()
-    except KeyboardInterrupt as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
-        failure = ExportError(f"nothing was exported to {export.directory}: {error}")
-        failure.__cause__ = error
-        return failure
-    return None
+    return failure_in(act, ExportError, f"nothing was exported to {export.directory}")
 
 
 def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
@@ -100,12 +89,13 @@ def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
 
     def make() -> None:
         folder.append(made.enter_context(atomic_directory(export.target())))
-        _write_small(export, folder[0])
+        write_small(export, folder[0])
         make_files(folder[0], export.keymap)
 
     failure = _failure_of(export, make) if mesh.rank == 0 else None
     mesh.all_or_none(failure, f"the making of {export.directory}", ExportError)
-    return next(path for paths in mesh.gather_objects(folder, DENSE) for path in paths)
+    path: Path = mesh.of_rank_0(folder[0] if folder else None)
+    return path
 
 
 def _write_all(stored_model: StoredModel, export: Export, folder: Path) -> None:
@@ -119,21 +109,21 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path) -> None:
         Files(folder, export.keymap) as files,
         progress(label, _num_written(stored_model), "elements", enabled=mesh.rank == 0) as advance,
     ):
-        for act in _acts(stored_model, export, files, advance):
+        for act in _acts(stored_model, files, advance):
             if interrupts:
                 failure = failure or KeyboardInterrupt()
             failure = failure or _failure_of(export, act)
         mesh.all_or_none(failure, f"the writing of {export.directory}", ExportError)
 
 
-def _acts(stored_model: StoredModel, export: Export, files: Files, advance: Advance) -> Iterator[Callable[[], None]]:
+def _acts(stored_model: StoredModel, files: Files, advance: Advance) -> Iterator[Callable[[], None]]:
     def write(piece: Piece, values: Tensor) -> None:
         files.write(piece, values)
         advance(piece.numel)
 
     for piece, values in whole_rows(stored_model):
         yield functools.partial(write, piece, values)
-    yield functools.partial(_copy, files, export, stored_model.mesh)
+    yield functools.partial(copy_carried, files, stored_model.mesh)
     yield files.to_disk
 
 
@@ -143,9 +133,9 @@ def _num_written(stored_model: StoredModel) -> int:
     return sum(piece.numel for piece in mine if piece.param.name in stored_model.stored)
 
 
-def _copy(files: Files, export: Export, mesh: Mesh) -> None:
+def copy_carried(files: Files, mesh: Mesh) -> None:
     """The keys that are not trained, each by one rank."""
-    keymap = export.keymap
+    keymap = files.keymap
     for number, name in enumerate(sorted(keymap.carried)):
         if number % mesh.axes.world == mesh.rank:
             assert keymap.source is not None
@@ -197,7 +187,7 @@ def small_files(beside: Path, keymap: KeyMap) -> Iterator[Path]:
             yield path.relative_to(beside)
 
 
-def _check_readable(export: Export) -> None:
+def check_readable(export: Export) -> None:
     for name in small_files(export.beside, export.keymap):
         if not os.access(export.beside / name, os.R_OK):
             raise PermissionError(f"{export.beside / name} is to be copied and cannot be read; change its mode")
@@ -209,7 +199,7 @@ def _check_carried(keymap: KeyMap) -> None:
         keymap.source.check_unchanged(files, _PUT_BACK)
 
 
-def _write_small(export: Export, whole: Path) -> None:
+def write_small(export: Export, whole: Path) -> None:
     """Config, index, and copies of the small files."""
     keymap = export.keymap
     _check_carried(keymap)

@@ -53,7 +53,8 @@ class KeyMap:
 
     def file_dtype(self, param: Param) -> torch.dtype:
         """The narrowest dtype that holds all that the files say of a parameter: several keys may differ."""
-        return widest(DTYPES[self.keys[key].dtype] for key in chosen(param, self.choice).keys)
+        keys = chosen(param, self.choice).keys
+        return widest(DTYPES[self.keys[key].dtype] for key in keys if key in self.keys)
 
     def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> KeyMap:
         """The same, with another dtype for every key that is trained. It must not round the keys in `exact`."""
@@ -76,10 +77,14 @@ class KeyMap:
         return replace(self, keys=keys, carried=self.carried - {name})
 
 
+def keys_of(source: Source) -> dict[str, Key]:
+    return {e.key: Key(e.key, e.dtype, e.shape, e.file) for e in source.entries.values()}
+
+
 def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]) -> KeyMap:
     """As the source has it. Parameters that it lacks (a new value head) go beside its last key."""
     carried = carried_keys(table, source, choice)
-    keys = {e.key: Key(e.key, e.dtype, e.shape, e.file) for e in source.entries.values()}
+    keys = keys_of(source)
     last = list(keys.values())[-1]
     for name in fresh:
         for key, shape in chosen(table[name], choice).keys.items():

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKey
 from ..layout import Block, Box, Layout, Param, Piece, Table, interval
 from .header import DTYPES, TRAINABLE, Entry
+from .runs import Checks
 from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
@@ -118,6 +119,7 @@ class Reader:
 
     source: Source
     num_bytes: int = 0
+    checks: Checks | None = None
 
     def __post_init__(self) -> None:
         self._open: dict[str, int] = {}
@@ -136,13 +138,23 @@ class Reader:
             for block in layout.blocks:
                 common = block.ours.meet(box)
                 if common is not None:
-                    for into, found in self._staged(block, common, view[common.within(box).slices]):
-                        into.copy_(found)
+                    self._fill_box(block, common, view[common.within(box).slices])
+
+    def _fill_box(self, block: Block, common: Box, ours: Tensor) -> None:
+        """Straight into its memory where it lies in the file as it lies there; else through the buffer."""
+        entry = self.source.entries[block.key]
+        wanted = _view(block, entry, common)
+        if DTYPES[entry.dtype] == ours.dtype and wanted.is_contiguous() and ours.is_contiguous() and ours.is_cpu:
+            into = ours.view(-1).view(torch.uint8)
+            self._read_into(entry, into, int(wanted.storage_offset()) * ours.element_size())
+            return
+        for into, found in self._staged(block, common, ours):
+            into.copy_(found)
 
     def check_copies(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Keys that hold a parameter once more must hold the same (a tied head stored twice)."""
         first = DTYPES[self.source.entries[layout.blocks[0].key].dtype]
-        for copy in layout.copies:
+        for copy in (copy for copy in layout.copies if copy.key in self.source.entries):
             both = (first, DTYPES[self.source.entries[copy.key].dtype])
             narrow = min(both, key=lambda dtype: dtype.itemsize)  # a trained one is rounded to it in one of the two
             for box, view in piece.views(stored):
@@ -169,7 +181,7 @@ class Reader:
             self._read_into(entry, self._room(strips.span * dtype.itemsize), strips.first * dtype.itemsize)
             return self._buffer[: strips.span * dtype.itemsize].view(dtype).as_strided(wanted.shape, wanted.stride(), 0)
         out, at = self._room(part.size * dtype.itemsize), 0
-        for offset, length in runs(wanted.shape, wanted.stride(), strips.first):
+        for offset, length in contiguous(wanted.shape, wanted.stride(), strips.first):
             num = length * dtype.itemsize
             self._read_into(entry, out[at : at + num], offset * dtype.itemsize)
             at += num
@@ -188,14 +200,33 @@ class Reader:
         try:
             if entry.file not in self._open:
                 self._open[entry.file] = self.source.open(entry.file).fd
-            while into:
-                num = os.preadv(self._open[entry.file], [into], offset)
-                if num == 0:
-                    raise BrokenFile(f"{path} ended at byte {offset} inside {entry.key}; it shrank: fetch it again")
-                self.num_bytes += num
-                into, offset = into[num:], offset + num
+            if self.checks is None:
+                self._fetch(entry, into, offset)
+            else:
+                self._fetch_checked(self.checks, entry, into, offset)
         except OSError as error:
             raise BrokenFile(f"{path} cannot be read inside {entry.key}: {error.strerror}; check its disk") from error
+
+    def _fetch(self, entry: Entry, into: memoryview, offset: int) -> None:
+        while into:
+            num = os.preadv(self._open[entry.file], [into], offset)
+            if num == 0:
+                path = self.source.directory / entry.file
+                raise BrokenFile(f"{path} ended at byte {offset} inside {entry.key}; it shrank: fetch it again")
+            self.num_bytes += num
+            into, offset = into[num:], offset + num
+
+    def _fetch_checked(self, checks: Checks, entry: Entry, into: memoryview, offset: int) -> None:
+        """Run by run: each is checked while it is in the cache. What is wanted of a run in part is read and checked
+        whole, once."""
+        for start, stop, run in checks.parts(entry.file, offset, offset + len(into)):
+            part = into[start - offset : stop - offset]
+            self._fetch(entry, part, start)
+            if not checks.is_checked(entry.file, run):
+                if len(part) < run.stop - run.start:
+                    part = memoryview(bytearray(run.stop - run.start))
+                    self._fetch(entry, part, run.start)
+                checks.check(entry.file, run, part, entry.key)
 
 
 def _view(block: Block, entry: Entry, part: Box) -> Tensor:
@@ -214,7 +245,7 @@ class _Strips:
 
     @staticmethod
     def of(view: Tensor) -> _Strips:
-        length = next((n for _, n in runs(view.shape, view.stride(), 0)), 0)
+        length = next((n for _, n in contiguous(view.shape, view.stride(), 0)), 0)
         span = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
         num = view.numel() // length if length else 0
         return _Strips(num, length, int(view.storage_offset()), span if num else 0)
@@ -231,7 +262,7 @@ class _Strips:
         return max(1, _SPAN_BYTES // (apart * itemsize)) * self.length
 
 
-def runs(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Iterator[tuple[int, int]]:
+def contiguous(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Iterator[tuple[int, int]]:
     """The contiguous runs of a strided view in row-major order, as (offset, length) in elements."""
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == length):

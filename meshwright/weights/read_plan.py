@@ -21,6 +21,7 @@ from ..mesh import Mesh
 from ..watch import names_lost_ranks, waiting_at
 from .keymap import KeyMap
 from .load import Reader, chosen
+from .runs import Checks
 from .source import Source
 
 
@@ -65,7 +66,10 @@ def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
 
 
 @names_lost_ranks()
-def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: range, source: Source) -> int:
+def fill(
+    stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: range, source: Source,
+    checks: Checks | None = None,
+) -> int:  # fmt: skip
     """Fill what is stored with what the first rank of `node` reads. If that is this rank alone, nothing is sent.
 
     Returns how many bytes this rank read.
@@ -73,7 +77,7 @@ def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: r
     total = sum(d.piece.numel for d in plan)
     failure: LoadError | None = None
     with (
-        Reader(source) as reader,
+        Reader(source, checks=checks) as reader,
         progress(f"load {source.directory} on rank {mesh.rank}", total, "elements", enabled=mesh.rank == 0) as advance,
     ):
         for read in plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
 import os
 import struct
@@ -16,16 +18,20 @@ from ..errors import ExportError
 from ..layout import Block, Box, Piece, interval
 from .header import DTYPES
 from .keymap import Key, KeyMap
-from .load import chosen, runs
+from .load import chosen, contiguous
+from .runs import Runs
 
 _STAGED_ELEMENTS = 1 << 20  # converted at a time
 
 
 class Files:
-    """All files of an export, which are there in their whole size. Every rank writes parts of them."""
+    """All files of a key map, which are there in their whole size. Every rank writes parts of them.
 
-    def __init__(self, folder: Path, keymap: KeyMap) -> None:
-        self.folder, self.keymap = folder, keymap
+    `runs` gets what is written here, if it is wanted.
+    """
+
+    def __init__(self, folder: Path, keymap: KeyMap, runs: Runs | None = None) -> None:
+        self.folder, self.keymap, self.runs = folder, keymap, runs
         self._open: dict[str, int] = {}
         self._start = starts_of(keymap)
 
@@ -33,8 +39,11 @@ class Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in self._open.values():
-            os.close(fd)
+        self.close()
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def to_disk(self) -> None:
         """What was written here, and not only to this machine's memory."""
@@ -50,6 +59,10 @@ class Files:
                 if common is not None and block.key in self.keymap.keys:
                     self._write_box(block, common, view[common.within(box).slices])
 
+    def put(self, name: str, data: bytes, offset: int) -> None:
+        """Some bytes of a key."""
+        self._pwrite(self.keymap.keys[name], data, offset)
+
     def copy(self, key: Key, parts: Iterable[bytes]) -> None:
         """A key, as it is."""
         at = 0
@@ -64,16 +77,20 @@ class Files:
             flat = values[part.within(common).slices].to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
             wanted = block.view(torch.empty(key.shape, device="meta"))[part.within(block.ours).slices]
             at = 0
-            for offset, length in runs(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
+            for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
                 size = length * dtype.itemsize
                 self._pwrite(key, flat[at : at + size].data, offset * dtype.itemsize)
                 at += size
 
     def _pwrite(self, key: Key, data: bytes | memoryview, offset: int) -> None:
-        left, at = memoryview(data), self._start[key.name] + offset
+        left, start = memoryview(data), self._start[key.name] + offset
+        at, fd = start, self._fd(key.file)
         while left:
-            done = os.pwrite(self._fd(key.file), left, at)
+            done = os.pwrite(fd, left, at)
             left, at = left[done:], at + done
+        _begin_to_disk(fd, start, at - start)
+        if self.runs is not None:
+            self.runs.add(key.file, start, data)
 
     def _fd(self, file: str) -> int:
         if file not in self._open:
@@ -86,6 +103,19 @@ class Files:
                     "machines share"
                 ) from None
         return self._open[file]
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    """Of Linux; None elsewhere."""
+    return getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+
+
+def _begin_to_disk(fd: int, start: int, num_bytes: int) -> None:
+    """Let the system begin to write what it holds, and do not wait. It would begin only when the last fsync asks."""
+    begin = 2  # SYNC_FILE_RANGE_WRITE
+    if (sync := _sync_file_range()) is not None and num_bytes:
+        sync(fd, ctypes.c_int64(start), ctypes.c_int64(num_bytes), begin)  # a file system that cannot says so: no harm
 
 
 def _staged(box: Box) -> Iterator[Box]:
@@ -103,12 +133,16 @@ def starts_of(keymap: KeyMap) -> dict[str, int]:
     return out
 
 
-def make_files(folder: Path, keymap: KeyMap) -> None:
+def make_files(folder: Path, keymap: KeyMap, runs: Runs | None = None) -> None:
     """Every file with its header, in its whole size."""
     for keys, head in _files(keymap):
-        with (folder / keys[0].file).open("wb") as out:
+        path = folder / keys[0].file
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as out:
             out.write(head)
             out.truncate(len(head) + sum(key.num_bytes for key in keys))
+        if runs is not None:
+            runs.add(keys[0].file, 0, head)
 
 
 def _files(keymap: KeyMap) -> Iterator[tuple[list[Key], bytes]]:

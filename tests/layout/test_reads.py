@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from meshwright.axes import Axes
 from meshwright.layout import Block, Box, Param, Piece, Rules, ShardingSpec, pieces, plain
 from meshwright.weights import load
-from meshwright.weights.load import Reader, runs
+from meshwright.weights.load import Reader, contiguous
 from meshwright.weights.source import open_source
 
 from .reference import examples, stored_ids
@@ -38,7 +38,7 @@ def parts_of(draw, shape, step=False, empty=False):
 def flat_runs(view):
     strides = tuple(s // view.itemsize for s in view.strides)
     start = (view.__array_interface__["data"][0] - base_address(view)) // view.itemsize
-    return list(runs(view.shape, strides, start))
+    return list(contiguous(view.shape, strides, start))
 
 
 def base_address(view):
@@ -69,11 +69,11 @@ def test_runs_of_boxes_are_as_long_as_can_be(data):
 
 
 def test_runs_of_broadcasts_and_scalars():
-    assert list(runs((3,), (0,), 7)) == [(7, 1)] * 3
-    assert list(runs((2, 2), (0, 1), 1)) == [(1, 2)] * 2
-    assert list(runs((), (), 5)) == [(5, 1)]
-    assert list(runs((2, 1, 3), (3, 99, 1), 0)) == [(0, 6)]
-    assert list(runs((4, 0), (7, 1), 3)) == list(runs((0, 4), (4, 1), 3)) == []
+    assert list(contiguous((3,), (0,), 7)) == [(7, 1)] * 3
+    assert list(contiguous((2, 2), (0, 1), 1)) == [(1, 2)] * 2
+    assert list(contiguous((), (), 5)) == [(5, 1)]
+    assert list(contiguous((2, 1, 3), (3, 99, 1), 0)) == [(0, 6)]
+    assert list(contiguous((4, 0), (7, 1), 3)) == list(contiguous((0, 4), (4, 1), 3)) == []
 
 
 @pytest.fixture(scope="module")

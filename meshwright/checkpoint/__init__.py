@@ -1,0 +1,8 @@
+"""Checkpoints: Hugging Face directories with all that training needs beside the weights, whole or not there at all."""
+
+from .content import Content, Keep
+from .folder import final_place, find
+from .manifest import MANIFEST
+from .planes import FIRST, MASTER, SECOND, WEIGHTS, planes_of
+from .restore import Checkpoint, open_checkpoint, restore
+from .save import save

@@ -1,0 +1,147 @@
+"""Read a checkpoint into the pieces of any mesh, and check every byte of it on the way.
+
+A run that lies in what a rank reads is checked as it is read; of a run that is read in part, the rest is read too. What
+no rank needs (weights that are rounded masters, tensors that are not trained, small files) is shared out and checked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BrokenFile, failure_in
+from ..layout import ShardingSpec, Table
+from ..mesh import Mesh
+from ..weights import (
+    Checks,
+    Choice,
+    KeyMap,
+    Run,
+    Runs,
+    Source,
+    chosen,
+    fill,
+    keys_of,
+    open_source,
+    opened,
+    plan_reads,
+    read_header,
+    read_json,
+)
+from .content import RANDOM, TRAINER
+from .folder import newest_whole
+from .manifest import Manifest, check_files, read_manifest, read_parts
+from .planes import MASTER, WEIGHTS
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on the disk: its manifest, what was written, and its planes as sources."""
+
+    directory: Path
+    manifest: Manifest
+    runs: Runs
+    planes: Mapping[str, Source]
+    trainer: Mapping[str, Any]
+
+    @property
+    def parameters(self) -> Source:
+        """Masters where there are some, weights otherwise."""
+        weights, masters = self.planes[WEIGHTS], self.planes.get(MASTER)
+        if masters is None:
+            return weights
+        return replace(
+            weights, entries={**weights.entries, **masters.entries}, stamps={**weights.stamps, **masters.stamps}
+        )
+
+    def random_rows(self, mesh: Mesh) -> dict[str, Tensor]:
+        """The states of this rank's generators. Nothing, where another number of ranks was saved."""
+        entries, _, _ = read_header(self.directory / RANDOM)
+        with opened(self.directory / RANDOM) as file:
+            if any(entry.shape[0] != mesh.axes.world for entry in entries):
+                return {}
+            size = {entry.key: entry.shape[1] for entry in entries}
+            rows = {e.key: file.bytes_at(e.start + mesh.rank * size[e.key], size[e.key]) for e in entries}
+        return {name: torch.frombuffer(bytearray(row), dtype=torch.uint8) for name, row in rows.items()}
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Its manifest and headers. No tensor is read."""
+    manifest = read_manifest(directory)
+    check_files(directory, manifest)
+    runs = read_parts(directory, manifest)
+    planes = {name: _plane(directory, folder) for name, folder in manifest.planes.items()}
+    return Checkpoint(directory, manifest, runs, planes, read_json(directory / TRAINER))
+
+
+def _plane(directory: Path, folder: str) -> Source:
+    """Its files are named as in the directory of the checkpoint."""
+    source = open_source(directory / folder)
+    if not folder:
+        return source
+    entries = {key: replace(entry, file=f"{folder}/{entry.file}") for key, entry in source.entries.items()}
+    return Source(directory, entries, stamps={f"{folder}/{file}": stamp for file, stamp in source.stamps.items()})
+
+
+Wanted = Sequence[tuple[Source, Mapping[str, Tensor]]]
+
+
+def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Wanted, mesh: Mesh) -> None:
+    """Fill this rank's pieces, and check every byte of the checkpoint. All ranks call it; if one fails, all raise.
+
+    `wanted`: of each source what is to be filled from it, by parameter. `choice`: the layouts of the checkpoint.
+    """
+    checks = Checks(checkpoint.directory, checkpoint.runs.sorted())
+
+    def read() -> None:
+        for source, stored in wanted:
+            part = replace(spec, table=Table({param.name: param for param in spec.table if param.name in stored}))
+            keymap = KeyMap(choice, keys_of(source), source=source)
+            alone = range(mesh.rank, mesh.rank + 1)
+            fill(stored, mesh, list(plan_reads(part, mesh.axes, alone, keymap)), alone, source, checks)
+        for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
+            check_run(checkpoint, file, run)
+
+    failure = failure_in(read, BrokenFile, _way_out(checkpoint))
+    mesh.all_or_none(failure, f"the reading of {checkpoint.directory}", BrokenFile)
+
+
+def _way_out(checkpoint: Checkpoint) -> str:
+    older = newest_whole(checkpoint.directory.parent, but=checkpoint.directory)
+    hint = f"{older} has all its files: resume that" if older else "there is no other one beside it"
+    return f"{checkpoint.directory} cannot be resumed ({hint})"
+
+
+def _filled(wanted: Wanted, table: Table, choice: Choice) -> set[tuple[str, int]]:
+    """The keys whose every byte some rank reads: by file and first byte."""
+    filled = set()
+    for source, stored in wanted:
+        lacking = {key for param in table if param.name not in stored for key in chosen(param, choice).keys}
+        keys = {block.key for name in stored for block in chosen(table[name], choice).blocks} - lacking
+        filled |= {(source.entries[key].file, source.entries[key].start) for key in keys}
+    return filled
+
+
+def _unread(checkpoint: Checkpoint, filled: Container[tuple[str, int]]) -> Iterator[tuple[str, Run]]:
+    """The runs of all other keys, of headers and of small files."""
+    entries = [entry for source in checkpoint.planes.values() for entry in source.entries.values()]
+    starts: dict[str, list[int]] = {}
+    for entry in sorted(entries, key=lambda e: e.start):
+        starts.setdefault(entry.file, []).append(entry.start)
+    for file, runs in checkpoint.runs.of_file.items():
+        for run in runs:
+            at = bisect_right(starts.get(file, []), run.start)
+            if not at or (file, starts[file][at - 1]) not in filled:
+                yield file, run
+
+
+def check_run(checkpoint: Checkpoint, file: str, run: Run) -> None:
+    with opened(checkpoint.directory / file) as found:
+        data = found.bytes_at(run.start, run.stop - run.start)
+    Checks(checkpoint.directory, {}).check(file, run, data)

@@ -1,0 +1,189 @@
+"""Write a checkpoint: every rank what it holds, rank 0 the small files and, when all have written, the manifest.
+
+No rank plans for another. Rows that tp cuts into strips are exchanged within tp (weights/rows.py); all else is written
+by those who hold it, and travels nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from ..errors import CheckpointError, failure_in
+from ..layout import Piece
+from ..log import logger, progress
+from ..mesh import Mesh
+from ..weights import (
+    Files,
+    Runs,
+    StoredModel,
+    check_readable,
+    copy_carried,
+    interrupted_later,
+    make_files,
+    whole_rows,
+    write_small,
+)
+from .content import TRAINER, Content
+from .folder import LOCK, Draft, check_room, later_than, remove_earlier
+from .manifest import PARTS, Manifest, Part, to_disk, write_part
+from .planes import WEIGHTS, Plane
+
+Act = Callable[[], object]
+_RANDOM = "random"
+
+
+class Agreement(Protocol):
+    """How the ranks of a save tell each other that they are done, or why not."""
+
+    def parts(self, failure: BaseException | None, part: Part) -> list[Part]:
+        """What every rank has written. If one failed, all raise."""
+
+    def end(self, failure: BaseException | None) -> None:
+        """Whether rank 0 made a checkpoint of it. If it failed, all raise."""
+
+
+class Together:
+    """By collectives."""
+
+    def __init__(self, mesh: Mesh, step: int) -> None:
+        self.mesh, self.at = mesh, f"the saving of step {step}"
+
+    def parts(self, failure: BaseException | None, part: Part) -> list[Part]:
+        rows = self.mesh.all_or_none(failure, self.at, CheckpointError, part.numbers())
+        return [Part.of_numbers(rank, row) for rank, row in enumerate(rows)]
+
+    def end(self, failure: BaseException | None) -> None:
+        self.mesh.all_or_none(failure, self.at, CheckpointError)
+
+
+class Share:
+    """What this rank writes of a checkpoint. All ranks make theirs together; rank 0 makes the directory."""
+
+    def __init__(self, content: Content, mesh: Mesh) -> None:
+        self.content, self.mesh, self.runs = content, mesh, Runs()
+        self.draft: Draft | None = None
+        self._part = Part("", 0, 0)
+        failure = failure_of(self._make) if mesh.rank == 0 else None
+        mesh.all_or_none(failure, f"the making of {content.folder}", CheckpointError)
+        self.path: Path = mesh.of_rank_0(self.draft.path if self.draft else None)
+        keymaps = {**{p.name: p.keymap for p in content.planes}, _RANDOM: content.random_keymap(mesh.axes)}
+        self.files = {name: Files(self.path, keymap, self.runs) for name, keymap in keymaps.items()}
+
+    def _make(self) -> None:
+        """The directory to fill, with all that is small, and every file in its size."""
+        content, axes = self.content, self.mesh.axes
+        check_readable(content.export)
+        check_room(content.folder, content.num_bytes(axes))
+        with Draft(content.folder, content.step) as draft:
+            self._fill(draft.path)
+        self.draft = draft
+
+    def _fill(self, path: Path) -> None:
+        content = self.content
+        (path / PARTS).mkdir()
+        write_small(content.export, path)
+        (path / TRAINER).write_text(json.dumps(content.trainer, indent=1) + "\n")
+        for file in sorted(each for each in path.rglob("*") if each.is_file() and each.name != LOCK):
+            self.runs.add(str(file.relative_to(path)), 0, file.read_bytes())
+            to_disk(file)
+        for keymap in content.keymaps(self.mesh.axes):
+            make_files(path, keymap, self.runs)
+
+    def acts(self, take: Callable[[Tensor], Tensor]) -> Iterator[Act]:
+        """What to write. `take`: of rows, what is kept until they are written.
+
+        Every rank must run through it to the end: ranks of tp exchange rows within it.
+        """
+        for values, planes in self.content.by_values():
+            for piece, rows in whole_rows(StoredModel(self.content.spec, self.mesh, values)):
+                yield functools.partial(self._write, planes, piece, take(rows))
+
+    def _write(self, planes: Iterable[Plane], piece: Piece, rows: Tensor) -> None:
+        for plane in planes:
+            self.files[plane.name].write(piece, rows)
+        self._advance(piece.numel)
+
+    def complete(self, acts: Iterable[Act], agreement: Agreement) -> None:
+        """Write, agree with the others, and make a checkpoint of it. If a rank fails, all raise and nothing is left."""
+        with contextlib.ExitStack() as undo:
+            if self.draft:
+                undo.callback(self.draft.abandon)
+            with interrupted_later() as interrupts:
+                failure = self._write_all(acts, interrupts) or failure_of(self._finish)
+                parts = agreement.parts(failure, self._part)
+                commit = functools.partial(self._commit, parts)
+                agreement.end(failure_of(commit) if self.draft else None)
+            undo.pop_all()
+
+    def _write_all(self, acts: Iterable[Act], interrupts: list[int]) -> BaseException | None:
+        """After a failure nothing more is written; but rows are exchanged, since the others wait for theirs."""
+        failure: BaseException | None = None
+        content, mesh = self.content, self.mesh
+        label = f"save step {content.step} to {content.folder} on rank {mesh.rank}"
+        total = content.num_elements(mesh.axes, mesh.rank)
+        with progress(label, total, "elements", enabled=mesh.rank == 0) as self._advance:
+            for act in acts:
+                if interrupts:
+                    failure = failure or KeyboardInterrupt()
+                failure = failure or failure_of(act)
+        return failure
+
+    def _finish(self) -> None:
+        """What no other rank has to do with; then all of it to the disk, and the list of it."""
+        copy_carried(self.files[WEIGHTS], self.mesh)
+        for name, state in self.content.random.items():
+            self.files[_RANDOM].put(name, state, self.mesh.rank * len(state))
+        for files in self.files.values():
+            files.to_disk()
+            files.close()
+        self._part = write_part(self.path, self.mesh.rank, self.runs)
+
+    def _commit(self, parts: Sequence[Part]) -> None:
+        """Rank 0 alone: all others have written."""
+        assert self.draft is not None
+        content, path = self.content, self.path
+        files = {str(each.relative_to(path)): each.stat().st_size for each in path.rglob("*") if each.is_file()}
+        files = {
+            name: size for name, size in sorted(files.items()) if name != LOCK and not name.startswith(PARTS + "/")
+        }
+        written, expected = sum(part.num_bytes for part in parts), sum(files.values())
+        if written != expected:
+            raise CheckpointError(
+                f"the ranks have written {written} bytes of {expected}; this is a bug: please report it"
+            )
+        planes = {plane.name: plane.folder for plane in content.planes}
+        self.draft.commit(Manifest(content.step, planes, files, {p.name: p.checksum for p in parts}, content.about))
+        _tidy(content)
+
+
+def _tidy(content: Content) -> None:
+    """The checkpoint is whole: what happens to earlier ones must not look like its failure."""
+    later = later_than(content.folder, content.step)
+    if later:
+        logger.warning(
+            "%s is later than step %d and would be resumed first: remove it, or resume by the name of a step",
+            ", ".join(path.name for path in later), content.step,
+        )  # fmt: skip
+    if content.keep.last is not None:
+        try:
+            remove_earlier(content.folder, content.step, content.keep)
+        except OSError as error:
+            logger.warning("earlier checkpoints in %s could not be removed: %s", content.folder, error)
+
+
+def failure_of(act: Act) -> BaseException | None:
+    """Of what a rank does alone: the others must be told, so nothing is raised yet."""
+    return failure_in(act, CheckpointError, "nothing was saved")
+
+
+def save(content: Content, mesh: Mesh) -> None:
+    """Every rank calls it, and returns when the checkpoint is whole."""
+    share = Share(content, mesh)
+    share.complete(share.acts(lambda rows: rows), Together(mesh, content.step))

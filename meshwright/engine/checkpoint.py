@@ -1,0 +1,311 @@
+"""Save all that training needs, and go on from it on any mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checkpoint as disk
+from .. import weights
+from ..blueprint import Blueprint, draw
+from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep
+from ..errors import CheckpointError, ConfigError, failure_in
+from ..log import logger
+from ..watch import doing, names_lost_ranks
+from .agreement import Data, Proposal, agree, check_ready, compare, identity
+from .engine import Engine
+from .export import Choices, exported, refuse_overflow
+from .model import Model
+
+_NO_MATTER = ("architectures", "dtype", "torch_dtype", "num_labels", "transformers_version", "id2label", "label2id")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on. `state` is what was given to `save`; `step` 0 and no state for new moments."""
+
+    directory: Path
+    step: int
+    tokens: int
+    state: Any = None
+
+
+@names_lost_ranks()
+def save(
+    engine: Engine, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, keep: int | None = None,
+    keep_every: int | None = None, state: Any = None,
+) -> Path:  # fmt: skip
+    """Write `directory/step-000200`, a Hugging Face directory and beside it all that `resume` needs. All ranks call it.
+
+    The weights are in the dtypes of the source, with float32 masters beside them; with `dtype=torch.float32` they are
+    their own masters. `keep`: how many checkpoints stay, the last ones; with `keep_every`, those of every so many steps
+    stay too. `state`: yours, such as the position in your data; it must be JSON, and the same on all ranks.
+    """
+    content = _content(engine, directory, Choices(dtype), Keep(keep, keep_every), state)
+    doing(f"the saving of step {engine.steps}")
+    disk.save(content, engine.model.mesh)
+    return disk.final_place(content.folder, content.step)
+
+
+def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices, keep: Keep, state: object) -> Content:
+    """What all ranks have agreed to write."""
+    model = _model_of(engine, "save")
+    folder = _path(directory)
+
+    def propose() -> Proposal:
+        check_ready(model, engine.trained)
+        _check_keep(keep)
+        refuse_overflow(model, choices)
+        text = _json(state)
+        given = {"directory": str(folder), "dtype": choices.dtype, **asdict(keep), "state": text, "step": engine.steps}
+        return Proposal(settings={f"{name}=": value for name, value in given.items()})
+
+    agree(model, "save", propose)
+    at = exported(model, folder, choices)
+    moments = dict.fromkeys(engine.trained, engine.optimizer.settings.state) if engine.optimizer.steps else {}
+    stored = model.blueprint.stored_dtypes(model.dtype, set(engine.trained))
+    kept = {name: kind or stored[name] for name, kind in moments.items()}
+    return Content(
+        step=engine.steps,
+        spec=model.blueprint.spec,
+        planes=disk.planes_of(model.table, at.keymap, stored, kept),
+        values=_values(engine),
+        export=at,
+        trainer={**_trainer(engine), "state": state},
+        random=_generators(model),
+        about=_about(model),
+        keep=keep,
+    )  # fmt: skip
+
+
+def _model_of(engine: Engine, call: str) -> Model:
+    given: object = engine
+    if not isinstance(given, Engine):
+        raise ConfigError(f"mw.{call} takes an engine, not a {type(given).__name__}; give what mw.Engine returned")
+    return engine.model
+
+
+def _path(directory: str | os.PathLike[str]) -> Path:
+    given: object = directory
+    if not isinstance(given, str | os.PathLike):
+        raise CheckpointError(f"{directory!r} is no path; give the folder of the checkpoints")
+    return weights.path_of(directory).absolute()
+
+
+def _check_keep(keep: Keep) -> None:
+    given: dict[str, object] = {"keep": keep.last, "keep_every": keep.every}
+    for name, number in given.items():
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise ConfigError(f"{name}={number!r} must be a number of checkpoints or steps above 0")
+    if keep.every and keep.last is None:
+        raise ConfigError(f"keep_every={keep.every} says which stay beside the last ones; give keep= too")
+
+
+def _json(state: object) -> str:
+    try:
+        return json.dumps(state, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"state= is no JSON: {error}; give numbers, strings, lists and dicts, such as engine-independent positions"
+        ) from error
+
+
+def _values(engine: Engine) -> Mapping[str, Mapping[str, Tensor]]:
+    """This rank's pieces. A moment of an empty piece was never made."""
+    stored, moments = engine.model.stored(), engine.optimizer.moments
+    none = {name: (stored[name], stored[name]) for name in engine.trained if not stored[name].numel()}
+    both = {**none, **moments}
+    first, second = ({name: pair[at] for name, pair in both.items()} for at in (0, 1))
+    return {WEIGHTS: stored, MASTER: stored, FIRST: first, SECOND: second}
+
+
+def _trainer(engine: Engine) -> dict[str, Any]:
+    return {
+        "step": engine.steps,
+        "tokens": engine.tokens,
+        "head": engine.model.blueprint.head,
+        "trained": engine.trained,
+        "settings": _settings(engine),
+        "router_load": engine.router.trained_load.tolist(),
+    }
+
+
+def _settings(engine: Engine) -> dict[str, Any]:
+    """What shapes the training, and may be changed between two runs: who changes it is told."""
+    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(engine.optimizer.settings).items()}
+    return {**settings, "state": str(settings["state"]), "max_norm": engine.max_norm, "router_aux": engine.router.mode}
+
+
+def _generators(model: Model) -> dict[str, bytes]:
+    """Of this rank. The engine draws nothing; a loss of the user's may."""
+    states = {"cpu": torch.get_rng_state()}
+    if model.mesh.device != model.mesh.host:
+        states["device"] = torch.get_device_module(model.mesh.device).get_rng_state(model.mesh.device)
+    return {name: bytes(state.cpu().numpy()) for name, state in states.items()}
+
+
+def _about(model: Model) -> dict[str, Any]:
+    return {
+        "model": str(model.config.get("model_type")),
+        "parameters": sum(param.numel for param in model.table),
+        "mesh": str(model.mesh.axes),
+        "compute": str(model.dtype),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+@names_lost_ranks()
+def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
+    """Go on from a checkpoint, or from the newest whole one of a folder, on whatever mesh. All ranks call it.
+
+    It replaces weights, moments and counters of `engine`; every byte is checked against its checksum. A Hugging Face
+    directory without moments gives its weights alone, and says so.
+    """
+    model = _model_of(engine, "resume")
+    path = _path(directory)
+    doing(f"the resuming of {path}")
+    compare(model.mesh, "resume", lambda: (None, {**identity(model), "directory": str(path)}, Data()))
+    source = _opened(model, path)
+    if isinstance(source, weights.Source):
+        return _weights_alone(engine, source)
+    trainer = source.trainer
+    blueprint = _drawn(model, source.planes[WEIGHTS], trainer["head"])
+    _check_same(engine, source, blueprint, trainer)
+    moments = _new_moments(engine) if FIRST in source.planes else {}
+    wanted = [(source.parameters, model.stored())]
+    for at, name in enumerate((FIRST, SECOND)):
+        if moments:
+            wanted.append((source.planes[name], {param: both[at] for param, both in moments.items()}))
+    spec = replace(model.blueprint.spec, table=blueprint.table)
+    with _replacing(engine, source.directory):
+        disk.restore(source, spec, blueprint.keymap.choice, wanted, model.mesh)
+    _set(engine, source, moments)
+    return Resumed(source.directory, engine.steps, engine.tokens, trainer["state"])
+
+
+def _opened(model: Model, path: Path) -> Checkpoint | weights.Source:
+    """As rank 0 finds it, for all ranks: a thousand of them need not read every header."""
+    found: list[Checkpoint | weights.Source] = []
+
+    def look() -> None:
+        plain = (path / weights.CONFIG).is_file() and not (path / disk.MANIFEST).is_file()
+        found.append(weights.open_source(path) if plain else disk.open_checkpoint(disk.find(path)))
+
+    failure = failure_in(look, CheckpointError, f"{path} cannot be resumed") if model.mesh.rank == 0 else None
+    model.mesh.all_or_none(failure, f"the resuming of {path}", CheckpointError)
+    opened: Checkpoint | weights.Source = model.mesh.of_rank_0(found[0] if found else None)
+    return opened
+
+
+def _drawn(model: Model, source: weights.Source, head: str) -> Blueprint:
+    """The model of the checkpoint, spelled as its files spell it."""
+    if head != model.blueprint.head:
+        raise CheckpointError(
+            f"{source.directory} has head={head!r}, the engine's model head={model.blueprint.head!r}; load the model "
+            f"with head={head!r}"
+        )
+    stored = torch.promote_types(model.dtype, torch.float32)
+    return draw(weights.read_config(source.directory), source, head=head, stored=stored)
+
+
+def _check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, trainer: Mapping[str, Any]) -> None:
+    """The same parameters in the same shapes, and the same of them trained. What else differs is said."""
+    model, at = engine.model, checkpoint.directory
+    _check_same_table(model, blueprint, at)
+    trained = set(trainer["trained"])
+    if trained != set(engine.trained):
+        odd = min(trained ^ set(engine.trained))
+        whose = "the checkpoint" if odd in trained else "this engine"
+        raise CheckpointError(
+            f"{at} trained {len(trained)} parameters, this engine trains {len(engine.trained)}; {odd} is trained by "
+            f"{whose} alone. Give mw.load the same train="
+        )
+    if model.mesh.rank == 0:
+        for name, now, then in _differences(_settings(engine), trainer["settings"]):
+            logger.warning("%s was %s in %s, and is %s now", name, then, at.name, now)
+        mesh = checkpoint.manifest.about.get("mesh")
+        if mesh != str(model.mesh.axes):
+            logger.info("%s was saved on %s, and is resumed on %s", at.name, mesh, model.mesh.axes)
+
+
+def _check_same_table(model: Model, blueprint: Blueprint, at: Path) -> None:
+    mine, theirs = model.table.params, blueprint.table.params
+    kinds = model.config.get("model_type"), blueprint.config.get("model_type")
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(f"{at} is a {kinds[1]}, the engine's model a {kinds[0]}; resume with the model it is of")
+    for name in sorted({*mine, *theirs}):
+        if name not in mine or name not in theirs or mine[name].dims != theirs[name].dims:
+            there, here = (p[name].dims if name in p else "nothing" for p in (theirs, mine))
+            raise CheckpointError(f"{name} is {there} in {at}, and {here} here; resume with the model that was saved")
+    if blueprint.keymap.fresh:
+        raise CheckpointError(f"{at} lacks {min(blueprint.keymap.fresh)}; give a checkpoint that has it")
+    if model.mesh.rank == 0:
+        for name, now, then in _differences(model.config, blueprint.config):
+            if name not in _NO_MATTER:
+                logger.warning("%s of config.json was %s in %s, and is %s now", name, then, at.name, now)
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, object, object]]:
+    names = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+    return [(name, now.get(name), then.get(name)) for name in names]
+
+
+def _new_moments(engine: Engine) -> dict[str, tuple[Tensor, Tensor]]:
+    stored, kind = engine.model.stored(), engine.optimizer.settings.state
+    both = {name: (stored[name], stored[name]) for name in engine.trained if stored[name].numel()}
+    return {name: (torch.zeros_like(a, dtype=kind), torch.zeros_like(b, dtype=kind)) for name, (a, b) in both.items()}
+
+
+@contextlib.contextmanager
+def _replacing(engine: Engine, directory: Path) -> Iterator[None]:
+    """A model that is replaced in part is worth nothing, until a resume goes through."""
+    engine.discard()
+    calls = engine.model.calls
+    calls.half_updated = f"the resuming of {directory} failed, and some parameters may be replaced"
+    yield
+    calls.half_updated = ""
+    engine.model.blueprint = replace(engine.model.blueprint, origin=f"the checkpoint {directory}")
+
+
+def _set(engine: Engine, checkpoint: Checkpoint, moments: dict[str, tuple[Tensor, Tensor]]) -> None:
+    trainer = checkpoint.trainer
+    engine.steps = engine.optimizer.steps = trainer["step"]
+    engine.tokens, engine.optimizer.moments = trainer["tokens"], moments
+    engine.router.resume(trainer["router_load"])
+    rows = checkpoint.random_rows(engine.model.mesh)
+    if rows:
+        torch.set_rng_state(rows["cpu"])
+        if "device" in rows and engine.model.mesh.device != engine.model.mesh.host:
+            torch.get_device_module(engine.model.mesh.device).set_rng_state(rows["device"], engine.model.mesh.device)
+
+
+def _weights_alone(engine: Engine, source: weights.Source) -> Resumed:
+    """A Hugging Face directory: its weights, and new moments."""
+    model = engine.model
+    blueprint = _drawn(model, source, model.blueprint.head)
+    _check_same_table(model, blueprint, source.directory)
+    spec = replace(model.blueprint.spec, table=blueprint.table)
+    alone = range(model.mesh.rank, model.mesh.rank + 1)
+
+    def read() -> None:
+        plan = list(weights.plan_reads(spec, model.mesh.axes, alone, blueprint.keymap))
+        weights.fill(model.stored(), model.mesh, plan, alone, source)
+
+    with _replacing(engine, source.directory):
+        failure = failure_in(read, CheckpointError, f"{source.directory} cannot be resumed")
+        model.mesh.all_or_none(failure, f"the reading of {source.directory}", CheckpointError)
+    engine.steps = engine.optimizer.steps = engine.tokens = 0
+    engine.optimizer.moments = {}
+    if model.mesh.rank == 0:
+        logger.warning("%s holds weights alone: moments begin at zero, and steps at 0", source.directory)
+    return Resumed(source.directory, 0, 0)
