@@ -1,5 +1,6 @@
 """Checkpoints: Hugging Face directories with all that training needs beside the weights, whole or not there at all."""
 
+from .background import Saving
 from .content import Content, Keep
 from .folder import final_place, find
 from .manifest import MANIFEST

@@ -17,6 +17,9 @@ from .planes import WEIGHTS, Plane, with_zeros
 TRAINER, RANDOM = "trainer.json", "random/states.safetensors"
 
 
+Group = tuple[Mapping[str, Tensor], list[Plane]]
+
+
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints stay when another one is whole: the `last` ones, and those of `every` so many steps."""
@@ -57,7 +60,7 @@ class Content:
     def num_bytes(self, axes: Axes) -> int:
         return sum(key.num_bytes for keymap in self.keymaps(axes) for key in keymap.keys.values())
 
-    def by_values(self) -> Iterator[tuple[Mapping[str, Tensor], list[Plane]]]:
+    def by_values(self) -> Iterator[Group]:
         """Values with all planes that they go to: a weight travels once, and is written as weight and as master."""
         of: dict[int, list[Plane]] = {}
         for plane in self.planes:

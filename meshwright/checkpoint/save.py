@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..errors import CheckpointError, failure_in
-from ..layout import Piece
+from ..layout import Piece, across, place
 from ..log import logger, progress
 from ..mesh import Mesh
 from ..weights import (
@@ -30,7 +30,7 @@ from ..weights import (
     whole_rows,
     write_small,
 )
-from .content import TRAINER, Content
+from .content import TRAINER, Content, Group
 from .folder import LOCK, Draft, check_room, later_than, remove_earlier
 from .manifest import PARTS, Manifest, Part, to_disk, write_part
 from .planes import WEIGHTS, Plane
@@ -68,22 +68,22 @@ class Share:
 
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.content, self.mesh, self.runs = content, mesh, Runs()
-        self.draft: Draft | None = None
-        self._part = Part("", 0, 0)
-        failure = failure_of(self._make) if mesh.rank == 0 else None
+        self._part, made = Part("", 0, 0), list[Draft]()
+        failure = failure_of(lambda: made.append(self._make())) if mesh.rank == 0 else None
         mesh.all_or_none(failure, f"the making of {content.folder}", CheckpointError)
+        self.draft = made[0] if made else None
         self.path: Path = mesh.of_rank_0(self.draft.path if self.draft else None)
         keymaps = {**{p.name: p.keymap for p in content.planes}, _RANDOM: content.random_keymap(mesh.axes)}
         self.files = {name: Files(self.path, keymap, self.runs) for name, keymap in keymaps.items()}
 
-    def _make(self) -> None:
+    def _make(self) -> Draft:
         """The directory to fill, with all that is small, and every file in its size."""
         content, axes = self.content, self.mesh.axes
         check_readable(content.export)
         check_room(content.folder, content.num_bytes(axes))
         with Draft(content.folder, content.step) as draft:
             self._fill(draft.path)
-        self.draft = draft
+        return draft
 
     def _fill(self, path: Path) -> None:
         content = self.content
@@ -96,14 +96,26 @@ class Share:
         for keymap in content.keymaps(self.mesh.axes):
             make_files(path, keymap, self.runs)
 
-    def acts(self, take: Callable[[Tensor], Tensor]) -> Iterator[Act]:
-        """What to write. `take`: of rows, what is kept until they are written.
+    def acts(self, *, keep: bool = False) -> Iterator[Act]:
+        """What to write. With `keep` it is copied, and may be written at any time; otherwise before the next is made.
 
-        Every rank must run through it to the end: ranks of tp exchange rows within it.
+        Every rank must run through it to the end: ranks of tp exchange rows within it, in an order that is theirs
+        alone. All else each rank writes in an order of its own, because a file system lets only one write to a file.
         """
-        for values, planes in self.content.by_values():
-            for piece, rows in whole_rows(StoredModel(self.content.spec, self.mesh, values)):
-                yield functools.partial(self._write, planes, piece, take(rows))
+        spec, axes = self.content.spec, self.mesh.axes
+        travels = {
+            param.name for param in spec.table if self.mesh.size_of(across(param, place(param, spec.rules, axes))) > 1
+        }
+        groups = list(self.content.by_values())
+        first = self.mesh.rank % len(groups)
+        yield from self._acts(groups, lambda name: name in travels, keep)
+        yield from self._acts([*groups[first:], *groups[:first]], lambda name: name not in travels, keep)
+
+    def _acts(self, groups: Iterable[Group], wanted: Callable[[str], bool], keep: bool) -> Iterator[Act]:
+        for values, planes in groups:
+            some = {name: tensor for name, tensor in values.items() if wanted(name)}
+            for piece, rows in whole_rows(StoredModel(self.content.spec, self.mesh, some), keep=keep):
+                yield functools.partial(self._write, planes, piece, rows)
 
     def _write(self, planes: Iterable[Plane], piece: Piece, rows: Tensor) -> None:
         for plane in planes:
@@ -186,4 +198,4 @@ def failure_of(act: Act) -> BaseException | None:
 def save(content: Content, mesh: Mesh) -> None:
     """Every rank calls it, and returns when the checkpoint is whole."""
     share = Share(content, mesh)
-    share.complete(share.acts(lambda rows: rows), Together(mesh, content.step))
+    share.complete(share.acts(), Together(mesh, content.step))

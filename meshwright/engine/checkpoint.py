@@ -42,17 +42,23 @@ class Resumed:
 @names_lost_ranks()
 def save(
     engine: Engine, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, keep: int | None = None,
-    keep_every: int | None = None, state: Any = None,
+    keep_every: int | None = None, state: Any = None, wait: bool = True,
 ) -> Path:  # fmt: skip
     """Write `directory/step-000200`, a Hugging Face directory and beside it all that `resume` needs. All ranks call it.
 
     The weights are in the dtypes of the source, with float32 masters beside them; with `dtype=torch.float32` they are
     their own masters. `keep`: how many checkpoints stay, the last ones; with `keep_every`, those of every so many steps
     stay too. `state`: yours, such as the position in your data; it must be JSON, and the same on all ranks.
+
+    With `wait=False` it returns as soon as all is copied (into host memory, as much as weights and moments take), and a
+    thread writes it. The next call that trains, saves or resumes, or `engine.wait()`, raises if that failed.
     """
     content = _content(engine, directory, Choices(dtype), Keep(keep, keep_every), state)
     doing(f"the saving of step {engine.steps}")
-    disk.save(content, engine.model.mesh)
+    if wait:
+        disk.save(content, engine.model.mesh)
+    else:
+        engine.saving = disk.Saving(content, engine.model.mesh)
     return disk.final_place(content.folder, content.step)
 
 
@@ -62,6 +68,7 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
     folder = _path(directory)
 
     def propose() -> Proposal:
+        engine.settle_saving(wait=True)
         check_ready(model, engine.trained)
         _check_keep(keep)
         refuse_overflow(model, choices)
@@ -174,7 +181,12 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
     model = _model_of(engine, "resume")
     path = _path(directory)
     doing(f"the resuming of {path}")
-    compare(model.mesh, "resume", lambda: (None, {**identity(model), "directory": str(path)}, Data()))
+
+    def prepare() -> tuple[None, Mapping[str, object], Data]:
+        engine.settle_saving(wait=True)
+        return None, {**identity(model), "directory": str(path)}, Data()
+
+    compare(model.mesh, "resume", prepare)
     source = _opened(model, path)
     if isinstance(source, weights.Source):
         return _weights_alone(engine, source)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import parallel
 from ..axes import DENSE, Sum
+from ..checkpoint import Saving
 from ..data import Batch
 from ..errors import ConfigError, NonFiniteError, StateError
 from ..layout import axes_left_to_sum
@@ -90,6 +91,7 @@ class Engine:
         refuse_too_large(model.need(state_dtype), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
         self.steps = self.tokens = 0  # that were trained
+        self.saving: Saving | None = None  # what `mw.save(..., wait=False)` left
         self.want = "entropy" if entropy else model.blueprint.scores[0]
         if self.want not in model.blueprint.scores:
             known = ", ".join(model.blueprint.scores)
@@ -167,6 +169,22 @@ class Engine:
         shares[0] = sum(parallel.run_forward(self.model, self._here(batches), self.want, term))
         return self._summed(shares)[0]
 
+    def wait(self) -> None:
+        """Until the save that runs beside the training is a checkpoint. Raises if it failed."""
+        if self.saving is not None:
+            self.saving.wait()
+            failure, self.saving = self.saving.failure, None
+            if failure is not None:
+                raise failure
+
+    def settle_saving(self, *, wait: bool = False) -> None:
+        """Raise if the save beside the training has failed: on rank 0, which all others hear."""
+        if self.saving is not None and (wait or not self.saving.runs):
+            self.saving.wait()
+            failure, self.saving = self.saving.failure, None
+            if failure is not None and not self.model.mesh.rank:
+                raise failure
+
     def discard(self) -> None:
         """Forget the gradients, also those of a step that failed half way, and what it counted."""
         self.router.forget()
@@ -204,6 +222,7 @@ class Engine:
         """What all ranks must have in common and know of each other before a step."""
 
         def propose() -> Proposal:
+            self.settle_saving()
             if call == EVALUATE:
                 return Proposal(data_of(self.model, batches, self.want), settings=self._settings())
             check_ready(self.model, self.trained)

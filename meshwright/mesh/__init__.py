@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..axes import DENSE, OTHER_NAMES, Axes, Sum
@@ -139,6 +140,11 @@ class Mesh:
         with waiting_at("a gathering of settings"):
             dist.all_gather_object(out, x, group=self.process_group(axes))
         return out
+
+    def store(self, prefix: str) -> Store:
+        """What all ranks can write and read without a collective, through a connection of its own."""
+        store = dist.distributed_c10d._get_default_store()
+        return PrefixStore(prefix, store.clone() if self.axes.world > 1 else store)  # type: ignore[attr-defined] # torch's stub lacks it
 
     def of_rank_0(self, x: Any) -> Any:
         """What rank 0 has, by pickle. What the others give is not looked at."""

@@ -22,15 +22,19 @@ from .streaming import StoredModel
 _WINDOW_BYTES = 16 << 20  # of rows that a rank gets whole at a time
 
 
-def whole_rows(stored_model: StoredModel) -> Iterator[tuple[Piece, Tensor]]:
+def whole_rows(stored_model: StoredModel, *, keep: bool = False) -> Iterator[tuple[Piece, Tensor]]:
     """Pieces of whole rows, with what they hold. Over all ranks they tile every parameter once.
 
-    Every rank must run through it to the end: ranks of tp exchange rows within it.
+    With `keep` they are on the host and the caller's to keep; otherwise they may be live memory. Every rank must run
+    through it to the end: ranks of tp exchange rows within it.
     """
     spec, mesh = stored_model.spec, stored_model.mesh
     for param in spec.table:
         if param.name in stored_model.stored:
-            yield from _rows_of(param, spec, mesh, stored_model.stored[param.name].detach())
+            stored = stored_model.stored[param.name].detach()
+            for rows, values in _rows_of(param, spec, mesh, stored):
+                live = keep and values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+                yield rows, values.to("cpu", copy=live) if keep else values
 
 
 def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> Iterator[tuple[Piece, Tensor]]:

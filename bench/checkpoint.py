@@ -1,0 +1,166 @@
+"""Saving and resuming about 1 GB on local ranks, beside a raw write and read of the same bytes and torch's DCP.
+
+    python -m bench.checkpoint                                    # fsdp=2, tp=2 and fsdp=2 x tp=2 x ep=2
+    python -m bench.checkpoint --layouts fsdp2 --rounds 9 --append
+
+A Qwen3 of 64 million parameters (experts where there is ep): weights in bfloat16, masters and both moments in float32.
+All sides take turns in the same processes, one thread a rank; times are medians of the slower rank, and every side ends
+with its bytes on the disk. Raw: each rank writes as many bytes as ours into a file of its own, then fsync; it reads
+them into new memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import meshwright as mw
+from meshwright.verify import run_ranks
+
+MODEL = {
+    "model_type": "qwen3", "vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
+    "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+EXPERTS = MODEL | {
+    "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 224,
+    "norm_topk_prob": True,
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "fsdp2": (MODEL, {"fsdp": 2}),
+    "tp2": (MODEL, {"tp": 2}),
+    "fsdp2+tp2+ep2": (EXPERTS, {"fsdp": 2, "tp": 2, "ep": 2}),
+}
+
+
+def engine_on(config: Path, mesh: dict[str, int]) -> mw.Engine:
+    """One that has trained a step: its moments are there."""
+    model = mw.init(config, mw.Mesh(**mesh, device="cpu"))
+    engine = mw.Engine(model, lr=1e-3)
+    engine.step([mw.pack([list(range(63))], length=64)])
+    return engine
+
+
+def raw_write(tensors: list[torch.Tensor], at: Path) -> None:
+    fd = os.open(at, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for tensor in tensors:
+        left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")
+        while left:
+            left = left[os.write(fd, left[: 16 << 20]) :]
+    os.fsync(fd)
+    os.close(fd)
+
+
+def raw_read(at: Path) -> None:
+    into, fd = memoryview(bytearray(at.stat().st_size)), os.open(at, os.O_RDONLY)
+    while into:
+        into = into[os.readv(fd, [into[: 16 << 20]]) :]
+    os.close(fd)
+
+
+def pieces(engine: mw.Engine) -> list[torch.Tensor]:
+    stored, moments = engine.model.stored(), engine.optimizer.moments
+    weights = [tensor.bfloat16() for tensor in stored.values()]
+    return [*weights, *stored.values(), *(moment for both in moments.values() for moment in both)]
+
+
+def timed(act: Callable[[], object]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """How much memory a call takes at most, above what was there before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    act()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def turns(config: Path, mesh: dict[str, int], rounds: int, at: Path) -> dict[str, list[float]]:
+    engine = engine_on(config, mesh)
+    rank, found = dist.get_rank(), dict[str, list[float]]()
+    mine = at / f"raw-{rank}"
+    state = {f"{rank}.{number}": tensor for number, tensor in enumerate(pieces(engine))}
+
+    folder = at / "now"
+
+    def note(name: str, act: Callable[[], object]) -> None:
+        found.setdefault(name, []).append(timed(act))
+
+    def writes(name: str, act: Callable[[], object]) -> None:
+        """Into a new folder, on a disk that has nothing else to write."""
+        if rank == 0:
+            folder.mkdir()
+            os.sync()
+        note(name, act)
+        engine.wait()
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder)
+
+    found["bytes"] = [float(sum(tensor.numel() * tensor.element_size() for tensor in state.values()))]
+    found["peak bytes of a save"] = [float(peak_bytes(lambda: mw.save(engine, at / "ours")))]
+    raw_write(list(state.values()), mine)
+    for _ in range(rounds):
+        writes("raw write", lambda: raw_write(list(state.values()), folder / str(rank)))
+        writes("save", lambda: mw.save(engine, folder))
+        writes("dcp save", lambda: dcp.save(state, checkpoint_id=folder))
+        note("copy", lambda: [tensor.clone() for tensor in (*engine.model.stored().values(), *_moments(engine))])
+        writes("save, blocked", lambda: mw.save(engine, folder, wait=False))
+        note("raw read", lambda: raw_read(mine))
+        note("resume", lambda: mw.resume(engine, at / "ours"))
+    return found
+
+
+def _moments(engine: mw.Engine) -> list[torch.Tensor]:
+    return [moment for both in engine.optimizer.moments.values() for moment in both]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write; its disk is what is measured")
+    options = parser.parse_args()
+    for layout in options.layouts:
+        config, mesh = LAYOUTS[layout]
+        world = max(1, mesh.get("fsdp", 1) * mesh.get("tp", 1))
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            ranks = run_ranks(world, turns, Path(folder), mesh, options.rounds, Path(folder), seconds=3600)
+        show(layout, ranks)
+
+
+def show(layout: str, ranks: list[dict[str, list[float]]]) -> None:
+    names = list(ranks[0])
+    median = {name: statistics.median(map(max, zip(*(found[name] for found in ranks), strict=True))) for name in names}
+    for name, value in median.items():
+        beside = {"save": "raw write", "dcp save": "raw write", "resume": "raw read", "save, blocked": "copy"}.get(name)
+        ratio = f"  {median[beside] / value:.2f} of {beside}" if beside else ""
+        print(f"{layout:14} {name:16} {value / 1e6 if value > 1000 else value:8.3f}{ratio}")
+
+
+if __name__ == "__main__":
+    main()
