@@ -40,6 +40,16 @@ It reads config.json (and the headers of the weights, where they are), starts no
 Activations are not counted: what does not fit cannot run, what fits may still run out of memory.
 Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh is impossible, and why.
 """
+INSPECT_EXAMPLES = """examples:
+  meshwright inspect runs/first                                    the newest whole checkpoint of a run
+  meshwright inspect runs/first/step-000200 --verify               is every byte as it was written?
+  meshwright inspect runs/first/step-000200 --diff runs/second/step-000200
+  meshwright inspect runs/first --json
+"""
+INSPECT_ABOUT = """What a checkpoint holds: its step and mesh, its planes with their dtypes and sizes, your state.
+
+Exit codes: 0 all is well, 1 bytes are not those that were written, or the two differ, 2 it is no whole checkpoint.
+"""
 TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
 
 
@@ -60,9 +70,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
     parser.add_argument("--version", action=_Version, nargs=0, help="of meshwright, and of what its numbers depend on")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_inspect(commands)
     _add_plan(commands)
     _add_verify(commands)
     return parser
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    inspect = commands.add_parser(
+        "inspect", help="what a checkpoint holds, and whether its bytes are right", description=INSPECT_ABOUT,
+        epilog=INSPECT_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    inspect.set_defaults(run=_inspect)
+    inspect.add_argument("checkpoint", help="a checkpoint, or a folder of them, of which the newest whole one is taken")
+    inspect.add_argument("--verify", action="store_true", help="read all of it, and compare the checksums")
+    inspect.add_argument("--diff", metavar="OTHER", help="name the tensors that differ, and by how much")
+    inspect.add_argument("--json", action="store_true", help="everything as JSON on standard output")
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -149,6 +172,23 @@ def mesh_of(text: str) -> dict[str, int]:
             raise ConfigError(f"--mesh {text!r} gives {axis} twice")
         sizes[axis] = int(size)
     return sizes
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from . import checkpoint as disk  # imports torch: --help should not wait for it
+    from .checkpoint import show
+
+    found = disk.opened_at(Path(options.checkpoint))
+    other = disk.opened_at(Path(options.diff)) if options.diff else None
+    wrong = disk.check_bytes(found) if options.verify else None
+    apart = list(disk.differences(found, other)) if other else None
+    if options.json:
+        _print_json(show.as_json(found, wrong, apart))
+    else:
+        show.print_checkpoint(found, wrong, apart)
+    return int(bool(wrong or apart))
 
 
 def _plan(options: argparse.Namespace) -> int:

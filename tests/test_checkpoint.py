@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
@@ -22,7 +18,6 @@ import meshwright as mw
 from meshwright.weights import StoredModel, keys_of, open_source, whole_tensors
 from meshwright.weights.keymap import KeyMap
 from tests import tiny, worlds
-from tests.words import words
 
 # Sizes that 2, 3 and 4 divide, or that may be uneven (the vocabulary) or stay whole (kv heads).
 SIZES: dict[str, Any] = dict(num_attention_heads=12)
@@ -110,14 +105,12 @@ def one_process(source: Path, out: Path) -> None:
 def test_every_mesh_resumes_and_saves_the_same(saved: Any, tmp_path: Path, mesh: dict[str, int]) -> None:
     """What two meshes make of the files of one process is the same on both, so each resumes what the other saved."""
     families = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
-    cases = {
-        name: functools.partial(there_and_back, *saved(name), mesh, tmp_path / name) for name in families
-    }
+    cases = {name: functools.partial(there_and_back, *saved(name), mesh, tmp_path / name) for name in families}
     for name, answers in worlds.in_turn(world_of(mesh), cases).items():
         reference, again = saved(name)[1], tmp_path / name / "step-000002"
         for folder, tensors in answers[0].items():
             expected = load_file(reference / folder / "model.safetensors")
-            assert tensors.keys() == expected.keys() and len(tensors) > 10
+            assert tensors.keys() == expected.keys()
             wrong = [key for key in expected if not torch.equal(tensors[key], expected[key])]
             assert not wrong, f"{name} {folder}: {wrong}"
         assert bytes_of(again) == bytes_of(reference), name

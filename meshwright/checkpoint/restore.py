@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BrokenFile, failure_in
+from ..errors import CheckpointError, LoadError, failure_in
 from ..layout import ShardingSpec, Table
 from ..mesh import Mesh
 from ..weights import (
@@ -72,12 +72,26 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Its manifest and headers. No tensor is read."""
-    manifest = read_manifest(directory)
-    check_files(directory, manifest)
-    runs = read_parts(directory, manifest)
-    planes = {name: _plane(directory, folder) for name, folder in manifest.planes.items()}
-    return Checkpoint(directory, manifest, runs, planes, read_json(directory / TRAINER))
+    """Its manifest, headers and small files, which are checked. No tensor is read."""
+    try:
+        manifest = read_manifest(directory)
+        check_files(directory, manifest)
+        runs = read_parts(directory, manifest)
+        _check_small(directory, runs)
+        planes = {name: _plane(directory, folder) for name, folder in manifest.planes.items()}
+        return Checkpoint(directory, manifest, runs, planes, read_json(directory / TRAINER))
+    except LoadError as error:
+        raise CheckpointError(f"{broken(directory)}: {error}") from error
+
+
+def _check_small(directory: Path, runs: Runs) -> None:
+    """What is parsed is checked first: headers, and all that is no tensor."""
+    checks = Checks(directory, {})
+    for file, found in runs.of_file.items():
+        with opened(directory / file) as source:
+            for run in found:
+                if run.start == 0 or not file.endswith(".safetensors"):
+                    checks.check(file, run, source.bytes_at(run.start, run.stop - run.start))
 
 
 def _plane(directory: Path, folder: str) -> Source:
@@ -108,14 +122,14 @@ def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: 
         for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
             check_run(checkpoint, file, run)
 
-    failure = failure_in(read, BrokenFile, _way_out(checkpoint))
-    mesh.all_or_none(failure, f"the reading of {checkpoint.directory}", BrokenFile)
+    failure = failure_in(read, CheckpointError, broken(checkpoint.directory))
+    mesh.all_or_none(failure, f"the reading of {checkpoint.directory}", CheckpointError)
 
 
-def _way_out(checkpoint: Checkpoint) -> str:
-    older = newest_whole(checkpoint.directory.parent, but=checkpoint.directory)
-    hint = f"{older} has all its files: resume that" if older else "there is no other one beside it"
-    return f"{checkpoint.directory} cannot be resumed ({hint})"
+def broken(directory: Path) -> str:
+    older = newest_whole(directory.parent, but=directory)
+    hint = f"{older} has all its files: take that" if older else "there is no other one beside it"
+    return f"{directory} is broken ({hint})"
 
 
 def _filled(wanted: Wanted, table: Table, choice: Choice) -> set[tuple[str, int]]:
@@ -142,6 +156,9 @@ def _unread(checkpoint: Checkpoint, filled: Container[tuple[str, int]]) -> Itera
 
 
 def check_run(checkpoint: Checkpoint, file: str, run: Run) -> None:
+    entries = (entry for source in checkpoint.planes.values() for entry in source.entries.values())
     with opened(checkpoint.directory / file) as found:
         data = found.bytes_at(run.start, run.stop - run.start)
-    Checks(checkpoint.directory, {}).check(file, run, data)
+    if not run.is_of(data):
+        key = next((e.key for e in entries if e.file == file and e.start <= run.start < e.stop), "")
+        Checks(checkpoint.directory, {}).check(file, run, data, key)

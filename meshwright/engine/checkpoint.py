@@ -122,7 +122,7 @@ def _json(state: object) -> str:
         return json.dumps(state, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"state= is no JSON: {error}; give numbers, strings, lists and dicts, such as engine-independent positions"
+            f"state= is no JSON: {error}; give numbers, strings, lists and dicts, and save tensors in a file of yours"
         ) from error
 
 

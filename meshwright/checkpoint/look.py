@@ -1,0 +1,130 @@
+"""Look at a checkpoint: what it holds, whether its bytes are those that were written, and how it differs from another.
+
+Nothing of a model is needed for that, and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BrokenFile, CheckpointError
+from ..log import progress
+from ..weights import DTYPES, Entry, Source, opened
+from .folder import find
+from .restore import Checkpoint, check_run, open_checkpoint
+
+_READERS = 4
+_PART_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same in two checkpoints. `largest`: of the differences of its elements."""
+
+    plane: str
+    key: str
+    why: str
+    largest: float | None = None
+    num: int = 0  # elements that differ
+
+
+def opened_at(directory: Path) -> Checkpoint:
+    return open_checkpoint(find(directory))
+
+
+def summary(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What it holds, as JSON has it."""
+    manifest, trainer = checkpoint.manifest, checkpoint.trainer
+    planes = {}
+    for name, source in checkpoint.planes.items():
+        entries = source.entries.values()
+        planes[name] = {
+            "tensors": len(source.entries),
+            "bytes": sum(entry.stop - entry.start for entry in entries),
+            "dtypes": sorted({entry.dtype for entry in entries}),
+            "files": len(source.files),
+        }
+    return {
+        "directory": str(checkpoint.directory),
+        **{name: trainer[name] for name in ("step", "tokens", "head", "settings", "state")},
+        "trained": len(trainer["trained"]),
+        **manifest.about,
+        "bytes": sum(manifest.files.values()),
+        "ranks": len(manifest.parts),
+        "runs": sum(len(runs) for runs in checkpoint.runs.of_file.values()),
+        "planes": planes,
+        "strangers": strangers(checkpoint),
+    }
+
+
+def strangers(checkpoint: Checkpoint) -> list[str]:
+    """Files in the directory that the manifest does not list."""
+    known = {*checkpoint.manifest.files, *checkpoint.manifest.parts, "meshwright.json"}
+    found = (path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file())
+    return sorted(str(name) for name in found if str(name) not in known)
+
+
+def check_bytes(checkpoint: Checkpoint) -> list[str]:
+    """Read all of it, and say what is not as it was written."""
+    runs = [(file, run) for file, found in checkpoint.runs.of_file.items() for run in found]
+    label, total = f"check {checkpoint.directory}", checkpoint.runs.num_bytes
+    wrong: list[str] = []
+    with progress(label, total, "bytes", enabled=True) as advance, ThreadPoolExecutor(_READERS) as readers:
+        for failure, (_, run) in zip(readers.map(lambda each: _failure(checkpoint, *each), runs), runs, strict=True):
+            advance(run.stop - run.start)
+            if failure:
+                wrong.append(failure)
+    return wrong
+
+
+def _failure(checkpoint: Checkpoint, file: str, run: Any) -> str:
+    try:
+        check_run(checkpoint, file, run)
+    except BrokenFile as error:
+        return str(error)
+    return ""
+
+
+def differences(mine: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
+    """Tensor by tensor, of every plane."""
+    for plane in dict.fromkeys((*mine.planes, *other.planes)):
+        here, there = (c.planes[plane].entries if plane in c.planes else {} for c in (mine, other))
+        for key in dict.fromkeys((*here, *there)):
+            if key not in here or key not in there:
+                yield Difference(plane, key, f"only in {(mine if key in here else other).directory}")
+            elif here[key].shape != there[key].shape:
+                yield Difference(plane, key, f"shape {here[key].shape} and {there[key].shape}")
+            else:
+                yield from _of_values(plane, (mine.planes[plane], here[key]), (other.planes[plane], there[key]))
+
+
+def _of_values(plane: str, *both: tuple[Source, Entry]) -> Iterator[Difference]:
+    (_, first), (_, second) = both
+    kinds = f"{first.dtype} and {second.dtype}" if first.dtype != second.dtype else ""
+    largest, num = 0.0, 0
+    for a, b in zip(_parts(*both[0]), _parts(*both[1]), strict=True):
+        apart = (a.double() - b.double()).abs() if a.is_floating_point() else (a != b).double()
+        unequal = ~(apart == 0) & ~(a.isnan() & b.isnan())
+        num += int(unequal.sum())
+        largest = max(largest, float(apart[unequal].nan_to_num(nan=float("inf")).max()) if unequal.any() else 0.0)
+    if num or kinds:
+        yield Difference(plane, first.key, kinds or "values", largest, num)
+
+
+def _parts(source: Source, entry: Entry) -> Iterator[Tensor]:
+    """A tensor a part at a time, in equally many elements whatever its dtype."""
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"{entry.key} is {entry.dtype}, which torch has no dtype for; compare its bytes with cmp")
+    dtype = DTYPES[entry.dtype]
+    step = _PART_BYTES // 8 * dtype.itemsize
+    with opened(source.directory / entry.file) as file:
+        for at in range(entry.start, entry.stop, step):
+            data = bytearray(file.bytes_at(at, min(step, entry.stop - at)))
+            yield torch.frombuffer(data, dtype=dtype)

@@ -1,0 +1,357 @@
+"""A checkpoint that is not as it was saved, and saves that cannot be made: named, and nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
+from meshwright.log import logger
+from meshwright.weights import runs_of_json
+from tests import tiny, worlds
+from tests.test_checkpoint import engine_of, train
+from tests.words import words
+
+FLIPS = 300
+
+
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except mw.MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def two_steps(source: Path, out: Path, mesh: Mapping[str, int]) -> None:
+    engine = engine_of(source, mesh)
+    for _ in range(2):
+        train(engine, 1)
+        mw.save(engine, out)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source with a tensor that is not trained, and a run with steps 1 and 2, of two ranks."""
+    at = tmp_path_factory.mktemp("saved")
+    source = tiny.directory(at / "source", "qwen3_tied", dtype=torch.bfloat16)
+    worlds.run(2, two_steps, source, at / "run", dict(tp=2))
+    return source, at / "run"
+
+
+@pytest.fixture
+def run(saved: tuple[Path, Path], tmp_path: Path) -> Path:
+    shutil.copytree(saved[1], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1 << at % 8]))
+
+
+def places(step: Path, num: int) -> list[tuple[Path, int]]:
+    """Bytes of all files, evenly over their sizes; each file at least once."""
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    drawn = random.Random(7)
+    ends = [path.stat().st_size for path in files]
+    anywhere = [drawn.choices(range(len(files)), ends)[0] for _ in range(num - len(files))]
+    return [(files[n], drawn.randrange(ends[n])) for n in (*range(len(files)), *anywhere)]
+
+
+def test_no_byte_can_change_unnoticed(run: Path) -> None:
+    step = run / "step-000002"
+    assert check_bytes(opened_at(step)) == []
+    for path, at in places(step, FLIPS):
+        flip(path, at)
+        found = error_of(lambda: opened_at(step)) or check_bytes(opened_at(step))
+        assert found, f"byte {at} of {path.name}"
+        assert path.name in str(found)
+        flip(path, at)
+    assert check_bytes(opened_at(step)) == []
+
+
+def resuming(source: Path, step: Path, num: int) -> list[tuple[str, str]]:
+    """What `resume` says of flipped bytes; all but the last engine see one each, and go on."""
+    engine, out = engine_of(source, {}), []
+    for path, at in places(step, num):
+        flip(path, at)
+        out.append((path.name, error_of(lambda: mw.resume(engine, step))))
+        refused = error_of(lambda: train(engine, 1))
+        assert "resum" in refused or "checksum" in out[-1][1] or path.name in out[-1][1], refused
+        flip(path, at)
+    mw.resume(engine, step)
+    train(engine, 1)
+    return out
+
+
+def test_resume_reads_nothing_that_is_broken(saved: tuple[Path, Path], run: Path) -> None:
+    [found] = worlds.run(1, resuming, saved[0], run / "step-000002", 60)
+    for name, text in found:
+        assert re.search(words(re.escape(name), "step-000001 has all"), text), f"{name}: {text}"
+
+
+def test_the_tensor_is_named_on_all_ranks(saved: tuple[Path, Path], run: Path) -> None:
+    pattern = words(
+        "CheckpointError", r"exp_avg/model\.safetensors", r"layers\.1\.mlp\.down_proj\.weight", "step-000001"
+    )
+    for text in worlds.run(2, flip_once, saved[0], run / "step-000002"):
+        assert re.search(pattern, text), text
+
+
+def flip_once(source: Path, step: Path) -> str:
+    engine = engine_of(source, dict(fsdp=2))
+    if engine.model.mesh.rank == 0:
+        tensor_at(step)
+    dist.barrier()
+    return error_of(lambda: mw.resume(engine, step))
+
+
+def tensor_at(step: Path) -> None:
+    file = step / "exp_avg" / "model.safetensors"
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + size])
+    flip(file, 8 + size + header["model.layers.1.mlp.down_proj.weight"]["data_offsets"][0] + 40)
+
+
+Change = Callable[[Path], object]
+BROKEN: dict[str, tuple[Change, str]] = {
+    "a file is missing": (
+        lambda at: (at / "exp_avg" / "model.safetensors").unlink(), words(r"exp_avg/model\.safetensors", "No such file")
+    ),
+    "a file is short": (
+        lambda at: os.truncate(at / "master" / "model.safetensors", 999),
+        words(r"master/model\.safetensors", "999 bytes"),
+    ),
+    "a list of runs is missing": (
+        lambda at: (at / "runs" / "00001.json").unlink(), words(r"runs/00001\.json", "missing")
+    ),
+    "the manifest of another step": (
+        lambda at: shutil.copy(at.parent / "step-000001" / "meshwright.json", at), words("step-000002", "runs|bytes")
+    ),
+    "a list of another step": (
+        lambda at: shutil.copy(at.parent / "step-000001" / "runs" / "00000.json", at / "runs"),
+        words("00000", "checksum"),
+    ),
+    "data of another step": (
+        lambda at: shutil.copy(at.parent / "step-000001" / "master" / "model.safetensors", at / "master"),
+        words(r"master/model\.safetensors", "checksum"),
+    ),
+    "the config is another": (
+        lambda at: (at / "config.json").write_text((at / "config.json").read_text().replace("qwen3", "qwen2")),
+        words(r"config\.json", "checksum"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_checkpoint(saved: tuple[Path, Path], run: Path, case: str) -> None:
+    change, pattern = BROKEN[case]
+    change(run / "step-000002")
+    [text] = worlds.run(1, lambda: error_of(lambda: mw.resume(engine_of(saved[0], {}), run / "step-000002")))
+    assert re.search(pattern, text), text
+    assert re.search(words("step-000001"), text) or "cannot be resumed" in text
+
+
+def test_the_folder_gives_the_newest_whole_one(saved: tuple[Path, Path], run: Path) -> None:
+    (run / "step-000002" / "exp_avg" / "model.safetensors").unlink()
+    (run / "step-000009").mkdir()
+    assert folder.find(run) == run / "step-000001"
+    (run / "step-000001" / "meshwright.json").unlink()
+    with pytest.raises(mw.CheckpointError, match=words("no whole checkpoint", "step-000200")):
+        folder.find(run)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch, rank: int, name: str) -> None:
+    """A call of `os` that fails on one rank."""
+    real = getattr(os, name)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == rank:
+            raise FULL
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, fake)
+
+
+def fails_and_goes_on(source: Path, out: Path, wait: bool, rank: int, name: str) -> tuple[list[str], float]:
+    engine = engine_of(source, dict(tp=2))
+    train(engine, 1)
+    mw.save(engine, out)
+    train(engine, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        fails_once(patch, rank, name)
+        told = [error_of(lambda: mw.save(engine, out, wait=wait))]
+        if not wait:
+            while engine.saving is not None and engine.saving.runs:
+                pass
+            told += [error_of(lambda: train(engine, 1)), error_of(engine.wait)]
+    [loss] = train(engine, 1)
+    assert mw.save(engine, out) == out / "step-000003"
+    return told, loss
+
+
+@pytest.mark.parametrize("name", ["pwrite", "fsync", "rename"])
+@pytest.mark.parametrize("wait", [True, False], ids=["wait", "beside"])
+def test_a_full_disk_on_one_rank(saved: tuple[Path, Path], tmp_path: Path, name: str, wait: bool) -> None:
+    rank = 0 if name == "rename" else 1
+    ranks = worlds.run(2, fails_and_goes_on, saved[0], tmp_path / "run", wait, rank, name)
+    told = [text for texts, _ in ranks for text in texts if text]
+    assert len(told) >= 2, told
+    assert all("No space left" in text for text in told)
+    assert ranks[0][1] == ranks[1][1]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-000001", "step-000003"]
+
+
+REFUSED: dict[str, tuple[Callable[[mw.Engine, Path], object], str]] = {
+    "no engine": (lambda engine, at: mw.save(engine.model, at), words("takes an engine", "Model")),
+    "no path": (lambda engine, at: mw.save(engine, 7), words("7 is no path")),
+    "a state that is no JSON": (lambda engine, at: mw.save(engine, at, state={"a": torch.ones(1)}), "no JSON"),
+    "a state that is NaN": (lambda engine, at: mw.save(engine, at, state=float("nan")), "no JSON"),
+    "keep=0": (lambda engine, at: mw.save(engine, at, keep=0), words("keep=0", "above 0")),
+    "keep_every alone": (lambda engine, at: mw.save(engine, at, keep_every=5), words("keep_every=5", "keep=")),
+    "a file in the way": (lambda engine, at: at.write_text("") or mw.save(engine, at), words("is a file")),
+    "something else in the way": (
+        lambda engine, at: (at / "step-000000").mkdir(parents=True) or mw.save(engine, at),
+        words("no checkpoint", "move"),
+    ),
+    "nothing to resume": (mw.resume, words("no directory", "give a checkpoint")),
+    "an empty folder": (lambda engine, at: at.mkdir() or mw.resume(engine, at), words("no whole checkpoint")),
+}  # fmt: skip
+
+
+def refusals(source: Path, at: Path) -> dict[str, str]:
+    engine = engine_of(source, {})
+    found = {case: error_of(lambda act=act, case=case: act(engine, at / case)) for case, (act, _) in REFUSED.items()}
+    engine.backward(tiny.batches(0))
+    found["gradients wait"] = error_of(lambda: mw.save(engine, at / "waiting"))
+    return found
+
+
+def test_what_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    [found] = worlds.run(1, refusals, saved[0], tmp_path)
+    for case, (_, pattern) in REFUSED.items():
+        assert re.search(pattern, found[case]), f"{case}: {found[case]}"
+    assert re.search(words("StateError", "update"), found["gradients wait"])
+
+
+def resumes_another(sources: Mapping[str, Path], at: Path) -> dict[str, str]:
+    made: dict[str, Callable[[], mw.Engine]] = {
+        "family": lambda: engine_of(sources["qwen3_moe"], {}),
+        "sizes": lambda: engine_of(sources["wide"], {}),
+        "head": lambda: mw.Engine(
+            mw.load(sources["qwen3"], head="value", dtype=torch.float32), lr=1e-3, loss=mw.losses.squared_error
+        ),
+        "trained": lambda: mw.Engine(mw.load(sources["qwen3"], train="layers.*", dtype=torch.float32), lr=1e-3),
+    }
+    return {name: error_of(lambda make=make: mw.resume(make(), at)) for name, make in made.items()}
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    changes = {"qwen3": ("qwen3", {}), "wide": ("qwen3", {"hidden_size": 40}), "qwen3_moe": ("qwen3_moe", {})}
+    sources = {name: tiny.directory(tmp_path / name, base, **more) for name, (base, more) in changes.items()}
+    worlds.run(1, two_steps, sources["qwen3"], tmp_path / "run", {})
+    [found] = worlds.run(1, resumes_another, sources, tmp_path / "run")
+    assert re.search(words("qwen3", "qwen3_moe"), found["family"])
+    assert re.search(words("36", "40", "embed"), found["sizes"])
+    assert re.search(words("head='lm'", "head='value'"), found["head"])
+    assert re.search(words("trained", "embed.weight", "train="), found["trained"])
+    assert all(text.startswith("CheckpointError") for text in found.values()), found
+
+
+def said(source: Path, at: Path) -> tuple[list[float], str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    mw.resume(engine_of(source, dict(fsdp=2), betas=(0.9, 0.99)), at)
+    again = engine_of(source, dict(fsdp=2))
+    found = mw.resume(again, source)
+    assert (found.step, again.steps, again.optimizer.moments) == (0, 0, {})
+    return train(again, 1), "\n".join(lines)
+
+
+def test_what_is_allowed_is_said(saved: tuple[Path, Path]) -> None:
+    (_, told), (_, silent) = worlds.run(2, said, *saved)
+    assert re.search(words(r"betas was \[0\.9, 0\.95\]", r"is \[0\.9, 0\.99\]"), told)
+    assert re.search(words("weights alone", "moments begin at zero"), told)
+    assert not silent
+
+
+def test_which_stay(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    worlds.run(1, keeps, saved[0], tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-000004", "step-000006", "step-000007"]
+
+
+def keeps(source: Path, out: Path) -> None:
+    engine = engine_of(source, {})
+    for _ in range(7):
+        train(engine, 1)
+        mw.save(engine, out, keep=2, keep_every=4)
+
+
+HOSTILE = ["../outside", "/etc/hostname", "a/../../outside", "a//b", "./a", "a\\b", "a\0b", ""]
+
+
+@pytest.mark.parametrize("field", ["files", "parts", "planes"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_path_leaves_the_directory(run: Path, field: str, name: str) -> None:
+    found = manifest.read_manifest(run / "step-000002")
+    given: dict[str, Any] = {
+        "files": {**found.files, name: 3}, "parts": {**found.parts, name: 3}, "planes": {**found.planes, "more": name}
+    }  # fmt: skip
+    if field == "planes" and not name:
+        return  # the weights' own folder
+    manifest.write_manifest(run / "step-000002", replace(found, **{field: given[field]}))
+    with pytest.raises(mw.BrokenFile, match=words("malformed")):
+        manifest.read_manifest(run / "step-000002")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300) | st.text(max_size=300).map(lambda text: text.encode()))
+def test_any_text_as_a_manifest(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "meshwright.json").write_bytes(text)
+    with pytest.raises(mw.BrokenFile):
+        manifest.read_manifest(tmp_path)
+    with contextlib.suppress(ValueError):
+        runs_of_json(text)
+
+
+def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(run), "--verify", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["wrong"], found["strangers"], found["ranks"]) == (2, [], [], 2)
+    assert found["planes"]["exp_avg"]["dtypes"] == ["F32"]
+    assert cli.main(["inspect", str(run / "step-000001"), "--diff", str(run), "--json"]) == 1
+    apart = json.loads(capsys.readouterr().out)["differences"]
+    assert {each["plane"] for each in apart} == {"weights", "master", "exp_avg", "exp_avg_sq"}
+    flip(run / "step-000002" / "model.safetensors", 40000)
+    (run / "step-000002" / "notes").write_text("mine")
+    assert cli.main(["inspect", str(run), "--verify"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(words(r"model\.safetensors", "checksum", "notes is no part"), out)
+    assert cli.main(["inspect", str(run / "nowhere")]) == 2
