@@ -95,7 +95,7 @@ class Draft:
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.final, self.mark = folder, final_place(folder, step), secrets.token_hex(4)
         check_place(folder, step)
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         _clean(folder)
         self.path = folder / f".{self.final.name}.unfinished-{self.mark}"
         self.path.mkdir()
@@ -132,6 +132,14 @@ class Draft:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _make(folder: Path) -> None:
+    """With its name on the disk: a power cut would else take the folder with all that is in it."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        to_disk(folder.parent)
 
 
 def check_place(folder: Path, step: int) -> None:

@@ -23,7 +23,7 @@ from ..log import logger
 from ..watch import doing, names_lost_ranks
 from .agreement import Data, Proposal, agree, check_ready, compare, identity
 from .engine import Engine
-from .export import Choices, exported, refuse_overflow
+from .export import Choices, check_pieces, exported, refuse_overflow
 from .model import Model
 
 _NO_MATTER = ("architectures", "dtype", "torch_dtype", "num_labels", "transformers_version", "id2label", "label2id")
@@ -71,6 +71,8 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
         engine.settle_saving(wait=True)
         check_ready(model, engine.trained)
         _check_keep(keep)
+        for values in _values(engine).values():
+            check_pieces(model, values)
         refuse_overflow(model, choices)
         text = _json(state)
         given = {"directory": str(folder), "dtype": choices.dtype, **asdict(keep), "state": text, "step": engine.steps}

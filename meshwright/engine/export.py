@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import weights
 from ..errors import ConfigError, ExportError, StateError
+from ..layout import check_written
 from ..models import LM_HEAD, SCORE, classifier_of
 from ..watch import names_lost_ranks
 from .agreement import Proposal, agree, check_is_model
@@ -94,6 +95,7 @@ def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices
         raise ExportError(f"{directory!r} is no path; give the directory to write")
 
     def propose() -> Proposal:
+        check_pieces(model, model.stored())
         refuse_overflow(model, choices)
         return Proposal(settings={f"{name}=": value for name, value in asdict(choices).items()})
 
@@ -106,6 +108,22 @@ def exported(model: Model, at: Path, choices: Choices) -> weights.Export:
     return weights.Export(
         _keymap(model, choices), _config(model, choices.dtype), model.directory, at, choices.overwrite
     )
+
+
+def check_pieces(model: Model, values: Mapping[str, Tensor]) -> None:
+    """Before a byte is written: this rank holds what the table says, and what the ranks write tiles each parameter.
+
+    The second is arithmetic and the same on all ranks, so each of them proves a share of it.
+    """
+    spec, mesh = model.blueprint.spec, model.mesh
+    for name, held in values.items():
+        if held.shape != model.pieces[name].shape:
+            raise ExportError(
+                f"{name} is stored as {tuple(held.shape)}, and {model.pieces[name].shape} is this rank's piece of it; "
+                "nothing was written. Something has replaced the parameter: load the model again"
+            )
+    for name in sorted(model.table.params)[mesh.rank :: mesh.axes.world]:
+        check_written(model.table[name], spec, mesh.axes)
 
 
 def refuse_overflow(model: Model, choices: Choices) -> None:

@@ -25,6 +25,7 @@ from .rules import (
     ShardingSpec,
     across,
     axes_left_to_sum,
+    check_written,
     cut,
     holders,
     owned,

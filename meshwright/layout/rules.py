@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..axes import DENSE, ENDS, EXPERT, Axes
 from ..errors import LayoutError
-from .boxes import Box, chunk, interval
+from .boxes import Box, check_tiling, chunk, interval
 from .params import Param, Table, matrix_shape
 from .units import Unit
 
@@ -188,6 +188,14 @@ def written(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:
     box = Box((*held.box.start[:num_rows], *(0 for _ in param.cols)),
               (*held.box.stop[:num_rows], *param.cols.values()))  # fmt: skip
     return Piece(param, box, held.lo + lo, held.lo + hi)
+
+
+def check_written(param: Param, spec: ShardingSpec, axes: Axes) -> None:
+    """Raise unless the rows that all ranks write are the parameter, each element once."""
+    stages = spec.table.stages(param.name, axes.pp)
+    ranks = [rank for rank in range(axes.world) if axes.coords(rank)["pp"] in stages]
+    boxes = [box for rank in ranks for box in written(param, spec.rules, axes, rank).boxes]
+    check_tiling(boxes, param.shape, f"what the ranks write of {param.name} on {axes}")
 
 
 def across(param: Param, placement: Placement) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """T1: the pieces of all ranks tile every parameter, on any mesh of six axes up to 64 ranks."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,19 @@ from hypothesis import strategies as st
 
 from meshwright.axes import Axes
 from meshwright.errors import LayoutError
-from meshwright.layout import Param, Rules, ShardingSpec, Table, chunk, holders, pieces, place, written
+from meshwright.layout import (
+    Param,
+    Rules,
+    ShardingSpec,
+    Table,
+    check_written,
+    chunk,
+    holders,
+    pieces,
+    place,
+    rules,
+    written,
+)
 
 from . import reference
 from .reference import coordinates, examples, meshes, numbered, params
@@ -71,6 +84,7 @@ def check_tiled(table, axes):
                 held[name][ids[box.slices].flatten()] += 1
                 owned[name][ids[box.slices].flatten()] += own
     for param in table:
+        check_written(param, ShardingSpec(table, Rules()), axes)
         num = reference.num_holders(param, axes) * len(reference.stages_of(param.name, table, axes.pp))
         assert (held[param.name] == num).all(), f"{param.name} on {axes}: {held[param.name].unique()} and not {num}"
         assert (owned[param.name] == 1).all(), f"{param.name} on {axes}: {owned[param.name].unique()} owners"
@@ -84,6 +98,22 @@ def check_tiled(table, axes):
 @given(meshes(tp=[1, 2, 4], ep=[1, 2, 4, 8]))
 def test_tiny_models_tile(name, axes):
     check_tiled(table_of(name), axes)
+
+
+@pytest.mark.parametrize("wrong", ["two writers of a seam", "a seam that nobody writes"])
+def test_rows_that_are_not_written_once_are_found(monkeypatch, wrong):
+    """What a save proves before it writes."""
+    off = 1 if wrong.startswith("two") else -1
+
+    def shifted(size, parts, index):
+        lo, hi = chunk(size, parts, index)
+        return lo, min(max(hi + off, lo), size) if parts > 1 and index == 0 else hi
+
+    axes, table = Axes(replicate=2, fsdp=3, tp=2), table_of("qwen3")
+    monkeypatch.setattr(rules, "chunk", shifted)
+    for param in table:
+        with pytest.raises(LayoutError, match=re.escape(param.name)):
+            check_written(param, ShardingSpec(table, Rules()), axes)
 
 
 @pytest.mark.parametrize("head", ["value", "none"])

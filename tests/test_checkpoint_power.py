@@ -1,0 +1,128 @@
+"""A power cut at any moment of a save leaves a whole checkpoint; and each omission that would lose one is found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
+from meshwright.log import quiet
+from meshwright.weights import writing
+from tests import power, tiny, worlds
+from tests.test_checkpoint import engine_of, train
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=131)
+    return tiny.directory(tmp_path_factory.mktemp("m"), "qwen3_tied", **sizes)
+
+
+def lost(source: Path, at: Path, plant: Plant, steps: tuple[int, ...]) -> tuple[list[str], int]:
+    """What a cut would lose (the first thing found), and how many states were looked at. Two steps are kept."""
+    root, out = at / "disk", at / "disk" / "run"
+    root.mkdir(parents=True)
+    patch, disk = pytest.MonkeyPatch(), power.Disk(root)
+    engine = engine_of(source, {})
+    with patch.context() as patched:
+        disk.watch(patched)
+        plant(patched)
+        for step in steps:
+            engine.steps = engine.optimizer.steps = step - 1
+            train(engine, 1)
+            mw.save(engine, out, keep=2)
+            disk.promised = step
+        disk.note("at the end")
+    found, num = [], 0
+    with quiet():
+        for what, newest, left in disk.after_a_cut(at):
+            num += 1
+            if why := _lost(left / "run", newest):
+                found.append(f"{what}: {why}")
+            shutil.rmtree(left)
+            if found:
+                break
+    disk.close()
+    return found, num
+
+
+def _lost(run: Path, newest: int) -> str:
+    if not newest:
+        return ""
+    try:
+        found = opened_at(run)
+    except mw.MeshwrightError as error:
+        return str(error)
+    wrong = check_bytes(found)
+    step = found.manifest.step
+    return str(wrong) if wrong else "" if step >= newest else f"step {step}, and {newest} was saved"
+
+
+def nothing(_patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def test_a_power_cut_loses_nothing(source: Path, tmp_path: Path) -> None:
+    [(found, num)] = worlds.run(1, lost, source, tmp_path, nothing, (1, 2, 2, 3))
+    assert found == []
+    assert num > 1000
+
+
+def no_fsync_of(which: Callable[[Path], bool]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real = os.fsync
+        patch.setattr(os, "fsync", lambda fd: None if which(Path(os.readlink(f"/proc/self/fd/{fd}"))) else real(fd))
+
+    return plant
+
+
+def manifest_before_data(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 does not wait for what is written to be on the disk."""
+    real = folder.Draft.commit
+
+    def commit(self: Any, made: Any) -> None:
+        real(self, made)
+        for path in self.final.rglob("*.safetensors"):
+            manifest.to_disk(path)
+
+    patch.setattr(writing.Files, "to_disk", lambda self: None)
+    patch.setattr(folder.Draft, "commit", commit)
+
+
+def earlier_one_removed_first(patch: pytest.MonkeyPatch) -> None:
+    real = folder.Draft.commit
+
+    def commit(self: Any, made: Any) -> None:
+        shutil.rmtree(self.final, ignore_errors=True)
+        real(self, made)
+
+    patch.setattr(folder.Draft, "commit", commit)
+
+
+PLANTED: dict[str, Plant] = {
+    "the files of tensors": no_fsync_of(lambda path: path.suffix == ".safetensors"),
+    "the lists of runs": no_fsync_of(lambda path: path.parent.name == "runs"),
+    "the small files": no_fsync_of(lambda path: path.name == "config.json"),
+    "the manifest": no_fsync_of(lambda path: "meshwright.json" in path.name),
+    "the directory": no_fsync_of(lambda path: "unfinished" in path.name),
+    "a directory in it": no_fsync_of(lambda path: path.name == "exp_avg"),
+    "the folder": no_fsync_of(lambda path: path.name == "run"),
+    "what holds the folder": no_fsync_of(lambda path: path.name == "disk"),
+    "manifest before data": manifest_before_data,
+    "the earlier one removed first": earlier_one_removed_first,
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_an_omission_is_found(source: Path, tmp_path: Path, plant: str) -> None:
+    """What a save must not leave out, left out."""
+    [(found, _)] = worlds.run(1, lost, source, tmp_path, PLANTED[plant], (1, 1))
+    assert found, "no cut loses anything"
