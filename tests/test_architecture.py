@@ -16,7 +16,14 @@ MAX_FUNCTION_LINES = 60
 # The only rooms that import torch.distributed. A contract in .importlinter keeps layout, ops and models from them all.
 WITH_PROCESS_GROUP = ("mesh", "watch", "parallel", "weights", "verify")
 MAX_ARGUMENTS = 6
-PUBLIC = ("load", "init", "weight", "Engine.__init__", "Mesh.__init__")  # what users call by keywords may take more
+PUBLIC = (
+    "load",
+    "init",
+    "save",
+    "weight",
+    "Engine.__init__",
+    "Mesh.__init__",
+)  # what users call by keywords may take more
 KINDS = {
     "cuda",
     "nccl",

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 import meshwright as mw
+from meshwright.checkpoint import check_bytes, opened_at
 from meshwright.weights import StoredModel, keys_of, open_source, whole_tensors
 from meshwright.weights.keymap import KeyMap
 from tests import tiny, worlds
@@ -183,6 +184,87 @@ def test_the_load_of_the_step_before_is_saved(tmp_path: Path) -> None:
     assert losses[2:] == late
 
 
+def drawn(source: Path, out: Path, resume: bool) -> list[float]:
+    """As a loss with dropout would draw them."""
+    engine = engine_of(source, dict(fsdp=2))
+    torch.manual_seed(engine.model.mesh.rank)
+    torch.rand(3)
+    if resume:
+        mw.resume(engine, out)
+    else:
+        train(engine, 1)
+        mw.save(engine, out)
+    return torch.rand(5).tolist()
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    first = worlds.run(2, drawn, source, tmp_path / "run", False)
+    assert first[0] != first[1]
+    assert worlds.run(2, drawn, source, tmp_path / "run", True) == first
+
+
+def before_a_step(source: Path, out: Path) -> tuple[Any, Any]:
+    engine = engine_of(source, dict(fsdp=2))
+    engine.evaluate(tiny.batches(0))
+    at = mw.save(engine, out)
+    assert not (at / "exp_avg").exists()
+    again = engine_of(source, dict(fsdp=2))
+    train(again, 1)
+    assert mw.resume(again, out).step == 0
+    return (train(engine, 2), state_of(engine)), (train(again, 2), state_of(again))
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_tied", dtype=torch.bfloat16)
+    for new, resumed_ in worlds.run(2, before_a_step, source, tmp_path / "run"):
+        assert same(new, resumed_)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "frozen": (dict(train=["layers.*", "head.weight"]), {}),
+    "frozen parts of a key": (dict(train="layers.1.*"), {}),
+    "a new value head": (dict(head="value"), dict(loss=mw.losses.squared_error)),
+    "bfloat16 moments": ({}, dict(state_dtype=torch.bfloat16)),
+    "offload": (dict(savings=mw.Savings(offload=True, recompute="full")), {}),
+    "float64": (dict(dtype=torch.float64), {}),
+    "bfloat16": (dict(dtype=torch.bfloat16), {}),
+}
+
+
+def with_options(source: Path, out: Path, case: str, mesh: Mapping[str, int]) -> tuple[Any, Any]:
+    def made() -> mw.Engine:
+        of_load, of_engine = OPTIONS[case]
+        model = mw.load(source, mw.Mesh(**mesh), **{"dtype": torch.float32, **of_load})
+        return mw.Engine(model, lr=1e-3, **of_engine)
+
+    def go(engine: mw.Engine) -> Any:
+        batches = [[b.with_fields(target=torch.ones(len(b))) for b in tiny.batches(engine.steps)] for _ in range(2)]
+        return [engine.step(step).loss for step in batches], state_of(engine)
+
+    engine = made()
+    go(engine)
+    mw.save(engine, out)
+    again = made()
+    mw.resume(again, out)
+    return go(engine), go(again)
+
+
+KINDS: list[tuple[dict[str, int], list[str]]] = [
+    (dict(fsdp=3), list(OPTIONS)), (dict(fsdp=2, tp=2, ep=2), ["frozen", "a new value head"])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "chosen"), KINDS, ids=str)
+def test_every_kind_of_model(tmp_path: Path, mesh: dict[str, int], chosen: list[str]) -> None:
+    """Uneven and empty pieces too."""
+    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", dtype=torch.bfloat16)
+    cases = {case: functools.partial(with_options, source, tmp_path / case, case, mesh) for case in chosen}
+    for case, answers in worlds.in_turn(world_of(mesh), cases).items():
+        for on, resumed_ in answers:
+            assert same(on, resumed_), case
+
+
 def on_another_mesh(source: Path, out: Path, mesh: Mapping[str, int], save: bool) -> list[float]:
     engine = engine_of(source, mesh)
     if not save:
@@ -239,3 +321,21 @@ def test_weights_that_are_their_own_masters(tmp_path: Path) -> None:
     assert not (at / "master").exists()
     assert {tensor.dtype for tensor in load_file(at / "model.safetensors").values()} == {torch.float32}
     assert json.loads((at / "config.json").read_text())["dtype"] == "float32"
+
+
+def from_a_checkpoint(at: Path, out: Path) -> None:
+    """Its counters and its manifest are of that checkpoint alone."""
+    engine = engine_of(at, {})
+    mw.export(engine.model, out / "exported")
+    train(engine, 1)
+    mw.save(engine, out / "run")
+
+
+def test_a_checkpoint_is_a_source_like_any_other(saved: Any, tmp_path: Path) -> None:
+    source, at = saved("qwen3_tied")
+    worlds.run(1, from_a_checkpoint, at, tmp_path)
+    assert {p.name for p in (tmp_path / "exported").iterdir()} == {p.name for p in source.iterdir()}
+    found = opened_at(tmp_path / "run")
+    assert check_bytes(found) == []
+    assert found.trainer["step"] == 1
+    assert not {"meshwright.json", "runs/00000.json"} & set(found.manifest.files)

@@ -4,7 +4,6 @@ from .background import Saving
 from .content import Content, Keep
 from .folder import final_place, find, newest_whole
 from .look import check_bytes, differences, opened_at, summary
-from .manifest import MANIFEST
 from .planes import FIRST, MASTER, SECOND, WEIGHTS, planes_of
 from .restore import Checkpoint, open_checkpoint, restore
 from .save import save

@@ -14,8 +14,7 @@ from ..layout import ShardingSpec, written
 from ..weights import Export, Key, KeyMap
 from .planes import WEIGHTS, Plane, with_zeros
 
-TRAINER, RANDOM = "trainer.json", "random/states.safetensors"
-
+RANDOM = "random/states.safetensors"
 
 Group = tuple[Mapping[str, Tensor], list[Plane]]
 

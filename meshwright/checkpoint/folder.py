@@ -22,8 +22,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..log import logger
+from ..weights import MANIFEST
 from .content import Keep
-from .manifest import LOCK, MANIFEST, Manifest, to_disk, why_not_whole, write_manifest
+from .manifest import LOCK, Manifest, to_disk, why_not_whole, write_manifest
 
 _STEP = re.compile(r"step-(\d{6,})")
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")

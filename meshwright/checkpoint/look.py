@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import BrokenFile, CheckpointError
 from ..log import progress
-from ..weights import DTYPES, Entry, Source, opened
+from ..weights import DTYPES, MANIFEST, Entry, Source, opened
 from .folder import find
 from .restore import Checkpoint, check_run, open_checkpoint
 
@@ -66,7 +66,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def strangers(checkpoint: Checkpoint) -> list[str]:
     """Files in the directory that the manifest does not list."""
-    known = {*checkpoint.manifest.files, *checkpoint.manifest.parts, "meshwright.json"}
+    known = {*checkpoint.manifest.files, *checkpoint.manifest.parts, MANIFEST}
     found = (path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file())
     return sorted(str(name) for name in found if str(name) not in known)
 

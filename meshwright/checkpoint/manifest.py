@@ -17,9 +17,9 @@ from typing import Any
 import xxhash
 
 from ..errors import BrokenFile, LoadError
-from ..weights import Runs, checksum, read_stamped_json, runs_of_json, short
+from ..weights import MANIFEST, Runs, checksum, read_stamped_json, runs_of_json, short
 
-MANIFEST, PARTS, LOCK = "meshwright.json", "runs", ".lock"
+PARTS, LOCK = "runs", ".lock"
 FORMAT, VERSION = "meshwright checkpoint", 1
 _ENDING = ', "checksum": "'
 

@@ -19,6 +19,7 @@ from ..errors import CheckpointError, LoadError, failure_in
 from ..layout import ShardingSpec, Table
 from ..mesh import Mesh
 from ..weights import (
+    TRAINER,
     Checks,
     Choice,
     KeyMap,
@@ -34,7 +35,7 @@ from ..weights import (
     read_header,
     read_json,
 )
-from .content import RANDOM, TRAINER
+from .content import RANDOM
 from .folder import newest_whole
 from .manifest import Manifest, check_files, read_manifest, read_parts
 from .planes import MASTER, WEIGHTS

@@ -20,6 +20,7 @@ from ..layout import Piece, across, place
 from ..log import logger, progress
 from ..mesh import Mesh
 from ..weights import (
+    TRAINER,
     Files,
     Runs,
     StoredModel,
@@ -30,7 +31,7 @@ from ..weights import (
     whole_rows,
     write_small,
 )
-from .content import TRAINER, Content, Group
+from .content import Content, Group
 from .folder import LOCK, Draft, check_room, later_than, remove_earlier
 from .manifest import PARTS, Manifest, Part, to_disk, write_part
 from .planes import WEIGHTS, Plane

@@ -99,7 +99,10 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
 def _model_of(engine: Engine, call: str) -> Model:
     given: object = engine
     if not isinstance(given, Engine):
-        raise ConfigError(f"mw.{call} takes an engine, not a {type(given).__name__}; give what mw.Engine returned")
+        raise ConfigError(
+            f"mw.{call} takes an engine, not a {type(given).__name__}; give what mw.Engine returned (weights alone: "
+            "mw.export(model, directory), mw.load)"
+        )
     return engine.model
 
 
@@ -156,7 +159,7 @@ def _settings(engine: Engine) -> dict[str, Any]:
 
 def _generators(model: Model) -> dict[str, bytes]:
     """Of this rank. The engine draws nothing; a loss of the user's may."""
-    states = {"cpu": torch.get_rng_state()}
+    states = {"host": torch.get_rng_state()}
     if model.mesh.device != model.mesh.host:
         states["device"] = torch.get_device_module(model.mesh.device).get_rng_state(model.mesh.device)
     return {name: bytes(state.cpu().numpy()) for name, state in states.items()}
@@ -212,7 +215,7 @@ def _opened(model: Model, path: Path) -> Checkpoint | weights.Source:
     found: list[Checkpoint | weights.Source] = []
 
     def look() -> None:
-        plain = (path / weights.CONFIG).is_file() and not (path / disk.MANIFEST).is_file()
+        plain = (path / weights.CONFIG).is_file() and not (path / weights.MANIFEST).is_file()
         found.append(weights.open_source(path) if plain else disk.open_checkpoint(disk.find(path)))
 
     failure = failure_in(look, CheckpointError, f"{path} cannot be resumed") if model.mesh.rank == 0 else None
@@ -298,7 +301,7 @@ def _set(engine: Engine, checkpoint: Checkpoint, moments: dict[str, tuple[Tensor
     engine.router.resume(trainer["router_load"])
     rows = checkpoint.random_rows(engine.model.mesh)
     if rows:
-        torch.set_rng_state(rows["cpu"])
+        torch.set_rng_state(rows["host"])
         if "device" in rows and engine.model.mesh.device != engine.model.mesh.host:
             torch.get_device_module(engine.model.mesh.device).set_rng_state(rows["device"], engine.model.mesh.device)
 

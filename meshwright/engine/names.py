@@ -12,7 +12,8 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
 _WEIGHTS = "mw.gather(model) gives whole tensors, model.stored() this rank's pieces"
-_CHECKPOINT = "there are no checkpoints yet: mw.export(engine.model, directory) writes the weights"
+_SAVE = "mw.save(engine, directory) for a checkpoint, mw.export(engine.model, directory) for weights alone"
+_RESUME = "mw.resume(engine, directory)"
 _UPLOAD = "mw.export(model, directory), then `hf upload org/name directory`"
 _SAMPLE = "export the model, or hand its weights to an inference engine (mw.stream)"
 
@@ -32,8 +33,8 @@ OF_MODEL = {
     "requires_grad_": "train= of mw.load",
 }
 OF_ENGINE = {
-    **dict.fromkeys(("save", "save_checkpoint", "state_dict"), _CHECKPOINT),
-    **dict.fromkeys(("resume", "load", "load_checkpoint", "load_state_dict"), _CHECKPOINT),
+    **dict.fromkeys(("save", "save_checkpoint", "state_dict"), _SAVE),
+    **dict.fromkeys(("resume", "load", "load_checkpoint", "load_state_dict"), _RESUME),
     **dict.fromkeys(("train", "train_batch", "train_step", "fit"), "engine.step(batches)"),
     **dict.fromkeys(("eval", "eval_batch"), "engine.evaluate(batches)"),
     **dict.fromkeys(("save_model", "save_pretrained", "export"), "mw.export(engine.model, directory)"),
@@ -44,8 +45,10 @@ OF_ENGINE = {
     "parameters": "mw.gather(engine.model), or engine.model.stored()",
 }
 OF_PACKAGE = {
+    **dict.fromkeys(("save_checkpoint", "checkpoint"), "mw.save(engine, directory)"),
+    **dict.fromkeys(("load_checkpoint", "load_state_dict"), _RESUME),
     **dict.fromkeys(("from_pretrained", "from_config"), "mw.load(source, mesh), or mw.init for random weights"),
-    **dict.fromkeys(("save", "save_pretrained", "save_model"), "mw.export(model, directory)"),
+    **dict.fromkeys(("save_pretrained", "save_model"), "mw.export(model, directory)"),
     **dict.fromkeys(("Trainer", "train", "fit"), "mw.Engine(model, lr=...).step(batches)"),
     "push_to_hub": _UPLOAD,
     "generate": _SAMPLE,

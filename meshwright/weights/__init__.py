@@ -1,6 +1,8 @@
 """Hugging Face directories in and out, by intersection of boxes."""
 
 from .directory import (
+    MANIFEST,
+    TRAINER,
     Export,
     check_export,
     check_readable,

@@ -31,6 +31,8 @@ from .writing import Files, make_files
 
 # What a tokenizer, a processor or a reader needs.
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
+# Of a checkpoint. It may be the source, but they are of no other one: a manifest beside new data would vouch for them.
+MANIFEST, TRAINER = "meshwright.json", "trainer.json"
 _TEMPLATES = "additional_chat_templates"
 _COPY_BYTES = 16 << 20
 _PUT_BACK = (
@@ -179,7 +181,8 @@ def raw_tensor(source: Source, key: str) -> Tensor:
 
 def small_files(beside: Path, keymap: KeyMap) -> Iterator[Path]:
     """Whatever small files lie beside the source (tokenizer, templates), as paths in its directory."""
-    top = [p for p in beside.iterdir() if p.name.endswith(_SMALL) and p.name not in keymap.files]
+    others = {MANIFEST, TRAINER, *keymap.files}
+    top = [p for p in beside.iterdir() if p.name.endswith(_SMALL) and p.name not in others]
     for path in sorted([*top, *(beside / _TEMPLATES).rglob("*")]):
         if path.is_symlink() and not path.exists():
             raise FileNotFoundError(f"{path} is a link to what is not there; mend or remove it")

@@ -108,7 +108,10 @@ class Files:
 @functools.cache
 def _sync_file_range() -> Any:
     """Of Linux; None elsewhere."""
-    return getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    try:
+        return ctypes.CDLL(None, use_errno=True).sync_file_range
+    except AttributeError:
+        return None
 
 
 def _begin_to_disk(fd: int, start: int, num_bytes: int) -> None:
