@@ -68,14 +68,18 @@ class AdamW:
         self.settings, self.decayed, self.steps = settings, decayed, 0
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}  # made by the first step: until then none takes memory
 
+    def make_moments(self, stored: Mapping[str, Tensor]) -> None:
+        """Those that are not there yet. An empty piece has none."""
+        kind = self.settings.state
+        for name, tensor in stored.items():
+            if tensor.numel() and name not in self.moments:
+                self.moments[name] = (torch.zeros_like(tensor, dtype=kind), torch.zeros_like(tensor, dtype=kind))
+
     @torch.no_grad()
     def step(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
         """Update what is stored of the parameters that have gradients."""
         stored = {name: t for name, t in stored.items() if name in grads and t.numel()}
-        for name, tensor in stored.items():
-            if name not in self.moments:
-                kind = self.settings.state
-                self.moments[name] = (torch.zeros_like(tensor, dtype=kind), torch.zeros_like(tensor, dtype=kind))
+        self.make_moments(stored)
         for decays, decay in ((True, self.settings.weight_decay), (False, 0.0)):
             for part in _parts({name: t for name, t in stored.items() if (name in self.decayed) == decays}):
                 self._update(part, stored, grads, lr, decay)

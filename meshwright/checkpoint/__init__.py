@@ -4,6 +4,7 @@ from .background import Saving
 from .content import Content, Keep
 from .folder import final_place, find, newest_whole
 from .look import check_bytes, differences, opened_at, summary
-from .planes import FIRST, MASTER, SECOND, WEIGHTS, planes_of
+from .planes import FIRST, MASTER, SECOND, WEIGHTS, planes_of, with_zeros
 from .restore import Checkpoint, open_checkpoint, restore
 from .save import save
+from .sharded import Sharded, sharded, take

@@ -16,7 +16,7 @@ from .. import parallel
 from ..axes import DENSE, Sum
 from ..checkpoint import Saving
 from ..data import Batch
-from ..errors import ConfigError, NonFiniteError, StateError
+from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError, failure_in
 from ..layout import axes_left_to_sum
 from ..optim import AdamW, Settings, squares
 from ..parallel import Scores
@@ -39,6 +39,7 @@ from .losses import Loss, cross_entropy
 from .model import Model
 from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
 from .router import Router
+from .state_dict import COUNTERS, StateDict, check_same_keys, planes_in_memory, take_planes
 from .terms import Terms
 
 LOSS, NORM = Sum("the loss", DENSE, 24), Sum("the norm", DENSE, 8)
@@ -184,6 +185,32 @@ class Engine:
             failure, self.saving = self.saving.failure, None
             if failure is not None and not self.model.mesh.rank:
                 raise failure
+
+    def state_dict(self) -> StateDict:
+        """Weights, moments and counters under the names of the files, for `torch.distributed.checkpoint` alone.
+
+        Its tensors are live: what is loaded into them is in the engine, and `load_state_dict` then takes the counters.
+        """
+        check_ready(self.model, self.trained)
+        numbers = {"step": torch.tensor(self.steps), "tokens": torch.tensor(self.tokens)}
+        numbers |= {"router_load": self.router.trained_load.clone()}
+        return {**planes_in_memory(self.model, self.optimizer, self.trained), COUNTERS: numbers}
+
+    @names_lost_ranks()
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from what `state_dict` returned, filled by `torch.distributed.checkpoint.load`. All ranks call it."""
+
+        def take() -> None:
+            mine = self.state_dict()
+            check_same_keys(mine, state)
+            numbers = state[COUNTERS]
+            take_planes({name: mine[name] for name in mine if name != COUNTERS}, state)
+            self.steps = self.optimizer.steps = int(numbers["step"])
+            self.tokens = int(numbers["tokens"])
+            self.router.resume(numbers["router_load"].tolist())
+
+        failure = failure_in(take, CheckpointError, "the state dict was not taken")
+        self.model.mesh.all_or_none(failure, "the taking of a state dict", CheckpointError)
 
     def discard(self) -> None:
         """Forget the gradients, also those of a step that failed half way, and what it counted."""

@@ -33,8 +33,8 @@ OF_MODEL = {
     "requires_grad_": "train= of mw.load",
 }
 OF_ENGINE = {
-    **dict.fromkeys(("save", "save_checkpoint", "state_dict"), _SAVE),
-    **dict.fromkeys(("resume", "load", "load_checkpoint", "load_state_dict"), _RESUME),
+    **dict.fromkeys(("save", "save_checkpoint"), _SAVE),
+    **dict.fromkeys(("resume", "load", "load_checkpoint"), _RESUME),
     **dict.fromkeys(("train", "train_batch", "train_step", "fit"), "engine.step(batches)"),
     **dict.fromkeys(("eval", "eval_batch"), "engine.evaluate(batches)"),
     **dict.fromkeys(("save_model", "save_pretrained", "export"), "mw.export(engine.model, directory)"),

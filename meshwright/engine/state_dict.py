@@ -1,0 +1,60 @@
+"""The state of a training under the names of the files, for `torch.distributed.checkpoint` in code of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checkpoint as disk
+from ..checkpoint import FIRST, SECOND, WEIGHTS, Sharded
+from ..errors import CheckpointError, ConfigError
+from ..optim import AdamW
+from .model import Model
+
+StateDict = dict[str, dict[str, Any]]
+COUNTERS = "counters"
+
+
+def planes_in_memory(model: Model, optimizer: AdamW, trained: Sequence[str]) -> dict[str, dict[str, Sharded]]:
+    """By plane and key: what this rank holds, live, in the dtype in which it is held. Moments that no step has made yet
+    are made: they are zero, and may be about to be filled."""
+    stored, out = model.stored(), dict[str, dict[str, Sharded]]()
+    optimizer.make_moments({name: stored[name] for name in trained})
+    both = {
+        name: optimizer.moments.get(name, (stored[name], stored[name])) for name in trained
+    }  # of an empty piece none
+    values = {WEIGHTS: stored, FIRST: {n: m[0] for n, m in both.items()}, SECOND: {n: m[1] for n, m in both.items()}}
+    moments = {name: pair[0].dtype for name, pair in both.items()}
+    for plane in disk.planes_of(model.table, model.keymap, {}, moments):
+        held = disk.with_zeros(values[plane.name], plane, model.table, stored)
+        held = {name: held[name] if name in values[plane.name] else held[name].contiguous() for name in held}
+        out[plane.name] = disk.sharded(held, model.pieces, model.owned, plane.keymap)
+    return out
+
+
+def check_same_keys(mine: Mapping[str, Mapping[str, object]], given: object) -> None:
+    """Before anything is taken."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"a state dict is a dict, not a {type(given).__name__}; give what engine.state_dict() returned"
+        )
+    for plane, keys in mine.items():
+        theirs = given.get(plane, {})
+        odd = sorted({*keys} ^ {*theirs})
+        if odd:
+            whose = "the state dict" if odd[0] in theirs else "this engine"
+            raise CheckpointError(
+                f"{plane}/{odd[0]} is in {whose} alone ({len(odd)} such keys); give what engine.state_dict() of an "
+                "engine of the same model with the same train= returned"
+            )
+
+
+def take_planes(mine: Mapping[str, Mapping[str, Sharded]], given: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Into live memory. What a load has put there already stays."""
+    with torch.no_grad():
+        for plane, keys in mine.items():
+            for key, tensor in keys.items():
+                disk.take(tensor, given[plane][key], f"{plane}/{key}")

@@ -1,0 +1,143 @@
+"""The state of an engine through torch.distributed.checkpoint, in a user's own code: from any mesh to any other.
+
+What a DTensor could not say without losing rows (TransformerEngine#2713, pytorch#168134) has a test by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import meshwright as mw
+from tests import tiny, worlds
+from tests.test_checkpoint import FAMILIES, engine_of, train, world_of
+from tests.test_checkpoint_broken import error_of
+from tests.words import words
+
+Case = tuple[list[str], dict[str, int], dict[str, int]]
+DENSE = ["qwen2", "qwen3", "qwen3_tied", "qwen3_5"]
+CASES: dict[str, Case] = {
+    "from one process": (["qwen3_tied", "qwen3_5_moe"], {}, dict(fsdp=2, tp=2)),
+    "shards of rows that tp cut": (DENSE, dict(fsdp=2, tp=2), dict(fsdp=3)),
+    "empty pieces of biases": (["qwen2", "qwen3_5"], dict(fsdp=4), dict(tp=3)),
+    "copies of kv heads": (["qwen3", "qwen3_moe"], dict(tp=4), dict(replicate=2, fsdp=2)),
+    "grouped experts": (["qwen3_moe", "qwen3_5_moe"], dict(fsdp=2, ep=2), dict(fsdp=2, tp=2, ep=4)),
+}
+
+
+def saved(source: Path, out: Path, mesh: Mapping[str, int], beside: bool = False) -> list[float]:
+    """By torch; and by `mw.save`, which says what it should be. Returns the losses of the steps that follow."""
+    engine = engine_of(source, mesh)
+    train(engine, 2)
+    mw.save(engine, out / "ours", dtype=torch.float32)
+    if beside:
+        future = dcp.async_save(engine.state_dict(), checkpoint_id=out / "dcp")
+        losses = train(engine, 1)
+        future.result()
+        return losses
+    dcp.save(engine.state_dict(), checkpoint_id=out / "dcp")
+    return train(engine, 1)
+
+
+def resumed(source: Path, out: Path, mesh: Mapping[str, int], goes_on: bool = False) -> list[float]:
+    engine = engine_of(source, mesh)
+    state = engine.state_dict()
+    dcp.load(state, checkpoint_id=out / "dcp")
+    engine.load_state_dict(state)
+    assert (engine.steps, engine.optimizer.steps) == (2, 2)
+    mw.save(engine, out / "again", dtype=torch.float32)
+    return train(engine, 1) if goes_on else []
+
+
+def tensors(at: Path) -> dict[str, torch.Tensor]:
+    return {f"{file.parent.name}/{key}": tensor for file in at.rglob("model.safetensors")
+            for key, tensor in load_file(file).items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_mesh_loads_what_any_mesh_saved(tmp_path: Path, case: str) -> None:
+    families, first, second = CASES[case]
+    sources = {name: tiny.directory(tmp_path / name / "m", name, **FAMILIES[name]) for name in families}
+
+    def each(act: Callable[..., Any], mesh: dict[str, int]) -> None:
+        runs = {name: functools.partial(act, sources[name], tmp_path / name, mesh) for name in families}
+        worlds.in_turn(world_of(mesh), runs)
+
+    each(saved, first)
+    each(resumed, second)
+    for name in families:
+        ours, again = (tensors(tmp_path / name / folder / "step-000002") for folder in ("ours", "again"))
+        assert ours.keys() == again.keys()
+        assert [key for key in ours if not torch.equal(ours[key], again[key])] == [], name
+
+
+def test_an_asynchronous_save_is_of_its_moment(tmp_path: Path) -> None:
+    """Counters and the router's load of the step before (what others call extra state) come back with the rest."""
+    source, mesh = tiny.directory(tmp_path / "m", "qwen3_5_moe"), dict(fsdp=2, tp=2, ep=2)
+    before = worlds.run(4, saved, source, tmp_path, mesh, True)
+    assert worlds.run(4, resumed, source, tmp_path, mesh, True) == before
+
+
+def test_others_read_it_without_us(tmp_path: Path) -> None:
+    """Whole tensors by the names of the files, by torch alone."""
+    source = tiny.directory(tmp_path / "m", "qwen3_moe")
+    worlds.run(4, saved, source, tmp_path, dict(fsdp=2, tp=2, ep=2))
+    expected = load_file(tmp_path / "ours" / "step-000002" / "model.safetensors")
+    found = {"weights": {key: torch.empty_like(tensor) for key, tensor in expected.items()}}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found["weights"].items())
+
+
+def refusals(source: Path, others: Path) -> dict[str, str]:
+    engine = engine_of(source, dict(fsdp=2))
+    state, other = engine.state_dict(), engine_of(others, dict(fsdp=2)).state_dict()
+    key = next(iter(state["weights"]))
+    found = {
+        "no dict": error_of(lambda: engine.load_state_dict(7)),  # type: ignore[arg-type]
+        "another model": error_of(lambda: engine.load_state_dict(other)),
+        "a key is missing": error_of(
+            lambda: engine.load_state_dict(
+                {**state, "weights": {k: v for k, v in state["weights"].items() if k != key}}
+            )
+        ),
+        "arithmetic": error_of(lambda: state["weights"][key] + 1),
+    }
+    engine.backward(tiny.batches(0))
+    return {**found, "gradients wait": error_of(engine.state_dict)}
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    source, other = (tiny.directory(tmp_path / name, name) for name in ("qwen3", "qwen3_moe"))
+    for found in worlds.run(2, refusals, source, other):
+        assert re.search(words("state dict is a dict", "int"), found["no dict"])
+        assert re.search(words("mlp", "alone", "same model"), found["another model"])
+        assert re.search(words("this engine alone"), found["a key is missing"])
+        assert re.search(words("StateError", r"mw\.gather"), found["arithmetic"])
+        assert re.search(words("StateError", "update"), found["gradients wait"])
+
+
+def test_the_router_goes_on(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    [losses, _] = worlds.run(2, previous, source, tmp_path / "dcp", False)
+    [late, _] = worlds.run(2, previous, source, tmp_path / "dcp", True)
+    assert losses == late
+
+
+def previous(source: Path, out: Path, resume: bool) -> list[float]:
+    engine = engine_of(source, dict(fsdp=2), router_aux="previous")
+    if not resume:
+        train(engine, 2)
+        dcp.save(engine.state_dict(), checkpoint_id=out)
+        return train(engine, 2)
+    state = engine.state_dict()
+    dcp.load(state, checkpoint_id=out)
+    engine.load_state_dict(state)
+    return train(engine, 2)
