@@ -314,6 +314,28 @@ def keeps(source: Path, out: Path) -> None:
         mw.save(engine, out, keep=2, keep_every=4)
 
 
+def goes_on_from_its_own(source: Path, out: Path) -> str:
+    """The source is gone: the model comes from the checkpoint that is resumed."""
+    engine = engine_of(out / "step-000002", {})
+    mw.resume(engine, out)
+    told = error_of(lambda: mw.save(engine, out))
+    for _ in range(3):
+        train(engine, 1)
+        mw.save(engine, out, keep=1)
+    return told
+
+
+def test_a_checkpoint_that_the_model_was_loaded_from_stays(saved: tuple[Path, Path], run: Path) -> None:
+    [told] = worlds.run(1, goes_on_from_its_own, saved[0], run)
+    assert re.search(words("loaded from", "step-000002", "another folder"), told)
+    assert sorted(path.name for path in run.iterdir()) == ["step-000002", "step-000005"]
+
+
+def test_a_folder_of_checkpoints_is_no_model(saved: tuple[Path, Path]) -> None:
+    [text] = worlds.run(1, lambda: error_of(lambda: mw.load(saved[1])))
+    assert re.search(words("LoadError", "holds checkpoints", "step-000002"), text), text
+
+
 HOSTILE = ["../outside", "/etc/hostname", "a/../../outside", "a//b", "./a", "a\\b", "a\0b", ""]
 
 

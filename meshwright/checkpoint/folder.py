@@ -143,6 +143,15 @@ def _make(folder: Path) -> None:
         to_disk(folder.parent)
 
 
+def check_not_in_use(final: Path, in_use: Path) -> None:
+    """Every save reads from the directory that the model was loaded from."""
+    if final.exists() and in_use.exists() and final.samefile(in_use):
+        raise CheckpointError(
+            f"the model was loaded from {final}, and its files are read again, so it cannot be replaced; save into "
+            "another folder"
+        )
+
+
 def check_place(folder: Path, step: int) -> None:
     """Refuse a place in which nothing could be written, or something else than a checkpoint would be replaced."""
     final = final_place(folder, step)
@@ -165,11 +174,12 @@ def check_room(folder: Path, num_bytes: int) -> None:
         )
 
 
-def remove_earlier(folder: Path, step: int, keep: Keep) -> None:
-    """Later ones stay too: they are of another run, or of a part of this one that was taken back."""
+def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
+    """Later ones stay too: they are of another run, or of a part of this one that was taken back. So does the one that
+    the model was loaded from (`in_use`): every save copies what is not trained from there."""
     mine = [found for found in checkpoints(folder) if found.step <= step and (found.path / MANIFEST).is_file()]
     for found in mine[keep.last :]:
-        if keep.every and found.step % keep.every == 0:
+        if (keep.every and found.step % keep.every == 0) or (in_use.exists() and found.path.samefile(in_use)):
             continue
         gone = folder / f".{step_name(found.step)}.removed-{secrets.token_hex(4)}"
         found.path.rename(gone)  # from here on it is no checkpoint, whatever becomes of the rest

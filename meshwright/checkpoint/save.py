@@ -32,7 +32,7 @@ from ..weights import (
     write_small,
 )
 from .content import Content, Group
-from .folder import LOCK, Draft, check_room, later_than, remove_earlier
+from .folder import LOCK, Draft, check_not_in_use, check_room, final_place, later_than, remove_earlier
 from .manifest import PARTS, Manifest, Part, to_disk, write_part
 from .planes import WEIGHTS, Plane
 
@@ -81,6 +81,7 @@ class Share:
         """The directory to fill, with all that is small, and every file in its size."""
         content, axes = self.content, self.mesh.axes
         check_readable(content.export)
+        check_not_in_use(final_place(content.folder, content.step), content.export.beside)
         check_room(content.folder, content.num_bytes(axes))
         with Draft(content.folder, content.step) as draft:
             self._fill(draft.path)
@@ -186,7 +187,7 @@ def _tidy(content: Content) -> None:
         )  # fmt: skip
     if content.keep.last is not None:
         try:
-            remove_earlier(content.folder, content.step, content.keep)
+            remove_earlier(content.folder, content.step, content.keep, content.export.beside)
         except OSError as error:
             logger.warning("earlier checkpoints in %s could not be removed: %s", content.folder, error)
 

@@ -135,7 +135,9 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 def read_stamped_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], Stamp]:
     path = Path(directory) / CONFIG
     if not exists(path, Path.is_file):
-        raise LoadError(f"{directory} has no config.json; give a Hugging Face model directory")
+        steps = sorted(path.name for path in Path(directory).glob("step-*") if (path / CONFIG).is_file())
+        found = f"it holds checkpoints: give one of them, such as {Path(directory) / steps[-1]}" if steps else ""
+        raise LoadError(f"{directory} has no config.json; {found or 'give a Hugging Face model directory'}")
     return read_stamped_json(path)
 
 
