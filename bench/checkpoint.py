@@ -27,6 +27,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALL
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import meshwright as mw
 from meshwright.verify import run_ranks
@@ -45,6 +46,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "tp2": (MODEL, {"tp": 2}),
     "fsdp2+tp2+ep2": (EXPERTS, {"fsdp": 2, "tp": 2, "ep": 2}),
 }
+
+
+# On which mesh what is resumed was saved: `resume, other mesh`.
+OTHER = {"fsdp2": {"tp": 2}, "tp2": {"fsdp": 2}, "fsdp2+tp2+ep2": {"fsdp": 2, "ep": 2}}
+
+
+def save_on(config: Path, mesh: dict[str, int], at: Path) -> None:
+    mw.save(engine_on(config, mesh), at)
 
 
 def engine_on(config: Path, mesh: dict[str, int]) -> mw.Engine:
@@ -127,11 +136,24 @@ def turns(config: Path, mesh: dict[str, int], rounds: int, at: Path) -> dict[str
         writes("raw write", lambda: raw_write(list(state.values()), folder / str(rank)))
         writes("save", lambda: mw.save(engine, folder))
         writes("dcp save", lambda: dcp.save(state, checkpoint_id=folder))
+        writes("dcp hf save", lambda: save_consolidated(engine, folder))
         note("copy", lambda: [tensor.clone() for tensor in (*engine.model.stored().values(), *_moments(engine))])
         writes("save, blocked", lambda: mw.save(engine, folder, wait=False))
         note("raw read", lambda: raw_read(mine))
         note("resume", lambda: mw.resume(engine, at / "ours"))
+        note("resume, other mesh", lambda: mw.resume(engine, at / "other"))
     return found
+
+
+def save_consolidated(engine: mw.Engine, folder: Path) -> None:
+    """The same tensors as files that others read, by torch's own way: shards first, which are then put together."""
+    planes = {name: keys for name, keys in engine.state_dict().items() if name != "counters"}
+    flat = {f"{plane}.{key}": tensor for plane, keys in planes.items() for key, tensor in keys.items()}
+    files = {name: 1 + list(planes).index(name.split(".")[0]) for name in flat}
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(flat, storage_writer=writer)
 
 
 def _moments(engine: mw.Engine) -> list[torch.Tensor]:
@@ -149,6 +171,7 @@ def main() -> None:
         world = max(1, mesh.get("fsdp", 1) * mesh.get("tp", 1))
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
+            run_ranks(2, save_on, Path(folder), OTHER[layout], Path(folder) / "other", seconds=600)
             ranks = run_ranks(world, turns, Path(folder), mesh, options.rounds, Path(folder), seconds=3600)
         show(layout, ranks)
 
@@ -157,7 +180,14 @@ def show(layout: str, ranks: list[dict[str, list[float]]]) -> None:
     names = list(ranks[0])
     median = {name: statistics.median(map(max, zip(*(found[name] for found in ranks), strict=True))) for name in names}
     for name, value in median.items():
-        beside = {"save": "raw write", "dcp save": "raw write", "resume": "raw read", "save, blocked": "copy"}.get(name)
+        beside = {
+            "save": "raw write",
+            "dcp save": "raw write",
+            "resume": "raw read",
+            "resume, other mesh": "raw read",
+            "dcp hf save": "raw write",
+            "save, blocked": "copy",
+        }.get(name)
         ratio = f"  {median[beside] / value:.2f} of {beside}" if beside else ""
         print(f"{layout:14} {name:16} {value / 1e6 if value > 1000 else value:8.3f}{ratio}")
 

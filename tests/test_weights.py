@@ -296,7 +296,7 @@ def test_export_leaves_nothing_when_the_disk_is_full(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     source = tiny.directory(tmp_path / "m", "qwen3")
-    monkeypatch.setattr(directory, "_write_small", full)
+    monkeypatch.setattr(directory, "write_small", full)
     with pytest.raises(RankError, match=words("ExportError", r"/out\b", "No space left")):
         worlds.run(2, load_and_export, source, dict(tp=2), tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
