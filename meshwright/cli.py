@@ -50,6 +50,17 @@ INSPECT_ABOUT = """What a checkpoint holds: its step and mesh, its planes with t
 
 Exit codes: 0 all is well, 1 bytes are not those that were written, or the two differ, 2 it is no whole checkpoint.
 """
+CONVERT_EXAMPLES = """examples:
+  meshwright convert runs/first weights --to hf                       its weights as a Hugging Face directory
+  meshwright convert runs/first/step-000200 weights --to hf --dtype float32     the float32 masters as weights
+  meshwright convert runs/first torch --to dcp                        for torch.distributed.checkpoint.load
+  meshwright convert torch runs/again --to meshwright --like Qwen3-8B
+"""
+CONVERT_ABOUT = """One kind of checkpoint out of another, by one process and tensor by tensor: no device and no mesh.
+
+The kinds: meshwright (what mw.save writes), hf (a Hugging Face directory), dcp (what torch.distributed.checkpoint.save
+writes of engine.state_dict()). Of a pickle in the source nothing is run. What is written is whole or not there.
+"""
 TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
 
 
@@ -70,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
     parser.add_argument("--version", action=_Version, nargs=0, help="of meshwright, and of what its numbers depend on")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_convert(commands)
     _add_inspect(commands)
     _add_plan(commands)
     _add_verify(commands)
@@ -86,6 +98,23 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     inspect.add_argument("--verify", action="store_true", help="read all of it, and compare the checksums")
     inspect.add_argument("--diff", metavar="OTHER", help="name the tensors that differ, and by how much")
     inspect.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert", help="one kind of checkpoint out of another", description=CONVERT_ABOUT, epilog=CONVERT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    convert.set_defaults(run=_convert)
+    convert.add_argument("source", help="a checkpoint of any kind, or a folder of them")
+    convert.add_argument("target", help="what to write: a directory, which must be new; with --to meshwright a folder")
+    convert.add_argument("--to", required=True, choices=["hf", "dcp", "meshwright"], help="the kind to write")
+    convert.add_argument(
+        "--like", metavar="DIR", help="a Hugging Face directory of the model, for a source of kind dcp"
+    )
+    convert.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: those of the source)"
+    )
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -189,6 +218,19 @@ def _inspect(options: argparse.Namespace) -> int:
     else:
         show.print_checkpoint(found, wrong, apart)
     return int(bool(wrong or apart))
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import torch  # --help should not wait for it
+
+    from .engine.convert import convert
+
+    like = Path(options.like) if options.like else None
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    print(convert(Path(options.source), Path(options.target), options.to, like=like, dtype=dtype))
+    return 0
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -1,10 +1,12 @@
 """Checkpoints: Hugging Face directories with all that training needs beside the weights, whole or not there at all."""
 
 from .background import Saving
-from .content import Content, Keep
-from .folder import final_place, find, newest_whole
+from .content import RANDOM, Content, Keep
+from .folder import Draft, final_place, find, newest_whole
 from .look import check_bytes, differences, opened_at, summary
-from .planes import FIRST, MASTER, SECOND, WEIGHTS, planes_of, with_zeros
+from .manifest import write_part
+from .planes import FIRST, MASTER, SECOND, WEIGHTS, Plane, planes_of, with_zeros
 from .restore import Checkpoint, open_checkpoint, restore
-from .save import save
+from .save import commit, save, write_beside
 from .sharded import Sharded, sharded, take
+from .torch_files import TORCH_LIST, TorchFiles, write_torch_files

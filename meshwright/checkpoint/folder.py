@@ -94,7 +94,8 @@ class Draft:
     """A checkpoint that is being made, by the process that holds its lock."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self.folder, self.final, self.mark = folder, final_place(folder, step), secrets.token_hex(4)
+        self.folder, self.step = folder, step
+        self.final, self.mark = final_place(folder, step), secrets.token_hex(4)
         check_place(folder, step)
         _make(folder)
         _clean(folder)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from ..log import logger, progress
 from ..mesh import Mesh
 from ..weights import (
     TRAINER,
+    Export,
     Files,
     Runs,
     StoredModel,
@@ -89,12 +90,7 @@ class Share:
 
     def _fill(self, path: Path) -> None:
         content = self.content
-        (path / PARTS).mkdir()
-        write_small(content.export, path)
-        (path / TRAINER).write_text(json.dumps(content.trainer, indent=1) + "\n")
-        for file in sorted(each for each in path.rglob("*") if each.is_file() and each.name != LOCK):
-            self.runs.add(str(file.relative_to(path)), 0, file.read_bytes())
-            to_disk(file)
+        write_beside(content.export, path, content.trainer, self.runs)
         for keymap in content.keymaps(self.mesh.axes):
             make_files(path, keymap, self.runs)
 
@@ -151,7 +147,7 @@ class Share:
 
     def _finish(self) -> None:
         """What no other rank has to do with; then all of it to the disk, and the list of it."""
-        copy_carried(self.files[WEIGHTS], self.mesh)
+        copy_carried(self.files[WEIGHTS], self.mesh.rank, self.mesh.axes.world)
         for name, state in self.content.random.items():
             self.files[_RANDOM].put(name, state, self.mesh.rank * len(state))
         for files in self.files.values():
@@ -162,19 +158,30 @@ class Share:
     def _commit(self, parts: Sequence[Part]) -> None:
         """Rank 0 alone: all others have written."""
         assert self.draft is not None
-        content, path = self.content, self.path
-        files = {str(each.relative_to(path)): each.stat().st_size for each in path.rglob("*") if each.is_file()}
-        files = {
-            name: size for name, size in sorted(files.items()) if name != LOCK and not name.startswith(PARTS + "/")
-        }
-        written, expected = sum(part.num_bytes for part in parts), sum(files.values())
-        if written != expected:
-            raise CheckpointError(
-                f"the ranks have written {written} bytes of {expected}; this is a bug: please report it"
-            )
-        planes = {plane.name: plane.folder for plane in content.planes}
-        self.draft.commit(Manifest(content.step, planes, files, {p.name: p.checksum for p in parts}, content.about))
-        _tidy(content)
+        commit(self.draft, self.content.planes, parts, self.content.about)
+        _tidy(self.content)
+
+
+def commit(draft: Draft, planes: Sequence[Plane], parts: Sequence[Part], about: Mapping[str, Any]) -> None:
+    """Make a checkpoint of what has been written and is on the disk."""
+    path = draft.path
+    files = {str(each.relative_to(path)): each.stat().st_size for each in path.rglob("*") if each.is_file()}
+    files = {name: size for name, size in sorted(files.items()) if name != LOCK and not name.startswith(PARTS + "/")}
+    written, expected = sum(part.num_bytes for part in parts), sum(files.values())
+    if written != expected:
+        raise CheckpointError(f"the ranks have written {written} bytes of {expected}; this is a bug: please report it")
+    folders, digests = {plane.name: plane.folder for plane in planes}, {part.name: part.checksum for part in parts}
+    draft.commit(Manifest(draft.step, folders, files, digests, about))
+
+
+def write_beside(export: Export, path: Path, trainer: Mapping[str, Any], runs: Runs) -> None:
+    """All that is small."""
+    (path / PARTS).mkdir()
+    write_small(export, path)
+    (path / TRAINER).write_text(json.dumps(trainer, indent=1) + "\n")
+    for file in sorted(each for each in path.rglob("*") if each.is_file() and each.name != LOCK):
+        runs.add(str(file.relative_to(path)), 0, file.read_bytes())
+        to_disk(file)
 
 
 def _tidy(content: Content) -> None:

@@ -166,11 +166,14 @@ def _generators(model: Model) -> dict[str, bytes]:
 
 
 def _about(model: Model) -> dict[str, Any]:
+    return about_model(model.blueprint) | {"mesh": str(model.mesh.axes), "compute": str(model.dtype)}
+
+
+def about_model(blueprint: Blueprint) -> dict[str, Any]:
+    """For people, wherever it was saved."""
     return {
-        "model": str(model.config.get("model_type")),
-        "parameters": sum(param.numel for param in model.table),
-        "mesh": str(model.mesh.axes),
-        "compute": str(model.dtype),
+        "model": str(blueprint.config.get("model_type")),
+        "parameters": sum(param.numel for param in blueprint.table),
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -248,7 +251,8 @@ def _check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, tr
             f"{whose} alone. Give mw.load the same train="
         )
     if model.mesh.rank == 0:
-        for name, now, then in _differences(_settings(engine), trainer["settings"]):
+        then_set = trainer["settings"]  # nothing, in what was converted from another kind
+        for name, now, then in _differences({n: v for n, v in _settings(engine).items() if n in then_set}, then_set):
             logger.warning("%s was %s in %s, and is %s now", name, then, at.name, now)
         mesh = checkpoint.manifest.about.get("mesh")
         if mesh != str(model.mesh.axes):

@@ -24,4 +24,5 @@ from .runs import Checks, Run, Runs, checksum, runs_of_json
 from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config
 from .stamp import opened
 from .streaming import StoredModel, whole_tensors
+from .target import Target, atomic_directory
 from .writing import Files, make_files

@@ -125,7 +125,7 @@ def _acts(stored_model: StoredModel, files: Files, advance: Advance) -> Iterator
 
     for piece, values in whole_rows(stored_model):
         yield functools.partial(write, piece, values)
-    yield functools.partial(copy_carried, files, stored_model.mesh)
+    yield functools.partial(copy_carried, files, stored_model.mesh.rank, stored_model.mesh.axes.world)
     yield files.to_disk
 
 
@@ -135,11 +135,11 @@ def _num_written(stored_model: StoredModel) -> int:
     return sum(piece.numel for piece in mine if piece.param.name in stored_model.stored)
 
 
-def copy_carried(files: Files, mesh: Mesh) -> None:
+def copy_carried(files: Files, rank: int = 0, world: int = 1) -> None:
     """The keys that are not trained, each by one rank."""
     keymap = files.keymap
     for number, name in enumerate(sorted(keymap.carried)):
-        if number % mesh.axes.world == mesh.rank:
+        if number % world == rank:
             assert keymap.source is not None
             files.copy(keymap.keys[name], raw_bytes(keymap.source, name))
 

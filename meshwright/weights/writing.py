@@ -59,7 +59,7 @@ class Files:
                 if common is not None and block.key in self.keymap.keys:
                     self._write_box(block, common, view[common.within(box).slices])
 
-    def put(self, name: str, data: bytes, offset: int) -> None:
+    def put(self, name: str, data: bytes | memoryview, offset: int) -> None:
         """Some bytes of a key."""
         self._pwrite(self.keymap.keys[name], data, offset)
 

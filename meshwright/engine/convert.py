@@ -1,0 +1,222 @@
+"""Checkpoints of one kind out of those of another, by one process, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checkpoint as disk
+from .. import weights
+from ..blueprint import Blueprint, draw
+from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Plane
+from ..errors import CheckpointError, ConfigError
+from ..layout import Param
+from ..log import progress
+from ..weights import DTYPES, Files, Key, KeyMap, Runs
+from .checkpoint import about_model
+from .state_dict import COUNTERS
+
+HF, TORCH, OURS = "hf", "dcp", "meshwright"
+Tensors = Mapping[str, Callable[[], Tensor]]  # by key of the files, each read when it is asked for
+
+
+@dataclass(frozen=True)
+class State:
+    """What was found. `blueprint`: the model, as the directory spells it that `like` names."""
+
+    kind: str
+    blueprint: Blueprint
+    planes: Mapping[str, Tensors]
+    step: int = 0
+    tokens: int = 0
+    router_load: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def keymap(self) -> KeyMap:
+        return self.blueprint.keymap
+
+
+def convert(
+    source: Path, target: Path, to: str, *, like: Path | None = None, dtype: torch.dtype | None = None
+) -> Path:  # fmt: skip
+    """Write `target`, and return what was written. `dtype`: of the weights. `like`: a Hugging Face directory that says
+    how files spell the model, for a source that does not say so."""
+    try:
+        return _convert(_read(source, like), source, target, to, dtype)
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {error}") from error
+
+
+def _convert(state: State, source: Path, target: Path, to: str, dtype: torch.dtype | None) -> Path:
+    if state.kind == to:
+        raise CheckpointError(f"{source} is of the kind {to} already; copy it")
+    if to == TORCH and dtype is not None:
+        raise ConfigError("the tensors of torch's checkpoints are those of the engine; leave --dtype out")
+    if to == OURS and FIRST not in state.planes:
+        raise CheckpointError(f"{source} has no moments; mw.resume(engine, directory) takes its weights as they are")
+    total = sum(len(keys) for plane, keys in state.planes.items() if to != HF or plane == WEIGHTS)
+    with progress(f"convert {source} to {target}", total, "tensors", enabled=True) as advance:
+        if to == TORCH:
+            return _write_torch(state, target, advance)
+        return (_write_hf if to == HF else _write_ours)(state, target, dtype, advance)
+
+
+def _read(source: Path, like: Path | None) -> State:
+    if (source / disk.TORCH_LIST).is_file():
+        return _read_torch(source, like)
+    if (source / weights.CONFIG).is_file() and not (source / weights.MANIFEST).is_file():
+        found = weights.open_source(source)
+        blueprint = draw(weights.read_config(source), found, directory=source)
+        return State(HF, blueprint, {WEIGHTS: _mapped(found, blueprint)})
+    return _read_ours(source)
+
+
+def _read_ours(source: Path) -> State:
+    found = disk.opened_at(source)
+    wrong = disk.check_bytes(found)
+    if wrong:
+        raise CheckpointError(f"{found.directory} is broken: {wrong[0]} ({len(wrong)} such runs)")
+    about = found.trainer
+    blueprint = draw(
+        weights.read_config(found.directory), found.planes[WEIGHTS], head=about["head"], directory=found.directory
+    )
+    planes = {WEIGHTS: _mapped(found.parameters, blueprint)}
+    planes |= {name: _mapped(found.planes[name], blueprint) for name in (FIRST, SECOND) if name in found.planes}
+    load = tuple(tuple(row) for row in about["router_load"])
+    return State(OURS, blueprint, planes, about["step"], about["tokens"], load)
+
+
+def _read_torch(source: Path, like: Path | None) -> State:
+    if like is None:
+        raise CheckpointError(f"{source} does not say how files spell its model; give --like, a Hugging Face directory")
+    found, files = disk.TorchFiles(source), weights.open_source(like)
+    names = {name.split(".", 1)[0] for name in found.shapes}
+    planes: dict[str, Tensors] = {}
+    for plane in names & {WEIGHTS, FIRST, SECOND}:
+        keys = {name.split(".", 1)[1]: name for name in found.shapes if name.startswith(f"{plane}.")}
+        planes[plane] = {key: lambda name=name: found.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
+    head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
+    blueprint = draw(weights.read_config(like), files, head=head, directory=like)
+    _check(source, found.shapes, planes, blueprint)
+    numbers = {name: found.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
+    load = tuple(tuple(row) for row in numbers["router_load"].tolist())
+    return State(TORCH, blueprint, planes, int(numbers["step"]), int(numbers["tokens"]), load)
+
+
+def _check(source: Path, shapes: Mapping[str, Any], planes: Mapping[str, Tensors], blueprint: Blueprint) -> None:
+    """That it is a state of this model."""
+    keymap, lacking = blueprint.keymap, ({*_trained_keys(blueprint)} - {*planes.get(WEIGHTS, {})})
+    if lacking or not {f"{COUNTERS}.{name}" for name in ("step", "tokens", "router_load")} <= {*shapes}:
+        raise CheckpointError(
+            f"{source} lacks {f'weights.{min(lacking)}' if lacking else COUNTERS}; give what "
+            "torch.distributed.checkpoint.save wrote of engine.state_dict(), and --like of the same model"
+        )
+    for plane, keys in planes.items():
+        for key in keys:
+            if key not in keymap.keys or shapes[f"{plane}.{key}"] != keymap.keys[key].shape:
+                there = keymap.keys[key].shape if key in keymap.keys else "nothing"
+                raise CheckpointError(
+                    f"{plane}.{key} is {shapes[f'{plane}.{key}']} in {source}, and {there} in {blueprint.directory}; "
+                    "give --like of the same model"
+                )
+
+
+def _trained_keys(blueprint: Blueprint) -> Iterator[str]:
+    """Those of which parameters are made."""
+    for param in blueprint.table:
+        yield from _keys(blueprint, param)
+
+
+def _keys(blueprint: Blueprint, param: Param) -> list[str]:
+    return [block.key for block in weights.chosen(param, blueprint.keymap.choice).blocks]
+
+
+def _mapped(source: weights.Source, blueprint: Blueprint) -> Tensors:
+    """The tensors of parameters in the files. They are mapped, so they take no memory until somebody reads them."""
+    keys = [key for key in source.entries if key in {*_trained_keys(blueprint)}]
+    return {key: lambda key=key: _tensor(source, key) for key in keys}  # type: ignore[misc] # mypy misses the default
+
+
+def _tensor(source: weights.Source, key: str) -> Tensor:
+    entry = source.entries[key]
+    path, dtype = source.directory / entry.file, DTYPES[entry.dtype]
+    whole = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    flat = whole[entry.start : entry.stop]
+    return (flat if entry.start % dtype.itemsize == 0 else flat.clone()).view(dtype).view(entry.shape)
+
+
+def _write_torch(state: State, target: Path, advance: Callable[[int], None]) -> Path:
+    numbers = {"step": torch.tensor(state.step), "tokens": torch.tensor(state.tokens)}
+    numbers["router_load"] = torch.tensor(state.router_load, dtype=torch.float64).view(len(state.router_load), -1)
+    tensors = {plane: {key: make() for key, make in keys.items()} for plane, keys in state.planes.items()}
+    with weights.atomic_directory(weights.Target(target.absolute(), 0, frozenset(), target)) as whole:
+        disk.write_torch_files(whole, {**tensors, COUNTERS: numbers})
+    advance(sum(map(len, state.planes.values())))
+    return target
+
+
+def _export(state: State, target: Path, dtype: torch.dtype | None) -> weights.Export:
+    assert state.blueprint.directory is not None, "it was read from one"
+    keymap, config = state.keymap, weights.exported_config(state.blueprint.config, dtype)
+    if dtype is not None:
+        exact = {key for param in state.blueprint.table if param.float32 for key in _keys(state.blueprint, param)}
+        keymap = keymap.recast(dtype, exact)
+    return weights.Export(keymap, config, state.blueprint.directory, target.absolute())
+
+
+def _write_hf(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
+    export = _export(state, target, dtype)
+    with weights.atomic_directory(export.target()) as whole:
+        weights.write_small(export, whole)
+        weights.make_files(whole, export.keymap)
+        with Files(whole, export.keymap) as files:
+            _put(state, Plane(WEIGHTS, export.keymap), files, advance)
+            weights.copy_carried(files)
+    return target
+
+
+def _put(state: State, plane: Plane, files: Files, advance: Callable[[int], None]) -> None:
+    """Every key of a plane that parameters are made of; also those that hold one once more."""
+    values = state.planes[WEIGHTS if plane.name == MASTER else plane.name]
+    copies = _copies(state.blueprint)
+    for key in plane.keymap.keys.values():
+        if key.name not in plane.keymap.carried:
+            tensor = values[copies.get(key.name, key.name)]().to(DTYPES[key.dtype]).contiguous()
+            files.put(key.name, tensor.view(-1).view(torch.uint8).numpy().data, 0)
+            advance(int(plane.name != MASTER and key.name in values))
+
+
+def _copies(blueprint: Blueprint) -> dict[str, str]:
+    """The key that holds the same, of each that holds a parameter once more (a tied head)."""
+    layouts = [weights.chosen(param, blueprint.keymap.choice) for param in blueprint.table]
+    return {copy.key: layout.blocks[0].key for layout in layouts for copy in layout.copies}
+
+
+def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
+    """A step in the folder `target`."""
+    blueprint, runs = state.blueprint, Runs()
+    trained = [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= {*state.planes[FIRST]}]
+    stored = blueprint.stored_dtypes(torch.float32, {*trained})
+    moments = {name: next(iter(state.planes[FIRST].values()))().dtype for name in trained}
+    export = _export(state, target, dtype)
+    planes = disk.planes_of(blueprint.table, export.keymap, stored, moments)
+    about = about_model(blueprint) | {"mesh": "none: it was converted", "compute": "none"}
+    trainer = {"step": state.step, "tokens": state.tokens, "head": blueprint.head, "trained": trained, "settings": {},
+               "router_load": state.router_load, "state": None}  # fmt: skip
+    none = KeyMap({}, {"host": Key("host", "U8", (0, 1), disk.RANDOM)})
+    with disk.Draft(target.absolute(), state.step) as draft:
+        disk.write_beside(export, draft.path, trainer, runs)
+        for keymap in (*(plane.keymap for plane in planes), none):
+            weights.make_files(draft.path, keymap, runs)
+        for plane in planes:
+            with Files(draft.path, plane.keymap, runs) as files:
+                _put(state, plane, files, advance)
+                weights.copy_carried(files)
+                files.to_disk()
+        disk.commit(draft, planes, [disk.write_part(draft.path, 0, runs)], about)
+    return draft.final

@@ -1,0 +1,136 @@
+"""Checkpoints of three kinds into each other: the same bits, and nothing of them is run."""
+
+from __future__ import annotations
+
+import pickle  # noqa: TID251 - to make what must not be run
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import meshwright as mw
+from meshwright import cli
+from tests import tiny, worlds
+from tests.test_checkpoint import bytes_of, engine_of, same, state_of, train
+from tests.words import words
+
+FAMILY = "qwen3_5_moe"  # with tensors that are not trained, float32 parameters, fused and segmented keys
+
+
+def saved(source: Path, at: Path) -> Any:
+    engine = engine_of(source, dict(fsdp=2, tp=2, ep=2))
+    train(engine, 2)
+    mw.save(engine, at / "ours")
+    mw.export(engine.model, at / "hf")
+    dcp.save(engine.state_dict(), checkpoint_id=at / "dcp")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    at = tmp_path_factory.mktemp("kinds")
+    source = tiny.directory(at / "source", FAMILY, dtype=torch.bfloat16)
+    worlds.run(4, saved, source, at)
+    return source, at
+
+
+def loads(source: Path, at: Path, kind: str, mesh: Mapping[str, int]) -> Any:
+    engine = engine_of(source, mesh)
+    if kind == "ours":
+        mw.resume(engine, at)
+    else:
+        state = engine.state_dict()
+        dcp.load(state, checkpoint_id=at)
+        engine.load_state_dict(state)
+    return state_of(engine), train(engine, 1)
+
+
+def run(*arguments: object) -> int:
+    return cli.main(["convert", *map(str, arguments)])
+
+
+def test_ours_to_hf_is_the_export(made: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run(made[1] / "ours", tmp_path / "hf", "--to", "hf") == 0
+    exported = {path.name: path.read_bytes() for path in (made[1] / "hf").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == exported
+
+
+def test_torch_to_hf_is_the_export(made: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run(made[1] / "dcp", tmp_path / "hf", "--to", "hf", "--like", made[0]) == 0
+    exported = {path.name: path.read_bytes() for path in (made[1] / "hf").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == exported
+
+
+def test_torch_to_ours_and_back(made: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run(made[1] / "dcp", tmp_path / "ours", "--to", "meshwright", "--like", made[0]) == 0
+    step = "step-000002"
+    assert bytes_of(tmp_path / "ours" / step) == bytes_of(made[1] / "ours" / step)
+    assert cli.main(["inspect", str(tmp_path / "ours"), "--verify"]) == 0
+    assert run(tmp_path / "ours", tmp_path / "dcp", "--to", "dcp") == 0
+    [there] = worlds.run(1, loads, made[0], made[1] / "ours", "ours", {})
+    [back] = worlds.run(1, loads, made[0], tmp_path / "dcp", "dcp", {})
+    assert same(there, back)
+
+
+def test_float32_weights_are_the_masters(made: tuple[Path, Path], tmp_path: Path) -> None:
+    assert run(made[1] / "ours", tmp_path / "hf", "--to", "hf", "--dtype", "float32") == 0
+    masters = load_file(made[1] / "ours" / "step-000002" / "master" / "model.safetensors")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(found[key], tensor) for key, tensor in masters.items())
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("executed"),)
+
+
+def test_a_pickle_runs_nothing(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dcp").mkdir()
+    for bad in (pickle.dumps(Hostile()), b"", b"\x80\x04.", pickle.dumps({"a": 1})):
+        (tmp_path / "dcp" / ".metadata").write_bytes(bad)
+        assert run("dcp", "out", "--to", "hf", "--like", made[0]) == 2
+        assert re.search(words("list of contents"), capsys.readouterr().err)
+    assert {path.name for path in tmp_path.iterdir()} == {"dcp"}
+
+
+def test_a_place_outside_is_refused(
+    made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "secret").write_bytes(b"x" * 100000)
+    found = pickle.loads((made[1] / "dcp" / ".metadata").read_bytes())
+    for place in found.storage_data.values():
+        place.relative_path = "../secret"
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(found))
+    assert run(tmp_path / "dcp", tmp_path / "out", "--to", "hf", "--like", made[0]) == 2
+    assert re.search(words(r"\.\./secret", "not in"), capsys.readouterr().err)
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "no --like": (["{made}/dcp", "{out}", "--to", "hf"], words("--like")),
+    "another model": (["{made}/dcp", "{out}", "--to", "hf", "--like", "{other}"], words("lacks|is", "same model")),
+    "the same kind": (["{made}/hf", "{out}", "--to", "hf"], words("already", "copy")),
+    "no moments": (["{made}/hf", "{out}", "--to", "meshwright"], words("no moments", r"mw\.resume")),
+    "a dtype for torch": (["{made}/ours", "{out}", "--to", "dcp", "--dtype", "float32"], words("--dtype")),
+    "a target that is there": (["{made}/ours", "{made}/hf", "--to", "hf"], words("not empty")),
+    "nothing there": (["{out}/nowhere", "{out}", "--to", "hf"], words("nowhere")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(
+    made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    arguments, pattern = REFUSED[case]
+    other = tiny.directory(tmp_path / "other", "qwen3")
+    places = {"made": made[1], "out": tmp_path / "out", "other": other}
+    assert run(*(each.format(**places) for each in arguments)) == 2
+    assert re.search(pattern, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
