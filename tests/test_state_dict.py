@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
@@ -84,6 +85,27 @@ def test_an_asynchronous_save_is_of_its_moment(tmp_path: Path) -> None:
     source, mesh = tiny.directory(tmp_path / "m", "qwen3_5_moe"), dict(fsdp=2, tp=2, ep=2)
     before = worlds.run(4, saved, source, tmp_path, mesh, True)
     assert worlds.run(4, resumed, source, tmp_path, mesh, True) == before
+
+
+def crossing(source: Path) -> list[float]:
+    """A collective of the user's that rank 0 begins before a step and rank 1 after it, as a thread would."""
+    engine = engine_of(source, dict(fsdp=2))
+    works, of_user = [], torch.ones(7)
+    if dist.get_rank() == 0:
+        works.append(dist.all_reduce(of_user, async_op=True))
+    losses = train(engine, 1)
+    if dist.get_rank() == 1:
+        works.append(dist.all_reduce(of_user, async_op=True))
+    for work in works:
+        work.wait()
+    return [*losses, float(of_user.sum())]
+
+
+def test_what_a_user_sends_never_meets_what_we_send(tmp_path: Path) -> None:
+    """`dcp.async_save` plans in a thread, over the default group. In our order on one rank, in another on the next."""
+    first, second = worlds.run(2, crossing, tiny.directory(tmp_path / "m", "qwen3"))
+    assert first == second
+    assert first[-1] == 14
 
 
 def test_others_read_it_without_us(tmp_path: Path) -> None:

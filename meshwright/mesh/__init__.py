@@ -109,7 +109,9 @@ class Mesh:
 
     @cached_property
     def _groups(self) -> dict[tuple[int, ...], Any]:
-        return {tuple(range(self.axes.world)): dist.group.WORLD}
+        """By their ranks. The default group is the user's: his calls in a thread (torch's asynchronous save makes some)
+        would meet ours in another order on each rank."""
+        return {}
 
     def name_of(self, axes: tuple[str, ...]) -> str:
         return self.process_group(axes).group_name
