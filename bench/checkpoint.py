@@ -1,12 +1,12 @@
 """Saving and resuming about 1 GB on local ranks, beside a raw write and read of the same bytes and torch's DCP.
 
     python -m bench.checkpoint                                    # fsdp=2, tp=2 and fsdp=2 x tp=2 x ep=2
-    python -m bench.checkpoint --layouts fsdp2 --rounds 9 --append
+    python -m bench.checkpoint --layouts fsdp2 --rounds 9
 
 A Qwen3 of 64 million parameters (experts where there is ep): weights in bfloat16, masters and both moments in float32.
 All sides take turns in the same processes, one thread a rank; times are medians of the slower rank, and every side ends
 with its bytes on the disk. Raw: each rank writes as many bytes as ours into a file of its own, then fsync; it reads
-them into new memory.
+them into new memory. Copy and exchange: what a save that does not wait must do before it returns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import meshwright as mw
 from meshwright.verify import run_ranks
+from meshwright.weights import StoredModel, whole_rows
 
 MODEL = {
     "model_type": "qwen3", "vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 3072,
@@ -138,11 +140,20 @@ def turns(config: Path, mesh: dict[str, int], rounds: int, at: Path) -> dict[str
         writes("dcp save", lambda: dcp.save(state, checkpoint_id=folder))
         writes("dcp hf save", lambda: save_consolidated(engine, folder))
         note("copy", lambda: [tensor.clone() for tensor in (*engine.model.stored().values(), *_moments(engine))])
+        note("exchange", lambda: exchange(engine))
         writes("save, blocked", lambda: mw.save(engine, folder, wait=False))
         note("raw read", lambda: raw_read(mine))
         note("resume", lambda: mw.resume(engine, at / "ours"))
         note("resume, other mesh", lambda: mw.resume(engine, at / "other"))
     return found
+
+
+def exchange(engine: mw.Engine) -> None:
+    """The rows that tp cuts into strips, as a save sends them within tp. It writes nothing."""
+    model, moments = engine.model, engine.optimizer.moments
+    first, second = ({name: both[at] for name, both in moments.items()} for at in (0, 1))
+    for values in (model.stored(), first, second):
+        deque(whole_rows(StoredModel(model.blueprint.spec, model.mesh, values)), maxlen=0)
 
 
 def save_consolidated(engine: mw.Engine, folder: Path) -> None:
@@ -179,6 +190,7 @@ def main() -> None:
 def show(layout: str, ranks: list[dict[str, list[float]]]) -> None:
     names = list(ranks[0])
     median = {name: statistics.median(map(max, zip(*(found[name] for found in ranks), strict=True))) for name in names}
+    median["copy + exchange"] = median["copy"] + median["exchange"]
     for name, value in median.items():
         beside = {
             "save": "raw write",
@@ -186,7 +198,7 @@ def show(layout: str, ranks: list[dict[str, list[float]]]) -> None:
             "resume": "raw read",
             "resume, other mesh": "raw read",
             "dcp hf save": "raw write",
-            "save, blocked": "copy",
+            "save, blocked": "copy + exchange",
         }.get(name)
         ratio = f"  {median[beside] / value:.2f} of {beside}" if beside else ""
         print(f"{layout:14} {name:16} {value / 1e6 if value > 1000 else value:8.3f}{ratio}")

@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from .checkpoint import copy_checkpoint
 from .data import Batch, pack, shift
 from .engine import (
     Engine,
@@ -80,6 +81,7 @@ __all__ = [
     "batches",
     "check_export",
     "check_weights",
+    "copy_checkpoint",
     "export",
     "gather",
     "init",

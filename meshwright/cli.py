@@ -50,6 +50,17 @@ INSPECT_ABOUT = """What a checkpoint holds: its step and mesh, its planes with t
 
 Exit codes: 0 all is well, 1 bytes are not those that were written, or the two differ, 2 it is no whole checkpoint.
 """
+COPY_EXAMPLES = """examples:
+  meshwright copy runs/first s3://bucket/first                        the newest whole checkpoint (pip install s3fs)
+  meshwright copy runs/first/step-000200 gs://bucket/first            this one (pip install gcsfs)
+  meshwright copy s3://bucket/first runs/again                        and back, to go on from it
+  meshwright copy /local/runs/first /shared/runs/first                from one disk to another
+"""
+COPY_ABOUT = """Copy a checkpoint to an object store, to another disk, or back. TARGET is a folder of checkpoints.
+
+Every byte is compared with its checksum on the way. The manifest is sent last: if the copy is cut off, what lies there
+is no checkpoint, and the same command begins it anew. Another checkpoint of the same step is never replaced.
+"""
 CONVERT_EXAMPLES = """examples:
   meshwright convert runs/first weights --to hf                       its weights as a Hugging Face directory
   meshwright convert runs/first/step-000200 weights --to hf --dtype float32     the float32 masters as weights
@@ -82,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="of meshwright, and of what its numbers depend on")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_convert(commands)
+    _add_copy(commands)
     _add_inspect(commands)
     _add_plan(commands)
     _add_verify(commands)
@@ -115,6 +127,16 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     convert.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: those of the source)"
     )
+
+
+def _add_copy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    copy = commands.add_parser(
+        "copy", help="a checkpoint to an object store or another disk, or back", description=COPY_ABOUT,
+        epilog=COPY_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    copy.set_defaults(run=_copy)
+    copy.add_argument("source", help="a checkpoint, or a folder of them, of which the newest whole one is taken")
+    copy.add_argument("target", help="the folder for it: a directory, or a URL that fsspec knows")
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -218,6 +240,13 @@ def _inspect(options: argparse.Namespace) -> int:
     else:
         show.print_checkpoint(found, wrong, apart)
     return int(bool(wrong or apart))
+
+
+def _copy(options: argparse.Namespace) -> int:
+    from .checkpoint import copy_checkpoint  # imports torch: --help should not wait for it
+
+    print(copy_checkpoint(options.source, options.target))
+    return 0
 
 
 def _convert(options: argparse.Namespace) -> int:

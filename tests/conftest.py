@@ -6,6 +6,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# torch asks the name server for `::ffff:127.0.0.1` as a rank joins, and would wait 5 s for an answer that is lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 from collections.abc import Iterator
 
 import pytest

@@ -9,4 +9,5 @@ from .planes import FIRST, MASTER, SECOND, WEIGHTS, Plane, planes_of, with_zeros
 from .restore import Checkpoint, open_checkpoint, restore
 from .save import commit, save, write_beside
 from .sharded import Sharded, sharded, take
+from .store import copy_checkpoint, is_url
 from .torch_files import TORCH_LIST, TorchFiles, write_torch_files

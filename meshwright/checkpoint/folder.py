@@ -26,7 +26,7 @@ from ..weights import MANIFEST
 from .content import Keep
 from .manifest import LOCK, Manifest, to_disk, why_not_whole, write_manifest
 
-_STEP = re.compile(r"step-(\d{6,})")
+STEP = re.compile(r"step-(\d{6,})")
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
 _MAKING_S = 3600.0  # a directory without a lock may be one that is just being made; for no longer than this
 
@@ -53,7 +53,7 @@ def checkpoints(folder: Path) -> list[Found]:
     """All that may be checkpoints, the newest first. Under a hidden name are only those without a visible one."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if plain := _STEP.fullmatch(path.name):
+        if plain := STEP.fullmatch(path.name):
             found.append(Found(int(plain[1]), True, False, path))
         elif (hidden := _HIDDEN.fullmatch(path.name)) and _stands_in(path, hidden):
             found.append(Found(int(hidden[1][5:]), False, hidden[2] == "unfinished", path))

@@ -110,6 +110,11 @@ def _path(directory: str | os.PathLike[str]) -> Path:
     given: object = directory
     if not isinstance(given, str | os.PathLike):
         raise CheckpointError(f"{directory!r} is no path; give the folder of the checkpoints")
+    if disk.is_url(directory):
+        raise CheckpointError(
+            f"{directory} is no directory: all ranks write into one file at once, and read from its middle, which no "
+            "object store can; give a directory, and `meshwright copy` carries checkpoints to a store and back"
+        )
     return weights.path_of(directory).absolute()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle  # noqa: TID251 - between processes of one run, in a directory that is theirs alone
+import socket
 import tempfile
 import time
 import traceback
@@ -42,10 +43,18 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
 def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Path) -> str:
     """As torchrun does, the parent keeps the store: it outlives any rank. It ends with this call, which raises nothing
     that would keep it: a rank that is forked beside a store hangs when it drops its copy, whose thread it has not."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _store()
     for _ in ranks:
         ports.put(store.port)
     return _wait(ranks, seconds, folder, store)
+
+
+def _store() -> TCPStore:
+    """On IPv4. By itself it listens on IPv6 too, where each rank that connects is `::ffff:127.0.0.1`; torch asks the
+    name server for the name of that, and waits 5 s for an answer that is lost."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _wait(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:

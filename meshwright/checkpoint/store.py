@@ -1,0 +1,272 @@
+"""Copy a checkpoint to where ranks cannot write together, or back: to an object store, or another disk, through fsspec.
+
+A store knows no rename, and may name an object whose writing failed. So nothing there counts but the manifest, which is
+sent when all else is there in its size. Every byte is compared with its checksum on the way, in both directions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from ..errors import BrokenFile, CheckpointError, LoadError
+from ..log import Advance, logger, progress
+from ..weights import MANIFEST, Run, path_of
+from .folder import STEP, Draft, check_room, final_place, find, step_name
+from .manifest import Manifest, read_manifest, read_parts, to_disk
+
+TRIES = 4
+_WAIT_S = 1.0  # before the second try; each further one waits twice as long
+_FILES_AT_ONCE = 8
+_PART_BYTES = 32 << 20  # of a multipart upload: S3 allows 10,000 parts of a file, which is 335 GB
+_FINAL = (PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+Given = str | os.PathLike[str]
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory that fsspec reaches. `url`: as the user spelled it."""
+
+    fs: Any  # fsspec has no types
+    path: str
+    url: str
+
+    def __truediv__(self, name: str) -> Place:
+        return Place(self.fs, f"{self.path.rstrip('/')}/{name}", f"{self.url.rstrip('/')}/{name}")
+
+    def read(self) -> bytes:
+        return tried(lambda: bytes(self.fs.cat_file(self.path)), f"{self.url} cannot be read")
+
+    def sizes(self) -> dict[str, int]:
+        """Of the files below, by their names from here."""
+
+        def listed() -> Mapping[str, Mapping[str, Any]]:
+            self.fs.invalidate_cache()
+            return self.fs.find(self.path, detail=True) if self.fs.exists(self.path) else {}
+
+        root = self.path.strip("/")
+        found = tried(listed, f"{self.url} cannot be listed")
+        return {name.strip("/")[len(root) :].lstrip("/"): int(entry["size"]) for name, entry in found.items()}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint to copy. `small`: its manifest and lists of runs, in a directory of this machine."""
+
+    place: Place
+    manifest: Manifest
+    runs: Mapping[str, list[Run]]
+    small: Path
+
+
+def copy_checkpoint(source: Given, target: Given) -> str:
+    """Copy a checkpoint, or the newest whole one of a folder, into the folder `target`; the place of the copy.
+
+    Each may be a directory or a URL that fsspec knows (`s3://bucket/run`, with s3fs installed). One process calls it.
+    """
+    with contextlib.ExitStack() as stack:
+        small = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        found = _found(source, small)
+        if is_url(target):
+            return _send(found, _place(target) / step_name(found.manifest.step))
+        return str(_fetch(found, path_of(target).absolute()))
+
+
+def is_url(given: Given) -> bool:
+    return "://" in str(given)
+
+
+def _place(given: Given) -> Place:
+    try:
+        fs, path = fsspec.core.url_to_fs(str(given))
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{given} cannot be reached: {error}") from error
+    return Place(fs, path, str(given))
+
+
+def tried(act: Callable[[], Answer], what: str) -> Answer:
+    """A network fails now and then, and each store has errors of its own for it."""
+    for number in range(1, TRIES + 1):
+        try:
+            return act()
+        except Exception as error:
+            if number == TRIES or isinstance(error, _FINAL):
+                raise CheckpointError(f"{what}: {type(error).__name__}: {error} (tried {number} times)") from error
+            logger.warning("%s: %s: %s; trying again", what, type(error).__name__, error)
+            time.sleep(_WAIT_S * 2 ** (number - 1))
+    raise AssertionError
+
+
+def _found(source: Given, small: Path) -> Whole:
+    if is_url(source):
+        places = _candidates(_place(source))
+    else:
+        path = find(path_of(source).absolute())
+        places = [Place(fsspec.filesystem("file"), str(path), str(path))]
+    for place in places:
+        try:
+            return _read_small(place, small)
+        except LoadError as error:
+            if place is places[-1]:
+                raise CheckpointError(f"no whole checkpoint: {_at(place, small, error)}") from error
+            logger.warning("%s is not whole and is passed over: %s", place.url, _at(place, small, error))
+    raise CheckpointError(f"{source} holds neither {MANIFEST} nor step-000200 or the like; give another place")
+
+
+def _at(place: Place, small: Path, error: Exception) -> str:
+    """An error of a copy of a small file, said of the file itself."""
+    return str(error).replace(str(small), place.url)
+
+
+def _candidates(place: Place) -> list[Place]:
+    """The newest first."""
+    sizes = place.sizes()
+    if MANIFEST in sizes:
+        return [place]
+    names = {name.split("/")[0] for name in sizes if name.endswith(f"/{MANIFEST}")}
+    steps = sorted((int(found[1]), name) for name in names if (found := STEP.fullmatch(name)))
+    return [place / name for _, name in reversed(steps)]
+
+
+def _read_small(place: Place, small: Path) -> Whole:
+    (small / MANIFEST).write_bytes((place / MANIFEST).read())
+    manifest = read_manifest(small)
+    sizes = place.sizes()
+    for name, num_bytes in manifest.files.items():
+        if sizes.get(name) != num_bytes:
+            raise BrokenFile(f"{place.url}/{name} has {sizes.get(name, 'no')} bytes, and {num_bytes} were written")
+
+    def copied(name: str) -> None:
+        (small / name).parent.mkdir(parents=True, exist_ok=True)
+        (small / name).write_bytes((place / name).read())
+
+    _all_at_once({name: functools.partial(copied, name) for name in manifest.parts})
+    return Whole(place, manifest, read_parts(small, manifest).sorted(), small)
+
+
+def _all_at_once(acts: Mapping[str, Callable[[], object]]) -> None:
+    """The first error ends it, as Ctrl-C does: nothing more is begun."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+        waiting = [threads.submit(act) for act in acts.values()]
+        try:
+            for each in waiting:
+                each.result()
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _copy(found: Whole, target: Place) -> None:
+    """All but the manifest."""
+    source, manifest, runs, total = found.place, found.manifest, found.runs, sum(found.manifest.files.values())
+    with progress(f"copy {source.url} to {target.url}", total, "bytes", enabled=True) as advance:
+        _all_at_once({
+            name: functools.partial(_copy_file, source / name, target / name, runs.get(name, []), advance)
+            for name in manifest.files
+        })  # fmt: skip
+    parts = {name: (found.small / name).read_bytes() for name in manifest.parts}
+    _all_at_once({name: functools.partial(_put, target / name, text) for name, text in parts.items()})
+
+
+def _copy_file(source: Place, target: Place, runs: list[Run], advance: Advance) -> None:
+    def copied() -> None:
+        with _opened(source) as file, _made(target) as out:
+            for run in runs:
+                data = file.read(run.stop - run.start)
+                if not run.is_of(data):
+                    raise BrokenFile(f"bytes {run.start} to {run.stop} of {source.url} are not those that were written")
+                out.write(data)
+        _check_size(target, runs[-1].stop if runs else 0)
+
+    tried(copied, f"{source.url} was not copied to {target.url}")
+    advance(runs[-1].stop if runs else 0)
+
+
+def _opened(place: Place) -> Any:
+    return place.fs.open(place.path, "rb", block_size=_PART_BYTES, cache_type="readahead")
+
+
+def _made(place: Place) -> Any:
+    place.fs.makedirs(place.path.rpartition("/")[0], exist_ok=True)
+    return place.fs.open(place.path, "wb", block_size=_PART_BYTES)
+
+
+def _put(target: Place, data: bytes) -> None:
+    def put() -> None:
+        with _made(target) as out:
+            out.write(data)
+        _check_size(target, len(data))
+
+    tried(put, f"{target.url} was not written")
+
+
+def _check_size(target: Place, num_bytes: int) -> None:
+    """A store may keep half of an object without a word."""
+    target.fs.invalidate_cache()
+    found = target.fs.info(target.path)["size"]
+    if found != num_bytes:
+        raise OSError(f"{target.url} has {found} bytes, and {num_bytes} were sent")
+
+
+def _send(found: Whole, target: Place) -> str:
+    text = (found.small / MANIFEST).read_bytes()
+    there = (target / MANIFEST).read() if MANIFEST in target.sizes() else b""
+    if there == text:
+        logger.info("%s is there already", target.url)
+        return target.url
+    if _is_manifest(there):
+        raise CheckpointError(f"{target.url} is another checkpoint; remove it, or choose another folder")
+    _copy(found, target)
+    _put(target / MANIFEST, text)
+    if (target / MANIFEST).read() != text:
+        raise CheckpointError(f"{target.url}/{MANIFEST} is not what was sent; copy again")
+    return target.url
+
+
+def _is_manifest(text: bytes) -> bool:
+    """Half of one is no checkpoint: it may be replaced."""
+    with tempfile.TemporaryDirectory() as at:
+        (Path(at) / MANIFEST).write_bytes(text)
+        try:
+            read_manifest(Path(at))
+        except LoadError:
+            return False
+    return True
+
+
+def _fetch(found: Whole, folder: Path) -> Path:
+    manifest = found.manifest
+    final = final_place(folder, manifest.step)
+    if (final / MANIFEST).exists():
+        if read_manifest(final) == manifest:
+            logger.info("%s is there already", final)
+            return final
+        raise CheckpointError(f"{final} is another checkpoint; remove it, or choose another folder")
+    check_room(folder, sum(manifest.files.values()))
+    with _draft(folder, manifest.step) as draft:
+        _copy(found, Place(fsspec.filesystem("file"), str(draft.path), str(final)))
+        for name in (*manifest.files, *manifest.parts):
+            to_disk(draft.path / name)
+        draft.commit(manifest)
+    return final
+
+
+@contextlib.contextmanager
+def _draft(folder: Path, step: int) -> Iterator[Draft]:
+    try:
+        with Draft(folder, step) as draft:
+            yield draft
+    except OSError as error:
+        raise CheckpointError(f"{final_place(folder, step)} was not written: {error}") from error

@@ -1,0 +1,239 @@
+"""Checkpoints in object stores: a stand-in that fails at every call in turn, and one that lies."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.checkpoint import check_bytes, opened_at, store
+from tests import tiny, worlds
+from tests.test_checkpoint import engine_of, train
+from tests.words import words
+
+
+class Faulty(MemoryFileSystem):
+    """A store in memory. `fault` is asked at each call with its number and the bytes that are sent; what it returns is
+    kept. As on some stores, an object whose writing failed is there all the same, with what came through."""
+
+    protocol = "faulty"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as its parent has it: one for all instances
+    pseudo_dirs = [""]  # noqa: RUF012
+    calls = 0
+    fault: Callable[[int, bytes], bytes] = staticmethod(lambda _, data: data)
+
+    @classmethod
+    def begin(cls, fault: Callable[[int, bytes], bytes] = lambda _, data: data) -> None:
+        """As an empty store."""
+        cls.store, cls.pseudo_dirs, cls.calls, cls.fault = {}, [""], 0, fault  # type: ignore[assignment]
+
+    @classmethod
+    def asked(cls, data: bytes = b"") -> bytes:
+        cls.calls += 1
+        return cls.fault(cls.calls, data)
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        self.asked()
+        if mode != "wb":
+            return super()._open(path, mode, **options)
+        return Written(self._strip_protocol(path))
+
+    def cat_file(self, path: str, **options: Any) -> Any:
+        self.asked()
+        return super().cat_file(path, **options)
+
+    def find(self, path: str, **options: Any) -> Any:
+        self.asked()
+        return super().find(path, **options)
+
+
+class Written(io.BytesIO):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def write(self, data: Any) -> int:
+        super().write(Faulty.asked(data))
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            Faulty.store[self.path] = MemoryFile(None, self.path, self.getvalue())
+        super().close()
+
+
+@pytest.fixture(autouse=True)
+def _new_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fsspec.register_implementation("faulty", Faulty, clobber=True)
+    monkeypatch.setattr(store, "_WAIT_S", 0.0)
+    monkeypatch.setattr(store, "_FILES_AT_ONCE", 1)  # so that calls have an order
+    Faulty.begin()
+    yield
+    Faulty.begin()
+
+
+def saved_twice(source: Path, out: Path) -> None:
+    engine = engine_of(source, dict(fsdp=2))
+    for _ in range(2):
+        train(engine, 1)
+        mw.save(engine, out)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of two ranks, in several files."""
+    at = tmp_path_factory.mktemp("run")
+    worlds.run(2, saved_twice, tiny.directory(at / "m", "qwen3_moe"), at / "run")
+    return at / "run"
+
+
+def bytes_below(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_there_and_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        assert cli.main(["copy", str(run / f"step-00000{step}"), "faulty://b/run"]) == 0
+    assert cli.main(["copy", "faulty://b/run", str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out.split()[-1] == str(tmp_path / "a" / "step-000002")
+    mw.copy_checkpoint("faulty://b/run/step-000001", tmp_path / "a")
+    assert bytes_below(tmp_path / "a") == bytes_below(run)
+    mw.copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert bytes_below(tmp_path / "b" / "step-000002") == bytes_below(run / "step-000002")
+    assert mw.copy_checkpoint(run, "faulty://b/run") == "faulty://b/run/step-000002"  # it is there already
+
+
+def goes_on(at: Path, out: Path) -> list[float]:
+    engine = engine_of(at, dict(fsdp=2))
+    mw.resume(engine, out)
+    return train(engine, 1)
+
+
+def test_training_goes_on_from_a_copy(run: Path, tmp_path: Path) -> None:
+    mw.copy_checkpoint(run, "faulty://b/run")
+    copy = Path(mw.copy_checkpoint("faulty://b/run", tmp_path / "c"))
+    assert worlds.run(2, goes_on, copy, copy) == worlds.run(2, goes_on, run / "step-000002", run)
+
+
+def whole(url: str, tmp_path: Path) -> str:
+    """The newest whole checkpoint of the store, with all its bytes; by a reader that meets no faults."""
+    Faulty.fault = lambda _, data: data
+    try:
+        place = Path(mw.copy_checkpoint(url, tmp_path))
+    except mw.CheckpointError:
+        return ""
+    assert check_bytes(opened_at(place)) == []
+    return place.name
+
+
+def some_calls(run: Path) -> list[int]:
+    """Of those that a copy makes: the first, the last, and some between them."""
+    mw.copy_checkpoint(run / "step-000001", "faulty://count/run")
+    before = Faulty.calls
+    mw.copy_checkpoint(run, "faulty://count/run")
+    calls = Faulty.calls - before
+    return sorted({*range(1, 6), *range(6, calls, 37), *range(calls - 7, calls + 1)})
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_process_that_dies_at_any_call(run: Path, tmp_path: Path) -> None:
+    """What it has sent is no checkpoint, or all of one; the earlier one stays; the next copy goes through."""
+    calls, seen = some_calls(run), set()
+    for at in calls:
+        Faulty.begin()
+        mw.copy_checkpoint(run / "step-000001", "faulty://b/run")
+
+        def dies(call: int, data: bytes, last: int = Faulty.calls + at) -> bytes:
+            if call >= last:
+                raise Killed
+            return data
+
+        Faulty.fault = dies
+        with pytest.raises(Killed):
+            mw.copy_checkpoint(run, "faulty://b/run")
+        seen.add(whole("faulty://b/run", tmp_path / str(at)))
+        mw.copy_checkpoint(run, "faulty://b/run")
+        assert whole("faulty://b/run", tmp_path / f"{at} again") == "step-000002"
+    assert len(calls) > 20
+    assert seen == {"step-000001", "step-000002"}
+
+
+@pytest.mark.parametrize("lie", ["an error", "half of it is kept", "nothing is kept"])
+def test_a_fault_at_any_call_is_tried_again(run: Path, tmp_path: Path, lie: str) -> None:
+    for at in some_calls(run):
+
+        def once(call: int, data: bytes, last: int = at) -> bytes:
+            if call != last:
+                return data
+            if lie == "an error":
+                raise ConnectionError("reset by peer")
+            return data[: len(data) // 2] if lie == "half of it is kept" else b""
+
+        Faulty.begin(once)
+        mw.copy_checkpoint(run, "faulty://b/run")
+        assert whole("faulty://b/run", tmp_path / str(at)) == "step-000002"
+
+
+def test_what_a_store_changed_is_never_taken(run: Path, tmp_path: Path) -> None:
+    """A flipped byte in any object. The manifest fails its own checksum, so that is passed over for the earlier one."""
+    for step in (1, 2):
+        mw.copy_checkpoint(run / f"step-00000{step}", "faulty://b/run")
+    for name in [name for name in Faulty.store if "step-000002" in name]:
+        content = Faulty.store[name].getbuffer()
+        content[len(content) // 2] ^= 1
+        if name.endswith(("meshwright.json", "00000.json", "00001.json")):  # found before anything is copied
+            assert whole("faulty://b/run", tmp_path / f"without {Path(name).name}") == "step-000001"
+        else:
+            with pytest.raises(mw.CheckpointError):
+                mw.copy_checkpoint("faulty://b/run", tmp_path / "b")
+        content[len(content) // 2] ^= 1
+    assert not (tmp_path / "b").exists() or not list((tmp_path / "b").iterdir())
+    assert whole("faulty://b/run", tmp_path / "c") == "step-000002"
+
+
+def test_what_is_refused(run: Path, tmp_path: Path) -> None:
+    def said(source: Any, target: Any) -> str:
+        with pytest.raises(mw.CheckpointError) as error:
+            mw.copy_checkpoint(source, target)
+        return str(error.value)
+
+    assert re.search(words("nothing://", "reached", "rotocol"), said(run, "nothing://b/run"))
+    assert re.search(words("faulty://empty", "neither", "step-000200"), said("faulty://empty", tmp_path))
+    assert re.search(words("no whole checkpoint"), said(tmp_path, "faulty://b"))
+    for step in (1, 2):
+        mw.copy_checkpoint(run / f"step-00000{step}", "faulty://b/run")
+    first, second = (next(n for n in Faulty.store if n.endswith(f"{step}/meshwright.json")) for step in (1, 2))
+    Faulty.store[second] = Faulty.store[first]
+    assert re.search(words("another checkpoint", "remove it"), said(run, "faulty://b/run"))
+    (tmp_path / "file").touch()
+    assert re.search(words("file", "choose another"), said(run, tmp_path / "file"))
+    broken = tmp_path / "broken"
+    mw.copy_checkpoint(run, broken)
+    with (broken / "step-000002" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    assert re.search(words("not those that were written"), said(broken, "faulty://c/run"))
+    assert not [name for name in Faulty.store if "c/run" in name and name.endswith("meshwright.json")]
+
+
+def test_saving_into_a_store_is_refused(run: Path, tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    [said] = worlds.run(1, refused, source)
+    assert re.search(words("s3://b/run", "meshwright copy"), said)
+
+
+def refused(source: Path) -> str:
+    with pytest.raises(mw.CheckpointError) as error:
+        mw.save(engine_of(source, {}), "s3://b/run")
+    return str(error.value)
