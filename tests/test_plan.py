@@ -395,7 +395,7 @@ def test_verify_of_a_mesh_too_large_for_this_machine(
     """It says so before it reads anything, and offers what can be done here."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setattr("meshwright.verify.inspection.find", lambda *_, **__: pytest.fail("it began to work"))
-    assert cli.main(["verify", "org/huge", "--mesh", f"fsdp={2 * RANKS_A_CORE},tp=2,ep=64"]) == 2
+    assert cli.main(["verify", "org/huge", "--mesh", f"fsdp={4 * RANKS_A_CORE},tp=2,ep=64"]) == 2
     err = capsys.readouterr().err
     assert re.search(
         words(r"128 processes for 1 core\b", "meshwright plan org/huge --mesh fsdp=64,tp=2,ep=64 "), err

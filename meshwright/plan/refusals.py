@@ -18,7 +18,7 @@ from ..errors import ConfigError, LayoutError, MeshError
 from ..layout import Held, Rules, place
 from ..mesh import memory_of, refuse_unbuilt
 
-RANKS_A_CORE = 32
+RANKS_A_CORE = 16
 PROCESS_BYTES = 64 << 20  # of a forked rank without a model
 
 
