@@ -73,9 +73,10 @@ class Files:
     def _write_box(self, block: Block, common: Box, values: Tensor) -> None:
         key = self.keymap.keys[block.key]
         dtype = DTYPES[key.dtype]
+        whole = block.view(torch.empty(key.shape, device="meta"))
         for part in _staged(common):
             flat = values[part.within(common).slices].to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
-            wanted = block.view(torch.empty(key.shape, device="meta"))[part.within(block.ours).slices]
+            wanted = whole[part.within(block.ours).slices]
             at = 0
             for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
                 size = length * dtype.itemsize
