@@ -33,7 +33,9 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def meet(self, other: Box) -> Box | None:
-        """The intersection; None where it is empty."""
+        """The intersection; None where it is empty, as most are: an expert's box meets few others."""
+        if self.start and (self.start[0] >= other.stop[0] or other.start[0] >= self.stop[0]):
+            return None
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
