@@ -1,12 +1,14 @@
 """The house's rules that a linter does not know, read from the source; each finding names file:line and the way out."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "meshwright").rglob("*.py"))
@@ -14,7 +16,14 @@ SOURCES = sorted((ROOT / "meshwright").rglob("*.py"))
 MAX_FILE_LINES = 499
 MAX_FUNCTION_LINES = 60
 # The only rooms that import torch.distributed. A contract in .importlinter keeps layout, ops and models from them all.
-WITH_PROCESS_GROUP = ("checkpoint", "mesh", "watch", "parallel", "weights", "verify")
+WITH_PROCESS_GROUP = ("checkpoint", "mesh", "watch", "parallel", "verify")
+GROUPED = {
+    name
+    for name, call in vars(dist).items()
+    if inspect.isfunction(call)
+    and "group" in inspect.signature(call).parameters
+    and not name.startswith(("get_", "destroy_", "_"))
+}
 MAX_ARGUMENTS = 6
 PUBLIC = (
     "load",
@@ -101,6 +110,14 @@ def process_groups(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
                 yield line, f"torch.distributed in {room}; communicate in parallel, behind a door that the mesh arms"
 
 
+def default_group(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
+    """verify has its processes for itself."""
+    for node in ast.walk(tree) if room != "verify" else ():
+        called = dotted(node.func).partition("dist.")[2] if isinstance(node, ast.Call) else ""
+        if called in GROUPED and "group" not in {given.arg for given in node.keywords}:  # type: ignore[attr-defined] # a call
+            yield node.lineno, "the default group is the user's: his calls would meet ours; give group="
+
+
 def reference_library(room: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     if room not in ("data", "verify"):  # of verify one module alone: .importlinter names it
         for line, name in used_names(tree):
@@ -167,7 +184,7 @@ def findings(rule: Rule, path: str, text: str) -> list[str]:
 
 
 RULES = [
-    file_length, function_length, number_of_arguments, probing, swallowed_exceptions, process_groups,
+    file_length, function_length, number_of_arguments, probing, swallowed_exceptions, process_groups, default_group,
     reference_library, device_names,
 ]  # fmt: skip
 
@@ -209,6 +226,10 @@ def test_the_house_keeps(rule: Rule) -> None:
         (process_groups, "layout.py", "import torch\ntorch.distributed.barrier()", 2),
         (process_groups, "engine/model.py", "import torch.distributed as dist", 1),
         (process_groups, "parallel/tensor.py", "import torch.distributed as dist", 0),
+        (default_group, "weights/rows.py", "dist.send(x, 0)", 1),
+        (default_group, "mesh/__init__.py", "\ndist.all_reduce(x)", 2),
+        (default_group, "mesh/__init__.py", "dist.all_reduce(x, group=self.process_group(axes))", 0),
+        (default_group, "mesh/__init__.py", "dist.get_rank()", 0),
         (reference_library, "models/qwen3.py", "from transformers import AutoConfig", 1),
         (reference_library, "models/qwen3.py", "def f():\n    import transformers.models", 2),
         (reference_library, "data/chat.py", "from transformers import AutoTokenizer", 0),

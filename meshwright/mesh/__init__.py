@@ -154,8 +154,20 @@ class Mesh:
             return x
         told = [x]
         with waiting_at("what rank 0 tells"):
-            dist.broadcast_object_list(told, src=0, device=self.device)
+            dist.broadcast_object_list(told, src=0, group=self.process_group(DENSE), device=self.device)
         return told[0]
+
+    def send(self, x: Tensor, rank: int, at: str) -> None:
+        """To a rank that receives it. Returns when `x` may be written again."""
+        with waiting_at(at):
+            dist.send(x, rank, group=self.process_group(DENSE))
+            self.settle()
+
+    def receive(self, x: Tensor, rank: int, at: str) -> Tensor:
+        """Fill `x` with what that rank sends."""
+        with waiting_at(at):
+            dist.recv(x, rank, group=self.process_group(DENSE))
+        return x
 
     def all_or_none(
         self, failure: BaseException | None, at: str, error: type[MeshwrightError] | None = None,

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..axes import Axes
@@ -18,7 +17,7 @@ from ..errors import LoadError
 from ..layout import Charge, Layout, Piece, ShardingSpec, pieces
 from ..log import progress
 from ..mesh import Mesh
-from ..watch import names_lost_ranks, waiting_at
+from ..watch import names_lost_ranks
 from .keymap import KeyMap
 from .load import Reader, chosen
 from .runs import Checks
@@ -86,9 +85,7 @@ def fill(
                 failure = _read_for_all(read, mine, mesh, reader, failure)
             elif mesh.rank in read.ranks:
                 buffer = torch.empty(read.piece.shape, dtype=read.dtype, device=mesh.device)
-                with waiting_at(f"the loading of {read.piece.param.name}"):
-                    dist.recv(buffer, node[0])
-                mine.copy_(buffer)
+                mine.copy_(mesh.receive(buffer, node[0], f"the loading of {read.piece.param.name}"))
             advance(read.piece.numel)
     if mesh.rank == node[0]:
         failure = failure or _changed(source)
@@ -124,7 +121,5 @@ def _read_for_all(d: Read, mine: Tensor, mesh: Mesh, reader: Reader, failure: Lo
             if rank == mesh.rank:
                 mine.copy_(whole)
             else:
-                with waiting_at(f"the loading of {d.piece.param.name}"):
-                    dist.send(whole, rank)
-                    mesh.settle()
+                mesh.send(whole, rank, f"the loading of {d.piece.param.name}")
     return failure

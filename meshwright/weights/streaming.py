@@ -10,12 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import Block, Box, Param, Piece, ShardingSpec, owned
 from ..mesh import Mesh
-from ..watch import waiting_at
 from .header import DTYPES
 from .keymap import Key, KeyMap, blocks_by_key, widest
 
@@ -50,9 +48,7 @@ def whole_tensors(
         mine = _packed(plan[mesh.rank], stored_model, dtypes)
         if mesh.rank != 0:
             for buffer in mine.values():
-                with waiting_at("the sending of weights to rank 0"):
-                    dist.send(buffer, 0)
-                    mesh.settle()
+                mesh.send(buffer, 0, "the sending of weights to rank 0")
             continue
         whole = {k.name: torch.empty(k.shape, dtype=dtypes[k.name], device="cpu") for k in batch}
         for rank in ranks:
@@ -116,9 +112,8 @@ def _received(parts: list[_Overlap], mesh: Mesh, dtypes: _Dtypes, rank: int) -> 
         sizes[dtype] = sizes.get(dtype, 0) + part.ours.size
     out = {}
     for dtype in sorted(sizes, key=str):
-        out[dtype] = torch.empty(sizes[dtype], dtype=dtype, device=mesh.device)
-        with waiting_at("the receiving of weights on rank 0"):
-            dist.recv(out[dtype], rank)
+        empty = torch.empty(sizes[dtype], dtype=dtype, device=mesh.device)
+        out[dtype] = mesh.receive(empty, rank, "the receiving of weights on rank 0")
     return out
 
 
