@@ -1,0 +1,222 @@
+"""What is trained on, as a pure function: stream j of a run holds these documents, whatever the mesh.
+
+An epoch is a list of documents in a random order. It is cut into windows of at least 256 streams' worth of tokens, in
+each of which documents are packed by best fit. Streams are numbered through all windows and epochs: step s, data rank
+r of N and micro-batch m of R take stream `s*N*R + m*N + r`, so a run goes on from a number alone, on any mesh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from ..errors import DataError, counted
+from .permute import Indices, permuted
+
+WINDOW = 256  # streams of a window, about: packing wastes less in longer ones, and each is packed as a whole
+_VERSION = 1  # of the rules below: a run that began under others cannot go on
+_SHORTEST = 2  # a document of one token has no target
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A source as the plan sees it. `weight`: passes over it in an epoch. `share`: of the tokens, instead of weights.
+
+    `cut`: documents longer than a stream are cut into pieces.
+    """
+
+    name: str
+    lengths: Indices
+    weight: float = 1.0
+    share: float | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `start..stop` of a document, as a document of a stream."""
+
+    source: int
+    document: int
+    start: int
+    stop: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class _Window:
+    epoch: int
+    start: int  # places of the epoch
+    stop: int
+    first: int  # stream
+
+
+class Plan:
+    """All streams of a run of `epochs`, or of as many `streams`.
+
+    It keeps 16 bytes a document, and packs a window when somebody asks for a stream of it.
+    """
+
+    def __init__(
+        self, sources: Sequence[DataSource], *, length: int, seed: int = 0, epochs: float | None = None,
+        streams: int | None = None,
+    ) -> None:  # fmt: skip
+        if (epochs is None) == (streams is None):
+            raise DataError("a plan is of epochs or of streams; give one of them")
+        self.sources, self.length, self.seed = tuple(sources), length, seed
+        self._kept = [np.flatnonzero(source.lengths >= _SHORTEST) for source in sources]
+        self._check()
+        self.weights = self._weights()
+        self._epochs, self._streams = epochs, streams
+        self._windows: list[_Window] = []
+        self.num_streams = self._lay_out()
+        self._packed = lru_cache(4)(self._pack)
+
+    def _check(self) -> None:
+        if not self.sources or not any(map(len, self._kept)):
+            raise DataError("there is no document of two or more tokens to train on; look at the paths of the data")
+        for source, kept in zip(self.sources, self._kept, strict=True):
+            lengths = source.lengths[kept]
+            if not len(kept):
+                raise DataError(f"{source.name} has no document of two or more tokens; leave it out")
+            if not source.cut and (too_long := int((lengths > self.length).sum())):
+                raise DataError(
+                    f"{counted(too_long, 'document')} of {source.name} are longer than a stream of {self.length} "
+                    f"tokens, the longest has {int(lengths.max())}; choose a longer stream, drop or cut them"
+                )
+            if source.weight <= 0 or (source.share is not None and source.share <= 0):
+                raise DataError(f"the weight or share of {source.name} is not above 0; leave the source out")
+        shares = [source.share is not None for source in self.sources]
+        if any(shares) and not all(shares):
+            raise DataError(f"{self.sources[shares.index(False)].name} has no share, others have; give all one or none")
+
+    def _weights(self) -> tuple[float, ...]:
+        """Passes over each source in an epoch. With shares, an epoch ends where the first source is used up."""
+        if self.sources[0].share is None:
+            return tuple(source.weight for source in self.sources)
+        passes = [(source.share or 0) / int(source.lengths.sum()) for source in self.sources]
+        return tuple(each / max(passes) for each in passes)
+
+    def _lay_out(self) -> int:
+        """All windows, and how many streams they hold. Each is packed once for that, and forgotten."""
+        first, wanted = 0, self._streams
+        for epoch in itertools.count():
+            share = 1.0 if self._epochs is None else min(1.0, self._epochs - epoch)
+            if share <= 0 or (wanted is not None and first >= wanted):
+                return first if wanted is None else wanted
+            for start, stop in self._cuts(epoch, share):
+                window = _Window(epoch, start, stop, first)
+                self._windows.append(window)
+                first += len(self._pack(window))
+                if wanted is not None and first >= wanted:
+                    break
+        raise AssertionError
+
+    def _counts(self, epoch: int) -> list[tuple[int, int]]:
+        """Which places of its endless row of passes an epoch takes of each source."""
+        sizes = zip(self.weights, self._kept, strict=True)
+        return [(round(epoch * w * len(kept)), round((epoch + 1) * w * len(kept))) for w, kept in sizes]
+
+    def _documents(self, epoch: int, places: Indices) -> tuple[Indices, Indices]:
+        """Source and document at each place of an epoch."""
+        counts = self._counts(epoch)
+        ends = np.cumsum([stop - start for start, stop in counts])
+        mixed = permuted(places, int(ends[-1]), self.seed, "epoch", epoch)
+        source = np.searchsorted(ends, mixed, side="right")
+        document = np.empty_like(mixed)
+        for s, ((start, stop), kept) in enumerate(zip(counts, self._kept, strict=True)):
+            mine = np.flatnonzero(source == s)
+            row = mixed[mine] - (ends[s] - (stop - start)) + start
+            for number in np.unique(row // len(kept)):
+                of_pass = mine[row // len(kept) == number]
+                at = row[row // len(kept) == number] % len(kept)
+                document[of_pass] = kept[permuted(at, len(kept), self.seed, "source", s, int(number))]
+        return source, document
+
+    def _lengths(self, source: Indices, document: Indices) -> Indices:
+        out = np.empty_like(document)
+        for s, each in enumerate(self.sources):
+            mine = source == s
+            out[mine] = each.lengths[document[mine]]
+        return out
+
+    def _cuts(self, epoch: int, share: float) -> Iterator[tuple[int, int]]:
+        """The places of each window of an epoch. A last one under a half joins the one before."""
+        num = sum(stop - start for start, stop in self._counts(epoch))
+        num = max(1, round(num * share))
+        ends = np.cumsum(self._lengths(*self._documents(epoch, np.arange(num))))
+        least, bounds = WINDOW * self.length, [0]
+        while bounds[-1] < num:
+            done = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+            bounds.append(min(num, int(np.searchsorted(ends, done + least)) + 1))
+        last = int(ends[-1] - (ends[bounds[-2] - 1] if bounds[-2] else 0))
+        if len(bounds) > 2 and last < least // 2:
+            del bounds[-2]
+        return itertools.pairwise(bounds)
+
+    def _pack(self, window: _Window) -> list[list[Piece]]:
+        source, document = self._documents(window.epoch, np.arange(window.start, window.stop))
+        found = zip(source.tolist(), document.tolist(), self._lengths(source, document).tolist(), strict=True)
+        pieces = [piece for s, d, size in found for piece in self._pieces(s, d, size, window.epoch)]
+        streams = best_fit([len(piece) for piece in pieces], self.length)
+        order = permuted(np.arange(len(streams)), len(streams), self.seed, "window", window.epoch, window.start)
+        return [[pieces[number] for number in streams[at]] for at in order.tolist()]
+
+    def _pieces(self, source: int, document: int, size: int, epoch: int) -> list[Piece]:
+        """A piece of one token has no target, so the one before gives it another token."""
+        starts = [*range(0, size, self.length)]
+        if size - starts[-1] < _SHORTEST:
+            starts[-1] -= 1
+        return [Piece(source, document, a, b, epoch) for a, b in itertools.pairwise([*starts, size])]
+
+    def stream(self, number: int) -> list[Piece]:
+        """The documents of a stream; none beyond the end of the run."""
+        if number < 0:
+            raise DataError(f"there is no stream {number}")
+        if number >= self.num_streams:
+            return []
+        window = self._windows[bisect_right(self._firsts, number) - 1]
+        return self._packed(window)[number - window.first]
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [window.first for window in self._windows]
+
+    def epoch_of(self, number: int) -> int:
+        return self._windows[bisect_right(self._firsts, number) - 1].epoch
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that any stream depends on."""
+        told = hashlib.sha256()
+        told.update(repr((_VERSION, WINDOW, self.length, self.seed)).encode())
+        for source, weight in zip(self.sources, self.weights, strict=True):
+            told.update(repr((source.name, weight, source.cut)).encode())
+            told.update(np.ascontiguousarray(source.lengths, dtype="<i8").tobytes())
+        return told.hexdigest()
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Numbers of documents by stream: the longest first, each where the least room is left that it fits into."""
+    streams: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # room that is left, stream
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        size = lengths[number]
+        at = bisect_left(free, (size, -1))
+        if at == len(free):
+            left, stream = room, len(streams)
+            streams.append([])
+        else:
+            left, stream = free.pop(at)
+        streams[stream].append(number)
+        insort(free, (left - size, stream))
+    return streams

@@ -1,0 +1,199 @@
+"""What is trained on does not depend on the mesh, nor on where a run was cut off; and little of it is filler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.data import plan as planning
+from meshwright.data.permute import permuted
+from meshwright.data.plan import DataSource, Piece, Plan, best_fit
+
+T = 64
+
+
+def lengths(num: int, median: float = 20, sigma: float = 1.0, most: int = T, seed: int = 0) -> Any:
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, num)
+    return np.clip(drawn.astype(np.int64), 2, most)
+
+
+def three(**options: Any) -> Plan:
+    sources = [
+        DataSource("once", lengths(300)),
+        DataSource("half", lengths(201, seed=1), weight=0.5),
+        DataSource("twice", lengths(97, seed=2), weight=2),
+    ]
+    return Plan(sources, **{"length": T, "epochs": 2, "seed": 5, **options})
+
+
+def told(pieces: Iterable[Piece]) -> list[tuple[int, int, int]]:
+    return [(piece.epoch, piece.source, piece.document) for piece in pieces]
+
+
+def whole(plan: Plan) -> list[Piece]:
+    return [piece for j in range(plan.num_streams) for piece in plan.stream(j)]
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4097])
+def test_a_permutation(size: int) -> None:
+    assert sorted(permuted(np.arange(size), size, 3, "key")) == list(range(size))
+
+
+def test_it_never_changes() -> None:
+    """A run that goes on under another version must see the documents that it has not seen."""
+    assert permuted(np.arange(8), 1000, 7, "epoch", 0).tolist() == [506, 906, 836, 682, 828, 385, 169, 742]
+    assert permuted(np.arange(5), 5, 0, "source", 1, 2).tolist() == [4, 3, 0, 1, 2]
+
+
+def test_it_is_uniform() -> None:
+    """Where each of 16 goes, over 4,000 keys: chi squared of 225 degrees of freedom."""
+    seen = np.zeros((16, 16))
+    for key in range(4000):
+        seen[np.arange(16), permuted(np.arange(16), 16, key)] += 1
+    chi = float(((seen - 250) ** 2 / 250).sum())
+    assert 150 < chi < 320, chi
+
+
+def test_every_document_once_an_epoch() -> None:
+    times = Counter((p.source, p.document, p.epoch) for p in whole(three()))
+    once, half, twice = ({k: n for k, n in times.items() if k[0] == s} for s in range(3))
+    assert once == {(0, d, e): 1 for d in range(300) for e in (0, 1)}
+    assert twice == {(2, d, e): 2 for d in range(97) for e in (0, 1)}
+    assert sorted((s, d) for s, d, _ in half) == [(1, d) for d in range(201)]  # both epochs together, each once
+    assert set(half.values()) == {1}
+
+
+@pytest.mark.parametrize("change", [dict(seed=6), dict(length=2 * T)], ids=str)
+def test_another_seed_or_length_is_another_plan(change: dict[str, Any]) -> None:
+    assert three(**change).fingerprint != three().fingerprint == three().fingerprint
+    assert told(whole(three(**change))) != told(whole(three())) == told(whole(three()))
+
+
+def run(plan: Plan, mesh: tuple[int, int], begin: int, steps: int | None) -> tuple[list[Any], int]:
+    """What N data ranks with R micro-batches train on from stream `begin`, and which stream is next."""
+    ranks, batches = mesh
+    seen, at = [], begin
+    while at < plan.num_streams and (steps is None or at < begin + steps * ranks * batches):
+        seen += [told(plan.stream(at + m * ranks + r)) for m in range(batches) for r in range(ranks)]
+        at += ranks * batches
+    return seen, at
+
+
+@pytest.mark.parametrize("cut", [1, 7, 13])
+def test_a_run_goes_on_on_another_mesh(cut: int) -> None:
+    undisturbed, _ = run(three(), (1, 4), 0, None)
+    first, at = run(three(), (4, 1), 0, cut)
+    rest, _ = run(three(), (2, 2), at, None)
+    assert first + rest == undisturbed
+    assert [d for stream in undisturbed for d in stream] == told(whole(three()))
+
+
+@pytest.mark.parametrize(
+    ("median", "sigma", "length", "most"), [(400, 1.0, 8192, 2.0), (600, 1.2, 8192, 2.0), (2000, 1.0, 8192, 2.0)]
+)
+def test_packing_wastes_little(median: float, sigma: float, length: int, most: float) -> None:
+    each = lengths(20_000, median, sigma, length)
+    plan = Plan([DataSource("a", each)], length=length, epochs=1)
+    assert 100 * (1 - each.sum() / (plan.num_streams * length)) < most
+
+
+def test_streams_of_a_window_are_mixed() -> None:
+    """Best fit puts the longest documents first: unmixed, the curve of the loss would show every window."""
+    plan = Plan([DataSource("a", lengths(40_000, 8))], length=T, epochs=1)
+    assert len(plan._windows) > 15
+    begin, end = [], []
+    for window, after in zip(plan._windows, plan._windows[1:], strict=False):
+        half = (after.first - window.first) // 2
+        for numbers, mean in ((range(half), begin), (range(half, 2 * half), end)):
+            mean.append(np.mean([len(p) for j in numbers for p in plan.stream(window.first + j)]))
+    assert np.mean(begin) == pytest.approx(np.mean(end), rel=0.05)
+
+
+def test_long_documents_are_cut() -> None:
+    sizes = np.array([T, T + 1, 2 * T, 3 * T + 5, 2, 2 * T + 1])
+    plan = Plan([DataSource("a", sizes, cut=True)], length=T, epochs=1)
+    pieces = sorted((p.document, p.start, p.stop) for p in whole(plan))
+    for document, size in enumerate(sizes):
+        mine = [(a, b) for d, a, b in pieces if d == document]
+        assert [a for a, _ in mine] == [0, *(b for _, b in mine[:-1])]
+        assert mine[-1][1] == size
+        assert all(2 <= b - a <= T for a, b in mine)
+
+
+def test_shares_of_tokens() -> None:
+    sources = [DataSource("small", lengths(100), share=0.2), DataSource("large", lengths(5000, seed=1), share=0.8)]
+    plan = Plan(sources, length=T, streams=700)
+    tokens = Counter[int]()
+    for piece in whole(plan):
+        tokens[piece.source] += len(piece)
+    assert tokens[0] / tokens.total() == pytest.approx(0.2, abs=0.01)
+    assert plan.num_streams == 700
+    assert max(plan.weights) == 1
+    assert plan.epoch_of(699) > 0
+
+
+def test_too_short_documents_are_left_out() -> None:
+    plan = Plan([DataSource("a", np.array([1, 5, 0, 6]))], length=T, epochs=1)
+    assert sorted(p.document for p in whole(plan)) == [1, 3]
+
+
+def test_every_document_fits_best() -> None:
+    streams = best_fit([60, 30, 30, 4, 33], 64)
+    assert sorted(map(sorted, streams)) == [[0, 3], [1, 2], [4]] or sorted(map(sorted, streams)) == [
+        [0, 3],
+        [1, 4],
+        [2],
+    ]
+    assert best_fit([], 64) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "wanted"),
+    [
+        ([], {}, "no document"),
+        ([DataSource("a", np.array([1, 1]))], {}, "no document"),
+        ([DataSource("a", np.array([5, T + 1]))], {}, "a are longer than a stream of 64 tokens, the longest has 65"),
+        ([DataSource("a", np.array([5]), weight=0)], {}, "not above 0"),
+        ([DataSource("a", np.array([5]), share=0.5), DataSource("b", np.array([5]))], {}, "b has no share"),
+        ([DataSource("a", np.array([5]))], dict(streams=3), "give one of them"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(sources: list[DataSource], options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(mw.DataError, match=wanted):
+        Plan(sources, **{"length": T, "epochs": 1, **options})
+
+
+def _one_order(places: Any, size: int, *key: Any) -> Any:
+    return np.random.default_rng(0).permutation(size)[places]
+
+
+def _from_the_first(plan: Plan, epoch: int) -> list[tuple[int, int]]:
+    return [(0, round(w * len(kept))) for w, kept in zip(plan.weights, plan._kept, strict=True)]
+
+
+SEED = {"seed": 6}
+PLANTS = {
+    "one permutation for all": ("permuted", _one_order, lambda: test_another_seed_or_length_is_another_plan(SEED)),
+    "streams not permuted": (
+        "permuted",
+        lambda places, size, *key: places if "window" in key else permuted(places, size, *key),
+        test_streams_of_a_window_are_mixed,
+    ),
+    "every epoch begins anew": ("_counts", _from_the_first, test_every_document_once_an_epoch),
+    "the last stream dropped": (
+        "best_fit", lambda sizes, room: best_fit(sizes, room)[:-1], test_every_document_once_an_epoch
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    attribute, planted, test = PLANTS[name]
+    monkeypatch.setattr(Plan if hasattr(Plan, attribute) else planning, attribute, planted)
+    with pytest.raises(AssertionError):
+        test()
