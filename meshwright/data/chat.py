@@ -1,0 +1,133 @@
+"""Chats as documents: a trained turn stands after the very tokens that an inference engine would send.
+
+A template may write history otherwise than the turn that was trained on: it drops thinking of earlier turns, or adds an
+empty block to the last one. So each turn is rendered as a server would ask for it, and a document ends where the next
+turn's prompt is no continuation of it. That needs no knowledge of any template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import DataError
+from .layouts import Conversation, Message, conversation
+from .tokens import Tokens, tokens
+
+Turns = Literal["each", "last", "joined"]
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """`thinking`: whether the prompt asks for it; "auto": where the turn thinks. `turns`: which of the assistant's are
+    trained; "joined" renders the chat once, with the template's own marks, whatever a server would send.
+
+    `template`: the text of one to take instead of the tokenizer's. `fields`: see `conversation`.
+    """
+
+    thinking: Literal["auto"] | bool = "auto"
+    turns: Turns = "each"
+    template: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+class Chat:
+    """Turns rows of chats into documents. `tokenizer`: one of transformers."""
+
+    def __init__(self, tokenizer: Any, options: ChatOptions | None = None, stop_ids: Collection[int] = ()) -> None:
+        self.tokenizer, self.options = tokenizer, options or ChatOptions()
+        self.stop_ids = frozenset(stop_ids) or stop_ids_of(tokenizer, {})
+        if not self.options.template and not tokenizer.chat_template:
+            raise DataError("the tokenizer has no chat template; give template= of the data")
+
+    def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
+        """None where nothing of the row is to be trained on."""
+        chat = conversation(row, self.options.fields)
+        if self.options.turns == "joined":
+            return self._joined(chat)
+        wanted = [number for number, learnt in enumerate(chat.learnt) if learnt]
+        found: list[tuple[list[int], list[tuple[int, int]]]] = []
+        for number in wanted[-1:] if self.options.turns == "last" else wanted:
+            prompt, turn = self._turn(chat, number)
+            if not found or prompt[: len(found[-1][0])] != found[-1][0]:
+                found.append(([], []))
+            ids, spans = found[-1]
+            ids += prompt[len(ids) :]
+            spans.append((len(ids), len(ids) + len(turn)))
+            ids += turn
+        return [tokens(ids, spans) for ids, spans in found]
+
+    def _turn(self, chat: Conversation, number: int) -> tuple[list[int], list[int]]:
+        """What a server would send for message `number`, and what it should get."""
+        thinks = _thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
+        flags = {"enable_thinking": thinks, **self.options.template_args}
+        head = self._render(chat, number, flags, add_generation_prompt=True)
+        whole = self._render(chat, number + 1, flags, add_generation_prompt=False)
+        if not whole.startswith(head):
+            at = next(
+                (i for i, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), min(len(head), len(whole))
+            )
+            raise DataError(
+                f"the template writes message {number} otherwise than it prompts for it: the prompt goes on "
+                f"{head[at : at + 40]!r}, the chat {whole[at : at + 40]!r}. Set thinking=, give a template of your own "
+                'or turns="joined"'
+            )
+        # two calls: no token straddles the border, as none does when a server generates
+        turn = self._ids(whole[len(head) :])
+        last = max((at for at, token in enumerate(turn) if token in self.stop_ids), default=None)
+        if last is None:
+            raise DataError(
+                f"no stop token closes message {number}, which ends in {whole[-40:]!r}; a model would never learn to "
+                "end. Name the stop tokens in generation_config.json"
+            )
+        return self._ids(head), turn[: last + 1]
+
+    def _render(self, chat: Conversation, num: int, flags: Mapping[str, Any], **how: Any) -> str:
+        try:
+            return str(self._apply(chat.messages[:num], tools=chat.tools, tokenize=False, **how, **flags))
+        except Exception as error:  # a template is a program of somebody else
+            raise DataError(
+                f"the template refuses the first {num} messages: {type(error).__name__}: {error}"
+            ) from error
+
+    def _apply(self, messages: Sequence[Message], **how: Any) -> Any:
+        return self.tokenizer.apply_chat_template(list(messages), chat_template=self.options.template, **how)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _joined(self, chat: Conversation) -> list[Tokens]:
+        """As the template marks it. Which tokens are a message's only the template knows, so none can be left out."""
+        if not all(learnt for learnt, m in zip(chat.learnt, chat.messages, strict=True) if m["role"] == "assistant"):
+            raise DataError('turns="joined" trains every turn of the assistant, and one of them has train=false')
+        found = self._apply(
+            chat.messages, tools=chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+            **self.options.template_args,
+        )  # fmt: skip
+        mask = [0, *found["assistant_masks"], 0]
+        if not any(mask):
+            raise DataError(
+                'the template has no generation marks, which turns="joined" needs; no template of Qwen has. Leave '
+                "turns= out"
+            )
+        starts = [at for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
+        stops = [at for at in range(1, len(mask)) if not mask[at] and mask[at - 1]]
+        return [tokens(found["input_ids"], [(a - 1, b - 1) for a, b in zip(starts, stops, strict=True)])]
+
+
+def _thinks(message: Message) -> bool:
+    """In a field of its own, or inside the content, of which a raw completion has the closing tag alone."""
+    thought = message.get("reasoning_content") or ""
+    content = message["content"]
+    if not thought and "</think>" in content:
+        thought = content.split("</think>")[0].rpartition("<think>")[2]
+    return bool(str(thought).strip())
+
+
+def stop_ids_of(tokenizer: Any, generation_config: Mapping[str, Any]) -> frozenset[int]:
+    """What ends a turn: `eos_token_id` of generation_config.json, and that of the tokenizer."""
+    given = generation_config.get("eos_token_id")
+    named = given if isinstance(given, list) else [given]
+    return frozenset(int(each) for each in (*named, tokenizer.eos_token_id) if each is not None)

@@ -1,0 +1,32 @@
+"""A document ready for packing: its tokens, and which of them are learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)  # eq would ask arrays for one truth value
+class Tokens:
+    """`spans`: half-open ranges of the tokens that are learnt, each by the term of the token before it. The first token
+    of a document has none before it and is never learnt."""
+
+    ids: Ids
+    spans: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(stop - max(start, 1) for start, stop in self.spans if stop > 1)
+
+
+def tokens(ids: Sequence[int], spans: Sequence[Span]) -> Tokens:
+    return Tokens(np.asarray(ids, dtype=np.int32), tuple(spans))

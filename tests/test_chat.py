@@ -1,0 +1,268 @@
+"""A trained turn stands after the very tokens that a server would send, in any template; no other role is trained."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.data import chat as chats
+from meshwright.data.chat import Chat, ChatOptions
+from meshwright.data.layouts import conversation
+from meshwright.data.tokens import Tokens
+from tests.templates import GOOD, KEPT, REFUSED, tokenizer
+
+CHATS = 300  # of each template
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+CASES = [(name, {}) for name in GOOD] + list(KEPT.items())
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """A conversation with thinking in all places, tools, and newlines at the borders. Each text says whose it is."""
+    dice = random.Random(seed)
+    edge = lambda: "\n" * dice.choice([0, 0, 0, 1, 2])  # noqa: E731 - one line reads better
+    number, messages = iter(range(1000)), list[dict[str, Any]]()
+    if dice.random() < 0.4:
+        messages.append({"role": "system", "content": f"S{next(number)}"})
+    tools = TOOLS if dice.random() < 0.5 else None
+    for _ in range(dice.randint(1, 4)):
+        messages.append({"role": "user", "content": f"{edge()}U{next(number)}{edge()}"})
+        while tools and dice.random() < 0.4:
+            arguments = {"at": next(number), "unused": None}
+            call = {"name": "look", "arguments": json.dumps(arguments) if dice.random() < 0.5 else arguments}
+            content = dice.choice([None, f"A{next(number)}"])
+            messages.append({"role": "assistant", "content": content, "tool_calls": [{"function": call}]})
+            messages += [{"role": "tool", "content": f"R{next(number)}"} for _ in range(dice.randint(1, 2))]
+        messages.append(_answer(dice, f"{edge()}A{next(number)}{edge()}", f"A{next(number)}"))
+    return {"messages": messages, "tools": tools}
+
+
+def _answer(dice: random.Random, content: str, thought: str) -> dict[str, Any]:
+    kind = dice.choice(["none", "field", "inside", "closing tag"])
+    if kind == "field":
+        return {"role": "assistant", "content": content, "reasoning_content": thought}
+    if kind == "inside":
+        content = f"<think>\n{thought}\n</think>\n\n{content}"
+    elif kind == "closing tag":
+        content = f"{thought}\n</think>\n\n{content}"
+    return {"role": "assistant", "content": content}
+
+
+def sent(row: dict[str, Any], number: int, template: str, args: dict[str, Any], thinks: bool) -> list[int]:
+    """The prompt of a server, written without the code under test."""
+    messages = [
+        {k: v for k, v in m.items() if v is not None} | {"content": m["content"] or ""} for m in row["messages"]
+    ]
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            given = call["function"]["arguments"]
+            arguments = json.loads(given) if isinstance(given, str) else given
+            at = {key: value for key, value in arguments.items() if value is not None}
+            message["tool_calls"] = [{"type": "function", "function": {"name": "look", "arguments": at}}]
+    text = tokenizer().apply_chat_template(
+        messages[:number], tools=row["tools"], chat_template=template, tokenize=False, add_generation_prompt=True,
+        enable_thinking=thinks, **args,
+    )  # fmt: skip
+    return list(tokenizer().encode(text, add_special_tokens=False))
+
+
+def thinks(message: dict[str, Any]) -> bool:
+    return "reasoning_content" in message or "</think>" in (message["content"] or "")
+
+
+def check(row: dict[str, Any], documents: list[Tokens], template: str, args: dict[str, Any]) -> int:
+    """How many turns were right; raises at the first that is not."""
+    wanted = [number for number, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+    found = [(document, span) for document in documents for span in document.spans]
+    assert len(found) == len(wanted), "each turn once"
+    for number, (document, (start, stop)) in zip(wanted, found, strict=True):
+        message = row["messages"][number]
+        prompt = sent(row, number, template, args, thinks(message))
+        assert document.ids[:start].tolist() == prompt, f"message {number}: another context than a server's"
+        text = tokenizer().decode(document.ids[start:stop])
+        assert text.find("<|im_end|>") == len(text) - len("<|im_end|>"), text
+        assert not any(other in text for other in "USR"), f"message {number} trains what others said: {text!r}"
+        assert (message["content"] or "").rpartition("</think>")[2].strip() in text
+        for call in message.get("tool_calls", ()):
+            assert call["function"]["name"] in text
+            assert "null" not in text
+    return len(wanted)
+
+
+def check_all(name: str, args: dict[str, Any], num: int = CHATS) -> int:
+    chat = Chat(tokenizer(), ChatOptions(template=GOOD[name], template_args=args))
+    return sum(check(row, chat.documents(row), GOOD[name], args) for row in map(drawn, range(num)))
+
+
+@pytest.mark.parametrize(("name", "args"), CASES, ids=str)
+def test_every_turn_stands_where_a_server_would_ask_for_it(name: str, args: dict[str, Any]) -> None:
+    assert check_all(name, args) > 2 * CHATS
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_template_that_prompts_otherwise_is_refused(name: str) -> None:
+    chat = Chat(tokenizer(), ChatOptions(template=REFUSED[name]))
+    for seed in range(20):
+        with pytest.raises(mw.DataError, match=r"message \d+ otherwise than it prompts"):
+            chat.documents(drawn(seed))
+
+
+def test_history_that_stays_is_one_document() -> None:
+    row = {"messages": [{"role": ("user", "assistant")[n % 2], "content": f"{'UA'[n % 2]}{n}"} for n in range(8)]}
+    documents = {
+        name: len(Chat(tokenizer(), ChatOptions(template=GOOD[name])).documents(row)) for name in ("plain", "hybrid")
+    }
+    assert documents == {"plain": 1, "hybrid": 4}
+
+
+def one(**changes: Any) -> dict[str, Any]:
+    asks, says = {"role": "user", "content": "U0"}, {"role": "assistant", "content": "A1"}
+    return {"messages": [asks, says, {**asks, "content": "U2"}, {**says, "content": "A3", **changes}]}
+
+
+def trained(row: dict[str, Any], **options: Any) -> list[str]:
+    chat = Chat(tokenizer(), ChatOptions(**{"template": GOOD["hybrid"], **options}))
+    return [tokenizer().decode(d.ids[a:b]) for d in chat.documents(row) for a, b in d.spans]
+
+
+def test_which_turns_are_trained() -> None:
+    assert trained(one(), turns="last") == ["A3<|im_end|>"]
+    assert trained(one(train=False)) == trained(one(weight=0)) == ["A1<|im_end|>"]
+    assert trained(one(), thinking=True)[1] == "<think>\n\n</think>\n\nA3<|im_end|>"
+    assert trained(one(reasoning_content="A9"))[1] == "<think>\nA9\n</think>\n\nA3<|im_end|>"
+
+
+MARKED = """{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}{%- if m.role == 'assistant' -%}
+{%- generation -%}{{- m.content + '<|im_end|>' -}}{%- endgeneration -%}{%- else -%}{{- m.content + '<|im_end|>' -}}
+{%- endif -%}{{- '\\n' -}}{%- endfor -%}"""
+
+
+def test_joined_is_one_render_with_the_marks_of_the_template() -> None:
+    assert trained(one(), template=MARKED, turns="joined") == ["A1<|im_end|>", "A3<|im_end|>"]
+    with pytest.raises(mw.DataError, match="no generation marks"):
+        trained(one(), turns="joined")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "U0"}, {"from": "gpt", "value": "A1"}]},
+        {"prompt": "U0", "completion": "A1"},
+        {"prompt": [{"role": "user", "content": "U0"}], "completion": [{"role": "assistant", "content": "A1"}]},
+        {"instruction": "U0", "input": "", "output": "A1"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "U0"}]},
+                {"role": "model", "content": "A1"},
+            ]
+        },
+    ],
+)
+def test_layouts_of_others(row: dict[str, Any]) -> None:
+    found = conversation(row)
+    assert [(m["role"], m["content"]) for m in found.messages] == [("user", "U0"), ("assistant", "A1")]
+    assert found.learnt == [False, True]
+
+
+def test_renamed_fields() -> None:
+    row = {"dialog": one()["messages"], "functions": json.dumps(TOOLS)}
+    found = conversation(row, {"messages": "dialog", "tools": "functions"})
+    assert len(found.messages) == 4
+    assert found.tools == TOOLS
+    with pytest.raises(mw.DataError, match="no field 'talk'"):
+        conversation(row, {"messages": "talk"})
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({}, "the row has the fields none"),
+        ({"messages": "hello"}, "not a list of messages"),
+        ({"messages": []}, "an empty list"),
+        ({"messages": [{"role": "user", "content": 7}]}, "content of message 0 is a int"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "'narrator'; known are system, user, assistant, tool"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "no message is a user's"),
+        (one(content=""), "message 3 of the assistant says nothing"),
+        (one(content=None), "content of message 3 is a NoneType"),
+        (one(tool_calls=[{"function": {"arguments": "{}"}}]), "no name"),
+        (one(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "arguments of f in message 3 are no JSON"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 'image'"),
+        ({**one(), "tools": "{"}, "tools are no JSON"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named(row: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(mw.DataError, match=wanted):
+        Chat(tokenizer(), ChatOptions(template=GOOD["plain"])).documents(row)
+
+
+def test_a_turn_without_an_end_is_refused() -> None:
+    endless = GOOD["plain"].replace("{{- '<|im_end|>\\n' -}}\n  {%- endif -%}\n{%- endfor", "{%- endif -%}\n{%- endfor")
+    assert endless != GOOD["plain"]
+    with pytest.raises(mw.DataError, match="no stop token closes message 1"):
+        trained(one(), template=endless)
+
+
+Turn = Callable[..., tuple[list[int], list[int]]]
+
+
+def _of_one_render(self: Chat, chat: Any, number: int) -> tuple[list[int], list[int]]:
+    """Masks by the lengths of prefixes, as many do it."""
+    whole = self._ids(self._render(chat, len(chat.messages), {}, add_generation_prompt=False))
+    before = len(self._ids(self._render(chat, number, {}, add_generation_prompt=True)))
+    after = len(self._ids(self._render(chat, number + 1, {}, add_generation_prompt=False)))
+    return whole[:before], whole[before:after]
+
+
+def _changed(change: Callable[[list[int], list[int]], tuple[list[int], list[int]]]) -> Turn:
+    real = Chat._turn
+    return lambda self, chat, number: change(*real(self, chat, number))
+
+
+def _deaf(self: Chat, chat: Any, num: int, flags: Any, **how: Any) -> str:
+    return str(self._apply(chat.messages[:num], tools=chat.tools, tokenize=False, **how))
+
+
+def _no_tools(self: Chat, chat: Any, num: int, flags: Any, **how: Any) -> str:
+    return str(self._apply(chat.messages[:num], tokenize=False, **how, **flags))
+
+
+def _with_nulls(row: dict[str, Any], fields: object) -> Any:
+    found = conversation(row)
+    for message in found.messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"]["unused"] = None
+    return found
+
+
+_documents = Chat.documents
+
+
+def _glued(self: Chat, row: dict[str, Any]) -> list[Tokens]:
+    ids, spans = list[int](), list[tuple[int, int]]()
+    for document in _documents(self, row):
+        spans += [(a + len(ids), b + len(ids)) for a, b in document.spans]
+        ids += document.ids.tolist()
+    return [chats.tokens(ids, spans)]
+
+
+PLANTS: dict[str, tuple[object, str, object]] = {
+    "prefixes of one render": (Chat, "_turn", _of_one_render),
+    "one token too late": (Chat, "_turn", _changed(lambda p, c: ([*p, c[0]], c[1:]))),
+    "the header trained": (Chat, "_turn", _changed(lambda p, c: (p[:-3], [*p[-3:], *c]))),
+    "the newline as a part of the stop": (Chat, "_turn", _changed(lambda p, c: (p, [*c, *tokenizer().encode("\n")]))),
+    "the flag left out": (Chat, "_render", _deaf),
+    "tools not passed": (Chat, "_render", _no_tools),
+    "nulls in arguments": (chats, "conversation", _with_nulls),
+    "one document for all turns": (chats.Chat, "documents", _glued),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(*PLANTS[name])  # type: ignore[arg-type]
+    with pytest.raises((AssertionError, mw.DataError)):
+        check_all("hybrid", {}, 20)
