@@ -71,14 +71,14 @@ def pack(
     check_aligned(batch.is_target_T, batch.bounds, batch.fields)
     if labels is None and trained is None:
         warn_of_padding(documents)
-    return batch if length is None else _filled(batch, int(length))
+    return batch if length is None else filled(batch, int(length))
 
 
 def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
     """The documents of these numbers of a batch without filler, as a batch of `length`."""
     spans = [slice(batch.bounds[number], batch.bounds[number + 1]) for number in numbers]
     chosen = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
-    return _filled(
+    return filled(
         Batch(
             tokens=chosen(batch.tokens),
             labels=chosen(batch.labels),
@@ -89,7 +89,7 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
     )
 
 
-def _filled(batch: Batch, length: int) -> Batch:
+def filled(batch: Batch, length: int) -> Batch:
     num = length - len(batch)
     # filler takes the dtype of the values: a 0 among booleans would turn them all into numbers
     longer = lambda values, fill: torch.cat([values, values.new_full((num,), fill)])  # noqa: E731 - as above

@@ -1,0 +1,106 @@
+"""Streams of a plan as batches, made a step ahead of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import DataError, counted
+from .batch import IGNORE, Batch
+from .pack import filled
+from .plan import DataSource, Piece, Plan
+from .store import Documents
+from .tokens import Tokens
+
+TooLong = Literal["stop", "drop", "cut"]
+_NAMED = 20  # documents in one message
+
+
+def source_of(
+    documents: Documents, length: int, *, weight: float = 1.0, share: float | None = None, too_long: TooLong = "stop"
+) -> DataSource:
+    """A source of a plan for streams of `length`. What is too long stops it, is left out, or is cut into pieces."""
+    beyond = np.flatnonzero(documents.lengths > length)
+    lengths = documents.lengths
+    if len(beyond) and too_long == "stop":
+        places = [f"  {documents.place(n)}: {lengths[n]} tokens" for n in beyond[:_NAMED].tolist()]
+        more = [f"  and {len(beyond) - _NAMED} more"] if len(beyond) > _NAMED else []
+        raise DataError(
+            f"{counted(len(beyond), 'document')} of {documents.name} have more than the {length} tokens of a stream:\n"
+            + "\n".join([*places, *more])
+            + '\nTake a longer stream, or set too_long = "drop" or "cut"'
+        )
+    if too_long == "drop":
+        lengths = np.where(lengths > length, 0, lengths)  # a plan leaves out what has no target
+    return DataSource(documents.name, lengths, weight, share, cut=too_long == "cut")
+
+
+def batch_of(parts: Sequence[Tokens], length: int) -> Batch:
+    """As `mw.pack(..., trained=, length=)`, without a Python number for each token."""
+    bounds = tuple(accumulate(map(len, parts), initial=0))
+    tokens = np.concatenate([part.ids for part in parts], dtype=np.int64) if parts else np.empty(0, dtype=np.int64)
+    labels = np.full(len(tokens), IGNORE, dtype=np.int64)
+    for begin, part in zip(bounds, parts, strict=False):
+        for start, stop in part.spans:
+            first = max(start, 1)  # the term of a token is that of the one before, which the first has not
+            labels[begin + first - 1 : begin + stop - 1] = tokens[begin + first : begin + stop]
+    return (
+        filled(Batch(torch.from_numpy(tokens), torch.from_numpy(labels), bounds), length) if parts else _empty(length)
+    )
+
+
+def _empty(length: int) -> Batch:
+    """Of filler alone, behind the end of the data."""
+    return Batch(torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORE), (0, length), {}, length)
+
+
+class Streams(NamedTuple):
+    """What a data rank gets for a step. `next`: the stream that the step after it begins with."""
+
+    batches: list[Batch]
+    next: int
+
+
+class Feed:
+    """Batches of one data rank. Step after step takes `micro_batches` streams for each of `num_ranks` data ranks."""
+
+    def __init__(
+        self, documents: Sequence[Documents], plan: Plan, *, micro_batches: int, rank: int, num_ranks: int
+    ) -> None:
+        self.documents, self.plan, self.micro_batches = documents, plan, micro_batches
+        self.rank, self.num_ranks = rank, num_ranks
+        self._thread, self._ahead = ThreadPoolExecutor(1, "feed"), dict[int, Future[list[Batch]]]()
+
+    @property
+    def streams_per_step(self) -> int:
+        return self.micro_batches * self.num_ranks
+
+    def step(self, first: int) -> Streams:
+        """That begins with stream `first`. The next one is made meanwhile."""
+        following = first + self.streams_per_step
+        made = self._ahead.pop(first, None)
+        batches = made.result() if made is not None else self._batches(first)
+        self._ahead = {following: self._thread.submit(self._batches, following)}
+        return Streams(batches, following)
+
+    def _batches(self, first: int) -> list[Batch]:
+        numbers = [first + m * self.num_ranks + self.rank for m in range(self.micro_batches)]
+        return [batch_of([self._part(piece) for piece in self.plan.stream(n)], self.plan.length) for n in numbers]
+
+    def _part(self, piece: Piece) -> Tokens:
+        return piece_of(self.documents[piece.source].tokens(piece.document), piece.start, piece.stop)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def piece_of(document: Tokens, start: int, stop: int) -> Tokens:
+    if (start, stop) == (0, len(document)):
+        return document
+    spans = [(max(a, start) - start, min(b, stop) - start) for a, b in document.spans]
+    return Tokens(document.ids[start:stop], tuple((a, b) for a, b in spans if a < b))

@@ -1,0 +1,172 @@
+"""Rows of files: chats, texts or tokens, each with the place that it came from.
+
+We read JSON lines ourselves. Libraries for tables drop empty lines, fill missing fields with null and do not say in
+which line something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.parquet as pq
+
+from ..errors import DataError
+
+Split = Literal["file", "paragraph", "line"]
+
+SUFFIXES = (".jsonl", ".parquet", ".txt", ".md")
+_RANGE_BYTES = 8 << 20
+_SAMPLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a file: of its bytes, or of the row groups of a table."""
+
+    file: Path
+    start: int
+    stop: int
+    split: Split = "file"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.file.stat().st_size if self.split == "file" and is_text(self.file) else self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Row:
+    """`at`: the byte where a line begins, or the number of a row. `wrong`: why it could not be read."""
+
+    at: int
+    values: Mapping[str, Any]
+    wrong: str = ""
+
+
+def is_text(file: Path) -> bool:
+    return file.suffix in (".txt", ".md")
+
+
+def files_of(path: str | Path) -> list[Path]:
+    """A file, or all of a directory that can be read, in the order of their names."""
+    found = Path(path).expanduser()
+    if found.is_file():
+        if found.suffix not in SUFFIXES:
+            raise DataError(f"{found} is no {', '.join(SUFFIXES)}; a file of one JSON object a line is a .jsonl")
+        return [found]
+    if not found.is_dir():
+        raise DataError(f"{found} is neither a file nor a directory; look at the path of the data")
+    files = sorted(each for each in found.rglob("*") if each.suffix in SUFFIXES and each.is_file())
+    if not files:
+        raise DataError(f"{found} holds no {', '.join(SUFFIXES)}; look at the path of the data")
+    return files
+
+
+def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
+    """The same whatever the number of processes that read them."""
+    out: list[Shard] = []
+    for file in files:
+        size = file.stat().st_size
+        if file.suffix == ".parquet":
+            out += [Shard(file, group, group + 1) for group in range(pq.ParquetFile(file).num_row_groups)]
+        elif is_text(file) and split != "line":
+            out.append(Shard(file, 0, size, split))
+        else:
+            starts = range(0, size, _RANGE_BYTES)
+            out += [Shard(file, start, min(start + _RANGE_BYTES, size), "line") for start in starts]
+    return out
+
+
+def rows_of(shard: Shard) -> Iterator[Row]:
+    if shard.file.suffix == ".parquet":
+        yield from _rows_of_table(shard)
+    elif not is_text(shard.file):
+        yield from (_of_json(at, line) for at, line in _lines(shard) if line.strip())
+    elif shard.split == "line":
+        yield from (_of_text(at, line.rstrip(b"\r\n")) for at, line in _lines(shard) if line.strip())
+    else:
+        whole = shard.file.read_bytes()
+        parts = [(0, whole)] if shard.split == "file" else _paragraphs(whole)
+        yield from (_of_text(at, part) for at, part in parts if part.strip())
+
+
+def _lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
+    """Those that begin in the range: the one across its start is the range's before."""
+    with shard.file.open("rb") as file:
+        if shard.start:
+            file.seek(shard.start - 1)
+            file.readline()
+        at = file.tell()
+        while at < shard.stop and (line := file.readline()):
+            yield at, line
+            at += len(line)
+
+
+def _paragraphs(whole: bytes) -> Iterator[tuple[int, bytes]]:
+    """Between empty lines."""
+    begun, held, at = 0, list[bytes](), 0
+    for line in whole.splitlines(keepends=True):
+        if line.strip():
+            begun = begun if held else at
+            held.append(line)
+        elif held:
+            yield begun, b"".join(held).rstrip(b"\r\n")
+            held = []
+        at += len(line)
+    if held:
+        yield begun, b"".join(held).rstrip(b"\r\n")
+
+
+def _of_json(at: int, line: bytes) -> Row:
+    try:
+        values = json.loads(line)
+    except UnicodeDecodeError as error:
+        return Row(at, {}, f"it is not UTF-8: {error.reason} at its byte {error.start}")
+    except (ValueError, RecursionError) as error:
+        return Row(at, {}, f"it is no JSON: {error}")
+    if not isinstance(values, dict):
+        return Row(at, {}, f"it is a JSON {type(values).__name__}, not an object")
+    return Row(at, values)
+
+
+def _of_text(at: int, part: bytes) -> Row:
+    try:
+        return Row(at, {"text": part.decode()})
+    except UnicodeDecodeError as error:
+        return Row(at, {}, f"it is not UTF-8: {error.reason} at its byte {error.start}")
+
+
+def _rows_of_table(shard: Shard) -> Iterator[Row]:
+    table = pq.ParquetFile(shard.file)
+    at = sum(table.metadata.row_group(group).num_rows for group in range(shard.start))
+    for batch in table.iter_batches(row_groups=[*range(shard.start, shard.stop)]):
+        for values in batch.to_pylist():
+            yield Row(at, values)
+            at += 1
+
+
+def place_of(file: Path, at: int) -> str:
+    """As people look for it: the line of a file, counted from 1, or the row of a table, counted from 0."""
+    if file.suffix == ".parquet":
+        return f"{file}, row {at}"
+    with file.open("rb") as opened:
+        lines = sum(chunk.count(b"\n") for chunk in _chunks(opened, at))
+    return f"{file}:{lines + 1}"
+
+
+def _chunks(opened: Any, num_bytes: int) -> Iterator[bytes]:
+    while num_bytes > 0 and (chunk := opened.read(min(num_bytes, _SAMPLE_BYTES))):
+        yield chunk
+        num_bytes -= len(chunk)
+
+
+def stamp(file: Path) -> tuple[str, int, int, bytes]:
+    """What changes when a file does: a new one may have the size, and the time, of the old one."""
+    found = file.stat()
+    with file.open("rb") as opened:
+        head = opened.read(_SAMPLE_BYTES)
+        opened.seek(max(0, found.st_size - _SAMPLE_BYTES))
+        return str(file.absolute()), found.st_size, found.st_mtime_ns, head + opened.read()

@@ -1,0 +1,47 @@
+"""Texts and ready tokens as documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import DataError
+from .tokens import Tokens, tokens
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A text is learnt as a whole, with the token that ends it. `fields`: `{"text": "body"}` for rows with a `body`."""
+
+    tokenizer: Any  # one of transformers
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
+        name = self.fields.get("text", "text")
+        text = row.get(name)
+        if not isinstance(text, str):
+            has = ", ".join(map(str, row)) or "none"
+            raise DataError(f"its field {name!r} is a {type(text).__name__}, not text; the row has the fields {has}")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        end = self.tokenizer.eos_token_id
+        return [tokens([*ids, *([] if end is None else [end])], [(0, len(ids) + (end is not None))])] if ids else []
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Rows of `ids`, and of `trained` if not all are learnt: a mask over the tokens."""
+
+    vocab_size: int
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
+        ids = row.get(self.fields.get("ids", "ids"))
+        mask = row.get(self.fields.get("trained", "trained"))
+        if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < self.vocab_size for each in ids):
+            raise DataError(f"its ids are no list of whole numbers from 0 to {self.vocab_size - 1}")
+        if mask is not None and (not isinstance(mask, list) or len(mask) != len(ids)):
+            raise DataError(f"trained is no list of {len(ids)} values, one for each of its ids")
+        learnt = [True] * len(ids) if mask is None else [bool(each) for each in mask]
+        edges = [at for at in range(len(ids) + 1) if (at > 0 and learnt[at - 1]) != (at < len(ids) and learnt[at])]
+        return [tokens(ids, [*zip(edges[::2], edges[1::2], strict=True)])] if ids else []

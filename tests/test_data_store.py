@@ -1,0 +1,245 @@
+"""Rows of files, each with its place; documents that are made once, and again when a file has changed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import meshwright as mw
+from meshwright.data import reading, store
+from meshwright.data.reading import Shard, files_of, place_of, rows_of, shards_of
+from meshwright.data.store import Documents, Recipe, prepare
+from meshwright.data.texts import Ready, Texts
+from meshwright.data.tokens import Tokens, tokens
+from tests.templates import tokenizer
+
+
+def letters(row: Mapping[str, Any]) -> list[Tokens]:
+    """A document for each word; words of capitals are not learnt. At the top of a module, for other processes."""
+    if not isinstance(row.get("text"), str):
+        raise mw.DataError("its field 'text' is no text")
+    words = row["text"].split()
+    return [tokens([ord(c) for c in word], [] if word.isupper() else [(0, len(word))]) for word in words]
+
+
+def lines(path: Path, rows: Sequence[Any], ending: str = "\n") -> Path:
+    path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + ending for row in rows).encode())
+    return path
+
+
+def recipe(*files: Path, **options: Any) -> Recipe:
+    return Recipe(**{"name": "mine", "files": files, "make": letters, "told": "letters", **options})
+
+
+def texts(documents: Documents) -> list[str]:
+    return ["".join(map(chr, documents.tokens(at).ids)) for at in range(len(documents))]
+
+
+def test_documents_come_back(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", [{"text": "one TWO three"}, {"text": "four"}])
+    found = prepare(recipe(file), tmp_path / "cache")
+    assert texts(found) == ["one", "three", "four"]  # TWO has nothing to learn
+    assert found.lengths.tolist() == [3, 5, 4]
+    assert found.tokens(1).spans == ((0, 5),)
+    assert not found.tokens(1).ids.flags.owndata
+    assert [found.place(at) for at in range(3)] == [f"{file}:1", f"{file}:1", f"{file}:2"]
+    assert found.statistics == store.Statistics(2, 0, 0, 3, 12, 9, 5)
+
+
+def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies across a border: a line, its end, a character of several bytes."""
+    dice = random.Random(0)
+    for number, ending in enumerate(["\n", "\r\n"] * 20):
+        rows = [{"text": "ä€𝄞x"[: dice.randint(0, 4)] * dice.randint(0, 9)} for _ in range(dice.randint(1, 12))]
+        file = lines(tmp_path / f"{number}.jsonl", rows, ending)
+        if number % 3 == 0:
+            file.write_bytes(file.read_bytes().rstrip(b"\r\n"))
+        for size in (1, 2, 7, 16, 1000):
+            monkeypatch.setattr(reading, "_RANGE_BYTES", size)
+            found = [row for shard in shards_of([file]) for row in rows_of(shard)]
+            assert [row.values for row in found] == rows
+            assert [place_of(file, row.at) for row in found] == [f"{file}:{n + 1}" for n in range(len(rows))]
+
+
+def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": f"w{n} " * (n % 5 + 1)} for n in range(300)]
+    files = [lines(tmp_path / f"{at}.jsonl", rows[at::3]) for at in range(3)]
+    monkeypatch.setattr(reading, "_RANGE_BYTES", 1000)
+    one = prepare(recipe(*files), tmp_path / "one")
+    three = prepare(recipe(*files), tmp_path / "three", processes=3)
+    [first], [other] = ([*cache.glob("*/")] for cache in (tmp_path / "one", tmp_path / "three"))
+    assert {f.name: f.read_bytes() for f in first.iterdir()} == {f.name: f.read_bytes() for f in other.iterdir()}
+    assert texts(one) == texts(three)
+    assert len(one) == sum(n % 5 + 1 for n in range(300))
+
+
+BAD = [
+    (b'{"text": "fine"}', ""),
+    (b"", ""),
+    (b'{"text": "cut', "no JSON"),
+    (b'["text"]', "a JSON list, not an object"),
+    (b'{"text": "\xff"}', "not UTF-8"),
+    (b'{"text": 7}', "its field 'text' is no text"),
+    (b'{"texts": "x"}', "its field 'text' is no text"),
+    (b'{"text": "UPPER"}', ""),
+]
+
+
+def test_each_bad_row_is_named_by_its_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n".join(line for line, _ in BAD))
+    with pytest.raises(mw.DataError) as error:
+        prepare(recipe(file), tmp_path / "cache")
+    told = str(error.value).splitlines()
+    wanted = [(at + 1, why) for at, (_, why) in enumerate(BAD) if why]
+    assert len(told) == len(wanted) + 2
+    for line, (number, why) in zip(told[1:], wanted, strict=False):
+        assert f"{file}:{number}: " in line
+        assert why in line
+    assert not [*(tmp_path / "cache").glob("*/")]  # nothing that could be taken for whole
+    caplog.clear()
+    found = prepare(recipe(file, on_bad="skip"), tmp_path / "cache")
+    assert (found.statistics.rows, found.statistics.skipped, found.statistics.without_targets) == (7, 5, 1)
+    assert "5 rows of mine cannot be used and are left out" in caplog.text
+    assert "1 row of mine have nothing to learn" in caplog.text
+
+
+def test_all_files_without_a_row(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", [{"text": "UPPER"}])
+    with pytest.raises(mw.DataError, match="no row of mine can be trained on: 1 were read"):
+        prepare(recipe(file), tmp_path / "cache")
+
+
+def test_texts_of_files(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one\ntwo\n\n\nthree\n")
+    found = {split: [row.values["text"] for shard in shards_of([file], split) for row in rows_of(shard)]
+             for split in ("file", "paragraph", "line")}  # fmt: skip
+    assert found == {
+        "file": ["one\ntwo\n\n\nthree\n"],
+        "paragraph": ["one\ntwo", "three"],
+        "line": ["one", "two", "three"],
+    }
+    assert [row.at for row in rows_of(Shard(file, 0, 20, "paragraph"))] == [0, 10]
+
+
+def test_tables(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"w{n}" for n in range(10)]}), file, row_group_size=4)
+    found = prepare(recipe(file), tmp_path / "cache")
+    assert texts(found) == [f"w{n}" for n in range(10)]
+    assert found.place(9) == f"{file}, row 9"
+
+
+def test_what_is_found_in_a_directory(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.txt", "c.py", "in/d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [file.name for file in files_of(tmp_path)] == ["a.txt", "b.jsonl", "d.jsonl"]
+    for path, wanted in ((tmp_path / "c.py", "is no .jsonl"), (tmp_path / "no", "neither a file nor a directory")):
+        with pytest.raises(mw.DataError, match=wanted):
+            files_of(path)
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    """At the same size, and with the time of the old one."""
+    file = lines(tmp_path / "a.jsonl", [{"text": "one"}])
+    before = file.stat()
+    assert texts(prepare(recipe(file), tmp_path / "cache")) == ["one"]
+    lines(file, [{"text": "two"}])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert texts(prepare(recipe(file), tmp_path / "cache")) == ["two"]
+
+
+@pytest.mark.parametrize("change", [dict(told="other"), dict(split="line"), dict(on_bad="skip")], ids=str)
+def test_another_recipe_is_another_cache(tmp_path: Path, change: dict[str, Any]) -> None:
+    file = lines(tmp_path / "a.jsonl", [{"text": "one"}])
+    assert replace(recipe(file), **change).fingerprint != recipe(file).fingerprint == recipe(file).fingerprint
+
+
+def slowly(row: Mapping[str, Any]) -> list[Tokens]:
+    with (Path(row["at"]) / "made").open("a") as out:
+        out.write("x")
+    time.sleep(0.02)
+    return letters(row)
+
+
+def test_a_killed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", [{"text": f"w{n}", "at": str(tmp_path)} for n in range(50)])
+    of = recipe(file, make=slowly)
+    child = multiprocessing.get_context("fork").Process(target=prepare, args=(of, tmp_path / "cache"))
+    child.start()
+    while not (tmp_path / "made").exists():
+        time.sleep(0.005)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert len([*(tmp_path / "cache").glob(".*making*")]) == 1
+    assert len(prepare(of, tmp_path / "cache")) == 50
+    assert not [*(tmp_path / "cache").glob(".*making*")]
+
+
+def test_two_processes_do_it_once(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", [{"text": f"w{n}", "at": str(tmp_path)} for n in range(20)])
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=prepare, args=(recipe(file, make=slowly), tmp_path / "cache")) for _ in range(2)]
+    for child in both:
+        child.start()
+    for child in both:
+        child.join()
+    assert [child.exitcode for child in both] == [0, 0]
+    assert (tmp_path / "made").read_text() == "x" * 20
+
+
+def test_texts_and_ready_tokens() -> None:
+    [made] = Texts(tokenizer()).documents({"text": "user\nno"})
+    assert tokenizer().decode(made.ids) == "user\nno<|im_end|>"
+    assert made.spans == ((0, len(made.ids)),)
+    ready = Ready(10)
+    assert [d.spans for d in ready.documents({"ids": [1, 2, 3, 4], "trained": [0, 1, 1, 0]})] == [((1, 3),)]
+    assert [d.spans for d in ready.documents({"ids": [1, 2], "trained": [1, 0]})] == [((0, 1),)]
+    assert ready.documents({"ids": []}) == []
+    for row, wanted in (({"ids": [10]}, "from 0 to 9"), ({"ids": [1], "trained": [1, 1]}, "no list of 1 values")):
+        with pytest.raises(mw.DataError, match=wanted):
+            ready.documents(row)
+
+
+_lines = reading._lines
+Test = Callable[[Path, pytest.MonkeyPatch, pytest.LogCaptureFixture], None]
+PLANTS: dict[str, tuple[object, str, object, Test]] = {
+    "empty lines are not counted": (
+        store, "place_of", lambda file, at: f"{file}:{len(file.read_bytes()[:at].split())}",
+        lambda at, _, caplog: test_each_bad_row_is_named_by_its_line(at, caplog),
+    ),
+    "a line at a border is left out": (
+        reading, "_lines", lambda shard: (each for each in _lines(shard) if each[0] != shard.start or not shard.start),
+        lambda at, patch, _: test_ranges_of_bytes_are_the_lines_of_the_file(at, patch),
+    ),
+    "only size and time are looked at": (
+        store, "stamp", lambda file: (*reading.stamp(file)[:3], b""),
+        lambda at, *_: test_a_file_that_changed_is_read_again(at),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_bugs_are_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    where, attribute, planted, test = PLANTS[name]
+    monkeypatch.setattr(where, attribute, planted)
+    with pytest.raises(AssertionError):
+        test(tmp_path, monkeypatch, caplog)
