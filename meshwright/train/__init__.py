@@ -1,0 +1,1 @@
+"""The trainer: one file, one command."""

@@ -1,0 +1,165 @@
+"""What a run is: the fields of its file, with what each means. docs/train-config.md is made of these declarations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
+
+
+class MeshSection(Section):
+    """How many ranks there are on each axis. Their product, without ep, is the number of processes."""
+
+    replicate: Positive = 1
+    """Copies of the model, each with its own data."""
+    fsdp: Positive = 1
+    """Ranks that share the parameters of a copy, each with its own data."""
+    tp: Positive = 1
+    """Ranks that share every layer and work on the same data."""
+    ep: Positive = 1
+    """Ranks that share the experts, out of those that there are."""
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.replicate * self.fsdp
+
+    @property
+    def world(self) -> int:
+        return self.num_data_ranks * self.tp
+
+
+class DataSection(Section):
+    """A source of documents."""
+
+    path: str | list[str]
+    """A file (.jsonl, .parquet, .txt, .md), a directory of them, or a list of these."""
+    kind: Literal["chat", "text", "tokens"] = "chat"
+    """chat: messages, of which the assistant's are learnt. text: all is learnt. tokens: rows of ids."""
+    name: str = ""
+    """What the source is called in messages and metrics; by default its path."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the source in an epoch; 0.5 takes another half in each."""
+    share: Share | None = None
+    """Share of the tokens, instead of weights: of all sources or of none, and not with epochs."""
+    fields: dict[str, str] = {}
+    """What fields are called in the rows, by what they are called here: {messages = "dialog"}."""
+    thinking: Literal["auto"] | bool = "auto"
+    """Whether the prompt of a turn asks for thinking; "auto": where the turn thinks."""
+    turns: Literal["each", "last", "joined"] = "each"
+    """Which turns of the assistant are learnt. "joined" renders a chat once, by the marks of its template."""
+    template: str = ""
+    """A file with a chat template, instead of the tokenizer's."""
+    template_args: dict[str, Any] = {}
+    """What the template gets beside the messages."""
+    split: Literal["file", "paragraph", "line"] = "file"
+    """What is a document in a .txt or .md."""
+    too_long: Literal["stop", "drop", "cut"] | None = None
+    """What becomes of documents longer than a stream; by default a chat stops the run, a text is cut."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """What becomes of rows that cannot be used: told, all of them, before the run; or left out and counted."""
+
+
+class TrainSection(Section):
+    """How much is trained, and in which pieces."""
+
+    length: Annotated[int, Field(ge=2)] = 8192
+    """Tokens of a packed stream, which is a micro-batch of a data rank."""
+    tokens_per_step: Positive | None = None
+    """Tokens of a step over all data ranks, filler included; how many micro-batches follows. By default 32 streams."""
+    steps: Positive | None = None
+    """How many steps; or epochs, or tokens. By default one epoch."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """How many passes over the data."""
+    tokens: str | Positive | None = None
+    """How many tokens: a number, or one with K, M, B or T, such as "2B"."""
+    train: str | list[str] = "**"
+    """Patterns of the parameters that are trained; all others are frozen."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """What products are computed in. Weights and moments are kept in float32."""
+    recompute: Literal["none", "attention", "full"] = "none"
+    """What is computed again in the backward, to save memory."""
+    offload: bool = False
+    """Keep activations in host memory."""
+    router_aux: Literal["pooled", "previous"] = "pooled"
+    """How the load of experts is balanced, where the model's config asks for it."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What follows a loss or a norm that is no number: the end, or the next step; after 3 in a row always the end."""
+    time_limit: Annotated[float, Field(gt=0)] | None = None
+    """Hours after which the run saves and ends."""
+
+    @property
+    def streams_per_step(self) -> int:
+        return 32 if self.tokens_per_step is None else self.tokens_per_step // self.length
+
+
+class OptimSection(Section):
+    """AdamW, and its learning rate over the steps."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """The highest learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """How it falls: not at all, in a line, as a cosine, or in a line over the last `decay` of the steps."""
+    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """In which it rises from 0: a share of the steps, or a number of them."""
+    decay: Share = 0.2
+    """The share of the steps in which wsd falls."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where it ends, as a share of lr."""
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Of AdamW."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Of AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Of AdamW. Norms and biases do not decay."""
+    max_norm: Annotated[float, Field(gt=0)] | Literal[False] = 1.0
+    """Gradients are scaled down to this norm; false does not scale them."""
+
+
+class EvalSection(DataSection):
+    """Held-out data, of which the loss is told."""
+
+    path: str | list[str] = ""
+    """As of [[data]]; without one nothing is evaluated."""
+    every: Positive = 100
+    """Steps between two evaluations; there is one at the end too."""
+
+
+class SaveSection(Section):
+    """Checkpoints, from which the same command goes on."""
+
+    every: Positive = 200
+    """Steps between two checkpoints; there is one at the end too."""
+    keep: Positive | Literal["all"] = 3
+    """How many of the last ones stay."""
+    keep_every: Positive | None = None
+    """Those of every so many steps stay too."""
+    export: bool = True
+    """Write the trained weights as a Hugging Face directory, OUT/export, at the end."""
+
+
+class Config(Section):
+    """All of a run."""
+
+    model: str
+    """A Hugging Face directory, a hub id, or a checkpoint."""
+    out: str
+    """The directory of the run: checkpoints, metrics, the config as it was read, the exported model."""
+    seed: int = 0
+    """Of the order of the data."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none."""
+    mesh: MeshSection = MeshSection()
+    data: Annotated[list[DataSection], Field(min_length=1)]
+    train: TrainSection = TrainSection()
+    optim: OptimSection = OptimSection()
+    eval: EvalSection = EvalSection()
+    save: SaveSection = SaveSection()
