@@ -72,6 +72,17 @@ CONVERT_ABOUT = """One kind of checkpoint out of another, by one process and ten
 The kinds: meshwright (what mw.save writes), hf (a Hugging Face directory), dcp (what torch.distributed.checkpoint.save
 writes of engine.state_dict()). Of a pickle in the source nothing is run. What is written is whole or not there.
 """
+TRAIN_EXAMPLES = """examples:
+  meshwright train run.toml
+  meshwright train run.toml --set mesh.fsdp=4 optim.lr=1e-5 data.0.path=chats.jsonl
+  meshwright train run.toml --dry-run                                  read the data, say what will be trained
+  torchrun --nnodes 4 --nproc-per-node 8 -m meshwright train run.toml  the same file on several machines
+"""
+TRAIN_ABOUT = """Train what a file says: docs/train-config.md has its fields. The same command goes on where it stopped.
+
+The ranks of the mesh run as processes of this machine, unless torchrun has started this one. Ctrl-C ends the step,
+saves and exits; a second one exits at once. Exit codes: 0 trained, 2 something is wrong, 130 or 143 after a signal.
+"""
 TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
 
 
@@ -96,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_copy(commands)
     _add_inspect(commands)
     _add_plan(commands)
+    _add_train(commands)
     _add_verify(commands)
     return parser
 
@@ -153,6 +165,20 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
     plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train", help="fine-tune or pre-train by a file", description=TRAIN_ABOUT, epilog=TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    train.set_defaults(run=_train)
+    train.add_argument("config", help="a .toml file")
+    train.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help="mesh.tp=2 ...")
+    train.add_argument(
+        "--nproc", type=_positive, metavar="N", help="ranks of this machine (default: those of the mesh)"
+    )
+    train.add_argument("--dry-run", action="store_true", help="prepare the data, say what will be trained, and end")
 
 
 def _positive(text: str) -> int:
@@ -246,6 +272,21 @@ def _copy(options: argparse.Namespace) -> int:
     from .checkpoint import copy_checkpoint  # imports torch: --help should not wait for it
 
     print(copy_checkpoint(options.source, options.target))
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from .train import launch, show, toml  # imports torch: --help should not wait for it
+
+    config = toml.read(options.config, options.set)
+    launch.refuse_other_world(config, options.nproc)
+    if options.dry_run:
+        print(show.dry_run(config, launch.prepared(config)))
+        return 0
+    sets = ["--set", *options.set] if options.set else []
+    why = launch.start(config, ["train", options.config, *sets])
+    if why.startswith("signal"):
+        return 128 + int(why.split()[1])
     return 0
 
 

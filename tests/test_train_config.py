@@ -175,11 +175,12 @@ def test_learning_rates(name: Any, warmup: float) -> None:
     top = 10 if warmup else 0
     assert each[top] == max(each) == 2.0
     assert all(0 < a < b for a, b in pairwise(each[: top + 1]))
-    assert each[-1] == pytest.approx(2.0 if name == "constant" else 0.2)
+    assert lr(100) == pytest.approx(2.0 if name == "constant" else 0.2)
+    assert each[-1] > lr(100) or name == "constant"
     assert all(a >= b for a, b in pairwise(each[top:]))
-    assert lr(500) == each[-1]
+    assert lr(500) == lr(100)
     if name == "wsd":
-        assert each[79] == 2.0 > each[81]
+        assert each[80] == 2.0 > each[81]
 
 
 def test_a_run_of_one_step() -> None:

@@ -2,4 +2,12 @@
 
 from .arguments import WEIGHT, check_shifted
 from .batch import IGNORE, Batch
+from .chat import Chat, ChatOptions, stop_ids_of
+from .feed import Feed, batch_of, source_of
 from .pack import cut, pack, shift
+from .plan import DataSource, Plan
+from .reading import files_of
+from .store import Documents, Recipe, prepare
+from .texts import Ready, Texts
+from .tokenizer import fingerprint_of, generation_config_of, tokenizer_of
+from .tokens import Tokens

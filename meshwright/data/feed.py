@@ -95,6 +95,11 @@ class Feed:
     def _part(self, piece: Piece) -> Tokens:
         return piece_of(self.documents[piece.source].tokens(piece.document), piece.start, piece.stop)
 
+    def place(self, number: int) -> str:
+        """Where the documents of a stream came from."""
+        pieces = self.plan.stream(number)
+        return f"stream {number}: " + ", ".join(self.documents[p.source].place(p.document) for p in pieces)
+
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 

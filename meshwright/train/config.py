@@ -157,6 +157,8 @@ class Config(Section):
     """Of the order of the data."""
     resume: Literal["auto", "never"] = "auto"
     """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none."""
+    cache: str = "~/.cache/meshwright"
+    """Where tokenised data is kept, for all runs of a machine."""
     mesh: MeshSection = MeshSection()
     data: Annotated[list[DataSection], Field(min_length=1)]
     train: TrainSection = TrainSection()

@@ -9,9 +9,10 @@ from .config import OptimSection
 
 
 def schedule(optim: OptimSection, num_steps: int) -> Callable[[int], float]:
-    """Of a step of a run of `num_steps`. It rises over the first steps, and is `final` of `lr` at the last."""
+    """Of a step of a run of `num_steps`. It rises over the first steps, and would be `final` of `lr` after the last:
+    a last step at a rate of 0 would be for nothing."""
     warmup = warmup_steps(optim, num_steps)
-    falling = max(1, num_steps - 1 - warmup)
+    falling = max(1, num_steps - warmup)
     decay = max(1, round(optim.decay * num_steps))
 
     def lr(step: int) -> float:
@@ -19,7 +20,7 @@ def schedule(optim: OptimSection, num_steps: int) -> Callable[[int], float]:
             return optim.lr * (step + 1) / (warmup + 1)
         done = min(1.0, (step - warmup) / falling)
         if optim.schedule == "wsd":
-            done = min(1.0, max(0.0, (step - (num_steps - 1 - decay)) / decay))
+            done = min(1.0, max(0.0, (step - (num_steps - decay)) / decay))
         shape = {
             "constant": 1.0,
             "linear": 1 - done,

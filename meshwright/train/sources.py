@@ -1,0 +1,100 @@
+"""The data of a config: documents of each source, and the plan of the streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from ..data import (
+    Chat,
+    ChatOptions,
+    Documents,
+    Plan,
+    Ready,
+    Recipe,
+    Texts,
+    Tokens,
+    files_of,
+    fingerprint_of,
+    generation_config_of,
+    prepare,
+    source_of,
+    stop_ids_of,
+    tokenizer_of,
+)
+from ..errors import DataError
+from ..weights import path_of, read_config
+from .config import Config, DataSection, TrainSection
+from .toml import num_tokens
+
+_OF_ROWS = ("kind", "fields", "thinking", "turns", "template", "template_args")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on."""
+
+    documents: Sequence[Documents]
+    plan: Plan
+    num_steps: int
+
+
+def documents_of(section: DataSection, directory: Path, cache: Path, *, processes: int = 1) -> Documents:
+    """The documents of a source, tokenised for the model of `directory`."""
+    paths = [section.path] if isinstance(section.path, str) else section.path
+    make, told = _maker(section, directory)
+    files = tuple(file.absolute() for path in paths for file in files_of(path))
+    name = section.name or ", ".join(paths)
+    return prepare(Recipe(name, files, make, told, section.split, section.on_bad), cache, processes=processes)
+
+
+def _maker(section: DataSection, directory: Path) -> tuple[Callable[[Mapping[str, Any]], list[Tokens]], str]:
+    """What turns a row into documents, and all that it depends on."""
+    told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
+    if section.kind == "tokens":
+        vocab_size = read_config(directory).get("vocab_size", 1 << 31)
+        return Ready(int(vocab_size), section.fields).documents, f"{told} {vocab_size}"
+    tokenizer, told = tokenizer_of(directory), told + fingerprint_of(directory)
+    if section.kind == "text":
+        return Texts(tokenizer, section.fields).documents, told
+    template = _template(section.template)
+    options = ChatOptions(section.thinking, section.turns, template or None, section.template_args, section.fields)
+    stops = stop_ids_of(tokenizer, generation_config_of(directory))
+    return Chat(tokenizer, options, stops).documents, told + template
+
+
+def _template(path: str) -> str:
+    try:
+        return path_of(path).read_text() if path else ""
+    except OSError as error:
+        raise DataError(f"the chat template {path} cannot be read: {error.strerror}") from error
+
+
+def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
+    """Of the training. Every process makes the same."""
+    documents = [documents_of(section, directory, cache, processes=processes) for section in config.data]
+    train, length = config.train, config.train.length
+    sources = [
+        source_of(found, length, weight=section.weight, share=section.share, too_long=_too_long(section))
+        for found, section in zip(documents, config.data, strict=True)
+    ]
+    steps = _num_steps(train)
+    if steps is not None:
+        plan = Plan(sources, length=length, seed=config.seed, streams=steps * train.streams_per_step)
+    else:
+        plan = Plan(sources, length=length, seed=config.seed, epochs=train.epochs or 1)
+    return Data(documents, plan, ceil(plan.num_streams / train.streams_per_step))
+
+
+def _too_long(section: DataSection) -> Any:
+    return section.too_long or ("cut" if section.kind == "text" else "stop")
+
+
+def _num_steps(train: TrainSection) -> int | None:
+    if train.tokens is not None:
+        return ceil((num_tokens(train.tokens) or 0) / (train.streams_per_step * train.length))
+    return train.steps

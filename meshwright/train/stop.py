@@ -1,0 +1,39 @@
+"""Signals that end a run: the step is finished, the run saved. A second one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stop:
+    """Whether somebody asked this process to end, and how."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def ask(self, number: int, _: FrameType | None = None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = signal.Signals(number)
+
+
+@contextmanager
+def listening() -> Iterator[Stop]:
+    """Signals reach the main thread alone."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop.ask) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,240 @@
+"""A run of a file: the same losses and documents on every mesh, through interruptions, up to an export."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.train import launch, loop, toml
+from meshwright.train.run import run
+from tests import tiny, worlds
+from tests.templates import GOOD, tokenizer
+
+STEPS = 12
+
+
+def chats(path: Path, num: int = 150) -> Path:
+    dice = random.Random(0)
+    with path.open("w") as out:
+        for _ in range(num):
+            row = {"prompt": f"{dice.randint(0, 9)}?", "completion": "x" * dice.randint(1, 30)}
+            out.write(json.dumps(row) + "\n")
+    return path
+
+
+def source(at: Path, name: str) -> Path:
+    changes = dict(output_router_logits=True, router_aux_loss_coef=0.1) if "moe" in name else {}
+    at = tiny.directory(at, name, vocab_size=400, **changes)
+    found = tokenizer()
+    found.chat_template = GOOD["hybrid"]
+    found.save_pretrained(at)
+    return at
+
+
+def file_of(at: Path, model: Path, **sections: Mapping[str, Any]) -> Path:
+    """A run of a few steps, changed by `sections`."""
+    config: dict[str, Any] = {
+        "model": str(model), "out": str(at / "out"), "cache": str(at / "cache"),
+        "data": [{"path": str(at / "chats.jsonl")}],
+        "train": {"length": 128, "tokens_per_step": 512, "steps": STEPS, "dtype": "float64", "router_aux": "previous"},
+        "optim": {"lr": 1e-2, "weight_decay": 0.0}, "save": {"every": 100},
+    }  # fmt: skip
+    for name, values in sections.items():
+        config[name] = {**config.get(name, {}), **values}
+    plain = {k: v for k, v in config.items() if not isinstance(v, dict | list)}
+    text = toml._table(plain) + "".join(f"[[data]]\n{toml._table(each)}" for each in config["data"])
+    text += "".join(f"[{name}]\n{toml._table(v)}" for name, v in config.items() if isinstance(v, dict))
+    (at / "run.toml").write_text(text)
+    return at / "run.toml"
+
+
+def lines(at: Path, kind: str = "step") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (at / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def losses(at: Path) -> list[float]:
+    """The last line of each step."""
+    return [loss for _, loss in sorted({line["step"]: line["train/loss"] for line in lines(at)}.items())]
+
+
+def trained(path: Path, *sets: str) -> str:
+    return run(toml.read(path, sets))
+
+
+def on_mesh(path: Path, mesh: Mapping[str, int], *sets: str) -> None:
+    size = mesh.get("replicate", 1) * mesh.get("fsdp", 1) * mesh.get("tp", 1)
+    given = [f"mesh.{axis}={n}" for axis, n in mesh.items()]
+    worlds.run(size, functools.partial(trained, path, *given, *sets))
+
+
+@pytest.mark.parametrize(
+    ("name", "meshes"),
+    [
+        ("qwen3_tied", [dict(fsdp=2), dict(replicate=2, fsdp=2), dict(tp=2)]),
+        ("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4)]),
+    ],
+)
+def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:
+    """With 4, 2 and 1 micro-batches a step."""
+    model = source(tmp_path / "m", name)
+    found = {}
+    for number, mesh in enumerate([{}, *meshes]):
+        at = tmp_path / str(number)
+        at.mkdir()
+        chats(at / "chats.jsonl")
+        on_mesh(file_of(at, model, save={"export": False, "every": 100}), mesh)
+        found[str(mesh)] = losses(at)
+    assert all(len(each) == STEPS for each in found.values())
+    assert found["{}"][-1] < found["{}"][0] - 0.5
+    for mesh_name, each in found.items():
+        assert each == pytest.approx(found["{}"], rel=1e-9), mesh_name
+
+
+def seen(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
+    """A run that is asked to stop after some steps; where the documents that it trained on came from."""
+    told, real = [], loop.Loop._tell_step
+
+    def tell(self: loop.Loop, *args: Any, **kwargs: Any) -> None:
+        first = self.position.stream - self.feed.streams_per_step
+        told.extend(self.feed.place(first + n) for n in range(self.feed.streams_per_step))
+        if stop_at == self.step_number and self.engine.model.mesh.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+        real(self, *args, **kwargs)
+
+    loop.Loop._tell_step = tell  # type: ignore[method-assign]
+    try:
+        run(toml.read(path, sets))
+    finally:
+        loop.Loop._tell_step = real  # type: ignore[method-assign]
+    return told
+
+
+def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    """Each document once, none left out; and a checkpoint where it was asked to end."""
+    model = source(tmp_path / "m", "qwen3_tied")
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        chats(tmp_path / name / "chats.jsonl")
+    whole, parts = (file_of(tmp_path / name, model, train=dict(epochs=2.0)) for name in ("whole", "parts"))
+    for path in (whole, parts):
+        path.write_text(path.read_text().replace(f"steps = {STEPS}\n", ""))
+    [undisturbed] = worlds.run(1, seen, whole)
+    first = worlds.run(2, functools.partial(seen, parts, "mesh.fsdp=2", stop_at=5))[0]
+    second = worlds.run(2, functools.partial(seen, parts, "mesh.tp=2", stop_at=3))[0]  # step 3 is behind it: none
+    assert len(first) in (20, 24)
+    assert [each.replace("/parts/", "/whole/") for each in [*first, *second]] == undisturbed
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
+    assert (tmp_path / "parts" / "out" / "export" / "config.json").is_file()
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    path = file_of(tmp_path, model)
+    on_mesh(path, {}, "train.steps=2")
+    chats(tmp_path / "chats.jsonl", 151)
+    with pytest.raises(mw.errors.RankError, match="was trained on other data"):
+        on_mesh(path, {}, "train.steps=4")
+    with pytest.raises(mw.errors.RankError, match="is there, and resume"):
+        on_mesh(path, {}, "resume=never")
+
+
+def test_held_out_data_and_the_end(tmp_path: Path) -> None:
+    """Three batches for two data ranks: one gets filler."""
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    chats(tmp_path / "held.jsonl", 20)
+    path = file_of(tmp_path, model, eval={"path": str(tmp_path / "held.jsonl"), "every": 5})
+    found = {}
+    for mesh in ({}, dict(fsdp=2)):
+        on_mesh(path, mesh, f"out={tmp_path / 'out'}")
+        found[str(mesh)] = [(line["step"], line["eval/held-out/loss"]) for line in lines(tmp_path, "eval")]
+        (tmp_path / "out").rename(tmp_path / f"out{len(mesh)}")
+    assert [step for step, _ in found["{}"]] == [5, 10, STEPS]
+    assert [loss for _, loss in found["{}"]] == pytest.approx([loss for _, loss in found["{'fsdp': 2}"]], rel=1e-9)
+
+
+def with_nan(path: Path, steps: Sequence[int], *sets: str) -> str:
+    real = mw.Engine.step
+
+    def step(self: mw.Engine, batches: Any) -> Any:
+        step.calls += 1  # type: ignore[attr-defined]
+        if step.calls - 1 in steps:  # type: ignore[attr-defined]
+            raise mw.NonFiniteError("the loss of step 3 is nan; no parameter was changed.")
+        return real(self, batches)
+
+    step.calls = 0  # type: ignore[attr-defined]
+    mw.Engine.step = step  # type: ignore[method-assign]
+    try:
+        return run(toml.read(path, sets))
+    except mw.NonFiniteError as error:
+        return str(error)
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    path = file_of(tmp_path, model, save=dict(export=False))
+    [said] = worlds.run(1, with_nan, path, [2])
+    assert "chats.jsonl:" in said
+    [said] = worlds.run(1, with_nan, path, [2, 5], "train.on_nan=skip", f"out={tmp_path / 'out'}")
+    assert said == ""
+    assert len({line["step"] for line in lines(tmp_path)}) == STEPS - 2
+    [said] = worlds.run(1, with_nan, path, [1, 2, 3], "train.on_nan=skip", f"out={tmp_path / 'third'}")
+    assert "nan" in said
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes, chats, an export that transformers loads; then the same command has nothing more to do."""
+    from transformers import AutoModelForCausalLM
+
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"dtype": "float32"})
+    assert cli.main(["train", str(path), "--dry-run"]) == 0
+    assert "2 micro-batches on each of 2 data ranks" in capsys.readouterr().out
+    command = [sys.executable, "-m", "meshwright", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"step {STEPS}/{STEPS}  loss " in done.stdout
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export", dtype=torch.float32)
+    assert sum(p.numel() for p in loaded.parameters()) > 10_000
+    assert toml.read(tmp_path / "out" / "config.toml") == toml.read(path)
+    with pytest.raises(mw.ConfigError, match="--nproc 3, and the mesh of the run has 2"):
+        launch.refuse_other_world(toml.read(path), 3)
+
+
+def test_a_killed_rank_ends_the_command(tmp_path: Path) -> None:
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"steps": 3000}, save={"every": 5})
+    command = [sys.executable, "-m", "meshwright", "train", str(path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    checkpoints = tmp_path / "out" / "checkpoints"
+    until = time.monotonic() + 60
+    while not checkpoints.is_dir() or not [*checkpoints.glob("step-*")]:
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    ranks = subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert said.splitlines()[-1].startswith("meshwright: rank "), said[-2000:]
+    assert "SIGKILL" in said.splitlines()[-1]
