@@ -78,6 +78,15 @@ TRAIN_EXAMPLES = """examples:
   meshwright train run.toml --dry-run                                  read the data, say what will be trained
   torchrun --nnodes 4 --nproc-per-node 8 -m meshwright train run.toml  the same file on several machines
 """
+DATA_EXAMPLES = """examples:
+  meshwright data run.toml                      read, tokenise and check the data of a run; no device is needed
+  meshwright data run.toml --show 3             and show 3 documents of each source, with what is learnt of them
+  meshwright data run.toml --set data.0.path=other.jsonl
+"""
+DATA_ABOUT = """Prepare the data of a run: every row is read and tokenised; what cannot be used is told with its line.
+
+What it made is kept, and `meshwright train` takes it from there. Exit codes: 0 it can be trained on, 2 it cannot.
+"""
 TRAIN_ABOUT = """Train what a file says: docs/train-config.md has its fields. The same command goes on where it stopped.
 
 The ranks of the mesh run as processes of this machine, unless torchrun has started this one. Ctrl-C ends the step,
@@ -105,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_convert(commands)
     _add_copy(commands)
+    _add_data(commands)
     _add_inspect(commands)
     _add_plan(commands)
     _add_train(commands)
@@ -165,6 +175,21 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
     plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
+
+
+def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    data = commands.add_parser(
+        "data", help="prepare and look at the data of a run", description=DATA_ABOUT, epilog=DATA_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    data.set_defaults(run=_data)
+    data.add_argument("config", help="a .toml file")
+    data.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help="data.0.path=... ..."
+    )
+    data.add_argument(
+        "--show", type=_positive, default=0, metavar="N", help="documents of each source, learnt parts green"
+    )
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -272,6 +297,19 @@ def _copy(options: argparse.Namespace) -> int:
     from .checkpoint import copy_checkpoint  # imports torch: --help should not wait for it
 
     print(copy_checkpoint(options.source, options.target))
+    return 0
+
+
+def _data(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .train import launch, run, show, toml  # imports torch: --help should not wait for it
+
+    config = toml.read(options.config, options.set)
+    data = launch.prepared(config)
+    print(show.dry_run(config, data))
+    for document in show.shown(data, run.model_directory(config), options.show):
+        Console(soft_wrap=True, highlight=False).print(document)
     return 0
 
 

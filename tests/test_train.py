@@ -220,21 +220,56 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         launch.refuse_other_world(toml.read(path), 3)
 
 
-def test_a_killed_rank_ends_the_command(tmp_path: Path) -> None:
+def test_what_is_learnt_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
-    path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"steps": 3000}, save={"every": 5})
-    command = [sys.executable, "-m", "meshwright", "train", str(path)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    checkpoints = tmp_path / "out" / "checkpoints"
-    until = time.monotonic() + 60
-    while not checkpoints.is_dir() or not [*checkpoints.glob("step-*")]:
+    assert cli.main(["data", str(file_of(tmp_path, model)), "--show", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "150 " in said
+    assert f"{tmp_path / 'chats.jsonl'}:1: " in said
+    assert f"{tmp_path / 'chats.jsonl'}:150: " in said
+    row = json.loads((tmp_path / "chats.jsonl").read_text().splitlines()[0])
+    assert f"[{row['completion']}<|im_end|>]" in said
+    assert f"user\n{row['prompt']}<|im_end|>" in said
+
+
+def killed_at_the_first_checkpoint(path: Path, out: Path) -> tuple[int, str]:
+    """The exit code of the command, one of whose ranks is killed, and what it said."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "train", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 100
+    while not (out / "checkpoints").is_dir() or not [*(out / "checkpoints").glob("step-*")]:
         assert child.poll() is None, child.communicate()
         assert time.monotonic() < until
         time.sleep(0.05)
     ranks = subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True, check=True).stdout.split()
     os.kill(int(ranks[-1]), signal.SIGKILL)
-    _, said = child.communicate(timeout=60)
-    assert child.returncode == 2
+    _, said = child.communicate(timeout=100)
+    return child.returncode, said
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_ends_the_command_or_starts_it_again(tmp_path: Path) -> None:
+    """And then the run ends in the same bits as one that nobody disturbed."""
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"steps": 60}, save={"every": 5, "export": False})
+    text = path.read_text()
+    code, said = killed_at_the_first_checkpoint(path, tmp_path / "out")
+    assert code == 2
     assert said.splitlines()[-1].startswith("meshwright: rank "), said[-2000:]
     assert "SIGKILL" in said.splitlines()[-1]
+    path.write_text(text.replace("/out", "/again") + "[launch]\nmax_restarts = 1\n")
+    code, said = killed_at_the_first_checkpoint(path, tmp_path / "again")
+    assert code == 0, said[-2000:]
+    assert "starting again from" in said
+    path.write_text(text.replace("/out", "/whole"))
+    subprocess.run(
+        [sys.executable, "-m", "meshwright", "train", str(path)], capture_output=True, timeout=100, check=True
+    )
+    ends = [tmp_path / name / "checkpoints" / "step-000060" for name in ("again", "whole")]
+    ours, other = ({f.relative_to(at): f.read_bytes() for f in at.rglob("*.safetensors")} for at in ends)
+    assert len(ours) > 3
+    assert ours == other

@@ -146,6 +146,13 @@ class SaveSection(Section):
     """Write the trained weights as a Hugging Face directory, OUT/export, at the end."""
 
 
+class LaunchSection(Section):
+    """How the ranks of this machine are started; torchrun has options of its own."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = 0
+    """How often a run whose rank died is started again from its newest checkpoint."""
+
+
 class Config(Section):
     """All of a run."""
 
@@ -165,3 +172,4 @@ class Config(Section):
     optim: OptimSection = OptimSection()
     eval: EvalSection = EvalSection()
     save: SaveSection = SaveSection()
+    launch: LaunchSection = LaunchSection()

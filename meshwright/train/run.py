@@ -31,6 +31,7 @@ def run(config: Config) -> str:
     out = path_of(config.out)
     sizes = config.mesh.model_dump()
     mesh = Mesh(**sizes)
+    torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; what is added to it may
     directory, cache = model_directory(config), path_of(config.cache)
     data = data_of(config, directory, cache)
     model = load(

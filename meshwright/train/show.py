@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from math import ceil
+from pathlib import Path
 
 import numpy as np
+from rich.text import Text
 
-from ..errors import counted
+from ..data import Documents, Tokens, tokenizer_of
+from ..errors import DataError, counted
 from .config import Config
 from .sources import Data
 
@@ -37,3 +41,30 @@ def dry_run(config: Config, data: Data) -> str:
     if used < 0.98:
         lines.append("Packing leaves much room: streams of another length, or more documents, fill better")
     return "\n".join(lines)
+
+
+def shown(data: Data, directory: Path, num: int) -> Iterator[Text]:
+    """Documents of each source, spread over it: what is learnt in green, and in brackets for who sees no colours."""
+    spell = _speller(directory)
+    for documents in data.documents:
+        for number in np.linspace(0, len(documents) - 1, min(num, len(documents))).astype(int).tolist():
+            yield _document(documents, number, spell)
+
+
+def _speller(directory: Path) -> Callable[[Tokens, int, int], str]:
+    try:
+        tokenizer = tokenizer_of(directory)
+    except DataError:  # rows of ids need none
+        return lambda document, start, stop: " ".join(map(str, document.ids[start:stop]))
+    return lambda document, start, stop: str(tokenizer.decode(document.ids[start:stop]))
+
+
+def _document(documents: Documents, number: int, spell: Callable[[Tokens, int, int], str]) -> Text:
+    document, at = documents.tokens(number), 0
+    head = f"{documents.place(number)}: {counted(len(document), 'token')}, {document.num_targets} learnt"
+    text = Text(f"{head}\n", style="bold")
+    for start, stop in document.spans:
+        text.append(spell(document, at, start), style="not bold dim")
+        text.append(f"[{spell(document, start, stop)}]", style="not bold green")
+        at = stop
+    return text.append(spell(document, at, len(document)) + "\n", style="not bold dim")
