@@ -323,9 +323,9 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     sets = ["--set", *options.set] if options.set else []
     why = launch.start(config, ["train", options.config, *sets])
-    if why.startswith("signal"):
-        return 128 + int(why.split()[1])
-    return 0
+    if why and "WORLD_SIZE" not in os.environ:
+        print(f"meshwright: ended by {why}; the same command goes on from {config.out}", file=sys.stderr)
+    return 128 + int(why.split()[1]) if why.startswith("signal") else 0
 
 
 def _convert(options: argparse.Namespace) -> int:

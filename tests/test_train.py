@@ -233,6 +233,23 @@ def test_what_is_learnt_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"user\n{row['prompt']}<|im_end|>" in said
 
 
+def test_a_signal_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
+    """The step is finished, the run saved, and the exit code is that of a shell; the same command goes on."""
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"steps": 2000}, save={"export": False})
+    command = [sys.executable, "-m", "meshwright", "train", str(path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    next(line for line in child.stdout if line.startswith("step    3/"))
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=100)
+    assert child.returncode == 128 + signal.SIGTERM, said
+    assert said.splitlines()[-1] == f"meshwright: ended by signal 15; the same command goes on from {tmp_path / 'out'}"
+    [saved] = (tmp_path / "out" / "checkpoints").iterdir()
+    assert int(saved.name[5:]) == len(lines(tmp_path)) < 100
+
+
 def killed_at_the_first_checkpoint(path: Path, out: Path) -> tuple[int, str]:
     """The exit code of the command, one of whose ranks is killed, and what it said."""
     child = subprocess.Popen(

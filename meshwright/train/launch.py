@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..checkpoint import newest_whole
 from ..errors import ConfigError, RankError
@@ -14,6 +15,7 @@ from ..weights import path_of
 from .config import Config
 from .run import CHECKPOINTS, model_directory, run
 from .sources import Data, data_of
+from .stop import SIGNALS
 
 _SHUTDOWN_S = 600  # after a signal: a save of a large model takes minutes
 
@@ -25,8 +27,7 @@ def start(config: Config, arguments: Sequence[str]) -> str:
     prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
     if config.mesh.world == 1:
         return run(config)
-    _launch(config, arguments)
-    return ""
+    return _launch(config, arguments)
 
 
 def prepared(config: Config) -> Data:
@@ -35,22 +36,31 @@ def prepared(config: Config) -> Data:
     return data_of(config, model_directory(config), path_of(config.cache), processes=processes)
 
 
-def _launch(config: Config, arguments: Sequence[str]) -> None:
+def _launch(config: Config, arguments: Sequence[str]) -> str:
     """Start the ranks, and once more from the newest checkpoint where one has died."""
     world, folder = config.mesh.world, path_of(config.out) / CHECKPOINTS
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     for attempt in range(config.launch.max_restarts + 1):
         before = newest_whole(folder)
-        if (failure := _failure(world, arguments)) is None:
-            return
+        ended = _ended(world, arguments)
+        if not ended.failure:
+            return f"signal {ended.signal}" if ended.signal else ""
         now = newest_whole(folder)
         if attempt == config.launch.max_restarts or now is None or (attempt and now == before):
-            raise RankError(f"{failure}; what it said stands above")
-        logger.warning("%s; starting again from %s (%d of %d)", failure, now, attempt + 1, config.launch.max_restarts)
+            raise RankError(f"{ended.failure}; what it said stands above")
+        logger.warning("%s; starting again from %s (%d)", ended.failure, now, attempt + 1)
+    raise AssertionError("the last attempt has ended, or failed")
 
 
-def _failure(world: int, arguments: Sequence[str]) -> str | None:
-    """Which rank ended the run, and how."""
+class Ended(NamedTuple):
+    """How the ranks of an attempt ended: by themselves, because one failed, or because somebody asked them to."""
+
+    failure: str = ""
+    signal: int = 0
+
+
+def _ended(world: int, arguments: Sequence[str]) -> Ended:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -62,11 +72,15 @@ def _failure(world: int, arguments: Sequence[str]) -> str | None:
     )  # fmt: skip
     try:
         elastic_launch(settings, sys.executable)("-m", "meshwright", *arguments)
+    except SignalException as error:  # this process got it and passed it on
+        return Ended(signal=int(error.sigval))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode - 128 in SIGNALS:  # the ranks got it themselves
+            return Ended(signal=failure.exitcode - 128)
         how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else f"signal {failure.signal_name()}"
-        return f"rank {rank} of {world} ended with {how}"
-    return None
+        return Ended(failure=f"rank {rank} of {world} ended with {how}")
+    return Ended()
 
 
 def refuse_other_world(config: Config, nproc: int | None) -> None:

@@ -65,6 +65,8 @@ class Loop:
         """Why it ended: "" at the end of the data."""
         self._began, self._saved_at = self.clock(), self.position.stream if self.engine.steps else -1
         why, in_a_row = "", 0
+        if self.step_number >= self.num_steps:
+            logger.warning("all %d steps are done already", self.num_steps)
         while self.step_number < self.num_steps and not why:
             before = self.clock()
             batches, following = self.feed.step(self.position.stream)
@@ -96,6 +98,8 @@ class Loop:
         asked = max(int(row[0]) for row in told)
         if asked:
             return f"signal {asked}"
+        if math.isinf(self.habits.limit_s):
+            return ""
         late = max(row[2] for row in told) + self.clock() - self._began > self.habits.limit_s
         return "the time limit" if self.engine.model.mesh.of_rank_0(late) else ""
 
