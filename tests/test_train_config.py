@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
 import meshwright as mw
 from meshwright.train import toml
-from meshwright.train.config import Config, OptimSection
+from meshwright.train.config import Config, OptimSection, TrainSection
 from meshwright.train.schedule import schedule
 from meshwright.train.toml import as_toml, documentation, num_tokens, read
 
@@ -160,6 +160,11 @@ def test_every_field_is_told() -> None:
     assert toml.schema()["$defs"]["MeshSection"]["properties"]["tp"]["description"]
     page = (ROOT / "docs" / "train-config.md").read_text()
     assert documentation() in page, "docs/train-config.md is not what the declarations say; make it anew"
+
+
+def test_savings_are_those_of_the_engine() -> None:
+    for recompute in get_args(TrainSection.model_fields["recompute"].annotation):
+        mw.Savings(recompute=recompute)
 
 
 @pytest.mark.parametrize(("text", "number"), [("2B", 2 * 10**9), ("1.5k", 1500), (7, 7), ("x", None), ("1.2.3", None)])

@@ -85,10 +85,10 @@ class TrainSection(Section):
     """Patterns of the parameters that are trained; all others are frozen."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """What products are computed in. Weights and moments are kept in float32."""
-    recompute: Literal["none", "attention", "full"] = "none"
-    """What is computed again in the backward, to save memory."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward, to save memory: whole layers, or only what is cheap."""
     offload: bool = False
-    """Keep activations in host memory."""
+    """Keep parameters, gradients and moments in host memory."""
     router_aux: Literal["pooled", "previous"] = "pooled"
     """How the load of experts is balanced, where the model's config asks for it."""
     on_nan: Literal["stop", "skip"] = "stop"
