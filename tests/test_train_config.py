@@ -88,6 +88,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + 'share = 0.5\nweight = 2.0\n[train]\nsteps = 3\n', "give one"),
         (PLAIN + '[train]\ntokens = "lots"\n', "is no number of tokens"),
         (PLAIN + "[eval]\nevery = 5\n", "nothing to evaluate"),
+        (PLAIN + '[eval]\npath = "x"\nweight = 0.5\n', "eval.weight (line 7): there is no such field"),
         (PLAIN + '[save]\nkeep = "all"\nkeep_every = 3\n', "all checkpoints stay anyway"),
         (PLAIN + "[mesh]\ntp = true\n", "mesh.tp (line 6)"),
         (PLAIN + "[mash]\ntp = 2\n", "mash (line 5): there is no such field; did you mean mesh?"),

@@ -37,8 +37,8 @@ class MeshSection(Section):
         return self.num_data_ranks * self.tp
 
 
-class DataSection(Section):
-    """A source of documents."""
+class SourceSection(Section):
+    """Where documents come from, and what is learnt of them."""
 
     path: str | list[str]
     """A file (.jsonl, .parquet, .txt, .md), a directory of them, or a list of these."""
@@ -46,10 +46,6 @@ class DataSection(Section):
     """chat: messages, of which the assistant's are learnt. text: all is learnt. tokens: rows of ids."""
     name: str = ""
     """What the source is called in messages and metrics; by default its path."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Passes over the source in an epoch; 0.5 takes another half in each."""
-    share: Share | None = None
-    """Share of the tokens, instead of weights: of all sources or of none, and not with epochs."""
     fields: dict[str, str] = {}
     """What fields are called in the rows, by what they are called here: {messages = "dialog"}."""
     thinking: Literal["auto"] | bool = "auto"
@@ -66,6 +62,15 @@ class DataSection(Section):
     """What becomes of documents longer than a stream; by default a chat stops the run, a text is cut."""
     on_bad: Literal["stop", "skip"] = "stop"
     """What becomes of rows that cannot be used: told, all of them, before the run; or left out and counted."""
+
+
+class DataSection(SourceSection):
+    """A source of documents."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the source in an epoch; 0.5 takes another half in each."""
+    share: Share | None = None
+    """Share of the tokens, instead of weights: of all sources or of none, and not with epochs."""
 
 
 class TrainSection(Section):
@@ -124,7 +129,7 @@ class OptimSection(Section):
     """Gradients are scaled down to this norm; false does not scale them."""
 
 
-class EvalSection(DataSection):
+class EvalSection(SourceSection):
     """Held-out data, of which the loss is told."""
 
     path: str | list[str] = ""

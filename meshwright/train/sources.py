@@ -28,7 +28,7 @@ from ..data import (
 )
 from ..errors import DataError
 from ..weights import path_of, read_config
-from .config import Config, DataSection, TrainSection
+from .config import Config, DataSection, SourceSection, TrainSection
 from .toml import num_tokens
 
 _OF_ROWS = ("kind", "fields", "thinking", "turns", "template", "template_args")
@@ -43,7 +43,7 @@ class Data:
     num_steps: int
 
 
-def documents_of(section: DataSection, directory: Path, cache: Path, *, processes: int = 1) -> Documents:
+def documents_of(section: SourceSection, directory: Path, cache: Path, *, processes: int = 1) -> Documents:
     """The documents of a source, tokenised for the model of `directory`."""
     paths = [section.path] if isinstance(section.path, str) else section.path
     make, told = _maker(section, directory)
@@ -52,7 +52,7 @@ def documents_of(section: DataSection, directory: Path, cache: Path, *, processe
     return prepare(Recipe(name, files, make, told, section.split, section.on_bad), cache, processes=processes)
 
 
-def _maker(section: DataSection, directory: Path) -> tuple[Callable[[Mapping[str, Any]], list[Tokens]], str]:
+def _maker(section: SourceSection, directory: Path) -> tuple[Callable[[Mapping[str, Any]], list[Tokens]], str]:
     """What turns a row into documents, and all that it depends on."""
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":
