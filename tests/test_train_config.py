@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 import meshwright as mw
-from meshwright.train import toml
-from meshwright.train.config import Config, OptimSection, TrainSection
-from meshwright.train.schedule import schedule
-from meshwright.train.toml import as_toml, documentation, num_tokens, read
+from meshwright.train.about import differences, documentation, schema
+from meshwright.train.config import Config, Later, OptimSection, TrainSection
+from meshwright.train.contradictions import num_tokens
+from meshwright.train.fields import declared, named, section_of
+from meshwright.train.schedule import refusal, schedule
+from meshwright.train.sentences import ELSEWHERE
+from meshwright.train.toml import as_toml, read
+from tests.schemas import wrong_by_schema
 
 ROOT = Path(__file__).parents[1]
 PLAIN = 'model = "a"\nout = "b"\n[[data]]\npath = "x"\n'
@@ -44,18 +53,20 @@ eps = nan
 TOLD = [
     "model: it is missing",
     "modle (line 1): there is no such field; did you mean model?",
-    "out (line 2): input should be a valid string, not 7",
-    "mesh.tp (line 5): input should be a valid integer, not '2'",
+    "out (line 2): it should be text in quotes, not 7",
+    'mesh.tp (line 5): it should be a whole number, not "2"',
     "data[0].kid (line 8): there is no such field; did you mean kind?",
-    "data[1].weight (line 11): input should be greater than 0, not -1",
-    "train.lr (line 18): there is no such field; did you mean optim.lr?",
-    "optim.schedule (line 20): input should be 'constant', 'linear', 'cosine' or 'wsd', not 'cosin'",
-    "optim.eps (line 22): input should be",
+    "data[1].weight (line 11): it should be a number above 0, not -1",
+    "train.lr (line 18): there is no such field; did you mean lr of [optim]?",
+    'optim.schedule (line 20): it should be "constant", "linear", "cosine" or "wsd", not "cosin"; '
+    'did you mean "cosine"?',
+    "optim.eps (line 22): it should be a finite number, not nan",
     # contradictions among what is left
-    "train.epochs (line 17): steps and epochs both say when the run ends; give one",
-    "train.tokens_per_step (line 15): 100000 is no multiple of length x data ranks, 8192 x 2; take 98304 or 114688",
-    "data[0].share: other sources have a share of the tokens; give all one or none",
-    "optim.warmup (line 21): 20 steps of warm-up, and the run has 10",
+    "train.epochs (line 17): steps and epochs say when the run ends; give one (--set train.steps= leaves it out)",
+    "train.tokens_per_step (line 15): 100000 is no multiple of length x data ranks, 8192 x 2; take tokens_per_step = "
+    "98304 or 114688",
+    "data[0].share (line 6): other sources have a share of the tokens; give all one or none",
+    "optim.warmup (line 21): 20 steps of warm-up, and the run has 10; take fewer, or a share such as 0.03",
 ]
 
 
@@ -82,51 +93,130 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
     [
         ("x = ", "is no TOML"),
         ("", "data: it is missing"),
-        ('model = "a"\nout = "b"\ndata = []\n', "data (line 3): list should have at least 1"),
-        ('model = "a"\nout = "b"\n[[data]]\nkind = "text"\n', "data[0].path: it is missing"),
-        (PLAIN + "share = 0.5\n", "with shares there are no epochs"),
-        (PLAIN + 'share = 0.5\nweight = 2.0\n[train]\nsteps = 3\n', "give one"),
+        ('model = "a"\nout = "b"\ndata = []\n', "data (line 3): it should be a list of 1, not []"),
+        ('model = "a"\nout = "b"\n[[data]]\nkind = "text"\n', "data[0].path (line 3): it is missing"),
+        (PLAIN.replace('"a"', "2024-01-01"), "model (line 1): it should be text in quotes, not 2024-01-01"),
+        (PLAIN.replace('"x"', "7"), "data[0].path (line 4): it should be text in quotes, or a list, not 7"),
+        (PLAIN.replace('"x"', '""'), "it is empty; name a file"),
+        (PLAIN + "template_args = {day = 2024-01-01}\n", "it should be of what JSON has (no dates), not {day = 2024"),
+        (PLAIN + "share = 1\n", "with shares there are no epochs"),
+        (PLAIN + "share = 1\nweight = 2.0\n[train]\nsteps = 3\n", "data[0].weight (line 6): share and weight"),
+        (PLAIN + "share = 0.5\n[train]\nsteps = 3\n", "the shares of all sources are 0.5 together; make it 1"),
+        (PLAIN + 'kind = "text"\nturns = "last"\n', 'data[0].turns (line 6): it is of chats, and the kind of this'),
+        (PLAIN + 'split = "line"\n', "it is of texts"),
+        (PLAIN + 'name = "a"\n[[data]]\npath = "y"\nname = "a"\n', 'data[1].name (line 8): another source is called'),
         (PLAIN + '[train]\ntokens = "lots"\n', "is no number of tokens"),
-        (PLAIN + "[eval]\nevery = 5\n", "nothing to evaluate"),
-        (PLAIN + '[eval]\npath = "x"\nweight = 0.5\n', "eval.weight (line 7): there is no such field"),
-        (PLAIN + '[save]\nkeep = "all"\nkeep_every = 3\n', "all checkpoints stay anyway"),
-        (PLAIN + "[mesh]\ntp = true\n", "mesh.tp (line 6)"),
+        (PLAIN + '[train]\ntokens = "0B"\n', "is no number of tokens"),
+        (PLAIN + "[train]\ntokens = -1\n", "it should be text in quotes, or a number above 0, not -1"),
+        (PLAIN + '[train]\ntokens = "1M"\n[optim]\nwarmup = 5\n', "5 steps of warm-up, and the run has 4"),
+        (PLAIN + "[mesh]\nfsdp = 3\n", "262144 (32 streams, the default) is no multiple of length x data ranks, "
+         "8192 x 3; take tokens_per_step = 245760 or 270336, or replicate x fsdp of 1, 2, 4, 8, 16, 32"),
+        (PLAIN + "[mesh]\nfsdp = 2\nep = 3\n", "mesh.ep (line 7): ep=3 does not divide fsdp*cp*tp=2; choose"),
+        (PLAIN + "[mesh]\ntp = true\n", "mesh.tp (line 6): it should be a whole number, not true"),
+        (PLAIN + "[mesh]\ncp = 2\n", "mesh.cp (line 6): 2 is not there yet; leave it out"),
+        (PLAIN + "[mesh]\ndp = 2\n", "did you mean fsdp?"),
         (PLAIN + "[mash]\ntp = 2\n", "mash (line 5): there is no such field; did you mean mesh?"),
+        (PLAIN + "[train]\nlearning_rate = 1\n", "did you mean lr of [optim]?"),
+        (PLAIN + 'output_dir = "x"\n', "did you mean out at the top?"),
+        (PLAIN + "[train]\nxyz = 1\n", "there is no such field; there are length, "),
+        (PLAIN + '[train]\ncompiled = true\nrecompute = "selective"\n', "which compiled = true fuses"),
+        (PLAIN + "[optim]\nwarmup = 1.5\n", "it should be a whole number, or a number below 1, not 1.5"),
+        (PLAIN + "[optim]\nbetas = [0.9, 2]\n", "a number below 1"),
+        (PLAIN + "[optim]\nbetas = [0.9]\n", "it should be a list of 2, not [0.9]"),
+        (PLAIN + "[optim]\ndecay = 0.5\n", 'it is of the schedule "wsd"'),
+        (PLAIN + '[optim]\nschedule = "constant"\nfinal = 0.5\n', "does not fall"),
+        (PLAIN + '[optim]\nschedule = "wsd"\ndecay = 0.9\nwarmup = 0.2\n', "are more than the whole run"),
+        (PLAIN + '[optim]\nschedule = "wsd"\nwarmup = 9\n[train]\nsteps = 10\n', "optim.decay: 9 steps of warm-up"),
+        (PLAIN + '[optim]\nstate_dtype = "bfloat16"\nbetas = [0.9, 0.999]\n', "betas of at most 0.98"),
+        (PLAIN + "[eval]\nevery = 5\n", "nothing to evaluate"),
+        (PLAIN + '[eval]\npath = "y"\nweight = 2\n', "eval.weight (line 7): there is no such field"),
+        (PLAIN + '[[eval]]\npath = "y"\n', 'eval (line 5): it should be a table, not [{path = "y"}]'),
+        (PLAIN + '[[eval.sets]]\npath = "y"\n', "eval.sets[0].name (line 5): a set has no name"),
+        (PLAIN + "[train]\nearly_stopping = 2\n", "it looks at evaluations, and there are none"),
+        (PLAIN + "[save]\nkeep = 0\n", 'it should be a number above 0, or "all", not 0'),
+        (PLAIN + '[save]\nkeep = "all"\nkeep_every = 400\n', "all checkpoints stay anyway"),
+        (PLAIN + "[save]\nkeep_every = 500\n", "500 is no multiple of every = 200: some of those steps have no "
+         "checkpoint; take 600"),
+        (PLAIN + "[sample]\nevery = 5\n", "nothing to sample from"),
+        ('resume = "nevr"\n' + PLAIN, "or a path with a slash, not \"nevr\"; did you mean \"never\"?"),
+        ('resume = "./step-1"\n' + PLAIN, 'resume (line 1): "./step-1" is not there yet; take "auto" or "never"'),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
     assert wanted in refused(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("mesh.tp = true\n" + PLAIN, 1),
+        ("# tp = 1\nmesh = {fsdp = 2, tp = true}\n" + PLAIN, 2),
+        (PLAIN + "\n[ mesh ]\n# tp = 2\n'tp' = true\n", 8),
+        (PLAIN + 'name = """\n[mesh]\ntp = true\n"""\n[mesh]\ntp = true\n', 10),
+        (PLAIN.replace("\n", "\r\n") + "[mesh]\r\ntp = true\r\n", 6),
+        (PLAIN + "[mesh]\nfsdp = 1\ntp = [\n 1,\n 2,\n]", 7),
+    ],
+)
+def test_the_line_is_right_however_it_is_written(tmp_path: Path, text: str, line: int) -> None:
+    assert f"mesh.tp (line {line}): " in refused(tmp_path, text)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(mw.ConfigError, match="cannot be read"):
         read(tmp_path / "no.toml")
+    (tmp_path / "run.toml").write_bytes(b"model = '\xff'")
+    with pytest.raises(mw.ConfigError, match="is no TOML"):
+        read(tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
-    [("mesh.tp", "no FIELD=VALUE"), ("data.3.weight=1", "there are 1 of them"), ("model.x=1", "no fields"),
-     ("mesh.tq=2", "did you mean tp?")],
+    [("mesh.tp", "no FIELD=VALUE"), ("data.3.weight=1", "there is 1 of them"), ("data.x.weight=1", "x is none"),
+     ("model.x=1", "model is a value, and has no fields"), ("mesh.tq=2", "mesh.tq (--set mesh.tq=2): there is no such"),
+     ("mesh.tp=x", 'mesh.tp (--set mesh.tp=x): it should be a whole number, not "x"')],
 )  # fmt: skip
 def test_what_cannot_be_set(tmp_path: Path, given: str, wanted: str) -> None:
-    assert wanted in refused(tmp_path, PLAIN, given)
+    assert wanted in refused(tmp_path, PLAIN + "[mesh]\ntp = 2\n", given)
 
 
-def places(section: type[BaseModel], at: str = "") -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
+def test_all_that_cannot_be_set_is_told_at_once(tmp_path: Path) -> None:
+    said = refused(tmp_path, PLAIN + "[save]\nkeep = 0\n", "x", "data.9.weight=1", "mesh.tp=0")
+    assert "has 4 mistakes" in said
+
+
+def test_sets(tmp_path: Path) -> None:
+    path = written(tmp_path, PLAIN + "[train]\nsteps = 9\n")
+    config = read(
+        path, ["data.0.weight=2", "data.1.path=y", "train.steps=", "train.epochs=2", "data.0.fields.text=body"]
+    )
+    assert [(data.path, data.weight) for data in config.data] == [("x", 2.0), ("y", 1.0)]
+    assert (config.train.steps, config.train.epochs) == (None, 2.0)
+    assert config.data[0].fields == {"text": "body"}
+    empty = written(tmp_path, "")
+    assert read(empty, ["model=a", "out=b", "data.0.path=x"]) == read(written(tmp_path, PLAIN))
+
+
+def places(section: type[BaseModel], at: str = "") -> list[tuple[str, FieldInfo]]:
+    out: list[tuple[str, FieldInfo]] = []
     for name, field in section.model_fields.items():
-        inner = toml._section_of(field.annotation)
-        here = f"{at}data.0" if name == "data" else f"{at}{name}"
+        inner = section_of(field.annotation)
+        here = f"{at}{name}.0" if name in ("data", "sets") else f"{at}{name}"
         out += places(inner, f"{here}.") if inner else [(here, field)]
     return out
 
 
 VALUES = {  # where the default says nothing of what else there may be
-    "mesh": "2", "share": "0.5", "length": "1024", "tokens_per_step": "65536", "epochs": "2.5", "tokens": "3M",
+    "mesh": "2", "share": "1", "length": "1024", "tokens_per_step": "65536", "epochs": "2.5", "tokens": "3M",
     "too_long": "drop", "thinking": "true", "betas": "[0.8, 0.9]", "max_norm": "false", "keep": "5", "steps": "4",
-    "time_limit": "1.5", "keep_every": "4", "kind": "text", "turns": "last", "split": "line", "on_bad": "skip",
+    "time_limit": "1.5", "keep_every": "400", "kind": "text", "turns": "last", "split": "line", "on_bad": "skip",
     "resume": "never", "dtype": "float32", "recompute": "full", "router_aux": "previous", "on_nan": "skip",
-    "schedule": "wsd",
+    "schedule": "wsd", "early_stopping": "3", "prompts": '["Hello"]', "top_p": "0.9", "state_dtype": "bfloat16",
+    "sample.tokens": "9",
+}  # fmt: skip
+BESIDE = {  # what a field needs that it makes sense, by its name or its section
+    "split": ["{section}.kind=text"], "share": ["train.steps=9"], "decay": ["optim.schedule=wsd"], "ep": ["mesh.tp=2"],
+    "early_stopping": ["eval.path=y"], "eval": ["eval.path=y"], "sample": ['sample.prompts=["x"]'],
+    "eval.sets.0": ["eval.sets.0.path=y", "eval.sets.0.name=y"],
 }  # fmt: skip
 
 
@@ -136,14 +226,22 @@ def value_at(config: Any, place: str) -> Any:
     return config
 
 
-@pytest.mark.parametrize("place", [place for place, _ in places(Config)])
-def test_every_field_can_be_set(tmp_path: Path, place: str) -> None:
-    before = value_at(read(written(tmp_path, PLAIN)), place)
-    section, name = place.split(".")[0], place.split(".")[-1]
-    plain = {bool: str(not before).lower(), int: "7", float: "0.25", dict: '{a = "b"}'}.get(type(before), "other")
-    beside = ["train.steps=9"] if place == "data.0.share" else ["eval.path=x"] if section == "eval" else []
-    sets = [*beside, f"{place}={VALUES.get(name, VALUES.get(section, plain))}"]
-    assert value_at(read(tmp_path / "run.toml", sets), place) != before
+@pytest.mark.parametrize(("place", "field"), places(Config), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_field_can_be_set(tmp_path: Path, place: str, field: FieldInfo) -> None:
+    """Or it is told that it is not there yet."""
+    section, _, name = place.rpartition(".")
+    plain = {bool: str(not field.default).lower(), int: "7", float: "0.25", dict: '{a = "b"}'}
+    value = VALUES.get(place, VALUES.get(name, VALUES.get(section, plain.get(type(field.default), "other"))))
+    beside = [text.format(section=section) for key in (section, name) for text in BESIDE.get(key, [])]
+    sets, path = [*beside, f"{place}={value}"], written(tmp_path, PLAIN)
+    if section == "eval.sets.0":
+        assert "has 1 mistake:\n  eval.sets" in (said := refused(tmp_path, PLAIN, *sets))
+        assert "not there yet" in said
+    elif any(isinstance(mark, Later) for mark in field.metadata) and name != "resume":
+        assert f"{place} (--set {place}={value}): " in (said := refused(tmp_path, PLAIN, *sets))
+        assert "not there yet" in said
+    else:
+        assert value_at(read(path, sets), place) != field.default
 
 
 def test_what_is_saved_reads_the_same(tmp_path: Path) -> None:
@@ -151,21 +249,83 @@ def test_what_is_saved_reads_the_same(tmp_path: Path) -> None:
     assert read(written(tmp_path, as_toml(config))) == config
 
 
+VALUE = st.recursive(
+    st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=5,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(min_size=1), st.dictionaries(st.text(), VALUE, max_size=3), st.floats(1e-300, 1e300), st.integers(0, 9))
+def test_any_value_is_saved_as_it_was(
+    tmp_path: Path, text: str, args: dict[str, Any], lr: float, warmup: int | float
+) -> None:
+    config = Config.model_validate({
+        "model": text, "out": "b", "data": [{"path": [text, "y"], "template_args": args}],
+        "optim": {"lr": lr, "warmup": warmup},
+    })  # fmt: skip
+    (tmp_path / "run.toml").write_text(as_toml(config), encoding="utf-8", newline="")
+    assert read(tmp_path / "run.toml") == config
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
 def test_examples_are_right(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith("#:schema meshwright.schema.json\n")
+    assert not list(wrong_by_schema(tomllib.loads(text)))
     assert read(path).out.startswith("runs/")
+    assert not list(wrong_by_schema(tomllib.loads(as_toml(read(path)))))
+
+
+def test_the_schema_refuses_mistakes() -> None:
+    found = list(wrong_by_schema(tomllib.loads(MISTAKES)))
+    assert len(found) == 9, found
+    assert not list(wrong_by_schema(tomllib.loads(PLAIN)))
 
 
 def test_every_field_is_told() -> None:
     assert all(field.description for _, field in places(Config))
-    assert toml.schema()["$defs"]["MeshSection"]["properties"]["tp"]["description"]
+    assert schema()["$defs"]["MeshSection"]["properties"]["tp"]["description"]
+    made = "is not what the declarations say; write it anew from meshwright.train.about"
     page = (ROOT / "docs" / "train-config.md").read_text()
-    assert documentation() in page, "docs/train-config.md is not what the declarations say; make it anew"
+    assert documentation() == page, f"docs/train-config.md {made}"
+    assert all(f"`{place.split('.')[-1]}`" in page for place, _ in places(Config))
+    file = ROOT / "examples" / "meshwright.schema.json"
+    assert json.loads(file.read_text()) == schema(), f"{file.name} {made}"
 
 
 def test_savings_are_those_of_the_engine() -> None:
     for recompute in get_args(TrainSection.model_fields["recompute"].annotation):
         mw.Savings(recompute=recompute)
+
+
+def test_names_that_others_use_lead_to_fields() -> None:
+    assert {*ELSEWHERE.values()} <= {place for place, _ in declared(Config)}
+    assert not {*ELSEWHERE} & {place[-1] for place, _ in declared(Config)}
+
+
+@pytest.mark.parametrize(
+    ("sets", "changed", "may"),
+    [
+        ([], [], True),
+        (["mesh.tp=2", "optim.lr=2e-5", "save.keep=1"], ["mesh.tp", "optim.lr", "save.keep"], True),
+        (["train.epochs=3"], ["train.epochs"], True),
+        (["train.tokens_per_step=262144"], [], True),  # the default, written out
+        (["train.tokens_per_step=524288"], ["train.tokens_per_step"], False),
+        (["train.train=head.*"], ["train.train"], False),
+        (["seed=1"], ["seed"], False),
+        (["data.0.turns=last"], ["data[0].turns"], False),
+        (["data.0.path=/elsewhere/x"], ["data[0].path"], True),
+        (["data.1.path=y"], ["data"], False),
+        (["eval.path=y"], ["eval.path"], True),
+    ],
+)  # fmt: skip
+def test_what_has_changed_since_a_run_began(tmp_path: Path, sets: list[str], changed: list[str], may: bool) -> None:
+    old, new = read(written(tmp_path, PLAIN)), read(tmp_path / "run.toml", sets)
+    found = differences(old, new)
+    assert [named(each.place) for each in found] == changed
+    assert all(each.may == may for each in found)
+    assert all(("change it back" in str(each)) != may for each in found)
 
 
 @pytest.mark.parametrize(("text", "number"), [("2B", 2 * 10**9), ("1.5k", 1500), (7, 7), ("x", None), ("1.2.3", None)])
@@ -191,3 +351,26 @@ def test_learning_rates(name: Any, warmup: float) -> None:
 
 def test_a_run_of_one_step() -> None:
     assert schedule(OptimSection(warmup=0), 1)(0) == OptimSection().lr
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["constant", "linear", "cosine", "wsd"]), st.integers(0, 50) | st.floats(0, 0.99),
+    st.floats(0.01, 1), st.floats(0, 1), st.integers(1, 200),
+)  # fmt: skip
+def test_any_learning_rate_rises_once_and_falls_once(
+    name: Any, warmup: int | float, decay: float, final: float, num_steps: int
+) -> None:
+    optim = OptimSection(schedule=name, warmup=warmup, decay=decay, final=final, lr=2.0)
+    if refusal(optim, num_steps):
+        with pytest.raises(mw.ConfigError, match=r"warm-up|warmup"):
+            schedule(optim, num_steps)
+        return
+    lr = schedule(optim, num_steps)
+    each = [lr(step) for step in range(num_steps)]
+    top = each.index(max(each))
+    assert each[top] == 2.0
+    assert all(0 < a < b for a, b in pairwise(each[: top + 1]))
+    assert all(a >= b for a, b in pairwise(each[top:]))
+    assert each[-1] > 0
+    assert lr(num_steps) == pytest.approx(2.0 if name == "constant" else 2.0 * final)

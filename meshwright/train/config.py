@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+
+@dataclass(frozen=True)
+class Later:
+    """A field that is declared and not honoured yet: only its default is taken, or a value in `now`."""
+
+    now: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Whether a run that goes on must have the value that it began with, of a field or of all in a section."""
+
+    fixed: bool = True
+
+
+LATER, FIXED, FREE = Later(), Fixed(), Fixed(False)
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+CheckpointPath = Annotated[str, Field(pattern="/")]  # without a slash, a slip in "auto" would be a path
 
 
 class Section(BaseModel):
@@ -27,6 +46,10 @@ class MeshSection(Section):
     """Ranks that share every layer and work on the same data."""
     ep: Positive = 1
     """Ranks that share the experts, out of those that there are."""
+    cp: Annotated[Positive, LATER] = 1
+    """Ranks that share the tokens of a stream."""
+    pp: Annotated[Positive, LATER] = 1
+    """Ranks that follow each other in the layers."""
 
     @property
     def num_data_ranks(self) -> int:
@@ -34,13 +57,13 @@ class MeshSection(Section):
 
     @property
     def world(self) -> int:
-        return self.num_data_ranks * self.tp
+        return self.pp * self.num_data_ranks * self.cp * self.tp
 
 
 class SourceSection(Section):
     """Where documents come from, and what is learnt of them."""
 
-    path: str | list[str]
+    path: Annotated[str | list[str], FREE]
     """A file (.jsonl, .parquet, .txt, .md), a directory of them, or a list of these."""
     kind: Literal["chat", "text", "tokens"] = "chat"
     """chat: messages, of which the assistant's are learnt. text: all is learnt. tokens: rows of ids."""
@@ -52,9 +75,9 @@ class SourceSection(Section):
     """Whether the prompt of a turn asks for thinking; "auto": where the turn thinks."""
     turns: Literal["each", "last", "joined"] = "each"
     """Which turns of the assistant are learnt. "joined" renders a chat once, by the marks of its template."""
-    template: str = ""
+    template: Annotated[str, FREE] = ""
     """A file with a chat template, instead of the tokenizer's."""
-    template_args: dict[str, Any] = {}
+    template_args: dict[str, JsonValue] = {}
     """What the template gets beside the messages."""
     split: Literal["file", "paragraph", "line"] = "file"
     """What is a document in a .txt or .md."""
@@ -76,9 +99,9 @@ class DataSection(SourceSection):
 class TrainSection(Section):
     """How much is trained, and in which pieces."""
 
-    length: Annotated[int, Field(ge=2)] = 8192
+    length: Annotated[int, Field(ge=2), FIXED] = 8192
     """Tokens of a packed stream, which is a micro-batch of a data rank."""
-    tokens_per_step: Positive | None = None
+    tokens_per_step: Annotated[Positive | None, FIXED] = None
     """Tokens of a step over all data ranks, filler included; how many micro-batches follows. By default 32 streams."""
     steps: Positive | None = None
     """How many steps; or epochs, or tokens. By default one epoch."""
@@ -86,24 +109,36 @@ class TrainSection(Section):
     """How many passes over the data."""
     tokens: str | Positive | None = None
     """How many tokens: a number, or one with K, M, B or T, such as "2B"."""
-    train: str | list[str] = "**"
+    train: Annotated[str | list[str], FIXED] = "**"
     """Patterns of the parameters that are trained; all others are frozen."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """What products are computed in. Weights and moments are kept in float32."""
+    """What products are computed in. Weights and moments are kept in float32, or in float64 with that."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward, to save memory: whole layers, or only what is cheap."""
+    reshard: bool = True
+    """Gathered parameters are freed after the forward; false is faster, and keeps the whole model in `dtype`."""
     offload: bool = False
     """Keep parameters, gradients and moments in host memory."""
+    compiled: bool = False
+    """Run torch.compile over each layer, which costs minutes in the first step."""
+    deterministic: Annotated[bool, LATER] = False
+    """Only operations that give the same bits each time; slower."""
     router_aux: Literal["pooled", "previous"] = "pooled"
     """How the load of experts is balanced, where the model's config asks for it."""
     on_nan: Literal["stop", "skip"] = "stop"
     """What follows a loss or a norm that is no number: the end, or the next step; after 3 in a row always the end."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """Hours after which the run saves and ends."""
+    early_stopping: Annotated[Positive | None, LATER] = None
+    """The run ends when so many evaluations in a row have found no lower loss."""
 
     @property
     def streams_per_step(self) -> int:
-        return 32 if self.tokens_per_step is None else self.tokens_per_step // self.length
+        return self.step_tokens // self.length
+
+    @property
+    def step_tokens(self) -> int:
+        return 32 * self.length if self.tokens_per_step is None else self.tokens_per_step
 
 
 class OptimSection(Section):
@@ -119,7 +154,7 @@ class OptimSection(Section):
     """The share of the steps in which wsd falls."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where it ends, as a share of lr."""
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """Of AdamW."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Of AdamW."""
@@ -127,6 +162,12 @@ class OptimSection(Section):
     """Of AdamW. Norms and biases do not decay."""
     max_norm: Annotated[float, Field(gt=0)] | Literal[False] = 1.0
     """Gradients are scaled down to this norm; false does not scale them."""
+    state_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of both moments, as stored; by default that of the weights. "bfloat16" takes 4 bytes a parameter, not 8."""
+
+
+class HeldOutSection(SourceSection):
+    """One of several held-out sets; each needs a name of its own."""
 
 
 class EvalSection(SourceSection):
@@ -136,6 +177,10 @@ class EvalSection(SourceSection):
     """As of [[data]]; without one nothing is evaluated."""
     every: Positive = 100
     """Steps between two evaluations; there is one at the end too."""
+    sets: Annotated[list[HeldOutSection], LATER] = []
+    """Several sets, each with a name, instead of the one of `path`."""
+    best: Annotated[bool, LATER] = False
+    """The checkpoint with the lowest loss stays, beside those that [save] keeps."""
 
 
 class SaveSection(Section):
@@ -147,8 +192,36 @@ class SaveSection(Section):
     """How many of the last ones stay."""
     keep_every: Positive | None = None
     """Those of every so many steps stay too."""
+    wait: Annotated[bool, LATER] = False
+    """The next step begins when a checkpoint is on the disk; by default it is written beside the training."""
     export: bool = True
     """Write the trained weights as a Hugging Face directory, OUT/export, at the end."""
+
+
+class SampleSection(Section):
+    """Texts that the model writes during the run. Each token takes a forward of its own."""
+
+    prompts: Annotated[list[str], LATER] = []
+    """What the user says, or where a text begins; without any nothing is sampled."""
+    every: Annotated[Positive, LATER] = 500
+    """Steps between two samples."""
+    tokens: Annotated[Positive, LATER] = 64
+    """Of each text at most."""
+    top_p: Annotated[Share | None, LATER] = None
+    """Each token is drawn from the likeliest that have this probability together; by default the likeliest is taken."""
+
+
+class LogSection(Section):
+    """Where metrics go, beside OUT/metrics.jsonl and the terminal."""
+
+    every: Annotated[Positive, LATER] = 1
+    """Steps between two lines on the terminal; metrics.jsonl has all."""
+    plain: Annotated[bool, LATER] = False
+    """Lines on the terminal instead of a live view."""
+    tensorboard: Annotated[bool, LATER] = False
+    """Write OUT/tensorboard too."""
+    wandb: Annotated[str, LATER] = ""
+    """The project of Weights & Biases that gets them too."""
 
 
 class LaunchSection(Section):
@@ -156,6 +229,8 @@ class LaunchSection(Section):
 
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often a run whose rank died is started again from its newest checkpoint."""
+    shutdown_timeout: Annotated[Positive, LATER] = 600
+    """Seconds in which the ranks may save after a signal, before they are killed."""
 
 
 class Config(Section):
@@ -165,16 +240,19 @@ class Config(Section):
     """A Hugging Face directory, a hub id, or a checkpoint."""
     out: str
     """The directory of the run: checkpoints, metrics, the config as it was read, the exported model."""
-    seed: int = 0
+    seed: Annotated[int, FIXED] = 0
     """Of the order of the data."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none."""
+    resume: Annotated[Literal["auto", "never", "weights"] | CheckpointPath, Later(("auto", "never"))] = "auto"
+    """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none.
+    weights: go on from its weights, with the data anew. A path with a slash: go on from that checkpoint."""
     cache: str = "~/.cache/meshwright"
     """Where tokenised data is kept, for all runs of a machine."""
     mesh: MeshSection = MeshSection()
-    data: Annotated[list[DataSection], Field(min_length=1)]
+    data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     eval: EvalSection = EvalSection()
     save: SaveSection = SaveSection()
+    sample: SampleSection = SampleSection()
+    log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()

@@ -24,6 +24,7 @@ from .stop import listening
 from .toml import as_toml
 
 CHECKPOINTS, EXPORT = "checkpoints", "export"
+_SAVINGS = ("recompute", "reshard", "offload", "compiled")
 
 
 def run(config: Config) -> str:
@@ -36,7 +37,7 @@ def run(config: Config) -> str:
     data = data_of(config, directory, cache)
     model = load(
         config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
-        savings=Savings(recompute=config.train.recompute, offload=config.train.offload),
+        savings=Savings(**config.train.model_dump(include={*_SAVINGS})),
     )  # fmt: skip
     if config.save.export:
         check_export(model, out / EXPORT, overwrite=True)
@@ -74,6 +75,7 @@ def _engine(config: Config, model: object, num_steps: int) -> Engine:
     return Engine(
         model, lr=schedule(optim, num_steps), betas=(first, second), eps=optim.eps, weight_decay=optim.weight_decay,  # type: ignore[arg-type] # load returned it
         max_norm=optim.max_norm or None, router_aux=config.train.router_aux,
+        state_dtype=getattr(torch, optim.state_dtype) if optim.state_dtype else None,
     )  # fmt: skip
 
 

@@ -28,8 +28,8 @@ from ..data import (
 )
 from ..errors import DataError
 from ..weights import path_of, read_config
-from .config import Config, DataSection, SourceSection, TrainSection
-from .toml import num_tokens
+from .config import Config, SourceSection, TrainSection
+from .contradictions import num_tokens
 
 _OF_ROWS = ("kind", "fields", "thinking", "turns", "template", "template_args")
 
@@ -90,7 +90,7 @@ def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1)
     return Data(documents, plan, ceil(plan.num_streams / train.streams_per_step))
 
 
-def _too_long(section: DataSection) -> Any:
+def _too_long(section: SourceSection) -> Any:
     return section.too_long or ("cut" if section.kind == "text" else "stop")
 
 
