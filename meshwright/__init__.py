@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from . import train
 from .checkpoint import copy_checkpoint
 from .data import Batch, pack, shift
 from .engine import (
@@ -43,6 +44,7 @@ from .errors import (
     UnknownKey,
 )
 from .mesh import Mesh
+from .train import Trainer
 from .verify import Difference, WeightCheck, check_weights
 
 __version__ = "0.1.0.dev0"
@@ -76,6 +78,7 @@ __all__ = [
     "Savings",
     "StateError",
     "StepRecord",
+    "Trainer",
     "UnknownKey",
     "WeightCheck",
     "batches",
@@ -94,4 +97,5 @@ __all__ = [
     "save",
     "shift",
     "stream",
+    "train",
 ]

@@ -93,3 +93,25 @@ def test_a_piece_keeps_what_is_learnt_in_it() -> None:
     assert piece_of(document, 3, 8).spans == ((0, 2), (4, 5))
     assert piece_of(document, 5, 7).spans == ()
     assert piece_of(document, 3, 8).ids.tolist() == [3, 4, 5, 6, 7]
+
+
+def test_the_source_of_each_token() -> None:
+    found = batch_of([tokens([1, 2, 3], [(1, 3)]), tokens([4, 5], [(1, 2)])], 8, [1, 0])
+    assert found.fields["source"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert batch_of([], 4, []).fields["source"].tolist() == [0, 0, 0, 0]
+
+
+def test_a_changed_document_is_another_plan(source: Documents, tmp_path: Path) -> None:
+    """Of the same length; where the files lie does not matter."""
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+
+    def plan(folder: str) -> str:
+        file = tmp_path / folder / "b.jsonl"
+        file.parent.mkdir()
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = Recipe("other", (file,), Ready(100).documents, "ready")
+        return plan_of(prepare(recipe, tmp_path / "cache")).fingerprint
+
+    assert plan("same") == plan_of(source).fingerprint
+    rows[7]["ids"][0] += 1
+    assert plan("changed") != plan_of(source).fingerprint

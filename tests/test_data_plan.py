@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ def test_shares_of_tokens() -> None:
     assert tokens[0] / tokens.total() == pytest.approx(0.2, abs=0.01)
     assert plan.num_streams == 700
     assert max(plan.weights) == 1
-    assert plan.epoch_of(699) > 0
+    assert plan.epochs_before(700) > 1
 
 
 def test_too_short_documents_are_left_out() -> None:
@@ -197,3 +198,25 @@ def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     monkeypatch.setattr(Plan if hasattr(Plan, attribute) else planning, attribute, planted)
     with pytest.raises(AssertionError):
         test()
+
+
+def test_how_many_epochs_are_done() -> None:
+    plan = three()
+    done = [plan.epochs_before(j) for j in range(plan.num_streams + 1)]
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (0.0, 2.0)
+    some = three(epochs=None, streams=plan.num_streams // 4)
+    assert some.epochs_before(some.num_streams) == pytest.approx(0.5, abs=0.05)
+    assert three(epochs=1.5).epochs_before(10**9) == pytest.approx(1.5, abs=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, dict(epochs=None, streams=7), dict(epochs=0.3)])
+def test_where_windows_begin_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+    made = three(cache=tmp_path, **options)
+    with monkeypatch.context() as patched:
+        patched.setattr(Plan, "_lay_out", lambda _: pytest.fail("it is reckoned again"))
+        again = three(cache=tmp_path, **options)
+    assert told(whole(again)) == told(whole(made)) == told(whole(three(**options)))
+    assert again.fingerprint == made.fingerprint
+    three(cache=tmp_path, seed=6, **options)
+    assert len([*tmp_path.iterdir()]) == 2

@@ -28,7 +28,10 @@ TRIED: dict[str, tuple[Any, str]] = {
     "engine.save_model": (lambda e: e.save_model("x"), r"AttributeError: .*mw\.export\(engine\.model"),
     "mw.from_pretrained": (lambda _: mw.from_pretrained("x"), r"AttributeError: mw has no 'from_pret.*mw\.load\("),
     "mw.save": (lambda e: mw.save(e.model, "x"), r"ConfigError: mw\.save takes an engine, not a.*mw\.export\(model"),
-    "mw.Trainer": (lambda e: mw.Trainer(e.model), r"AttributeError: mw has no 'Trainer'; instead: mw\.Engine\("),
+    "mw.Trainer": (
+        lambda e: mw.Trainer(e.model),
+        r"ConfigError: mw\.Trainer takes the config of a run, not a Model; .*mw\.Engine",
+    ),
     "mw.frobnicate": (lambda _: mw.frobnicate, r"AttributeError: mw has no 'frobnicate'$"),
     "torch_dtype": (
         lambda _: mw.load("x", torch_dtype=torch.bfloat16), r"ConfigError: mw\.load has no 'torch_dtype'; .*: dtype=",

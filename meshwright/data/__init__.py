@@ -3,7 +3,7 @@
 from .arguments import WEIGHT, check_shifted
 from .batch import IGNORE, Batch
 from .chat import Chat, ChatOptions, stop_ids_of
-from .feed import Feed, batch_of, source_of
+from .feed import SOURCE, Feed, batch_of, source_of
 from .pack import cut, pack, shift
 from .plan import DataSource, Plan
 from .reading import files_of

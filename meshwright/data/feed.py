@@ -12,12 +12,13 @@ import torch
 
 from ..errors import DataError, counted
 from .batch import IGNORE, Batch
-from .pack import filled
+from .permute import Indices
 from .plan import DataSource, Piece, Plan
 from .store import Documents
 from .tokens import Tokens
 
 TooLong = Literal["stop", "drop", "cut"]
+SOURCE = "source"  # the field that says of which source a token is, where there are several
 _NAMED = 20  # documents in one message
 
 
@@ -37,26 +38,30 @@ def source_of(
         )
     if too_long == "drop":
         lengths = np.where(lengths > length, 0, lengths)  # a plan leaves out what has no target
-    return DataSource(documents.name, lengths, weight, share, cut=too_long == "cut")
+    return DataSource(documents.name, lengths, weight, share, cut=too_long == "cut", content=documents.content)
 
 
-def batch_of(parts: Sequence[Tokens], length: int) -> Batch:
-    """As `mw.pack(..., trained=, length=)`, without a Python number for each token."""
-    bounds = tuple(accumulate(map(len, parts), initial=0))
-    tokens = np.concatenate([part.ids for part in parts], dtype=np.int64) if parts else np.empty(0, dtype=np.int64)
-    labels = np.full(len(tokens), IGNORE, dtype=np.int64)
-    for begin, part in zip(bounds, parts, strict=False):
+def batch_of(parts: Sequence[Tokens], length: int, sources: Sequence[int] | None = None) -> Batch:
+    """As `mw.pack(..., trained=, length=)`, without a Python number for each token. Without parts it is all filler.
+
+    `sources`: of which each part is, where there are several.
+    """
+    bounds = [*accumulate(map(len, parts), initial=0)]
+    tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)
+    for begin, end, part in zip(bounds, bounds[1:], parts, strict=False):
+        tokens[begin:end] = part.ids
         for start, stop in part.spans:
             first = max(start, 1)  # the term of a token is that of the one before, which the first has not
-            labels[begin + first - 1 : begin + stop - 1] = tokens[begin + first : begin + stop]
-    return (
-        filled(Batch(torch.from_numpy(tokens), torch.from_numpy(labels), bounds), length) if parts else _empty(length)
-    )
+            labels[begin + first - 1 : begin + stop - 1] = part.ids[first:stop]
+    num_filler = length - bounds[-1]
+    ends = bounds if num_filler == 0 else [*bounds, length]
+    fields = {SOURCE: torch.from_numpy(_by_token(sources, parts, length))} if sources is not None else {}
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), tuple(ends), fields, num_filler)
 
 
-def _empty(length: int) -> Batch:
-    """Of filler alone, behind the end of the data."""
-    return Batch(torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORE), (0, length), {}, length)
+def _by_token(values: Sequence[int], parts: Sequence[Tokens], length: int) -> Indices:
+    found = np.repeat(np.asarray(values, dtype=np.int64), [*map(len, parts)])
+    return np.pad(found, (0, length - len(found)))
 
 
 class Streams(NamedTuple):
@@ -90,7 +95,11 @@ class Feed:
 
     def _batches(self, first: int) -> list[Batch]:
         numbers = [first + m * self.num_ranks + self.rank for m in range(self.micro_batches)]
-        return [batch_of([self._part(piece) for piece in self.plan.stream(n)], self.plan.length) for n in numbers]
+        return [self._batch(self.plan.stream(number)) for number in numbers]
+
+    def _batch(self, pieces: Sequence[Piece]) -> Batch:
+        sources = [piece.source for piece in pieces] if len(self.documents) > 1 else None
+        return batch_of([self._part(piece) for piece in pieces], self.plan.length, sources)
 
     def _part(self, piece: Piece) -> Tokens:
         return piece_of(self.documents[piece.source].tokens(piece.document), piece.start, piece.stop)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from filelock import FileLock
 from numpy.typing import NDArray
 
@@ -28,7 +29,7 @@ from .tokens import Tokens
 
 Make = Callable[[Mapping[str, Any]], list[Tokens]]
 
-_VERSION = 1  # of what is written: an older cache is made anew
+_VERSION = 2  # of what is written: an older cache is made anew
 _INFO = "info.json"
 _BATCH_TOKENS = 4 << 20
 _NAMED = 20  # bad rows in one message
@@ -60,9 +61,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _Part:
-    """What became of a shard. Bad rows and rows without targets by where they are: (file, at, why)."""
+    """What became of a shard. Bad rows and rows without targets by where they are: (file, at, why).
+
+    `content`: a checksum of its documents.
+    """
 
     rows: int
+    content: str
     bad: list[tuple[int, int, str]]
     empty: list[tuple[int, int, str]]
 
@@ -116,17 +121,24 @@ def _in_order(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[_Part
 
 
 def _write(make: Make, shard: Shard, number: int, target: Path) -> _Part:
-    part = _Part(0, [], [])
+    part, content = _Part(0, "", [], []), xxhash.xxh3_128()
     num_rows, found = 0, list[tuple[Tokens, int]]()
+
+    def add_batch() -> None:
+        batch = _batch(found, number)
+        out.write_batch(batch)
+        for values in (*_flat(batch.column(0)), *_flat(batch.column(1))):
+            content.update(values.data)
+        found.clear()
+
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
         for row in rows_of(shard):
             num_rows += 1
             found += [(each, row.at) for each in _documents(make, row, number, part)]
             if sum(len(each) for each, _ in found) > _BATCH_TOKENS:
-                out.write_batch(_batch(found, number))
-                found = []
-        out.write_batch(_batch(found, number))
-    return _Part(num_rows, part.bad, part.empty)
+                add_batch()
+        add_batch()
+    return _Part(num_rows, content.hexdigest(), part.bad, part.empty)
 
 
 def _documents(make: Make, row: Row, number: int, part: _Part) -> list[Tokens]:
@@ -172,7 +184,8 @@ def _settled(recipe: Recipe, parts: Sequence[_Part]) -> dict[str, Any]:
     num_rows = sum(part.rows for part in parts)
     if num_rows == len(bad) + len(empty):
         raise DataError(f"no row of {recipe.name} can be trained on: {num_rows} were read; look at its first rows")
-    return {"rows": num_rows, "bad": bad, "empty": empty}
+    content = xxhash.xxh3_128_hexdigest("".join(part.content for part in parts).encode())
+    return {"rows": num_rows, "content": content, "bad": bad, "empty": empty}
 
 
 def _told(recipe: Recipe, rows: Sequence[tuple[int, int, str]]) -> str:
@@ -218,6 +231,11 @@ class Documents:
     def place(self, number: int) -> str:
         """Where it came from."""
         return place_of(Path(self._info["files"][self._from[number]]), int(self._at[number]))
+
+    @property
+    def content(self) -> str:
+        """A checksum of all tokens, and of what is learnt of them: the same wherever the files lie."""
+        return str(self._info["content"])
 
     @property
     def statistics(self) -> Statistics:

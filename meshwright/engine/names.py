@@ -49,7 +49,7 @@ OF_PACKAGE = {
     **dict.fromkeys(("load_checkpoint", "load_state_dict"), _RESUME),
     **dict.fromkeys(("from_pretrained", "from_config"), "mw.load(source, mesh), or mw.init for random weights"),
     **dict.fromkeys(("save_pretrained", "save_model"), "mw.export(model, directory)"),
-    **dict.fromkeys(("Trainer", "train", "fit"), "mw.Engine(model, lr=...).step(batches)"),
+    **dict.fromkeys(("fit",), "mw.Engine(model, lr=...).step(batches)"),
     "push_to_hub": _UPLOAD,
     "generate": _SAMPLE,
 }

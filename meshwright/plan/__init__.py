@@ -6,3 +6,4 @@ from .find import TINY, Say, find
 from .html import check_target, write_page
 from .page import plan_page
 from .refusals import check_devices, check_layout, check_memory, objections, told
+from .tables import ParameterLine, alike, parameter_lines

@@ -121,7 +121,7 @@ class TrainSection(Section):
     """Keep parameters, gradients and moments in host memory."""
     compiled: bool = False
     """Run torch.compile over each layer, which costs minutes in the first step."""
-    deterministic: Annotated[bool, LATER] = False
+    deterministic: bool = False
     """Only operations that give the same bits each time; slower."""
     router_aux: Literal["pooled", "previous"] = "pooled"
     """How the load of experts is balanced, where the model's config asks for it."""
@@ -129,7 +129,7 @@ class TrainSection(Section):
     """What follows a loss or a norm that is no number: the end, or the next step; after 3 in a row always the end."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """Hours after which the run saves and ends."""
-    early_stopping: Annotated[Positive | None, LATER] = None
+    early_stopping: Positive | None = None
     """The run ends when so many evaluations in a row have found no lower loss."""
 
     @property
@@ -177,10 +177,10 @@ class EvalSection(SourceSection):
     """As of [[data]]; without one nothing is evaluated."""
     every: Positive = 100
     """Steps between two evaluations; there is one at the end too."""
-    sets: Annotated[list[HeldOutSection], LATER] = []
+    sets: list[HeldOutSection] = []
     """Several sets, each with a name, instead of the one of `path`."""
-    best: Annotated[bool, LATER] = False
-    """The checkpoint with the lowest loss stays, beside those that [save] keeps."""
+    best: bool = False
+    """The checkpoint with the lowest loss stays in OUT/best, beside those that [save] keeps."""
 
 
 class SaveSection(Section):
@@ -192,7 +192,7 @@ class SaveSection(Section):
     """How many of the last ones stay."""
     keep_every: Positive | None = None
     """Those of every so many steps stay too."""
-    wait: Annotated[bool, LATER] = False
+    wait: bool = False
     """The next step begins when a checkpoint is on the disk; by default it is written beside the training."""
     export: bool = True
     """Write the trained weights as a Hugging Face directory, OUT/export, at the end."""

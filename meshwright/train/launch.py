@@ -13,7 +13,8 @@ from ..errors import ConfigError, RankError
 from ..log import logger
 from ..weights import path_of
 from .config import Config
-from .run import CHECKPOINTS, model_directory, run
+from .loop import CHECKPOINTS
+from .run import model_directory, run
 from .sources import Data, data_of
 from .stop import SIGNALS
 

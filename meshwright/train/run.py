@@ -3,60 +3,115 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from ..checkpoint import newest_whole
-from ..data import Batch, Feed, Plan, source_of
-from ..engine import Engine, Savings, check_export, export, load, resume
+from ..data import Plan
+from ..engine import Engine, Model, Savings, StepRecord, check_export, export, load, losses, resume
 from ..errors import CheckpointError, ConfigError
 from ..log import logger
 from ..mesh import Mesh
 from ..weights import download, is_hub_id, path_of
 from .config import Config
-from .loop import Habits, Loop, Position
+from .flops import flops_of, peak_of
+from .gauges import BySource
+from .held_out import held_out
+from .loop import CHECKPOINTS, EARLY, Habits, Loop, Position, Speed
 from .metrics import JsonLines, Lines, Sink
+from .record import device_name, write_record
 from .schedule import schedule
-from .sources import Data, data_of, documents_of
+from .sources import Data, data_of
 from .stop import listening
-from .toml import as_toml
 
-CHECKPOINTS, EXPORT = "checkpoints", "export"
+EXPORT = "export"
 _SAVINGS = ("recompute", "reshard", "offload", "compiled")
+
+
+class Trainer:
+    """A run of `meshwright train` on this rank, for a loop of your own. All ranks of the mesh make one.
+
+    >>> trainer = mw.Trainer(mw.train.read("run.toml"))          # doctest: +SKIP
+    >>> for record in trainer.steps():                           # doctest: +SKIP
+    ...     print(record.loss)
+
+    Between two steps the model, the engine and everything else are yours. What is due after a step (evaluation,
+    samples, checkpoints, metrics) is done when it is handed out.
+    """
+
+    def __init__(self, config: Config) -> None:
+        given: object = config
+        if not isinstance(given, Config):
+            raise ConfigError(
+                f"mw.Trainer takes the config of a run, not a {type(given).__name__}; give mw.train.read(file) or "
+                "mw.train.config_of(model=..., out=..., data=[...]). For a model and steps of your own: mw.Engine"
+            )
+        be_deterministic(config.train.deterministic)
+        self.config, self.out = config, path_of(config.out)
+        self.mesh = mesh = Mesh(**config.mesh.model_dump())
+        torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
+        directory, cache = model_directory(config), path_of(config.cache)
+        self.data = data_of(config, directory, cache)
+        self.model = load(
+            config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
+            savings=Savings(**config.train.model_dump(include={*_SAVINGS})),
+        )  # fmt: skip
+        if config.save.export:
+            check_export(self.model, self.out / EXPORT, overwrite=True)
+        self.engine = _engine(config, self.model, self.data)
+        self.position = _position(config, self.engine, self.data.plan, self.out / CHECKPOINTS)
+        self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
+        self.held_out = held_out(config, directory, mesh, cache)
+        self.sinks: list[Sink] = []
+        self.why = ""  # the run ended before the data did
+
+    def steps(self) -> Iterator[StepRecord | None]:
+        """Train, and give each step when all that was due after it is done; None for one that was left out. Signals
+        end it after a step, saved."""
+        if self.mesh.rank == 0:
+            write_record(self.out, self.config, self.model)
+            self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps)]
+        with listening() as stop:
+            loop = Loop(
+                self.engine, self.feed, self.data.num_steps, self.position, self.out, _habits(self.config), stop,
+                _speed(self.model), self.sinks, self.held_out,
+            )  # fmt: skip
+            loop.begin(self._beginning())
+            yield from loop.steps()
+            self.why = loop.why
+        self.feed.close()
+
+    def run(self) -> str:
+        """All steps, and the export. Why it ended early, "" at the end of the data."""
+        for _ in self.steps():
+            pass
+        if self.why in ("", EARLY) and self.config.save.export:
+            export(self.model, self.out / EXPORT, overwrite=True)
+        return "" if self.why == EARLY else self.why
+
+    def _beginning(self) -> dict[str, object]:
+        train = self.config.train
+        return {
+            "num_steps": self.data.num_steps,
+            "world": self.mesh.axes.world,
+            "tokens_per_step": train.step_tokens,
+            "from": self.position.stream // train.streams_per_step,
+        }
 
 
 def run(config: Config) -> str:
     """Train on this rank. All ranks of the mesh call it. Returns why it ended early, "" otherwise."""
-    out = path_of(config.out)
-    sizes = config.mesh.model_dump()
-    mesh = Mesh(**sizes)
-    torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; what is added to it may
-    directory, cache = model_directory(config), path_of(config.cache)
-    data = data_of(config, directory, cache)
-    model = load(
-        config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
-        savings=Savings(**config.train.model_dump(include={*_SAVINGS})),
-    )  # fmt: skip
-    if config.save.export:
-        check_export(model, out / EXPORT, overwrite=True)
-    engine = _engine(config, model, data.num_steps)
-    position = _position(config, engine, data.plan, out / CHECKPOINTS)
-    feed = Feed(
-        data.documents, data.plan, micro_batches=config.train.streams_per_step // mesh.num_data_ranks,
-        rank=mesh.data_rank, num_ranks=mesh.num_data_ranks,
-    )  # fmt: skip
-    with listening() as stop:
-        loop = Loop(
-            engine, feed, data.num_steps, position, out / CHECKPOINTS, _habits(config), stop,
-            _sinks(config, out, data) if mesh.rank == 0 else (), _held_out(config, directory, cache, mesh),
-        )  # fmt: skip
-        why = loop.run()
-    feed.close()
-    if not why and config.save.export:
-        export(model, out / EXPORT, overwrite=True)
-    return why
+    return Trainer(config).run()
+
+
+def be_deterministic(wished: bool) -> None:
+    """Before a device is used: its library of products reads the environment once."""
+    if wished:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def model_directory(config: Config) -> Path:
@@ -69,13 +124,14 @@ def model_directory(config: Config) -> Path:
     return download(config.model, weights=False)
 
 
-def _engine(config: Config, model: object, num_steps: int) -> Engine:
-    optim = config.optim
+def _engine(config: Config, model: Model, data: Data) -> Engine:
+    optim, several = config.optim, len(data.documents) > 1
     first, second = optim.betas
     return Engine(
-        model, lr=schedule(optim, num_steps), betas=(first, second), eps=optim.eps, weight_decay=optim.weight_decay,  # type: ignore[arg-type] # load returned it
-        max_norm=optim.max_norm or None, router_aux=config.train.router_aux,
+        model, lr=schedule(optim, data.num_steps), betas=(first, second), eps=optim.eps,
+        weight_decay=optim.weight_decay, max_norm=optim.max_norm or None, router_aux=config.train.router_aux,
         state_dtype=getattr(torch, optim.state_dtype) if optim.state_dtype else None,
+        loss=BySource(len(data.documents)) if several else losses.cross_entropy,
     )  # fmt: skip
 
 
@@ -98,29 +154,21 @@ def _position(config: Config, engine: Engine, plan: Plan, folder: Path) -> Posit
 
 
 def _habits(config: Config) -> Habits:
-    hours, keep = config.train.time_limit, config.save.keep
+    hours, save, held_out = config.train.time_limit, config.save, config.eval
     return Habits(
-        config.save.every, None if keep == "all" else keep, config.save.keep_every,
-        config.eval.every if config.eval.path else 0, config.train.on_nan, math.inf if hours is None else 3600 * hours,
-    )  # fmt: skip
+        save_every=save.every,
+        keep=None if save.keep == "all" else save.keep,
+        keep_every=save.keep_every,
+        wait=save.wait,
+        eval_every=held_out.every,
+        best=held_out.best,
+        patience=config.train.early_stopping,
+        sample_every=config.sample.every,
+        on_nan=config.train.on_nan,
+        limit_s=math.inf if hours is None else 3600 * hours,
+    )
 
 
-def _sinks(config: Config, out: Path, data: Data) -> list[Sink]:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.toml").write_text(as_toml(config))
-    return [JsonLines(out / "metrics.jsonl"), Lines(data.num_steps)]
-
-
-def _held_out(config: Config, directory: Path, cache: Path, mesh: Mesh) -> dict[str, Sequence[Batch]]:
-    """The same number of batches on every data rank, the last ones of filler."""
-    section, length = config.eval, config.train.length
-    if not section.path:
-        return {}
-    documents = documents_of(section, directory, cache)
-    too_long = section.too_long or ("cut" if section.kind == "text" else "stop")
-    plan = Plan([source_of(documents, length, too_long=too_long)], length=length, epochs=1)
-    feed = Feed([documents], plan, micro_batches=1, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks)
-    firsts = range(0, plan.num_streams, mesh.num_data_ranks)
-    batches = [feed.step(first).batches[0] for first in firsts]
-    feed.close()
-    return {section.name or "held-out": batches}
+def _speed(model: Model) -> Speed:
+    peak = peak_of(device_name(model.mesh.device))
+    return Speed(flops_of(model), None if peak is None else peak * model.mesh.axes.world)

@@ -13,6 +13,7 @@ from ..data import (
     Chat,
     ChatOptions,
     Documents,
+    Feed,
     Plan,
     Ready,
     Recipe,
@@ -27,6 +28,7 @@ from ..data import (
     tokenizer_of,
 )
 from ..errors import DataError
+from ..mesh import Mesh
 from ..weights import path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .contradictions import num_tokens
@@ -42,14 +44,32 @@ class Data:
     plan: Plan
     num_steps: int
 
+    def feed(self, mesh: Mesh, micro_batches: int) -> Feed:
+        """The batches of this data rank, of which each step takes `micro_batches`."""
+        return Feed(
+            self.documents, self.plan, micro_batches=micro_batches, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks
+        )
 
-def documents_of(section: SourceSection, directory: Path, cache: Path, *, processes: int = 1) -> Documents:
+
+def documents_of(
+    section: SourceSection, directory: Path, cache: Path, *, name: str = "", processes: int = 1
+) -> Documents:
     """The documents of a source, tokenised for the model of `directory`."""
     paths = [section.path] if isinstance(section.path, str) else section.path
     make, told = _maker(section, directory)
     files = tuple(file.absolute() for path in paths for file in files_of(path))
-    name = section.name or ", ".join(paths)
+    name = name or section.name or ", ".join(paths)
     return prepare(Recipe(name, files, make, told, section.split, section.on_bad), cache, processes=processes)
+
+
+def names_of(sections: Sequence[SourceSection]) -> list[str]:
+    """What the user calls them, or else the last part of the path; the whole path where two would be the same."""
+    paths = [[s.path] if isinstance(s.path, str) else s.path for s in sections]
+    short = [s.name or Path(each[0]).name for s, each in zip(sections, paths, strict=True)]
+    return [
+        name if short.count(name) == 1 else s.name or ", ".join(each)
+        for s, each, name in zip(sections, paths, short, strict=True)
+    ]
 
 
 def _maker(section: SourceSection, directory: Path) -> tuple[Callable[[Mapping[str, Any]], list[Tokens]], str]:
@@ -76,21 +96,23 @@ def _template(path: str) -> str:
 
 def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
     """Of the training. Every process makes the same."""
-    documents = [documents_of(section, directory, cache, processes=processes) for section in config.data]
-    train, length = config.train, config.train.length
+    named = zip(config.data, names_of(config.data), strict=True)
+    documents = [documents_of(section, directory, cache, name=name, processes=processes) for section, name in named]
+    train, length, plans = config.train, config.train.length, cache / "plans"
     sources = [
-        source_of(found, length, weight=section.weight, share=section.share, too_long=_too_long(section))
+        source_of(found, length, weight=section.weight, share=section.share, too_long=is_too_long(section))
         for found, section in zip(documents, config.data, strict=True)
     ]
     steps = _num_steps(train)
     if steps is not None:
-        plan = Plan(sources, length=length, seed=config.seed, streams=steps * train.streams_per_step)
+        plan = Plan(sources, length=length, seed=config.seed, streams=steps * train.streams_per_step, cache=plans)
     else:
-        plan = Plan(sources, length=length, seed=config.seed, epochs=train.epochs or 1)
+        plan = Plan(sources, length=length, seed=config.seed, epochs=train.epochs or 1, cache=plans)
     return Data(documents, plan, ceil(plan.num_streams / train.streams_per_step))
 
 
-def _too_long(section: SourceSection) -> Any:
+def is_too_long(section: SourceSection) -> Any:
+    """What becomes of documents that are."""
     return section.too_long or ("cut" if section.kind == "text" else "stop")
 
 

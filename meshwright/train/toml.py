@@ -33,10 +33,21 @@ def read(path: str | Path, sets: Sequence[str] = ()) -> Config:
     places, told = _changed(given, sets)
     config, mistakes = _validated(given)
     mistakes += contradictions(config)
-    if told or mistakes:
-        where = _lines(text, [place for place, _ in mistakes]) | places
-        told += [f"{named(place)}{_where(place, where)}: {why}" for place, why in mistakes]
-        raise ConfigError("\n".join([f"{path} has {counted(len(told), 'mistake')}:", *(f"  {line}" for line in told)]))
+    where = _lines(text, [place for place, _ in mistakes]) | places if mistakes else {}
+    told += [f"{named(place)}{_where(place, where)}: {why}" for place, why in mistakes]
+    return _unless(told, config, str(path))
+
+
+def config_of(**given: Any) -> Config:
+    """The config of a run that is made in Python: `config_of(model=..., out=..., data=[{"path": ...}], mesh={...})`."""
+    config, mistakes = _validated(copy.deepcopy(given))
+    mistakes += contradictions(config)
+    return _unless([f"{named(place)}: {why}" for place, why in mistakes], config, "the config")
+
+
+def _unless(told: Sequence[str], config: Config, what: str) -> Config:
+    if told:
+        raise ConfigError("\n".join([f"{what} has {counted(len(told), 'mistake')}:", *(f"  {line}" for line in told)]))
     return config
 
 

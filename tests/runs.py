@@ -1,0 +1,72 @@
+"""Runs of the trainer on tiny models, for tests."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.train import toml
+from meshwright.train.run import run
+from tests import tiny, worlds
+from tests.templates import GOOD, tokenizer
+
+STEPS = 12
+
+
+def chats(path: Path, num: int = 150) -> Path:
+    dice = random.Random(0)
+    with path.open("w") as out:
+        for _ in range(num):
+            row = {"prompt": f"{dice.randint(0, 9)}?", "completion": "x" * dice.randint(1, 30)}
+            out.write(json.dumps(row) + "\n")
+    return path
+
+
+def source(at: Path, name: str) -> Path:
+    changes = dict(output_router_logits=True, router_aux_loss_coef=0.1) if "moe" in name else {}
+    at = tiny.directory(at, name, vocab_size=400, **changes)
+    found = tokenizer()
+    found.chat_template = GOOD["hybrid"]
+    found.save_pretrained(at)
+    return at
+
+
+def file_of(at: Path, model: Path, **sections: Mapping[str, Any]) -> Path:
+    """A run of a few steps, changed by `sections`."""
+    config: dict[str, Any] = {
+        "model": str(model), "out": str(at / "out"), "cache": str(at / "cache"),
+        "data": [{"path": str(at / "chats.jsonl")}],
+        "train": {"length": 128, "tokens_per_step": 512, "steps": STEPS, "dtype": "float64", "router_aux": "previous"},
+        "optim": {"lr": 1e-2, "weight_decay": 0.0}, "save": {"every": 100},
+    }  # fmt: skip
+    for name, values in sections.items():
+        config[name] = {**config.get(name, {}), **values}
+    plain = {k: v for k, v in config.items() if not isinstance(v, dict | list)}
+    text = toml._table(plain) + "".join(f"[[data]]\n{toml._table(each)}" for each in config["data"])
+    text += "".join(f"[{name}]\n{toml._table(v)}" for name, v in config.items() if isinstance(v, dict))
+    (at / "run.toml").write_text(text)
+    return at / "run.toml"
+
+
+def lines(at: Path, kind: str = "step") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (at / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def losses(at: Path) -> list[float]:
+    """The last line of each step."""
+    return [loss for _, loss in sorted({line["step"]: line["train/loss"] for line in lines(at)}.items())]
+
+
+def trained(path: Path, *sets: str) -> str:
+    return run(toml.read(path, sets))
+
+
+def on_mesh(path: Path, mesh: Mapping[str, int], *sets: str) -> None:
+    size = mesh.get("replicate", 1) * mesh.get("fsdp", 1) * mesh.get("tp", 1)
+    given = [f"mesh.{axis}={n}" for axis, n in mesh.items()]
+    worlds.run(size, functools.partial(trained, path, *given, *sets))

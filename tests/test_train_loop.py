@@ -1,0 +1,171 @@
+"""What a run does beside its steps: losses by source, operations, several held-out sets, the best checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import meshwright as mw
+from meshwright.layout import Param
+from meshwright.train import toml
+from meshwright.train.flops import Flops, flops_of, peak_of
+from meshwright.train.run import Trainer, run
+from tests import tiny, worlds
+from tests.runs import STEPS, chats, file_of, lines, losses, source
+
+
+def three_sources(at: Path) -> Path:
+    """Of which the second has a name of its own."""
+    model = source(at / "m", "qwen3_tied")
+    for number, name in enumerate("abc"):
+        chats(at / f"{name}.jsonl", 30 + number)
+    path = file_of(at, model, save=dict(export=False), train=dict(steps=3))
+    sources = "".join(f'[[data]]\npath = "{at / name}.jsonl"\n' for name in "ac")
+    text = path.read_text().replace("chats.jsonl", "b.jsonl").replace("[[data]]\n", '[[data]]\nname = "second"\n', 1)
+    path.write_text(text + sources)
+    return path
+
+
+def by_source(path: Path, *sets: str) -> None:
+    """The loss of the first step, by source, reckoned from log-probabilities before it."""
+    trainer = Trainer(toml.read(path, sets))
+    batches = trainer.feed.step(0).batches
+    rows = []
+    for batch in batches:
+        scores, targets = -mw.logprobs(trainer.model, batch), batch.labels != -100
+        own = [targets & (batch.fields["source"] == s) for s in range(3)]
+        rows.append([[float(scores[mask].sum()), int(mask.sum())] for mask in own])
+    found = trainer.mesh.all_or_none(None, "the test", None, [n for row in rows for pair in row for n in pair])
+    total = torch.tensor(found).view(len(found), -1, 3, 2).sum((0, 1))
+    for _ in trainer.steps():
+        pass
+    if trainer.mesh.rank == 0:
+        step = json.loads((trainer.out / "metrics.jsonl").read_text().splitlines()[1])
+        wanted = (total[:, 0] / total[:, 1]).tolist()
+        assert [step[f"train/loss/{name}"] for name in ("second", "a.jsonl", "c.jsonl")] == pytest.approx(wanted)
+        assert step["train/loss"] == pytest.approx(float(total[:, 0].sum() / total[:, 1].sum()))
+
+
+def test_the_loss_of_each_source(tmp_path: Path) -> None:
+    path = three_sources(tmp_path)
+    worlds.run(1, functools.partial(by_source, path))
+    worlds.run(4, functools.partial(by_source, path, "mesh.fsdp=2", "mesh.tp=2", f"out={tmp_path / 'mesh'}"))
+    one, mesh = ([json.loads(x) for x in (tmp_path / o / "metrics.jsonl").open()] for o in ("out", "mesh"))
+    for a, b in zip(one, mesh, strict=True):
+        names = [name for name in a if name.startswith("train/loss")]
+        assert [a[name] for name in names] == pytest.approx([b[name] for name in names], rel=1e-9)
+        assert len(names) in (0, 4)
+
+
+def operations(directory: Path, **options: Any) -> tuple[Flops, list[Param]]:
+    model = mw.load(str(directory), mw.Mesh(), dtype=torch.float32, **options)
+    return flops_of(model), [*model.table]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"])
+def test_operations_are_those_that_torch_counts(tmp_path: Path, name: str) -> None:
+    """Of transformers, which computes the half of attention that is masked, too."""
+    from transformers import AutoModelForCausalLM
+
+    directory, tokens = tiny.directory(tmp_path, name), 24
+    plain = dict(attn_implementation="eager", experts_implementation="eager")
+    peer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **plain)
+    with FlopCounterMode(display=False) as counter:
+        ids = torch.arange(1, tokens + 1)[None]
+        peer(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    [(flops, _)] = worlds.run(1, operations, directory)
+    rope = counter.get_total_flops() - flops.of(tokens, 2 * tokens**2)
+    head = 10 if name != "qwen2" else 9
+    assert 0 <= rope <= 2 * tokens * head, rope  # transformers multiplies positions by frequencies as matrices
+
+
+def test_operations_of_what_is_frozen_and_of_delta_nets(tmp_path: Path) -> None:
+    directory = tiny.directory(tmp_path, "qwen3_5")
+    [(flops, table)] = worlds.run(1, operations, directory)
+    [(frozen, _)] = worlds.run(1, functools.partial(operations, train="layers.**"), directory)
+    params = {param.name: param for param in table}
+    assert flops.per_token - frozen.per_token == 2 * params["head.weight"].numel
+    wide = sum(p.numel for p in table if p.cols and "tap" not in p.cols and p.name != "embed.weight")
+    nets = [p for p in table if "chan" in p.rows and "embed" in p.cols]
+    states = [(p.rows, params[p.name.replace("qkv", "out")].cols["value"]) for p in nets]
+    rule = sum(18 * rows["key"] * (rows["chan"] - value) // 2 * value for rows, value in states)
+    assert len(nets) > 0
+    assert flops.per_token == 6 * wide + rule
+    assert (peak_of("NVIDIA H100 80GB HBM3"), peak_of("cpu")) == (989e12, None)
+
+
+def rising(at: Path, **train: Any) -> Path:
+    """A rate that is far too high, two held-out sets."""
+    model = source(at / "m", "qwen3_tied")
+    for name in ("chats", "one", "two"):
+        chats(at / f"{name}.jsonl", 150 if name == "chats" else 12)
+    options = dict(early_stopping=2, steps=40, deterministic=True, **train)
+    path = file_of(
+        at, model, train=options, optim=dict(lr=0.1, schedule="constant"), eval={"every": 2, "best": True},
+        save=dict(every=3, wait=True, keep=1),
+    )  # fmt: skip
+    sets = "".join(f'[[eval.sets]]\nname = "{name}"\npath = "{at / name}.jsonl"\n' for name in ("one", "two"))
+    path.write_text(path.read_text() + sets)
+    return path
+
+
+def stopped_once(path: Path, at_step: int, *sets: str) -> str:
+    """Asked to end after a step."""
+    trainer = Trainer(toml.read(path, sets))
+    for _ in trainer.steps():
+        if trainer.engine.steps == at_step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return trainer.why
+
+
+def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
+    path = rising(tmp_path)
+    worlds.run(1, functools.partial(run, toml.read(path)))
+    found = {line["step"]: line for line in lines(tmp_path, "eval")}
+    means = {n: (line["eval/one/loss"] + line["eval/two/loss"]) / 2 for n, line in found.items()}
+    best = min(means, key=means.__getitem__)
+    assert max(found) == best + 4 < 40
+    assert lines(tmp_path, "end")[-1]["why"] == "early stopping"
+    assert [p.name for p in (tmp_path / "out" / "best").iterdir()] == [f"step-{best:06d}"]
+    assert lines(tmp_path, "save")[-1]["step"] == best + 4
+    assert (tmp_path / "out" / "export" / "config.json").is_file()
+    worlds.run(1, functools.partial(run, toml.read(path)))  # there is nothing left to do
+    assert max(line["step"] for line in lines(tmp_path)) == best + 4
+    out = f"out={tmp_path / 'parts'}"
+    [why] = worlds.run(1, functools.partial(stopped_once, path, best + 3, out))  # one evaluation of patience is used up
+    assert why == "signal 15"
+    worlds.run(2, functools.partial(run, toml.read(path, [out, "mesh.fsdp=2"])))
+    (tmp_path / "out").rename(tmp_path / "whole")
+    (tmp_path / "parts").rename(tmp_path / "out")
+    assert {line["step"]: line["eval/two/loss"] for line in lines(tmp_path, "eval")} == pytest.approx(
+        {n: line["eval/two/loss"] for n, line in found.items()}, rel=1e-6
+    )
+    assert len(losses(tmp_path)) == best + 4
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    model = source(tmp_path / "m", "qwen3_5_moe")
+    chats(tmp_path / "chats.jsonl")
+    worlds.run(2, functools.partial(run, toml.read(file_of(tmp_path, model, mesh=dict(fsdp=2, ep=2)))))
+    layout = json.loads((tmp_path / "out" / "layout.json").read_text())
+    assert layout["world"] == 2
+    assert layout["parameters"] == layout["trained"]
+    [experts] = [row for row in layout["table"] if row["name"].endswith("experts.down")]
+    assert experts["cut"] == "expert by ep=2"
+    environment = json.loads((tmp_path / "out" / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+    [start], [end] = lines(tmp_path, "start"), lines(tmp_path, "end")
+    assert (start["num_steps"], start["world"], end["why"], end["step"]) == (STEPS, 2, "", STEPS)
+    [first, second] = lines(tmp_path, "experts")
+    assert (first["step"], second["step"]) == (1, 11)
+    step = lines(tmp_path)[0]
+    assert sum(first["load"][0]) == pytest.approx(step["train/tokens"] * 3)
+    assert step["memory/peak_bytes"] > 10**7
