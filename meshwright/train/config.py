@@ -218,9 +218,9 @@ class LogSection(Section):
     """Steps between two lines on the terminal; metrics.jsonl has all."""
     plain: Annotated[bool, LATER] = False
     """Lines on the terminal instead of a live view."""
-    tensorboard: Annotated[bool, LATER] = False
+    tensorboard: bool = False
     """Write OUT/tensorboard too."""
-    wandb: Annotated[str, LATER] = ""
+    wandb: str = ""
     """The project of Weights & Biases that gets them too."""
 
 

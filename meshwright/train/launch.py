@@ -15,6 +15,7 @@ from ..weights import path_of
 from .config import Config
 from .loop import CHECKPOINTS
 from .run import model_directory, run
+from .sinks import check_sinks
 from .sources import Data, data_of
 from .stop import SIGNALS
 
@@ -25,6 +26,7 @@ def start(config: Config, arguments: Sequence[str]) -> str:
     """Train, and say why it ended early. `arguments`: those of the command that a rank is started with."""
     if "WORLD_SIZE" in os.environ:
         return run(config)
+    check_sinks(config)
     prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
     if config.mesh.world == 1:
         return run(config)

@@ -24,6 +24,7 @@ from .loop import CHECKPOINTS, EARLY, Habits, Loop, Position, Speed
 from .metrics import JsonLines, Lines, Sink
 from .record import device_name, write_record
 from .schedule import schedule
+from .sinks import check_sinks, sinks_of
 from .sources import Data, data_of
 from .stop import listening
 
@@ -49,6 +50,7 @@ class Trainer:
                 f"mw.Trainer takes the config of a run, not a {type(given).__name__}; give mw.train.read(file) or "
                 "mw.train.config_of(model=..., out=..., data=[...]). For a model and steps of your own: mw.Engine"
             )
+        check_sinks(config)
         be_deterministic(config.train.deterministic)
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump())
@@ -74,6 +76,7 @@ class Trainer:
         if self.mesh.rank == 0:
             write_record(self.out, self.config, self.model)
             self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps)]
+            self.sinks += sinks_of(self.config, self.out, self._first_step)
         with listening() as stop:
             loop = Loop(
                 self.engine, self.feed, self.data.num_steps, self.position, self.out, _habits(self.config), stop,
@@ -92,13 +95,17 @@ class Trainer:
             export(self.model, self.out / EXPORT, overwrite=True)
         return "" if self.why == EARLY else self.why
 
+    @property
+    def _first_step(self) -> int:
+        return self.position.stream // self.config.train.streams_per_step + 1
+
     def _beginning(self) -> dict[str, object]:
         train = self.config.train
         return {
             "num_steps": self.data.num_steps,
             "world": self.mesh.axes.world,
             "tokens_per_step": train.step_tokens,
-            "from": self.position.stream // train.streams_per_step,
+            "from": self._first_step - 1,
         }
 
 
