@@ -95,6 +95,19 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         on_mesh(path, {}, "train.steps=4")
     with pytest.raises(mw.errors.RankError, match="is there, and resume"):
         on_mesh(path, {}, "resume=never")
+    chats(tmp_path / "chats.jsonl")
+    with pytest.raises(
+        mw.errors.RankError, match=r"train\.length: 128 before, 64 now; a run goes on with what it began"
+    ):
+        on_mesh(path, {}, "train.length=64")
+    newest = f"resume={tmp_path / 'out' / 'checkpoints' / 'step-000002'}"
+    on_mesh(path, {}, newest, "train.steps=3", f"out={tmp_path / 'branch'}", "optim.lr=0.002")
+    on_mesh(path, {}, "train.steps=3", "optim.lr=0.002")
+    (tmp_path / "out" / "metrics.jsonl").rename(tmp_path / "kept.jsonl")
+    (tmp_path / "branch" / "metrics.jsonl").rename(tmp_path / "out" / "metrics.jsonl")
+    [third] = losses(tmp_path)
+    (tmp_path / "kept.jsonl").rename(tmp_path / "out" / "metrics.jsonl")
+    assert losses(tmp_path)[2] == third
 
 
 def test_held_out_data_and_the_end(tmp_path: Path) -> None:

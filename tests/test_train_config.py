@@ -139,7 +139,6 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
          "checkpoint; take 600"),
         (PLAIN + "[sample]\nevery = 5\n", "nothing to sample from"),
         ('resume = "nevr"\n' + PLAIN, "or a path with a slash, not \"nevr\"; did you mean \"never\"?"),
-        ('resume = "./step-1"\n' + PLAIN, 'resume (line 1): "./step-1" is not there yet; take "auto" or "never"'),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path: Path, text: str, wanted: str) -> None:

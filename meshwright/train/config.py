@@ -242,9 +242,9 @@ class Config(Section):
     """The directory of the run: checkpoints, metrics, the config as it was read, the exported model."""
     seed: Annotated[int, FIXED] = 0
     """Of the order of the data."""
-    resume: Annotated[Literal["auto", "never", "weights"] | CheckpointPath, Later(("auto", "never"))] = "auto"
-    """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none.
-    weights: go on from its weights, with the data anew. A path with a slash: go on from that checkpoint."""
+    resume: Literal["auto", "never"] | CheckpointPath = "auto"
+    """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a
+    slash: begin from that checkpoint, where OUT has none. For its weights alone, give it as the model."""
     cache: str = "~/.cache/meshwright"
     """Where tokenised data is kept, for all runs of a machine."""
     mesh: MeshSection = MeshSection()

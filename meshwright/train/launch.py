@@ -13,7 +13,7 @@ from ..errors import ConfigError, RankError
 from ..log import logger
 from ..weights import path_of
 from .config import Config
-from .loop import CHECKPOINTS
+from .position import CHECKPOINTS
 from .run import model_directory, run
 from .sinks import check_sinks
 from .sources import Data, data_of

@@ -20,9 +20,10 @@ from ..log import logger
 from .flops import Flops
 from .gauges import BySource, Reading, Told, agree, squares_of
 from .metrics import Sink
+from .position import CHECKPOINTS, Position
 from .stop import Stop
 
-CHECKPOINTS, BEST = "checkpoints", "best"
+BEST = "best"
 EARLY = "early stopping"
 _SKIPS_IN_A_ROW = 3
 _MATRIX_EVERY = 10  # steps between two whole matrices of the load of experts
@@ -43,18 +44,6 @@ class Habits:
     sample_every: int = 0
     on_nan: str = "stop"
     limit_s: float = math.inf
-
-
-@dataclass
-class Position:
-    """Where a run stands: all that a checkpoint holds beside the engine. `stream`: which the next step begins with.
-    `lowest`: the held-out loss that was lowest, and `since` the evaluations after it."""
-
-    plan: str
-    stream: int = 0
-    skipped: int = 0
-    lowest: float | None = None
-    since: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from ..engine import Model
 from ..layout import Param
 from ..plan import Figures, ParameterLine, alike, origin, parameter_lines, work_of
 from .config import Config
+from .position import CONFIG
 from .toml import as_toml
-
-CONFIG = "config.toml"
 
 
 def write_record(out: Path, config: Config, model: Model) -> None:

@@ -9,19 +9,17 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import newest_whole
-from ..data import Plan
-from ..engine import Engine, Model, Savings, StepRecord, check_export, export, load, losses, resume
-from ..errors import CheckpointError, ConfigError
-from ..log import logger
+from ..engine import Engine, Model, Savings, StepRecord, check_export, export, load, losses
+from ..errors import ConfigError
 from ..mesh import Mesh
 from ..weights import download, is_hub_id, path_of
 from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
 from .held_out import held_out
-from .loop import CHECKPOINTS, EARLY, Habits, Loop, Position, Speed
+from .loop import EARLY, Habits, Loop, Speed
 from .metrics import JsonLines, Lines, Sink
+from .position import position_of
 from .record import device_name, write_record
 from .schedule import schedule
 from .sinks import check_sinks, sinks_of
@@ -64,7 +62,7 @@ class Trainer:
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)
         self.engine = _engine(config, self.model, self.data)
-        self.position = _position(config, self.engine, self.data.plan, self.out / CHECKPOINTS)
+        self.position = position_of(config, self.engine, self.data.plan)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = held_out(config, directory, mesh, cache)
         self.sinks: list[Sink] = []
@@ -140,24 +138,6 @@ def _engine(config: Config, model: Model, data: Data) -> Engine:
         state_dtype=getattr(torch, optim.state_dtype) if optim.state_dtype else None,
         loss=BySource(len(data.documents)) if several else losses.cross_entropy,
     )  # fmt: skip
-
-
-def _position(config: Config, engine: Engine, plan: Plan, folder: Path) -> Position:
-    """Of the newest whole checkpoint of the run, or the beginning."""
-    mesh = engine.model.mesh
-    found = mesh.of_rank_0(newest_whole(folder) if mesh.rank == 0 else None)
-    if found is None:
-        return Position(plan.fingerprint)
-    if config.resume == "never":
-        raise ConfigError(f'{found} is there, and resume = "never"; choose another out, or remove it')
-    state = resume(engine, found).state
-    if not isinstance(state, dict) or state.get("plan") != plan.fingerprint:
-        raise CheckpointError(
-            f"{found} was trained on other data: files, tokenizer, weights, length or seed have changed; choose "
-            "another out (model may be this checkpoint)"
-        )
-    logger.warning("going on from %s", found)
-    return Position(**state)
 
 
 def _habits(config: Config) -> Habits:
