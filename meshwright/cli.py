@@ -314,11 +314,14 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from .train import launch, show, toml  # imports torch: --help should not wait for it
+    from .plan.show import print_plan  # imports torch: --help should not wait for it
+    from .train import launch, show, toml
+    from .train.layout import layout_of
 
     config = toml.read(options.config, options.set)
     launch.refuse_other_world(config, options.nproc)
     if options.dry_run:
+        print_plan(layout_of(config))
         print(show.dry_run(config, launch.prepared(config)))
         return 0
     sets = ["--set", *options.set] if options.set else []

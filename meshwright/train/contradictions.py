@@ -71,6 +71,13 @@ def _of_a_step(config: Config) -> Told:
 
 
 def _of_the_mesh(config: Config) -> Told:
+    length, tp = config.train.length, config.mesh.tp
+    if length % tp:
+        fits = max(1, length // tp) * tp
+        yield (
+            ("train", "length"),
+            f"{length} tokens cannot be shared out evenly over tp = {tp} ranks; take {fits} or {fits + tp}",
+        )
     try:
         Axes(**config.mesh.model_dump())
     except MeshError as error:

@@ -13,6 +13,7 @@ from ..errors import ConfigError, RankError
 from ..log import logger
 from ..weights import path_of
 from .config import Config
+from .layout import layout_of
 from .position import CHECKPOINTS
 from .run import model_directory, run
 from .sinks import check_sinks
@@ -27,6 +28,7 @@ def start(config: Config, arguments: Sequence[str]) -> str:
     if "WORLD_SIZE" in os.environ:
         return run(config)
     check_sinks(config)
+    layout_of(config)
     prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
     if config.mesh.world == 1:
         return run(config)
