@@ -72,6 +72,14 @@ CONVERT_ABOUT = """One kind of checkpoint out of another, by one process and ten
 The kinds: meshwright (what mw.save writes), hf (a Hugging Face directory), dcp (what torch.distributed.checkpoint.save
 writes of engine.state_dict()). Of a pickle in the source nothing is run. What is written is whole or not there.
 """
+REPORT_EXAMPLES = """examples:
+  meshwright report runs/first                                     writes runs/first/report.html
+  meshwright report runs/first runs/second --html compared.html    curves of both in the same charts
+"""
+REPORT_ABOUT = """One page of what runs did: curves, held-out data, experts, samples, checkpoints, where parameters lie.
+
+The page is one file and needs no network. It can be made while a run goes on. OUT is the `out` of a run's file.
+"""
 TRAIN_EXAMPLES = """examples:
   meshwright train run.toml
   meshwright train run.toml --set mesh.fsdp=4 optim.lr=1e-5 data.0.path=chats.jsonl
@@ -117,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_inspect(commands)
     _add_plan(commands)
+    _add_report(commands)
     _add_train(commands)
     _add_verify(commands)
     return parser
@@ -190,6 +199,16 @@ def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     data.add_argument(
         "--show", type=_positive, default=0, metavar="N", help="documents of each source, learnt parts green"
     )
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "report", help="one page of what runs did, and how they compare", description=REPORT_ABOUT,
+        epilog=REPORT_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    report.set_defaults(run=_report)
+    report.add_argument("runs", nargs="+", metavar="OUT", help="the directory of a run")
+    report.add_argument("--html", metavar="FILE", help="where the page goes (default: report.html in the first run)")
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -329,6 +348,21 @@ def _train(options: argparse.Namespace) -> int:
     if why and "WORLD_SIZE" not in os.environ:
         print(f"meshwright: ended by {why}; the same command goes on from {config.out}", file=sys.stderr)
     return 128 + int(why.split()[1]) if why.startswith("signal") else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from .plan import check_target, origin  # imports torch: --help should not wait for it
+    from .report import write_report
+
+    folders = [Path(run) for run in options.runs]
+    if not folders[0].is_dir():
+        raise ConfigError(f"{folders[0]} is no directory; give the `out` of a run's file")
+    target = check_target(options.html or str(folders[0] / "report.html"))
+    write_report(folders, target, origin(options.command))
+    print(target)
+    return 0
 
 
 def _convert(options: argparse.Namespace) -> int:

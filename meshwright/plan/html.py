@@ -109,12 +109,12 @@ def section(title: str, *inner: str) -> str:
     return wrap("section", tag("h2", title), "\n", *inner) + "\n"
 
 
-def page(title: str, origin: Mapping[str, str], *sections: Iterable[str]) -> str:
-    """`origin`: what made it, when, and by which command."""
+def page(title: str, origin: Mapping[str, str], *sections: Iterable[str], style: str = "") -> str:
+    """`origin`: what made it, when, and by which command. `style`: more of it."""
     head = "\n".join([
         '<meta charset="utf-8">', '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">', tag("title", title),
-        wrap("style", _STYLE.read_text("utf-8")),
+        wrap("style", _STYLE.read_text("utf-8") + style),
     ])  # fmt: skip
     body = "\n".join(part for parts in sections for part in parts)
     return f'<!DOCTYPE html>\n<html lang="en"><head>\n{head}\n</head><body>\n{body}\n{_footer(origin)}</body></html>\n'

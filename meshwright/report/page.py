@@ -1,0 +1,142 @@
+"""The page of a report: words and tables first, charts that its own script draws, nothing that is fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..plan.html import Cell, details, page, section, table, tag, wrap
+from . import tables
+from .reading import Run
+from .series import CHARTS, data_of
+
+_HERE = Path(__file__).parent
+_PLACED = ["parameter", "count", "shape", "dtype", "trained", "cut", "a rank, all"]
+_SAMPLES = 12  # times of samples that are shown, the last ones and the first
+
+
+def report_page(runs: Sequence[Run], origin: Mapping[str, str]) -> str:
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    data = data_of(runs)
+    sections = (_heading(title, runs), _differences(runs), _charts(data), _experts(data, runs), *map(_told, runs))
+    return page(title, origin, *sections, _script(data), style=(_HERE / "page.css").read_text("utf-8"))
+
+
+def _heading(title: str, runs: Sequence[Run]) -> Iterator[str]:
+    first = runs[0].json("layout.json").get("model", "")
+    about = [tag("span", str(first), "chip")] if first else []
+    yield wrap(
+        "header", tag("p", "meshwright report", "eyebrow"), tag("h1", title),
+        wrap("p", *about, tag("span", tables.mesh(runs[0])), kind="mesh") if len(runs) == 1 else "",
+    )  # fmt: skip
+    for number, run in enumerate(runs):
+        text, state = tables.verdict(run)
+        name = tag("small", run.name) if len(runs) > 1 else ""
+        kind = {"good": "pass", "bad": "fails", "open": ""}[state]
+        key = wrap("i", kind=f"run run{number % 8}") if len(runs) > 1 else ""
+        tiles = (
+            wrap("div", tag("dt", what), tag("dd", value))
+            for what, value in tables.tiles(run, short_ones=len(runs) > 1)
+        )
+        yield wrap(
+            "div", wrap("div", wrap("p", key, name), tag("strong", text), kind=f"verdict {kind}".strip()),
+            wrap("dl", *tiles, kind="tiles"), kind="run-head",
+        ) + "\n"  # fmt: skip
+        if failure := run.texts.get("failure.txt"):
+            yield wrap("div", tag("pre", failure), kind="finding")
+
+
+def _differences(runs: Sequence[Run]) -> Iterator[str]:
+    if len(runs) < 2:
+        return
+    rows = tables.differences(runs)
+    text = "What the files of the runs do not have in common." if rows else "The files of the runs say the same."
+    inner = [table(["field", *(run.name for run in runs)], [[Cell(row[0], "name"), *row[1:]] for row in rows])]
+    yield section("What differs", tag("p", text), *(inner if rows else []))
+
+
+def _charts(data: Mapping[str, list[dict[str, object]]]) -> Iterator[str]:
+    figures = [_figure(str(chart["metric"])) for chart in data["charts"]]
+    controls = (
+        '<div class="controls"><label>by <select id="axis"><option value="step">step</option>'
+        '<option value="tokens">tokens</option><option value="time">time</option></select></label>'
+        '<label>smooth the loss <input id="smooth" type="range" min="0" max="98" step="2" value="0"></label></div>'
+    )
+    about = "Drag the bar below a chart to zoom; Ctrl and the wheel does it too. Point at a curve for its figures."
+    yield section("Curves", tag("p", about), controls, wrap("div", *figures, kind="charts"))
+
+
+def _figure(metric: str) -> str:
+    title, unit = CHARTS[metric]
+    wide = " wide" if metric == "train/loss" else ""
+    head = wrap("figcaption", tag("b", title), tag("small", unit))
+    return f'<figure class="chart{wide}">{head}<div class="plot" data-metric="{metric}"></div></figure>\n'
+
+
+def _experts(data: Mapping[str, Sequence[object]], runs: Sequence[Run]) -> Iterator[str]:
+    with_experts = [number for number, found in enumerate(data["experts"]) if found]
+    if not with_experts:
+        return
+    figures = [
+        wrap(
+            "figure", wrap("figcaption", tag("b", runs[number].name) if len(runs) > 1 else "",
+                           '<label>step <output></output> <input type="range" min="0" value="0"></label>'),
+            f'<div class="plot heat" data-run="{number}"></div>', kind="chart wide",
+        )
+        for number in with_experts
+    ]  # fmt: skip
+    about = "Tokens of each expert, by the mean of its layer: 1 is even, 0 an expert that nothing reaches."
+    yield section("Load of the experts", tag("p", about), *figures)
+
+
+def _told(run: Run) -> Iterator[str]:
+    """All tables of a run, folded."""
+    head, rows = tables.held_out(run)
+    proof = tables.proof(run)
+    inner = [
+        *_samples(run),
+        _folded("Held-out data", table(head, rows), bool(rows)),
+        _folded("Checkpoints", table(["step", "path", "took", ""], tables.checkpoints(run)), bool(run.of("save"))),
+        _folded(f"The mesh: {tables.mesh(run)}", _placed(run), bool(run.json("layout.json"))),
+        _folded("The file of the run", tag("pre", run.texts.get("config.toml", "")), "config.toml" in run.texts),
+        _folded("Where it ran", table(["", ""], tables.environment(run)), "environment.json" in run.texts),
+    ]
+    said = tag("p", proof[0], "pass" if proof[1] else "fails") if proof else ""
+    yield section(f"{run.name} in detail", said, *inner)
+
+
+def _folded(title: str, inner: str, there: bool) -> str:
+    return details(title, inner) if there else ""
+
+
+def _placed(run: Run) -> str:
+    rows = tables.placed(run)
+    return table(_PLACED, [[Cell(row[0], "name"), *row[1:]] for row in rows])
+
+
+def _samples(run: Run) -> Iterator[str]:
+    """The newest ones at once, and earlier ones on demand: the first, and so many before the newest."""
+    *earlier, newest = sorted({line["step"] for line in run.of("sample")}) or [None]
+    if newest is None:
+        return
+    yield _samples_of(run, newest)
+    shown = sorted({*earlier[:1], *earlier[-_SAMPLES:]}, reverse=True)
+    yield _folded("Samples of earlier steps", "".join(_samples_of(run, step) for step in shown), bool(shown))
+
+
+def _samples_of(run: Run, step: int) -> str:
+    said = (
+        wrap("div", tag("p", str(line.get("prompt", "")), "prompt"), tag("p", str(line.get("text", ""))), kind="said")
+        for line in run.of("sample")
+        if line["step"] == step
+    )
+    return wrap("div", tag("h3", f"What the model writes after step {step:,}"), *said, kind="samples")
+
+
+def _script(data: object) -> Iterator[str]:
+    """Data is JSON in which no `<` stands: a text cannot end the script."""
+    told = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    yield f'<script type="application/json" id="data">{told}</script>'
+    for name in ("charts.min.js", "page.js"):
+        yield f"<script>{(_HERE / name).read_text('utf-8')}</script>"

@@ -1,0 +1,104 @@
+"""What a run left in its folder, read as it is: also while it still runs, and when it was cut off in a line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+METRICS = "metrics.jsonl"
+_OUR_FILES = ("config.toml", "environment.json", "layout.json", "verify.json", "failure.txt")
+
+
+@dataclass(frozen=True)
+class Run:
+    """`lines`: of each kind the values by step, those that were written last. A NaN is None there."""
+
+    name: str
+    lines: Mapping[str, Sequence[Mapping[str, Any]]]
+    texts: Mapping[str, str] = field(default_factory=dict)
+    starts: int = 1
+
+    def of(self, kind: str) -> Sequence[Mapping[str, Any]]:
+        return self.lines.get(kind, ())
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        """Of a file; empty where it is not there, or no JSON."""
+        try:
+            found = json.loads(self.texts.get(name, "{}"))
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def num_steps(self) -> int | None:
+        """That it was to make."""
+        return next((int(start["num_steps"]) for start in reversed(self.of("start")) if "num_steps" in start), None)
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        return self.of("step")[-1]
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The lowest mean of the held-out losses, and its step."""
+        found = []
+        for line in self.of("eval"):
+            losses = [value for name, value in line.items() if name.endswith("/loss")]
+            if losses and None not in losses:
+                found.append((math.fsum(losses) / len(losses), int(line["step"])))
+        return min(found) if found else None
+
+
+def read_run(folder: Path) -> Run:
+    file = folder / METRICS
+    if not file.is_file():
+        raise ConfigError(f"{folder} holds no {METRICS}; give the `out` of a run's file, after its first step")
+    kept: dict[str, dict[Any, dict[str, Any]]] = {}
+    starts = 0
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            found = _read(line)
+            if found is None:
+                continue
+            if found["kind"] == "start":
+                starts += 1
+                _forget_after(kept, found)
+            kept.setdefault(found["kind"], {})[_key(found)] = found
+    if not kept.get("step"):
+        raise ConfigError(f"{file} holds no step yet; a report needs one")
+    ordered = {kind: [by[key] for key in sorted(by)] for kind, by in kept.items()}
+    texts = {name: _text(folder / name) for name in _OUR_FILES if (folder / name).is_file()}
+    return Run(folder.resolve().name, ordered, texts, max(1, starts))
+
+
+def _read(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:  # the last line of a run that was cut off, or still runs
+        return None
+    known = isinstance(found, dict) and isinstance(found.get("kind"), str) and isinstance(found.get("step"), int)
+    return found if known else None
+
+
+def _key(found: Mapping[str, Any]) -> tuple[Any, ...]:
+    """One line a step, but for samples, of which there are several, and checkpoints, of which the best is one more."""
+    return (found["step"], found.get("number", 0), bool(found.get("best")))
+
+
+def _forget_after(kept: Mapping[str, dict[Any, Any]], start: Mapping[str, Any]) -> None:
+    """A run that goes on from a checkpoint makes the steps behind it anew. How it ended before is past, too."""
+    begins = start.get("from")
+    begins = begins if isinstance(begins, int) else start["step"]
+    for kind, by in kept.items():
+        for key in [key for key in by if kind == "end" or (kind != "start" and key[0] > begins)]:
+            del by[key]
+
+
+def _text(file: Path) -> str:
+    return file.read_text("utf-8", errors="replace")

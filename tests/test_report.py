@@ -1,0 +1,156 @@
+"""The report of runs: read as they lie, thinned without losing a peak, drawn offline at any width."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.report.page import report_page
+from meshwright.report.reading import read_run
+from meshwright.report.series import data_of
+from meshwright.report.thin import thinned
+from tests.fake_runs import fake_run
+from tests.pages import Read
+
+PACKAGE = Path(mw.__file__).parent / "report"
+BUNDLE = "9511057df085f485da5dfe249483a27b180a237521ffc8a4a33b3d3d21979f56"
+
+
+def line(kind: str, step: int, **values: Any) -> str:
+    return json.dumps({"kind": kind, "step": step, "time": 1000.0 + step, **values}) + "\n"
+
+
+def test_a_run_that_went_on(tmp_path: Path) -> None:
+    """The steps behind its checkpoint were made anew; so was what had been saved there, and how it had ended."""
+    text = line("start", 0, num_steps=9, **{"from": 0})
+    text += "".join(line("step", n, **{"train/loss": 1.0}) for n in range(1, 6)) + line("save", 5, path="lost")
+    text += line("end", 5, why="signal 15") + line("start", 3, num_steps=9, **{"from": 3})
+    text += line("step", 4, **{"train/loss": 2.0}) + line("new-kind", 4) + "[1, 2]\n" + '{"kind": "step", "st'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    run = read_run(tmp_path)
+    assert [(each["step"], each["train/loss"]) for each in run.of("step")] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert not [*run.of("save"), *run.of("end")]
+    assert (run.starts, run.num_steps) == (2, 9)
+    assert "at step 4 of 9" in report_page([run], {"command": "x", "date": "today"}).lower()
+
+
+def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "holds no metrics.jsonl" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text(line("start", 0))
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "holds no step yet" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "none")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num", [7, 2000, 2001, 31_337])
+def test_peaks_stay(num: int) -> None:
+    values: list[float | None] = [float(n % 17) for n in range(num)]
+    values[num // 2], values[num // 3] = 99.0, -99.0
+    values[num // 4 : num // 4 + num // 9] = [None] * (num // 9)
+    kept = thinned(values, 2000)
+    assert len(kept) <= 2000
+    assert {0, num - 1, values.index(99.0)} <= {*kept}
+    assert -99.0 not in values or values.index(-99.0) in kept
+    assert kept == sorted({*kept})
+
+
+def test_charts_of_what_is_there(tmp_path: Path) -> None:
+    values = {"train/loss": 1.0, "train/grad_norm": None, "nan": ["train/grad_norm"]}
+    (tmp_path / "metrics.jsonl").write_text(line("step", 1, **values) + line("step", 2, **values))
+    data = data_of([read_run(tmp_path)])
+    assert [chart["metric"] for chart in data["charts"]] == ["train/loss"]
+    assert data["experts"] == [None]
+
+
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole, below 2 MB, and nothing in it ends a script or asks the network for anything."""
+    runs = [fake_run(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second", "third"))]
+    assert cli.main(["report", *map(str, runs), "--html", str(tmp_path / "all.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "all.html")
+    text = (tmp_path / "all.html").read_text()
+    assert 600_000 < len(text.encode()) < 2_000_000
+    assert text.count("</script>") == 3
+    assert "&lt;/script&gt;&lt;b&gt;1 &lt; 2 &amp; 3?" in text
+    without = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(?:src|href)=|url\(|@import", without)
+    read = Read(re.sub(r"<input [^>]*>", "", without))
+    differs = {row["field"]: row["second"] for row in read.table("field")}
+    assert {*differs} == {"out", "seed", "optim.lr", "optim.schedule"}
+    assert differs["optim.schedule"] == "linear"
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index] # it is there
+    loss = data["charts"][0]["curves"]
+    assert [curve["label"] for curve in loss][:3] == ["first", "first: code", "first: held-out"]
+    assert len(loss[0]["y"]) == 1000
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    runs = [read_run(fake_run(tmp_path / str(n), seed=n, steps=20_000, layers=48, experts=128)) for n in range(2)]
+    assert len(json.dumps(data_of(runs))) < 1_300_000
+
+
+def test_the_bundle_is_what_was_built() -> None:
+    """charts.NOTICE says how; whoever builds it anew changes this."""
+    assert hashlib.sha256((PACKAGE / "charts.min.js").read_bytes()).hexdigest() == BUNDLE
+    notice = (PACKAGE / "charts.NOTICE").read_text()
+    assert "npm install echarts@6.1.0" in notice
+    assert "Apache License" in (PACKAGE / "charts.LICENSE").read_text()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no Chromium is on the PATH")
+    with sync.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme", "runs"), [(390, "dark", 3), (1280, "light", 3), (390, "light", 1), (1280, "dark", 1)]
+)
+def test_in_a_browser(tmp_path: Path, browser: Any, width: int, scheme: str, runs: int) -> None:
+    """No request but for the page, no error, no line too wide; a tooltip holds every run; a slider changes experts."""
+    folders = [fake_run(tmp_path / f"run-{n}", seed=n, steps=60 if n else 1) for n in reversed(range(runs))]
+    cli.main(["report", *map(str, folders), "--html", str(tmp_path / "page.html")])
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True, is_mobile=width < 500,
+        has_touch=width < 500,
+    )  # fmt: skip
+    page, told, asked = context.new_page(), list[str](), list[str]()
+    page.on("console", lambda message: told.append(message.text))
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    plot = page.locator('[data-metric="train/loss"]')
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    at = (box["x"] + box["width"] * (0.5 if runs > 1 else 0.53), box["y"] + box["height"] * 0.4)
+    (page.touchscreen.tap if width < 500 else page.mouse.move)(*at)
+    if runs > 1:
+        page.wait_for_selector(".tip", timeout=3000)
+        said = page.locator(".tip").first.inner_text()
+        assert all(f"run-{n}" in said for n in (1, 2)), said
+    page.select_option("#axis", "tokens")
+    page.locator("#smooth").fill("90")
+    slider = page.locator(".heat").first.locator("xpath=..").locator("input")
+    slider.fill("0")
+    assert page.locator("output").first.inner_text() == "1"
+    page.emulate_media(color_scheme="dark" if scheme == "light" else "light")
+    page.wait_for_timeout(100)
+    assert (told, len(asked)) == ([], 1)
+    context.close()
