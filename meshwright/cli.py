@@ -222,6 +222,9 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.add_argument(
         "--nproc", type=_positive, metavar="N", help="ranks of this machine (default: those of the mesh)"
     )
+    train.add_argument(
+        "--plain", action="store_true", help="lines instead of a live view, as where there is no terminal"
+    )
     train.add_argument("--dry-run", action="store_true", help="prepare the data, say what will be trained, and end")
 
 
@@ -337,13 +340,14 @@ def _train(options: argparse.Namespace) -> int:
     from .train import launch, show, toml
     from .train.layout import layout_of
 
-    config = toml.read(options.config, options.set)
+    given = [*options.set, *(["log.plain=true"] if options.plain else [])]
+    config = toml.read(options.config, given)
     launch.refuse_other_world(config, options.nproc)
     if options.dry_run:
         print_plan(layout_of(config))
         print(show.dry_run(config, launch.prepared(config)))
         return 0
-    sets = ["--set", *options.set] if options.set else []
+    sets = ["--set", *given] if given else []
     why = launch.start(config, ["train", options.config, *sets])
     if why and "WORLD_SIZE" not in os.environ:
         print(f"meshwright: ended by {why}; the same command goes on from {config.out}", file=sys.stderr)

@@ -214,9 +214,9 @@ class SampleSection(Section):
 class LogSection(Section):
     """Where metrics go, beside OUT/metrics.jsonl and the terminal."""
 
-    every: Annotated[Positive, LATER] = 1
+    every: Positive = 1
     """Steps between two lines on the terminal; metrics.jsonl has all."""
-    plain: Annotated[bool, LATER] = False
+    plain: bool = False
     """Lines on the terminal instead of a live view."""
     tensorboard: bool = False
     """Write OUT/tensorboard too."""
@@ -229,7 +229,10 @@ class LaunchSection(Section):
 
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often a run whose rank died is started again from its newest checkpoint."""
-    shutdown_timeout: Annotated[Positive, LATER] = 600
+    fewer: bool = False
+    """A restart leaves out the rank that failed: the mesh gets smaller, fsdp first, then replicate. By default this
+    waits until a rank has failed twice."""
+    shutdown_timeout: Positive = 600
     """Seconds in which the ranks may save after a signal, before they are killed."""
 
 

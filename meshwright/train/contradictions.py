@@ -20,7 +20,7 @@ _OF_CHATS = ("thinking", "turns", "template", "template_args")
 def contradictions(config: Config) -> Told:
     for matter in (
         _of_the_end, _of_a_step, _of_the_mesh, _of_shares, _of_sources, _of_names, _of_the_schedule,
-        _of_evaluation, _of_samples, _of_checkpoints, _of_memory, _not_there_yet,
+        _of_evaluation, _of_samples, _of_checkpoints, _of_restarts, _of_memory, _not_there_yet,
     ):  # fmt: skip
         yield from matter(config)
 
@@ -170,6 +170,11 @@ def _of_checkpoints(config: Config) -> Told:
             f"{config.save.keep_every} is no multiple of every = {config.save.every}: some of those steps have no "
             f"checkpoint; take {-(-config.save.keep_every // config.save.every) * config.save.every}",
         )
+
+
+def _of_restarts(config: Config) -> Told:
+    if config.launch.fewer and not config.launch.max_restarts:
+        yield ("launch", "fewer"), "it says what a restart does, and there are none; give max_restarts too"
 
 
 def _of_memory(config: Config) -> Told:

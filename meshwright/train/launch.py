@@ -1,38 +1,46 @@
-"""Start a run: on this process alone, on processes of this machine, or as a rank that torchrun started."""
+"""Start a run: ranks as processes of this machine, or this process as a rank that somebody else has started."""
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import product
+from pathlib import Path
 
 from ..checkpoint import newest_whole
 from ..errors import ConfigError, RankError
 from ..log import logger
 from ..weights import path_of
+from . import failure
 from .config import Config
+from .contradictions import contradictions
 from .layout import layout_of
+from .live import Display
 from .position import CHECKPOINTS
+from .rank import as_rank
 from .run import model_directory, run
 from .sinks import check_sinks
 from .sources import Data, data_of
-from .stop import SIGNALS
+from .terminal import Seen
 
-_SHUTDOWN_S = 600  # after a signal: a save of a large model takes minutes
+LOGS = "logs"
+_IN_VAIN = 2  # starts in a row without a step, after which another would not help
 
 
 def start(config: Config, arguments: Sequence[str]) -> str:
     """Train, and say why it ended early. `arguments`: those of the command that a rank is started with."""
     if "WORLD_SIZE" in os.environ:
-        return run(config)
+        return as_rank(config, run)
     check_sinks(config)
     layout_of(config)
-    prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
-    if config.mesh.world == 1:
-        return run(config)
-    return _launch(config, arguments)
+    data = prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
+    out, world = path_of(config.out), config.mesh.world
+    if world > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    seen = Seen(f"meshwright train {config.out}", shape(config), data.num_steps)
+    with Display(seen, out, plain=config.log.plain, every=config.log.every) as display:
+        return _launch(config, arguments, out, display)
 
 
 def prepared(config: Config) -> Data:
@@ -41,51 +49,60 @@ def prepared(config: Config) -> Data:
     return data_of(config, model_directory(config), path_of(config.cache), processes=processes)
 
 
-def _launch(config: Config, arguments: Sequence[str]) -> str:
-    """Start the ranks, and once more from the newest checkpoint where one has died."""
-    world, folder = config.mesh.world, path_of(config.out) / CHECKPOINTS
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    for attempt in range(config.launch.max_restarts + 1):
-        before = newest_whole(folder)
-        ended = _ended(world, arguments)
-        if not ended.failure:
-            return f"signal {ended.signal}" if ended.signal else ""
-        now = newest_whole(folder)
-        if attempt == config.launch.max_restarts or now is None or (attempt and now == before):
-            raise RankError(f"{ended.failure}; what it said stands above")
-        logger.warning("%s; starting again from %s (%d)", ended.failure, now, attempt + 1)
-    raise AssertionError("the last attempt has ended, or failed")
+def _launch(config: Config, arguments: Sequence[str], out: Path, display: Display) -> str:
+    """Start the ranks, and again from the newest checkpoint where one has failed."""
+    from .elastic import ended  # late: it imports what a rank does not need
+
+    failed, restarts, in_vain = Counter[int](), 0, 0
+    given = list(arguments)
+    while True:
+        logs = next_attempt(out / LOGS)
+        display.starts(logs / "0.log", again=restarts > 0)
+        how = ended(config.mesh.world, given, logs, config.launch.shutdown_timeout)
+        if how.failure is None:
+            return f"signal {how.signal}" if how.signal else ""
+        display.follow()
+        in_vain = 0 if display.num_steps_seen else in_vain + 1
+        failure.write(out, str(how.failure))
+        stops = how.signal or how.failure.final or in_vain == _IN_VAIN
+        if stops or restarts == config.launch.max_restarts:
+            raise RankError(str(how.failure))
+        restarts += 1
+        failed[how.failure.rank] += 1
+        leaves_out = config.launch.fewer or failed[how.failure.rank] > 1
+        if leaves_out and (smaller := fewer(config)):  # without one the same ranks try again
+            config, failed, mesh = smaller, Counter(), smaller.mesh
+            given = [*arguments, "--set", f"mesh.replicate={mesh.replicate}", f"mesh.fsdp={mesh.fsdp}"]
+            display.seen.mesh = shape(config)
+        where = newest_whole(out / CHECKPOINTS) or "the beginning"
+        logger.warning(
+            "%s; starting again from %s on %s (%d of %d)",
+            how.failure.short, where, shape(config), restarts, config.launch.max_restarts,
+        )  # fmt: skip
 
 
-class Ended(NamedTuple):
-    """How the ranks of an attempt ended: by themselves, because one failed, or because somebody asked them to."""
+def next_attempt(folder: Path) -> Path:
+    """Starts are counted through all commands of a run: none writes over the logs of another."""
+    taken = [int(each.name) for each in folder.iterdir() if each.name.isdecimal()] if folder.is_dir() else []
+    return folder / str(max(taken, default=-1) + 1)
 
-    failure: str = ""
-    signal: int = 0
+
+def fewer(config: Config) -> Config | None:
+    """On the largest mesh of fewer ranks that the run can have. fsdp gets smaller first; tp and ep stay."""
+    mesh, found = config.mesh, []
+    for replicate, fsdp in product(range(1, mesh.replicate + 1), range(1, mesh.fsdp + 1)):
+        smaller = mesh.model_copy(update={"replicate": replicate, "fsdp": fsdp})
+        other = config.model_copy(update={"mesh": smaller})
+        if smaller.world < mesh.world and not any(contradictions(other)):
+            found.append(((smaller.world, replicate), other))
+    return max(found, key=lambda each: each[0])[1] if found else None
 
 
-def _ended(world: int, arguments: Sequence[str]) -> Ended:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # sixty lines of its own would bury what a rank says
-    settings = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=world, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0, shutdown_timeout=_SHUTDOWN_S, run_id="meshwright",
-    )  # fmt: skip
-    try:
-        elastic_launch(settings, sys.executable)("-m", "meshwright", *arguments)
-    except SignalException as error:  # this process got it and passed it on
-        return Ended(signal=int(error.sigval))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode - 128 in SIGNALS:  # the ranks got it themselves
-            return Ended(signal=failure.exitcode - 128)
-        how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else f"signal {failure.signal_name()}"
-        return Ended(failure=f"rank {rank} of {world} ended with {how}")
-    return Ended()
+def shape(config: Config) -> str:
+    """`4 ranks: fsdp=2 tp=2`."""
+    sizes = [f"{axis}={size}" for axis, size in config.mesh.model_dump().items() if size > 1]
+    world = config.mesh.world
+    return " ".join([f"{world} ranks:", *sizes]) if world > 1 else "1 rank"
 
 
 def refuse_other_world(config: Config, nproc: int | None) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+WIDTH = 80  # of a line on a terminal that is none, or a small one
 
 
 class Sink(Protocol):
@@ -33,27 +36,55 @@ class JsonLines:
 
 
 class Lines:
-    """A line for each step, of 80 columns."""
+    """A line for each of `every` steps, evaluations and saves, of 80 columns."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(self, num_steps: int, every: int = 1, say: Callable[[str], None] | None = None) -> None:
+        self.num_steps, self.every = num_steps, every
+        self.say = say or _say
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind == "step":
-            left = (self.num_steps - step) * values["time/step_s"]
-            text = (
-                f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  loss {values['train/loss']:.4f}  "
-                f"norm {values['train/grad_norm']:.3g}  lr {values['train/learning_rate']:.2e}  "
-                f"{values['throughput/tokens_per_s']:,.0f} tok/s  {_clock(left)} left"
-            )
+            if step % self.every == 0 or step == self.num_steps:
+                self.say(_step_line(step, self.num_steps, values))
         elif kind == "eval":
-            text = f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        else:
-            text = f"step {step}  {kind}: " + ", ".join(str(value) for value in values.values())
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+            told = "  ".join(f"{name} {_number(value, '.4f')}" for name, value in values.items())
+            self.say("\n".join(textwrap.wrap(f"step {step}  {told}", WIDTH, subsequent_indent="  ")))
+        elif kind == "sample":
+            self.say(f"step {step}  sample {values.get('number', '')}: {values['prompt']!r} -> {values['text']!r}")
+        elif kind == "save":
+            self.say(f"step {step}  save: {values['path']}, {values['seconds']} s")
+        elif kind == "end" and values["why"]:
+            self.say(f"step {step}  ended by {values['why']}")
 
 
-def _clock(seconds: float) -> str:
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _step_line(step: int, num_steps: int, values: Mapping[str, Any]) -> str:
+    left = (num_steps - step) * values["time/step_s"]
+    lr = f"  lr {_number(values['train/learning_rate'], '.2e')}"
+    text = (
+        f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {_number(values['train/loss'], '.4f')}  "
+        f"norm {_number(values['train/grad_norm'], '.3g')}{lr}  "
+        f"{amount(values['throughput/tokens_per_s'])} tok/s  {clock(left)} left"
+    )
+    return text if len(text) <= WIDTH else text.replace(lr, "")  # which the schedule says as well
+
+
+def _number(value: float | None, spec: str) -> str:
+    """JSON has no number for what is none."""
+    return "nan" if value is None else format(value, spec)
+
+
+def amount(value: float) -> str:
+    """Of tokens: 12,345 or 1.23M."""
+    return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:.2f}M"
+
+
+def clock(seconds: float) -> str:
     minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    if hours >= 100:
+        return f"{hours // 24} days"
     return f"{hours}:{minutes % 60:02}:{int(seconds) % 60:02}"

@@ -73,7 +73,7 @@ class Trainer:
         end it after a step, saved."""
         if self.mesh.rank == 0:
             write_record(self.out, self.config, self.model)
-            self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps)]
+            self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps, self.config.log.every)]
             self.sinks += sinks_of(self.config, self.out, self._first_step)
         with listening() as stop:
             loop = Loop(

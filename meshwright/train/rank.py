@@ -1,0 +1,77 @@
+"""A run on a rank that somebody else has started: its output goes to its log, its end is told, and it leaves with its
+launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from ..errors import MeshwrightError
+from ..log import logger
+from ..watch import names_lost_ranks
+from ..weights import path_of
+from . import failure
+from .config import Config
+
+LAUNCHER, ATTEMPT = "MESHWRIGHT_LAUNCHER", "MESHWRIGHT_ATTEMPT"  # its process; which start of the run this is
+OURS = "meshwright: "  # how a line of a log begins that the person at the terminal is to see
+_PR_SET_PDEATHSIG = 1
+
+
+def as_rank(config: Config, run: Callable[[Config], str]) -> str:
+    """Under our launcher or torchrun."""
+    began = time.time()
+    launched = LAUNCHER in os.environ
+    if launched:
+        leave_with(int(os.environ[LAUNCHER]))
+        _one_log()
+    try:
+        return run(config)
+    except Exception as unnamed:  # noqa: BLE001 - whatever it is, the launcher is told
+        error = _named(unnamed)
+        words = failure.record(error, int(os.environ["RANK"]), began, path_of(config.out))
+        if launched or not isinstance(error, MeshwrightError):
+            traceback.print_exception(error)
+        if not launched:
+            where = path_of(config.out) / failure.FAILURE
+            sys.stderr.write(f"{OURS}{words}\n{OURS}the first failure of the run is told in {where}\n")
+        raise SystemExit(2) from error
+
+
+def _named(error: Exception) -> Exception:
+    """The others learn of it, or it is theirs: a collective of the loop that fails names the rank that is lost."""
+    try:
+        with names_lost_ranks():
+            raise error
+    except Exception as named:  # noqa: BLE001 - it was caught before
+        return named
+
+
+def leave_with(parent: int) -> None:
+    """A launcher that is killed cannot end its ranks. Linux alone does it for it."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before
+        os._exit(1)
+
+
+def _one_log() -> None:
+    """Both streams were opened on the same file, and would write over each other."""
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # it is the stream that Python opened
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Marked())
+    logger.addHandler(handler)
+
+
+class _Marked(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(OURS + line for line in super().format(record).splitlines())

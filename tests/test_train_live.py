@@ -1,0 +1,481 @@
+"""What a person sees of a run: the live view, plain lines, the last words; and that nothing stays behind."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.log import logger
+from meshwright.train import elastic, failure, launch, loop, toml
+from meshwright.train.elastic import Ended
+from meshwright.train.failure import Failure
+from meshwright.train.live import Display, Tail, parsed
+from meshwright.train.metrics import JsonLines, Lines
+from meshwright.train.terminal import Frame, Seen, sparkline
+from tests.pictures import BEGAN, seen, step_line
+from tests.test_train import chats, file_of, source
+
+SHOWN = [
+    "step 412 of 1,000", "0:26:27 left", "1.7000 at step 400", "9.13e-06", "98,765", "MFU 41.2%", "61.2 GB on rank 3",
+    "1.48 of the mean", "0.2%", "step 400, 0:02:00 ago",
+]  # fmt: skip
+
+
+def drawn(frame: Frame, width: int, encoding: str = "utf-8") -> list[str]:
+    out = io.TextIOWrapper(io.BytesIO(), encoding)
+    Console(file=out, width=width, color_system=None).print(frame)
+    out.seek(0)
+    return out.read().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_a_frame_holds_all_at_any_width(width: int) -> None:
+    lines = drawn(Frame(seen(), "", now=BEGAN + 1200), width)
+    assert {cell_len(line) for line in lines} == {width}
+    assert len(lines) <= (13 if width == 40 else 8)
+    text = "\n".join(lines)
+    for value in SHOWN:
+        assert value in text, text
+    assert "▁" in text
+    assert "…" not in text
+
+
+def test_a_frame_of_little() -> None:
+    """Before the first step; of a dense model on an unknown device; with a loss that is no number."""
+    new = Seen("a run", "2 ranks: fsdp=2", 10)
+    text = "\n".join(drawn(Frame(new, "no step yet, 0:00:09: load m on rank 0: 5 of 9"), 80))
+    assert "step 0 of 10" in text
+    assert "load m on rank 0" in text
+    lacking = {**step_line(3), "train/loss": None, "train/grad_norm": None, "nan": ["train/loss"]}
+    for name in ("throughput/mfu", "memory/peak_bytes", "memory/rank", "experts/max_over_mean", "experts/dead"):
+        del lacking[name]
+    new.take(lacking)
+    text = "\n".join(drawn(Frame(new, "signal 2"), 80, "ascii"))
+    assert "nan" in text
+    assert "signal 2" in text
+    assert text.isascii()
+    assert sparkline([1.0, float("nan"), 3.0, 2.0], 9) == "▁ █▅"
+    assert sparkline([*range(100)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_steps_that_are_made_again() -> None:
+    """What was seen of them is no more; the time left is reckoned anew."""
+    found = seen(20)
+    found.take({"kind": "eval", "step": 18, "time": 0, "eval/a/loss": 1.0})
+    found.starts(again=True)
+    assert not found.begun
+    found.take(step_line(16, **{"train/loss": 7.0, "time": BEGAN + 999, "time/step_s": 3.0}))
+    assert found.begun
+    assert list(found.losses) == [*range(1, 17)]
+    assert found.losses[16] == 7.0
+    assert found.held_out == {"a": {}}
+    assert found.left_s == (1000 - 16) * 3.0
+    found.take(step_line(18, time=BEGAN + 999 + 8))
+    assert found.left_s == (1000 - 18) * 4.0
+    assert "restarts" in "\n".join(drawn(Frame(found, ""), 80))
+
+
+def test_a_file_is_followed(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "x")
+    assert [*tail.lines()] == []
+    added = [('{"a": 1}\n{"b"', ['{"a": 1}']), (": 2}\n", ['{"b": 2}']), ("", []), ("{\n1\n", ["{", "1"])]
+    with (tmp_path / "x").open("w") as out:
+        for text, whole in added:
+            out.write(text)
+            out.flush()
+            assert [*tail.lines()] == whole
+    assert [*Tail(tmp_path / "x", at_end=True).lines()] == []
+    assert [*parsed(['{"a": 1}', '{"kind": "st', "2"])] == [{"a": 1}, 2]
+
+
+def test_plain_lines() -> None:
+    told: list[str] = []
+    lines = Lines(1_000_000, 10, told.append)
+    for step in range(1, 31):
+        lines.write("step", step, step_line(step))
+    assert [line.split("/")[0].split()[1] for line in told] == ["10", "20", "30"]
+    wild = {"train/loss": 123.45678, "train/grad_norm": 1.234e-05, "throughput/tokens_per_s": 12_345_678.0}
+    lines.write("step", 999_990, step_line(999_990, **wild, **{"time/step_s": 9e4}))
+    lines.write("step", 1_000_000, step_line(1_000_000, **{"train/loss": None}))
+    lines.write("eval", 40, {f"eval/set number {n}/loss": 1.0 for n in range(5)})
+    lines.write("start", 0, {"num_steps": 7})
+    lines.write("experts", 0, {"load": [[1]]})
+    lines.write("end", 40, {"why": ""})
+    assert all(len(row) <= 80 for line in told for row in line.splitlines())
+    assert "loss nan" in told[4]
+    assert len(told) == 6
+
+
+def record(folder: Path, rank: int, when: float, error: Exception) -> None:
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.json")
+    failure.record(error, rank, 0.0, folder / "out")
+    told = json.loads((folder / f"{rank}.json").read_text())
+    told["meshwright"]["time"] = when
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+
+
+BLAMES = mw.RankError("rank 1 died")
+
+
+@pytest.mark.parametrize(
+    ("told", "codes", "first", "says", "final"),
+    [
+        ({0: (9.9, BLAMES), 1: (9.1, ValueError("x"))}, {0: (2, 9.0), 1: (2, 9.0)}, 1, "failed: ValueError: x", False),
+        ({0: (9.1, BLAMES), 1: (9.9, ValueError("x"))}, {0: (2, 9.0)}, 1, "failed: ValueError: x", False),
+        ({0: (9.1, BLAMES)}, {0: (2, 9.0), 1: (-9, 9.0), 2: (-15, 9.0)}, 1, "killed (SIGKILL)", False),
+        ({2: (9.1, ValueError("x"))}, {0: (-6, 9.0), 1: (-9, 39.0), 2: (2, 9.0)}, 2, "ValueError", False),
+        ({0: (9.1, BLAMES)}, {0: (2, 9.0), 1: (-15, 9.0)}, 0, "failed: rank 1 died", False),
+        ({}, {0: (-15, 9.0), 1: (1, 8.0)}, 1, "exit code 1; the last that it wrote:\n  line 2\n", False),
+        ({1: (9.0, mw.DataError("c.jsonl:7: bad"))}, {1: (2, 9.0)}, 1, "failed: c.jsonl:7: bad; its log", True),
+    ],
+)  # fmt: skip
+def test_the_first_failure_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Mapping[int, tuple[float, Exception]],
+    codes: Mapping[int, tuple[int, float]], first: int, says: str, final: bool,
+) -> None:  # fmt: skip
+    """Not a rank that fell because its peer did, whatever came first to the launcher."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    (tmp_path / f"{first}.log").write_text("".join(f"line {n}\n" for n in range(10)))
+    for rank, (when, error) in told.items():
+        record(tmp_path, rank, when, error)
+    found = failure.first(codes, tmp_path, 3)
+    assert found is not None
+    assert (found.rank, found.final) == (first, final)
+    assert says in str(found)
+    assert str(found).endswith(f"its log is {tmp_path / f'{first}.log'}")
+
+
+def test_a_rank_that_blames_another_does_not_write_over_its_words(tmp_path: Path) -> None:
+    began = time.time() - 1
+    for error in (BLAMES, ValueError("x"), BLAMES):
+        failure.record(error, 1, began, tmp_path)
+    assert (tmp_path / "failure.txt").read_text().startswith("rank 1 failed: ValueError: x")
+    failure.record(BLAMES, 1, time.time() + 1, tmp_path)  # a later run
+    assert "died" in (tmp_path / "failure.txt").read_text()
+
+
+def config_of(tmp_path: Path, *sets: str) -> Any:
+    text = 'model = "a"\nout = "%s"\n[[data]]\npath = "x"\n' % (tmp_path / "out")
+    (tmp_path / "run.toml").write_text(text)
+    return toml.read(tmp_path / "run.toml", sets)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "smaller"),
+    [
+        (dict(fsdp=4), (1, 2)),  # 3 does not divide 32 streams
+        (dict(replicate=2, fsdp=4), (2, 2)),
+        (dict(replicate=2, fsdp=2, tp=2), (2, 1)),
+        (dict(fsdp=2, tp=2, ep=4), None),  # nor ep two ranks
+        (dict(fsdp=4, tp=2, ep=4), (1, 2)),
+        (dict(tp=2), None),
+        ({}, None),
+    ],
+)
+def test_the_largest_smaller_mesh(tmp_path: Path, mesh: dict[str, int], smaller: tuple[int, int] | None) -> None:
+    config = config_of(tmp_path, *(f"mesh.{axis}={size}" for axis, size in mesh.items()))
+    found = launch.fewer(config)
+    assert (found and (found.mesh.replicate, found.mesh.fsdp)) == smaller
+
+
+def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[int, int, bool]]) -> list[Any]:
+    """Runs that fail: (rank, steps made, final) of each; afterwards one that ends well. What each was started with."""
+    started, out = [], Path(config.out)
+    sink = JsonLines(out / "metrics.jsonl")
+
+    def ended(world: int, arguments: list[str], logs: Path, timeout: int) -> Ended:
+        started.append((world, arguments[1:], logs.name, timeout))
+        logs.mkdir(parents=True)
+        if len(started) > len(script):
+            return Ended()
+        rank, steps, final = script[len(started) - 1]
+        for step in range(steps):
+            sink.write("step", step, step_line(step))
+        return Ended(Failure(rank, world, "failed: it is planted", logs / f"{rank}.log", final))
+
+    monkeypatch.setattr(elastic, "ended", ended)
+    with Display(Seen("", "", 9), out, plain=True, every=1) as display:
+        try:
+            launch._launch(config, ["train"], out, display)
+        except mw.RankError as error:
+            started.append(str(error))
+    return started
+
+
+def test_starts_after_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    less = ["--set", "mesh.replicate=1", "mesh.fsdp=1"]
+    config = config_of(tmp_path, "mesh.fsdp=2", "launch.max_restarts=3", "launch.shutdown_timeout=7")
+    planted = "rank {} of {} failed: it is planted; its log is {}"
+    log = f"{tmp_path / 'out' / 'logs'}/{{}}/{{}}.log".format
+    # the same rank twice: without it; logs of each start have a place of their own
+    assert attempts(monkeypatch, config, [(1, 2, False), (1, 2, False)]) == [
+        (2, [], "0", 7),
+        (2, [], "1", 7),
+        (1, less, "2", 7),
+    ]
+    # another rank each time
+    found = attempts(monkeypatch, config, [(1, 2, False), (0, 2, False)])
+    assert [each[0] for each in found] == [2, 2, 2]
+    assert found[0][2] == "3"
+    # at once, where the file says so
+    eager = config.model_copy(update={"launch": config.launch.model_copy(update={"fewer": True})})
+    assert [each[0] for each in attempts(monkeypatch, eager, [(0, 1, False)])] == [2, 1]
+    # two starts without a step, a mistake that would be made again, too many failures
+    assert attempts(monkeypatch, config, [(1, 0, False), (0, 0, False)])[2:] == [planted.format(0, 2, log(9, 0))]
+    assert len(attempts(monkeypatch, config, [(1, 5, True)])) == 2
+    assert len(attempts(monkeypatch, config, [(n % 2, 1, False) for n in range(9)])) == 5
+    assert (tmp_path / "out" / "failure.txt").read_text().startswith("rank 1 of")
+
+
+def become(arguments: list[str], out: int, errors: int | None = None, **environment: str) -> None:
+    """The rest of this process is the command, which has imported everything already."""
+    code = 99
+    try:
+        os.setsid()
+        if os.isatty(out):
+            fcntl.ioctl(out, termios.TIOCSCTTY, 0)
+        for stream, to in ((0, out), (1, out), (2, out if errors is None else errors)):
+            os.dup2(to, stream)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, "utf-8", closefd=False) for stream in (1, 2))
+        os.environ |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **environment}
+        code = cli.main(arguments)
+    except SystemExit as left:
+        code = int(str(left.code))
+    finally:
+        os._exit(code)
+
+
+class Rank:
+    """What subprocess.Popen is to elastic: two starts of Python would take longer than the rest of these tests."""
+
+    def __init__(self, handler: SubprocessHandler, args: tuple[str, ...], environment: dict[str, str]) -> None:
+        self.code: int | None = None
+        assert args[:3] == (sys.executable, "-m", "meshwright")
+        self.pid = os.fork()
+        if self.pid == 0:
+            become([*args[3:]], handler._stdout.fileno(), handler._stderr.fileno(), **environment)
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+    def wait(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.02)
+
+
+class Started:
+    """The command on a terminal of so many columns, or with both streams on a pipe."""
+
+    def __init__(self, arguments: list[str], columns: int = 0, **environment: str) -> None:
+        self.read, write = pty.openpty() if columns else os.pipe()
+        if columns:
+            fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        self.said = ""
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ.pop("COLUMNS", None)
+            become(arguments, write, **environment)
+        os.close(write)
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A test that fails leaves nothing behind."""
+        if not gone([self.pid], 0):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+    def until(self, found: Callable[[], object], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not found():
+            assert time.monotonic() < end, self.said[-3000:]
+            assert self._more(), self.said[-3000:]
+
+    def _more(self) -> bool:
+        """What it said since; False at its end."""
+        if not select.select([self.read], [], [], 0.05)[0]:
+            return True
+        try:
+            some = os.read(self.read, 65536)
+        except OSError:  # a terminal that nobody writes to any more
+            return False
+        self.said += some.decode(errors="replace")
+        return bool(some)
+
+    def end(self, seconds: float = 60) -> int:
+        """Its exit code."""
+        until = time.monotonic() + seconds
+        while self._more():
+            assert time.monotonic() < until, self.said[-3000:]
+        os.close(self.read)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    @property
+    def ranks(self) -> list[int]:
+        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]
+
+    @property
+    def last_line(self) -> str:
+        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.said).strip().splitlines()[-1]
+
+
+def gone(pids: list[int], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while any(running(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("runs")
+    chats(at / "chats.jsonl")
+    model = source(at / "m", "qwen3_tied")
+    path = file_of(at, model, train={"steps": 2_000, "dtype": "float32"}, save={"export": False, "every": 1_000})
+    launch.prepared(toml.read(path))  # once for all tests
+    return at
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def popen(*given: Any) -> Rank:
+        return Rank(*given)
+
+    monkeypatch.setattr(SubprocessHandler, "_popen", popen)
+
+
+@pytest.fixture
+def out(at: Path, request: pytest.FixtureRequest) -> Path:
+    return at / request.node.name
+
+
+def command(at: Path, out: Path, *sets: str) -> list[str]:
+    return ["train", str(at / "run.toml"), "--set", f"out={out}", *sets]
+
+
+def steps(out: Path) -> int:
+    file = out / "metrics.jsonl"
+    return file.read_text().count('"step"') if file.is_file() else 0
+
+
+COLOURS = re.compile(r"\x1b\[[\d;]*(?:3|4|9)\d[\d;]*m")
+
+
+def test_a_killed_rank_and_a_terminal_without_colours(at: Path, out: Path) -> None:
+    """80 columns: what is waited for, then numbers; the last line names the rank."""
+    with Started(command(at, out, "mesh.fsdp=2"), 80, NO_COLOR="1") as run:
+        run.until(lambda: "tokens/s" in run.said)
+        assert "no step yet" in run.said
+        os.kill(run.ranks[1], signal.SIGKILL)
+        assert run.end() == 2
+    why = "killed (SIGKILL): somebody did, or the machine had no memory left"
+    said = f"rank 1 of 2 was {why}; its log is {out}/logs/0/1.log"
+    assert run.last_line == f"meshwright: {said}"
+    assert (out / "failure.txt").read_text() == f"{said}\n"
+    assert not COLOURS.search(run.said)
+    frames = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", run.said).splitlines()
+    assert {cell_len(line.rstrip("\r")) for line in frames if line.startswith("│ loss")} == {80}
+
+
+def test_a_second_signal_leaves_at_once(at: Path, out: Path) -> None:
+    """Though a rank is stuck; and no process is left. 200 columns."""
+    with Started(command(at, out, "mesh.fsdp=2"), 200) as run:
+        run.until(lambda: "tokens/s" in run.said)
+        assert COLOURS.search(run.said)
+        ranks = run.ranks
+        os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(run.pid, signal.SIGINT)
+        run.until(lambda: "signal 2: the step is finished" in run.said)
+        began = time.monotonic()
+        os.kill(run.pid, signal.SIGINT)
+        assert run.end() == 130
+    assert time.monotonic() - began < 10
+    assert run.last_line.startswith("meshwright: signal 2: ended at once")
+    assert len(ranks) == 2
+    assert gone(ranks)
+
+
+def test_an_error_of_a_rank_on_a_pipe(at: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain lines of 80 columns, warnings of ours, the words of the rank that failed and not of the one that fell."""
+
+    def between(self: loop.Loop, **_: object) -> None:
+        if self.engine.model.mesh.rank == 1:
+            raise ValueError("it is planted")
+        logger.warning("a warning\nof two lines")
+        print("noise", file=sys.stderr)
+
+    monkeypatch.setattr(loop.Loop, "_between", between)
+    with Started(command(at, out, "mesh.fsdp=2")) as run:
+        assert run.end() == 2
+    assert "step    1/2000  loss " in run.said
+    assert "\x1b" not in run.said
+    assert "meshwright: a warning\nmeshwright: of two lines\n" in run.said
+    assert "noise" not in run.said
+    log = (out / "logs" / "0" / "0.log").read_text()
+    assert log.startswith("load ")  # and nothing was written over it
+    assert "noise" in log
+    assert "step    1/2000  loss " in log
+    words = run.said[run.said.rindex("meshwright: ") :]
+    assert words.startswith("meshwright: rank 1 of 2 failed: ValueError: it is planted\n")
+    assert "test_train_live.py:" in words
+    assert run.last_line == f"its log is {out}/logs/0/1.log"
+    assert words == f"meshwright: {(out / 'failure.txt').read_text()}"
+    assert "Traceback" in (out / "logs" / "0" / "1.log").read_text()
+
+
+def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
+    """One rank: saved at the first; the same command goes on, is killed, and takes its rank along."""
+    with Started(command(at, out, "log.every=7")) as run:
+        run.until(lambda: "step   14/" in run.said)
+        os.kill(run.pid, signal.SIGINT)
+        assert run.end() == 130
+    assert run.last_line == f"meshwright: ended by signal 2; the same command goes on from {out}"
+    assert "step   13/" not in run.said
+    before = steps(out)
+    with Started([*command(at, out), "--plain"], 80) as run:
+        run.until(lambda: steps(out) > before and "step" in run.said)
+        assert "going on from" in run.said
+        assert (out / "logs" / "1" / "0.log").is_file()
+        ranks = run.ranks
+        os.kill(run.pid, signal.SIGKILL)
+        run.end()
+    assert len(ranks) == 1
+    assert gone(ranks)
