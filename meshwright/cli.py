@@ -291,7 +291,9 @@ def mesh_of(text: str) -> dict[str, int]:
         if valid and axis in OTHER_NAMES:
             raise ConfigError(f"--mesh {text!r:.200}: there is no {axis!r}; choose {OTHER_NAMES[axis]}={size}")
         if not known or not valid:
-            raise ConfigError(f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of replicate, fsdp, tp, ep")
+            raise ConfigError(
+                f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of replicate, fsdp, cp, tp, ep"
+            )
         if axis in sizes:
             raise ConfigError(f"--mesh {text!r} gives {axis} twice")
         sizes[axis] = int(size)

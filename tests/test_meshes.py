@@ -36,10 +36,10 @@ def of(name: str, head: str, mesh: dict[str, int]) -> Case:
 
 CASES = [
     of(name, head, mesh)
-    for mesh in (*trials.MESHES, *trials.EXPERT_MESHES)
+    for mesh in (*trials.MESHES, *trials.CONTEXT_MESHES, *trials.EXPERT_MESHES)
     for name in tiny.ODD
     for head in ("lm", "value")
-    if "moe" in name or mesh in trials.MESHES  # without experts ep changes nothing, which tests/matrix.py tries
+    if "moe" in name or "ep" not in mesh  # without experts ep changes nothing, which tests/matrix.py tries
     if not (head == "value" and tiny.ODD[name]["tie_word_embeddings"])  # a value head is never tied
     if not (head == "value" and mesh != BOTH)  # on every mesh in `make matrix`
 ]

@@ -186,7 +186,7 @@ def test_devices_that_are_not_known(text: str) -> None:
 REFUSED = [
     (
         ["tiny-qwen3-moe", "--mesh", "pp=2,cp=3,fsdp=5,tp=3,ep=7"],
-        [r"pp=2\b.*\bpp=1", r"cp=3\b.*\bcp=1", r"ep=7\b.*\bfsdp\*cp\*tp=45\b.*\b1, 3, 5, 9, 15, 45",
+        [r"pp=2\b.*\bpp=1", r"ep=7\b.*\bfsdp\*cp\*tp=45\b.*\b1, 3, 5, 9, 15, 45",
          r"tp=3\b.*\bffn=44\b.*\btp from 1, 2, 4$", r"ep=7\b.*\bexpert=8\b.*\bep from 1, 2, 4, 8$"],
     ),
     (["tiny-qwen3", "--mesh", "tp=0,fsdp=0"], ["tp=0", "fsdp=0"]),
@@ -218,6 +218,16 @@ def test_the_choices_work() -> None:
     assert objections(blueprint, dict(tp=1, fsdp=7)) == []
 
 
+def test_cp_deals_out_the_heads_of_a_rank() -> None:
+    """Those that tp leaves; of attention and delta net together."""
+    delta = draw(tiny.of("qwen3_5", num_attention_heads=12, num_key_value_heads=3))
+    (told,) = objections(delta, dict(cp=3))
+    assert re.search(r"cp=3\b.*\b4 heads of layers\.0\.mixer\.swap; choose cp from 1, 2, 4$", told), told
+    (told,) = objections(delta, dict(cp=4, tp=2))
+    assert re.search(r"cp=4\b.*\b2 heads.* and 6 heads.*\btp=2 leaves to a rank; choose cp from 1, 2$", told), told
+    assert objections(delta, dict(cp=2, tp=2)) == []
+
+
 def test_a_rank_without_any_of_a_vocabulary() -> None:
     heads = dict(num_attention_heads=8, intermediate_size=48)
     (told,) = objections(
@@ -227,7 +237,7 @@ def test_a_rank_without_any_of_a_vocabulary() -> None:
 
 
 def test_refusals_for_a_program(capsys: Capture) -> None:
-    code, out, _ = planned(capsys, "tiny-qwen3", "--mesh", "tp=3,cp=2", "--json")
+    code, out, _ = planned(capsys, "tiny-qwen3", "--mesh", "tp=3,ep=5", "--json")
     assert code == 2
     assert len(json.loads(out)["refused"]) == 2
 

@@ -113,7 +113,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
          "8192 x 3; take tokens_per_step = 245760 or 270336, or replicate x fsdp of 1, 2, 4, 8, 16, 32"),
         (PLAIN + "[mesh]\nfsdp = 2\nep = 3\n", "mesh.ep (line 7): ep=3 does not divide fsdp*cp*tp=2; choose"),
         (PLAIN + "[mesh]\ntp = true\n", "mesh.tp (line 6): it should be a whole number, not true"),
-        (PLAIN + "[mesh]\ncp = 2\n", "mesh.cp (line 6): 2 is not there yet; leave it out"),
+        (PLAIN + "[mesh]\npp = 2\n", "mesh.pp (line 6): 2 is not there yet; leave it out"),
         (PLAIN + "[mesh]\ndp = 2\n", "did you mean fsdp?"),
         (PLAIN + "[mash]\ntp = 2\n", "mash (line 5): there is no such field; did you mean mesh?"),
         (PLAIN + "[train]\nlearning_rate = 1\n", "did you mean lr of [optim]?"),

@@ -28,11 +28,16 @@ MESHES: list[dict[str, int]] = [
     dict(replicate=2, fsdp=2),
     dict(tp=4),  # 2 kv heads: copies
 ]
+CONTEXT_MESHES: list[dict[str, int]] = [
+    dict(cp=2, tp=2),  # 2 query heads a tp rank, which share a kv head
+    dict(fsdp=2, cp=2),
+]
 EXPERT_MESHES: list[dict[str, int]] = [
     dict(fsdp=2, ep=2),
     dict(fsdp=2, tp=2, ep=2),
     dict(fsdp=2, tp=2, ep=4),
     dict(tp=4, ep=4),
+    dict(fsdp=2, cp=2, ep=4),
 ]
 
 

@@ -32,11 +32,11 @@ def logits(model: Model, batch: Batch) -> Tensor:
     vocab, tp = model.blueprint.vocab, model.mesh.axes.tp
     widest = -(-vocab // tp)  # the last slice of the vocabulary may be shorter
     padded = torch.nn.functional.pad(local_TV.t(), (0, 0, 0, widest - local_TV.shape[1]))
-    return model.mesh.gather_rows(padded, ("tp",))[:vocab].t()
+    return model.mesh.gather_rows(model.mesh.gather_rows(padded, ("tp",))[:vocab].t(), ("cp",))
 
 
 def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tensor:
-    """Scores of this rank's own tokens (logits: of all tokens, this rank's part of the vocabulary).
+    """Scores of this rank's own tokens (logits: of those of its tp group, this rank's part of the vocabulary).
 
     The ranks of one replica call it together. Replicas may look at other times, or not at all.
     """

@@ -2,7 +2,7 @@
 
 from .bill import Charge, Work, bill, padded
 from .boxes import Box, check_tiling, chunk, interval
-from .doors import ENTER, LEAVE, MEET, Dispatch, Door, Kind, Span, find
+from .doors import ENTER, LEAVE, MEET, SHARE, Deal, Dispatch, Door, Kind, Span, Swap, find, is_run
 from .extremes import extreme_ranks
 from .params import (
     Block,

@@ -9,7 +9,7 @@ from math import prod
 from torch import nn
 
 from ..axes import Axes, Sum
-from .doors import Dispatch, Door, find
+from .doors import Deal, Dispatch, Door, Swap, find
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
 from .units import Unit
@@ -48,6 +48,7 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
     coords = axes.coords(rank)
     charges = [
         *_doors(spec.module, axes, work),
+        *_swaps(spec, axes, coords, work),
         *(charge for unit in spec.units for charge in _unit(unit, spec, axes, coords, work)),
         *_last_sums(spec, axes, coords, work),
     ]
@@ -57,6 +58,8 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
 def _doors(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
     """Doors of one kind and width cost the same, whatever layer they are in."""
     for name, door in find(model, Door):
+        if not door.kind.forward:
+            continue  # it sends nothing
         item = work.stored_bytes if door.floats else work.compute_bytes
         num_bytes = work.tokens // axes.cp * door.width * item
         yield Charge(name, door.kind.forward, (door.kind.axis,), num_bytes, (1 + door.again) * work.num_batches)
@@ -67,6 +70,16 @@ def _doors(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
         counts_bytes = dispatch.num_experts * 8
         yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards * work.num_batches)
         yield Charge(f"{name}, rows", "all_to_all", ("ep",), rows_bytes, (2 * forwards + 2) * work.num_batches)
+
+
+def _swaps(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
+    """Each rank of cp gets its share of the heads of the whole stream, and gives them back."""
+    for name, swap in find(spec.module, Swap):
+        start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
+        places = (name, f"{name}, the way back")
+        for at, width in zip(places, swap.widths(Deal(start, stop, axes.cp)), strict=True):
+            num_bytes = work.tokens * width * work.compute_bytes
+            yield Charge(at, "all_to_all", ("cp",), num_bytes, (2 + swap.again) * work.num_batches)
 
 
 def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> int:

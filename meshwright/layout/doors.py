@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ ENTER = Kind("enter", "tp", "all_gather", "reduce_scatter")  # own tokens -> all
 LEAVE = Kind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums of all tokens -> own tokens
 # all tokens over my slice of the vocabulary -> own tokens over all slices
 MEET = Kind("meet", "tp", "all_to_all", "all_to_all")
+# the whole stream of a data rank, which each of its ranks has -> the tokens of my cp rank: nothing is sent
+SHARE = Kind("share", "cp", "", "")
 
 
 class Door:
@@ -79,7 +82,73 @@ class Span:
         return self.stop - self.start
 
 
-Kept = TypeVar("Kept", Door, Dispatch, Span)
+@dataclass(frozen=True)
+class Deal:
+    """How the heads `start..stop` of a tp rank are dealt out to the `parts` ranks of cp: evenly, in their order."""
+
+    start: int
+    stop: int
+    parts: int = 1
+
+    def heads(self, part: int) -> range:
+        num = (self.stop - self.start) // self.parts
+        return range(self.start + part * num, self.start + (part + 1) * num)
+
+    def serving(self, serves: int) -> list[list[int]]:
+        """For each rank the heads that serve its own, of which each serves so many neighbours.
+
+        All get equally many, so that all pieces of an exchange are of one size: the last one is repeated for it.
+        """
+        wanted = [sorted({head // serves for head in self.heads(part)}) for part in range(self.parts)]
+        most = max(map(len, wanted))
+        return [heads + heads[-1:] * (most - len(heads)) for heads in wanted]
+
+
+Tensors = tuple[Tensor, ...]
+
+
+class Swap:
+    """The door of a mixer under cp: all heads of this rank's tokens -> all tokens of this rank's share of the heads.
+
+    `heads` are dealt out. `there`: of each tensor that goes, the elements of one of its heads, and how many of `heads`
+    that one serves (a kv head serves several). `width`: elements of a head that come back. What goes is `[T, n, ...]`
+    with the heads of the tp rank, what arrives has those that this rank needs. One all-to-all each way when armed, and
+    one each way in backward; both of forward once more when `again`.
+    """
+
+    def __init__(self, heads: Span, there: Sequence[tuple[int, int]], width: int) -> None:
+        self.heads, self.there, self.width = heads, tuple(there), width
+        self.again = False
+        self.parts, self.part = 1, 0  # ranks of cp, and which of them this is
+        self.armed: tuple[Callable[[Tensors], Tensors], Callable[[Tensor], Tensor]] | None = None
+
+    def __call__(self, *xs_TnC: Tensor) -> Tensors:
+        return xs_TnC if self.armed is None else self.armed[0](xs_TnC)
+
+    def back(self, y_TnC: Tensor) -> Tensor:
+        return y_TnC if self.armed is None else self.armed[1](y_TnC)
+
+    @property
+    def deal(self) -> Deal:
+        return Deal(self.heads.start, self.heads.stop, self.parts)
+
+    @property
+    def mine(self) -> range:
+        """The heads on which this rank works, counted over the whole model."""
+        return self.deal.heads(self.part)
+
+    def widths(self, deal: Deal) -> tuple[int, int]:
+        """Elements a token that one rank gets, and that it gives back."""
+        got = sum(len(deal.serving(serves)[0]) * width for width, serves in self.there)
+        return got, len(deal.heads(0)) * self.width
+
+
+def is_run(numbers: Sequence[int]) -> bool:
+    """Whether each is the next of the one before."""
+    return all(after == before + 1 for before, after in pairwise(numbers))
+
+
+Kept = TypeVar("Kept", Door, Dispatch, Span, Swap)
 
 
 def find(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:

@@ -229,7 +229,7 @@ class Mesh:
 
 def _refuse_unnamed(sizes: tuple[int, ...], others: Mapping[str, object]) -> None:
     """A size without the name of its axis would be another axis than the caller thinks."""
-    known = "replicate, fsdp, tp, ep, device and timeout_s"
+    known = "replicate, fsdp, cp, tp, ep, device and timeout_s"
     if sizes:
         raise MeshError(f"mw.Mesh{sizes!r} names no axis; name it, as in mw.Mesh(fsdp={sizes[0]}); there are {known}")
     for name, size in others.items():
@@ -238,9 +238,8 @@ def _refuse_unnamed(sizes: tuple[int, ...], others: Mapping[str, object]) -> Non
 
 
 def refuse_unbuilt(axes: Axes) -> None:
-    for name in ("pp", "cp"):
-        if axes.size_of(name) > 1:
-            raise MeshError(f"{name}={axes.size_of(name)}: the axis {name} is not built yet; choose {name}=1")
+    if axes.pp > 1:
+        raise MeshError(f"pp={axes.pp}: the axis pp is not built yet; choose pp=1")
 
 
 def _device(wanted: str | torch.device | None) -> torch.device:

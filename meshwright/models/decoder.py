@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, MEET, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
+from ..layout import ENTER, LEAVE, MEET, SHARE, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
 from .balance import Balance
 from .config import Labels
 
@@ -169,6 +169,7 @@ class Decoder(nn.Module):
         self.embed = Embedding(shape, at)
         self.layers = nn.ModuleList(block(f"{at}layers.{i}.") for i, block in enumerate(blocks))
         self.head = HEAD_OF[head](shape, at)
+        self.share = Door(SHARE, 0)
         belongs_to(self.embed, first=True)
         for number, layer in enumerate(self.layers):
             belongs_to(layer, layer=number)
@@ -190,9 +191,9 @@ class Decoder(nn.Module):
         return [*ends[:1], *self.layers, *ends[1:]]
 
     def forward(self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str) -> tuple[Tensor, ...]:
-        x_TD = self.embed(tokens_T)
-        rope = ops.rope_tables(docs.positions_T, self.shape.rotary, dtype=ops.upcast(x_TD[:0]).dtype)
+        x_TD = self.embed(self.share(tokens_T))
+        rope = ops.rope_tables(self.share(docs.positions_T), self.shape.rotary, dtype=ops.upcast(x_TD[:0]).dtype)
         for layer in self.layers:
             x_TD = layer(x_TD, rope, docs)
-        scores = self.head(x_TD, labels_T, want, self.embed.weight if self.tied else None)
+        scores = self.head(x_TD, self.share(labels_T), want, self.embed.weight if self.tied else None)
         return tuple(scores)

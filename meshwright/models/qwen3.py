@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, Block, Box, Door, Layout, Span
+from ..layout import ENTER, LEAVE, Block, Box, Door, Layout, Span, Swap
 from .config import Json, divides, labels_of, listed, refuse, take
 from .decoder import Decoder, Layer, Norm, Rope, Shape
 from .linear import ALL, Linear, joined
@@ -82,6 +82,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape, at + "q_norm.weight", K, "head") if heads.normed else nn.Identity()
         self.k_norm = Norm(shape, at + "k_norm.weight", K, "head") if heads.normed else nn.Identity()
         self.heads, self.kv = Span("heads", H), Span("kv", G)
+        self.swap = Swap(self.heads, [(K, 1), (K, H // G), (K, H // G)], K)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
@@ -90,7 +91,8 @@ class Attention(nn.Module):
         q_THK, *gate = q_TC.unflatten(1, (len(self.heads), -1)).split(K, -1)
         k_TGK, v_TGK = (y_TC.unflatten(1, (-1, K)) for y_TC in kv_TC)
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
-        o_THK = ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs)
+        q_THK, k_TGK, v_TGK = self.swap(q_THK, k_TGK, v_TGK)
+        o_THK = self.swap.back(ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs))
         if self.gated:
             o_THK = o_THK * gate[0].sigmoid()
         return self.leave(self.o(o_THK.flatten(1)))
@@ -109,10 +111,10 @@ class Attention(nn.Module):
         return self.heads.start // serves, (self.heads.stop - 1) // serves + 1
 
     def shared(self, x_TGK: Tensor) -> Tensor:
-        """kv heads such that each serves equally many of this rank's query heads. Nearly always they already do."""
-        serves, first = self.heads.size // self.kv.size, self.used()[0]
-        of_query = [h // serves - first for h in range(self.heads.start, self.heads.stop)]
-        num = x_TGK.shape[1]
+        """kv heads such that each serves equally many of the query heads at work. Nearly always they already do."""
+        serves, num = self.heads.size // self.kv.size, x_TGK.shape[1]
+        here = self.swap.deal.serving(serves)[self.swap.part]
+        of_query = [here.index(head // serves) for head in self.swap.mine]
         even = len(of_query) % num == 0 and of_query == [i * num // len(of_query) for i in range(len(of_query))]
         return x_TGK if even else x_TGK[:, of_query]
 

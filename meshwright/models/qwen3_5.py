@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, Declared, Door, Init, segments, weight
+from ..layout import ENTER, LEAVE, Declared, Door, Init, Span, Swap, segments, weight
 from .config import Json, divides, listed, refuse, take
 from .decoder import Decoder, Layer, Rope, Shape
 from .linear import ALL, Linear, joined
@@ -78,16 +78,18 @@ def exact(rows: dict[str, int], key: str, init: Init) -> Declared:
 
 
 class Conv(nn.Module):
-    """A causal convolution of each channel with itself."""
+    """A causal convolution of each channel with itself, for the key heads `own` of those that are stored here."""
 
     def __init__(self, shape: Shape, delta: DeltaShape, cuts: tuple[int, ...], key: str) -> None:
         super().__init__()
         G, chan, W = delta.keys, sum(cuts), delta.kernel
+        self.chan = chan
         spelled = segments(key, (G, chan, W), cuts, (G * chan, 1, W))
         self.weight = weight({"key": G, "chan": chan}, {"tap": W}, layouts=[spelled], init=Init("normal", shape.std))
 
-    def forward(self, x_TC: Tensor, docs: ops.Documents) -> Tensor:
-        return ops.causal_conv(x_TC, self.weight, docs)
+    def forward(self, x_TGC: Tensor, own: slice, docs: ops.Documents) -> Tensor:
+        weight_CW = self.weight.unflatten(0, (-1, self.chan))[own].flatten(0, 1)
+        return ops.causal_conv(x_TGC.flatten(1), weight_CW, docs).view_as(x_TGC)
 
 
 class Gates(nn.Module):
@@ -99,9 +101,9 @@ class Gates(nn.Module):
         self.A_log = exact({"key": delta.keys, "ratio": delta.ratio}, at + "A_log", Init("log_uniform", 16.0))
         self.dt_bias = exact({"key": delta.keys, "ratio": delta.ratio}, at + "dt_bias", Init("ones"))
 
-    def forward(self, a_TC: Tensor, b_TC: Tensor) -> tuple[Tensor, Tensor]:
-        a_TGR, b_TGR = (x_TC.unflatten(1, (-1, self.ratio)) for x_TC in (a_TC, b_TC))
-        return ops.gates(a_TGR, b_TGR, self.A_log.view(-1, self.ratio), self.dt_bias.view(-1, self.ratio))
+    def forward(self, a_TGR: Tensor, b_TGR: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+        A_log, dt_bias = (x.view(-1, self.ratio)[own] for x in (self.A_log, self.dt_bias))
+        return ops.gates(a_TGR, b_TGR, A_log, dt_bias)
 
 
 class GatedNorm(nn.Module):
@@ -135,15 +137,18 @@ class DeltaNet(nn.Module):
         self.gates = Gates(delta, at)
         self.norm = GatedNorm(shape.eps, V, at + "norm.weight")
         self.out = Linear({"embed": D}, {"key": G, "value": R * V}, shape.std, key=at + "out_proj")
+        self.keys = Span("key", G)
+        self.swap = Swap(self.keys, [(chan, 1), (R, 1), (R, 1)], R * V)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
-        x_TD = self.enter(x_TD)
+        x_TD, (G, R, V) = self.enter(x_TD), (len(self.keys), self.delta.ratio, self.delta.value)
         qkv_TC, z_TC, a_TC, b_TC = joined(x_TD, (self.qkv, ALL), (self.z, ALL), (self.a, ALL), (self.b, ALL))
-        qkv_TGC = self.conv(qkv_TC, docs).unflatten(1, (-1, sum(self.cuts)))
-        q_TGK, k_TGK, v_TGC = qkv_TGC.split(self.cuts, -1)
-        g_TGR, beta_TGR = self.gates(a_TC, b_TC)
-        v_TGRV = v_TGC.unflatten(2, (self.delta.ratio, self.delta.value))
-        o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR, docs)
-        y_TGRV = self.norm(o_TGRV, z_TC.view(o_TGRV.shape))
+        qkv_TGC, a_TGR, b_TGR = self.swap(*(x_TC.unflatten(1, (G, -1)) for x_TC in (qkv_TC, a_TC, b_TC)))
+        own = slice(self.swap.mine.start - self.keys.start, self.swap.mine.stop - self.keys.start)
+        q_TGK, k_TGK, v_TGC = self.conv(qkv_TGC, own, docs).split(self.cuts, -1)
+        g_TGR, beta_TGR = self.gates(a_TGR, b_TGR, own)
+        o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (R, V)), g_TGR, beta_TGR, docs)
+        o_TGC = self.swap.back(o_TGRV.flatten(2))  # the gate of the norm stands with this rank's tokens
+        y_TGRV = self.norm(o_TGC.unflatten(2, (R, V)), z_TC.view(-1, G, R, V))
         return self.leave(self.out(y_TGRV.flatten(1)))

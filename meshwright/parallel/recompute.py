@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import ConfigError
-from ..layout import Dispatch, Door, find
+from ..layout import Dispatch, Door, Swap, find
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer
 from .savings import Savings
@@ -57,6 +57,8 @@ def _mark(layer: Layer) -> None:
     doors += [d for _, d in find(layer, Dispatch)]  # the experts are last, but backward needs their rows
     for door in doors:
         door.again = door is not doors[-1] or isinstance(door, Dispatch)
+    for _, swap in find(layer, Swap):  # no mixer is last
+        swap.again = True
 
 
 def _checkpointed(run: Callable[..., Tensor], kept: list[Any], *args: Any) -> Tensor:

@@ -96,15 +96,14 @@ def objections(blueprint: Blueprint, sizes: Mapping[str, int]) -> list[str]:
     # tp and ep alone cut dims, and here ep divides: so dims are looked at even where the mesh itself cannot be
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
     found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
-    return found or [*_of_parameters(blueprint, cuts)]
+    return found or [*_of_parameters(blueprint, cuts), *_of_swaps(blueprint, Axes(tp=asked["tp"], cp=asked["cp"]))]
 
 
 def _of_mesh(sizes: Mapping[str, int]) -> Iterator[str]:
-    for axis in ("pp", "cp"):
-        try:
-            refuse_unbuilt(Axes(**{axis: sizes[axis]}))
-        except MeshError as error:
-            yield str(error)
+    try:
+        refuse_unbuilt(Axes(pp=sizes["pp"]))
+    except MeshError as error:
+        yield str(error)
     try:
         Axes(**sizes)
     except MeshError as error:
@@ -149,6 +148,13 @@ def _of_parameters(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
         for param in blueprint.table:
             place(param, blueprint.spec.rules, cuts)
         list(parallel.spans(blueprint.spec, cuts, cuts.world - 1))
+    except LayoutError as error:
+        yield str(error)
+
+
+def _of_swaps(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
+    try:
+        parallel.check_swaps(blueprint.spec, axes)
     except LayoutError as error:
         yield str(error)
 

@@ -46,8 +46,8 @@ class MeshSection(Section):
     """Ranks that share every layer and work on the same data."""
     ep: Positive = 1
     """Ranks that share the experts, out of those that there are."""
-    cp: Annotated[Positive, LATER] = 1
-    """Ranks that share the tokens of a stream."""
+    cp: Positive = 1
+    """Ranks that share the tokens of a stream, for long documents; they work on the same data."""
     pp: Annotated[Positive, LATER] = 1
     """Ranks that follow each other in the layers."""
 

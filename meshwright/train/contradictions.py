@@ -71,12 +71,12 @@ def _of_a_step(config: Config) -> Told:
 
 
 def _of_the_mesh(config: Config) -> Told:
-    length, tp = config.train.length, config.mesh.tp
-    if length % tp:
-        fits = max(1, length // tp) * tp
+    length, share = config.train.length, config.mesh.cp * config.mesh.tp
+    if length % share:
+        fits, axes = max(1, length // share) * share, "cp x tp" if config.mesh.cp > 1 else "tp"
         yield (
             ("train", "length"),
-            f"{length} tokens cannot be shared out evenly over tp = {tp} ranks; take {fits} or {fits + tp}",
+            f"{length} tokens cannot be shared out evenly over {axes} = {share} ranks; take {fits} or {fits + share}",
         )
     try:
         Axes(**config.mesh.model_dump())
