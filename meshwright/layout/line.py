@@ -80,8 +80,8 @@ def even(costs: Sequence[float], num_stages: int, first: float = 0.0, last: floa
     """
     if not 1 <= num_stages <= len(costs):
         raise MeshError(
-            f"{counted(num_stages, 'pipeline stage')} cannot be made of {counted(len(costs), 'layer')}: each has one or "
-            f"more; choose pp and the stages of a rank so that their product is from 1 to {len(costs)}"
+            f"{counted(len(costs), 'layer')} cannot make {counted(num_stages, 'pipeline stage')}: each has 1 or more; "
+            f"choose pp and the stages of a rank so that their product is from 1 to {len(costs)}"
         )
     sums = [[0.0, *accumulate(costs[begin:])] for begin in range(len(costs))]
     best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]  # of each number of stages, by their end
