@@ -4,6 +4,7 @@ from .bill import Charge, Work, bill, padded
 from .boxes import Box, check_tiling, chunk, interval
 from .doors import ENTER, LEAVE, MEET, SHARE, Deal, Dispatch, Door, Kind, Span, Swap, find, is_run
 from .extremes import extreme_ranks
+from .line import Line, even
 from .params import (
     Block,
     Declared,
@@ -35,5 +36,6 @@ from .rules import (
     summed_by_fsdp,
     written,
 )
+from .schedule import ORDERS, Action, Transfer, forwards, program
 from .storage import Held, Stored, Widths, storage
 from .units import Unit, units_of
