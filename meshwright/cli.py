@@ -177,7 +177,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )  # fmt: skip
     plan.set_defaults(run=_plan)
     plan.add_argument("model", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    plan.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
+    plan.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
     plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
     plan.add_argument("--tokens", type=_positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
     plan.add_argument("--micro-batches", type=_positive, default=1, metavar="N", help="in a step (default 1)")
@@ -241,7 +241,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     verify.set_defaults(run=_verify)
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
+    verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
@@ -292,7 +292,7 @@ def mesh_of(text: str) -> dict[str, int]:
             raise ConfigError(f"--mesh {text!r:.200}: there is no {axis!r}; choose {OTHER_NAMES[axis]}={size}")
         if not known or not valid:
             raise ConfigError(
-                f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of replicate, fsdp, cp, tp, ep"
+                f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of pp, replicate, fsdp, cp, tp, ep"
             )
         if axis in sizes:
             raise ConfigError(f"--mesh {text!r} gives {axis} twice")

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from .. import parallel
-from ..axes import REPLICA
+from ..axes import REPLICA, Sum
 from ..data import IGNORE, Batch
 from ..errors import StateError
 from ..watch import names_lost_ranks
 from .agreement import Proposal, agree, check_same_data, data_of
 from .model import Model
+
+SCORES = Sum("the scores of the last stage", ("pp",))
 
 
 @names_lost_ranks()
@@ -50,4 +52,22 @@ def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tens
     _, told = agree(model, call, propose, REPLICA)
     check_same_data(told, model.mesh.axes.group(model.mesh.rank, REPLICA), model.mesh.axes)
     here = batch.to(model.mesh.device)
-    return parallel.run_forward(model, [here], want, lambda _batch, scores: scores[0])[0]
+    found = parallel.run_forward(model, [here], want, lambda _batch, scores: scores[0])
+    return _of_last_stage(model, found, _shape(model, len(batch), want))
+
+
+def _shape(model: Model, num_tokens: int, want: str) -> tuple[int, ...]:
+    """Of the scores of a rank, known to those that have no head too."""
+    axes, spec = model.mesh.axes, model.blueprint.spec
+    if want == "logits":
+        start, stop = spec.rules.span("vocab", model.blueprint.vocab, axes, model.mesh.coords, "the head")
+        return num_tokens // axes.cp, stop - start
+    labels = model.blueprint.module.shape.labels.num if want == "values" else 1
+    return (num_tokens // (axes.cp * axes.tp), *((labels,) if labels > 1 else ()))
+
+
+def _of_last_stage(model: Model, found: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The same on all stages: those without a head add zeros."""
+    wide = torch.promote_types(model.dtype, torch.float32)
+    scores = found[0] if found else torch.zeros(shape, dtype=wide, device=model.mesh.device)
+    return model.mesh.sum_(scores, SCORES)

@@ -43,7 +43,7 @@ class Stored:
 def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Stored]:
     coords, widths = axes.coords(rank), held.widths
     num_bytes: Counter[tuple[str, bool]] = Counter()
-    for param in spec.table:
+    for param in spec.params(axes, rank):
         num, host = piece(param, spec.rules, axes, coords).numel, held.offload and not param.float32
         num_bytes["parameters", host] += num * held.narrow.get(param.name, widths.stored)
         if param.name in held.trained:
@@ -60,7 +60,8 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     host, those of all units wait on the device for the last micro-batch.
     """
     coords, widths = axes.coords(rank), held.widths
-    wrapped = [u for u in spec.units if held.offload or prod(axes.sizes(("replicate", *u.shard))) > 1]
+    units = [unit for stage in spec.stages(axes, rank) for unit in stage.units]
+    wrapped = [u for u in units if held.offload or prod(axes.sizes(("replicate", *u.shard))) > 1]
     learning = [replace(u, params=tuple(name for name in u.params if name in held.trained)) for u in wrapped]
 
     def mine(some: Sequence[Unit]) -> list[int]:

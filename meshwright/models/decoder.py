@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,14 @@ class Embedding(nn.Module):
 def _with_copy(layout: Layout, key: str) -> Layout:
     block = layout.blocks[0]
     return Layout("twice", layout.blocks, (Block(block.ours, key, block.shape, Box.whole(block.shape)),))
+
+
+class Tied(nn.Module):
+    """The matrix of a tied embedding, on the last of several pipeline stages: no token is looked up there."""
+
+    def __init__(self, embed: Embedding) -> None:
+        super().__init__()
+        self.weight = embed.weight
 
 
 class Layer(nn.Module):
@@ -154,7 +163,13 @@ class Decoder(nn.Module):
 
     What it returns depends on `want`: `(logprobs,)`, `(logprobs, entropy)` for "entropy", `(values,)`, `(hidden,)`.
     Only `(logits,)` are of all tokens, over this rank's part of the vocabulary.
+
+    A pipeline stage is a decoder with some of the layers. All but the first are given `x_TD`, what the stage before
+    made of this rank's tokens; all but the last have no head, and return what they made of them.
     """
+
+    embed: Embedding | Tied | None
+    head: LanguageHead | ValueHead | NoHead | None
 
     def __init__(
         self, shape: Shape, at: str, blocks: Sequence[Callable[[str], nn.Module]], head: str,
@@ -167,13 +182,23 @@ class Decoder(nn.Module):
         self.balance = balance or Balance()
         self.tied = shape.tied and head == "lm"
         self.embed = Embedding(shape, at)
-        self.layers = nn.ModuleList(block(f"{at}layers.{i}.") for i, block in enumerate(blocks))
+        self.layers = nn.ModuleDict({str(i): block(f"{at}layers.{i}.") for i, block in enumerate(blocks)})
         self.head = HEAD_OF[head](shape, at)
         self.share = Door(SHARE, 0)
         belongs_to(self.embed, first=True)
-        for number, layer in enumerate(self.layers):
-            belongs_to(layer, layer=number)
+        for number, layer in self.layers.items():
+            belongs_to(layer, layer=int(number))
         self.scores = HEAD_OF[head].scores  # what a forward may be asked for
+
+    def part(self, layers: range, *, first: bool, last: bool) -> Decoder:
+        """A stage: some of the layers under their own numbers, so that names are those of the whole."""
+        part = copy.copy(self)  # shares all modules, and what is said of the whole model
+        part._modules = {}
+        tied = Tied(self.embed) if self.tied and isinstance(self.embed, Embedding) else None
+        part.embed = self.embed if first else tied if last else None
+        part.layers = nn.ModuleDict({str(number): self.layers[str(number)] for number in layers})
+        part.head = self.head if last else None
+        return part
 
     @property
     def vocabulary(self) -> str:
@@ -183,17 +208,24 @@ class Decoder(nn.Module):
         return "embed.weight" if self.tied else "head.weight"
 
     def compute_in(self, dtype: torch.dtype) -> None:
+        assert isinstance(self.embed, Embedding), "a whole model has one"
         self.embed.compute = dtype
 
     def units(self) -> list[nn.Module]:
         """What is gathered and freed together. A tied embedding stays with the root: two places use it."""
-        ends = [] if self.tied else [self.embed, self.head]
-        return [*ends[:1], *self.layers, *ends[1:]]
+        ends = (None, None) if self.tied else (self.embed, self.head)
+        return [unit for unit in (ends[0], *self.layers.values(), ends[1]) if unit is not None]
 
-    def forward(self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str) -> tuple[Tensor, ...]:
-        x_TD = self.embed(self.share(tokens_T))
+    def forward(
+        self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        if x_TD is None:
+            assert self.embed is not None, "the first stage has it"
+            x_TD = self.embed(self.share(tokens_T))
         rope = ops.rope_tables(self.share(docs.positions_T), self.shape.rotary, dtype=ops.upcast(x_TD[:0]).dtype)
-        for layer in self.layers:
+        for layer in self.layers.values():
             x_TD = layer(x_TD, rope, docs)
-        scores = self.head(x_TD, self.share(labels_T), want, self.embed.weight if self.tied else None)
-        return tuple(scores)
+        if self.head is None:
+            return (x_TD,)
+        tied_VD = self.embed.weight if self.tied and self.embed is not None else None
+        return tuple(self.head(x_TD, self.share(labels_T), want, tied_VD))

@@ -47,11 +47,23 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
 
 
-def last_micro_batch(parts: Sequence[nn.Module], last: bool) -> None:
+def prefetch_in_order(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Backward gathers the unit before beside the work of each unit, the first one nothing more.
+
+    By itself FSDP takes the order of the forwards it has seen. In a pipeline these are of several micro-batches, and it
+    would gather a unit again that was just freed.
+    """
+    wrapped = [model.get_submodule(unit.name) for unit in units]
+    names = {module: name for name, module in model.named_modules()}
+    order = sorted((m for m in wrapped if isinstance(m, FSDPModule)), key=lambda m: list(names).index(m))
+    for before, unit in zip([order[0], *order[:-1]] if order else [], order, strict=True):
+        unit.set_modules_to_backward_prefetch([before])
+
+
+def last_micro_batch(part: nn.Module, last: bool) -> None:
     """Replicas are summed once a step, after the last micro-batch."""
-    for part in parts:
-        if isinstance(part, FSDPModule):
-            part.set_requires_all_reduce(last)
+    if isinstance(part, FSDPModule):
+        part.set_requires_all_reduce(last)
 
 
 def reset_after_forward(parts: Sequence[nn.Module]) -> None:

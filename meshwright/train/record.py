@@ -42,7 +42,7 @@ def _environment(model: Model) -> dict[str, Any]:
 
 
 def _layout(config: Config, model: Model) -> dict[str, Any]:
-    axes, trained = model.mesh.axes, {*model.trainable}
+    axes, trained = model.mesh.axes, {*model.trained}
     figures = Figures(config.model, model.blueprint, axes, work_of(axes, config.train.length, 1))
     groups = zip(alike(model.blueprint), parameter_lines(figures), strict=True)
     return {
