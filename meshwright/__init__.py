@@ -9,6 +9,7 @@ from .data import Batch, pack, shift
 from .engine import (
     Engine,
     Model,
+    Pipeline,
     Resumed,
     Savings,
     StepRecord,
@@ -73,6 +74,7 @@ __all__ = [
     "MissingKey",
     "Model",
     "NonFiniteError",
+    "Pipeline",
     "RankError",
     "Resumed",
     "Savings",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
-from ..layout import Pipeline
+from ..layout import LATE, Pipeline
 from ..mesh import Mesh
 from ..optim import within
 from ..parallel import Savings
@@ -39,6 +39,22 @@ def check_loading(
         raise ConfigError(f"pipeline={pipeline!r} must be mw.Pipeline(...), such as mw.Pipeline(stages=2)")
     if read not in READ:
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
+
+
+def check_late(pipeline: Pipeline, savings: Savings) -> None:
+    """What does not go with a schedule that leaves gradients of weights for later."""
+    if pipeline.schedule not in LATE:
+        return
+    if savings.compiled:
+        raise ConfigError(
+            f"schedule={pipeline.schedule!r} cuts backward in two, and a compiled layer has one that cannot be cut; "
+            "choose schedule='1f1b' or compiled=False"
+        )
+    if pipeline.hold is False:
+        raise ConfigError(
+            f"schedule={pipeline.schedule!r} with hold=False: gradients that come late would be summed for each "
+            "micro-batch alone; leave hold out, or choose schedule='1f1b'"
+        )
 
 
 def patterns_of(train: object) -> list[str]:

@@ -37,6 +37,6 @@ from .rules import (
     written,
 )
 from .schedule import ORDERS, Action, Transfer, forwards, program
-from .stages import Pipeline, Stage, forward_program, program_of, trained_from, transfer_name
-from .storage import Held, Stored, Widths, storage
+from .stages import LATE, Pipeline, Stage, forward_program, program_of, trained_from, transfer_name
+from .storage import HELD, Held, Stored, Widths, storage
 from .units import Unit, units_of

@@ -112,6 +112,7 @@ def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]
 
 def _unit(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
     mine, name, n = padded(unit, spec, axes, coords), unit.name or "root", work.num_batches
+    n = 1 if spec.holds(axes.pp) else n
     if mine:
         whole = mine * prod(axes.sizes(unit.shard))
         yield Charge(name, "all_gather", unit.shard, whole * work.compute_bytes, n * (1 + unit.again))

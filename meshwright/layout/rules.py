@@ -94,8 +94,12 @@ class ShardingSpec:
         """Those that a rank holds."""
         line = self.line(axes.pp)
         if axes.pp not in self._stages:
-            self._stages[axes.pp] = stages_of(self.module, line, reshard=self.reshard)
+            self._stages[axes.pp] = stages_of(self.module, line, reshard=self.reshard and not self.holds(axes.pp))
         return [self._stages[axes.pp][number] for number in line.stages_of(axes.coords(rank)["pp"])]
+
+    def holds(self, pp: int) -> bool:
+        """Whether units are gathered and summed once a step."""
+        return pp > 1 and bool(self.pipeline.hold)
 
     def places(self, param: Param, axes: Axes) -> set[int]:
         """The places on the axis pp that hold a parameter."""

@@ -17,22 +17,31 @@ from .params import Param, Table
 from .schedule import ORDERS, Program, forwards, program
 from .units import Unit, units_of
 
+LATE = ("zero-bubble", "v")  # they leave gradients of weights for later
+
 
 @dataclass(frozen=True)
 class Pipeline:
     """How a run goes through its pipeline stages. With pp=1 it says nothing.
 
-    `schedule`: "1f1b". `stages`: of each rank; more than one makes it wait less and send more often. `ends`: after how
-    many layers each stage ends, the last after all; by default stages cost about the same.
+    `schedule`: "1f1b"; "zero-bubble", where gradients of weights fill the time in which a rank would wait; or "v", with
+    two stages a rank there and back, which waits least. `stages`: of each rank; more than one makes it wait less and
+    send more often. `ends`: after how many layers each stage ends, the last after all; by default stages cost about the
+    same. `hold`: with fsdp, parameters are gathered and gradients summed once a step and not in each micro-batch. It
+    takes the memory of the gathered stage and of its whole gradients. None: where both take less than a third of the
+    memory; the schedules that leave gradients for later need it.
     """
 
     schedule: str = "1f1b"
     stages: int = 1
     ends: tuple[int, ...] | None = None
+    hold: bool | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in ORDERS:
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(ORDERS)}")
+        if self.schedule == "v" and self.stages == 1:
+            object.__setattr__(self, "stages", 2)
         if type(self.stages) is not int or self.stages < 1:
             raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
         if self.ends is not None:

@@ -12,6 +12,9 @@ from .bill import padded
 from .rules import ShardingSpec, piece
 from .units import Unit
 
+WHOLE = "whole gradients of the stages"
+HELD = ("gathered parameters", WHOLE)  # what a pipeline that holds them needs more
+
 
 @dataclass(frozen=True)
 class Widths:
@@ -73,5 +76,7 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     stay, pass_by = whole([u for u in wrapped if not u.again]), sorted(whole([u for u in wrapped if u.again]))[-2:]
     waiting = sum(mine(learning)) if held.offload and axes.replicate > 1 else 0
     yield Stored("gathered parameters", (sum(stay) + sum(pass_by)) * widths.compute)
+    once = sum(whole(learning)) * widths.stored if spec.holds(axes.pp) else 0
+    yield Stored(WHOLE, once)
     yield Stored("gradients on their way", max(whole(learning), default=0) * (widths.compute + widths.stored))
     yield Stored("gradients of a replica", waiting * widths.stored)

@@ -71,7 +71,9 @@ class Mesh:
     def _refuse_another(self) -> None:
         """Ranks that make different meshes would wait for one another in groups that never form."""
         mine = f"{self.axes} on {self.device.type}"
-        for rank, other in enumerate(self.gather_objects(mine, DENSE)):
+        told = self.gather_objects((mine, self.memory.device_bytes), DENSE)
+        self.least_bytes = min(num_bytes for _, num_bytes in told)  # of a device of any rank
+        for rank, (other, _) in enumerate(told):
             if other != mine:
                 raise MeshError(
                     f"the mesh is {other} on rank {rank}, and {mine} on rank {self.rank}; make the same on all"

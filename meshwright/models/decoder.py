@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -192,8 +191,10 @@ class Decoder(nn.Module):
 
     def part(self, layers: range, *, first: bool, last: bool) -> Decoder:
         """A stage: some of the layers under their own numbers, so that names are those of the whole."""
-        part = copy.copy(self)  # shares all modules, and what is said of the whole model
-        part._modules = {}
+        part = Decoder.__new__(Decoder)  # no copy: it would share the hooks that torch hangs on a module
+        nn.Module.__init__(part)
+        part.shape, part.balance, part.share = self.shape, self.balance, self.share
+        part.tied, part.scores = self.tied, self.scores
         tied = Tied(self.embed) if self.tied and isinstance(self.embed, Embedding) else None
         part.embed = self.embed if first else tied if last else None
         part.layers = nn.ModuleDict({str(number): self.layers[str(number)] for number in layers})

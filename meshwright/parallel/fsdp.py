@@ -60,10 +60,31 @@ def prefetch_in_order(model: nn.Module, units: Sequence[Unit]) -> None:
         unit.set_modules_to_backward_prefetch([before])
 
 
-def last_micro_batch(part: nn.Module, last: bool) -> None:
-    """Replicas are summed once a step, after the last micro-batch."""
+def before_backward(part: nn.Module, *, last: bool, hold: bool, late: bool) -> None:
+    """Replicas are summed once a step, after the last micro-batch. With `hold` so is all else, and what is gathered
+    stays until then. `late`: gradients of weights come after the last backward, so `sum_late` sums."""
     if isinstance(part, FSDPModule):
         part.set_requires_all_reduce(last)
+        if hold:
+            sums = last and not late
+            part.set_requires_gradient_sync(sums)
+            part.set_reshard_after_backward(sums)
+            part.set_is_last_backward(sums)
+
+
+def sum_late(part: nn.Module, *, last: bool) -> None:
+    """After gradients of weights that came outside of any backward: add them to those that wait, as wide as these, and
+    sum them all after the last ones. torch has no public name for it, and its own pipelines do the same."""
+    if isinstance(part, FSDPModule):
+        part.set_requires_gradient_sync(last)
+        part.set_reshard_after_backward(last)
+        part.set_is_last_backward(last)
+        state = part._get_fsdp_state()
+        for each in state._state_ctx.all_states:
+            for group in each._fsdp_param_groups:
+                group.post_backward()
+        if last:
+            state._root_post_backward_final_callback()
 
 
 def reset_after_forward(parts: Sequence[nn.Module]) -> None:

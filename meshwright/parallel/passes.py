@@ -7,19 +7,21 @@ plain loop: forward and backward of the first micro-batch, then of the second, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..data import Batch
-from ..layout import Stage, forward_program, program_of
-from ..layout.line import Line
-from ..layout.schedule import BACK, BACKWARD, FORWARD, SEND, THERE, Action, Transfer
+from ..layout import Line, Pipeline, Stage, forward_program, program_of
+from ..layout.schedule import BACK, FORWARD, SEND, THERE, WEIGHT, Action, Transfer
+from ..layout.stages import LATE
 from ..mesh import Mesh
 from ..models import Decoder
 from ..watch import doing
-from .fsdp import last_micro_batch, reset_after_forward
+from .fsdp import before_backward, reset_after_forward, sum_late
 from .pipeline import Post
 
 Scores = tuple[Tensor, ...]
@@ -35,7 +37,9 @@ class Staged(Protocol):
     @property
     def line(self) -> Line: ...
     @property
-    def schedule(self) -> str: ...
+    def pipeline(self) -> Pipeline: ...
+    @property
+    def holds(self) -> bool: ...
     @property
     def trained_from(self) -> int: ...
 
@@ -49,7 +53,7 @@ def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: st
     """Forward and backward of every micro-batch; the sum of the shares."""
     passes = _Passes(model, batches, want)
     total: Tensor | None = None
-    program = program_of(model.line, model.schedule, len(batches), model.trained_from)
+    program = program_of(model.line, model.pipeline.schedule, len(batches), model.trained_from)
     for step in program[model.mesh.coords["pp"]]:
         passes.tell(task, step)
         if isinstance(step, Transfer):
@@ -60,8 +64,9 @@ def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: st
             if loss is not None:
                 passes.start(step, loss)
             total = share if total is None else total + share
+        elif step.kind == WEIGHT:
+            passes.weights(step)
         else:
-            assert step.kind == BACKWARD, f"nothing runs {step} yet"
             passes.backward(step)
     passes.post.finish()
     assert total is not None, "a step has at least one batch"
@@ -99,6 +104,8 @@ class _Passes:
         self.post = Post(model.mesh, (hi - lo, shape.width), model.dtype)
         self._came: dict[tuple[int, int], Tensor] = {}
         self._starts: dict[tuple[int, int], Tensor] = {}
+        self._jobs: dict[tuple[int, int], ops.Jobs] = {}
+        self._late = model.pipeline.schedule in LATE
 
     def tell(self, task: str, step: Action | Transfer) -> None:
         at = f", stage {step.stage}" if self.model.line.num_stages > 1 else ""
@@ -117,7 +124,8 @@ class _Passes:
         if x_TD is not None and number > self.model.trained_from and torch.is_grad_enabled():
             self._came[number, step.batch] = x_TD.requires_grad_()
         self._count(batch, number)
-        out = self.parts[number](batch.tokens, batch.labels, batch.docs, self.want, x_TD)
+        with self._waiting_with_weights(step):
+            out = self.parts[number](batch.tokens, batch.labels, batch.docs, self.want, x_TD)
         if number == self.model.line.last:
             return tuple(out)
         (y_TD,) = out
@@ -133,13 +141,25 @@ class _Passes:
     def backward(self, step: Action) -> None:
         number, is_last = step.stage, step.batch == len(self.batches) - 1
         self._count(self.batches[step.batch], number)  # what is recomputed leaves out the filler of its own batch
-        last_micro_batch(self.parts[number], is_last)
+        before_backward(self.parts[number], last=is_last, hold=self.model.holds, late=self._late)
         gradient = None if number == self.model.line.last else self.post.take(BACK, number, step.batch)
-        torch.autograd.backward(self._starts.pop((number, step.batch)), gradient)
+        with self._waiting_with_weights(step):
+            torch.autograd.backward(self._starts.pop((number, step.batch)), gradient)
         x_TD = self._came.pop((number, step.batch), None)
         if x_TD is not None:
             assert x_TD.grad is not None, "every token of a stage has a gradient"
             self.post.put(BACK, number - 1, step.batch, x_TD.grad)
+
+    def weights(self, step: Action) -> None:
+        """The gradients of weights that backward has left."""
+        for job in self._jobs.pop((step.stage, step.batch), []):
+            job()
+        sum_late(self.parts[step.stage], last=step.batch == len(self.batches) - 1)
+
+    def _waiting_with_weights(self, step: Action) -> AbstractContextManager[None]:
+        if not self._late or not torch.is_grad_enabled():
+            return nullcontext()
+        return ops.weights_late(self._jobs.setdefault((step.stage, step.batch), []))
 
     def _count(self, batch: Batch, number: int) -> None:
         """Tokens of filler count nothing in the balance of the experts."""

@@ -16,6 +16,7 @@ from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, gather, init, load, losses
 from ..mesh import Mesh
 from ..ops import delta, loss
+from ..layout import Pipeline
 from ..parallel import Savings
 from ..weights import whole_tensors
 from . import plain
@@ -52,6 +53,8 @@ class Trial:
     dtype: torch.dtype = torch.float64
     steps: int = 3
     savings: Savings = Savings()
+    pipeline: Pipeline = Pipeline()
+    router_aux: str = "pooled"
     keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
     draws: bool = False  # also new weights, which must not depend on the mesh
 
@@ -64,12 +67,14 @@ class Trial:
         return squared_errors if self.head == "value" else losses.cross_entropy
 
     def engine(self, mesh: Mesh) -> Engine:
-        model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings)
-        return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM)
+        model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, pipeline=self.pipeline)
+        return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
         """New weights, on rank 0."""
-        return gather(init(self.source, mesh, head=self.head, dtype=self.dtype, seed=5)) if self.draws else {}
+        if not self.draws:
+            return {}
+        return gather(init(self.source, mesh, head=self.head, dtype=self.dtype, seed=5, pipeline=self.pipeline))
 
     def batches(self, model: Model, step: int) -> list[Batch]:
         return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
@@ -125,7 +130,7 @@ class Reference:
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
-        engine = replace(trial, savings=Savings()).engine(Mesh(device="cpu"))
+        engine = replace(trial, savings=Savings(), pipeline=Pipeline()).engine(Mesh(device="cpu"))
         alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         before = unrounded(engine.model) if trial.keeps_all else {}
