@@ -38,4 +38,5 @@ from .rules import (
 )
 from .schedule import ORDERS, Action, Transfer, forwards, program
 from .storage import Held, Stored, Widths, storage
+from .timetable import Gathers, Timetable, draw, gathers, most_kept, times
 from .units import Unit, units_of
