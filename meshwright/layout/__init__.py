@@ -39,4 +39,5 @@ from .rules import (
 from .schedule import ORDERS, Action, Transfer, forwards, program
 from .stages import LATE, Pipeline, Stage, forward_program, program_of, trained_from, transfer_name
 from .storage import HELD, Held, Stored, Widths, storage
+from .timetable import Gathers, Timetable, draw, gathers, most_kept, times
 from .units import Unit, units_of

@@ -6,7 +6,7 @@ still, how long ranks wait, how much they keep, what they gather. `timetable.py`
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
@@ -70,7 +70,7 @@ def needs(line: Line, action: Action) -> Iterator[Action]:
 
 
 def one_f_one_b(line: Line, num_batches: int, trained_from: int = 0) -> Orders:
-    """Forwards and backwards take turns, so that a rank keeps no more micro-batches than there are stages ahead of it.
+    """Forwards and backwards take turns, so that a rank keeps no more micro-batches than stages are left.
 
     With several stages a rank it is interleaved: micro-batches go in groups of pp through the first stage of each rank,
     then through the second. A rank then waits for shorter stages, and sends more often.
@@ -165,25 +165,26 @@ def _greedy(line: Line, num_batches: int, kinds: tuple[str, ...], most: float) -
         for rank in range(line.pp)
     ]
     orders: Orders = [[] for _ in queues]
-    done, kept = set[Action](), [0] * line.pp
+    done, kept = set[Action](), Counter[int]()
     while any(queue for held in queues for queue in held):
         taken = []
         for rank, held in enumerate(queues):
             ready = [queue for queue in held if queue and done.issuperset(needs(line, queue[0]))]
-            ready = [queue for queue in ready if _has_room(line, queue[0], most - kept[rank])]
+            ready = [queue for queue in ready if _has_room(line, queue[0], kept, most)]
             if ready:
                 taken.append((rank, min(ready, key=lambda queue: _urgency(queue[0])).popleft()))
         for rank, action in taken:
             orders[rank].append(action)
             done.add(action)
-            kept[rank] += (action.kind == FORWARD) - (action.kind == WEIGHT)
+            kept[action.stage] += (action.kind == FORWARD) - (action.kind == WEIGHT)
     return orders
 
 
-def _has_room(line: Line, action: Action, room: float) -> bool:
-    """A micro-batch must leave a place free for each later stage of the rank. Else none could ever come back."""
-    later = sum(stage > action.stage for stage in line.stages_of(line.rank_of(action.stage)))
-    return action.kind != FORWARD or room > later
+def _has_room(line: Line, action: Action, kept: Counter[int], most: float) -> bool:
+    """A later stage of the rank has one place to itself. Else forwards of the first could fill the rank for ever."""
+    stages = line.stages_of(line.rank_of(action.stage))
+    taken = sum(max(kept[stage], stage > action.stage) for stage in stages)
+    return action.kind != FORWARD or taken < most
 
 
 def _urgency(action: Action) -> tuple[int, int, int]:
@@ -195,11 +196,22 @@ def _urgency(action: Action) -> tuple[int, int, int]:
 
 
 def moments(line: Line, orders: Orders) -> Iterator[list[tuple[int, Action]]]:
-    """What ranks do at the same moment if each takes the next of its actions as soon as it can."""
-    at, done = [0] * len(orders), set[Action]()
+    """What ranks do at the same moment if each takes the next of its actions as soon as it can.
+
+    A stage waits while two of its results wait for the next one. Else stages without a backward, which are quicker,
+    would run ahead and fill the memory of others with activations.
+    """
+    wanted = {action for order in orders for action in order}
+    at, done, num_done = [0] * len(orders), set[Action](), Counter[tuple[str, int]]()
+
+    def can_go(action: Action) -> bool:
+        then = follower(action)
+        ahead = num_done[action[:2]] - num_done[then[:2]] if then in wanted else 0
+        return ahead < 2 and done.issuperset(needs(line, action))
+
     while any(i < len(order) for i, order in zip(at, orders, strict=True)):
         heads = [(rank, order[at[rank]]) for rank, order in enumerate(orders) if at[rank] < len(order)]
-        moment = [(rank, action) for rank, action in heads if done.issuperset(needs(line, action))]
+        moment = [(rank, action) for rank, action in heads if can_go(action)]
         if not moment:
             stuck = ", ".join(f"rank {rank} at {a.kind}{a.batch} of stage {a.stage}" for rank, a in heads)
             raise LayoutError(f"the schedule stands still with {stuck}; put first what these wait for")
@@ -207,6 +219,7 @@ def moments(line: Line, orders: Orders) -> Iterator[list[tuple[int, Action]]]:
         for rank, action in moment:
             at[rank] += 1
             done.add(action)
+            num_done[action[:2]] += 1
 
 
 def program(line: Line, orders: Orders) -> Program:
@@ -214,7 +227,8 @@ def program(line: Line, orders: Orders) -> Program:
 
     The two sides of a transfer are written down at the same moment, so every pair of ranks meets in the same order on
     both sides, and no rank waits for ever even if each transfer waits for its other side. NCCL needs this: it has one
-    queue for each pair. Between two stages of one rank nothing is sent.
+    queue for each pair. Where transfers do not block, nobody waits longer than the orders make him. Between two stages
+    of one rank nothing is sent.
     """
     wanted = {action for order in orders for action in order}
     out: Program = [[] for _ in orders]
@@ -222,16 +236,16 @@ def program(line: Line, orders: Orders) -> Program:
         for rank, action in moment:
             out[rank].append(action)
         for rank, action in moment:
-            follower = _follower(action)
-            if follower in wanted and line.rank_of(follower.stage) != rank:
-                way = THERE if action.kind == FORWARD else BACK
-                target = line.rank_of(follower.stage)
-                out[rank].append(Transfer(SEND, way, follower.stage, action.batch, rank, target))
-                out[target].append(Transfer(RECEIVE, way, follower.stage, action.batch, rank, target))
+            then = follower(action)
+            if then in wanted and line.rank_of(then.stage) != rank:
+                there_or_back = THERE if action.kind == FORWARD else BACK
+                passing = (there_or_back, then.stage, then.batch, rank, line.rank_of(then.stage))
+                out[rank].append(Transfer(SEND, *passing))
+                out[passing[-1]].append(Transfer(RECEIVE, *passing))
     return out
 
 
-def _follower(action: Action) -> Action | None:
+def follower(action: Action) -> Action | None:
     """The action of a neighbouring stage that takes the result. Nobody takes a gradient of weights."""
     steps = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
     return action._replace(stage=action.stage + steps[action.kind]) if action.kind in steps else None

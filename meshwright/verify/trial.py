@@ -14,9 +14,9 @@ from torch import Tensor
 from ..axes import Axes
 from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, gather, init, load, losses
+from ..layout import Pipeline
 from ..mesh import Mesh
 from ..ops import delta, loss
-from ..layout import Pipeline
 from ..parallel import Savings
 from ..weights import whole_tensors
 from . import plain
