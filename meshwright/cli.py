@@ -196,9 +196,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_pipeline(command: argparse.ArgumentParser) -> None:
     """The fields of `mw.Pipeline`."""
     group = command.add_argument_group("how a pipeline runs, where --mesh has pp")
-    group.add_argument(
-        "--schedule", choices=["1f1b", "zero-bubble", "v"], help="the order of its work (default 1f1b)"
-    )
+    group.add_argument("--schedule", choices=["1f1b", "zero-bubble", "v"], help="the order of its work (default 1f1b)")
     group.add_argument("--stages", type=_positive, metavar="N", help="of each rank (default 1; of v it is 2)")
     group.add_argument(
         "--ends", type=_numbers, metavar="N,...", help="after how many layers each stage ends (default: at equal cost)"

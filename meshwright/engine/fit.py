@@ -38,9 +38,7 @@ def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
     return Widths(stored.itemsize, compute.itemsize, (state or stored).itemsize)
 
 
-def with_hold(
-    blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int
-) -> Blueprint:
+def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:
     """What a run leaves open of its pipeline is decided by the least memory that any rank has. Without one, nothing of
     it holds."""
     pipeline, reshard = blueprint.spec.pipeline, savings.reshard

@@ -92,7 +92,7 @@ def gathers(order: Sequence[Action], stage: int, *, again: bool = True, hold: bo
     return Gathers(num[FORWARD], num[BACKWARD] + num[INPUT], min(num_sums, 1) if hold else num_sums)
 
 
-def draw(table: Timetable, columns: float = 3) -> str:
+def draw(table: Timetable, columns: int = 3) -> str:
     """The timetable as text, a line for each rank and so many columns for each unit of time.
 
     `F0` is the forward of micro-batch 0 in the first stage that the rank holds, `f0` in a later one. A dot: it waits.

@@ -119,16 +119,15 @@ class Figures:
     @property
     def unsharded_bytes(self) -> int:
         """Of units that lie on one rank: there is no FSDP, and autograd may keep what their weights are cast to, for
-        every micro-batch that is under way in their stage."""
-        spec, rank = self.blueprint.spec, self.most.rank
-        order = self.orders[self.axes.coords(rank)["pp"]]
-        kept = {s.number: most_kept([a for a in order if a.stage == s.number]) for s in spec.stages(self.axes, rank)}
-        return sum(kept[s.number] * self._alone_bytes(s, rank) for s in spec.stages(self.axes, rank))
+        every micro-batch that is under way in their stage. Of the rank where that is most."""
+        spec, ranks = self.blueprint.spec, self.axes.group(0, ("pp",))
+        return max(sum(self._cast_bytes(stage, rank) for stage in spec.stages(self.axes, rank)) for rank in ranks)
 
-    def _alone_bytes(self, stage: Stage, rank: int) -> int:
-        axes, spec = self.axes, self.blueprint.spec
+    def _cast_bytes(self, stage: Stage, rank: int) -> int:
+        axes, spec, at = self.axes, self.blueprint.spec, self.axes.coords(rank)
         alone = [u for u in stage.units if prod(axes.sizes(("replicate", *u.shard))) == 1]
-        return sum(padded(u, spec, axes, axes.coords(rank)) for u in alone) * self.work.compute_bytes
+        num_kept = most_kept([action for action in self.orders[at["pp"]] if action.stage == stage.number])
+        return num_kept * sum(padded(u, spec, axes, at) for u in alone) * self.work.compute_bytes
 
     @cached_property
     def orders(self) -> Orders:

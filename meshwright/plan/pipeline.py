@@ -17,8 +17,8 @@ from .figures import Figures
 
 COSTS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 LEGEND = (
-    "A line for each place on pp. F0: forward of micro-batch 0. B: backward, or its halves I (gradient of the input) and "
-    "W (of the weights). Small letters: a later stage of the place. A dot: it waits."
+    "A line for each place on pp. F0: forward of micro-batch 0. B: backward, or its halves I (gradient of the input) "
+    "and W (of the weights). Small letters: a later stage of the place. A dot: it waits."
 )
 
 
@@ -106,8 +106,8 @@ def notes(figures: Figures) -> list[str]:
         )
     if not spec.holds(pp) and any(figures.axes.size_of(axis) > 1 for axis in ("fsdp", "cp", "efsdp")):
         found.append(
-            "Parameters are gathered, and gradients summed, in every micro-batch. --hold tells what it takes to do that "
-            "once a step. A run does so by itself where that takes less than a third of its device."
+            "Parameters are gathered, and gradients summed, in every micro-batch. --hold tells what it takes to do "
+            "that once a step. A run does so by itself where that takes less than a third of its device."
         )
     if figures.blueprint.balance.coefficient and figures.blueprint.balance.num_layers:
         found.append('The router\'s aux loss is taken to be router_aux="previous": a pipeline refuses "pooled".')
@@ -115,7 +115,7 @@ def notes(figures: Figures) -> list[str]:
 
 
 def as_json(figures: Figures) -> dict[str, Any]:
-    """`timetable`: of each place on pp its actions in their order, each with kind, stage, micro-batch, start and end."""
+    """`timetable`: of each place on pp its actions in order, each with kind, stage, micro-batch, start and end."""
     table = timetable(figures)
     return {
         **asdict(figures.blueprint.spec.pipeline),

@@ -107,7 +107,7 @@ def _places(figures: Figures) -> Grid:
 
 def _print_schedule(figures: Figures, console: Console) -> None:
     table = pipeline.timetable(figures)
-    columns = min(3.0, (console.width - 4) / table.makespan)  # of a unit of time; what is before it takes 4
+    columns = min(3, int((console.width - 4) / table.makespan))  # of a unit of time; what is before it takes 4
     console.print()
     console.print(Text("Who does what when", style="bold"))
     console.print(Text(f"{pipeline.about_schedule(figures)}. An estimate: --html says of what."))
