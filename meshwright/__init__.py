@@ -22,6 +22,7 @@ from .engine import (
     logprobs,
     losses,
     resume,
+    sample,
     save,
     stream,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "losses",
     "pack",
     "resume",
+    "sample",
     "save",
     "shift",
     "stream",

@@ -59,6 +59,12 @@ class Chat:
             ids += turn
         return [tokens(ids, spans) for ids, spans in found]
 
+    def prompt(self, text: str) -> list[int]:
+        """What a server would send where a user begins with `text`. With thinking="auto" the template decides."""
+        chat, thinking = conversation({"messages": [{"role": "user", "content": text}]}), self.options.thinking
+        flags = {**({} if thinking == "auto" else {"enable_thinking": thinking}), **self.options.template_args}
+        return self._ids(self._render(chat, 1, flags, add_generation_prompt=True))
+
     def _turn(self, chat: Conversation, number: int) -> tuple[list[int], list[int]]:
         """What a server would send for message `number`, and what it should get."""
         thinks = _thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking

@@ -28,7 +28,11 @@ def logits(model: Model, batch: Batch) -> Tensor:
     gradients."""
     if "values" in model.blueprint.scores:
         return model.mesh.gather_rows(score_without_grad(model, batch, "values", "logits"), ("cp", "tp"))
-    local_TV = score_without_grad(model, batch, "logits", "logits")
+    return over_vocabulary(model, score_without_grad(model, batch, "logits", "logits"))
+
+
+def over_vocabulary(model: Model, local_TV: Tensor) -> Tensor:
+    """This rank's part of the vocabulary -> all of it."""
     vocab, tp = model.blueprint.vocab, model.mesh.axes.tp
     widest = -(-vocab // tp)  # the last slice of the vocabulary may be shorter
     padded = torch.nn.functional.pad(local_TV.t(), (0, 0, 0, widest - local_TV.shape[1]))

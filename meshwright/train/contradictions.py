@@ -159,6 +159,9 @@ def _of_samples(config: Config) -> Told:
     section = config.sample
     if not section.prompts and section != SampleSection():
         yield ("sample", "prompts"), "there is nothing to sample from; give prompts, or leave the section out"
+    if "" in section.prompts:
+        number = section.prompts.index("")
+        yield ("sample", "prompts"), f"prompt {number} is empty; a model needs a word to go on from"
 
 
 def _of_checkpoints(config: Config) -> Told:

@@ -21,6 +21,7 @@ from .loop import EARLY, Habits, Loop, Speed
 from .metrics import JsonLines, Lines, Sink
 from .position import position_of
 from .record import device_name, write_record
+from .samples import Samples, prompts_of
 from .schedule import schedule
 from .sinks import check_sinks, sinks_of
 from .sources import Data, data_of
@@ -65,6 +66,8 @@ class Trainer:
         self.position = position_of(config, self.engine, self.data.plan)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = held_out(config, directory, mesh, cache)
+        prompts = prompts_of(config, directory)
+        self.sample = None if prompts is None else Samples(self.engine, prompts, config)
         self.sinks: list[Sink] = []
         self.why = ""  # the run ended before the data did
 
@@ -78,7 +81,7 @@ class Trainer:
         with listening() as stop:
             loop = Loop(
                 self.engine, self.feed, self.data.num_steps, self.position, self.out, _habits(self.config), stop,
-                _speed(self.model), self.sinks, self.held_out,
+                _speed(self.model), self.sinks, self.held_out, self.sample,
             )  # fmt: skip
             loop.begin(self._beginning())
             yield from loop.steps()

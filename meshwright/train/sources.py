@@ -82,9 +82,19 @@ def _maker(section: SourceSection, directory: Path) -> tuple[Callable[[Mapping[s
     if section.kind == "text":
         return Texts(tokenizer, section.fields).documents, told
     template = _template(section.template)
+    return _chat(section, directory, tokenizer, template).documents, told + template
+
+
+def _chat(section: SourceSection, directory: Path, tokenizer: Any, template: str) -> Chat:
     options = ChatOptions(section.thinking, section.turns, template or None, section.template_args, section.fields)
-    stops = stop_ids_of(tokenizer, generation_config_of(directory))
-    return Chat(tokenizer, options, stops).documents, told + template
+    return Chat(tokenizer, options, stop_ids_of(tokenizer, generation_config_of(directory)))
+
+
+def prompter(section: SourceSection, directory: Path, tokenizer: Any) -> Callable[[str], list[int]]:
+    """What turns a text into the ids that a model goes on from, as it was trained on this source."""
+    if section.kind == "chat":
+        return _chat(section, directory, tokenizer, _template(section.template)).prompt
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _template(path: str) -> str:
