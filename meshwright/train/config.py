@@ -22,6 +22,7 @@ class Fixed:
     fixed: bool = True
 
 
+WARM_UP = 2  # steps before a trace: in them memory grows, kernels are chosen and layers compiled
 LATER, FIXED, FREE = Later(), Fixed(), Fixed(False)
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -223,6 +224,8 @@ class LogSection(Section):
     """Write OUT/tensorboard too."""
     wandb: str = ""
     """The project of Weights & Biases that gets them too."""
+    profile: Annotated[int, Field(ge=0)] = 0
+    """Steps to trace with torch's profiler, after the first two of a start: OUT/profile/rank-0.json.gz of each rank."""
 
 
 class LaunchSection(Section):

@@ -20,6 +20,7 @@ from .held_out import held_out
 from .loop import EARLY, Habits, Loop, Speed
 from .metrics import JsonLines, Lines, Sink
 from .position import position_of
+from .profile import Profiler
 from .record import device_name, write_record
 from .samples import Samples, prompts_of
 from .schedule import schedule
@@ -78,10 +79,10 @@ class Trainer:
             write_record(self.out, self.config, self.model)
             self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps, self.config.log.every)]
             self.sinks += sinks_of(self.config, self.out, self._first_step)
-        with listening() as stop:
+        with listening() as stop, Profiler(self.model, self.out, self.config.log.profile) as profiler:
             loop = Loop(
                 self.engine, self.feed, self.data.num_steps, self.position, self.out, _habits(self.config), stop,
-                _speed(self.model), self.sinks, self.held_out, self.sample,
+                _speed(self.model), self.sinks, self.held_out, self.sample, profiler.step,
             )  # fmt: skip
             loop.begin(self._beginning())
             yield from loop.steps()
