@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,9 +15,11 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright import cli
 from meshwright.data import tokenizer_of
 from meshwright.engine.sample import _choose, _dice
 from meshwright.train import launch, toml
+from meshwright.train.run import run
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, on_mesh, source
 
@@ -85,27 +90,28 @@ def test_what_is_drawn() -> None:
     assert set(_choose(logits[:200], 0.4, [_dice(3, n) for n in range(200)]).tolist()) == {1}
 
 
+def with_and_without(path: Path) -> None:
+    """The same run twice in one world."""
+    sampled = ['sample.prompts=["3?","7?"]', "sample.every=2", "sample.tokens=6", "sample.top_p=0.9"]
+    for name, sets in {"plain": [], "sampled": sampled}.items():
+        run(toml.read(path, [*sets, f"out={path.parent / name / 'out'}"]))
+
+
 def test_training_does_not_see_it(tmp_path: Path) -> None:
-    """Losses and checkpoints are the same bits, with the router's memory in them; and who samples draws no global
-    number."""
+    """Losses and checkpoints are the same bits, with what the router remembers."""
     model = source(tmp_path / "m", "qwen3_5_moe")
     chats(tmp_path / "chats.jsonl")
-    path = file_of(tmp_path, model, save={"export": False})
+    path = file_of(tmp_path, model, save={"export": False}, mesh={"fsdp": 2, "ep": 2}, train={"steps": 5})
+    worlds.run(2, with_and_without, path)
     found = {}
-    for name, sets in {
-        "plain": (),
-        "sampled": ('sample.prompts=["3?","7?"]', "sample.every=5", "sample.top_p=0.9"),
-    }.items():
-        on_mesh(path, dict(fsdp=2, ep=2), *sets, "sample.tokens=6" if sets else "log.every=1")
-        checkpoint = tmp_path / "out" / "checkpoints" / f"step-{STEPS:06d}"
+    for at in (tmp_path / "plain", tmp_path / "sampled"):
+        checkpoint = at / "out" / "checkpoints" / "step-000005"
         files = {f.relative_to(checkpoint): f.read_bytes() for f in checkpoint.rglob("*.safetensors")}
-        experts = [(line["load"], line["step"]) for line in lines(tmp_path, "experts")]
-        found[name] = losses(tmp_path), files, experts
-        told = [(line["step"], line["number"], line["prompt"]) for line in lines(tmp_path, "sample")]
-        (tmp_path / "out").rename(tmp_path / name)
+        found[at.name] = losses(at), files, [line["load"] for line in lines(at, "experts")]
     assert found["plain"] == found["sampled"]
     assert len(found["plain"][1]) > 2
-    assert told == [(step, number, prompt) for step in (5, 10, STEPS) for number, prompt in enumerate(("3?", "7?"))]
+    told = [(line["step"], line["number"], line["prompt"]) for line in lines(tmp_path / "sampled", "sample")]
+    assert told == [(step, number, prompt) for step in (2, 4, 5) for number, prompt in enumerate(("3?", "7?"))]
 
 
 def generated(at: Path, prompt: str, tokens: int) -> str:
@@ -129,12 +135,25 @@ def test_samples_of_a_run_are_those_of_its_export(tmp_path: Path) -> None:
     assert [line["step"] for line in told] == [STEPS] * 2
     assert [line["text"] for line in told] == [generated(tmp_path / "out" / "export", each, 12) for each in prompts]
     assert "x" in told[0]["text"]
+    asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+    common = [*asked, "--tokens", "12"]
+    [of_run] = worlds.run(1, printed, [str(tmp_path / "out"), *common, "--json"])
+    assert json.loads(of_run) == [{"prompt": line["prompt"], "text": line["text"]} for line in told]
+    [of_export] = worlds.run(1, printed, [str(tmp_path / "out" / "export"), *common, "--text", "--top-p", "0.5"])
+    assert [line for line in of_export.splitlines() if line.startswith("> ")] == ["> 3?", "> Hello there"]
+
+
+def printed(arguments: list[str]) -> str:
+    """By the command."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(["sample", *arguments]) == 0
+    return out.getvalue()
 
 
 @pytest.mark.parametrize(
     ("sets", "wanted"),
     [
-        (["sample.tokens=200"], r"of \[sample\]: prompt 0 has \d+ tokens, and with the 200 after it more than the 128"),
+        (["sample.tokens=200"], r"of a sample: prompt 0 has \d+ tokens, and with the 200 after it more than the 128"),
         (["data.0.kind=text", "sample.tokens=126"], "prompt 1 has 7 tokens"),
         (["data.0.template_args.enable_thinking=1", "data.0.template={at}/wrong"], "the template refuses the first 1"),
         (['sample.prompts=["a",""]'], "prompt 1 is empty"),
@@ -151,3 +170,29 @@ def test_what_cannot_be_sampled_from_is_refused_before_the_run(tmp_path: Path, s
     (model / "config.json").write_text(config.replace('"model_type"', '"max_position_embeddings": 128, "model_type"'))
     with pytest.raises(mw.MeshwrightError, match=wanted):
         launch.prepared(toml.read(path, [each.format(at=tmp_path) for each in sets]))
+
+
+def said_of(at: Path, **given: Any) -> list[str]:
+    model, said = mw.load(at, mw.Mesh(), head=given.pop("head", "lm")), []
+    for wrong in given.pop("cases"):
+        with pytest.raises(mw.MeshwrightError) as error:
+            mw.sample(model, **{"prompts": [[5]], "tokens": 2, **wrong})
+        said.append(str(error.value))
+    return said
+
+
+def test_what_is_refused_from_python(tmp_path: Path) -> None:
+    at = tiny.directory(tmp_path / "m", "qwen3", max_position_embeddings=16)
+    cases = {
+        "tokens=0 must be": {"tokens": 0},
+        "top_p=1.5 must be": {"top_p": 1.5},
+        "a list of lists": {"prompts": []},
+        "prompt 0 is no list of token ids": {"prompts": ["Hello"]},
+        "prompt 1 is empty": {"prompts": [[5], []]},
+        "outside the vocabulary of 131": {"prompts": [[131]]},
+        "prompt 0 has 15 tokens, and with the 2 after it more than the 16": {"prompts": [[5] * 15]},
+    }
+    [said] = worlds.run(1, functools.partial(said_of, at, cases=list(cases.values())))
+    assert all(wanted in told for wanted, told in zip(cases, said, strict=True)), said
+    [[told]] = worlds.run(1, functools.partial(said_of, at, head="value", cases=[{}]))
+    assert "scores no words" in told

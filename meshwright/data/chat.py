@@ -40,7 +40,9 @@ class Chat:
         self.tokenizer, self.options = tokenizer, options or ChatOptions()
         self.stop_ids = frozenset(stop_ids) or stop_ids_of(tokenizer, {})
         if not self.options.template and not tokenizer.chat_template:
-            raise DataError("the tokenizer has no chat template; give template= of the data")
+            raise DataError(
+                'the tokenizer has no chat template; give template= of the data, or take texts (kind = "text", --text)'
+            )
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
         """None where nothing of the row is to be trained on."""

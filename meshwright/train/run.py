@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from ..engine import Engine, Model, Savings, StepRecord, check_export, export, load, losses
 from ..errors import ConfigError
 from ..mesh import Mesh
-from ..weights import download, is_hub_id, path_of
+from ..weights import path_of
 from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
@@ -25,7 +24,7 @@ from .record import device_name, write_record
 from .samples import Samples, prompts_of
 from .schedule import schedule
 from .sinks import check_sinks, sinks_of
-from .sources import Data, data_of
+from .sources import Data, data_of, model_directory
 from .stop import listening
 
 EXPORT = "export"
@@ -55,7 +54,7 @@ class Trainer:
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump())
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
-        directory, cache = model_directory(config), path_of(config.cache)
+        directory, cache = model_directory(config.model), path_of(config.cache)
         self.data = data_of(config, directory, cache)
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
@@ -67,7 +66,7 @@ class Trainer:
         self.position = position_of(config, self.engine, self.data.plan)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = held_out(config, directory, mesh, cache)
-        prompts = prompts_of(config, directory)
+        prompts = prompts_of(config.sample, config.data[0], directory)
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)
         self.sinks: list[Sink] = []
         self.why = ""  # the run ended before the data did
@@ -121,16 +120,6 @@ def be_deterministic(wished: bool) -> None:
     if wished:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-
-
-def model_directory(config: Config) -> Path:
-    """Where config, tokenizer and templates lie."""
-    path = path_of(config.model)
-    if path.is_dir():
-        return path
-    if not is_hub_id(config.model):
-        raise ConfigError(f"model = {config.model!r} is no directory and no hub id (org/name)")
-    return download(config.model, weights=False)
 
 
 def _engine(config: Config, model: Model, data: Data) -> Engine:
