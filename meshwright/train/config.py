@@ -22,6 +22,7 @@ class Fixed:
     fixed: bool = True
 
 
+WARM_UP = 2  # steps before a trace: in them memory grows, kernels are chosen and layers compiled
 LATER, FIXED, FREE = Later(), Fixed(), Fixed(False)
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -199,15 +200,16 @@ class SaveSection(Section):
 
 
 class SampleSection(Section):
-    """Texts that the model writes during the run. Each token takes a forward of its own."""
+    """Texts that the model writes during the run. Each token takes a forward of its own, of all prompts together."""
 
-    prompts: Annotated[list[str], LATER] = []
-    """What the user says, or where a text begins; without any nothing is sampled."""
-    every: Annotated[Positive, LATER] = 500
-    """Steps between two samples."""
-    tokens: Annotated[Positive, LATER] = 64
-    """Of each text at most."""
-    top_p: Annotated[Share | None, LATER] = None
+    prompts: list[str] = []
+    """What a user says, if the first source is of chats: its template, template_args and thinking hold, and with
+    thinking = "auto" the template decides. Otherwise where a text begins. Without any nothing is sampled."""
+    every: Positive = 500
+    """Steps between two samples; there is one at the end too."""
+    tokens: Positive = 64
+    """Of each text at most; it ends earlier where the model ends it."""
+    top_p: Share | None = None
     """Each token is drawn from the likeliest that have this probability together; by default the likeliest is taken."""
 
 
@@ -222,6 +224,8 @@ class LogSection(Section):
     """Write OUT/tensorboard too."""
     wandb: str = ""
     """The project of Weights & Biases that gets them too."""
+    profile: Annotated[int, Field(ge=0)] = 0
+    """Steps to trace with torch's profiler, after the first two of a start: OUT/profile/rank-0.json.gz of each rank."""
 
 
 class LaunchSection(Section):
@@ -244,7 +248,7 @@ class Config(Section):
     out: str
     """The directory of the run: checkpoints, metrics, the config as it was read, the exported model."""
     seed: Annotated[int, FIXED] = 0
-    """Of the order of the data."""
+    """Of the order of the data, and of what is drawn in samples."""
     resume: Literal["auto", "never"] | CheckpointPath = "auto"
     """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a
     slash: begin from that checkpoint, where OUT has none. For its weights alone, give it as the model."""

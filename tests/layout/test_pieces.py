@@ -40,7 +40,9 @@ def pieces_of(table, axes, rank=0):
 def check_rank(table, axes, rank, at):
     """A rank holds what the reference says, in that order; gives its element numbers by parameter."""
     held = pieces_of(table, axes, rank)
-    expected = {p.name for p in table if at["pp"] in reference.stages_of(p.name, table, axes.pp)}
+    expected = {
+        p.name for p in table if at["pp"] in reference.stages_of(p.name, spec_of(table, axes.pp).table, axes.pp)
+    }
     assert set(held) == expected, f"{axes} {at}"
     for name, piece in held.items():
         want = stored(table, name, axes, at)
@@ -89,7 +91,9 @@ def check_tiled(table, axes):
                 owned[name][ids[box.slices].flatten()] += own
     for param in table:
         check_written(param, spec_of(table, axes.pp), axes)
-        num = reference.num_holders(param, axes) * len(reference.stages_of(param.name, table, axes.pp))
+        num = reference.num_holders(param, axes) * len(
+            reference.stages_of(param.name, spec_of(table, axes.pp).table, axes.pp)
+        )
         assert (held[param.name] == num).all(), f"{param.name} on {axes}: {held[param.name].unique()} and not {num}"
         assert (owned[param.name] == 1).all(), f"{param.name} on {axes}: {owned[param.name].unique()} owners"
         assert (writing[param.name] == 1).all(), f"{param.name} on {axes}: {writing[param.name].unique()} writers"
