@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ..layout import Pipeline
+
 
 @dataclass(frozen=True)
 class Later:
@@ -49,8 +51,8 @@ class MeshSection(Section):
     """Ranks that share the experts, out of those that there are."""
     cp: Positive = 1
     """Ranks that share the tokens of a stream, for long documents; they work on the same data."""
-    pp: Annotated[Positive, LATER] = 1
-    """Ranks that follow each other in the layers."""
+    pp: Positive = 1
+    """Ranks that follow each other in the layers: pipeline stages. They work on the same data."""
 
     @property
     def num_data_ranks(self) -> int:
@@ -59,6 +61,24 @@ class MeshSection(Section):
     @property
     def world(self) -> int:
         return self.pp * self.num_data_ranks * self.cp * self.tp
+
+
+class PipelineSection(Section):
+    """How a step goes through the stages, where the mesh has pp."""
+
+    schedule: Literal["1f1b", "zero-bubble", "v"] = "1f1b"
+    """1f1b: forwards and backwards take turns. zero-bubble: gradients of weights fill the time in which a rank would
+    wait. v: two stages a rank, there and back, which waits least."""
+    stages: Positive = 1
+    """Of each rank. More than one waits less and sends more often."""
+    ends: list[Positive] | None = None
+    """After how many layers each stage ends; by default stages cost about the same."""
+    hold: bool | None = None
+    """Parameters are gathered and gradients summed once a step, not in each micro-batch; by default where a third of
+    the memory is enough for it."""
+
+    def settings(self) -> Pipeline:
+        return Pipeline(self.schedule, self.stages, None if self.ends is None else tuple(self.ends), self.hold)
 
 
 class SourceSection(Section):
@@ -255,6 +275,7 @@ class Config(Section):
     cache: str = "~/.cache/meshwright"
     """Where tokenised data is kept, for all runs of a machine."""
     mesh: MeshSection = MeshSection()
+    pipeline: PipelineSection = PipelineSection()
     data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()

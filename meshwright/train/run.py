@@ -58,7 +58,7 @@ class Trainer:
         self.data = data_of(config, directory, cache)
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
-            savings=Savings(**config.train.model_dump(include={*_SAVINGS})),
+            savings=Savings(**config.train.model_dump(include={*_SAVINGS})), pipeline=config.pipeline.settings(),
         )  # fmt: skip
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)
