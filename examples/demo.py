@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import meshwright as mw
+from meshwright import cli
 from meshwright.log import quiet
 from meshwright.train import read
 
@@ -89,48 +91,42 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     return found
 
 
-def show_data(out: Path, sets: list[str]) -> None:
+def show_data(sets: list[str]) -> None:
     rule("1. What is learnt")
     tell(
         "Two sources: chats, of which only the assistant's turns are learnt, and a text. Look before you train: what "
         "is learnt stands in brackets. All rows are read and checked before a process starts."
     )
-    finish(begin(out, "data", "run.toml", "--show", "1", *set_of(sets)))
+    say("data", "run.toml", "--show", "1", *set_of(sets))
 
 
-def train(out: Path, sets: list[str]) -> None:
-    """To the end of the file's steps, however often it is disturbed."""
-    config = read(out / "run.toml", sets)
-    assert config.train.steps
-    first, second = config.save.every, config.train.steps - config.save.every // 2
-
+def train(sets: list[str]) -> None:
+    config = read("run.toml", sets)
     rule("2. Training, and what happens when a process dies")
     tell(
-        f"Two processes share one model: each stores half of the parameters and of the experts, and has data of its "
-        f"own. After step {first} this program kills one of them, as a machine without memory does. Watch the run name "
-        f"it, and go on from its checkpoint. After step {second} it gets Ctrl-C: it ends the step, saves and leaves."
+        "Two processes share one model: each stores half of the parameters and of the experts, and has its own data. "
+        f"After step {config.save.every} this program kills one of them, as a machine without memory does. All end, "
+        "and the last line names the one that was the first. (With max_restarts the run would start itself again.)"
     )
-    run = begin(out, "train", "run.toml", *set_of(sets))
-    wait(run, out / config.out / "checkpoints" / f"step-{first:06}")
+    run = begin("train", "run.toml", *set_of(sets))
+    wait(run, Path(config.out) / "checkpoints" / f"step-{config.save.every:06}")
     os.kill(ranks_of(run)[1], signal.SIGKILL)
-    wait(run, out / config.out / "metrics.jsonl", f'"kind": "step", "step": {second},')
-    run.send_signal(signal.SIGINT)
-    finish(run, 128 + signal.SIGINT)
+    finish(run, 2)
 
     rule("3. The same run on another mesh")
     tell(
-        "The same command goes on where it stopped. Here the mesh changes too: with tp=2 both processes compute half "
-        "of every layer, on the same data. No document is left out, none comes twice, and the loss goes on where it was."
+        "The same command goes on from the newest checkpoint. Here the mesh changes too: with tp=2 both processes "
+        "compute half of every layer, on the same data. No document is left out, and none comes twice."
     )
-    finish(begin(out, "train", "run.toml", *set_of([*sets, "mesh.fsdp=1", "mesh.tp=2"])))
+    finish(begin("train", "run.toml", *set_of([*sets, "mesh.fsdp=1", "mesh.tp=2"])))
 
 
 @torch.no_grad()
-def sample(out: Path) -> None:
+def sample() -> None:
     """The likeliest token each time, before and after the training."""
     rule("4. What came out")
     tell("runs/demo/export is a Hugging Face directory. transformers loads it, asks a question and begins a paragraph:")
-    tokenizer = AutoTokenizer.from_pretrained(out / "runs/demo/export")
+    tokenizer = AutoTokenizer.from_pretrained("runs/demo/export")
     asked = [{"role": "user", "content": QUESTION}]
     prompts = {
         QUESTION: tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False),
@@ -139,7 +135,7 @@ def sample(out: Path) -> None:
     for told, prompt in prompts.items():
         console.print(Text(told, style="bold"))
         for when, directory in {"before": "start", "after": "runs/demo/export"}.items():
-            model = AutoModelForCausalLM.from_pretrained(out / directory, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             ids = tokenizer(prompt, return_tensors="pt")
             said = model.generate(**ids, do_sample=False, max_new_tokens=80)[0, ids.input_ids.shape[1] :]
             text = printable(tokenizer.decode(said, skip_special_tokens=True))
@@ -151,7 +147,7 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() and each != "\ufffd" else "?" for each in text.strip())
 
 
-def prove(out: Path) -> None:
+def prove() -> None:
     rule("5. The proof, and a bug that it finds")
     tell(
         "Two processes must compute what one computes. verify trains a small model of the same kind on the mesh and on "
@@ -160,7 +156,7 @@ def prove(out: Path) -> None:
     )
     well = ["verify", "start", "--mesh", "fsdp=2,ep=2", "--dtypes", "float64", "--against", "none"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    runs = [begin(out, *well, **pipes), begin(out, *well, "--plant", "mean-of-means", **pipes)]
+    runs = [begin(*well, **pipes), begin(*well, "--plant", "mean-of-means", **pipes)]
     console.print()  # both at once, since a part of each is one process
     print_lines(finish(runs[0]), ("G1", "K1", "all is"))
     console.print()
@@ -177,10 +173,10 @@ def print_lines(said: str, begins: tuple[str, ...]) -> None:
             console.print(Text(f"  {line.rstrip()}", style=style), soft_wrap=True)
 
 
-def report(out: Path) -> None:
+def report() -> None:
     rule("6. The report")
     tell("Curves, load of the experts, checkpoints, settings: one file that needs no network. Open it in a browser.")
-    finish(begin(out, "report", "runs/demo"))
+    say("report", "runs/demo")
 
 
 def rule(title: str) -> None:
@@ -196,12 +192,23 @@ def set_of(sets: list[str]) -> list[str]:
     return ["--set", *sets] if sets else []
 
 
-def begin(out: Path, *arguments: str, **pipes: Any) -> subprocess.Popen[str]:
-    """A command of meshwright in the directory of the demo."""
+def say(*arguments: str) -> None:
+    """A command of meshwright that this process can run itself."""
+    announce(arguments)
+    if code := cli.main(arguments):
+        sys.exit(f"demo: that command ended with exit code {code}")
+
+
+def begin(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
+    """One that starts processes."""
+    announce(arguments)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # two processes share the cores
+    return subprocess.Popen([sys.executable, "-m", "meshwright", *arguments], env=env, text=True, **pipes)
+
+
+def announce(arguments: Sequence[str]) -> None:
     console.print(Text(f"$ meshwright {' '.join(arguments)}", style="bold"), soft_wrap=True)
     sys.stdout.flush()  # or it comes after what the command says, in a file
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # two processes share the cores
-    return subprocess.Popen([sys.executable, "-m", "meshwright", *arguments], cwd=out, env=env, text=True, **pipes)
 
 
 def finish(command: subprocess.Popen[str], code: int = 0) -> str:
@@ -212,11 +219,11 @@ def finish(command: subprocess.Popen[str], code: int = 0) -> str:
     return said or ""
 
 
-def wait(command: subprocess.Popen[str], path: Path, words: str = "") -> None:
-    """Until a running command has made a file, with these words in it."""
-    while not path.exists() or words not in (path.read_text() if words else ""):
+def wait(command: subprocess.Popen[str], path: Path) -> None:
+    """Until a running command has made this."""
+    while not path.exists():
         if command.poll() is not None:
-            sys.exit(f"demo: that command ended with exit code {command.returncode} before it made {path.name} {words}")
+            sys.exit(f"demo: that command ended with exit code {command.returncode} before it made {path.name}")
         time.sleep(0.05)
 
 
@@ -232,7 +239,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo",
         description=__doc__.split("\n")[0],
-        epilog="example: python -m examples.demo --out runs/demo --set train.steps=90",
+        epilog="example: python -m examples.demo --out runs/demo --set train.steps=100",
     )
     parser.add_argument("--out", type=Path, help="directory to fill, new or empty (default: a new temporary one)")
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="as of meshwright train")
@@ -250,12 +257,13 @@ def main() -> None:
     args, began = arguments(), time.monotonic()
     out = (args.out or Path(tempfile.mkdtemp(prefix="meshwright-demo-"))).resolve()
     make_directory(out)
+    os.chdir(out)
     console.print(f"All of this happens in {out}; run.toml there is the file of the run.", soft_wrap=True)
-    show_data(out, args.set)
-    train(out, args.set)
-    sample(out)
-    prove(out)
-    report(out)
+    show_data(args.set)
+    train(args.set)
+    sample()
+    prove()
+    report()
     console.rule(align="left")
     console.print(f"{time.monotonic() - began:.0f} s. Read on: docs/finetune.md (your own chats), docs/verify.md (the")
     console.print("proof), docs/README.md (all pages). This program is examples/demo.py.")
