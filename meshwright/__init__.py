@@ -23,6 +23,7 @@ from .engine import (
     logprobs,
     losses,
     resume,
+    sample,
     save,
     stream,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "losses",
     "pack",
     "resume",
+    "sample",
     "save",
     "shift",
     "stream",

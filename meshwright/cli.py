@@ -86,6 +86,13 @@ REPORT_ABOUT = """One page of what runs did: curves, held-out data, experts, sam
 
 The page is one file and needs no network. It can be made while a run goes on. OUT is the `out` of a run's file.
 """
+SAMPLE_EXAMPLES = """examples:
+  meshwright sample runs/first --prompt "Why is the sky blue?"         the newest checkpoint, asked as it was trained
+  meshwright sample Qwen/Qwen3-0.6B --prompt Hello --prompt Bye --tokens 200 --top-p 0.9
+  meshwright sample path/to/Qwen3-8B-Base --text --prompt "Once upon a time"
+"""
+SAMPLE_ABOUT = """What a model writes after prompts, on one process. Each token takes a forward: it is for a look.
+"""
 TRAIN_EXAMPLES = """examples:
   meshwright train run.toml
   meshwright train run.toml --set mesh.fsdp=4 optim.lr=1e-5 data.0.path=chats.jsonl
@@ -132,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_plan(commands)
     _add_report(commands)
+    _add_sample(commands)
     _add_train(commands)
     _add_verify(commands)
     return parser
@@ -230,6 +238,21 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report.set_defaults(run=_report)
     report.add_argument("runs", nargs="+", metavar="OUT", help="the directory of a run")
     report.add_argument("--html", metavar="FILE", help="where the page goes (default: report.html in the first run)")
+
+
+def _add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    sample = commands.add_parser(
+        "sample", help="what a model writes after a prompt", description=SAMPLE_ABOUT, epilog=SAMPLE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    sample.set_defaults(run=_sample)
+    sample.add_argument("model", help="the directory of a run, a Hugging Face directory, a checkpoint, a hub id")
+    sample.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what a user says")
+    sample.add_argument("--text", action="store_true", help="prompts as they are, without a chat template")
+    sample.add_argument("--tokens", type=_positive, default=64, metavar="N", help="of each text at most (default 64)")
+    sample.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest (default: the likeliest)")
+    sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    sample.add_argument("--json", action="store_true", help="prompts and texts as JSON on standard output")
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -363,12 +386,12 @@ def _copy(options: argparse.Namespace) -> int:
 def _data(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .train import launch, run, show, toml  # imports torch: --help should not wait for it
+    from .train import launch, show, sources, toml  # imports torch: --help should not wait for it
 
     config = toml.read(options.config, options.set)
     data = launch.prepared(config)
     print(show.dry_run(config, data))
-    for document in show.shown(data, run.model_directory(config), options.show):
+    for document in show.shown(data, sources.model_directory(config.model), options.show):
         Console(soft_wrap=True, highlight=False).print(document)
     return 0
 
@@ -390,6 +413,19 @@ def _train(options: argparse.Namespace) -> int:
     if why and "WORLD_SIZE" not in os.environ:
         print(f"meshwright: ended by {why}; the same command goes on from {config.out}", file=sys.stderr)
     return 128 + int(why.split()[1]) if why.startswith("signal") else 0
+
+
+def _sample(options: argparse.Namespace) -> int:
+    from .train.config import SampleSection  # imports torch: --help should not wait for it
+    from .train.samples import sample_at
+
+    section = SampleSection.model_construct(prompts=options.prompt, tokens=options.tokens, top_p=options.top_p)
+    said = sample_at(options.model, section, seed=options.seed, text=options.text)
+    if options.json:
+        print(json.dumps([{"prompt": prompt, "text": text} for prompt, text in said], indent=2))
+    else:
+        print("\n\n".join(f"> {prompt}\n{text}" for prompt, text in said))
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -166,6 +166,33 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
             raise DataError(f"{what} {int(values[at])} at position {at} is outside the vocabulary of {vocab}")
 
 
+def check_prompts(prompts: object, tokens: object, vocab: int, longest: int | None) -> None:
+    """What a model is to go on from. `longest`: the positions that it knows."""
+    if type(tokens) is not int or tokens < 1:
+        raise ConfigError(f"tokens={tokens!r:.80} must be a whole number above 0: of what is written after each prompt")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
+        raise DataError("prompts must be a list of lists of token ids, such as [[5, 6, 7]]")
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not all(type(each) is int for each in prompt):
+            raise DataError(f"prompt {number} is no list of token ids; give those that a tokenizer makes of a text")
+        if not prompt:
+            raise DataError(f"prompt {number} is empty; a model needs a token to go on from")
+        if not all(0 <= token < vocab for token in prompt):
+            raise DataError(f"prompt {number} has a token outside the vocabulary of {vocab}")
+        if longest is not None and len(prompt) + tokens > longest:
+            raise DataError(
+                f"prompt {number} has {counted(len(prompt), 'token')}, and with the {tokens} after it more than the "
+                f"{longest} positions of the model; take a shorter prompt, or fewer tokens"
+            )
+
+
+def check_top_p(top_p: object) -> None:
+    if top_p is not None and (not within(top_p, 0) or not 0 < top_p <= 1):  # type: ignore[operator] # `within` has looked
+        raise ConfigError(
+            f"top_p={top_p!r:.80} must be a number above 0, and at most 1; None takes the likeliest token"
+        )
+
+
 def check_terms(terms: object, num_tokens: int) -> None:
     """What a user's loss gave."""
     if not isinstance(terms, Tensor) or terms.shape != (num_tokens,):

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError, f
 from ..layout import axes_left_to_sum
 from ..optim import AdamW, Settings, squares
 from ..parallel import Scores
-from ..watch import doing, names_lost_ranks
+from ..watch import doing, names_lost_ranks, region
 from .agreement import (
     EVALUATE,
     STEP,
@@ -115,8 +115,11 @@ class Engine:
         return f"Engine(step {self.steps}, lr {lr}, {self.model!r})"
 
     def step(self, batches: Sequence[Batch]) -> StepRecord:
-        loss = self.backward(batches)
-        step, norm = self._pending(), self.update()
+        with region("forward and backward"):
+            loss = self.backward(batches)
+        step = self._pending()
+        with region("update"):
+            norm = self.update()
         load = self.router.load_LE.to(self.model.mesh.host, copy=True) if self.router.balance.num_layers else None
         return StepRecord(self.steps, loss, norm, step.lr, step.num_targets, step.num_tokens, load, step.router_loss)
 

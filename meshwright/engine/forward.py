@@ -30,11 +30,16 @@ def logits(model: Model, batch: Batch) -> Tensor:
     gradients."""
     if "values" in model.blueprint.scores:
         return model.mesh.gather_rows(score_without_grad(model, batch, "values", "logits"), ("cp", "tp"))
-    local_TV = score_without_grad(model, batch, "logits", "logits")
+    of_tokens_TV = over_vocabulary(model, score_without_grad(model, batch, "logits", "logits"))
+    return model.mesh.gather_rows(of_tokens_TV, ("cp",))
+
+
+def over_vocabulary(model: Model, local_TV: Tensor) -> Tensor:
+    """This rank's part of the vocabulary -> all of it."""
     vocab, tp = model.blueprint.vocab, model.mesh.axes.tp
     widest = -(-vocab // tp)  # the last slice of the vocabulary may be shorter
     padded = torch.nn.functional.pad(local_TV.t(), (0, 0, 0, widest - local_TV.shape[1]))
-    return model.mesh.gather_rows(model.mesh.gather_rows(padded, ("tp",))[:vocab].t(), ("cp",))
+    return model.mesh.gather_rows(padded, ("tp",))[:vocab].t()
 
 
 def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tensor:
@@ -58,12 +63,19 @@ def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tens
 
 def _shape(model: Model, num_tokens: int, want: str) -> tuple[int, ...]:
     """Of the scores of a rank, known to those that have no head too."""
-    axes, spec = model.mesh.axes, model.blueprint.spec
+    axes = model.mesh.axes
     if want == "logits":
-        start, stop = spec.rules.span("vocab", model.blueprint.vocab, axes, model.mesh.coords, "the head")
-        return num_tokens // axes.cp, stop - start
+        return num_tokens // axes.cp, vocab_width(model)
     labels = model.blueprint.module.shape.labels.num if want == "values" else 1
     return (num_tokens // (axes.cp * axes.tp), *((labels,) if labels > 1 else ()))
+
+
+def vocab_width(model: Model) -> int:
+    """How many words this rank scores, if it has a head."""
+    start, stop = model.blueprint.spec.rules.span(
+        "vocab", model.blueprint.vocab, model.mesh.axes, model.mesh.coords, "the head"
+    )
+    return stop - start
 
 
 def _of_last_stage(model: Model, found: list[Tensor], shape: tuple[int, ...]) -> Tensor:

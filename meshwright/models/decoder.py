@@ -102,7 +102,7 @@ class Layer(nn.Module):
 class LanguageHead(nn.Module):
     """Final norm and vocabulary scores. `[T, V]` only exists in full when logits are asked for."""
 
-    scores = ("logprobs", "entropy", "logits")
+    scores = ("logprobs", "entropy", "logits", "target_logits")
 
     def __init__(self, shape: Shape, at: str) -> None:
         super().__init__()
@@ -118,6 +118,8 @@ class LanguageHead(nn.Module):
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None
         own_tokens, x_TD = x_TD.shape[0], self.enter(self.norm(x_TD))
+        if want == "target_logits":  # before the product: a row is as wide as the vocabulary
+            x_TD, want = x_TD[labels_T >= 0], "logits"
         if want == "logits":
             return (ops.upcast(ops.linear(x_TD, weight_VD)),)
         stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start, entropy=want == "entropy")
@@ -161,7 +163,7 @@ class Decoder(nn.Module):
     """A model. `forward` takes the whole packed stream of a data rank and returns scores of this rank's own tokens.
 
     What it returns depends on `want`: `(logprobs,)`, `(logprobs, entropy)` for "entropy", `(values,)`, `(hidden,)`.
-    Only `(logits,)` are of all tokens, over this rank's part of the vocabulary.
+    Only `(logits,)` are of all tokens, over this rank's part of the vocabulary; "target_logits" of those with a label.
 
     A pipeline stage is a decoder with some of the layers. All but the first are given `x_TD`, what the stage before
     made of this rank's tokens; all but the last have no head, and return what they made of them.

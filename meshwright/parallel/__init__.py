@@ -24,7 +24,8 @@ from .savings import Savings
 from .sums import finish
 
 _AXES = (  # between which ranks meet in a step, beside the last sums
-    DENSE, TOKENS, ("pp",), ("tp",), ("cp",), ("cp", "tp"), ("ep",), ("replicate",), ("fsdp", "cp"), ("efsdp",),
+    DENSE, TOKENS, ("pp",), ("pp", "cp"), ("tp",), ("cp",), ("cp", "tp"), ("ep",), ("replicate",), ("fsdp", "cp"),
+    ("efsdp",),
 )  # fmt: skip
 
 

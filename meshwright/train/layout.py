@@ -12,10 +12,11 @@ from .config import Config
 def layout_of(config: Config) -> Figures:
     """Where its parameters lie and what a step sends. A mesh that cannot be is refused, with those that can."""
     blueprint = find(config.model, "lm", weights=False, say=logger.info)
+    blueprint = blueprint.run_by(config.pipeline.settings(), reshard=config.train.reshard)
     sizes = config.mesh.model_dump()
-    refused = objections(blueprint, sizes)
+    num_batches = config.train.streams_per_step // config.mesh.num_data_ranks
+    refused = objections(blueprint, sizes, num_batches)
     if refused:
         raise MeshError(told(refused))
-    axes, train = Axes(**sizes), config.train
-    work = work_of(axes, train.length, train.streams_per_step // config.mesh.num_data_ranks)
-    return Figures(config.model, blueprint, axes, work)
+    axes = Axes(**sizes)
+    return Figures(config.model, blueprint, axes, work_of(axes, config.train.length, num_batches))

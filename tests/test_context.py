@@ -1,0 +1,140 @@
+"""Context parallelism: how heads are dealt, planted bugs, and what it computes beside transformers; with pipelines too.
+
+tests/test_meshes.py has cp among the other axes, with every oracle.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import parallel
+from meshwright.layout import Deal, Span, Swap
+from meshwright.models import qwen3, qwen3_5
+from meshwright.parallel import context
+from tests import tiny, trials, worlds
+from tests.test_transformers import DOCUMENTS, kl, theirs
+
+
+@pytest.mark.parametrize(
+    ("deal", "serves", "found"),
+    [
+        (Deal(0, 4, 2), 1, [[0, 1], [2, 3]]),
+        (Deal(0, 4, 2), 2, [[0], [1]]),
+        (Deal(0, 4, 4), 2, [[0], [0], [1], [1]]),  # copies of kv heads
+        (Deal(6, 12, 2), 4, [[1, 2], [2, 2]]),  # 3 kv heads under tp=2: uneven, so the last is repeated
+        (Deal(6, 12, 3), 4, [[1], [2], [2]]),
+    ],
+)
+def test_which_heads_a_rank_needs(deal: Deal, serves: int, found: list[list[int]]) -> None:
+    assert deal.serving(serves) == found
+
+
+def test_without_cp_nothing_changes_hands() -> None:
+    swap, x = Swap(Span("heads", 4), [(3, 1), (3, 2)], 3), torch.ones(2, 4, 3)
+    assert swap(x, x[:, :2])[0] is x
+    assert swap.back(x) is x
+    assert swap.mine == range(4)
+    assert [[*d.shape] for d in swap(x, x[:, :2])] == [[2, 4, 3], [2, 2, 3]]
+
+
+def scores(source: Path, mesh: dict[str, int]) -> Tensor:
+    return mw.logits(mw.load(source, trials.mesh_of(mesh), dtype=torch.float32), mw.pack(DOCUMENTS, length=88))
+
+
+@pytest.mark.parametrize("mesh", [dict(cp=2, tp=2), dict(pp=2, tp=2)], ids=trials.named)
+def test_logits_are_those_of_transformers(tmp_path: Path, mesh: dict[str, int]) -> None:
+    """Of all families, with documents across the boundaries of ranks."""
+    wanted = {name: theirs(name)[0] for name in tiny.ODD}
+    sources = {name: tiny.directory(tmp_path / name, name) for name in tiny.ODD}
+    cases = {name: functools.partial(scores, at, mesh) for name, at in sources.items()}
+    for name, ranks in worlds.in_turn(4, cases).items():
+        for logits in ranks:
+            found = logits[: len(wanted[name])]
+            assert (found - wanted[name]).abs().max() <= 1e-5 * wanted[name].abs().max(), name
+            assert abs(kl(wanted[name], found)) <= 3e-7, name
+
+
+def heads_of_rank_0(patch: pytest.MonkeyPatch) -> None:
+    """Decays and convolution of the first heads on all ranks."""
+    real = qwen3_5.DeltaNet.forward
+
+    def forward(self: Any, *args: Any) -> Any:
+        swap = self.swap
+        kept = swap.part
+        swap.part = 0
+        try:
+            return real(self, *args)
+        finally:
+            swap.part = kept
+
+    patch.setattr(qwen3_5.DeltaNet, "forward", forward)
+
+
+def copies_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    real = qwen3.Attention.shared
+    patch.setattr(qwen3.Attention, "shared", lambda self, x: real(self, x.flip(1) if self.swap.armed else x))
+
+
+def ranks_for_heads(patch: pytest.MonkeyPatch) -> None:
+    """On the way back the heads of a rank are taken for those of its neighbour."""
+    real = context.back
+    patch.setattr(context, "back", lambda swap, *args: real(swap, *args).roll(1, 1))
+
+
+def positions_of_rank_0(patch: pytest.MonkeyPatch) -> None:
+    real = context.own
+    patch.setattr(
+        context, "own", lambda x, size, part: real(x, size, 0 if x.dtype == torch.int64 and x.max() < 71 else part)
+    )
+
+
+def no_sum_over_cp(patch: pytest.MonkeyPatch) -> None:
+    real = parallel.finish
+    patch.setattr(
+        parallel, "finish", lambda grads, mesh: real([(tuple(a for a in x if a != "cp"), g) for x, g in grads], mesh)
+    )
+
+
+PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "heads of rank 0": (heads_of_rank_0, "qwen3_5", r"D1 layers.0.mixer"),
+    "copies of kv heads in another order": (copies_in_another_order, "qwen3", r"D1 layers.0.mixer"),
+    "heads of a neighbour on the way back": (ranks_for_heads, "qwen3", r"D1 layers.0.mixer"),
+    "positions of rank 0": (positions_of_rank_0, "qwen3", r"D1 layers.0.mixer"),
+    "no sum over cp": (no_sum_over_cp, "qwen3_5", r"G1"),
+}
+
+
+@contextmanager
+def planted(name: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        PLANTS[name][0](patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    at = tmp_path_factory.mktemp("sources")
+    four = dict(num_key_value_heads=4)  # so that each rank has two of them
+    sources = {n: tiny.directory(at / n, n, dtype=torch.bfloat16, **four) for n in ("qwen3", "qwen3_5")}
+
+    def of(group: Sequence[str]) -> dict[str, list[str]]:
+        tried = {name: trials.trial(sources[PLANTS[name][1]], dict(cp=2)) for name in group}
+        return {name: [str(f) for f in of] for name, of in trials.findings_in_turn(tried, planted).items()}
+
+    return worlds.Shared([list(PLANTS)], of)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_bugs_are_named(lines: Callable[[str], list[str]], name: str) -> None:
+    assert any(line.startswith(PLANTS[name][2]) for line in lines(name)), lines(name)
+    if name == "no sum over cp":
+        assert any("cp" in line and "share" in line for line in lines(name)), lines(name)
