@@ -9,12 +9,8 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from .errors import ConfigError, MeshError, MeshwrightError
-
-if TYPE_CHECKING:
-    from .layout import Pipeline
 
 EXAMPLES = """examples:
   meshwright verify tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
@@ -328,37 +324,6 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def mesh_of(text: str) -> dict[str, int]:
-    """`fsdp=2,tp=2` as sizes."""
-    from .axes import OTHER_NAMES
-
-    sizes: dict[str, int] = {}
-    for part in filter(None, text.replace(" ", ",").split(",")):
-        axis, equals, size = part.partition("=")
-        known = axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep")
-        valid = bool(equals) and size.isdecimal() and len(size) <= 9
-        if valid and axis in OTHER_NAMES:
-            raise ConfigError(f"--mesh {text!r:.200}: there is no {axis!r}; choose {OTHER_NAMES[axis]}={size}")
-        if not known or not valid:
-            raise ConfigError(
-                f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of pp, replicate, fsdp, cp, tp, ep"
-            )
-        if axis in sizes:
-            raise ConfigError(f"--mesh {text!r} gives {axis} twice")
-        sizes[axis] = int(size)
-    return sizes
-
-
-def _pipeline_of(options: argparse.Namespace, sizes: Mapping[str, int]) -> Pipeline:
-    from .layout import Pipeline
-
-    given = {name: getattr(options, name) for name in ("schedule", "stages", "ends", "hold")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given and sizes.get("pp", 1) == 1:
-        raise ConfigError(f"--{next(iter(given))} is of a pipeline, and --mesh has none; give it pp=2 or more")
-    return Pipeline(**given)
-
-
 def _inspect(options: argparse.Namespace) -> int:
     from pathlib import Path
 
@@ -463,8 +428,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     target = plan.check_target(options.html) if options.html else None
     device = plan.device_bytes(options.device) if options.device else None
-    sizes, origin = mesh_of(options.mesh), plan.origin(options.command)
-    pipeline = _pipeline_of(options, sizes)
+    sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
+    pipeline = plan.pipeline_of(vars(options), sizes)
     blueprint = plan.find(options.model, options.head, weights=False, say=_Clock()).run_by(pipeline, reshard=True)
     refused = plan.objections(blueprint, sizes, options.micro_batches)
     if refused:
@@ -496,10 +461,10 @@ def _verify(options: argparse.Namespace) -> int:
     if options.model is None:
         raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(planning.TINY))
     target = planning.check_target(options.html) if options.html else None
-    say, sizes = _Clock(), mesh_of(options.mesh)
+    say, sizes = _Clock(), planning.mesh_of(options.mesh)
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
-        options.against, options.seed, options.plant, _pipeline_of(options, sizes),
+        options.against, options.seed, options.plant, planning.pipeline_of(vars(options), sizes),
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

@@ -90,7 +90,8 @@ def mesh_picture(figures: Figures) -> Iterator[str]:
 
 
 def _caption(axes: Axes) -> str:
-    shade = "its place on ep: ranks of one shade hold the same experts" if axes.ep > 1 else "its data rank"
+    same = "ranks of one shade hold the same experts" + (" of a place" if axes.pp > 1 else "")
+    shade = f"its place on ep: {same}" if axes.ep > 1 else "its data rank"
     replica = f"One replica of {axes.replicate:,} is shown. " if axes.replicate > 1 else ""
     places = "The ranks of a place on pp hold the same layers. " if axes.pp > 1 else ""
     return f"{replica}{places}Each cell is a rank, and its shade is {shade}."
