@@ -34,9 +34,9 @@ import meshwright as mw
 from bench.layouts import make
 from bench.step import MODELS
 from meshwright.axes import Axes
-from meshwright.cli import mesh_of
 from meshwright.layout import ORDERS, Action, times
 from meshwright.layout.schedule import BACKWARD
+from meshwright.plan import mesh_of
 from meshwright.verify import run_ranks
 
 TOKENS, BATCHES = 256, 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..axes import Axes
 from ..errors import MeshError
-from ..layout import program_of
 from ..log import logger
 from ..plan import Figures, find, objections, told, work_of
 from .config import Config
@@ -15,10 +14,9 @@ def layout_of(config: Config) -> Figures:
     blueprint = find(config.model, "lm", weights=False, say=logger.info)
     blueprint = blueprint.run_by(config.pipeline.settings(), reshard=config.train.reshard)
     sizes = config.mesh.model_dump()
-    refused = objections(blueprint, sizes)
+    num_batches = config.train.streams_per_step // config.mesh.num_data_ranks
+    refused = objections(blueprint, sizes, num_batches)
     if refused:
         raise MeshError(told(refused))
-    axes, train = Axes(**sizes), config.train
-    work = work_of(axes, train.length, train.streams_per_step // config.mesh.num_data_ranks)
-    program_of(blueprint.spec.line(axes.pp), config.pipeline.schedule, work.num_batches, 0)  # or it refuses
-    return Figures(config.model, blueprint, axes, work)
+    axes = Axes(**sizes)
+    return Figures(config.model, blueprint, axes, work_of(axes, config.train.length, num_batches))
