@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
-from .layout import Param, Rules, ShardingSpec, Table, units_of
+from .layout import Context, Param, Rules, ShardingSpec, Table, units_of
 from .models import Balance, Decoder, describe, prefix_of, text_config
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
@@ -68,6 +68,10 @@ class Blueprint:
         """The same model; without `reshard`, what forward has gathered stays until backward."""
         units = units_of(self.module, self.module.units(), reshard=reshard)
         return replace(self, spec=replace(self.spec, units=units))
+
+    def in_context(self, context: Context) -> Blueprint:
+        """The same model, whose mixers come to the tokens of other ranks in this way."""
+        return replace(self, spec=replace(self.spec, context=context))
 
 
 def draw(

@@ -1,5 +1,6 @@
 """Load, step, look, export: what a user calls."""
 
+from ..layout import Context
 from ..parallel import Savings
 from . import losses
 from .batches import batches

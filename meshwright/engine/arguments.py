@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
+from ..layout import Context
 from ..mesh import Mesh
 from ..optim import within
 from ..parallel import Savings
@@ -22,7 +23,7 @@ _PADDING = ("attention_mask", "padding_mask")  # what documents have no need of
 _MEANT = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
 
 
-def check_loading(mesh: object, dtype: object, savings: object, read: str = "rank") -> None:
+def check_loading(mesh: object, dtype: object, savings: object, context: object, read: str = "rank") -> None:
     check_inference_mode()
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
@@ -32,6 +33,8 @@ def check_loading(mesh: object, dtype: object, savings: object, read: str = "ran
         raise ConfigError(f"dtype={dtype!r} {what} from {', '.join(map(str, COMPUTE))}")
     if not isinstance(savings, Savings):
         raise ConfigError(f"savings={savings!r} must be mw.Savings(...), such as mw.Savings(recompute='full')")
+    if not isinstance(context, Context):
+        raise ConfigError(f"context={context!r} must be mw.Context(...), such as mw.Context(attention=1)")
     if read not in READ:
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
 

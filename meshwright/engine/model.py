@@ -16,7 +16,7 @@ from .. import parallel
 from ..axes import REPLICA
 from ..blueprint import Blueprint, draw
 from ..errors import StateError
-from ..layout import Charge, Held, Piece, Placement, Table, owned, pieces, place
+from ..layout import Charge, Context, Held, Piece, Placement, Table, owned, pieces, place, ways
 from ..mesh import Mesh
 from ..models import Decoder
 from ..parallel import Savings
@@ -155,7 +155,9 @@ class Model:
 
     def __repr__(self) -> str:
         num = sum(p.numel for p in self.table)
-        return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes})"
+        found = ways(self.blueprint.spec, self.mesh.axes)
+        of_cp = f" ({found})" if found else ""
+        return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes}{of_cp})"
 
 
 @refusing_arguments("load", ARGUMENTS_OF_LOAD)
@@ -168,6 +170,7 @@ def load(
     train: str | Sequence[str] = "**",
     read: str = "rank",
     savings: Savings = Savings(),
+    context: Context = Context(),
 ) -> Model:
     """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
 
@@ -176,9 +179,10 @@ def load(
     one: sequence and token classifiers; a language model gets a new one) or "none". `train`: patterns of the parameters
     that are trained.
     `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
-    node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time.
+    node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time. `context`: how
+    mixers come to the tokens of other ranks of cp.
     """
-    check_loading(mesh, dtype, savings, read)
+    check_loading(mesh, dtype, savings, context, read)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
     config, stamp = read_stamped_config(directory)
@@ -186,7 +190,7 @@ def load(
     stored = torch.promote_types(compute, torch.float32)
     blueprint = draw(config, files, head=head, directory=directory, stored=stored)
     blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
-    model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
+    model = put_on_mesh(blueprint.in_context(context), mesh or Mesh(), compute, patterns, savings)
     node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
     plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
@@ -205,14 +209,15 @@ def init(
     train: str | Sequence[str] = "**",
     seed: int = 0,
     savings: Savings = Savings(),
+    context: Context = Context(),
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
-    check_loading(mesh, dtype, savings)
+    check_loading(mesh, dtype, savings, context)
     patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
     config = read_config(directory)
     check_unquantised(config)
     blueprint = replace(draw(config, head=head, directory=directory), origin=f"seed {seed}")
-    model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
+    model = put_on_mesh(blueprint.in_context(context), mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
     _fill_fresh(model, model.pieces, seed)
     return model
 

@@ -9,7 +9,8 @@ from math import prod
 from torch import nn
 
 from ..axes import Axes, Sum
-from .doors import Deal, Dispatch, Door, Swap, find
+from .deals import deals
+from .doors import Dispatch, Door, Join, Swap, find
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
 from .units import Unit
@@ -73,13 +74,23 @@ def _doors(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
 
 
 def _swaps(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
-    """Each rank of cp gets its share of the heads of the whole stream, and gives them back."""
+    """Each of some neighbours on cp gets its share of the heads of their tokens, and gives them back. Over the others
+    goes what joins their parts of the stream."""
+    dealt = deals(spec, axes, coords)
     for name, swap in find(spec.module, Swap):
-        start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
-        places = (name, f"{name}, the way back")
-        for at, width in zip(places, swap.widths(Deal(start, stop, axes.cp)), strict=True):
-            num_bytes = work.tokens * width * work.compute_bytes
-            yield Charge(at, "all_to_all", ("cp",), num_bytes, (2 + swap.again) * work.num_batches)
+        _, inner = axes.halves(dealt[swap].parts)
+        tokens = work.tokens // axes.cp * dealt[swap].parts
+        for at, width in zip((name, f"{name}, the way back"), swap.widths(dealt[swap]), strict=True):
+            num_bytes = tokens * width * work.compute_bytes
+            yield Charge(at, "all_to_all", (inner,), num_bytes, (2 + swap.again) * work.num_batches)
+    for name, join in find(spec.module, Join):
+        deal = dealt[join.swap]
+        outer, _ = axes.halves(deal.parts)
+        item = work.stored_bytes if join.floats else work.compute_bytes
+        elements = join.elements(deal, work.tokens // axes.cp * deal.parts)  # of one part
+        num_bytes = axes.cp // deal.parts * elements * item
+        yield Charge(name, "all_gather", (outer,), num_bytes, (1 + join.again) * work.num_batches)
+        yield Charge(name, "reduce_scatter", (outer,), num_bytes, work.num_batches)
 
 
 def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..axes import DENSE, ENDS, EXPERT, Axes
 from ..errors import LayoutError
 from .boxes import Box, check_tiling, chunk, interval
+from .doors import Context
 from .params import Param, Table, matrix_shape
 from .units import Unit
 
@@ -78,6 +79,7 @@ class ShardingSpec:
     rules: Rules
     module: nn.Module = field(default_factory=nn.Module)  # its doors
     units: Sequence[Unit] = ()
+    context: Context = Context()
 
 
 @dataclass(frozen=True)

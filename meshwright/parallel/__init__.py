@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from ..axes import Axes
 from ..errors import LayoutError
-from ..layout import ShardingSpec, Span, chunk, cut, find, matrix_shape, pieces, place
+from ..layout import ShardingSpec, Span, check_context, chunk, cut, find, matrix_shape, pieces, place
 from ..mesh import Mesh
 from ..models import Decoder
 from . import context, expert, fsdp, recompute, tensor
-from .context import check_swaps
 from .fsdp import reset_after_forward
 from .passes import Scores, run, run_forward
 from .savings import Savings
@@ -35,12 +34,12 @@ def distribute(
 ) -> None:
     """Turn a model on the meta device into this rank's part of it, with uninitialised parameters. `stored`: the dtype
     of each."""
-    check_swaps(spec, mesh.axes)
+    check_context(spec, mesh.axes)
     _cut(spec, model, mesh, stored)
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
         span.start, span.stop = start, stop
     tensor.arm(model, mesh)
-    context.arm(model, mesh)
+    context.arm(spec, model, mesh)
     expert.arm(model, mesh)
     recompute.arm(model, savings)
     exact = {model.get_parameter(p.name) for p in spec.table if p.float32}

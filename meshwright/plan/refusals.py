@@ -15,7 +15,7 @@ from ..axes import Axes
 from ..blueprint import Blueprint
 from ..engine.fit import Need, widths_of
 from ..errors import ConfigError, LayoutError, MeshError
-from ..layout import Held, Rules, place
+from ..layout import Held, Rules, check_context, place
 from ..mesh import memory_of, refuse_unbuilt
 
 RANKS_A_CORE = 16
@@ -96,7 +96,7 @@ def objections(blueprint: Blueprint, sizes: Mapping[str, int]) -> list[str]:
     # tp and ep alone cut dims, and here ep divides: so dims are looked at even where the mesh itself cannot be
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
     found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
-    return found or [*_of_parameters(blueprint, cuts), *_of_swaps(blueprint, Axes(tp=asked["tp"], cp=asked["cp"]))]
+    return found or [*_of_parameters(blueprint, cuts), *_of_context(blueprint, Axes(tp=asked["tp"], cp=asked["cp"]))]
 
 
 def _of_mesh(sizes: Mapping[str, int]) -> Iterator[str]:
@@ -152,9 +152,9 @@ def _of_parameters(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
         yield str(error)
 
 
-def _of_swaps(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
+def _of_context(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
     try:
-        parallel.check_swaps(blueprint.spec, axes)
+        check_context(blueprint.spec, axes)
     except LayoutError as error:
         yield str(error)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..axes import Axes
 from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, gather, init, load, losses
+from ..layout import Context
 from ..mesh import Mesh
 from ..ops import delta, loss
 from ..parallel import Savings
@@ -52,6 +53,7 @@ class Trial:
     dtype: torch.dtype = torch.float64
     steps: int = 3
     savings: Savings = Savings()
+    context: Context = Context()
     keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
     draws: bool = False  # also new weights, which must not depend on the mesh
 
@@ -64,7 +66,7 @@ class Trial:
         return squared_errors if self.head == "value" else losses.cross_entropy
 
     def engine(self, mesh: Mesh) -> Engine:
-        model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings)
+        model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, context=self.context)
         return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM)
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
@@ -125,7 +127,7 @@ class Reference:
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
-        engine = replace(trial, savings=Savings()).engine(Mesh(device="cpu"))
+        engine = replace(trial, savings=Savings(), context=Context()).engine(Mesh(device="cpu"))
         alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         before = unrounded(engine.model) if trial.keeps_all else {}

@@ -136,7 +136,7 @@ def test_delta_rule_on_an_accelerator(ratio):
     low = [*on_accelerator(q, k, v), *on_accelerator(g, beta, dtype=torch.float32)]
     assert agrees(delta._fla, delta.chunked, low, delta._gated)
     docs = documents(LENGTHS, low[0].device)
-    found = [x.cpu() for x in differentiate_there(lambda *x: delta.delta_rule(*x, docs), low)]
+    found = [x.cpu() for x in differentiate_there(lambda q, k, v, *gates: delta.delta_rule(q, k, v, gates, docs), low)]
     here = [x.detach().cpu().double().requires_grad_() for x in low]
     cpu_docs = documents(LENGTHS, "cpu")
     assert_same(found, differentiate(lambda *x: delta.chunked(*x, cpu_docs), here), 3e-2)
