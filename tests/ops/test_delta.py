@@ -12,7 +12,19 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from meshwright.ops import causal_conv, delta, documents, gates
 from meshwright.ops.delta import chunked
 from tests.ops import references
-from tests.ops.references import assert_no_leak, assert_same, compare, differentiate, quick, ragged, rand, smoke
+from tests.ops.references import (
+    Part,
+    assert_no_leak,
+    assert_same,
+    compare,
+    differentiate,
+    evenly,
+    in_parts,
+    quick,
+    ragged,
+    rand,
+    smoke,
+)
 
 
 def inputs(num_tokens, groups=2, ratio=2, key_dim=3, value_dim=4, decay=1.0):
@@ -28,6 +40,19 @@ def test_conv_against_reference(lengths, width):
     docs = documents(lengths, "cpu")
     compare(
         lambda x, w: causal_conv(x, w, docs),
+        lambda x, w: references.causal_conv(x, w, docs.bounds),
+        [rand(sum(lengths), 5), rand(5, width, seed=1)],
+    )
+
+
+@quick
+@given(ragged, st.sampled_from([1, 2, 4]), st.sampled_from([2, 3, 5]))
+def test_conv_in_parts(lengths, width, parts):
+    """A part may be shorter than what the convolution looks back."""
+    lengths = evenly(lengths, parts)
+    docs = documents(lengths, "cpu")
+    compare(
+        lambda x, w: in_parts(lambda part, x: causal_conv(x, w, docs, part), parts, [x]),
         lambda x, w: references.causal_conv(x, w, docs.bounds),
         [rand(sum(lengths), 5), rand(5, width, seed=1)],
     )
@@ -85,6 +110,52 @@ def test_rule_against_reference(lengths, heads, chunk):
         lambda *x: references.delta_rule(*x, docs.bounds),
         inputs(sum(lengths), *heads),
     )
+
+
+@quick
+@given(ragged, st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.sampled_from([1, 4, 64]), st.sampled_from([2, 3, 4]))
+def test_rule_in_parts(lengths, heads, chunk, parts):
+    lengths = evenly(lengths, parts)
+    docs = documents(lengths, "cpu")
+
+    def ours(*streams):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(delta, "CHUNK", chunk)
+            return in_parts(lambda part, *x: rule(*x, docs, states=part), parts, streams)
+
+    compare(ours, lambda *x: references.delta_rule(*x, docs.bounds), inputs(sum(lengths), *heads, decay=0.3))
+
+
+def test_one_document_over_all_parts_of_many_chunks():
+    docs = documents([396], "cpu")
+    compare(
+        lambda *x: in_parts(lambda part, *x: rule(*x, docs, states=part), 4, x),
+        lambda *x: references.delta_rule(*x, docs.bounds),
+        inputs(396, 1, 2, decay=0.01),
+    )
+
+
+def test_a_state_ends_with_its_document():
+    """Even one that is not finite, if the part in which it ends begins another."""
+    docs, streams = documents([5, 7], "cpu"), [x.detach() for x in inputs(12)]
+    before = in_parts(lambda part, *x: rule(*x, docs, states=part), 3, streams)
+    for x in streams[:3]:
+        x[:5] *= 1e3
+    after = in_parts(lambda part, *x: rule(*x, docs, states=part), 3, streams)
+    assert torch.equal(after[5:], before[5:])
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_every_part_takes_what_all_bring(part):
+    """The first needs nothing of it. But a rank that is not in the graph would be waited for in backward."""
+    docs, streams, x = documents([12], "cpu"), inputs(4), rand(4, 5)
+    states = [rand(1, 2, 2, 3, 7, seed=i) for i in range(3)]
+    tails = [rand(3, 5, seed=i) for i in range(3)]
+    rule(*streams, docs, states=Part(3, part, states)).sum().backward()
+    causal_conv(x, rand(5, 4), docs, Part(3, part, tails)).sum().backward()
+    assert all(rows.grad is not None for rows in (*states, *tails))
+    assert [bool(rows.grad.any()) for rows in states] == [number < part for number in range(3)]
+    assert [bool(rows.grad.any()) for rows in tails] == [number == part - 1 for number in range(3)]
 
 
 def test_rule_over_documents_longer_than_its_real_chunk():
@@ -163,6 +234,8 @@ def test_refuses_a_stream_of_another_length():
         rule(*inputs(5), documents([4], "cpu"))
     with pytest.raises(ValueError, match=r"\bx\b.*\b5 tokens\b.*\b4\b"):
         causal_conv(rand(5, 2), rand(2, 4), documents([4], "cpu"))
+    with pytest.raises(ValueError, match=r"\bx\b.*\b4 tokens\b.*\b2 in each of 2 parts\b"):
+        causal_conv(rand(4, 2), rand(2, 4), documents([4], "cpu"), Part(2, 0, None))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
