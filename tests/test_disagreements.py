@@ -115,6 +115,12 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         _step,
         apart("offload", "True", "False"),
     ),
+    "context": (
+        REPLICAS,
+        lambda s, m: _other(s, m, "context", mw.Context(), mw.Context(attention=1)),
+        _step,
+        apart(r"attention of mw\.Context", "None", "1"),
+    ),
     "steps": (FSDP, build, lambda e: _apart(e, _step, _ahead), apart(r"\bstep\b", "1", "0")),
     "calls": (
         FSDP,

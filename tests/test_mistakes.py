@@ -261,6 +261,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         (dict(dtype="float32"), words(r"\bdtype='float32'", r"torch\.bfloat16, torch\.float32")),
         (dict(mesh=4), words("mesh=4", r"mw\.Mesh\(fsdp=4\)")),
         (dict(savings="full"), words("savings='full'", r"mw\.Savings\(")),
+        (dict(context="swap"), words("context='swap'", r"mw\.Context\(")),
     ]
 }
 

@@ -35,10 +35,10 @@ def check_context(spec: ShardingSpec, axes: Axes) -> None:
     """Refuse a `Context` that the mesh or the model cannot follow."""
     dealt = deals(spec, axes, axes.coords(0))
     for mixer in BEYOND:
-        asked = spec.context.asked(mixer)
-        heads = {
-            dealt[swap].stop - dealt[swap].start: name for name, swap in find(spec.module, Swap) if swap.mixer == mixer
-        }
+        asked, heads = spec.context.asked(mixer), dict[int, str]()
+        for name, swap in find(spec.module, Swap):
+            if swap.mixer == mixer:
+                heads.setdefault(dealt[swap].stop - dealt[swap].start, name)
         if asked is None:
             continue
         if not heads:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..engine import Engine, Model, Savings, StepRecord, check_export, export, load, losses
+from ..engine import Context, Engine, Model, Savings, StepRecord, check_export, export, load, losses
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..weights import download, is_hub_id, path_of
@@ -58,6 +58,7 @@ class Trainer:
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
             savings=Savings(**config.train.model_dump(include={*_SAVINGS})),
+            context=Context(**config.context.model_dump()),
         )  # fmt: skip
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)
