@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
-from .layout import Context, Param, Rules, ShardingSpec, Table, units_of
+from .layout import Context, Param, Pipeline, Rules, ShardingSpec, Table
 from .models import Balance, Decoder, describe, prefix_of, text_config
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
@@ -64,10 +64,9 @@ class Blueprint:
 
         return {param.name: stored(param) for param in self.table}
 
-    def gathering(self, *, reshard: bool) -> Blueprint:
+    def run_by(self, pipeline: Pipeline, *, reshard: bool) -> Blueprint:
         """The same model; without `reshard`, what forward has gathered stays until backward."""
-        units = units_of(self.module, self.module.units(), reshard=reshard)
-        return replace(self, spec=replace(self.spec, units=units))
+        return replace(self, spec=replace(self.spec, reshard=reshard, pipeline=pipeline))
 
     def in_context(self, context: Context) -> Blueprint:
         """The same model, whose mixers come to the tokens of other ranks in this way."""
@@ -84,7 +83,7 @@ def draw(
     """
     keys = source.entries if source is not None else {}
     module, table = describe(config, prefix_of(config, keys or None), head, keys)
-    spec = ShardingSpec(table, rules, module, units_of(module, module.units()))
+    spec = ShardingSpec(table, rules, module)
     return Blueprint(config, module, spec, _keymap(table, config, source, stored), head, directory)
 
 

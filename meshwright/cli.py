@@ -80,6 +80,13 @@ REPORT_ABOUT = """One page of what runs did: curves, held-out data, experts, sam
 
 The page is one file and needs no network. It can be made while a run goes on. OUT is the `out` of a run's file.
 """
+SAMPLE_EXAMPLES = """examples:
+  meshwright sample runs/first --prompt "Why is the sky blue?"         the newest checkpoint, asked as it was trained
+  meshwright sample Qwen/Qwen3-0.6B --prompt Hello --prompt Bye --tokens 200 --top-p 0.9
+  meshwright sample path/to/Qwen3-8B-Base --text --prompt "Once upon a time"
+"""
+SAMPLE_ABOUT = """What a model writes after prompts, on one process. Each token takes a forward: it is for a look.
+"""
 TRAIN_EXAMPLES = """examples:
   meshwright train run.toml
   meshwright train run.toml --set mesh.fsdp=4 optim.lr=1e-5 data.0.path=chats.jsonl
@@ -126,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_plan(commands)
     _add_report(commands)
+    _add_sample(commands)
     _add_train(commands)
     _add_verify(commands)
     return parser
@@ -177,7 +185,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )  # fmt: skip
     plan.set_defaults(run=_plan)
     plan.add_argument("model", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    plan.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
+    plan.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
     plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
     plan.add_argument("--tokens", type=_positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
     plan.add_argument("--micro-batches", type=_positive, default=1, metavar="N", help="in a step (default 1)")
@@ -211,6 +219,21 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report.add_argument("--html", metavar="FILE", help="where the page goes (default: report.html in the first run)")
 
 
+def _add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    sample = commands.add_parser(
+        "sample", help="what a model writes after a prompt", description=SAMPLE_ABOUT, epilog=SAMPLE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    sample.set_defaults(run=_sample)
+    sample.add_argument("model", help="the directory of a run, a Hugging Face directory, a checkpoint, a hub id")
+    sample.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what a user says")
+    sample.add_argument("--text", action="store_true", help="prompts as they are, without a chat template")
+    sample.add_argument("--tokens", type=_positive, default=64, metavar="N", help="of each text at most (default 64)")
+    sample.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest (default: the likeliest)")
+    sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    sample.add_argument("--json", action="store_true", help="prompts and texts as JSON on standard output")
+
+
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     train = commands.add_parser(
         "train", help="fine-tune or pre-train by a file", description=TRAIN_ABOUT, epilog=TRAIN_EXAMPLES,
@@ -241,7 +264,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     verify.set_defaults(run=_verify)
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of replicate, fsdp, tp, ep")
+    verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
@@ -292,7 +315,7 @@ def mesh_of(text: str) -> dict[str, int]:
             raise ConfigError(f"--mesh {text!r:.200}: there is no {axis!r}; choose {OTHER_NAMES[axis]}={size}")
         if not known or not valid:
             raise ConfigError(
-                f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of replicate, fsdp, cp, tp, ep"
+                f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of pp, replicate, fsdp, cp, tp, ep"
             )
         if axis in sizes:
             raise ConfigError(f"--mesh {text!r} gives {axis} twice")
@@ -327,12 +350,12 @@ def _copy(options: argparse.Namespace) -> int:
 def _data(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .train import launch, run, show, toml  # imports torch: --help should not wait for it
+    from .train import launch, show, sources, toml  # imports torch: --help should not wait for it
 
     config = toml.read(options.config, options.set)
     data = launch.prepared(config)
     print(show.dry_run(config, data))
-    for document in show.shown(data, run.model_directory(config), options.show):
+    for document in show.shown(data, sources.model_directory(config.model), options.show):
         Console(soft_wrap=True, highlight=False).print(document)
     return 0
 
@@ -354,6 +377,19 @@ def _train(options: argparse.Namespace) -> int:
     if why and "WORLD_SIZE" not in os.environ:
         print(f"meshwright: ended by {why}; the same command goes on from {config.out}", file=sys.stderr)
     return 128 + int(why.split()[1]) if why.startswith("signal") else 0
+
+
+def _sample(options: argparse.Namespace) -> int:
+    from .train.config import SampleSection  # imports torch: --help should not wait for it
+    from .train.samples import sample_at
+
+    section = SampleSection.model_construct(prompts=options.prompt, tokens=options.tokens, top_p=options.top_p)
+    said = sample_at(options.model, section, seed=options.seed, text=options.text)
+    if options.json:
+        print(json.dumps([{"prompt": prompt, "text": text} for prompt, text in said], indent=2))
+    else:
+        print("\n\n".join(f"> {prompt}\n{text}" for prompt, text in said))
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -24,7 +24,8 @@ from tests import runs, worlds
 
 STEPS = 30
 MESHES = (
-    "fsdp=2", "replicate=2", "tp=2", "fsdp=4", "replicate=2,fsdp=2", "fsdp=2,tp=2", "replicate=2,tp=2",
+    "fsdp=2", "replicate=2", "tp=2", "cp=2", "pp=2", "fsdp=4", "replicate=2,fsdp=2", "fsdp=2,tp=2", "replicate=2,tp=2",
+    "pp=2,fsdp=2", "cp=2,tp=2", "pp=2,cp=2",
 )  # fmt: skip
 OF_EXPERTS = ("fsdp=2,ep=2", "tp=2,ep=2", "fsdp=4,ep=2", "fsdp=2,tp=2,ep=4", "replicate=2,fsdp=2,ep=2")
 FAMILIES = ("qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "qwen3_5", "qwen3_5_moe")

@@ -29,8 +29,8 @@ BLIND = [
            DENSE, "tp=4", r"M1 layers\.0\.mixer: ",
            "RoPE mixes pairs of dims between the two weights, so scores differ; gradients go under the wrong key"),
     Mutant(56, "value heads strided over key heads, not side by side, in a and b alone", "models/qwen3_5.py",
-           "(x_TC.unflatten(1, (-1, self.ratio)) for x_TC in (a_TC, b_TC))",
-           "(x_TC.unflatten(1, (self.ratio, -1)).mT for x_TC in (a_TC, b_TC))",
+           "return ops.gates(a_TGR, b_TGR, A_log, dt_bias)",
+           "return ops.gates(*(x.flatten(1).unflatten(1, (self.ratio, -1)).mT for x in (a_TGR, b_TGR)), A_log, dt_bias)",
            HYBRID, "fsdp=2,ep=2", r"M1 layers\.0\.mixer: ",
            "4 key heads of 2 value heads: decay and write strength of a value head are those of another"),
     Mutant(57, "rope_theta is a million where config.json does not say it", "models/rope.py",
@@ -102,7 +102,7 @@ BLIND = [
            "with two micro-batches loss and router loss lack the first; gradients are right"),
     Mutant(70, "what a forward without gradients has gathered is not freed", "parallel/passes.py",
            "    finally:\n"
-           "        reset_after_forward(model.parts)",
+           "        reset_after_forward([stage.module for stage in model.stages])",
            "    finally:\n"
            "        pass",
            TIED, "fsdp=2", r"K1 all_gather: .*\(fsdp\)",
@@ -114,7 +114,7 @@ BLIND = [
            TIED, "replicate=2,fsdp=2", r"N1 norm of ones: ",
            "owners are all in the first replica: the second finds norm 0, never clips, and drifts away"),
     Mutant(72, "the load of the experts leaves replicas out", "engine/router.py",
-           'Sum("the load of the experts", TOKENS,',
+           'Sum("the load of the experts", DENSE,',
            'Sum("the load of the experts", ("fsdp", "cp", "tp"),',
            MOE, "replicate=2,fsdp=2", r"N1 load of experts: ",
            "expert_load of a step counts the tokens of one replica of two"),

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,6 @@ def trained(path: Path, *sets: str) -> str:
 
 
 def on_mesh(path: Path, mesh: Mapping[str, int], *sets: str) -> None:
-    size = mesh.get("replicate", 1) * mesh.get("fsdp", 1) * mesh.get("tp", 1)
+    size = prod(n for axis, n in mesh.items() if axis != "ep")
     given = [f"mesh.{axis}={n}" for axis, n in mesh.items()]
     worlds.run(size, functools.partial(trained, path, *given, *sets))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ from meshwright.weights.keymap import KeyMap
 from tests import tiny, worlds
 
 # Sizes that 2, 3 and 4 divide, or that may be uneven (the vocabulary) or stay whole (kv heads).
-SIZES: dict[str, Any] = dict(num_attention_heads=12)
-DENSE, DELTA = dict(intermediate_size=48), dict(linear_num_key_heads=12, linear_num_value_heads=24)
+SIZES: dict[str, Any] = dict(num_attention_heads=12, num_hidden_layers=4)
+DENSE = dict(intermediate_size=48)
+DELTA = dict(
+    linear_num_key_heads=12, linear_num_value_heads=24,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+)  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {**SIZES, **DENSE, "hidden_size": 72},
     "qwen3": {**SIZES, **DENSE},
@@ -34,15 +39,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MESHES = [
     {}, dict(fsdp=2), dict(fsdp=3), dict(fsdp=4), dict(tp=2), dict(tp=3), dict(tp=4), dict(fsdp=2, tp=2),
     dict(replicate=2, fsdp=2), dict(fsdp=2, ep=2), dict(fsdp=2, tp=2, ep=4),
+    dict(cp=2), dict(pp=2), dict(pp=2, fsdp=2), dict(pp=2, stages=2), dict(cp=2, tp=2),
 ]  # fmt: skip
 
 
 def world_of(mesh: Mapping[str, int]) -> int:
-    return mesh.get("replicate", 1) * mesh.get("fsdp", 1) * mesh.get("tp", 1)
+    return prod(size for axis, size in mesh.items() if axis not in ("ep", "stages"))
 
 
 def engine_of(source: Path, mesh: Mapping[str, int], **options: Any) -> mw.Engine:
-    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float32)
+    sizes = {axis: size for axis, size in mesh.items() if axis != "stages"}
+    pipeline = mw.Pipeline(stages=mesh.get("stages", 1))
+    model = mw.load(source, mw.Mesh(**sizes), dtype=torch.float32, pipeline=pipeline)
     return mw.Engine(model, lr=lambda step: 1e-3 * (step + 1), **options)
 
 
@@ -66,7 +74,7 @@ def whole_moments(engine: mw.Engine, at: int, checkpoint: Path, folder: str) -> 
     spelled = KeyMap(model.keymap.choice, keys_of(open_source(checkpoint / folder)))
     whole = StoredModel(model.blueprint.spec, model.mesh, {**empty, **stored})
     keys = list(spelled.keys.values())
-    return {key.name: tensor.clone() for key, tensor in whole_tensors(whole, spelled, keys, as_filed=True)}
+    return {key.name: tensor.clone() for key, tensor in whole_tensors(whole, spelled, keys)}
 
 
 def there_and_back(source: Path, reference: Path, mesh: Mapping[str, int], out: Path) -> dict[str, Any]:
@@ -150,7 +158,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2), dict(tp=2), dict(fsdp=2, tp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2), dict(tp=2), dict(pp=2, cp=2), dict(fsdp=2, tp=2, ep=2)], ids=str)
 def test_as_if_never_interrupted(tmp_path: Path, mesh: dict[str, int]) -> None:
     families = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
     sources = {name: tiny.directory(tmp_path / name, name, dtype=torch.bfloat16) for name in families}
@@ -279,7 +287,7 @@ def on_another_mesh(source: Path, out: Path, mesh: Mapping[str, int], save: bool
 def test_training_goes_on_on_another_mesh(tmp_path: Path) -> None:
     source = tiny.directory(tmp_path / "m", "qwen3_5_moe")
     [one] = worlds.run(1, on_another_mesh, source, tmp_path / "run", {}, True)
-    for mesh in (dict(tp=2), dict(fsdp=2, ep=2)):
+    for mesh in (dict(tp=2), dict(fsdp=2, ep=2), dict(cp=2), dict(pp=2)):
         for losses in worlds.run(2, on_another_mesh, source, tmp_path / "run", mesh, False):
             assert losses == pytest.approx(one, rel=1e-4)
 

@@ -142,7 +142,7 @@ MISTAKES: list[tuple[str, dict[str, int], Any, str]] = [
     (
         "loading",
         {},
-        lambda e: [part.layers[0].load_state_dict({}) for part in e.model.parts],
+        lambda e: [part.layers["0"].load_state_dict({}) for part in e.model.parts],
         words("^StateError", "state dict", r"mw\.load"),
     ),
     (

@@ -27,8 +27,8 @@ from tests.runs import STEPS, chats, file_of, lines, losses, on_mesh, source
 @pytest.mark.parametrize(
     ("name", "meshes"),
     [
-        ("qwen3_tied", [dict(fsdp=2), dict(replicate=2, fsdp=2), dict(tp=2)]),
-        ("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4)]),
+        ("qwen3_tied", [dict(fsdp=2), dict(replicate=2, fsdp=2), dict(tp=2), dict(pp=2)]),
+        ("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2)]),
     ],
 )
 def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:
@@ -78,7 +78,7 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
         path.write_text(path.read_text().replace(f"steps = {STEPS}\n", ""))
     [undisturbed] = worlds.run(1, seen, whole)
     first = worlds.run(2, functools.partial(seen, parts, "mesh.fsdp=2", stop_at=5))[0]
-    second = worlds.run(2, functools.partial(seen, parts, "mesh.tp=2", stop_at=3))[0]  # step 3 is behind it: none
+    second = worlds.run(2, functools.partial(seen, parts, "mesh.pp=2", stop_at=3))[0]  # step 3 is behind it: none
     assert len(first) in (20, 24)
     assert [each.replace("/parts/", "/whole/") for each in [*first, *second]] == undisturbed
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)

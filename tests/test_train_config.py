@@ -138,6 +138,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + "[save]\nkeep_every = 500\n", "500 is no multiple of every = 200: some of those steps have no "
          "checkpoint; take 600"),
         (PLAIN + "[sample]\nevery = 5\n", "nothing to sample from"),
+        (PLAIN + "[log]\nprofile = 3\n[train]\nsteps = 4\n", "and the run has 4; take at most 2"),
         ('resume = "nevr"\n' + PLAIN, "or a path with a slash, not \"nevr\"; did you mean \"never\"?"),
     ],
 )  # fmt: skip

@@ -104,22 +104,28 @@ def _plane(directory: Path, folder: str) -> Source:
     return Source(directory, entries, stamps={f"{folder}/{file}": stamp for file, stamp in source.stamps.items()})
 
 
-Wanted = Sequence[tuple[Source, Mapping[str, Tensor]]]
+@dataclass(frozen=True)
+class Wanted:
+    """What this rank fills from a source, by parameter. `names`: what some rank fills from it."""
+
+    source: Source
+    pieces: Mapping[str, Tensor]
+    names: frozenset[str]
 
 
-def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Wanted, mesh: Mesh) -> None:
+def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh) -> None:
     """Fill this rank's pieces, and check every byte of the checkpoint. All ranks call it; if one fails, all raise.
 
-    `wanted`: of each source what is to be filled from it, by parameter. `choice`: the layouts of the checkpoint.
+    `choice`: the layouts of the checkpoint.
     """
     checks = Checks(checkpoint.directory, checkpoint.runs.sorted())
 
     def read() -> None:
-        for source, stored in wanted:
-            part = replace(spec, table=Table({param.name: param for param in spec.table if param.name in stored}))
-            keymap = KeyMap(choice, keys_of(source), source=source)
+        for each in wanted:
+            keymap = KeyMap(choice, keys_of(each.source), source=each.source)
             alone = range(mesh.rank, mesh.rank + 1)
-            fill(stored, mesh, list(plan_reads(part, mesh.axes, alone, keymap)), alone, source, checks)
+            reads = plan_reads(spec, mesh.axes, alone, keymap, each.pieces)
+            fill(each.pieces, mesh, list(reads), alone, each.source, checks)
         for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
             check_run(checkpoint, file, run)
 
@@ -133,13 +139,14 @@ def broken(directory: Path) -> str:
     return f"{directory} is broken ({hint})"
 
 
-def _filled(wanted: Wanted, table: Table, choice: Choice) -> set[tuple[str, int]]:
-    """The keys whose every byte some rank reads: by file and first byte."""
+def _filled(wanted: Sequence[Wanted], table: Table, choice: Choice) -> set[tuple[str, int]]:
+    """The keys whose every byte some rank reads, by file and first byte: the same on all ranks, which share out the
+    rest."""
     filled = set()
-    for source, stored in wanted:
-        lacking = {key for param in table if param.name not in stored for key in chosen(param, choice).keys}
-        keys = {block.key for name in stored for block in chosen(table[name], choice).blocks} - lacking
-        filled |= {(source.entries[key].file, source.entries[key].start) for key in keys}
+    for each in wanted:
+        lacking = {key for param in table if param.name not in each.names for key in chosen(param, choice).keys}
+        keys = {block.key for name in each.names for block in chosen(table[name], choice).blocks} - lacking
+        filled |= {(each.source.entries[key].file, each.source.entries[key].start) for key in keys}
     return filled
 
 

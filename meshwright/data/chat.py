@@ -40,7 +40,9 @@ class Chat:
         self.tokenizer, self.options = tokenizer, options or ChatOptions()
         self.stop_ids = frozenset(stop_ids) or stop_ids_of(tokenizer, {})
         if not self.options.template and not tokenizer.chat_template:
-            raise DataError("the tokenizer has no chat template; give template= of the data")
+            raise DataError(
+                'the tokenizer has no chat template; give template= of the data, or take texts (kind = "text", --text)'
+            )
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
         """None where nothing of the row is to be trained on."""
@@ -58,6 +60,12 @@ class Chat:
             spans.append((len(ids), len(ids) + len(turn)))
             ids += turn
         return [tokens(ids, spans) for ids, spans in found]
+
+    def prompt(self, text: str) -> list[int]:
+        """What a server would send where a user begins with `text`. With thinking="auto" the template decides."""
+        chat, thinking = conversation({"messages": [{"role": "user", "content": text}]}), self.options.thinking
+        flags = {**({} if thinking == "auto" else {"enable_thinking": thinking}), **self.options.template_args}
+        return self._ids(self._render(chat, 1, flags, add_generation_prompt=True))
 
     def _turn(self, chat: Conversation, number: int) -> tuple[list[int], list[int]]:
         """What a server would send for message `number`, and what it should get."""

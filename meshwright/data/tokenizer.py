@@ -13,11 +13,12 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
           "chat_template.jinja", "generation_config.json")  # fmt: skip
 
 
-def tokenizer_of(directory: Path) -> Any:
+def tokenizer_of(directory: Path, otherwise: str = 'give rows of ids (kind = "tokens")') -> Any:
+    """`otherwise`: what to do where there is none."""
     from transformers import AutoTokenizer  # takes a second to import: only who reads text waits for it
 
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
-        raise DataError(f'{directory} holds no tokenizer; put its files there, or give rows of ids (kind = "tokens")')
+        raise DataError(f"{directory} holds no tokenizer; put its files there, or {otherwise}")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

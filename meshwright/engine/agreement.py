@@ -142,7 +142,7 @@ def check_ready(model: Model, trained: Sequence[str]) -> None:
     """Before a step: no gradients wait, and the parameters in training are those for which there are moments."""
     if model.calls.pending is not None or model.grads():
         raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
-    changed = {*model.trainable} ^ {*trained}
+    changed = {*model.trainable} ^ ({*trained} & {*model.pieces})
     if changed:
         raise StateError(
             f"{min(changed)} and {len(changed) - 1} more changed requires_grad since the engine was made; choose "
@@ -152,11 +152,12 @@ def check_ready(model: Model, trained: Sequence[str]) -> None:
 
 def identity(model: Model) -> dict[str, str]:
     """Which model this is. Ranks whose models differ would train something that no one process could."""
-    trained = model.trainable
+    trained = model.trained
     return {
         **{f"{k} of config.json": json.dumps(v, sort_keys=True) for k, v in model.blueprint.config.items()},
         "the compute dtype": str(model.dtype),
         **{f"the saving {name}": str(value) for name, value in asdict(model.savings).items()},
+        **{f"the pipeline's {name}": str(value) for name, value in asdict(model.blueprint.spec.pipeline).items()},
         **{f"{name} of mw.Context": str(value) for name, value in asdict(model.blueprint.spec.context).items()},
         "the origin of the weights": model.blueprint.origin,
         "the model (numbered in the order in which all ranks first used them, 0 if never)": str(model.calls.shared_id),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
-from ..layout import Context
+from ..layout import LATE, Context, Pipeline
 from ..mesh import Mesh
 from ..optim import within
 from ..parallel import Savings
@@ -23,7 +23,10 @@ _PADDING = ("attention_mask", "padding_mask")  # what documents have no need of
 _MEANT = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
 
 
-def check_loading(mesh: object, dtype: object, savings: object, context: object, read: str = "rank") -> None:
+def check_loading(
+    mesh: object, dtype: object, savings: object, read: str = "rank", pipeline: object = Pipeline(),
+    context: object = Context(),
+) -> None:  # fmt: skip
     check_inference_mode()
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
@@ -33,10 +36,28 @@ def check_loading(mesh: object, dtype: object, savings: object, context: object,
         raise ConfigError(f"dtype={dtype!r} {what} from {', '.join(map(str, COMPUTE))}")
     if not isinstance(savings, Savings):
         raise ConfigError(f"savings={savings!r} must be mw.Savings(...), such as mw.Savings(recompute='full')")
+    if not isinstance(pipeline, Pipeline):
+        raise ConfigError(f"pipeline={pipeline!r} must be mw.Pipeline(...), such as mw.Pipeline(stages=2)")
     if not isinstance(context, Context):
         raise ConfigError(f"context={context!r} must be mw.Context(...), such as mw.Context(attention=1)")
     if read not in READ:
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
+
+
+def check_late(pipeline: Pipeline, savings: Savings) -> None:
+    """What does not go with a schedule that leaves gradients of weights for later."""
+    if pipeline.schedule not in LATE:
+        return
+    if savings.compiled:
+        raise ConfigError(
+            f"schedule={pipeline.schedule!r} cuts backward in two, and a compiled layer has one that cannot be cut; "
+            "choose schedule='1f1b' or compiled=False"
+        )
+    if pipeline.hold is False:
+        raise ConfigError(
+            f"schedule={pipeline.schedule!r} with hold=False: gradients that come late would be summed for each "
+            "micro-batch alone; leave hold out, or choose schedule='1f1b'"
+        )
 
 
 def patterns_of(train: object) -> list[str]:
@@ -146,6 +167,33 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
         if bad.any():
             at = int(bad.nonzero()[0])
             raise DataError(f"{what} {int(values[at])} at position {at} is outside the vocabulary of {vocab}")
+
+
+def check_prompts(prompts: object, tokens: object, vocab: int, longest: int | None) -> None:
+    """What a model is to go on from. `longest`: the positions that it knows."""
+    if type(tokens) is not int or tokens < 1:
+        raise ConfigError(f"tokens={tokens!r:.80} must be a whole number above 0: of what is written after each prompt")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
+        raise DataError("prompts must be a list of lists of token ids, such as [[5, 6, 7]]")
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not all(type(each) is int for each in prompt):
+            raise DataError(f"prompt {number} is no list of token ids; give those that a tokenizer makes of a text")
+        if not prompt:
+            raise DataError(f"prompt {number} is empty; a model needs a token to go on from")
+        if not all(0 <= token < vocab for token in prompt):
+            raise DataError(f"prompt {number} has a token outside the vocabulary of {vocab}")
+        if longest is not None and len(prompt) + tokens > longest:
+            raise DataError(
+                f"prompt {number} has {counted(len(prompt), 'token')}, and with the {tokens} after it more than the "
+                f"{longest} positions of the model; take a shorter prompt, or fewer tokens"
+            )
+
+
+def check_top_p(top_p: object) -> None:
+    if top_p is not None and (not within(top_p, 0) or not 0 < top_p <= 1):  # type: ignore[operator] # `within` has looked
+        raise ConfigError(
+            f"top_p={top_p!r:.80} must be a number above 0, and at most 1; None takes the likeliest token"
+        )
 
 
 def check_terms(terms: object, num_tokens: int) -> None:

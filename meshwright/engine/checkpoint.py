@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
-from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep
+from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep, Wanted
 from ..errors import CheckpointError, ConfigError, failure_in
 from ..log import logger
 from ..watch import doing, names_lost_ranks
@@ -81,12 +81,11 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
     agree(model, "save", propose)
     at = exported(model, folder, choices)
     moments = dict.fromkeys(engine.trained, engine.optimizer.settings.state) if engine.optimizer.steps else {}
-    stored = model.blueprint.stored_dtypes(model.dtype, set(engine.trained))
-    kept = {name: kind or stored[name] for name, kind in moments.items()}
+    kept = {name: kind or model.kept[name] for name, kind in moments.items()}
     return Content(
         step=engine.steps,
         spec=model.blueprint.spec,
-        planes=disk.planes_of(model.table, at.keymap, stored, kept),
+        planes=disk.planes_of(model.table, at.keymap, model.kept, kept),
         values=_values(engine),
         export=at,
         trainer={**_trainer(engine), "state": state},
@@ -139,7 +138,8 @@ def _json(state: object) -> str:
 def _values(engine: Engine) -> Mapping[str, Mapping[str, Tensor]]:
     """This rank's pieces. A moment of an empty piece was never made."""
     stored, moments = engine.model.stored(), engine.optimizer.moments
-    none = {name: (stored[name], stored[name]) for name in engine.trained if not stored[name].numel()}
+    trained = [name for name in engine.trained if name in stored]
+    none = {name: (stored[name], stored[name]) for name in trained if not stored[name].numel()}
     both = {**none, **moments}
     first, second = ({name: pair[at] for name, pair in both.items()} for at in (0, 1))
     return {WEIGHTS: stored, MASTER: stored, FIRST: first, SECOND: second}
@@ -207,10 +207,11 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
     blueprint = _drawn(model, source.planes[WEIGHTS], trainer["head"])
     _check_same(engine, source, blueprint, trainer)
     moments = _new_moments(engine) if FIRST in source.planes else {}
-    wanted = [(source.parameters, model.stored())]
+    wanted = [Wanted(source.parameters, model.stored(), frozenset(model.table.params))]
     for at, name in enumerate((FIRST, SECOND)):
-        if moments:
-            wanted.append((source.planes[name], {param: both[at] for param, both in moments.items()}))
+        if name in source.planes:
+            pieces = {param: both[at] for param, both in moments.items()}
+            wanted.append(Wanted(source.planes[name], pieces, frozenset(engine.trained)))
     spec = replace(model.blueprint.spec, table=blueprint.table)
     with _replacing(engine, source.directory):
         disk.restore(source, spec, blueprint.keymap.choice, wanted, model.mesh)
@@ -288,7 +289,8 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[
 
 def _new_moments(engine: Engine) -> dict[str, tuple[Tensor, Tensor]]:
     stored, kind = engine.model.stored(), engine.optimizer.settings.state
-    both = {name: (stored[name], stored[name]) for name in engine.trained if stored[name].numel()}
+    trained = [name for name in engine.trained if name in stored]
+    both = {name: (stored[name], stored[name]) for name in trained if stored[name].numel()}
     return {name: (torch.zeros_like(a, dtype=kind), torch.zeros_like(b, dtype=kind)) for name, (a, b) in both.items()}
 
 

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError, f
 from ..layout import axes_left_to_sum
 from ..optim import AdamW, Settings, squares
 from ..parallel import Scores
-from ..watch import doing, names_lost_ranks
+from ..watch import doing, names_lost_ranks, region
 from .agreement import (
     EVALUATE,
     STEP,
@@ -38,7 +38,7 @@ from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
 from .model import Model
 from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
-from .router import Router
+from .router import Router, refuse_pooled
 from .state_dict import COUNTERS, StateDict, check_same_keys, planes_in_memory, take_planes
 from .terms import Terms
 
@@ -99,9 +99,10 @@ class Engine:
             raise ConfigError(f"entropy=True, but the head of this model gives only {known}")
         self.router = Router(model.blueprint.balance, model.mesh, router_aux)
         self.optimizer = AdamW({p.name for p in model.table if p.decay}, settings)
-        self._terms, self.trained = Terms(model, self.want), model.trainable
+        self._terms, self.trained = Terms(model, self.want), model.trained
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
+        refuse_pooled(self.router, axes.pp)
 
     if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
         __getattr__ = refusing("Engine", OF_ENGINE)
@@ -114,8 +115,11 @@ class Engine:
         return f"Engine(step {self.steps}, lr {lr}, {self.model!r})"
 
     def step(self, batches: Sequence[Batch]) -> StepRecord:
-        loss = self.backward(batches)
-        step, norm = self._pending(), self.update()
+        with region("forward and backward"):
+            loss = self.backward(batches)
+        step = self._pending()
+        with region("update"):
+            norm = self.update()
         load = self.router.load_LE.to(self.model.mesh.host, copy=True) if self.router.balance.num_layers else None
         return StepRecord(self.steps, loss, norm, step.lr, step.num_targets, step.num_tokens, load, step.router_loss)
 
@@ -125,10 +129,12 @@ class Engine:
         doing(f"step {self.steps}")
         step = self._agree(STEP, batches)
 
-        def term(batch: Batch, scores: Scores) -> tuple[Tensor, Tensor]:
+        def term(batch: Batch, scores: Scores | None) -> tuple[Tensor | None, Tensor]:
+            aux = self.router.set_slope(step.num_tokens, step.num_batches)  # backward takes it from there
+            if scores is None:  # a stage without a head
+                return None, torch.stack([torch.zeros_like(aux), aux])
             loss = self._share(batch, scores, step)
             check_trainable(loss)
-            aux = self.router.set_slope(step.num_tokens, step.num_batches)  # backward takes it from there
             return loss, torch.stack([loss.detach().double(), aux])
 
         with self._discards_on_error():
@@ -167,7 +173,7 @@ class Engine:
         step = self._agree(EVALUATE, batches)
         term = lambda batch, scores: self._share(batch, scores, step).double()  # noqa: E731 - one line reads better
         shares = torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
-        shares[0] = sum(parallel.run_forward(self.model, self._here(batches), self.want, term))
+        shares[0] = sum(parallel.run_forward(self.model, self._here(batches), self.want, term))  # 0 without a head
         return self._summed(shares)[0]
 
     def wait(self) -> None:

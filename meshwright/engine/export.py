@@ -37,13 +37,12 @@ def _streamed(model: Model, which: str) -> Iterator[tuple[str, Tensor]]:
         return Proposal()
 
     agree(model, f"stream(which={which!r})", propose)
-    stored = _stored(model, which)
+    stored_model, dtypes = model.stored_model(_stored(model, which)), None
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
-    made_of = weights.blocks_by_key(model.table, model.keymap.choice)
-    keys = [k for k in keys if all(p.name in stored for p, _ in made_of[k.name])]
-    for key, tensor in weights.whole_tensors(
-        model.stored_model(stored), model.keymap, keys, as_filed=which == "weight"
-    ):
+    if which == "grad":  # as they are kept; of what is trained, on whatever rank
+        made_of, trained, dtypes = weights.blocks_by_key(model.table, model.keymap.choice), {*model.trained}, model.kept
+        keys = [k for k in keys if all(p.name in trained for p, _ in made_of[k.name])]
+    for key, tensor in weights.whole_tensors(stored_model, model.keymap, keys, dtypes=dtypes):
         yield key.name, tensor
 
 

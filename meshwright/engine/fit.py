@@ -23,8 +23,11 @@ class Need:
     axes: Axes
     held: Held
 
-    def stored(self, rank: int = 0) -> list[Stored]:
-        return storage(self.spec, self.axes, rank, self.held)
+    def stored(self, rank: int | None = None) -> list[Stored]:
+        """By default of the rank that stores most: the first of a place on pp."""
+        ranks = self.axes.group(0, ("pp",)) if rank is None else (rank,)
+        found = (storage(self.spec, self.axes, each, self.held) for each in ranks)
+        return max(found, key=lambda stored: sum(s.num_bytes for s in stored))
 
 
 def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
@@ -33,7 +36,7 @@ def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
 
 
 def refuse_too_large(need: Need, memory: Memory) -> None:
-    """Rank 0 stores most. Activations are not counted: what is refused cannot run, and what is not may still fail."""
+    """Activations are not counted: what is refused cannot run, and what is not may still fail."""
     stored = need.stored()
     if fits(stored, memory):
         return

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from .. import parallel
-from ..axes import REPLICA
+from ..axes import REPLICA, Sum
 from ..data import IGNORE, Batch
 from ..errors import StateError
 from ..watch import names_lost_ranks
 from .agreement import Proposal, agree, check_same_data, data_of
 from .model import Model
+
+SCORES = Sum("the scores of the last stage", ("pp",))
 
 
 @names_lost_ranks()
@@ -28,11 +30,16 @@ def logits(model: Model, batch: Batch) -> Tensor:
     gradients."""
     if "values" in model.blueprint.scores:
         return model.mesh.gather_rows(score_without_grad(model, batch, "values", "logits"), ("cp", "tp"))
-    local_TV = score_without_grad(model, batch, "logits", "logits")
+    of_tokens_TV = over_vocabulary(model, score_without_grad(model, batch, "logits", "logits"))
+    return model.mesh.gather_rows(of_tokens_TV, ("cp",))
+
+
+def over_vocabulary(model: Model, local_TV: Tensor) -> Tensor:
+    """This rank's part of the vocabulary -> all of it."""
     vocab, tp = model.blueprint.vocab, model.mesh.axes.tp
     widest = -(-vocab // tp)  # the last slice of the vocabulary may be shorter
     padded = torch.nn.functional.pad(local_TV.t(), (0, 0, 0, widest - local_TV.shape[1]))
-    return model.mesh.gather_rows(model.mesh.gather_rows(padded, ("tp",))[:vocab].t(), ("cp",))
+    return model.mesh.gather_rows(padded, ("tp",))[:vocab].t()
 
 
 def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tensor:
@@ -50,4 +57,29 @@ def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tens
     _, told = agree(model, call, propose, REPLICA)
     check_same_data(told, model.mesh.axes.group(model.mesh.rank, REPLICA), model.mesh.axes)
     here = batch.to(model.mesh.device)
-    return parallel.run_forward(model, [here], want, lambda _batch, scores: scores[0])[0]
+    found = parallel.run_forward(model, [here], want, lambda _batch, scores: scores[0])
+    return _of_last_stage(model, found, _shape(model, len(batch), want))
+
+
+def _shape(model: Model, num_tokens: int, want: str) -> tuple[int, ...]:
+    """Of the scores of a rank, known to those that have no head too."""
+    axes = model.mesh.axes
+    if want == "logits":
+        return num_tokens // axes.cp, vocab_width(model)
+    labels = model.blueprint.module.shape.labels.num if want == "values" else 1
+    return (num_tokens // (axes.cp * axes.tp), *((labels,) if labels > 1 else ()))
+
+
+def vocab_width(model: Model) -> int:
+    """How many words this rank scores, if it has a head."""
+    start, stop = model.blueprint.spec.rules.span(
+        "vocab", model.blueprint.vocab, model.mesh.axes, model.mesh.coords, "the head"
+    )
+    return stop - start
+
+
+def _of_last_stage(model: Model, found: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The same on all stages: those without a head add zeros."""
+    wide = torch.promote_types(model.dtype, torch.float32)
+    scores = found[0] if found else torch.zeros(shape, dtype=wide, device=model.mesh.device)
+    return model.mesh.sum_(scores, SCORES)

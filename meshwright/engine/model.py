@@ -13,10 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from .. import parallel
-from ..axes import REPLICA
 from ..blueprint import Blueprint, draw
 from ..errors import StateError
-from ..layout import Charge, Context, Held, Piece, Placement, Table, owned, pieces, place, ways
+from ..layout import (
+    HELD,
+    LATE,
+    Charge,
+    Context,
+    Held,
+    Line,
+    Piece,
+    Pipeline,
+    Placement,
+    Stage,
+    Table,
+    owned,
+    pieces,
+    place,
+    trained_from,
+    ways,
+)
 from ..mesh import Mesh
 from ..models import Decoder
 from ..parallel import Savings
@@ -33,7 +49,7 @@ from ..weights import (
     read_config,
     read_stamped_config,
 )
-from .arguments import check_loading, check_unquantised, matching, patterns_of
+from .arguments import check_late, check_loading, check_unquantised, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of
 from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
 
@@ -54,12 +70,36 @@ class Model:
 
     mesh: Mesh
     blueprint: Blueprint
-    parts: tuple[Decoder, ...]  # its pipeline stages on this rank
+    stages: tuple[Stage, ...]  # the pipeline stages of this rank
     dtype: torch.dtype
     savings: Savings
+    trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
     calls: Calls = field(default_factory=Calls)
+
+    @property
+    def parts(self) -> tuple[Decoder, ...]:
+        return tuple(stage.module for stage in self.stages)
+
+    @property
+    def line(self) -> Line:
+        """Which stages there are, and who has them."""
+        return self.blueprint.spec.line(self.mesh.axes.pp)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.blueprint.spec.pipeline
+
+    @property
+    def holds(self) -> bool:
+        """Whether parameters are gathered and gradients summed once a step."""
+        return self.blueprint.spec.holds(self.mesh.axes.pp)
+
+    @cached_property
+    def trained_from(self) -> int:
+        """The first stage that has something to train."""
+        return trained_from(self.table, self.line, self.trained)
 
     @property
     def config(self) -> Mapping[str, object]:
@@ -78,6 +118,11 @@ class Model:
     @property
     def keymap(self) -> KeyMap:
         return self.blueprint.keymap
+
+    @cached_property
+    def kept(self) -> Mapping[str, torch.dtype]:
+        """The dtype in which each parameter is stored, on whatever rank."""
+        return self.blueprint.stored_dtypes(self.dtype, {*self.trained})
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -107,6 +152,7 @@ class Model:
 
     @property
     def trainable(self) -> list[str]:
+        """The names of the parameters of this rank that are trained."""
         return [name for name, parameter in self._parameters().items() if parameter.requires_grad]
 
     def stored(self) -> dict[str, Tensor]:
@@ -127,9 +173,8 @@ class Model:
 
     def need(self, state_dtype: torch.dtype | None = None) -> Need:
         """The memory that training takes here."""
-        trained = frozenset(self.trainable)
-        narrow = _narrow(self.blueprint.stored_dtypes(self.dtype, trained))
-        held = Held(widths_of(self.dtype, state_dtype), trained, self.savings.offload, narrow)
+        widths, narrow = widths_of(self.dtype, state_dtype), _narrow(self.kept)
+        held = Held(widths, frozenset(self.trained), self.savings.offload, narrow)
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
@@ -170,6 +215,7 @@ def load(
     train: str | Sequence[str] = "**",
     read: str = "rank",
     savings: Savings = Savings(),
+    pipeline: Pipeline = Pipeline(),
     context: Context = Context(),
 ) -> Model:
     """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
@@ -179,10 +225,10 @@ def load(
     one: sequence and token classifiers; a language model gets a new one) or "none". `train`: patterns of the parameters
     that are trained.
     `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
-    node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time. `context`: how
-    mixers come to the tokens of other ranks of cp.
+    node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time. `pipeline`: how
+    layers are shared out, where the mesh has pp. `context`: how they come to the tokens of other ranks of cp.
     """
-    check_loading(mesh, dtype, savings, context, read)
+    check_loading(mesh, dtype, savings, read, pipeline, context)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
     config, stamp = read_stamped_config(directory)
@@ -190,7 +236,8 @@ def load(
     stored = torch.promote_types(compute, torch.float32)
     blueprint = draw(config, files, head=head, directory=directory, stored=stored)
     blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
-    model = put_on_mesh(blueprint.in_context(context), mesh or Mesh(), compute, patterns, savings)
+    blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
+    model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
     node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
     plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
@@ -209,15 +256,17 @@ def init(
     train: str | Sequence[str] = "**",
     seed: int = 0,
     savings: Savings = Savings(),
+    pipeline: Pipeline = Pipeline(),
     context: Context = Context(),
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
-    check_loading(mesh, dtype, savings, context)
+    check_loading(mesh, dtype, savings, pipeline=pipeline, context=context)
     patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
     config = read_config(directory)
     check_unquantised(config)
     blueprint = replace(draw(config, head=head, directory=directory), origin=f"seed {seed}")
-    model = put_on_mesh(blueprint.in_context(context), mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
+    blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
+    model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
     _fill_fresh(model, model.pieces, seed)
     return model
 
@@ -226,17 +275,32 @@ def put_on_mesh(
     blueprint: Blueprint, mesh: Mesh, compute: torch.dtype, train: Sequence[str], savings: Savings
 ) -> Model:
     """Place a model: its parameters have memory then, and no values."""
-    stored = blueprint.stored_dtypes(compute, _freeze(blueprint, train))
-    blueprint = blueprint.gathering(reshard=savings.reshard)
+    trained = _freeze(blueprint, train)
+    blueprint = _with_hold(blueprint, mesh, compute, savings)
+    stored = blueprint.stored_dtypes(compute, trained)
     weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(stored))
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
-    mesh.process_group(REPLICA)  # all ranks must make it now: later, replicas use it at other times
-    parallel.distribute(blueprint.spec, blueprint.module, mesh, compute, stored, savings)
-    for each in blueprint.module.modules():
+    stages = parallel.distribute(blueprint.spec, mesh, compute, stored, savings)
+    for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
-    return Model(mesh, blueprint, (blueprint.module,), compute, savings)
+    return Model(mesh, blueprint, stages, compute, savings, tuple(n for n in blueprint.table.params if n in trained))
+
+
+def _with_hold(blueprint: Blueprint, mesh: Mesh, compute: torch.dtype, savings: Savings) -> Blueprint:
+    """What the run leaves open of its pipeline is decided by the least memory that any rank has."""
+    pipeline, reshard = blueprint.spec.pipeline, savings.reshard
+    check_late(pipeline, savings)
+    if pipeline.hold is not None or mesh.axes.pp == 1:
+        return blueprint
+    held = blueprint.run_by(replace(pipeline, hold=True), reshard=reshard)
+    trained = frozenset(blueprint.table.params)
+    stored = Need(held.spec, mesh.axes, Held(widths_of(compute), trained, savings.offload)).stored()
+    once = sum(each.num_bytes for each in stored if each.what in HELD)
+    if pipeline.schedule in LATE or 3 * once < mesh.least_bytes:
+        return held
+    return blueprint.run_by(replace(pipeline, hold=False), reshard=reshard)
 
 
 def _narrow(stored: Mapping[str, torch.dtype]) -> dict[str, int]:
@@ -260,5 +324,5 @@ def _refuse_state_dict(*_: object) -> None:
 
 def _fill_fresh(model: Model, names: Iterable[str], seed: int) -> None:
     stored = model.stored()
-    for name in names:
+    for name in (name for name in names if name in stored):
         fill_fresh(model.table[name], model.pieces[name], stored[name], seed)

@@ -15,7 +15,9 @@ _WEIGHTS = "mw.gather(model) gives whole tensors, model.stored() this rank's pie
 _SAVE = "mw.save(engine, directory) for a checkpoint, mw.export(engine.model, directory) for weights alone"
 _RESUME = "mw.resume(engine, directory)"
 _UPLOAD = "mw.export(model, directory), then `hf upload org/name directory`"
-_SAMPLE = "export the model, or hand its weights to an inference engine (mw.stream)"
+_SAMPLE = (
+    "mw.sample(model, prompts, tokens=64) for a look; for more an inference engine, which takes its weights (mw.stream)"
+)
 
 OF_MODEL = {
     **dict.fromkeys(("parameters", "named_parameters", "state_dict"), _WEIGHTS),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..axes import TOKENS, Sum
+from ..axes import DENSE, TOKENS, Sum
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..models import Balance
@@ -27,7 +27,16 @@ def pooled_counts(balance: Balance) -> Sum:
 
 def step_load(balance: Balance) -> Sum:
     """Made once a step, where there are experts."""
-    return Sum("the load of the experts", TOKENS, 8 * balance.num_experts * balance.num_layers)
+    return Sum("the load of the experts", DENSE, 8 * balance.num_experts * balance.num_layers)
+
+
+def refuse_pooled(router: Router, pp: int) -> None:
+    """Its counts are of all layers of one micro-batch, which are never at work together in a pipeline."""
+    if pp > 1 and router.mode == "pooled" and router.balance.coefficient and router.balance.num_layers:
+        raise ConfigError(
+            f'router_aux="pooled" pools all layers of a micro-batch, which pp={pp} works on at different times; choose '
+            'router_aux="previous"'
+        )
 
 
 class Router:
@@ -45,12 +54,11 @@ class Router:
     def set_slope(self, step_tokens: int, num_batches: int) -> Tensor:
         """Now that counts are known: how backward pushes each expert. Returns this rank's share of the aux loss."""
         balance = self.balance
-        counts_LE = [balance.counts[layer].double() for layer in range(balance.num_layers)]
-        if counts_LE:
-            self._here_LE += torch.stack(counts_LE)
-        if not balance.coefficient or not counts_LE:
+        for layer, counts_E in balance.counts.items():  # those of the stage that has just run
+            self._here_LE[layer] += counts_E.double()
+        if not balance.coefficient or not balance.counts:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        pooled_E = torch.stack(counts_LE).sum(0)
+        pooled_E = torch.stack([counts_E.double() for counts_E in balance.counts.values()]).sum(0)
         if self.mode == "pooled":
             share_E, num = self._pooled(pooled_E)
             weight_E = share_E / num / num_batches

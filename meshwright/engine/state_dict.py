@@ -22,6 +22,7 @@ def planes_in_memory(model: Model, optimizer: AdamW, trained: Sequence[str]) -> 
     """By plane and key: what this rank holds, live, in the dtype in which it is held. Moments that no step has made yet
     are made: they are zero, and may be about to be filled."""
     stored, out = model.stored(), dict[str, dict[str, Sharded]]()
+    trained = [name for name in trained if name in stored]
     optimizer.make_moments({name: stored[name] for name in trained})
     both = {
         name: optimizer.moments.get(name, (stored[name], stored[name])) for name in trained

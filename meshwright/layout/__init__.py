@@ -21,6 +21,7 @@ from .doors import (
     is_run,
 )
 from .extremes import extreme_ranks
+from .line import Line, even
 from .params import (
     Block,
     Declared,
@@ -52,5 +53,8 @@ from .rules import (
     summed_by_fsdp,
     written,
 )
-from .storage import Held, Stored, Widths, storage
+from .schedule import ORDERS, Action, Transfer, forwards, program
+from .stages import LATE, Pipeline, Stage, forward_program, program_of, trained_from, transfer_name
+from .storage import HELD, Held, Stored, Widths, storage
+from .timetable import Gathers, Timetable, draw, gathers, most_kept, times
 from .units import Unit, units_of

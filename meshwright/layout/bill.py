@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +14,8 @@ from .deals import deals
 from .doors import Dispatch, Door, Join, Swap, find
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
+from .schedule import RECEIVE, SEND, Transfer
+from .stages import program_of, transfer_name
 from .units import Unit
 
 
@@ -46,14 +49,28 @@ class Work:
 
 def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
     """What `rank` pays for one step in which every parameter is trained. An axis of size 1 costs nothing."""
-    coords = axes.coords(rank)
+    coords, stages = axes.coords(rank), spec.stages(axes, rank)
     charges = [
-        *_doors(spec.module, axes, work),
-        *_swaps(spec, axes, coords, work),
-        *(charge for unit in spec.units for charge in _unit(unit, spec, axes, coords, work)),
-        *_last_sums(spec, axes, coords, work),
+        *(charge for stage in stages for charge in _doors(stage.module, axes, work)),
+        *(charge for stage in stages for charge in _swaps(stage.module, spec, axes, coords, work)),
+        *(charge for stage in stages for unit in stage.units for charge in _unit(unit, spec, axes, coords, work)),
+        *_transfers(spec, axes, coords, work),
+        *_last_sums(spec, axes, rank, work),
     ]
     return [c for c in charges if c.count and prod(axes.sizes(c.axes)) > 1]
+
+
+def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
+    """What neighbouring stages send each other: the tokens of a rank, there and, as a gradient, back."""
+    line = spec.line(axes.pp)
+    if line.num_stages == 1:
+        return
+    num_bytes = work.tokens // (axes.cp * axes.tp) * spec.module.shape.width * work.compute_bytes
+    steps = program_of(line, spec.pipeline.schedule, work.num_batches, 0)[coords["pp"]]
+    for kind, op in ((SEND, "send"), (RECEIVE, "recv")):
+        ways = Counter((step.way, step.stage) for step in steps if isinstance(step, Transfer) and step.kind == kind)
+        for (way, stage), count in ways.items():
+            yield Charge(transfer_name(way, stage), op, ("pp",), num_bytes, count)
 
 
 def _doors(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
@@ -73,17 +90,17 @@ def _doors(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
         yield Charge(f"{name}, rows", "all_to_all", ("ep",), rows_bytes, (2 * forwards + 2) * work.num_batches)
 
 
-def _swaps(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
+def _swaps(model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
     """Each of some neighbours on cp gets its share of the heads of their tokens, and gives them back. Over the others
     goes what joins their parts of the stream."""
     dealt = deals(spec, axes, coords)
-    for name, swap in find(spec.module, Swap):
+    for name, swap in find(model, Swap):
         _, inner = axes.halves(dealt[swap].parts)
         tokens = work.tokens // axes.cp * dealt[swap].parts
         for at, width in zip((name, f"{name}, the way back"), swap.widths(dealt[swap]), strict=True):
             num_bytes = tokens * width * work.compute_bytes
             yield Charge(at, "all_to_all", (inner,), num_bytes, (2 + swap.again) * work.num_batches)
-    for name, join in find(spec.module, Join):
+    for name, join in find(model, Join):
         deal = dealt[join.swap]
         outer, _ = axes.halves(deal.parts)
         item = work.stored_bytes if join.floats else work.compute_bytes
@@ -106,6 +123,7 @@ def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]
 
 def _unit(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
     mine, name, n = padded(unit, spec, axes, coords), unit.name or "root", work.num_batches
+    n = 1 if spec.holds(axes.pp) else n
     if mine:
         whole = mine * prod(axes.sizes(unit.shard))
         yield Charge(name, "all_gather", unit.shard, whole * work.compute_bytes, n * (1 + unit.again))
@@ -113,19 +131,18 @@ def _unit(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int],
         yield Charge(name, "all_reduce", ("replicate",), mine * work.stored_bytes, 1)
 
 
-def _last_sums(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
+def _last_sums(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> Iterator[Charge]:
     """One flat all-reduce for each set of axes. It sums what has copies there and is in no unit that sums over them.
 
     The engine asks `axes_left_to_sum`. The bill must not: it would repeat a mistake that is made there.
     """
-    paid = {
-        name: (*unit.shard, "replicate") for unit in spec.units for name in unit.params if not spec.table[name].float32
-    }
+    units = [unit for stage in spec.stages(axes, rank) for unit in stage.units]
+    paid = {name: (*unit.shard, "replicate") for unit in units for name in unit.params if not spec.table[name].float32}
     sizes: dict[tuple[str, ...], int] = {}
-    for param in spec.table:
+    for param in spec.params(axes, rank):
         copies = place(param, spec.rules, axes).copies
         live = tuple(a for a in copies if a not in paid.get(param.name, ()) and axes.size_of(a) > 1)
         if live:
-            sizes[live] = sizes.get(live, 0) + piece(param, spec.rules, axes, coords).numel
+            sizes[live] = sizes.get(live, 0) + piece(param, spec.rules, axes, axes.coords(rank)).numel
     for live, numel in sizes.items():
         yield Charge("the last sums of gradients", "all_reduce", live, numel * work.stored_bytes, 1)

@@ -12,7 +12,8 @@ from .rules import ShardingSpec, place
 def extreme_ranks(spec: ShardingSpec, axes: Axes) -> list[int]:
     """A few ranks, among which are one that stores most and one that stores least: of each parameter, and of all.
 
-    Rank 0 has the first part of everything, and first parts are the largest (`chunk`), so it stores most.
+    Of the ranks of a place on pp the first has the first part of everything, and first parts are the largest (`chunk`),
+    so it stores most.
 
     Call ranks alike if tp and ep give them cuts of the same sizes. Among alike ranks of a replica a later one stands
     later in the shards of every parameter, or at the same place, and shards never get larger along their axis. So the
@@ -27,4 +28,4 @@ def extreme_ranks(spec: ShardingSpec, axes: Axes) -> list[int]:
         coords = axes.coords(rank)
         ranges = (chunk(size, axes.size_of(axis), coords[axis]) for size, axis in sorted(cuts))
         last[tuple(stop - start for start, stop in ranges)] = rank
-    return sorted({0, *last.values()})
+    return sorted(first + rank for first in axes.group(0, ("pp",)) for rank in {0, *last.values()})

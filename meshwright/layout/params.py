@@ -164,19 +164,8 @@ class Table:
             raise LayoutError(f"no parameter is called {name!r}; the table has {', '.join(list(self.params)[:3])} ...")
         return self.params[name]
 
-    def stages(self, name: str, pp: int) -> tuple[int, ...]:
-        """The pipeline stages that hold a parameter: layers in even runs, what comes before and after at the ends."""
-        param = self[name]
-        if pp == 1:
-            return (0,)
-        if param.layer is not None:
-            return (param.layer * pp // self._num_layers,)
-        if param.tied:
-            return (0, pp - 1)
-        return (0,) if param.first else (pp - 1,)
-
     @cached_property
-    def _num_layers(self) -> int:
+    def num_layers(self) -> int:
         return 1 + max((p.layer for p in self if p.layer is not None), default=0)
 
     @property

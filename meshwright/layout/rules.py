@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,8 +14,9 @@ from ..axes import DENSE, ENDS, EXPERT, Axes
 from ..errors import LayoutError
 from .boxes import Box, check_tiling, chunk, interval
 from .doors import Context
+from .line import Line
 from .params import Param, Table, matrix_shape
-from .units import Unit
+from .stages import Pipeline, Stage, line_of, stages_of, stages_of_param
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,39 @@ class ShardingSpec:
 
     table: Table
     rules: Rules
-    module: nn.Module = field(default_factory=nn.Module)  # its doors
-    units: Sequence[Unit] = ()
-    context: Context = Context()
+    module: Any = field(default_factory=nn.Module)  # a models.Decoder: its doors, and the parts that stages are
+    reshard: bool = True  # units are freed between forward and backward
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    context: Context = field(default_factory=Context)
+    _lines: dict[int, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stages: dict[int, tuple[Stage, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def line(self, pp: int) -> Line:
+        """Where the stages end on so many ranks, and which of them hold what."""
+        if pp not in self._lines:
+            self._lines[pp] = line_of(self.table, self.module, pp, self.pipeline)
+        return self._lines[pp]
+
+    def stages(self, axes: Axes, rank: int) -> list[Stage]:
+        """Those that a rank holds."""
+        line = self.line(axes.pp)
+        if axes.pp not in self._stages:
+            self._stages[axes.pp] = stages_of(self.module, line, reshard=self.reshard and not self.holds(axes.pp))
+        return [self._stages[axes.pp][number] for number in line.stages_of(axes.coords(rank)["pp"])]
+
+    def holds(self, pp: int) -> bool:
+        """Whether units are gathered and summed once a step."""
+        return pp > 1 and bool(self.pipeline.hold)
+
+    def places(self, param: Param, axes: Axes) -> set[int]:
+        """The places on the axis pp that hold a parameter."""
+        line = self.line(axes.pp)
+        return {line.rank_of(stage) for stage in stages_of_param(param, line)}
+
+    def params(self, axes: Axes, rank: int) -> list[Param]:
+        """Those of which a rank holds a piece, which may be empty."""
+        at = axes.coords(rank)["pp"]
+        return [param for param in self.table if at in self.places(param, axes)]
 
 
 @dataclass(frozen=True)
@@ -154,13 +186,9 @@ class Piece:
 
 
 def pieces(spec: ShardingSpec, axes: Axes, rank: int) -> dict[str, Piece]:
-    """The piece of every parameter that the stage of a rank holds, by name. A piece may be empty."""
+    """The piece of every parameter that the stages of a rank hold, by name. A piece may be empty."""
     coords = axes.coords(rank)
-    return {
-        param.name: piece(param, spec.rules, axes, coords)
-        for param in spec.table
-        if coords["pp"] in spec.table.stages(param.name, axes.pp)
-    }
+    return {param.name: piece(param, spec.rules, axes, coords) for param in spec.params(axes, rank)}
 
 
 def owned(spec: ShardingSpec, axes: Axes, rank: int) -> dict[str, Piece]:
@@ -194,8 +222,8 @@ def written(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:
 
 def check_written(param: Param, spec: ShardingSpec, axes: Axes) -> None:
     """Raise unless the rows that all ranks write are the parameter, each element once."""
-    stages = spec.table.stages(param.name, axes.pp)
-    ranks = [rank for rank in range(axes.world) if axes.coords(rank)["pp"] in stages]
+    places = spec.places(param, axes)
+    ranks = [rank for rank in range(axes.world) if axes.coords(rank)["pp"] in places]
     boxes = [box for rank in ranks for box in written(param, spec.rules, axes, rank).boxes]
     check_tiling(boxes, param.shape, f"what the ranks write of {param.name} on {axes}")
 

@@ -12,6 +12,9 @@ from .bill import padded
 from .rules import ShardingSpec, piece
 from .units import Unit
 
+WHOLE = "whole gradients of the stages"
+HELD = ("gathered parameters", WHOLE)  # what a pipeline that holds them needs more
+
 
 @dataclass(frozen=True)
 class Widths:
@@ -43,7 +46,7 @@ class Stored:
 def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Stored]:
     coords, widths = axes.coords(rank), held.widths
     num_bytes: Counter[tuple[str, bool]] = Counter()
-    for param in spec.table:
+    for param in spec.params(axes, rank):
         num, host = piece(param, spec.rules, axes, coords).numel, held.offload and not param.float32
         num_bytes["parameters", host] += num * held.narrow.get(param.name, widths.stored)
         if param.name in held.trained:
@@ -60,7 +63,8 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     host, those of all units wait on the device for the last micro-batch.
     """
     coords, widths = axes.coords(rank), held.widths
-    wrapped = [u for u in spec.units if held.offload or prod(axes.sizes(("replicate", *u.shard))) > 1]
+    units = [unit for stage in spec.stages(axes, rank) for unit in stage.units]
+    wrapped = [u for u in units if held.offload or prod(axes.sizes(("replicate", *u.shard))) > 1]
     learning = [replace(u, params=tuple(name for name in u.params if name in held.trained)) for u in wrapped]
 
     def mine(some: Sequence[Unit]) -> list[int]:
@@ -72,5 +76,7 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     stay, pass_by = whole([u for u in wrapped if not u.again]), sorted(whole([u for u in wrapped if u.again]))[-2:]
     waiting = sum(mine(learning)) if held.offload and axes.replicate > 1 else 0
     yield Stored("gathered parameters", (sum(stay) + sum(pass_by)) * widths.compute)
+    once = sum(whole(learning)) * widths.stored if spec.holds(axes.pp) else 0
+    yield Stored(WHOLE, once)
     yield Stored("gradients on their way", max(whole(learning), default=0) * (widths.compute + widths.stored))
     yield Stored("gradients of a replica", waiting * widths.stored)

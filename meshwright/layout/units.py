@@ -25,10 +25,13 @@ class Unit:
         return ("efsdp",) if self.expert else ("fsdp", "cp")
 
 
-def units_of(model: nn.Module, gathered: Sequence[nn.Module], *, reshard: bool = True) -> tuple[Unit, ...]:
+def units_of(
+    model: nn.Module, gathered: Sequence[nn.Module], *, reshard: bool = True, kept: bool = True
+) -> tuple[Unit, ...]:
     """Experts, then the units around them, then the root with what is left: the order in which FSDP wraps them.
 
-    Without `reshard`, what forward has gathered stays until backward is done with it.
+    Without `reshard`, what forward has gathered stays until backward is done with it. So does the last unit, with which
+    backward begins, where it follows at once (`kept`).
     """
     names = {module: name for name, module in model.named_modules()}
     params = [name for name, _ in model.named_parameters()]
@@ -38,6 +41,6 @@ def units_of(model: nn.Module, gathered: Sequence[nn.Module], *, reshard: bool =
     for name in [*experts, *(names[m] for m in gathered), ""]:
         inside = [n for n in params if n.startswith(f"{name}." if name else "") and n not in taken]
         taken.update(inside)
-        last = name in ("", names[gathered[-1]])  # backward begins with the last unit, so that one is kept
+        last = kept and name in ("", names[gathered[-1]])
         units.append(Unit(name, tuple(inside), name in experts, again=reshard and not last))
     return tuple(units)

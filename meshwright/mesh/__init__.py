@@ -48,7 +48,6 @@ class Mesh:
     ) -> None:
         _refuse_unnamed(_sizes, _others)
         self.axes = Axes(pp, replicate, fsdp, cp, tp, ep)
-        refuse_unbuilt(self.axes)
         if not timeout_s > 0:
             raise MeshError(f"timeout_s={timeout_s!r}: it must be a number of seconds above 0")
         world = dist.get_world_size() if dist.is_initialized() else _from_torchrun("WORLD_SIZE", 1)
@@ -72,7 +71,9 @@ class Mesh:
     def _refuse_another(self) -> None:
         """Ranks that make different meshes would wait for one another in groups that never form."""
         mine = f"{self.axes} on {self.device.type}"
-        for rank, other in enumerate(self.gather_objects(mine, DENSE)):
+        told = self.gather_objects((mine, self.memory.device_bytes), DENSE)
+        self.least_bytes = min(num_bytes for _, num_bytes in told)  # of a device of any rank
+        for rank, (other, _) in enumerate(told):
             if other != mine:
                 raise MeshError(
                     f"the mesh is {other} on rank {rank}, and {mine} on rank {self.rank}; make the same on all"
@@ -229,17 +230,12 @@ class Mesh:
 
 def _refuse_unnamed(sizes: tuple[int, ...], others: Mapping[str, object]) -> None:
     """A size without the name of its axis would be another axis than the caller thinks."""
-    known = "replicate, fsdp, cp, tp, ep, device and timeout_s"
+    known = "pp, replicate, fsdp, cp, tp, ep, device and timeout_s"
     if sizes:
         raise MeshError(f"mw.Mesh{sizes!r} names no axis; name it, as in mw.Mesh(fsdp={sizes[0]}); there are {known}")
     for name, size in others.items():
         hint = f"choose {OTHER_NAMES[name]}={size}" if name in OTHER_NAMES else f"there are {known}"
         raise MeshError(f"mw.Mesh has no {name!r}; {hint}")
-
-
-def refuse_unbuilt(axes: Axes) -> None:
-    if axes.pp > 1:
-        raise MeshError(f"pp={axes.pp}: the axis pp is not built yet; choose pp=1")
 
 
 def _device(wanted: str | torch.device | None) -> torch.device:

@@ -15,7 +15,7 @@ from ..layout import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from .balance import Balance
 from .config import LABELS, Json, group
-from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Layer
+from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .rope import GROUPS
 
 

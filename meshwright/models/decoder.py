@@ -72,6 +72,14 @@ def _with_copy(layout: Layout, key: str) -> Layout:
     return Layout("twice", layout.blocks, (Block(block.ours, key, block.shape, Box.whole(block.shape)),))
 
 
+class Tied(nn.Module):
+    """The matrix of a tied embedding, on the last of several pipeline stages: no token is looked up there."""
+
+    def __init__(self, embed: Embedding) -> None:
+        super().__init__()
+        self.weight = embed.weight
+
+
 class Layer(nn.Module):
     """`x += mixer(norm(x)); x += mlp(norm(x))`: the block of all families."""
 
@@ -94,7 +102,7 @@ class Layer(nn.Module):
 class LanguageHead(nn.Module):
     """Final norm and vocabulary scores. `[T, V]` only exists in full when logits are asked for."""
 
-    scores = ("logprobs", "entropy", "logits")
+    scores = ("logprobs", "entropy", "logits", "target_logits")
 
     def __init__(self, shape: Shape, at: str) -> None:
         super().__init__()
@@ -110,6 +118,8 @@ class LanguageHead(nn.Module):
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None
         own_tokens, x_TD = x_TD.shape[0], self.enter(self.norm(x_TD))
+        if want == "target_logits":  # before the product: a row is as wide as the vocabulary
+            x_TD, want = x_TD[labels_T >= 0], "logits"
         if want == "logits":
             return (ops.upcast(ops.linear(x_TD, weight_VD)),)
         stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start, entropy=want == "entropy")
@@ -153,8 +163,14 @@ class Decoder(nn.Module):
     """A model. `forward` takes the whole packed stream of a data rank and returns scores of this rank's own tokens.
 
     What it returns depends on `want`: `(logprobs,)`, `(logprobs, entropy)` for "entropy", `(values,)`, `(hidden,)`.
-    Only `(logits,)` are of all tokens, over this rank's part of the vocabulary.
+    Only `(logits,)` are of all tokens, over this rank's part of the vocabulary; "target_logits" of those with a label.
+
+    A pipeline stage is a decoder with some of the layers. All but the first are given `x_TD`, what the stage before
+    made of this rank's tokens; all but the last have no head, and return what they made of them.
     """
+
+    embed: Embedding | Tied | None
+    head: LanguageHead | ValueHead | NoHead | None
 
     def __init__(
         self, shape: Shape, at: str, blocks: Sequence[Callable[[str], nn.Module]], head: str,
@@ -167,13 +183,25 @@ class Decoder(nn.Module):
         self.balance = balance or Balance()
         self.tied = shape.tied and head == "lm"
         self.embed = Embedding(shape, at)
-        self.layers = nn.ModuleList(block(f"{at}layers.{i}.") for i, block in enumerate(blocks))
+        self.layers = nn.ModuleDict({str(i): block(f"{at}layers.{i}.") for i, block in enumerate(blocks)})
         self.head = HEAD_OF[head](shape, at)
         self.share = Door(SHARE, 0)
         belongs_to(self.embed, first=True)
-        for number, layer in enumerate(self.layers):
-            belongs_to(layer, layer=number)
+        for number, layer in self.layers.items():
+            belongs_to(layer, layer=int(number))
         self.scores = HEAD_OF[head].scores  # what a forward may be asked for
+
+    def part(self, layers: range, *, first: bool, last: bool) -> Decoder:
+        """A stage: some of the layers under their own numbers, so that names are those of the whole."""
+        part = Decoder.__new__(Decoder)  # no copy: it would share the hooks that torch hangs on a module
+        nn.Module.__init__(part)
+        part.shape, part.balance, part.share = self.shape, self.balance, self.share
+        part.tied, part.scores = self.tied, self.scores
+        tied = Tied(self.embed) if self.tied and isinstance(self.embed, Embedding) else None
+        part.embed = self.embed if first else tied if last else None
+        part.layers = nn.ModuleDict({str(number): self.layers[str(number)] for number in layers})
+        part.head = self.head if last else None
+        return part
 
     @property
     def vocabulary(self) -> str:
@@ -183,17 +211,24 @@ class Decoder(nn.Module):
         return "embed.weight" if self.tied else "head.weight"
 
     def compute_in(self, dtype: torch.dtype) -> None:
+        assert isinstance(self.embed, Embedding), "a whole model has one"
         self.embed.compute = dtype
 
     def units(self) -> list[nn.Module]:
         """What is gathered and freed together. A tied embedding stays with the root: two places use it."""
-        ends = [] if self.tied else [self.embed, self.head]
-        return [*ends[:1], *self.layers, *ends[1:]]
+        ends = (None, None) if self.tied else (self.embed, self.head)
+        return [unit for unit in (ends[0], *self.layers.values(), ends[1]) if unit is not None]
 
-    def forward(self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str) -> tuple[Tensor, ...]:
-        x_TD = self.embed(self.share(tokens_T))
+    def forward(
+        self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        if x_TD is None:
+            assert self.embed is not None, "the first stage has it"
+            x_TD = self.embed(self.share(tokens_T))
         rope = ops.rope_tables(self.share(docs.positions_T), self.shape.rotary, dtype=ops.upcast(x_TD[:0]).dtype)
-        for layer in self.layers:
+        for layer in self.layers.values():
             x_TD = layer(x_TD, rope, docs)
-        scores = self.head(x_TD, self.share(labels_T), want, self.embed.weight if self.tied else None)
-        return tuple(scores)
+        if self.head is None:
+            return (x_TD,)
+        tied_VD = self.embed.weight if self.tied and self.embed is not None else None
+        return tuple(self.head(x_TD, self.share(labels_T), want, tied_VD))

@@ -11,6 +11,7 @@ from meshwright.ops.delta import causal_conv, delta_rule, gates
 from meshwright.ops.documents import WHOLE, Documents, Parts, documents
 from meshwright.ops.experts import experts, route
 from meshwright.ops.kernels import uncompiled
+from meshwright.ops.late import Jobs, weights_late
 from meshwright.ops.lookup import lookup, reordered
 from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast

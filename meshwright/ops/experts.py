@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ops.kernels import uncompiled
+from meshwright.ops.late import is_late, left_for_later
 from meshwright.ops.memory import fresh, give_back_before
 from meshwright.ops.norms import swiglu, upcast
 from meshwright.ops.product import operand, product_dtype
@@ -64,13 +65,38 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _grouped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
     ends_E = counts_E.cumsum(0).to(torch.int32)
     gate_up_ERD, down_EDF = (_ZeroGradient.apply(w.to(x_ND.dtype), counts_E) for w in (gate_up_ERD, down_EDF))
-    hidden_NR = _grouped_linear(x_ND, gate_up_ERD, ends_E)
-    return _grouped_linear(swiglu(hidden_NR), down_EDF, ends_E)
+    product = _LateGroups.apply if is_late() else _grouped_linear
+    y_ND: Tensor = product(swiglu(product(x_ND, gate_up_ERD, ends_E)), down_EDF, ends_E)
+    return y_ND
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
     y: Tensor = F.grouped_mm(_contiguous(x), weight.contiguous().mT, offs=ends_E)
     return _ContiguousGradient.apply(y)  # torch leaves apply untyped
+
+
+class _LateGroups(torch.autograd.Function):
+    """`_grouped_linear` with a backward that can leave the gradient of the weights for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_EOI, ends_E)
+        ctx.weights = (weight_EOI,)
+        return F.grouped_mm(_contiguous(x), weight_EOI.contiguous().mT, offs=ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight_EOI, ends_E = ctx.saved_tensors
+        d, (need_x, need_weight, _) = _contiguous(d), ctx.needs_input_grad
+        dx = F.grouped_mm(d, weight_EOI.contiguous(), offs=ends_E) if need_x else None
+
+        def gradients() -> list[Tensor]:
+            return [F.grouped_mm(d.mT, _contiguous(x), offs=ends_E)]
+
+        if not need_weight or left_for_later(ctx.weights, gradients):
+            return dx, None, None
+        return dx, gradients()[0], None
 
 
 class _ZeroGradient(torch.autograd.Function):
@@ -125,7 +151,7 @@ class _LoopedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(x, weight_EOI)
-        ctx.counts = counts
+        ctx.counts, ctx.weights = counts, (weight_EOI,) if is_late() else ()
         y = x.new_empty(len(x), weight_EOI.shape[1])
         for rows, into, weight in zip(x.split(counts), y.split(counts), weight_EOI, strict=True):
             if len(rows):
@@ -137,6 +163,8 @@ class _LoopedLinear(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight_EOI = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
+        if need_weight and left_for_later(ctx.weights, lambda: [_of_weights(x, d, weight_EOI, ctx.counts)]):
+            need_weight = False
         if need_weight and product_dtype(x) != x.dtype:  # wide copies of activations have left large holes
             give_back_before(weight_EOI)
         dx = torch.empty_like(x) if need_x else None
@@ -150,6 +178,14 @@ class _LoopedLinear(torch.autograd.Function):
             if d_weight_EOI is not None:
                 d_weight_EOI[expert] = factor.mT @ _factor(x[rows]) if count else 0
         return dx, d_weight_EOI, None
+
+
+def _of_weights(x: Tensor, d: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+    """The gradients of all experts' weights alone."""
+    out = fresh(torch.empty_like(weight_EOI))
+    for into, rows, of_rows in zip(out, d.split(counts), x.split(counts), strict=True):
+        into.copy_(_factor(rows).mT @ _factor(of_rows) if len(rows) else 0)
+    return out
 
 
 def _factor(rows: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.ops.late import is_late, left_for_later
+
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """x's own; but float32 for bf16 on a CPU that has no such instructions: there, it takes up to 100 times as long."""
@@ -25,7 +27,7 @@ def _cpu_has_bf16() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, in x.dtype."""
-    if product_dtype(x) == x.dtype:
+    if product_dtype(x) == x.dtype and not is_late():
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return linears(x, [weight], None if bias is None else [bias])[0]
 
@@ -48,6 +50,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
+        ctx.weights = weights if is_late() else ()
         wide = product_dtype(x)
         return F.linear(x.to(wide), _joined(weights, x), None if bias is None else bias.to(wide)).to(x.dtype)
 
@@ -61,8 +64,15 @@ class _Linears(torch.autograd.Function):
         dx = (d @ _joined(weights, x)).to(x.dtype) if need_x else None
         if not any(need_weights):
             return dx, d_bias, *(None for _ in weights)
-        dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).split([len(w) for w in weights])
-        return dx, d_bias, *(part.to(w.dtype) for part, w in zip(dw, weights, strict=True))
+        kinds = [(len(w), w.dtype) for w in weights]
+
+        def gradients() -> list[Tensor]:
+            dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).split([rows for rows, _ in kinds])
+            return [part.to(dtype) for part, (_, dtype) in zip(dw, kinds, strict=True)]
+
+        if left_for_later(ctx.weights, gradients):
+            return dx, d_bias, *(None for _ in weights)
+        return dx, d_bias, *gradients()
 
 
 def _joined(weights: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -1,65 +1,108 @@
 """The only place that knows the order in which parallelisms compose.
 
-1. cut every parameter to what tp and ep give this rank; 2. tell the model its ranges; 3. arm the doors, and let layers
-recompute; 4. store what is left in shards (FSDP2), on the device or in host memory.
+1. tell the model its ranges; then for each pipeline stage of this rank: 2. cut every parameter to what tp and ep give;
+3. arm the doors, and let layers recompute; 4. store what is left in shards (FSDP2), on the device or in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..axes import Axes
+from ..axes import DENSE, REPLICA, TOKENS, Axes
 from ..errors import LayoutError
-from ..layout import ShardingSpec, Span, check_context, chunk, cut, find, matrix_shape, pieces, place
+from ..layout import (
+    ShardingSpec,
+    Span,
+    Stage,
+    axes_left_to_sum,
+    check_context,
+    cut,
+    deals,
+    find,
+    matrix_shape,
+    pieces,
+    place,
+)
 from ..mesh import Mesh
-from ..models import Decoder
 from . import context, expert, fsdp, recompute, tensor
 from .fsdp import reset_after_forward
 from .passes import Scores, run, run_forward
 from .savings import Savings
 from .sums import finish
 
+_AXES = (  # between which ranks meet in a step, beside the last sums
+    DENSE, TOKENS, ("pp",), ("pp", "cp"), ("tp",), ("cp",), ("cp", "tp"), ("ep",), ("replicate",), ("fsdp", "cp"),
+    ("efsdp",),
+)  # fmt: skip
+
 
 def distribute(
-    spec: ShardingSpec,
-    model: Decoder,
-    mesh: Mesh,
-    compute: torch.dtype,
-    stored: Mapping[str, torch.dtype],
-    savings: Savings,
-) -> None:
-    """Turn a model on the meta device into this rank's part of it, with uninitialised parameters. `stored`: the dtype
-    of each."""
+    spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype], savings: Savings
+) -> tuple[Stage, ...]:
+    """Turn a model on the meta device into this rank's part of it, with uninitialised parameters: its pipeline stages.
+    `stored`: the dtype of each parameter."""
     check_context(spec, mesh.axes)
-    _cut(spec, model, mesh, stored)
+    _make_groups(spec, mesh)
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
         span.start, span.stop = start, stop
+    stages = tuple(spec.stages(mesh.axes, mesh.rank))
+    for stage in stages:
+        _place(stage, spec, mesh, compute, stored, savings)
+    return stages
+
+
+def _place(
+    stage: Stage, spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype],
+    savings: Savings,
+) -> None:  # fmt: skip
+    model, names = stage.module, [name for name, _ in stage.module.named_parameters()]
+    _cut(names, spec, model, mesh, stored)
     tensor.arm(model, mesh)
     context.arm(spec, model, mesh)
     expert.arm(model, mesh)
     recompute.arm(model, savings)
-    exact = {model.get_parameter(p.name) for p in spec.table if p.float32}
-    fsdp.shard(model, spec.units, exact, mesh, compute, offload=savings.offload)
+    exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
+    fsdp.shard(model, stage.units, exact, mesh, compute, offload=savings.offload)
+    if mesh.axes.pp > 1:
+        fsdp.prefetch_in_order(model, stage.units)
     _give_memory(model, mesh, savings.offload)
-    _check_placed(spec, model, mesh)
+    _check_placed(names, spec, model, mesh)
 
 
-def _check_placed(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
+def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
+    """All ranks make a group together, so all are made now: later, ranks of other stages or replicas are elsewhere."""
+    mesh.process_group(REPLICA)
+    if mesh.axes.pp == 1:
+        return  # its ranks come to each of the others together
+    late = (axes_left_to_sum(param, spec.rules, mesh.axes) for param in spec.table)
+    dealt = deals(spec, mesh.axes, mesh.coords).values()
+    halves = ((half,) for deal in dealt for half in mesh.axes.halves(deal.parts))
+    live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in (*late, *halves))
+    for axes in dict.fromkeys((*_AXES, *live)):
+        if axes:
+            mesh.process_group(axes)
+
+
+def _check_placed(names: Iterable[str], spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
     """FSDP and the table must cut alike."""
-    for name, piece in pieces(spec, mesh.axes, mesh.rank).items():
+    held = pieces(spec, mesh.axes, mesh.rank)
+    for name in names:
         stored = tuple(local(model.get_parameter(name)).shape)
-        if stored != piece.shape:
-            raise LayoutError(f"{name}: rank {mesh.rank} stores {stored}, but the table says {piece.shape}")
+        if stored != held[name].shape:
+            raise LayoutError(f"{name}: rank {mesh.rank} stores {stored}, but the table says {held[name].shape}")
 
 
-def _cut(spec: ShardingSpec, model: nn.Module, mesh: Mesh, stored: Mapping[str, torch.dtype]) -> None:
-    for param in spec.table:
+def _cut(
+    names: Iterable[str], spec: ShardingSpec, model: nn.Module, mesh: Mesh, stored: Mapping[str, torch.dtype]
+) -> None:
+    for name in names:
+        param = spec.table[name]
         box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
-        _put(model, param.name, torch.empty(matrix_shape(param, box.shape), device="meta", dtype=stored[param.name]))
+        _put(model, name, torch.empty(matrix_shape(param, box.shape), device="meta", dtype=stored[name]))
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -47,11 +47,44 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
 
 
-def last_micro_batch(parts: Sequence[nn.Module], last: bool) -> None:
-    """Replicas are summed once a step, after the last micro-batch."""
-    for part in parts:
-        if isinstance(part, FSDPModule):
-            part.set_requires_all_reduce(last)
+def prefetch_in_order(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Backward gathers the unit before beside the work of each unit, the first one nothing more.
+
+    By itself FSDP takes the order of the forwards it has seen. In a pipeline these are of several micro-batches, and it
+    would gather a unit again that was just freed.
+    """
+    wrapped = [model.get_submodule(unit.name) for unit in units]
+    names = {module: name for name, module in model.named_modules()}
+    order = sorted((m for m in wrapped if isinstance(m, FSDPModule)), key=lambda m: list(names).index(m))
+    for before, unit in zip([order[0], *order[:-1]] if order else [], order, strict=True):
+        unit.set_modules_to_backward_prefetch([before])
+
+
+def before_backward(part: nn.Module, *, last: bool, hold: bool, late: bool) -> None:
+    """Replicas are summed once a step, after the last micro-batch. With `hold` so is all else, and what is gathered
+    stays until then. `late`: gradients of weights come after the last backward, so `sum_late` sums."""
+    if isinstance(part, FSDPModule):
+        part.set_requires_all_reduce(last)
+        if hold:
+            sums = last and not late
+            part.set_requires_gradient_sync(sums)
+            part.set_reshard_after_backward(sums)
+            part.set_is_last_backward(sums)
+
+
+def sum_late(part: nn.Module, *, last: bool) -> None:
+    """After gradients of weights that came outside of any backward: add them to those that wait, as wide as these, and
+    sum them all after the last ones. torch has no public name for it, and its own pipelines do the same."""
+    if isinstance(part, FSDPModule):
+        part.set_requires_gradient_sync(last)
+        part.set_reshard_after_backward(last)
+        part.set_is_last_backward(last)
+        state = part._get_fsdp_state()
+        for each in state._state_ctx.all_states:
+            for group in each._fsdp_param_groups:
+                group.post_backward()
+        if last:
+            state._root_post_backward_final_callback()
 
 
 def reset_after_forward(parts: Sequence[nn.Module]) -> None:

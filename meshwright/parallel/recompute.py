@@ -39,7 +39,7 @@ def arm(model: Decoder, savings: Savings) -> None:
     """Let each layer run as asked for, and mark the doors that backward passes again, for the bill."""
     if savings.recompute == "none" and not savings.compiled:
         return
-    for layer in model.layers:
+    for layer in model.layers.values():
         if not isinstance(layer, Layer):
             raise ConfigError(f"{type(layer).__name__} is no models.decoder.Layer; recompute= and compiled= need one")
         if savings.compiled:

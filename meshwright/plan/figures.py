@@ -101,8 +101,9 @@ class Figures:
     def unsharded_bytes(self) -> int:
         """Of units that lie on one rank: there is no FSDP, and autograd may keep what their weights are cast to."""
         axes, spec = self.axes, self.blueprint.spec
-        alone = [u for u in spec.units if prod(axes.sizes(("replicate", *u.shard))) == 1]
-        return sum(padded(u, spec, axes, axes.coords(0)) for u in alone) * self.work.compute_bytes
+        units = [unit for stage in spec.stages(axes, self.most.rank) for unit in stage.units]
+        alone = [u for u in units if prod(axes.sizes(("replicate", *u.shard))) == 1]
+        return sum(padded(u, spec, axes, axes.coords(self.most.rank)) for u in alone) * self.work.compute_bytes
 
     @property
     def need(self) -> Need:
@@ -121,7 +122,7 @@ class Figures:
     def memories(self) -> list[RankMemory]:
         """The rank that stores most, and behind it the one that stores least, if that is less."""
         found = [RankMemory(rank, tuple(self.need.stored(rank))) for rank in self.extremes]
-        most, least = found[0], min(found, key=lambda m: m.num_bytes)
+        most, least = (choose(found, key=lambda m: m.num_bytes) for choose in (max, min))
         return [most, least] if least.num_bytes < most.num_bytes else [most]
 
     @property
@@ -140,8 +141,8 @@ class Figures:
 
     @cached_property
     def charges(self) -> list[Charge]:
-        """Of rank 0. It has the largest part of everything, so no rank pays more."""
-        return engine_bill(self.blueprint, self.axes, 0, self.work)
+        """Of the rank that stores most. It has the largest part of all that its stage holds."""
+        return engine_bill(self.blueprint, self.axes, self.most.rank, self.work)
 
     @cached_property
     def traffic(self) -> list[Traffic]:

@@ -16,7 +16,7 @@ from ..blueprint import Blueprint
 from ..engine.fit import Need, widths_of
 from ..errors import ConfigError, LayoutError, MeshError
 from ..layout import Held, Rules, check_context, place
-from ..mesh import memory_of, refuse_unbuilt
+from ..mesh import memory_of
 
 RANKS_A_CORE = 16
 PROCESS_BYTES = 64 << 20  # of a forked rank without a model
@@ -96,14 +96,11 @@ def objections(blueprint: Blueprint, sizes: Mapping[str, int]) -> list[str]:
     # tp and ep alone cut dims, and here ep divides: so dims are looked at even where the mesh itself cannot be
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
     found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
-    return found or [*_of_parameters(blueprint, cuts), *_of_context(blueprint, Axes(tp=asked["tp"], cp=asked["cp"]))]
+    ways = (*_of_parameters(blueprint, cuts), *_of_context(blueprint, Axes(tp=asked["tp"], cp=asked["cp"])))
+    return found or [*ways, *_of_stages(blueprint, asked["pp"])]
 
 
 def _of_mesh(sizes: Mapping[str, int]) -> Iterator[str]:
-    try:
-        refuse_unbuilt(Axes(pp=sizes["pp"]))
-    except MeshError as error:
-        yield str(error)
     try:
         Axes(**sizes)
     except MeshError as error:
@@ -156,6 +153,13 @@ def _of_context(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
     try:
         check_context(blueprint.spec, axes)
     except LayoutError as error:
+        yield str(error)
+
+
+def _of_stages(blueprint: Blueprint, pp: int) -> Iterator[str]:
+    try:
+        blueprint.spec.line(pp)
+    except (ConfigError, MeshError) as error:
         yield str(error)
 
 

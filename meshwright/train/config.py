@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ..layout import Pipeline
+
 
 @dataclass(frozen=True)
 class Later:
@@ -22,6 +24,7 @@ class Fixed:
     fixed: bool = True
 
 
+WARM_UP = 2  # steps before a trace: in them memory grows, kernels are chosen and layers compiled
 LATER, FIXED, FREE = Later(), Fixed(), Fixed(False)
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -48,8 +51,8 @@ class MeshSection(Section):
     """Ranks that share the experts, out of those that there are."""
     cp: Positive = 1
     """Ranks that share the tokens of a stream, for long documents; they work on the same data."""
-    pp: Annotated[Positive, LATER] = 1
-    """Ranks that follow each other in the layers."""
+    pp: Positive = 1
+    """Ranks that follow each other in the layers: pipeline stages. They work on the same data."""
 
     @property
     def num_data_ranks(self) -> int:
@@ -67,6 +70,24 @@ class ContextSection(Section):
     """So many neighbours swap tokens for heads, the others gather keys and values. By default as many as can swap."""
     delta: Positive | None = None
     """The same of a delta net, which passes its state over the others. By default all swap, or none if not all can."""
+
+
+class PipelineSection(Section):
+    """How a step goes through the stages, where the mesh has pp."""
+
+    schedule: Literal["1f1b", "zero-bubble", "v"] = "1f1b"
+    """1f1b: forwards and backwards take turns. zero-bubble: gradients of weights fill the time in which a rank would
+    wait. v: two stages a rank, there and back, which waits least."""
+    stages: Positive = 1
+    """Of each rank. More than one waits less and sends more often."""
+    ends: list[Positive] | None = None
+    """After how many layers each stage ends; by default stages cost about the same."""
+    hold: bool | None = None
+    """Parameters are gathered and gradients summed once a step, not in each micro-batch; by default where a third of
+    the memory is enough for it."""
+
+    def settings(self) -> Pipeline:
+        return Pipeline(self.schedule, self.stages, None if self.ends is None else tuple(self.ends), self.hold)
 
 
 class SourceSection(Section):
@@ -208,15 +229,16 @@ class SaveSection(Section):
 
 
 class SampleSection(Section):
-    """Texts that the model writes during the run. Each token takes a forward of its own."""
+    """Texts that the model writes during the run. Each token takes a forward of its own, of all prompts together."""
 
-    prompts: Annotated[list[str], LATER] = []
-    """What the user says, or where a text begins; without any nothing is sampled."""
-    every: Annotated[Positive, LATER] = 500
-    """Steps between two samples."""
-    tokens: Annotated[Positive, LATER] = 64
-    """Of each text at most."""
-    top_p: Annotated[Share | None, LATER] = None
+    prompts: list[str] = []
+    """What a user says, if the first source is of chats: its template, template_args and thinking hold, and with
+    thinking = "auto" the template decides. Otherwise where a text begins. Without any nothing is sampled."""
+    every: Positive = 500
+    """Steps between two samples; there is one at the end too."""
+    tokens: Positive = 64
+    """Of each text at most; it ends earlier where the model ends it."""
+    top_p: Share | None = None
     """Each token is drawn from the likeliest that have this probability together; by default the likeliest is taken."""
 
 
@@ -231,6 +253,8 @@ class LogSection(Section):
     """Write OUT/tensorboard too."""
     wandb: str = ""
     """The project of Weights & Biases that gets them too."""
+    profile: Annotated[int, Field(ge=0)] = 0
+    """Steps to trace with torch's profiler, after the first two of a start: OUT/profile/rank-0.json.gz of each rank."""
 
 
 class LaunchSection(Section):
@@ -253,13 +277,14 @@ class Config(Section):
     out: str
     """The directory of the run: checkpoints, metrics, the config as it was read, the exported model."""
     seed: Annotated[int, FIXED] = 0
-    """Of the order of the data."""
+    """Of the order of the data, and of what is drawn in samples."""
     resume: Literal["auto", "never"] | CheckpointPath = "auto"
     """auto: the same command goes on from the newest whole checkpoint in OUT. never: OUT must hold none. A path with a
     slash: begin from that checkpoint, where OUT has none. For its weights alone, give it as the model."""
     cache: str = "~/.cache/meshwright"
     """Where tokenised data is kept, for all runs of a machine."""
     mesh: MeshSection = MeshSection()
+    pipeline: PipelineSection = PipelineSection()
     context: ContextSection = ContextSection()
     data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()

@@ -8,7 +8,7 @@ from math import ceil
 
 from ..axes import Axes
 from ..errors import MeshError
-from .config import Config, EvalSection, Later, OptimSection, SampleSection, SourceSection
+from .config import WARM_UP, Config, EvalSection, Later, OptimSection, SampleSection, SourceSection
 from .fields import Place, leaves, written
 from .schedule import refusal
 
@@ -20,7 +20,7 @@ _OF_CHATS = ("thinking", "turns", "template", "template_args")
 def contradictions(config: Config) -> Told:
     for matter in (
         _of_the_end, _of_a_step, _of_the_mesh, _of_shares, _of_sources, _of_names, _of_the_schedule,
-        _of_evaluation, _of_samples, _of_checkpoints, _of_restarts, _of_memory, _not_there_yet,
+        _of_evaluation, _of_samples, _of_traces, _of_checkpoints, _of_restarts, _of_memory, _not_there_yet,
     ):  # fmt: skip
         yield from matter(config)
 
@@ -159,6 +159,16 @@ def _of_samples(config: Config) -> Told:
     section = config.sample
     if not section.prompts and section != SampleSection():
         yield ("sample", "prompts"), "there is nothing to sample from; give prompts, or leave the section out"
+    if "" in section.prompts:
+        number = section.prompts.index("")
+        yield ("sample", "prompts"), f"prompt {number} is empty; a model needs a word to go on from"
+
+
+def _of_traces(config: Config) -> Told:
+    wanted, steps = config.log.profile, num_steps(config)
+    if wanted and steps is not None and wanted + WARM_UP > steps:
+        ways = f"take at most {steps - WARM_UP}" if steps > WARM_UP else "leave it out"
+        yield ("log", "profile"), f"{wanted} steps after the first {WARM_UP}, and the run has {steps}; {ways}"
 
 
 def _of_checkpoints(config: Config) -> Told:

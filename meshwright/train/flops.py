@@ -31,7 +31,7 @@ class Flops:
 
 def flops_of(model: Model) -> Flops:
     """A product costs 2 operations an element forward, 2 for what it reads and, where it is trained, 2 for itself."""
-    table, balance, trained = model.table, model.blueprint.balance, {*model.trainable}
+    table, balance, trained = model.table, model.blueprint.balance, {*model.trained}
     share = balance.top_k / balance.num_experts if balance.num_experts else 1.0
     vocabulary = model.blueprint.module.vocabulary
     per_token = sum(_of_matrix(param, share, trained) for param in table if _is_matrix(param, vocabulary))

@@ -19,9 +19,10 @@ from .layout import layout_of
 from .live import Display
 from .position import CHECKPOINTS
 from .rank import as_rank
-from .run import model_directory, run
+from .run import run
+from .samples import prompts_of
 from .sinks import check_sinks
-from .sources import Data, data_of
+from .sources import Data, data_of, model_directory
 from .terminal import Seen
 
 LOGS = "logs"
@@ -44,9 +45,10 @@ def start(config: Config, arguments: Sequence[str]) -> str:
 
 
 def prepared(config: Config) -> Data:
-    """The data, tokenised by as many processes as there are cores."""
-    processes = min(8, os.cpu_count() or 1)
-    return data_of(config, model_directory(config), path_of(config.cache), processes=processes)
+    """The data, tokenised by as many processes as there are cores. That may take long: prompts are looked at first."""
+    directory, processes = model_directory(config.model), min(8, os.cpu_count() or 1)
+    prompts_of(config.sample, config.data[0], directory)
+    return data_of(config, directory, path_of(config.cache), processes=processes)
 
 
 def _launch(config: Config, arguments: Sequence[str], out: Path, display: Display) -> str:

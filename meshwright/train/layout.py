@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..axes import Axes
 from ..engine import Context
 from ..errors import MeshError
+from ..layout import program_of
 from ..log import logger
 from ..plan import Figures, find, objections, told, work_of
 from .config import Config
@@ -13,6 +14,7 @@ from .config import Config
 def layout_of(config: Config) -> Figures:
     """Where its parameters lie and what a step sends. A mesh that cannot be is refused, with those that can."""
     blueprint = find(config.model, "lm", weights=False, say=logger.info)
+    blueprint = blueprint.run_by(config.pipeline.settings(), reshard=config.train.reshard)
     blueprint = blueprint.in_context(Context(**config.context.model_dump()))
     sizes = config.mesh.model_dump()
     refused = objections(blueprint, sizes)
@@ -20,4 +22,5 @@ def layout_of(config: Config) -> Figures:
         raise MeshError(told(refused))
     axes, train = Axes(**sizes), config.train
     work = work_of(axes, train.length, train.streams_per_step // config.mesh.num_data_ranks)
+    program_of(blueprint.spec.line(axes.pp), config.pipeline.schedule, work.num_batches, 0)  # or it refuses
     return Figures(config.model, blueprint, axes, work)

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..data import Batch, Feed
 from ..engine import Engine, StepRecord, save
 from ..errors import NonFiniteError
 from ..log import logger
+from ..watch import region
 from .flops import Flops
 from .gauges import BySource, Reading, Told, agree, squares_of
 from .metrics import Sink
@@ -59,7 +61,7 @@ class Loop:
     """The training of an engine on what a feed gives, from `position` on. All ranks run it, rank 0 tells of it.
 
     `held_out`: batches of this data rank, by the name of what they are of. `sample` gives prompts and what the model
-    writes after them.
+    writes after them. `traced`: around each step with all that is due after it.
     """
 
     engine: Engine
@@ -73,6 +75,7 @@ class Loop:
     sinks: Sequence[Sink] = ()
     held_out: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
     sample: Callable[[], Sequence[tuple[str, str]]] | None = None
+    traced: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Callable[[], float] = time.monotonic
     why: str = ""  # the run ended before the data did
 
@@ -89,11 +92,12 @@ class Loop:
         if self.why or self.step_number >= self.num_steps:
             logger.warning("nothing is left to do: %s", self.why or f"all {self.num_steps} steps are done")
         while self.step_number < self.num_steps and not self.why:
-            record, told = self._step()
-            self.why = self._why(told)
-            if record is not None:
-                self._tell_step(record, told)
-            self._between()
+            with self.traced():
+                record, told = self._step()
+                self.why = self._why(told)
+                if record is not None:
+                    self._tell_step(record, told)
+                self._between()
             yield record
         self.engine.wait()
         self._tell("end", {"why": self.why})
@@ -108,7 +112,8 @@ class Loop:
 
     def _step(self) -> tuple[StepRecord | None, Told]:
         before = self.clock()
-        batches, following = self.feed.step(self.position.stream)
+        with region("wait for data"):
+            batches, following = self.feed.step(self.position.stream)
         wait = self.clock() - before
         record = None
         try:
@@ -186,7 +191,9 @@ class Loop:
         if self.held_out and (last or _is_due(number, habits.eval_every)):
             self.evaluate()
         if self.sample is not None and (last or _is_due(number, habits.sample_every)):
-            for at, (prompt, text) in enumerate(self.sample()):
+            with region("sample"):
+                said = self.sample()
+            for at, (prompt, text) in enumerate(said):
                 self._tell("sample", {"number": at, "prompt": prompt, "text": text})
         ends = last or bool(self.why)
         if ends or _is_due(number, habits.save_every):
@@ -194,7 +201,8 @@ class Loop:
 
     def evaluate(self) -> float:
         """The mean loss of the held-out sets, each of which is told. The lowest so far is kept where that is wished."""
-        found = {name: self.engine.evaluate(batches) for name, batches in self.held_out.items()}
+        with region("evaluate"):
+            found = {name: self.engine.evaluate(batches) for name, batches in self.held_out.items()}
         perplexities = {name: math.exp(loss) if loss < 700 else math.inf for name, loss in found.items()}
         told = {f"eval/{name}/loss": loss for name, loss in found.items()}
         self._tell("eval", told | {f"eval/{name}/perplexity": each for name, each in perplexities.items()})
@@ -228,7 +236,8 @@ class Loop:
     def _save(self, name: str, *, keep: int | None, wait: bool) -> None:
         began, every = self.clock(), self.habits.keep_every if name == CHECKPOINTS else None
         state = asdict(self.position)
-        path = save(self.engine, self.folder / name, keep=keep, keep_every=every, state=state, wait=wait)
+        with region("save"):
+            path = save(self.engine, self.folder / name, keep=keep, keep_every=every, state=state, wait=wait)
         told = {"path": str(path), "seconds": round(self.clock() - began, 3)}
         self._tell("save", told | ({"best": True} if name == BEST else {}))
 

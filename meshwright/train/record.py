@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..axes import DENSE
 from ..engine import Model
 from ..layout import Param
 from ..plan import Figures, ParameterLine, alike, origin, parameter_lines, work_of
@@ -42,7 +43,7 @@ def _environment(model: Model) -> dict[str, Any]:
 
 
 def _layout(config: Config, model: Model) -> dict[str, Any]:
-    axes, trained = model.mesh.axes, {*model.trainable}
+    axes, trained = model.mesh.axes, {*model.trained}
     figures = Figures(config.model, model.blueprint, axes, work_of(axes, config.train.length, 1))
     groups = zip(alike(model.blueprint), parameter_lines(figures), strict=True)
     return {
@@ -50,7 +51,7 @@ def _layout(config: Config, model: Model) -> dict[str, Any]:
         "parameters": figures.num_parameters,
         "trained": sum(param.numel for param in model.table if param.name in trained),
         "world": axes.world,
-        "mesh": {axis: axes.size_of(axis) for axis in ("replicate", "fsdp", "tp", "ep")},
+        "mesh": {axis: axes.size_of(axis) for axis in (*DENSE, "ep")},
         "table": [_row(group, line, trained, model) for group, line in groups],
     }
 
@@ -62,7 +63,7 @@ def _row(group: Sequence[Param], line: ParameterLine, trained: Set[str], model: 
         "name": line.name,
         "count": len(group),
         "shape": list(group[0].shape),
-        "dtype": str(model.stored()[group[0].name].dtype).removeprefix("torch."),
+        "dtype": str(model.kept[group[0].name]).removeprefix("torch."),
         "trained": any(param.name in trained for param in group),
         "cut": ", ".join(filter(None, cuts)) or "whole on every rank",
         "bytes_per_rank": line.most_bytes * len(group),

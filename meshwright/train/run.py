@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from ..engine import Context, Engine, Model, Savings, StepRecord, check_export, export, load, losses
 from ..errors import ConfigError
 from ..mesh import Mesh
-from ..weights import download, is_hub_id, path_of
+from ..weights import path_of
 from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
@@ -20,10 +19,12 @@ from .held_out import held_out
 from .loop import EARLY, Habits, Loop, Speed
 from .metrics import JsonLines, Lines, Sink
 from .position import position_of
+from .profile import Profiler
 from .record import device_name, write_record
+from .samples import Samples, prompts_of
 from .schedule import schedule
 from .sinks import check_sinks, sinks_of
-from .sources import Data, data_of
+from .sources import Data, data_of, model_directory
 from .stop import listening
 
 EXPORT = "export"
@@ -53,11 +54,11 @@ class Trainer:
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump())
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
-        directory, cache = model_directory(config), path_of(config.cache)
+        directory, cache = model_directory(config.model), path_of(config.cache)
         self.data = data_of(config, directory, cache)
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
-            savings=Savings(**config.train.model_dump(include={*_SAVINGS})),
+            savings=Savings(**config.train.model_dump(include={*_SAVINGS})), pipeline=config.pipeline.settings(),
             context=Context(**config.context.model_dump()),
         )  # fmt: skip
         if config.save.export:
@@ -66,6 +67,8 @@ class Trainer:
         self.position = position_of(config, self.engine, self.data.plan)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = held_out(config, directory, mesh, cache)
+        prompts = prompts_of(config.sample, config.data[0], directory)
+        self.sample = None if prompts is None else Samples(self.engine, prompts, config)
         self.sinks: list[Sink] = []
         self.why = ""  # the run ended before the data did
 
@@ -76,10 +79,10 @@ class Trainer:
             write_record(self.out, self.config, self.model)
             self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps, self.config.log.every)]
             self.sinks += sinks_of(self.config, self.out, self._first_step)
-        with listening() as stop:
+        with listening() as stop, Profiler(self.model, self.out, self.config.log.profile) as profiler:
             loop = Loop(
                 self.engine, self.feed, self.data.num_steps, self.position, self.out, _habits(self.config), stop,
-                _speed(self.model), self.sinks, self.held_out,
+                _speed(self.model), self.sinks, self.held_out, self.sample, profiler.step,
             )  # fmt: skip
             loop.begin(self._beginning())
             yield from loop.steps()
@@ -118,16 +121,6 @@ def be_deterministic(wished: bool) -> None:
     if wished:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-
-
-def model_directory(config: Config) -> Path:
-    """Where config, tokenizer and templates lie."""
-    path = path_of(config.model)
-    if path.is_dir():
-        return path
-    if not is_hub_id(config.model):
-        raise ConfigError(f"model = {config.model!r} is no directory and no hub id (org/name)")
-    return download(config.model, weights=False)
 
 
 def _engine(config: Config, model: Model, data: Data) -> Engine:

@@ -27,9 +27,9 @@ from ..data import (
     stop_ids_of,
     tokenizer_of,
 )
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..mesh import Mesh
-from ..weights import path_of, read_config
+from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .contradictions import num_tokens
 
@@ -82,9 +82,29 @@ def _maker(section: SourceSection, directory: Path) -> tuple[Callable[[Mapping[s
     if section.kind == "text":
         return Texts(tokenizer, section.fields).documents, told
     template = _template(section.template)
+    return _chat(section, directory, tokenizer, template).documents, told + template
+
+
+def _chat(section: SourceSection, directory: Path, tokenizer: Any, template: str) -> Chat:
     options = ChatOptions(section.thinking, section.turns, template or None, section.template_args, section.fields)
-    stops = stop_ids_of(tokenizer, generation_config_of(directory))
-    return Chat(tokenizer, options, stops).documents, told + template
+    return Chat(tokenizer, options, stop_ids_of(tokenizer, generation_config_of(directory)))
+
+
+def prompter(section: SourceSection, directory: Path, tokenizer: Any) -> Callable[[str], list[int]]:
+    """What turns a text into the ids that a model goes on from, as it was trained on this source."""
+    if section.kind == "chat":
+        return _chat(section, directory, tokenizer, _template(section.template)).prompt
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def model_directory(model: str) -> Path:
+    """Where config, tokenizer and templates lie."""
+    path = path_of(model)
+    if path.is_dir():
+        return path
+    if not is_hub_id(model):
+        raise ConfigError(f"model = {model!r} is no directory and no hub id (org/name)")
+    return download(model, weights=False)
 
 
 def _template(path: str) -> str:

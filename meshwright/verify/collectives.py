@@ -15,7 +15,7 @@ from ..engine.bill import step_bill
 from ..layout import Charge
 from ..mesh import Mesh
 from .findings import Finding
-from .recorder import Seen
+from .recorder import TRANSFERS, Seen
 from .run import Findings, Run
 
 
@@ -32,7 +32,7 @@ def silent(loading: list[Seen]) -> Findings:
 def c1_collectives(run: Run) -> Findings:
     """The ranks of a group issue the same operations in the same order."""
     model = run.model
-    mine = [f"{seen.op}{seen.ranks}" for seen in run.stepping]
+    mine = [f"{seen.op}{seen.ranks}" for seen in run.stepping if seen.op not in TRANSFERS]
     all_seen: list[list[str]] = [[] for _ in range(model.mesh.axes.world)]
     dist.all_gather_object(all_seen, mine)
     for group in {seen.ranks for seen in run.stepping}:
@@ -97,7 +97,7 @@ def _places_apart(run: Run, bill: Sequence[Charge], op: str, ranks: tuple[int, .
     What FSDP does has no place."""
     mesh, more = run.model.mesh, Counter[str]()
     places = {place_of(charge.what) for charge in bill} - {
-        unit.name or "root" for unit in run.model.blueprint.spec.units
+        unit.name or "root" for stage in run.model.stages for unit in stage.units
     }
     for charge in bill:
         if place_of(charge.what) in places and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):

@@ -143,8 +143,8 @@ def g2_replicas(run: Run) -> Findings:
     """Ranks that hold the same elements hold the same bits, of weights and (before update) of gradients."""
     model, axes = run.model, run.model.mesh.axes
     for kind, tensors in (("weight", model.stored()), ("gradient", model.grads())):
-        names = [name for name in model.pieces if name in tensors]
-        sums = everywhere(model.mesh, [_crc(tensors[name]) for name in names])
+        names = list(model.table.params if kind == "weight" else model.trained)  # the same on all ranks
+        sums = everywhere(model.mesh, [_crc(tensors[name]) if name in tensors else -1 for name in names])
         copied = {name: [a for a in model.placement(name).copies if axes.size_of(a) > 1] for name in names}
         drifted = False
         for i, name in enumerate(names):

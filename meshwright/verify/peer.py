@@ -76,7 +76,7 @@ def _rotations(model: Model) -> Iterator[dict[str, Tensor]]:
     def note(_module: nn.Module, args: Any) -> None:
         seen[ROPE] = _print(torch.cat(args[1], -1))
 
-    hook = model.parts[0].layers[0].register_forward_pre_hook(note)
+    hook = model.parts[0].layers["0"].register_forward_pre_hook(note)
     try:
         yield seen
     finally:

@@ -29,6 +29,7 @@ _OURS = {
     **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
     **dict.fromkeys(("alltoall_base", "all_to_all_single"), "all_to_all"),
 }
+TRANSFERS = ("send", "recv")  # between two ranks of a group: its others do something else
 _REDUCTIONS = ("sum", "avg", "product", "min", "max")
 
 
@@ -65,7 +66,8 @@ class Recorder:
         _RECORDERS.remove(self)
 
     def announce(self, op: str, args: tuple[Any, ...]) -> None:
-        self._agree(_announced(op, args) + waits_at(), _ranks(args))
+        if op not in TRANSFERS:
+            self._agree(_announced(op, args) + waits_at(), _ranks(args))
 
     def note(self, op: str, args: tuple[Any, ...], out: Any) -> None:
         sizes = [t.nbytes for t in _tensors((args, out))] or [0]

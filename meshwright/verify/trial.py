@@ -14,7 +14,7 @@ from torch import Tensor
 from ..axes import Axes
 from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, gather, init, load, losses
-from ..layout import Context
+from ..layout import Context, Pipeline
 from ..mesh import Mesh
 from ..ops import delta, loss
 from ..parallel import Savings
@@ -53,6 +53,8 @@ class Trial:
     dtype: torch.dtype = torch.float64
     steps: int = 3
     savings: Savings = Savings()
+    pipeline: Pipeline = Pipeline()
+    router_aux: str = "pooled"
     context: Context = Context()
     keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
     draws: bool = False  # also new weights, which must not depend on the mesh
@@ -66,12 +68,17 @@ class Trial:
         return squared_errors if self.head == "value" else losses.cross_entropy
 
     def engine(self, mesh: Mesh) -> Engine:
-        model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, context=self.context)
-        return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM)
+        model = load(
+            self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, pipeline=self.pipeline,
+            context=self.context,
+        )  # fmt: skip
+        return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
         """New weights, on rank 0."""
-        return gather(init(self.source, mesh, head=self.head, dtype=self.dtype, seed=5)) if self.draws else {}
+        if not self.draws:
+            return {}
+        return gather(init(self.source, mesh, head=self.head, dtype=self.dtype, seed=5, pipeline=self.pipeline))
 
     def batches(self, model: Model, step: int) -> list[Batch]:
         return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
@@ -127,7 +134,8 @@ class Reference:
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
-        engine = replace(trial, savings=Savings(), context=Context()).engine(Mesh(device="cpu"))
+        one = replace(trial, savings=Savings(), pipeline=Pipeline(), context=Context())
+        engine = one.engine(Mesh(device="cpu"))
         alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         before = unrounded(engine.model) if trial.keeps_all else {}
@@ -159,7 +167,7 @@ def _step(trial: Trial, engine: Engine, step: int) -> StepOf:
 def unrounded(model: Model) -> dict[str, Tensor]:
     """Whole weights on rank 0, as `gather` gives them, but as wide as they are stored."""
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
-    streamed = whole_tensors(model.stored_model(model.stored()), model.keymap, keys, as_filed=False)
+    streamed = whole_tensors(model.stored_model(model.stored()), model.keymap, keys, dtypes=model.kept)
     return {key.name: tensor for key, tensor in streamed}
 
 

@@ -22,8 +22,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from ..errors import RankError
 from ..log import logger
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose
+from .regions import region, trace
 
 BEAT_S = 1.0
 PREFIX = "heartbeat"
@@ -64,7 +67,10 @@ def waits_at() -> str:
 
 
 class waiting_at:
-    """`with waiting_at("the norm"):` around a collective: until it ends, that is where this rank waits."""
+    """`with waiting_at("the norm"):` around a collective: until it ends, that is where this rank waits. A trace shows
+    it by that name."""
+
+    shown: AbstractContextManager[Any] | None = None
 
     def __init__(self, *at: str) -> None:
         self.at = at
@@ -72,8 +78,13 @@ class waiting_at:
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
             here.now = (WAITS, ", ".join(self.at), time.monotonic())
+            if trace.on:
+                self.shown = region(", ".join(self.at))
+                self.shown.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.shown is not None:
+            self.shown.__exit__(None, None, None)
         if kind is None and not torch.compiler.is_compiling():  # after a failure it is still there
             here.now = (WORKS, f"after {', '.join(self.at)}", time.monotonic())
 

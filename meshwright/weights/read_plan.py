@@ -6,7 +6,7 @@ with what lies between them, once for each rank of tp). All ranks open the files
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,14 @@ class Read:
         return self.piece.numel * self.dtype.itemsize
 
 
-def plan_reads(spec: ShardingSpec, axes: Axes, node: range, keymap: KeyMap) -> Iterator[Read]:
-    """Every piece that the ranks of a node store, once, with the ranks that store it."""
+def plan_reads(
+    spec: ShardingSpec, axes: Axes, node: range, keymap: KeyMap, names: Container[str] | None = None
+) -> Iterator[Read]:
+    """Every piece that the ranks of a node store, once, with the ranks that store it. `names`: of these alone."""
     assert keymap.source is not None, "there are files to read"
     held = {rank: pieces(spec, axes, rank) for rank in node}
     for param in spec.table:
-        if param.name in keymap.fresh:
+        if param.name in keymap.fresh or (names is not None and param.name not in names):
             continue
         layout, takers = chosen(param, keymap.choice), dict[object, list[int]]()
         for rank in node:

@@ -17,7 +17,7 @@ from ..mesh import Mesh
 from .header import DTYPES
 from .keymap import Key, KeyMap, blocks_by_key, widest
 
-_Dtypes = Mapping[str, torch.dtype]  # of keys
+_Dtypes = Mapping[str, torch.dtype]  # of keys, or of parameters
 _BATCH_BYTES = 64 << 20  # of keys in flight; a larger tensor goes alone
 
 
@@ -31,12 +31,11 @@ class StoredModel:
 
 
 def whole_tensors(
-    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, as_filed: bool
+    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, dtypes: _Dtypes | None = None
 ) -> Iterator[tuple[Key, Tensor]]:
     """Every key's whole tensor, on rank 0. The other ranks get nothing, but must run through it all the same.
 
-    With `as_filed`, tensors are in the dtype of the key (weights); otherwise as wide as their widest part is stored
-    (gradients).
+    Tensors are in the dtype of the key; with `dtypes` (of parameters) as wide as their widest part.
     """
     made_of = blocks_by_key(stored_model.spec.table, keymap.choice)
     mesh = stored_model.mesh
@@ -44,15 +43,15 @@ def whole_tensors(
     held = {rank: owned(stored_model.spec, mesh.axes, rank) for rank in ranks}
     for batch in _batches(keys):
         plan = {rank: list(_parts(batch, made_of, held[rank])) for rank in ranks}
-        dtypes = {k.name: DTYPES[k.dtype] if as_filed else _stored(made_of[k.name], stored_model) for k in batch}
-        mine = _packed(plan[mesh.rank], stored_model, dtypes)
+        kinds = {k.name: DTYPES[k.dtype] if dtypes is None else _widest(made_of[k.name], dtypes) for k in batch}
+        mine = _packed(plan[mesh.rank], stored_model, kinds)
         if mesh.rank != 0:
             for buffer in mine.values():
                 mesh.send(buffer, 0, "the sending of weights to rank 0")
             continue
-        whole = {k.name: torch.empty(k.shape, dtype=dtypes[k.name], device="cpu") for k in batch}
+        whole = {k.name: torch.empty(k.shape, dtype=kinds[k.name], device="cpu") for k in batch}
         for rank in ranks:
-            _insert(whole, plan[rank], mine if rank == 0 else _received(plan[rank], mesh, dtypes, rank))
+            _insert(whole, plan[rank], mine if rank == 0 else _received(plan[rank], mesh, kinds, rank))
         yield from ((key, whole[key.name]) for key in batch)
 
 
@@ -88,8 +87,8 @@ def _parts(
                     yield _Overlap(key, block, held[param.name], common)
 
 
-def _stored(made_of: list[tuple[Param, Block]], stored_model: StoredModel) -> torch.dtype:
-    return widest(stored_model.stored[param.name].dtype for param, _ in made_of)
+def _widest(made_of: list[tuple[Param, Block]], dtypes: _Dtypes) -> torch.dtype:
+    return widest(dtypes[param.name] for param, _ in made_of)
 
 
 def _packed(parts: list[_Overlap], stored_model: StoredModel, dtypes: _Dtypes) -> dict[torch.dtype, Tensor]:

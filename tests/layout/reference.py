@@ -120,7 +120,7 @@ def num_holders(param: Param, axes: Axes) -> int:
 
 def stages_of(name: str, table: Table, pp: int) -> set[int]:
     """Layers in even runs, the rest at the ends; a tied embedding at both."""
-    layers = sorted({int(n.split(".")[1]) for n in table.params if n.startswith("layers.")})
+    layers = {param.layer for param in table if param.layer is not None}
     if name.startswith("layers."):
         return {int(name.split(".")[1]) * pp // len(layers)}
     if table[name].tied:

@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from meshwright.layout import Layout, Param, Table
+from meshwright.layout import Layout, Param, Pipeline, Rules, ShardingSpec, Table
 from meshwright.models import describe
 
 from ..tiny import ODD
@@ -15,6 +15,15 @@ TINY = sorted(ODD)
 @cache
 def table_of(name: str, head: str = "lm") -> Table:
     return describe(ODD[name], "model.", head)[1]
+
+
+def spec_of(table: Table, pp: int) -> ShardingSpec:
+    """With stages of equally many layers, and more layers where they are too few for so many stages."""
+    own = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
+    more = {f"more.{i}": Param({"embed": 3}, {}, (), name=f"more.{i}", layer=i) for i in range(own, max(own, pp, 1))}
+    num, whole = max(own, pp, 1), Table({**table.params, **more}, table.carried)
+    ends = tuple(-(-num * (stage + 1) // pp) for stage in range(pp))
+    return ShardingSpec(whole, Rules(), pipeline=Pipeline(ends=ends))
 
 
 def choices_of(table: Table) -> list[dict[str, str]]:

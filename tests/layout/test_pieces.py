@@ -9,9 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.axes import Axes
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, MeshError
 from meshwright.layout import (
     Param,
+    Pipeline,
     Rules,
     ShardingSpec,
     Table,
@@ -23,20 +24,25 @@ from meshwright.layout import (
     rules,
     written,
 )
+from meshwright.models import describe
 
+from ..tiny import ODD
 from . import reference
 from .reference import coordinates, examples, meshes, numbered, params
-from .tables import TINY, table_of
+from .tables import TINY, spec_of, table_of
 
 
 def pieces_of(table, axes, rank=0):
-    return pieces(ShardingSpec(table, Rules()), axes, rank)
+    held = pieces(spec_of(table, axes.pp), axes, rank)
+    return {name: piece for name, piece in held.items() if name in table.params}
 
 
 def check_rank(table, axes, rank, at):
     """A rank holds what the reference says, in that order; gives its element numbers by parameter."""
     held = pieces_of(table, axes, rank)
-    expected = {p.name for p in table if at["pp"] in reference.stages_of(p.name, table, axes.pp)}
+    expected = {
+        p.name for p in table if at["pp"] in reference.stages_of(p.name, spec_of(table, axes.pp).table, axes.pp)
+    }
     assert set(held) == expected, f"{axes} {at}"
     for name, piece in held.items():
         want = stored(table, name, axes, at)
@@ -84,8 +90,10 @@ def check_tiled(table, axes):
                 held[name][ids[box.slices].flatten()] += 1
                 owned[name][ids[box.slices].flatten()] += own
     for param in table:
-        check_written(param, ShardingSpec(table, Rules()), axes)
-        num = reference.num_holders(param, axes) * len(reference.stages_of(param.name, table, axes.pp))
+        check_written(param, spec_of(table, axes.pp), axes)
+        num = reference.num_holders(param, axes) * len(
+            reference.stages_of(param.name, spec_of(table, axes.pp).table, axes.pp)
+        )
         assert (held[param.name] == num).all(), f"{param.name} on {axes}: {held[param.name].unique()} and not {num}"
         assert (owned[param.name] == 1).all(), f"{param.name} on {axes}: {owned[param.name].unique()} owners"
         assert (writing[param.name] == 1).all(), f"{param.name} on {axes}: {writing[param.name].unique()} writers"
@@ -113,7 +121,7 @@ def test_rows_that_are_not_written_once_are_found(monkeypatch, wrong):
     monkeypatch.setattr(rules, "chunk", shifted)
     for param in table:
         with pytest.raises(LayoutError, match=re.escape(param.name)):
-            check_written(param, ShardingSpec(table, Rules()), axes)
+            check_written(param, spec_of(table, 1), axes)
 
 
 @pytest.mark.parametrize("head", ["value", "none"])
@@ -159,21 +167,28 @@ def test_a_tied_parameter_is_on_the_first_and_the_last_stage(case, num_layers):
     param = replace(param, first=True, tied=True)
     layers = {f"layers.{i}.w": Param({"embed": 3}, {}, (), name=f"layers.{i}.w", layer=i) for i in range(num_layers)}
     table = Table({param.name: param, **layers})
-    assert table.stages(param.name, axes.pp) == ((0, axes.pp - 1) if axes.pp > 1 else (0,))
+    assert spec_of(table, axes.pp).places(param, axes) == {0, axes.pp - 1}
     check_tiled(table, axes)
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_stages_are_even_runs(name):
-    table = table_of(name)
-    num_layers = 1 + max(p.layer for p in table if p.layer is not None)
-    for pp in range(1, 9):
-        of_layer = [{table.stages(p.name, pp) for p in table if p.layer == i} for i in range(num_layers)]
-        runs = [stages[0] for (stages,) in map(tuple, of_layer) if len(stages) == 1]
-        assert runs == sorted(runs), "in order"
-        assert all(len(found) == 1 for found in of_layer), "a layer is on one stage"
-        sizes = [runs.count(stage) for stage in range(pp)]
-        assert max(sizes) - min(sizes) <= 1, f"{pp} stages of {sizes} layers"
+@pytest.mark.parametrize(
+    "pipeline", [Pipeline(), Pipeline(stages=2), Pipeline("v")], ids=lambda p: f"{p.schedule}{p.stages}"
+)
+def test_a_layer_is_on_one_rank(name, pipeline):
+    """Whatever stages are made of it, and all ranks hold some layers."""
+    table = describe({**ODD[name], "num_hidden_layers": 8, "layer_types": None}, "model.", "lm")[1]
+    for pp in (1, 2, 3, 4):
+        spec, axes = ShardingSpec(table, Rules(), pipeline=pipeline), Axes(pp=pp)
+        if pipeline.schedule == "v" and pp > 1 and ODD[name]["tie_word_embeddings"]:
+            with pytest.raises(MeshError, match="tied"):
+                spec.line(pp)
+            continue
+        of_layer = [set().union(*(spec.places(p, axes) for p in table if p.layer == i)) for i in range(8)]
+        assert all(len(found) == 1 for found in of_layer)
+        assert set().union(*of_layer) == {*range(pp)}
+        if pipeline.stages == 1:
+            assert [min(found) for found in of_layer] == sorted(min(found) for found in of_layer)
 
 
 def test_layers_are_whole():

@@ -18,6 +18,7 @@ from ...axes import DENSE
 from ...data import Batch
 from ...engine import Model, logits, logprobs
 from ...layout import Door, find
+from ...models import Embedding
 
 RIGHT = 1 << 30  # stands for the number of a submodule where none is wrong
 
@@ -45,12 +46,14 @@ def by_logits(model: Model, batch: Batch) -> Tensor:
 
 
 def parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """The embedding, the norms, mixer and MLP of every layer, and the last norm."""
-    for whole in model.parts:
-        yield "embed", whole.embed
-        for number, layer in enumerate(whole.layers):
+    """Of what this rank has: the embedding, the norms, mixer and MLP of every layer, and the last norm."""
+    for stage in model.parts:
+        if isinstance(stage.embed, Embedding):
+            yield "embed", stage.embed
+        for number, layer in stage.layers.items():
             yield from ((f"layers.{number}.{name}", part) for name, part in layer.named_children())
-        yield "head.norm", whole.head.norm
+        if stage.head is not None:
+            yield "head.norm", stage.head.norm
 
 
 @contextmanager
@@ -96,6 +99,8 @@ def first_wrong(model: Model, seen: Watched, reference: Mapping[str, Tensor], st
     mesh, rows = model.mesh, torch.tensor([[float(RIGHT), float(RIGHT), float("nan")]], dtype=torch.float64)
     names = list(reference)
     for at, name in reversed(list(enumerate(names))):
+        if name not in seen.prints:
+            continue  # another stage has it
         num = len(reference[name])
         lo, hi = mesh.token_range(num)
         theirs, mine = reference[name][lo:hi], seen.prints[name].cpu()

@@ -1,0 +1,61 @@
+"""The post of a pipeline: what neighbouring stages send each other in a step, and what waits until it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layout import transfer_name
+from ..layout.schedule import BACK, Transfer
+from ..mesh import Mesh
+from ..watch import waiting_at
+
+
+class Post:
+    """Results by way, stage that takes them, and micro-batch. Both sides know the shape and dtype of what travels."""
+
+    def __init__(self, mesh: Mesh, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.mesh, self.shape, self.dtype = mesh, tuple(shape), dtype
+        self._here: dict[tuple[str, int, int], Tensor] = {}
+        self._sent: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it is sent
+
+    def put(self, way: str, stage: int, batch: int, x: Tensor) -> None:
+        self._here[way, stage, batch] = x
+
+    def take(self, way: str, stage: int, batch: int) -> Tensor:
+        return self._here.pop((way, stage, batch))
+
+    def send(self, step: Transfer) -> None:
+        x = self.take(step.way, step.stage, step.batch).contiguous()
+        with waiting_at(transfer_name(step.way, step.stage), f"micro-batch {step.batch + 1}"):
+            work = dist.isend(x, self._rank(step.target), self._group, tag=_tag(step))
+        assert work is not None, "this rank is one of the group"
+        self._sent.append((work, x))
+
+    def receive(self, step: Transfer) -> None:
+        x = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
+        with waiting_at(transfer_name(step.way, step.stage), f"micro-batch {step.batch + 1}"):
+            dist.recv(x, self._rank(step.source), self._group, tag=_tag(step))
+        self.put(step.way, step.stage, step.batch, x)
+
+    def finish(self) -> None:
+        """Until all is sent."""
+        for work, _ in self._sent:
+            with waiting_at("the last transfers of a step"):
+                work.wait()
+        self._sent.clear()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.mesh.process_group(("pp",))
+
+    def _rank(self, place: int) -> int:
+        return self.mesh.axes.group(self.mesh.rank, ("pp",))[place]
+
+
+def _tag(step: Transfer) -> int:
+    """Two ranks of a V have two transfers under way at once."""
+    return 2 * (step.batch << 10 | step.stage) + (step.way == BACK)

@@ -1,0 +1,94 @@
+"""What the model writes after the prompts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import newest_whole
+from ..data import generation_config_of, stop_ids_of, tokenizer_of
+from ..engine import Engine, Model, check_prompts, load, sample
+from ..errors import CheckpointError, DataError
+from ..models import text_config
+from ..weights import path_of, read_config
+from .config import Config, SampleSection, SourceSection
+from .position import CHECKPOINTS, CONFIG
+from .sources import model_directory, prompter
+from .toml import read
+
+_OTHERWISE = "leave prompts of [sample] out"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts, and the ids that a model is given for them."""
+
+    texts: Sequence[str]
+    ids: Sequence[list[int]]
+    stop: frozenset[int]
+    tokenizer: Any
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Without the token that ended it."""
+        ended = bool(ids) and ids[-1] in self.stop
+        return str(self.tokenizer.decode(ids[:-1] if ended else ids))
+
+
+def prompts_of(section: SampleSection, source: SourceSection, directory: Path) -> Prompts | None:
+    """As rows of `source` would be asked; None where the section has none. What cannot be sampled from is refused."""
+    if not section.prompts:
+        return None
+    tokenizer = tokenizer_of(directory, _OTHERWISE)
+    try:
+        make, about = prompter(source, directory, tokenizer), text_config(read_config(directory))
+        ids = [make(text) for text in section.prompts]
+        check_prompts(ids, section.tokens, int(about["vocab_size"]), about.get("max_position_embeddings"))
+    except DataError as error:
+        raise DataError(f"the prompts of a sample: {error}") from error
+    return Prompts(section.prompts, ids, stop_ids_of(tokenizer, generation_config_of(directory)), tokenizer)
+
+
+def written(model: Model, prompts: Prompts, section: SampleSection, seed: int) -> list[tuple[str, str]]:
+    """Each prompt, and what the model writes after it. All ranks call it."""
+    said = sample(model, prompts.ids, tokens=section.tokens, top_p=section.top_p, stop=prompts.stop, seed=seed)
+    return [(text, prompts.text_of(ids)) for text, ids in zip(prompts.texts, said, strict=True)]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Each call samples once. All ranks make it together."""
+
+    engine: Engine
+    prompts: Prompts
+    config: Config
+
+    def __call__(self) -> list[tuple[str, str]]:
+        seed = (self.config.seed << 64) + self.engine.steps
+        return written(self.engine.model, self.prompts, self.config.sample, seed)
+
+
+def sample_at(where: str, section: SampleSection, *, seed: int, text: bool) -> list[tuple[str, str]]:
+    """On one process: of the newest checkpoint of a run, asked as its first source, or of any model, asked as a chat.
+
+    With `text` prompts are given as they are.
+    """
+    folder, source, dtype = path_of(where), SourceSection(path=[]), "bfloat16"
+    if (folder / CONFIG).is_file():
+        config = read(folder / CONFIG)
+        source, dtype = config.data[0], config.train.dtype
+        newest = newest_whole(folder / CHECKPOINTS)
+        if newest is None:
+            raise CheckpointError(
+                f"{folder} is a run that has no whole checkpoint yet; give the model that it began with"
+            )
+        where = str(newest)
+    if text:
+        source = SourceSection(path=[], kind="text")
+    prompts = prompts_of(section, source, model_directory(where))
+    assert prompts is not None, "the command line asks for one"
+    model = load(where, dtype=getattr(torch, dtype), train=[])  # frozen weights stay in the dtype of the files
+    return written(model, prompts, section, seed)

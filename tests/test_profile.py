@@ -1,0 +1,73 @@
+"""A trace of some steps holds phases, layers and doors by their names, and changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+from meshwright.models import Layer
+from meshwright.train import toml
+from meshwright.train.run import Trainer
+from meshwright.watch import trace
+from tests import worlds
+from tests.runs import chats, file_of, losses, source
+
+
+def regions(file: Path) -> Counter[str]:
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+
+
+def traced(path: Path, *sets: str) -> None:
+    """A run, and the same without a trace."""
+    trainer = Trainer(toml.read(path, sets))
+    layers = [layer for layer in trainer.model.parts[0].modules() if isinstance(layer, Layer)]
+    plain = [layer.run for layer in layers]
+    trainer.run()
+    assert [layer.run for layer in layers] == plain
+    assert not trace.on
+    Trainer(toml.read(path, [*sets, "log.profile=0", f"out={path.parent / 'plain' / 'out'}"])).run()
+
+
+def test_a_trace_names_its_regions(tmp_path: Path) -> None:
+    """In backward too, where a door is passed again or not."""
+    model = source(tmp_path / "m", "qwen3_moe")
+    chats(tmp_path / "chats.jsonl")
+    chats(tmp_path / "few.jsonl", 5)
+    path = file_of(
+        tmp_path, model, save={"export": False, "every": 4}, eval={"path": str(tmp_path / "few.jsonl"), "every": 3},
+        sample={"prompts": ["3?"], "tokens": 2, "every": 3}, mesh={"tp": 2, "ep": 2}, log={"profile": 2},
+        train={"steps": 5, "recompute": "selective", "tokens_per_step": 256},
+    )  # fmt: skip
+    worlds.run(2, functools.partial(traced, path))
+    assert losses(tmp_path) == losses(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "out" / "profile").exists()
+    for rank in range(2):
+        found = regions(tmp_path / "out" / "profile" / f"rank-{rank}.json.gz")
+        assert [found[each] for each in ("step", "wait for data", "forward and backward", "update")] == [2] * 4
+        assert [found[each] for each in ("evaluate", "sample", "save")] == [1] * 3  # steps 3 and 4
+        assert found["layers.0"] == found["layers.1"] == found["layers.2"] > 4
+        doors = [name for name in found if name.startswith("layers.0.")]
+        for door in ("layers.0.mixer.enter", "layers.0.mixer.leave"):
+            assert found[f"{door}, forward"] >= found["layers.0"], doors
+            assert found[f"{door}, backward"] == 4, doors  # of 2 micro-batches in each step
+        assert any("dispatch" in name for name in doors), doors
+
+
+def cut_off(path: Path, last: int) -> None:
+    trainer = Trainer(toml.read(path, [f"out={path.parent / str(last)}"]))
+    for record in trainer.steps():
+        if record is not None and record.step == last:
+            trainer.position.stream = trainer.data.plan.num_streams  # as if it were the last
+
+
+def test_a_run_that_ends_early_writes_what_it_has(tmp_path: Path) -> None:
+    model = source(tmp_path / "m", "qwen3_tied")
+    chats(tmp_path / "chats.jsonl")
+    path = file_of(tmp_path, model, save={"export": False, "every": 100}, log={"profile": 9})
+    worlds.run(1, lambda: [cut_off(path, last) for last in (1, 4)])
+    assert not (tmp_path / "1" / "profile").exists()
+    assert regions(tmp_path / "4" / "profile" / "rank-0.json.gz")["step"] == 2
