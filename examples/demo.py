@@ -1,47 +1,51 @@
-"""Train a tiny mixture of experts on two processes, see what it learnt, and prove that two compute what one computes.
+"""Train a tiny mixture of experts on chats and a text, through a kill and on two meshes, and prove the meshes right.
 
-Tokenizer, model and data are made here, from the text beside this file: nothing is downloaded. Read it from `main`
-at the bottom: prepare a directory, train from it under torchrun, look at what training exported, prove the mesh.
+Tokenizer and model are made here, the data lie beside this file: nothing is downloaded. Read it from `main` at the
+bottom. Each part says what it shows, and runs commands of `meshwright` that you can run yourself.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import os
-import random
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: everything is here, nothing is to be asked for
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # its bar for 2 million parameters is gone before it can be read
 
 import torch
 from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import meshwright as mw
-from meshwright.engine.bill import step_bill
-from meshwright.errors import counted
+from meshwright import cli
 from meshwright.log import quiet
+from meshwright.train import read
 
-TEXT = Path(__file__).with_name("text") / "lighthouse.txt"  # short, so that a minute is enough to learn it by heart
-BEGINNING = "The third keeper was learning"  # of a paragraph that the trained model goes on with
-END, PAD = "<|endoftext|>", "<|pad|>"
-LENGTH = 192  # tokens of a micro-batch; no paragraph of the text is longer
-MICRO_BATCHES = 2  # per step and data rank
-MESH = {"fsdp": 2, "ep": 2}
 ROOT = Path(__file__).parents[1]
+FILES = {
+    "run.toml": ROOT / "examples" / "demo.toml",
+    "chats.jsonl": ROOT / "examples" / "chats.jsonl",
+    "lighthouse.txt": ROOT / "examples" / "text" / "lighthouse.txt",
+}
+QUESTION = "What hurts most in large runs?"  # of the chats
+BEGINNING = "The third keeper was learning"  # of a paragraph of the text
+TEMPLATE = """
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+""".strip()
 CONFIG = {  # the fields of any Qwen3-MoE config.json, small; the tokenizer adds the rest
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -58,248 +62,211 @@ CONFIG = {  # the fields of any Qwen3-MoE config.json, small; the tokenizer adds
     "initializer_range": 0.05,  # the usual 0.02 is for models that are wider
     "tie_word_embeddings": False,
 }
+console = Console(highlight=False)
 
 
-def paragraphs() -> list[str]:
-    """The documents: unequal, as real ones are."""
-    return TEXT.read_text("utf-8").strip().split("\n\n")
+def make_directory(out: Path) -> None:
+    """What you would bring: the file of a run, data, and a model with its tokenizer."""
+    out.mkdir(exist_ok=True)
+    for name, source in FILES.items():
+        shutil.copy(source, out / name)
+    tokenizer = make_tokenizer(out / "recipe")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = {**CONFIG, **ids, "vocab_size": len(tokenizer)}
+    (out / "recipe" / "config.json").write_text(json.dumps(config, indent=2))
+    with quiet():
+        mw.export(mw.init(out / "recipe", mw.Mesh(device="cpu"), seed=0), out / "start")  # random weights
 
 
 def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     every_byte = pre_tokenizers.ByteLevel.alphabet()  # so that no text is unknown
-    special = {"special_tokens": [END, PAD], "initial_alphabet": every_byte}
-    bpe.train_from_iterator(paragraphs(), trainers.BpeTrainer(vocab_size=768, show_progress=False, **special))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
+    how = {"vocab_size": 1024, "special_tokens": special, "initial_alphabet": every_byte, "show_progress": False}
+    bpe.train([str(FILES["chats.jsonl"]), str(FILES["lighthouse.txt"])], trainers.BpeTrainer(**how))
+    found = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    found.chat_template = TEMPLATE
+    found.save_pretrained(directory)
+    return found
 
 
-def make_model(recipe: Path, start: Path, mesh: mw.Mesh) -> None:
-    """`recipe` holds a config and a tokenizer; `start` gets these and random weights."""
-    tokenizer = make_tokenizer(recipe)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    (recipe / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": len(tokenizer), **ids}, indent=2))
-    model = mw.init(recipe, mesh, seed=0)
-    mw.export(model, start)
-
-
-def documents(directory: Path) -> list[list[int]]:
-    """Token ids of the paragraphs."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    return [tokenizer(text + END)["input_ids"] for text in paragraphs()]
-
-
-def streams(docs: list[list[int]]) -> Iterator[mw.Batch]:
-    """Whole documents, packed into batches of equal length; every round in a new order, which all processes share."""
-    order, waiting = random.Random(0), []
-    while True:
-        for doc in order.sample(docs, len(docs)):
-            if waiting and sum(map(len, waiting)) + len(doc) > LENGTH:
-                yield mw.pack(waiting, length=LENGTH)
-                waiting = []
-            waiting.append(doc)
-
-
-def warmup_cosine(num_steps: int, peak: float = 4e-3) -> Callable[[int], float]:
-    warmup = max(1, num_steps // 10)
-    return lambda step: peak * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / num_steps))
-
-
-def work(out: Path, num_steps: int) -> None:
-    """What both processes run. Each has half of every parameter (fsdp), half of the experts (ep), data of its own."""
-    mesh = mw.Mesh(**MESH, device="cpu")  # with two GPUs, leave `device` out
-    model = mw.load(out / "start", mesh, dtype=torch.float32)  # what older CPUs are fast in; left out, it is bfloat16
-    engine = mw.Engine(model, lr=warmup_cosine(num_steps))
-    console = Console(highlight=False, quiet=mesh.rank > 0)
-    rank, num_ranks = mesh.data_rank, mesh.num_data_ranks
-    mine = itertools.islice(streams(documents(out / "start")), rank, None, num_ranks)  # every second batch
-
-    print_halves(console, model)
-    record = fit(console, engine, mine, num_steps)
-    print_experts(console, record, mesh)
-    mw.export(model, out / "trained")  # both processes call it, as they call step: they work together
-    torch.distributed.destroy_process_group()  # a process that just ends can abort when its network threads still run
-
-
-def print_halves(console: Console, model: mw.Model) -> None:
-    """What this process stores and sends: the bill is known before a step runs."""
-    stored = sum(tensor.numel() for tensor in model.stored().values())
-    charges = step_bill(model, LENGTH, MICRO_BATCHES)
-    count, sent = sum(c.count for c in charges), sum(c.count * c.num_bytes for c in charges)
-    console.print(f"{model}")
-    console.print(
-        f"each process stores {stored:,} of them, and computes {CONFIG['num_experts'] // 2} experts of a layer"
+def show_data(sets: list[str]) -> None:
+    rule("1. What is learnt")
+    tell(
+        "Two sources: chats, of which only the assistant's turns are learnt, and a text. Look before you train: what "
+        "is learnt stands in brackets. All rows are read and checked before a process starts."
     )
-    console.print(f"the bill of a step: {counted(count, 'collective')}, {decimal(sent)} for each process")
-    console.print(f"loading sent nothing: {counted(len(model.load_bill), 'collective')}\n")
+    say("data", "run.toml", "--show", "1", *set_of(sets))
 
 
-def fit(console: Console, engine: mw.Engine, batches: Iterator[mw.Batch], num_steps: int) -> mw.StepRecord:
-    """Every step shows in a status line, if this is a terminal; every tenth leaves a line behind, also in a file."""
-    with console.status("training") as status:
-        for step in range(1, num_steps + 1):
-            began = time.perf_counter()
-            record = engine.step(list(itertools.islice(batches, MICRO_BATCHES)))
-            rate = record.num_tokens / (time.perf_counter() - began)
-            line = f"step {step:3}/{num_steps}  loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}"
-            line += f"  lr {record.lr:.1e}  {rate:,.0f} tokens/s"
-            status.update(line)
-            if step in (1, num_steps) or step % 10 == 0:
-                console.print(line)
-    return record
+def train(sets: list[str]) -> None:
+    config = read("run.toml", sets)
+    rule("2. Training, and what happens when a process dies")
+    tell(
+        "Two processes share one model: each stores half of the parameters and of the experts, and has its own data. "
+        f"After step {config.save.every} this program kills one of them, as a machine without memory does. All end, "
+        "and the last line names the one that was the first. (With max_restarts the run would start itself again.)"
+    )
+    run = begin("train", "run.toml", *set_of(sets))
+    wait(run, Path(config.out) / "checkpoints" / f"step-{config.save.every:06}")
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
+    finish(run, 2)
 
-
-def print_experts(console: Console, record: mw.StepRecord, mesh: mw.Mesh) -> None:
-    """How many tokens went to each expert. A router that sends all to one would show here."""
-    assert record.expert_load is not None  # there are experts
-    load_E = record.expert_load.sum(0).tolist()
-    mark = "#" if console.options.ascii_only else "\u2588"
-    each = len(load_E) // mesh.axes.ep
-    console.print("\ntokens that each expert got in the last step, all layers together")
-    for expert, num in enumerate(load_E):
-        bar = mark * round(40 * num / max(load_E))
-        console.print(f"  process {expert // each}, expert {expert}  {num:5,.0f}  [cyan]{bar}[/]")
-
-
-def launch(out: Path, num_steps: int) -> None:
-    """torchrun starts two processes, as it would on a cluster. They print for themselves, what went wrong included."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "examples.demo", "--worker", str(out), "--steps", str(num_steps)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # two processes share the cores; each would take them all
-    code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
-    if code:
-        sys.exit(f"demo: training failed (exit code {code}); the message of the process that failed stands above")
+    rule("3. The same run on another mesh")
+    tell(
+        "The same command goes on from the newest checkpoint. Here the mesh changes too: with tp=2 both processes "
+        "compute half of every layer, on the same data. No document is left out, and none comes twice."
+    )
+    finish(begin("train", "run.toml", *set_of([*sets, "mesh.fsdp=1", "mesh.tp=2"])))
 
 
 @torch.no_grad()
-def compare(out: Path, mesh: mw.Mesh, console: Console) -> None:
-    """transformers loads what training exported, and goes on with a paragraph: it takes the likeliest token each time.
-    Our logits of documents packed into one stream are those that transformers gives of each document alone."""
-    tokenizer, docs = AutoTokenizer.from_pretrained(out / "trained"), documents(out / "trained")
-    begun = tokenizer(BEGINNING)["input_ids"]
-    original = next(doc for doc in docs if doc[: len(begun)] == begun)
-    how = {"do_sample": False, "max_new_tokens": len(original) - len(begun)}
-    said = {}
-    for name in ("start", "trained"):
-        theirs = AutoModelForCausalLM.from_pretrained(out / name, dtype=torch.float32)
-        said[name] = theirs.generate(torch.tensor([begun]), **how)[0].tolist()
-    print_sample(console, tokenizer, begun, original, said)
-
-    ours = mw.load(out / "trained", mesh, dtype=torch.float32)
-    alone = torch.cat([theirs(torch.tensor([doc])).logits[0] for doc in docs[:3]])
-    worst = (mw.logits(ours, mw.pack(docs[:3])) - alone).abs().max().item()
-    console.print(f"largest difference to the logits of transformers (float32): {worst:.1e}")
-    if not worst < 1e-4:  # also when it is nan
-        sys.exit(f"demo: {out / 'trained'} means one thing to meshwright and another to transformers")
-
-
-def print_sample(
-    console: Console,
-    tokenizer: PreTrainedTokenizerFast,
-    begun: list[int],
-    original: list[int],
-    said: dict[str, list[int]],
-) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
-    for name, ids in {
-        "the text": original,
-        "before training": said["start"],
-        "after training": said["trained"],
-    }.items():
-        text = tokenizer.decode(ids[len(begun) :], skip_special_tokens=True)
-        shown = "".join(c if c.isprintable() and c != "\ufffd" else "?" for c in text)  # half of a letter, at random
-        style = "green" if ids == original else ""
-        table.add_row(Text(name, style="bold"), Text.assemble((BEGINNING, "bold"), (shown, style)))
-    console.print(table)
-    pairs = zip(original[len(begun) :], said["trained"][len(begun) :], strict=False)
-    same, num = sum(a == b for a, b in pairs), len(original) - len(begun)
-    how = "learnt by heart, nothing more" if same == num else "it is not learnt yet; --steps 50 are enough"
-    console.print(f"after training, {same} of {num} tokens are those of the text: {how}")
+def sample() -> None:
+    """The likeliest token each time, before and after the training."""
+    rule("4. What came out")
+    tell("runs/demo/export is a Hugging Face directory. transformers loads it, asks a question and begins a paragraph:")
+    tokenizer = AutoTokenizer.from_pretrained("runs/demo/export")
+    asked = [{"role": "user", "content": QUESTION}]
+    prompts = {
+        QUESTION: tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False),
+        f"{BEGINNING} ...": BEGINNING,
+    }
+    for told, prompt in prompts.items():
+        console.print(Text(told, style="bold"))
+        for when, directory in {"before": "start", "after": "runs/demo/export"}.items():
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+            ids = tokenizer(prompt, return_tensors="pt")
+            said = model.generate(**ids, do_sample=False, max_new_tokens=80)[0, ids.input_ids.shape[1] :]
+            text = printable(tokenizer.decode(said, skip_special_tokens=True))
+            console.print(Padding(Text.assemble((f"{when}: ", "dim"), (text, "green" * (when == "after"))), (0, 2)))
 
 
-def prove(start: Path, console: Console) -> None:
-    """`meshwright verify` for this model on this mesh; then once more with a bug in the two processes."""
-    console.print("verify trains a small model of the same kind on two processes and on one, and compares all they do.")
-    mesh = ",".join(f"{axis}={size}" for axis, size in MESH.items())
-    well = ["verify", str(start), "--mesh", mesh, "--dtypes", "float64", "--against", "none"]
-    planted = [*well, "--plant", "mean-of-means"]
-    runs = [run_beside(command) for command in (well, planted)]  # both at once: a part of each is one process
-    print_run(console, well, runs[0], 0, ("G1", "K1", "all is"))
-    console.print(
-        "\nNow with a common bug: the loss is a mean of the means of micro-batches, which are not equally long."
+def printable(text: str) -> str:
+    """What random weights say has halves of letters in it."""
+    return "".join(each if each.isprintable() and each != "\ufffd" else "?" for each in text.strip())
+
+
+def prove() -> None:
+    rule("5. The proof, and a bug that it finds")
+    tell(
+        "Two processes must compute what one computes. verify trains a small model of the same kind on the mesh and on "
+        "one process, and compares all that they do. Then it does the same with a bug in the mesh that others have "
+        "shipped: the loss is the mean of the means of micro-batches, which are not equally long."
     )
-    print_run(console, planted, runs[1], 1, ("S1", "G1", "float64 S1 loss", "begin"))
-    console.print("\nThe loss is so nearly right that no curve would have shown it. The gradients are not.")
+    well = ["verify", "start", "--mesh", "fsdp=2,ep=2", "--dtypes", "float64", "--against", "none"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    runs = [begin(*well, **pipes), begin(*well, "--plant", "mean-of-means", **pipes)]
+    console.print()  # both at once, since a part of each is one process
+    print_lines(finish(runs[0]), ("G1", "K1", "all is"))
+    console.print()
+    print_lines(finish(runs[1], 1), ("S1", "G1", "float64 S1 loss", "begin"))
+    console.print(
+        "\nThe wrong loss is nearly right: no curve would show it. The gradients are wrong, and verify says so."
+    )
 
 
-def run_beside(command: list[str]) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}  # wide, so that no line is cut
-    pipe = subprocess.PIPE
-    whole = [sys.executable, "-m", "meshwright", *command]
-    return subprocess.Popen(whole, cwd=ROOT, env=env, text=True, stdout=pipe, stderr=pipe)
-
-
-def print_run(
-    console: Console, command: list[str], run: subprocess.Popen[str], code: int, begins: tuple[str, ...]
-) -> None:
-    """Of what it says the lines that begin so. It must end with this exit code."""
-    said, errors = run.communicate()
-    if run.returncode != code:
-        sys.exit(f"demo: meshwright {' '.join(command)} ended with exit code {run.returncode}\n{said}{errors}")
-    console.print(Text(f"$ meshwright {' '.join(command)}", style="bold"), soft_wrap=True)
+def print_lines(said: str, begins: tuple[str, ...]) -> None:
     for line in said.splitlines():
         if line.startswith(begins):
             style = "red" if "FAILS" in line else "green" if "all is well" in line else ""
             console.print(Text(f"  {line.rstrip()}", style=style), soft_wrap=True)
 
 
+def report() -> None:
+    rule("6. The report")
+    tell("Curves, load of the experts, checkpoints, settings: one file that needs no network. Open it in a browser.")
+    say("report", "runs/demo")
+
+
+def rule(title: str) -> None:
+    console.print()
+    console.rule(f"[bold]{title}", align="left")
+
+
+def tell(text: str) -> None:
+    console.print(f"{text}\n")
+
+
+def set_of(sets: list[str]) -> list[str]:
+    return ["--set", *sets] if sets else []
+
+
+def say(*arguments: str) -> None:
+    """A command of meshwright that this process can run itself."""
+    announce(arguments)
+    if code := cli.main(arguments):
+        sys.exit(f"demo: that command ended with exit code {code}")
+
+
+def begin(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
+    """One that starts processes."""
+    announce(arguments)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # two processes share the cores
+    return subprocess.Popen([sys.executable, "-m", "meshwright", *arguments], env=env, text=True, **pipes)
+
+
+def announce(arguments: Sequence[str]) -> None:
+    console.print(Text(f"$ meshwright {' '.join(arguments)}", style="bold"), soft_wrap=True)
+    sys.stdout.flush()  # or it comes after what the command says, in a file
+
+
+def finish(command: subprocess.Popen[str], code: int = 0) -> str:
+    """What it said, if pipes took it. It must end with this exit code."""
+    said, errors = command.communicate()
+    if command.returncode != code:
+        sys.exit(f"demo: that command ended with exit code {command.returncode}\n{said or ''}{errors or ''}")
+    return said or ""
+
+
+def wait(command: subprocess.Popen[str], path: Path) -> None:
+    """Until a running command has made this."""
+    while not path.exists():
+        if command.poll() is not None:
+            sys.exit(f"demo: that command ended with exit code {command.returncode} before it made {path.name}")
+        time.sleep(0.05)
+
+
+def ranks_of(command: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")  # a small Linux has no pgrep, a Mac no /proc
+    if children.is_file():
+        return [int(pid) for pid in children.read_text().split()]
+    found = subprocess.run(["pgrep", "-P", str(command.pid)], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo",
         description=__doc__.split("\n")[0],
-        epilog="example: python -m examples.demo --out runs/demo --steps 200",
+        epilog="example: python -m examples.demo --out runs/demo --set train.steps=100",
     )
     parser.add_argument("--out", type=Path, help="directory to fill, new or empty (default: a new temporary one)")
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # how `launch` starts the processes
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="as of meshwright train")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps {args.steps}: choose 1 or more")
     if args.out and args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         parser.error(f"--out {args.out} exists and is not an empty directory; choose another or remove it")
+    try:
+        read(FILES["run.toml"], args.set)
+    except mw.ConfigError as error:
+        parser.error(str(error))
     return args
 
 
 def main() -> None:
-    args = arguments()
-    sys.stdout.reconfigure(line_buffering=True)  # else, in a file, our lines would come after those of the processes
-    with quiet():  # of loading and exporting: the demo tells of its own
-        if args.worker:
-            work(args.worker, args.steps)
-        else:
-            show(args)
-
-
-def show(args: argparse.Namespace) -> None:
-    began, console = time.monotonic(), Console(highlight=False)
+    args, began = arguments(), time.monotonic()
     out = (args.out or Path(tempfile.mkdtemp(prefix="meshwright-demo-"))).resolve()
-    mesh = mw.Mesh(device="cpu")  # one process: this one
-    console.rule("[bold]1. Two processes train one mixture of experts", align="left")
-    console.print("Each has half of the parameters (fsdp=2), half of the experts (ep=2), and data of its own.\n")
-    make_model(out / "recipe", out / "start", mesh)  # a directory to start from: in real life you download it
-    launch(out, args.steps)  # train from it: two processes run `work`
-    console.print()
-    console.rule("[bold]2. What came out: a Hugging Face directory", align="left")
-    console.print(f"{out / 'trained'}, loaded by transformers\n", soft_wrap=True)
-    compare(out, mesh, console)
-    console.print()
-    console.rule("[bold]3. The proof: two processes compute what one computes", align="left")
-    prove(out / "start", console)
+    make_directory(out)
+    os.chdir(out)
+    console.print(f"All of this happens in {out}; run.toml there is the file of the run.", soft_wrap=True)
+    show_data(args.set)
+    train(args.set)
+    sample()
+    prove()
+    report()
     console.rule(align="left")
-    console.print(f"{time.monotonic() - began:.0f} s. Read on: docs/train.md (training), docs/verify.md (the proof),")
-    console.print("docs/README.md (all pages); this program is examples/demo.py")
+    console.print(f"{time.monotonic() - began:.0f} s. Read on: docs/finetune.md (your own chats), docs/verify.md (the")
+    console.print("proof), docs/README.md (all pages). This program is examples/demo.py.")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ BLIND = [
            "RoPE mixes pairs of dims between the two weights, so scores differ; gradients go under the wrong key"),
     Mutant(56, "value heads strided over key heads, not side by side, in a and b alone", "models/qwen3_5.py",
            "return ops.gates(a_TGR, b_TGR, A_log, dt_bias)",
-           "return ops.gates(*(x.flatten(1).unflatten(1, (self.ratio, -1)).mT for x in (a_TGR, b_TGR)), A_log, dt_bias)",
+           "a, b = (x.flatten(1).unflatten(1, (self.ratio, -1)).mT for x in (a_TGR, b_TGR))\n"
+           "        return ops.gates(a, b, A_log, dt_bias)",
            HYBRID, "fsdp=2,ep=2", r"M1 layers\.0\.mixer: ",
            "4 key heads of 2 value heads: decay and write strength of a value head are those of another"),
     Mutant(57, "rope_theta is a million where config.json does not say it", "models/rope.py",

@@ -190,7 +190,7 @@ def _coarse(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_files_of_the_docs(page: Path) -> None:
     text = page.read_text("utf-8")
-    for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+    for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text) + re.findall(r'src="(.*?)"()', text):
         target = page.parent / link if link else page
         assert target.exists(), f"{name_of(page)} links to {link}, which is not there"
         assert not anchor or anchor in anchors(target), f"{name_of(page)} links to {link}#{anchor}, no such heading"
@@ -203,6 +203,14 @@ def anchors(page: Path) -> set[str]:
     """The headings of a page, as GitHub names them in links."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-").lower() for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_of_runs_in_the_docs(page: Path, tmp_path: Path) -> None:
+    """`meshwright train` would take them."""
+    for block in re.findall(r"^```toml\n(.*?)```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        (tmp_path / "run.toml").write_text(block)
+        mw.train.read(tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

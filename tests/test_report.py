@@ -92,6 +92,9 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loss = data["charts"][0]["curves"]
     assert [curve["label"] for curve in loss][:3] == ["first", "first: code", "first: held-out"]
     assert len(loss[0]["y"]) == 1000
+    key = '<i class="run run1"></i><small>code</small>'  # of the sources: colours of several runs are the runs' own
+    assert key in report_page([read_run(runs[0])], {"command": "x", "date": "today"})
+    assert key not in text
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:

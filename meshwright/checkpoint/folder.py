@@ -86,7 +86,8 @@ def find(directory: Path) -> Path:
             return found.path
         logger.warning("%s is not whole and is passed over: %s", found.path, wrong)
     raise CheckpointError(
-        f"{directory} holds no whole checkpoint, neither {MANIFEST} nor step-000200 or the like; give another directory"
+        f"{directory} holds no whole checkpoint, neither {MANIFEST} nor step-000200 or the like; give another "
+        "directory (a run of meshwright train keeps them in its checkpoints)"
     )
 
 

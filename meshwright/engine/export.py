@@ -181,6 +181,6 @@ def _stored(model: Model, which: str) -> dict[str, Tensor]:
     if which != "grad":
         raise ConfigError(f"stream(model, {which!r}): choose 'weight' or 'grad'")
     grads = model.grads()
-    if not grads:
+    if not grads and model.trainable:  # a pipeline stage may have nothing to train
         raise StateError("there are no gradients; call engine.backward(batches) and not yet update()")
     return grads

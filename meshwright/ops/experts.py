@@ -64,10 +64,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _grouped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
     ends_E = counts_E.cumsum(0).to(torch.int32)
-    gate_up_ERD, down_EDF = (_ZeroGradient.apply(w.to(x_ND.dtype), counts_E) for w in (gate_up_ERD, down_EDF))
-    product = _LateGroups.apply if is_late() else _grouped_linear
-    y_ND: Tensor = product(swiglu(product(x_ND, gate_up_ERD, ends_E)), down_EDF, ends_E)
-    return y_ND
+    gate_up_ERD, down_EDF = (w.to(x_ND.dtype) for w in (gate_up_ERD, down_EDF))
+    if is_late():
+        hidden_NR = _LateGroups.apply(x_ND, gate_up_ERD, counts_E, ends_E)
+        return _LateGroups.apply(swiglu(hidden_NR), down_EDF, counts_E, ends_E)
+    gate_up_ERD, down_EDF = (_ZeroGradient.apply(w, counts_E) for w in (gate_up_ERD, down_EDF))
+    return _grouped_linear(swiglu(_grouped_linear(x_ND, gate_up_ERD, ends_E)), down_EDF, ends_E)
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
@@ -79,24 +81,24 @@ class _LateGroups(torch.autograd.Function):
     """`_grouped_linear` with a backward that can leave the gradient of the weights for later."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_EOI, ends_E)
+    def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, counts_E: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_EOI, counts_E, ends_E)
         ctx.weights = (weight_EOI,)
         return F.grouped_mm(_contiguous(x), weight_EOI.contiguous().mT, offs=ends_E)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight_EOI, ends_E = ctx.saved_tensors
-        d, (need_x, need_weight, _) = _contiguous(d), ctx.needs_input_grad
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight_EOI, counts_E, ends_E = ctx.saved_tensors
+        d, (need_x, need_weight, *_) = _contiguous(d), ctx.needs_input_grad
         dx = F.grouped_mm(d, weight_EOI.contiguous(), offs=ends_E) if need_x else None
 
         def gradients() -> list[Tensor]:
-            return [F.grouped_mm(d.mT, _contiguous(x), offs=ends_E)]
+            return [without_unused(F.grouped_mm(d.mT, _contiguous(x), offs=ends_E), counts_E)]
 
         if not need_weight or left_for_later(ctx.weights, gradients):
-            return dx, None, None
-        return dx, gradients()[0], None
+            return dx, None, None, None
+        return dx, gradients()[0], None, None
 
 
 class _ZeroGradient(torch.autograd.Function):

@@ -31,14 +31,14 @@ class Post:
     def send(self, step: Transfer) -> None:
         x = self.take(step.way, step.stage, step.batch).contiguous()
         with waiting_at(transfer_name(step.way, step.stage), f"micro-batch {step.batch + 1}"):
-            work = dist.isend(x, self._rank(step.target), self._group, tag=_tag(step))
+            work = dist.isend(x, self._rank(step.target), group=self._group, tag=_tag(step))
         assert work is not None, "this rank is one of the group"
         self._sent.append((work, x))
 
     def receive(self, step: Transfer) -> None:
         x = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
         with waiting_at(transfer_name(step.way, step.stage), f"micro-batch {step.batch + 1}"):
-            dist.recv(x, self._rank(step.source), self._group, tag=_tag(step))
+            dist.recv(x, self._rank(step.source), group=self._group, tag=_tag(step))
         self.put(step.way, step.stage, step.batch, x)
 
     def finish(self) -> None:

@@ -36,7 +36,7 @@ def print_plan(figures: Figures) -> None:
     console.print(Text(said.text, style={True: "bold green", False: "bold red", None: "bold"}[said.ok]))
     console.print(Padding(Text(said.more), (0, 0, 0, 2)))
     if said.ok is None:
-        console.print(Text("  --device 80GB tells whether that fits."))
+        console.print(Text("  meshwright plan MODEL --device 80GB tells whether that fits."))
     for note in notes(figures):
         console.print(Padding(Text(note), (0, 0, 0, 2)))
 

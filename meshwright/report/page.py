@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..plan.html import Cell, details, page, section, table, tag, wrap
 from . import tables
@@ -56,8 +57,8 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
     yield section("What differs", tag("p", text), *(inner if rows else []))
 
 
-def _charts(data: Mapping[str, list[dict[str, object]]]) -> Iterator[str]:
-    figures = [_figure(str(chart["metric"])) for chart in data["charts"]]
+def _charts(data: Mapping[str, Any]) -> Iterator[str]:
+    figures = [_figure(chart, with_key=len(data["runs"]) == 1) for chart in data["charts"]]
     controls = (
         '<div class="controls"><label>by <select id="axis"><option value="step">step</option>'
         '<option value="tokens">tokens</option><option value="time">time</option></select></label>'
@@ -67,10 +68,14 @@ def _charts(data: Mapping[str, list[dict[str, object]]]) -> Iterator[str]:
     yield section("Curves", tag("p", about), controls, wrap("div", *figures, kind="charts"))
 
 
-def _figure(metric: str) -> str:
+def _figure(chart: Mapping[str, Any], *, with_key: bool) -> str:
+    """Curves of several sources of one run have colours of their own, which the key tells."""
+    metric = chart["metric"]
     title, unit = CHARTS[metric]
     wide = " wide" if metric == "train/loss" else ""
-    head = wrap("figcaption", tag("b", title), tag("small", unit))
+    names = [curve["label"] for curve in chart["curves"]] if with_key and metric == "source" else []
+    key = (wrap("span", tag("i", "", f"run run{n % 8}"), tag("small", name)) for n, name in enumerate(names))
+    head = wrap("figcaption", tag("b", title), tag("small", unit), *key)
     return f'<figure class="chart{wide}">{head}<div class="plot" data-metric="{metric}"></div></figure>\n'
 
 

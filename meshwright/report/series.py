@@ -61,9 +61,9 @@ def _places(number: int, run: Run, curves: Mapping[str, Sequence[dict[str, Any]]
 def _chart(metric: str, runs: Sequence[Run], most: int) -> list[dict[str, Any]]:
     found = []
     for number, run in enumerate(runs):
-        names = _names(metric, run)
-        for name in names:
-            label = run.name if name == metric else f"{run.name}: {name.removeprefix(_SOURCE)}"
+        whose = f"{run.name}: " if len(runs) > 1 else ""
+        for name in _names(metric, run):
+            label = run.name if name == metric else whose + name.removeprefix(_SOURCE)
             curve = _curve([(line, _value(line, name)) for line in run.of("step")], most)
             if any(value is not None for value in curve["y"]):
                 found.append({"run": number, "label": label, **curve})

@@ -15,7 +15,7 @@ from .fields import Leaf, Place, leaves, named, section_of, written
 
 _HEAD = """# The file of a run
 
-`meshwright train run.toml` reads it; [Fine-tune on chats](finetune.md) shows one. All but `model`, `out` and a source
+`meshwright train run.toml` reads it; [Fine-tune Qwen3](finetune.md) shows one. All but `model`, `out` and a source
 of data may be left out. Every field can be set on the command line: `--set mesh.tp=2 data.0.weight=0.5`, and
 `--set train.steps=` takes one out of the file. This page is made of the declarations. A field that is "not there yet"
 is refused. Editors complete the file with [this schema](../examples/meshwright.schema.json): its first line is then

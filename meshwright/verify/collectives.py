@@ -50,7 +50,7 @@ def c1_collectives(run: Run) -> Findings:
 def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     """The collectives of a step are those of the bill: how many, among whom, how many bytes. So is what is stored."""
     yield from _stored_as_billed(run)
-    mesh, bill = run.model.mesh, step_bill(run.model, tokens, num_batches)
+    mesh, bill = run.model.mesh, step_bill(run.model, tokens, num_batches, run.engine.router.mode)
     due: Counter[tuple[str, tuple[int, ...]]] = Counter()
     paid, due_bytes, paid_bytes = due.copy(), due.copy(), due.copy()
     for charge in bill:

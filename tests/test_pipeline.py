@@ -1,0 +1,288 @@
+"""Pipelines: every schedule computes what one process computes, whatever is frozen, held or recomputed.
+
+tests/test_schedule.py proves the schedules on paper; tests/test_meshes.py has pp among the other axes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.blueprint import draw
+from meshwright.models import Balance, Decoder
+from meshwright.ops import Jobs, experts, linears, weights_late
+from meshwright.parallel import fsdp, passes
+from meshwright.verify import Data, Trial
+from tests import tiny, trials, worlds
+from tests.words import words
+
+FOUR: dict[str, dict[str, Any]] = {  # layers, with all that a family has in each half of them
+    "qwen3": dict(num_hidden_layers=4),
+    "qwen3_tied": dict(num_hidden_layers=4),
+    "qwen3_5_moe": dict(
+        num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2, output_router_logits=True,
+        router_aux_loss_coef=0.3,
+    ),
+}  # fmt: skip
+PP, FSDP = dict(pp=2), dict(pp=2, fsdp=2)
+
+Run = tuple[str, dict[str, int], dict[str, Any], dict[str, Any], int]  # family, mesh, pipeline, savings, micro-batches
+RUNS: list[Run] = [
+    ("qwen3_5_moe", PP, {}, dict(recompute="selective"), 3),
+    ("qwen3", PP, dict(ends=(1, 4)), {}, 2),
+    ("qwen3_5_moe", PP, dict(stages=2), {}, 4),
+    ("qwen3_5_moe", PP, dict(schedule="zero-bubble"), dict(recompute="full"), 3),
+    ("qwen3", PP, dict(schedule="zero-bubble", stages=2), {}, 2),
+    ("qwen3_5_moe", PP, dict(schedule="v"), {}, 3),
+    ("qwen3_5_moe", FSDP, dict(hold=False), dict(recompute="full"), 2),
+    ("qwen3_5_moe", FSDP, dict(hold=True, stages=2), {}, 2),
+    ("qwen3", FSDP, dict(hold=False), dict(reshard=False), 3),
+    ("qwen3_5_moe", FSDP, dict(schedule="zero-bubble"), {}, 3),
+    ("qwen3", FSDP, dict(schedule="v"), dict(recompute="selective"), 2),
+    ("qwen3_5_moe", dict(pp=2, replicate=2), dict(schedule="zero-bubble"), {}, 2),
+    ("qwen3_tied", dict(pp=4), {}, {}, 6),
+    ("qwen3_5_moe", dict(pp=4), dict(schedule="zero-bubble"), {}, 4),
+]
+
+
+def named(run: Run) -> str:
+    family, mesh, pipeline, savings, num = run
+    told = [f"{name}={value}" for some in (pipeline, savings) for name, value in some.items()]
+    return " ".join([family, trials.named(mesh), *told, f"x{num}"])
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    at = tmp_path_factory.mktemp("four")
+    return {name: tiny.directory(at / name, name, dtype=torch.bfloat16, **more) for name, more in FOUR.items()}
+
+
+def trial_of(sources: dict[str, Path], run: Run) -> Trial:
+    family, mesh, pipeline, savings, num = run
+    tried = trials.trial(sources[family], mesh)
+    return replace(
+        tried, data=Data(num=num), pipeline=mw.Pipeline(**pipeline), savings=mw.Savings(**savings),
+        router_aux="previous", steps=2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(sources: dict[str, Path]) -> Callable[[str], list[Any]]:
+    runs = {named(run): run for run in RUNS}
+    groups: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        groups.setdefault(trials.named(run[1]), []).append(name)
+
+    def findings(group: Sequence[str]) -> dict[str, list[Any]]:
+        return trials.findings_in_turn({name: trial_of(sources, runs[name]) for name in group})
+
+    return worlds.Shared(list(groups.values()), findings)
+
+
+@pytest.mark.parametrize("name", [named(run) for run in RUNS])
+def test_every_schedule(found: Callable[[str], list[Any]], name: str) -> None:
+    """Every gradient, update and copy, and the bill to the byte. The aux loss pushes in the second step."""
+    assert found(name) == []
+
+
+def copied_parts(patch: pytest.MonkeyPatch) -> None:
+    """Copies of a module share its hooks, so FSDP would take all stages for one."""
+    import copy
+
+    def part(self: Decoder, layers: range, *, first: bool, last: bool) -> Decoder:
+        made = copy.copy(self)
+        made._modules = {}
+        made.embed, made.head = (self.embed if first else None), (self.head if last else None)
+        made.layers = torch.nn.ModuleDict({str(n): self.layers[str(n)] for n in layers})
+        return made
+
+    patch.setattr(Decoder, "part", part)
+
+
+def ends_not_summed(patch: pytest.MonkeyPatch) -> None:
+    from meshwright import parallel
+
+    real = parallel.finish
+    patch.setattr(parallel, "finish", lambda grads, mesh: real([(a, g) for a, g in grads if "ends" not in a], mesh))
+
+
+def other_documents(patch: pytest.MonkeyPatch) -> None:
+    """A stage that takes the bounds of another micro-batch."""
+    real = passes._Passes.forward
+
+    def forward(self: Any, step: Any) -> Any:
+        kept = self.batches
+        if step.stage:
+            self.batches = [*kept[1:], kept[0]]
+            self.batches = [replace(b, labels=own.labels) for b, own in zip(self.batches, kept, strict=True)]
+        try:
+            return real(self, step)
+        finally:
+            self.batches = kept
+
+    patch.setattr(passes._Passes, "forward", forward)
+
+
+def other_filler(patch: pytest.MonkeyPatch) -> None:
+    """What is recomputed counts with the filler of the micro-batch that went forward last."""
+    real = Balance.begin
+    in_backward = []
+    backward = passes._Passes.backward
+
+    def marked(self: Any, step: Any) -> None:
+        in_backward.append(1)
+        backward(self, step)
+        in_backward.pop()
+
+    patch.setattr(passes._Passes, "backward", marked)
+    patch.setattr(Balance, "begin", lambda self, mask: None if in_backward else real(self, mask))
+
+
+def order_of_torch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fsdp, "prefetch_in_order", lambda model, units: None)
+
+
+def weights_dropped(patch: pytest.MonkeyPatch) -> None:
+    real = passes._Passes.weights
+
+    def weights(self: Any, step: Any) -> None:
+        self._jobs[step.stage, step.batch] = self._jobs[step.stage, step.batch][: 1 if step.batch else None]
+        real(self, step)
+
+    patch.setattr(passes._Passes, "weights", weights)
+
+
+PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Run, str]] = {
+    "stages share hooks": (copied_parts, ("qwen3", FSDP, dict(hold=True, stages=2), {}, 2), "K1 all_gather"),
+    "a tied embedding not summed over the ends": (ends_not_summed, ("qwen3_tied", PP, {}, {}, 2), "G1 model.embed"),
+    "documents of another micro-batch": (other_documents, ("qwen3", PP, {}, {}, 2), "S1 loss"),
+    "recomputed with other filler": (
+        other_filler, ("qwen3_5_moe", PP, {}, dict(recompute="full"), 3), "G1",
+    ),
+    "prefetched in the order of torch": (order_of_torch, ("qwen3", FSDP, dict(hold=False), {}, 3), "K1 all_gather"),
+    "gradients of weights dropped": (weights_dropped, ("qwen3", PP, dict(schedule="zero-bubble"), {}, 2), "G1"),
+}  # fmt: skip
+
+
+@contextmanager
+def planted(name: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        PLANTS[name][0](patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def lines(sources: dict[str, Path]) -> Callable[[str], list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name, (_, run, _) in PLANTS.items():
+        groups.setdefault(trials.named(run[1]), []).append(name)
+
+    def of(group: Sequence[str]) -> dict[str, list[str]]:
+        tried = {name: trial_of(sources, PLANTS[name][1]) for name in group}
+        return {name: [str(f) for f in of] for name, of in trials.findings_in_turn(tried, planted).items()}
+
+    return worlds.Shared(list(groups.values()), of)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_bugs_are_found(lines: Callable[[str], list[str]], name: str) -> None:
+    assert any(line.startswith(PLANTS[name][2]) for line in lines(name)), lines(name)
+
+
+def frozen(source: Path, mesh: dict[str, int], train: str, schedule: str) -> Any:
+    model = mw.load(
+        source, trials.mesh_of(mesh), dtype=torch.float64, train=train, pipeline=mw.Pipeline(schedule=schedule)
+    )
+    engine = mw.Engine(model, lr=1e-2, router_aux="previous")
+    losses = [engine.step(Data(num=3)(0)).loss for _ in range(2)]
+    engine.backward(Data(num=3)(0))
+    grads = mw.gather(model, "grad")
+    engine.discard()
+    return losses, grads, engine.evaluate(Data(num=2)(0))
+
+
+@pytest.mark.parametrize("train", ["layers.3.*", "head.*", "layers.0.*"])
+def test_frozen_stages(sources: dict[str, Path], train: str) -> None:
+    """The first stage may have nothing to train, or alone have something."""
+    name = "qwen3_5_moe"
+    cases = {s: functools.partial(frozen, sources[name], PP, train, s) for s in ("1f1b", "zero-bubble")}
+    [one] = worlds.run(1, frozen, sources[name], {}, train, "1f1b")
+    for schedule, ranks in worlds.in_turn(2, cases).items():
+        for losses, _, evaluated in ranks:
+            assert losses == pytest.approx(one[0], rel=1e-9), schedule
+            assert evaluated == pytest.approx(one[2], rel=1e-9)
+        grads = ranks[0][1]
+        assert grads.keys() == one[1].keys()
+        worst = max(float((grads[k] - one[1][k]).norm() / one[1][k].norm().clamp_min(1e-12)) for k in grads)
+        assert worst < 1e-9, schedule
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_weights_that_come_late(dtype: torch.dtype) -> None:
+    """The same as those that come at once, through slices of a parameter too; nothing comes before its job is done."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(6, 16, generator=g).to(dtype), torch.randn(24, 16, generator=g)
+    mix, out = torch.randn(3, 32, 16, generator=g), torch.randn(3, 16, 16, generator=g)
+    counts = torch.tensor([4, 0, 2])
+
+    def loss(leaves: list[torch.Tensor]) -> torch.Tensor:
+        x, w, mix, out = leaves
+        a, b = linears(x, [w[:8], w[8:]])
+        y = experts(x, mix.to(x.dtype), out.to(x.dtype), counts)
+        return (a.sum() + b.square().sum() + y.square().sum()).float()
+
+    at_once, late = ([t.clone().requires_grad_() for t in (x, w, mix, out)] for _ in range(2))
+    loss(at_once).backward()
+    jobs: Jobs = []
+    with weights_late(jobs):
+        loss(late).backward()
+    assert [t.grad is not None for t in late] == [True, False, False, False]
+    for job in jobs:
+        job()
+    for a, b in zip(at_once, late, strict=True):
+        assert a.grad is not None
+        torch.testing.assert_close(b.grad, a.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+def refusals(source: Path, at: str) -> str:
+    cases: dict[str, dict[str, Any]] = {
+        "pooled": {},
+        "compiled": dict(savings=mw.Savings(compiled=True), pipeline=mw.Pipeline("zero-bubble")),
+        "not held": dict(pipeline=mw.Pipeline("zero-bubble", hold=False)),
+        "ends": dict(pipeline=mw.Pipeline(ends=(2, 3))),
+        "layers": dict(pipeline=mw.Pipeline(stages=3)),
+    }
+    try:
+        engine = mw.Engine(mw.load(source, trials.mesh_of(PP), dtype=torch.float64, **cases[at]), lr=1e-2)
+        engine.step(Data(num=3)(0))
+    except mw.MeshwrightError as error:
+        return str(error)
+    return "nothing"
+
+
+REFUSED = {
+    "pooled": words("pooled", "pp=2", "previous"),
+    "compiled": words("zero-bubble", "compiled", "1f1b"),
+    "not held": words("zero-bubble", "hold=False"),
+    "ends": words(r"ends=\(2, 3\)", "pp=2", "4 layers"),
+    "layers": words("4 layers", "6 pipeline stages"),
+}
+
+
+def test_what_cannot_be_is_refused(sources: dict[str, Path]) -> None:
+    cases = {at: functools.partial(refusals, sources["qwen3_5_moe"], at) for at in REFUSED}
+    for at, said in worlds.in_turn(2, cases).items():
+        assert all(re.search(REFUSED[at], each) for each in said), (at, said)
+    blueprint = draw(tiny.of("qwen3_tied", num_hidden_layers=6))
+    for wrong in (dict(schedule="gpipe"), dict(stages=0), dict(schedule="v", stages=3), dict(schedule="v")):
+        with pytest.raises(mw.MeshwrightError):
+            blueprint.run_by(mw.Pipeline(**wrong), reshard=True).spec.line(2)
