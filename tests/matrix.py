@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,10 @@ class Dials:
     """Of one run."""
 
     family: str
+    pp: int
     replicate: int
     fsdp: int
+    cp: int
     tp: int
     ep: int
     recompute: str
@@ -67,17 +69,18 @@ class Dials:
 
     @property
     def axes(self) -> Axes:
-        return Axes(replicate=self.replicate, fsdp=self.fsdp, tp=self.tp, ep=self.ep)
+        return Axes(self.pp, self.replicate, self.fsdp, self.cp, self.tp, self.ep)
 
     def __str__(self) -> str:
         mesh = ",".join(str(self.axes).split()) if self.axes.world > 1 else "one"
         return f"{self.family} {mesh} {self.recompute} {self.kind} {'reshard' if self.reshard else 'keep'}"
 
 
-def meshes(world: int) -> Iterator[tuple[int, int, int, int]]:
-    for replicate, fsdp, tp, ep in product((1, 2, 4, 8), repeat=4):
-        if replicate * fsdp * tp == world and (fsdp * tp) % ep == 0:
-            yield replicate, fsdp, tp, ep
+def meshes(world: int) -> Iterator[tuple[int, ...]]:
+    """Two layers make two stages at most; the rest of pp is in tests/test_pipeline.py."""
+    for pp, replicate, fsdp, cp, tp, ep in product((1, 2), *[(1, 2, 4, 8)] * 5):
+        if pp * replicate * fsdp * cp * tp == world and (fsdp * cp * tp) % ep == 0:
+            yield pp, replicate, fsdp, cp, tp, ep
 
 
 def everything(ranks: Sequence[int] = (1, 2, 4, 8)) -> list[Dials]:
@@ -116,7 +119,7 @@ def cost(run: Dials) -> float:
     return run.axes.world**0.6
 
 
-_AXES = ("replicate", "fsdp", "tp", "ep")
+_AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
 
 
 def pairs_of(run: Dials) -> set[object]:
@@ -151,12 +154,13 @@ class Course:
     source: Path
     head: str
     num_data_ranks: int
+    router_aux: str = "pooled"
 
     def trial(self, num: int, run: Dials | None = None) -> Trial:
         data = Data(num=num, target=self.head == "value")
         axes = Axes(replicate=self.num_data_ranks) if run is None else run.axes
         savings = mw.Savings() if run is None else mw.Savings(recompute=run.recompute, reshard=run.reshard)
-        return Trial(self.source, axes, data, self.head, savings=savings)
+        return Trial(self.source, axes, data, self.head, savings=savings, router_aux=self.router_aux)
 
 
 def refer(course: Course) -> list[Reference]:
@@ -173,9 +177,7 @@ def refer(course: Course) -> list[Reference]:
 def examine(runs: Sequence[tuple[Dials, Course]], references: dict[Course, list[Reference]]) -> list[list[str]]:
     """On every rank of a mesh: what this rank found wrong in each run. They share a mesh."""
     first = runs[0][0]
-    mesh = mw.Mesh(
-        replicate=first.replicate, fsdp=first.fsdp, tp=first.tp, ep=first.ep, device="cpu", timeout_s=60
-    )  # fmt: skip
+    mesh = mw.Mesh(**asdict(first.axes), device="cpu", timeout_s=60)
     return [[str(f) for f in _steps(run, course, references[course], mesh)] for run, course in runs]
 
 
@@ -222,7 +224,8 @@ class Matrix:
         if not at.exists():
             changes = {**FAMILIES[run.family], "tie_word_embeddings": tied}
             tiny.directory(at, run.family, dtype=torch.bfloat16, **changes)
-        return Course(at, "value" if run.kind == "value" else "lm", run.axes.num_data_ranks)
+        aux = "previous" if run.pp > 1 else "pooled"  # which pipelines cannot pool
+        return Course(at, "value" if run.kind == "value" else "lm", run.axes.num_data_ranks, aux)
 
     def findings(self, runs: Sequence[Dials]) -> list[list[str]]:
         """Of each run, on all ranks together. The runs are of one mesh."""

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 import meshwright as mw
 from meshwright.train.about import differences, documentation, schema
-from meshwright.train.config import Config, Later, OptimSection, TrainSection
+from meshwright.train.config import Config, OptimSection, TrainSection
 from meshwright.train.contradictions import num_tokens
 from meshwright.train.fields import declared, named, section_of
 from meshwright.train.schedule import refusal, schedule
@@ -113,7 +113,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
          "8192 x 3; take tokens_per_step = 245760 or 270336, or replicate x fsdp of 1, 2, 4, 8, 16, 32"),
         (PLAIN + "[mesh]\nfsdp = 2\nep = 3\n", "mesh.ep (line 7): ep=3 does not divide fsdp*cp*tp=2; choose"),
         (PLAIN + "[mesh]\ntp = true\n", "mesh.tp (line 6): it should be a whole number, not true"),
-        (PLAIN + "[mesh]\npp = 2\n", "mesh.pp (line 6): 2 is not there yet; leave it out"),
+        (PLAIN + "[pipeline]\nstages = 2\n", "pipeline (line 5): it says how a step goes through pipeline stages, and"),
         (PLAIN + "[mesh]\ndp = 2\n", "did you mean fsdp?"),
         (PLAIN + "[mash]\ntp = 2\n", "mash (line 5): there is no such field; did you mean mesh?"),
         (PLAIN + "[train]\nlearning_rate = 1\n", "did you mean lr of [optim]?"),
@@ -211,13 +211,14 @@ VALUES = {  # where the default says nothing of what else there may be
     "time_limit": "1.5", "keep_every": "400", "kind": "text", "turns": "last", "split": "line", "on_bad": "skip",
     "resume": "never", "dtype": "float32", "recompute": "full", "router_aux": "previous", "on_nan": "skip",
     "schedule": "wsd", "early_stopping": "3", "prompts": '["Hello"]', "top_p": "0.9", "state_dtype": "bfloat16",
-    "sample.tokens": "9",
+    "sample.tokens": "9", "pipeline.schedule": "v", "ends": "[2, 4]", "hold": "true",
+    "context": "1",
 }  # fmt: skip
 BESIDE = {  # what a field needs that it makes sense, by its name or its section
     "split": ["{section}.kind=text"], "share": ["train.steps=9"], "decay": ["optim.schedule=wsd"], "ep": ["mesh.tp=2"],
     "early_stopping": ["eval.path=y"], "eval": ["eval.path=y"], "sample": ['sample.prompts=["x"]'],
     "eval.sets.0": ["eval.sets.0.path=y", "eval.sets.0.name=y"], "best": ["eval.path=y"],
-    "fewer": ["launch.max_restarts=1"],
+    "fewer": ["launch.max_restarts=1"], "pipeline": ["mesh.pp=2"],
 }  # fmt: skip
 
 
@@ -229,17 +230,12 @@ def value_at(config: Any, place: str) -> Any:
 
 @pytest.mark.parametrize(("place", "field"), places(Config), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_field_can_be_set(tmp_path: Path, place: str, field: FieldInfo) -> None:
-    """Or it is told that it is not there yet."""
     section, _, name = place.rpartition(".")
     plain = {bool: str(not field.default).lower(), int: "7", float: "0.25", dict: '{a = "b"}'}
     value = VALUES.get(place, VALUES.get(name, VALUES.get(section, plain.get(type(field.default), "other"))))
     beside = [text.format(section=section) for key in (section, name) for text in BESIDE.get(key, [])]
     sets, path = [*beside, f"{place}={value}"], written(tmp_path, PLAIN)
-    if any(isinstance(mark, Later) for mark in field.metadata) and name != "resume":
-        assert f"{place} (--set {place}={value}): " in (said := refused(tmp_path, PLAIN, *sets))
-        assert "not there yet" in said
-    else:
-        assert value_at(read(path, sets), place) != field.default
+    assert value_at(read(path, sets), place) != field.default
 
 
 def test_what_is_saved_reads_the_same(tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ CONTEXT_MESHES: list[dict[str, int]] = [
     dict(cp=2, tp=2),  # 2 query heads a tp rank, which share a kv head
     dict(fsdp=2, cp=2),
 ]
+PIPELINE_MESHES: list[dict[str, int]] = [
+    dict(pp=2, tp=2),
+    dict(pp=2, cp=2),
+]
 EXPERT_MESHES: list[dict[str, int]] = [
     dict(fsdp=2, ep=2),
     dict(fsdp=2, tp=2, ep=2),

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .config import Config, Fixed, Later
+from .config import Config, Fixed
 from .fields import Leaf, Place, leaves, named, section_of, written
 
 _HEAD = """# The file of a run
@@ -102,15 +102,8 @@ def _of_section(title: str, section: type[BaseModel]) -> str:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    later = next((mark for mark in field.metadata if isinstance(mark, Later)), None)
-    if section_of(field.annotation) and later is None:
+    if section_of(field.annotation):
         return ""  # it has a table of its own
     default = "needed" if field.is_required() else "none" if field.default is None else f"`{written(field.default)}`"
     means = " ".join((field.description or "").split())
-    if later is not None:
-        means += f" Not there yet{f', but for {_either(later.now)}' if later.now else ''}."
     return f"| `{name}` | {default} | {means} |"
-
-
-def _either(values: tuple[Any, ...]) -> str:
-    return " and ".join(f"`{written(value)}`" for value in values)

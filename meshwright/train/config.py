@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from ..layout import Pipeline
-
-
-@dataclass(frozen=True)
-class Later:
-    """A field that is declared and not honoured yet: only its default is taken, or a value in `now`."""
-
-    now: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -25,7 +18,7 @@ class Fixed:
 
 
 WARM_UP = 2  # steps before a trace: in them memory grows, kernels are chosen and layers compiled
-LATER, FIXED, FREE = Later(), Fixed(), Fixed(False)
+FIXED, FREE = Fixed(), Fixed(False)
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -8,8 +8,8 @@ from math import ceil
 
 from ..axes import Axes
 from ..errors import MeshError
-from .config import WARM_UP, Config, EvalSection, Later, OptimSection, SampleSection, SourceSection
-from .fields import Place, leaves, written
+from .config import WARM_UP, Config, EvalSection, OptimSection, SampleSection, SourceSection
+from .fields import Place, written
 from .schedule import refusal
 
 Told = Iterator[tuple[Place, str]]
@@ -19,8 +19,8 @@ _OF_CHATS = ("thinking", "turns", "template", "template_args")
 
 def contradictions(config: Config) -> Told:
     for matter in (
-        _of_the_end, _of_a_step, _of_the_mesh, _of_shares, _of_sources, _of_names, _of_the_schedule,
-        _of_evaluation, _of_samples, _of_traces, _of_checkpoints, _of_restarts, _of_memory, _not_there_yet,
+        _of_the_end, _of_a_step, _of_the_mesh, _of_stages, _of_shares, _of_sources, _of_names, _of_the_schedule,
+        _of_evaluation, _of_samples, _of_traces, _of_checkpoints, _of_restarts, _of_memory,
     ):  # fmt: skip
         yield from matter(config)
 
@@ -82,6 +82,11 @@ def _of_the_mesh(config: Config) -> Told:
         Axes(**config.mesh.model_dump())
     except MeshError as error:
         yield ("mesh", "ep"), str(error)
+
+
+def _of_stages(config: Config) -> Told:
+    if config.mesh.pp == 1 and config.pipeline != type(config.pipeline)():
+        yield ("pipeline",), "it says how a step goes through pipeline stages, and there is one; give pp of [mesh] too"
 
 
 def _of_shares(config: Config) -> Told:
@@ -201,12 +206,3 @@ def _of_memory(config: Config) -> Told:
             f"with betas = {written(config.optim.betas)} the change of a moment in a step would be rounded away; "
             'take betas of at most 0.98, or "float32"',
         )
-
-
-def _not_there_yet(config: Config) -> Told:
-    for leaf in leaves(config):
-        mark = next((mark for mark in leaf.field.metadata if isinstance(mark, Later)), None)
-        if mark is None or leaf.value in (leaf.field.default, *mark.now):
-            continue
-        ways = " or ".join(map(written, mark.now))
-        yield leaf.place, f"{written(leaf.value)} is not there yet; {f'take {ways}' if ways else 'leave it out'}"
