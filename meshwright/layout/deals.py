@@ -7,10 +7,22 @@ from math import gcd
 
 from ..axes import Axes
 from ..errors import LayoutError
-from .doors import ATTENTION, DELTA, Deal, Swap, find
+from .doors import ATTENTION, DELTA, Context, Deal, Swap, find
 from .rules import ShardingSpec
 
 BEYOND = {ATTENTION: "gather", DELTA: "state"}  # keys and values are gathered; a state is passed on
+
+
+def asked(context: Context, mixer: str) -> int | None:
+    return {ATTENTION: context.attention, DELTA: context.delta}[mixer]
+
+
+def neighbours(context: Context, mixer: str, heads: int, cp: int) -> int:
+    """Between how many a mixer swaps, with so many heads on a rank of tp."""
+    common, wanted = gcd(heads, cp), asked(context, mixer)
+    if wanted is not None:
+        return wanted
+    return common if mixer == ATTENTION or common == cp else 1
 
 
 def deals(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, Deal]:
@@ -18,7 +30,7 @@ def deals(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swa
     found = {}
     for name, swap in find(spec.module, Swap):
         start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
-        found[swap] = Deal(start, stop, spec.context.neighbours(swap.mixer, stop - start, axes.cp))
+        found[swap] = Deal(start, stop, neighbours(spec.context, swap.mixer, stop - start, axes.cp))
     return found
 
 
@@ -35,20 +47,24 @@ def check_context(spec: ShardingSpec, axes: Axes) -> None:
     """Refuse a `Context` that the mesh or the model cannot follow."""
     dealt = deals(spec, axes, axes.coords(0))
     for mixer in BEYOND:
-        asked, heads = spec.context.asked(mixer), dict[int, str]()
+        wanted, heads = asked(spec.context, mixer), dict[int, str]()
         for name, swap in find(spec.module, Swap):
             if swap.mixer == mixer:
                 heads.setdefault(dealt[swap].stop - dealt[swap].start, name)
-        if asked is None:
-            continue
-        if not heads:
-            raise LayoutError(f"{mixer}={asked} of mw.Context: the model has no such mixer; leave it out")
-        common = gcd(axes.cp, *heads)
-        if common % asked:
-            named = " and ".join(f"the {num} heads of {name}" for num, name in heads.items())
-            of_tp = f" that tp={axes.tp} leaves to a rank" if axes.tp > 1 else ""
-            choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-            raise LayoutError(
-                f"{mixer}={asked} of mw.Context does not divide cp={axes.cp} and {named}{of_tp}; "
-                f"choose {mixer} from {choices}"
-            )
+        if wanted is not None:
+            _check(mixer, wanted, heads, axes)
+
+
+def _check(mixer: str, wanted: int, heads: Mapping[int, str], axes: Axes) -> None:
+    """`heads`: how many a rank of tp has, and the first mixer that has so many."""
+    if not heads:
+        raise LayoutError(f"{mixer}={wanted} of mw.Context: the model has no such mixer; leave it out")
+    common = gcd(axes.cp, *heads)
+    if common % wanted:
+        named = " and ".join(f"the {num} heads of {name}" for num, name in heads.items())
+        of_tp = f" that tp={axes.tp} leaves to a rank" if axes.tp > 1 else ""
+        choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise LayoutError(
+            f"{mixer}={wanted} of mw.Context does not divide cp={axes.cp} and {named}{of_tp}; "
+            f"choose {mixer} from {choices}"
+        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -95,7 +94,7 @@ class Context:
     `attention`, `delta` (the delta net): so many neighbours on cp swap tokens for heads. Over the others attention
     gathers keys and values, and the delta net passes its state on. cp: a swap alone; 1: none. None is chosen: for
     attention the largest that divides cp and the heads of a tp rank; for the delta net cp if it divides the key heads,
-    else 1, since a state is less than what a swap sends.
+    else 1.
     """
 
     attention: int | None = None
@@ -105,17 +104,6 @@ class Context:
         for name, size in vars(self).items():
             if size is not None and (type(size) is not int or size < 1):
                 raise LayoutError(f"{name}={size!r} of mw.Context is not a number of ranks; give 1 or more, or None")
-
-    def asked(self, mixer: str) -> int | None:
-        return {ATTENTION: self.attention, DELTA: self.delta}[mixer]
-
-    def neighbours(self, mixer: str, heads: int, cp: int) -> int:
-        """Between how many a mixer swaps, with so many heads on a rank of tp."""
-        asked = self.asked(mixer)
-        if asked is not None:
-            return asked
-        common = gcd(heads, cp)
-        return common if mixer == ATTENTION or common == cp else 1
 
 
 @dataclass(frozen=True)
