@@ -239,7 +239,7 @@ def test_mistakes_are_named_on_all_ranks(said_of_mistakes: Callable[[str], list[
 
 def refused(source: Path, given: dict[str, Any]) -> str:
     options = dict(given)
-    loading = {name: options.pop(name) for name in ("head", "dtype", "mesh", "savings") if name in options}
+    loading = {name: options.pop(name) for name in ("head", "dtype", "mesh", "savings", "context") if name in options}
     try:
         mw.Engine(mw.load(source, **loading), **{"lr": 1e-3, **options})
     except mw.ConfigError as error:
