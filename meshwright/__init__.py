@@ -7,6 +7,7 @@ from . import train
 from .checkpoint import copy_checkpoint
 from .data import Batch, pack, shift
 from .engine import (
+    Context,
     Engine,
     Model,
     Pipeline,
@@ -62,6 +63,7 @@ __all__ = [
     "BrokenFile",
     "CheckpointError",
     "ConfigError",
+    "Context",
     "DataError",
     "Difference",
     "Engine",

@@ -54,10 +54,18 @@ class Axes:
     @cached_property
     def _sizes(self) -> dict[str, int]:
         efsdp = self.fsdp * self.cp * self.tp // self.ep
+        halves = [(self.halves(n), n) for n in range(1, self.cp + 1) if self.cp % n == 0]
         return {
+            **{axis: size for names, n in halves for axis, size in zip(names, (self.cp // n, n), strict=True)},
             "pp": self.pp, "replicate": self.replicate, "fsdp": self.fsdp, "cp": self.cp, "tp": self.tp,
             "ep": self.ep, "efsdp": efsdp, ENDS: min(self.pp, 2),
         }  # fmt: skip
+
+    def halves(self, neighbours: int) -> tuple[str, str]:
+        """cp as two axes: which of the groups of so many neighbours a rank is in, and where it is in its group. Their
+        names say how the coordinates are reckoned."""
+        outer, inner = f"cp//{neighbours}", f"cp%{neighbours}"
+        return outer if neighbours > 1 else "cp", inner if neighbours < self.cp else "cp"
 
     def size_of(self, axis: str) -> int:
         return self._sizes[axis]
@@ -75,10 +83,13 @@ class Axes:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank` on all axes, those of the dense and of the expert view."""
-        if not 0 <= rank < self.world:
-            raise MeshError(f"there is no rank {rank} among {self.world} ({self})")
+        self._check(rank)
         at = {**_unravel(rank, DENSE, self.sizes(DENSE)), **_unravel(rank, EXPERT, self.sizes(EXPERT))}
         return {**at, ENDS: int(0 < at["pp"] == self.pp - 1)}
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise MeshError(f"there is no rank {rank} among {self.world} ({self})")
 
     def data_rank(self, rank: int) -> int:
         """Ranks that differ only in cp, tp, pp read the same stream."""
@@ -86,9 +97,10 @@ class Axes:
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` at most on `axes` (all of one view), in order."""
-        ranks, at = [rank], self.coords(rank)
+        self._check(rank)
+        ranks = [rank]
         for axis, stride in self._strides(axes).items():
-            here = at["pp" if axis == ENDS else axis]
+            here = rank // stride % self.size_of("pp" if axis == ENDS else axis)
             there = self._ends_seen_from(here) if axis == ENDS else range(self.size_of(axis))
             ranks = [r + (i - here) * stride for r in ranks for i in there]
         return tuple(sorted(ranks))
@@ -114,10 +126,17 @@ class Axes:
         return {a: strides["pp" if a == ENDS else a] for a in axes}
 
     def _view(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        view = EXPERT if {"ep", "efsdp"} & set(axes) else DENSE
-        if not set(axes) <= {*view, ENDS}:
+        found = next((view for view in self._views if set(axes) <= {*view, ENDS}), None)
+        if found is None:
             raise MeshError(f"{axes} are not axes of one view; they are {DENSE}, or for experts {EXPERT}")
-        return view
+        return found
+
+    @cached_property
+    def _views(self) -> list[tuple[str, ...]]:
+        """Axes that name each rank once: dense, as experts see them, and dense with cp in halves."""
+        halves = [self.halves(n) for n in range(2, self.cp) if self.cp % n == 0]
+        at = DENSE.index("cp")
+        return [DENSE, EXPERT, *((*DENSE[:at], *both, *DENSE[at + 1 :]) for both in halves)]
 
     def __str__(self) -> str:
         named = [f"{a}={self.size_of(a)}" for a in (*DENSE, "ep") if self.size_of(a) > 1]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
-from .layout import Param, Pipeline, Rules, ShardingSpec, Table
+from .layout import Context, Param, Pipeline, Rules, ShardingSpec, Table
 from .models import Balance, Decoder, describe, prefix_of, text_config
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
@@ -67,6 +67,10 @@ class Blueprint:
     def run_by(self, pipeline: Pipeline, *, reshard: bool) -> Blueprint:
         """The same model; without `reshard`, what forward has gathered stays until backward."""
         return replace(self, spec=replace(self.spec, reshard=reshard, pipeline=pipeline))
+
+    def in_context(self, context: Context) -> Blueprint:
+        """The same model, whose mixers come to the tokens of other ranks in this way."""
+        return replace(self, spec=replace(self.spec, context=context))
 
 
 def draw(

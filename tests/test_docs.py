@@ -92,8 +92,9 @@ def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
 def shown(default: object) -> str:
     if isinstance(default, FunctionType):
         return f"mw.losses.{default.__name__}"
-    if default in (mw.Savings(), mw.Pipeline()):
-        return f"mw.{type(default).__name__}()"
+    for made in (mw.Savings(), mw.Pipeline(), mw.Context()):
+        if default == made:
+            return f"mw.{type(made).__name__}()"
     return f'"{default}"' if isinstance(default, str) else repr(default)
 
 

@@ -225,16 +225,6 @@ def test_the_choices_work() -> None:
     assert objections(blueprint, dict(tp=1, fsdp=7)) == []
 
 
-def test_cp_deals_out_the_heads_of_a_rank() -> None:
-    """Those that tp leaves; of attention and delta net together."""
-    delta = draw(tiny.of("qwen3_5", num_attention_heads=12, num_key_value_heads=3))
-    (told,) = objections(delta, dict(cp=3))
-    assert re.search(r"cp=3\b.*\b4 heads of layers\.0\.mixer\.swap; choose cp from 1, 2, 4$", told), told
-    (told,) = objections(delta, dict(cp=4, tp=2))
-    assert re.search(r"cp=4\b.*\b2 heads.* and 6 heads.*\btp=2 leaves to a rank; choose cp from 1, 2$", told), told
-    assert objections(delta, dict(cp=2, tp=2)) == []
-
-
 def test_a_rank_without_any_of_a_vocabulary() -> None:
     heads = dict(num_attention_heads=8, intermediate_size=48)
     (told,) = objections(

@@ -212,6 +212,7 @@ VALUES = {  # where the default says nothing of what else there may be
     "resume": "never", "dtype": "float32", "recompute": "full", "router_aux": "previous", "on_nan": "skip",
     "schedule": "wsd", "early_stopping": "3", "prompts": '["Hello"]', "top_p": "0.9", "state_dtype": "bfloat16",
     "sample.tokens": "9", "pipeline.schedule": "v", "ends": "[2, 4]", "hold": "true",
+    "context": "1",
 }  # fmt: skip
 BESIDE = {  # what a field needs that it makes sense, by its name or its section
     "split": ["{section}.kind=text"], "share": ["train.steps=9"], "decay": ["optim.schedule=wsd"], "ep": ["mesh.tp=2"],

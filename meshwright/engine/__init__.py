@@ -1,6 +1,6 @@
 """Load, step, look, export: what a user calls."""
 
-from ..layout import Pipeline
+from ..layout import Context, Pipeline
 from ..parallel import Savings
 from . import losses
 from .arguments import check_prompts

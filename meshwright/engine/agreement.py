@@ -158,6 +158,7 @@ def identity(model: Model) -> dict[str, str]:
         "the compute dtype": str(model.dtype),
         **{f"the saving {name}": str(value) for name, value in asdict(model.savings).items()},
         **{f"the pipeline's {name}": str(value) for name, value in asdict(model.blueprint.spec.pipeline).items()},
+        **{f"{name} of mw.Context": str(value) for name, value in asdict(model.blueprint.spec.context).items()},
         "the origin of the weights": model.blueprint.origin,
         "the model (numbered in the order in which all ranks first used them, 0 if never)": str(model.calls.shared_id),
         "the number of trained parameters": str(len(trained)),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
-from ..layout import LATE, Pipeline
+from ..layout import LATE, Context, Pipeline
 from ..mesh import Mesh
 from ..optim import within
 from ..parallel import Savings
@@ -24,8 +24,9 @@ _MEANT = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other librar
 
 
 def check_loading(
-    mesh: object, dtype: object, savings: object, read: str = "rank", pipeline: object = Pipeline()
-) -> None:
+    mesh: object, dtype: object, savings: object, read: str = "rank", pipeline: object = Pipeline(),
+    context: object = Context(),
+) -> None:  # fmt: skip
     check_inference_mode()
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
@@ -37,6 +38,8 @@ def check_loading(
         raise ConfigError(f"savings={savings!r} must be mw.Savings(...), such as mw.Savings(recompute='full')")
     if not isinstance(pipeline, Pipeline):
         raise ConfigError(f"pipeline={pipeline!r} must be mw.Pipeline(...), such as mw.Pipeline(stages=2)")
+    if not isinstance(context, Context):
+        raise ConfigError(f"context={context!r} must be mw.Context(...), such as mw.Context(attention=1)")
     if read not in READ:
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
 

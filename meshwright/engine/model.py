@@ -17,6 +17,7 @@ from ..blueprint import Blueprint, draw
 from ..errors import StateError
 from ..layout import (
     Charge,
+    Context,
     Held,
     Line,
     Piece,
@@ -28,6 +29,7 @@ from ..layout import (
     pieces,
     place,
     trained_from,
+    ways,
 )
 from ..mesh import Mesh
 from ..models import Decoder
@@ -196,7 +198,9 @@ class Model:
 
     def __repr__(self) -> str:
         num = sum(p.numel for p in self.table)
-        return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes})"
+        found = ways(self.blueprint.spec, self.mesh.axes)
+        of_cp = f" ({found})" if found else ""
+        return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes}{of_cp})"
 
 
 @refusing_arguments("load", ARGUMENTS_OF_LOAD)
@@ -210,6 +214,7 @@ def load(
     read: str = "rank",
     savings: Savings = Savings(),
     pipeline: Pipeline = Pipeline(),
+    context: Context = Context(),
 ) -> Model:
     """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
 
@@ -219,9 +224,9 @@ def load(
     that are trained.
     `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
     node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time. `pipeline`: how
-    layers are shared out, where the mesh has pp.
+    layers are shared out, where the mesh has pp. `context`: how they come to the tokens of other ranks of cp.
     """
-    check_loading(mesh, dtype, savings, read, pipeline)
+    check_loading(mesh, dtype, savings, read, pipeline, context)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
     config, stamp = read_stamped_config(directory)
@@ -229,7 +234,7 @@ def load(
     stored = torch.promote_types(compute, torch.float32)
     blueprint = draw(config, files, head=head, directory=directory, stored=stored)
     blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
-    blueprint = blueprint.run_by(pipeline, reshard=savings.reshard)
+    blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
     model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
     node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
     plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap))
@@ -250,15 +255,16 @@ def init(
     seed: int = 0,
     savings: Savings = Savings(),
     pipeline: Pipeline = Pipeline(),
+    context: Context = Context(),
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
-    check_loading(mesh, dtype, savings, pipeline=pipeline)
+    check_loading(mesh, dtype, savings, pipeline=pipeline, context=context)
     patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
     config = read_config(directory)
     check_unquantised(config)
     blueprint = replace(draw(config, head=head, directory=directory), origin=f"seed {seed}")
-    blueprint, compute = blueprint.run_by(pipeline, reshard=savings.reshard), dtype or torch.bfloat16
-    model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
+    blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
+    model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
     _fill_fresh(model, model.pieces, seed)
     return model
 

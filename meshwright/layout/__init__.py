@@ -2,7 +2,24 @@
 
 from .bill import Charge, Work, bill, padded
 from .boxes import Box, check_tiling, chunk, interval
-from .doors import ENTER, LEAVE, MEET, SHARE, Deal, Dispatch, Door, Kind, Span, Swap, find, is_run
+from .deals import check_context, deals, ways
+from .doors import (
+    DELTA,
+    ENTER,
+    LEAVE,
+    MEET,
+    SHARE,
+    Context,
+    Deal,
+    Dispatch,
+    Door,
+    Join,
+    Kind,
+    Span,
+    Swap,
+    find,
+    is_run,
+)
 from .extremes import extreme_ranks
 from .line import Line, even
 from .params import (

@@ -10,9 +10,10 @@ from math import prod
 from torch import nn
 
 from ..axes import Axes, Sum
-from .doors import Deal, Dispatch, Door, Swap, find
+from .deals import deals
+from .doors import Dispatch, Door, Join, Swap, find
 from .params import matrix_shape
-from .rules import Rules, ShardingSpec, cut, piece, place
+from .rules import ShardingSpec, cut, piece, place
 from .schedule import RECEIVE, SEND, Transfer
 from .stages import program_of, transfer_name
 from .units import Unit
@@ -51,7 +52,7 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
     coords, stages = axes.coords(rank), spec.stages(axes, rank)
     charges = [
         *(charge for stage in stages for charge in _doors(stage.module, axes, work)),
-        *(charge for stage in stages for charge in _swaps(stage.module, spec.rules, axes, coords, work)),
+        *(charge for stage in stages for charge in _swaps(stage.module, spec, axes, coords, work)),
         *(charge for stage in stages for unit in stage.units for charge in _unit(unit, spec, axes, coords, work)),
         *_transfers(spec, axes, coords, work),
         *_last_sums(spec, axes, rank, work),
@@ -89,14 +90,24 @@ def _doors(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
         yield Charge(f"{name}, rows", "all_to_all", ("ep",), rows_bytes, (2 * forwards + 2) * work.num_batches)
 
 
-def _swaps(model: nn.Module, rules: Rules, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
-    """Each rank of cp gets its share of the heads of the whole stream, and gives them back."""
+def _swaps(model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
+    """Each of some neighbours on cp gets its share of the heads of their tokens, and gives them back. Over the others
+    goes what joins their parts of the stream."""
+    dealt = deals(spec, axes, coords)
     for name, swap in find(model, Swap):
-        start, stop = rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
-        places = (name, f"{name}, the way back")
-        for at, width in zip(places, swap.widths(Deal(start, stop, axes.cp)), strict=True):
-            num_bytes = work.tokens * width * work.compute_bytes
-            yield Charge(at, "all_to_all", ("cp",), num_bytes, (2 + swap.again) * work.num_batches)
+        _, inner = axes.halves(dealt[swap].parts)
+        tokens = work.tokens // axes.cp * dealt[swap].parts
+        for at, width in zip((name, f"{name}, the way back"), swap.widths(dealt[swap]), strict=True):
+            num_bytes = tokens * width * work.compute_bytes
+            yield Charge(at, "all_to_all", (inner,), num_bytes, (2 + swap.again) * work.num_batches)
+    for name, join in find(model, Join):
+        deal = dealt[join.swap]
+        outer, _ = axes.halves(deal.parts)
+        item = work.stored_bytes if join.floats else work.compute_bytes
+        elements = join.elements(deal, work.tokens // axes.cp * deal.parts)  # of one part
+        num_bytes = axes.cp // deal.parts * elements * item
+        yield Charge(name, "all_gather", (outer,), num_bytes, (1 + join.again) * work.num_batches)
+        yield Charge(name, "reduce_scatter", (outer,), num_bytes, work.num_batches)
 
 
 def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> int:

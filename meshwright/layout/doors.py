@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from ..errors import LayoutError
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -82,9 +84,31 @@ class Span:
         return self.stop - self.start
 
 
+ATTENTION, DELTA = "attention", "delta"  # the mixers, as `Context` names them
+
+
+@dataclass(frozen=True)
+class Context:
+    """How mixers come to the tokens of other ranks of cp. The numbers stay the same, but for rounding.
+
+    `attention`, `delta` (the delta net): so many neighbours on cp swap tokens for heads. Over the others attention
+    gathers keys and values, and the delta net passes its state on. cp: a swap alone; 1: none. None is chosen: for
+    attention the largest that divides cp and the heads of a tp rank; for the delta net cp if it divides the key heads,
+    else 1.
+    """
+
+    attention: int | None = None
+    delta: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size is not None and (type(size) is not int or size < 1):
+                raise LayoutError(f"{name}={size!r} of mw.Context is not a number of ranks; give 1 or more, or None")
+
+
 @dataclass(frozen=True)
 class Deal:
-    """How the heads `start..stop` of a tp rank are dealt out to the `parts` ranks of cp: evenly, in their order."""
+    """How the heads `start..stop` of a tp rank are dealt out to `parts` neighbours on cp: evenly, in their order."""
 
     start: int
     stop: int
@@ -108,7 +132,8 @@ Tensors = tuple[Tensor, ...]
 
 
 class Swap:
-    """The door of a mixer under cp: all heads of this rank's tokens -> all tokens of this rank's share of the heads.
+    """The door of a mixer under cp: all heads of this rank's tokens -> this rank's share of the heads, of the tokens
+    of all neighbours on cp that swap.
 
     `heads` are dealt out. `there`: of each tensor that goes, the elements of one of its heads, and how many of `heads`
     that one serves (a kv head serves several). `width`: elements of a head that come back. What goes is `[T, n, ...]`
@@ -116,10 +141,11 @@ class Swap:
     one each way in backward; both of forward once more when `again`.
     """
 
-    def __init__(self, heads: Span, there: Sequence[tuple[int, int]], width: int) -> None:
-        self.heads, self.there, self.width = heads, tuple(there), width
+    def __init__(self, heads: Span, there: Sequence[tuple[int, int]], width: int, mixer: str = ATTENTION) -> None:
+        self.heads, self.there, self.width, self.mixer = heads, tuple(there), width, mixer
         self.again = False
-        self.parts, self.part = 1, 0  # ranks of cp, and which of them this is
+        self.parts, self.part = 1, 0  # neighbours that swap, and which of them this is
+        self.groups, self.group = 1, 0  # of such neighbours: each has a part of the stream
         self.armed: tuple[Callable[[Tensors], Tensors], Callable[[Tensor], Tensor]] | None = None
 
     def __call__(self, *xs_TnC: Tensor) -> Tensors:
@@ -143,12 +169,45 @@ class Swap:
         return got, len(deal.heads(0)) * self.width
 
 
+class Join:
+    """The door of a mixer to the other parts of the stream: rows of this part -> rows of all parts, in their order.
+
+    A part is what neighbours that swap have between them. Each rank asks those that work on the same heads elsewhere.
+    `width`: elements of a head in a row, which serves `serves` of the swap's heads. `rows`: of a part pass so many; by
+    default all its tokens. `floats`: as of a door. One all-gather when armed, one reduce-scatter in backward; the
+    all-gather once more when `again`.
+    """
+
+    def __init__(
+        self, swap: Swap, width: int, *, serves: int = 1, rows: int | None = None, floats: bool = False
+    ) -> None:
+        self.swap, self.width, self.serves, self.rows, self.floats = swap, width, serves, rows, floats
+        self.again = False
+        self.armed: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if self.armed is None else self.armed(x)
+
+    @property
+    def parts(self) -> int:
+        return self.swap.groups
+
+    @property
+    def part(self) -> int:
+        return self.swap.group
+
+    def elements(self, deal: Deal, num_tokens: int) -> int:
+        """That a part of so many tokens brings."""
+        rows = num_tokens if self.rows is None else min(self.rows, num_tokens)
+        return rows * len(deal.serving(self.serves)[0]) * self.width
+
+
 def is_run(numbers: Sequence[int]) -> bool:
     """Whether each is the next of the one before."""
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 
-Kept = TypeVar("Kept", Door, Dispatch, Span, Swap)
+Kept = TypeVar("Kept", Door, Dispatch, Span, Swap, Join)
 
 
 def find(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..axes import DENSE, ENDS, EXPERT, Axes
 from ..errors import LayoutError
 from .boxes import Box, check_tiling, chunk, interval
+from .doors import Context
 from .line import Line
 from .params import Param, Table, matrix_shape
 from .stages import Pipeline, Stage, line_of, stages_of, stages_of_param
@@ -81,6 +82,7 @@ class ShardingSpec:
     module: Any = field(default_factory=nn.Module)  # a models.Decoder: its doors, and the parts that stages are
     reshard: bool = True  # units are freed between forward and backward
     pipeline: Pipeline = field(default_factory=Pipeline)
+    context: Context = field(default_factory=Context)
     _lines: dict[int, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
     _stages: dict[int, tuple[Stage, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, Block, Box, Door, Layout, Span, Swap
+from ..layout import ENTER, LEAVE, Block, Box, Door, Join, Layout, Span, Swap
 from .config import Json, divides, labels_of, listed, refuse, take
 from .decoder import Decoder, Layer, Norm, Rope, Shape
 from .linear import ALL, Linear, joined
@@ -83,6 +83,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(shape, at + "k_norm.weight", K, "head") if heads.normed else nn.Identity()
         self.heads, self.kv = Span("heads", H), Span("kv", G)
         self.swap = Swap(self.heads, [(K, 1), (K, H // G), (K, H // G)], K)
+        self.all_k, self.all_v = Join(self.swap, K, serves=H // G), Join(self.swap, K, serves=H // G)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
@@ -92,7 +93,8 @@ class Attention(nn.Module):
         k_TGK, v_TGK = (y_TC.unflatten(1, (-1, K)) for y_TC in kv_TC)
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
         q_THK, k_TGK, v_TGK = self.swap(q_THK, k_TGK, v_TGK)
-        o_THK = self.swap.back(ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs))
+        k_TGK, v_TGK, first = self.all_k(k_TGK), self.all_v(v_TGK), self.swap.group * len(q_THK)
+        o_THK = self.swap.back(ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs, first))
         if self.gated:
             o_THK = o_THK * gate[0].sigmoid()
         return self.leave(self.o(o_THK.flatten(1)))

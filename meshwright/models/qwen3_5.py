@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, Declared, Door, Init, Span, Swap, segments, weight
+from ..layout import DELTA, ENTER, LEAVE, Declared, Door, Init, Join, Span, Swap, segments, weight
 from .config import Json, divides, listed, refuse, take
 from .decoder import Decoder, Layer, Rope, Shape
 from .linear import ALL, Linear, joined
@@ -87,9 +87,9 @@ class Conv(nn.Module):
         spelled = segments(key, (G, chan, W), cuts, (G * chan, 1, W))
         self.weight = weight({"key": G, "chan": chan}, {"tap": W}, layouts=[spelled], init=Init("normal", shape.std))
 
-    def forward(self, x_TGC: Tensor, own: slice, docs: ops.Documents) -> Tensor:
+    def forward(self, x_TGC: Tensor, own: slice, docs: ops.Documents, halo: ops.Parts) -> Tensor:
         weight_CW = self.weight.unflatten(0, (-1, self.chan))[own].flatten(0, 1)
-        return ops.causal_conv(x_TGC.flatten(1), weight_CW, docs).view_as(x_TGC)
+        return ops.causal_conv(x_TGC.flatten(1), weight_CW, docs, halo).view_as(x_TGC)
 
 
 class Gates(nn.Module):
@@ -138,7 +138,9 @@ class DeltaNet(nn.Module):
         self.norm = GatedNorm(shape.eps, V, at + "norm.weight")
         self.out = Linear({"embed": D}, {"key": G, "value": R * V}, shape.std, key=at + "out_proj")
         self.keys = Span("key", G)
-        self.swap = Swap(self.keys, [(chan, 1), (R, 1), (R, 1)], R * V)
+        self.swap = Swap(self.keys, [(chan, 1), (R, 1), (R, 1)], R * V, DELTA)
+        self.halo = Join(self.swap, chan, rows=delta.kernel - 1)
+        self.states = Join(self.swap, R * delta.key * (delta.key + V), rows=1, floats=True)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
@@ -146,9 +148,9 @@ class DeltaNet(nn.Module):
         qkv_TC, z_TC, a_TC, b_TC = joined(x_TD, (self.qkv, ALL), (self.z, ALL), (self.a, ALL), (self.b, ALL))
         qkv_TGC, a_TGR, b_TGR = self.swap(*(x_TC.unflatten(1, (G, -1)) for x_TC in (qkv_TC, a_TC, b_TC)))
         own = slice(self.swap.mine.start - self.keys.start, self.swap.mine.stop - self.keys.start)
-        q_TGK, k_TGK, v_TGC = self.conv(qkv_TGC, own, docs).split(self.cuts, -1)
-        g_TGR, beta_TGR = self.gates(a_TGR, b_TGR, own)
-        o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (R, V)), g_TGR, beta_TGR, docs)
+        q_TGK, k_TGK, v_TGC = self.conv(qkv_TGC, own, docs, self.halo).split(self.cuts, -1)
+        gates = self.gates(a_TGR, b_TGR, own)
+        o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (R, V)), gates, docs, self.states)
         o_TGC = self.swap.back(o_TGRV.flatten(2))  # the gate of the norm stands with this rank's tokens
         y_TGRV = self.norm(o_TGC.unflatten(2, (R, V)), z_TC.view(-1, G, R, V))
         return self.leave(self.out(y_TGRV.flatten(1)))

@@ -8,7 +8,7 @@ obvious reference in `tests/ops/references.py`.
 
 from meshwright.ops.attention import attention
 from meshwright.ops.delta import causal_conv, delta_rule, gates
-from meshwright.ops.documents import Documents, documents
+from meshwright.ops.documents import WHOLE, Documents, Parts, documents
 from meshwright.ops.experts import experts, route
 from meshwright.ops.kernels import uncompiled
 from meshwright.ops.late import Jobs, weights_late

@@ -6,6 +6,8 @@ least d. So nothing here loops over documents, pads them, or has a shape that de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +15,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops.documents import Documents, check_tokens
+from meshwright.ops.documents import WHOLE, Documents, Parts, part_of
 from meshwright.ops.kernels import fastest, uncompiled
 from meshwright.ops.norms import at_least_float32, upcast
 
 CHUNK = 64  # tokens that are solved for at once
 
 
-def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents) -> Tensor:
-    """Depthwise causal convolution over W tokens, each document starting from zeros; then SiLU. -> y_TC in x.dtype"""
-    check_tokens(docs, x=x_TC)
-    y_TC: Tensor = _Convolution.apply(x_TC, weight_CW, docs.positions_T)
+def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents, halo: Parts = WHOLE) -> Tensor:
+    """Depthwise causal convolution over W tokens, each document starting from zeros; then SiLU. -> y_TC in x.dtype
+
+    `halo`: x may be one of the parts of a stream, and `docs` are of the whole.
+    """
+    positions_T = part_of(docs, halo, x=x_TC)
+    if halo.parts == 1:
+        y_TC: Tensor = _Convolution.apply(x_TC, weight_CW, positions_T)
+        return F.silu(y_TC).to(x_TC.dtype)
+    num = weight_CW.shape[1] - 1
+    more_TC = torch.cat([_before(x_TC, num, halo), x_TC])
+    y_TC = _Convolution.apply(more_TC, weight_CW, F.pad(positions_T, (num, 0)))[num:]
     return F.silu(y_TC).to(x_TC.dtype)
+
+
+def _before(x_TC: Tensor, num: int, halo: Parts) -> Tensor:
+    """The `num` rows before this part, from as many parts as have them; zeros before the stream begins.
+
+    The first part takes what the others bring too, though it needs nothing: in backward they would wait for it.
+    """
+    has = min(num, len(x_TC))
+    tails_NC = halo(x_TC[len(x_TC) - has :])
+    return F.pad(tails_NC, (0, 0, num, 0))[halo.part * has :][:num]
 
 
 class _Convolution(torch.autograd.Function):
@@ -69,16 +89,20 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
 
 @uncompiled
 def delta_rule(
-    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents
+    q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, gates: tuple[Tensor, Tensor], docs: Documents, states: Parts = WHOLE
 ) -> Tensor:
     """Gated delta rule; each of G key heads serves R value heads; the state restarts at each document. -> o_TGRV
 
-    Token by token, with unit-length q and k, q also times K**-0.5:
+    Token by token, with unit-length q and k, q also times K**-0.5, and the gates g and beta:
         S <- exp(g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
+    `states`: the tokens may be one of the parts of a stream, and `docs` are of the whole. Its weakness: a part is
+    computed in our own form, whatever kernel there is.
     """
-    check_tokens(docs, q=q_TGK, k=k_TGK, v=v_TGRV, g=g_TGR, beta=beta_TGR)
-    inputs = (q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR)
-    return fastest(_fla, chunked, inputs, _gated)(*inputs, docs)
+    inputs = (q_TGK, k_TGK, v_TGRV, *gates)
+    positions_T = part_of(docs, states, q=q_TGK, k=k_TGK, v=v_TGRV, g=gates[0], beta=gates[1])
+    if states.parts == 1:
+        return fastest(_fla, chunked, inputs, _gated)(*inputs, docs)
+    return _chunked(inputs, positions_T, states)
 
 
 def _gated(noise: list[Tensor]) -> list[Tensor]:
@@ -100,7 +124,12 @@ def _fla(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: 
 
 
 def chunked(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents) -> Tensor:
-    """Our own form. In a chunk that begins with state S0, with D_ij the decay from j to i and d_i that from S0 to i:
+    """Our own form, of a whole stream."""
+    return _chunked((q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR), docs.positions_T, WHOLE)
+
+
+def _chunked(inputs: Sequence[Tensor], positions_T: Tensor, states: Parts) -> Tensor:
+    """In a chunk that begins with state S0, with D_ij the decay from j to i and d_i that from S0 to i:
         u_i + beta_i sum_{j<i} D_ij (k_i.k_j) u_j = beta_i (v_i - d_i S0^T k_i)       a unit triangular system for u
         o_i = d_i S0^T q_i + sum_{j<=i} D_ij (q_i.k_j) u_j
     so all but S0 is matrix products over all chunks at once. Chunks cut the stream, not the documents: D and d are 0
@@ -108,12 +137,12 @@ def chunked(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TG
     takes those of its chunk, and all later ones, with it.
     Its weakness: several float32 tensors of T*G*R*CHUNK elements live at once.
     """
-    num_tokens, work = v_TGRV.shape[0], at_least_float32(v_TGRV)
-    q, k, v = (_chunks(x.to(work), CHUNK).movedim(1, -2) for x in (q_TGK, k_TGK, v_TGRV))  # n chunks: v_nGRCV
-    g, beta = (_chunks(x.to(work), CHUNK).movedim(1, -1) for x in (g_TGR, beta_TGR))  # g_nGRC
+    num_tokens, dtype, work = len(inputs[2]), inputs[2].dtype, at_least_float32(inputs[2])
+    q, k, v = (_chunks(x.to(work), CHUNK).movedim(1, -2) for x in inputs[:3])  # n chunks: v_nGRCV
+    g, beta = (_chunks(x.to(work), CHUNK).movedim(1, -1) for x in inputs[3:])  # g_nGRC
     q, k = (_unit_length(x).unsqueeze(2) for x in (q, k))  # q_nG1CK: shared by R value heads
     q, beta = q * q.shape[-1] ** -0.5, beta.unsqueeze(-1)
-    within, from_start = _decays(g, _chunks(docs.positions_T, CHUNK))
+    within, from_start = _decays(g, _going_on(positions_T, CHUNK))
     to_end, through = within[..., -1, :].unsqueeze(-1), from_start[..., -1, None, None]
     from_start = from_start.unsqueeze(-1)
 
@@ -121,14 +150,15 @@ def chunked(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TG
     right = torch.cat([beta * v, beta * from_start * k], dim=-1)
     solved: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u_free, u_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = u_free - u_state @ S0
-    states, u = _scan(u_free, u_state, to_end * k, through)
-    o = (from_start * q) @ states + ((q @ k.mT) * within) @ u
+    scan = _whole if states.parts == 1 else partial(_part, parts=states)
+    S0, u = scan(u_free, u_state, to_end * k, through)
+    o = (from_start * q) @ S0 + ((q @ k.mT) * within) @ u
     o_TGRV: Tensor = o.movedim(-2, 1).flatten(0, 1)[:num_tokens]
-    return o_TGRV.to(v_TGRV.dtype)
+    return o_TGRV.to(dtype)
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """[T, ...] -> [n, C, ...], padded with zeros: at position 0 a padded token is a document of its own, and inert.
+    """[T, ...] -> [n, C, ...], padded with zeros, which are inert: they decay nothing and write nothing.
 
     At least one chunk, so that an empty stream too gives every input a gradient.
     """
@@ -136,6 +166,13 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
     padding = (0, 0) * (x.dim() - 1) + (0, num_chunks * chunk - x.shape[0])
     padded: Tensor = F.pad(x, padding)
     return padded.view(num_chunks, chunk, *x.shape[1:])
+
+
+def _going_on(positions_T: Tensor, chunk: int) -> Tensor:
+    """The same of positions. What is padded goes on with the last document, so that its state passes through."""
+    num_chunks = max(1, -(-len(positions_T) // chunk))
+    more = torch.arange(1, num_chunks * chunk - len(positions_T) + 1, device=positions_T.device)
+    return torch.cat([positions_T, positions_T[-1:].sum() + more]).view(num_chunks, chunk)
 
 
 def _unit_length(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -158,12 +195,38 @@ def _decays(g_nGRC: Tensor, positions_nC: Tensor) -> tuple[Tensor, Tensor]:
     return within, from_start
 
 
-def _scan(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor) -> tuple[Tensor, Tensor]:
-    """The only sequential part: the state before each chunk [n, G, R, K, V], and u [n, G, R, C, V]."""
-    state = u_free.new_zeros(*u_free.shape[1:3], k_to_end.shape[-1], u_free.shape[-1])
-    states, us = [], []
+def _scan(
+    u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor, state: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The only sequential part: the state [G, R, K, V] before each chunk and after the last, and u [G, R, C, V]."""
+    states, us = [state], []
     for free, coupling, keys, decay in zip(*(x.unbind(0) for x in (u_free, u_state, k_to_end, through)), strict=True):
-        states.append(state)
-        us.append(free - coupling @ state)
-        state = decay * state + keys.mT @ us[-1]
-    return torch.stack(states), torch.stack(us)
+        us.append(free - coupling @ states[-1])
+        states.append(decay * states[-1] + keys.mT @ us[-1])
+    return states, us
+
+
+def _whole(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor) -> tuple[Tensor, Tensor]:
+    """The states before the chunks [n, G, R, K, V] and u [n, G, R, C, V], from no state at all."""
+    state = u_free.new_zeros(*u_free.shape[1:3], k_to_end.shape[-1], u_free.shape[-1])
+    states, us = _scan(u_free, u_state, k_to_end, through, state)
+    return torch.stack(states[:-1]), torch.stack(us)
+
+
+def _part(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+    """The same from the state that the parts before leave.
+
+    What tokens make of a state S is A S + b. A is what they make of the identity without their values, b what they make
+    of no state. One scan makes both side by side, before any rank knows its S, so that no rank waits for its turn.
+    """
+    K, (_, G, R, _, V) = k_to_end.shape[-1], u_free.shape
+    identity = torch.eye(K, K + V, dtype=u_free.dtype, device=u_free.device).expand(G, R, K, K + V)
+    pairs, _ = _scan(F.pad(u_free, (K, 0)), u_state, k_to_end, through, identity)
+    of_parts = parts(pairs[-1][None])
+    # a sum over no part, of which backward knows: else the first part took nothing, and the others would wait for it
+    state = of_parts[:0].sum(0)[..., K:]
+    for pair in of_parts[: parts.part]:
+        state = pair[..., :K] @ state + pair[..., K:]
+    A, b = torch.stack(pairs[:-1]).split([K, V], dim=-1)
+    states = A @ state + b
+    return states, u_free - u_state @ states

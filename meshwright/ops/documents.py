@@ -6,10 +6,12 @@ disagree are how packed documents come to leak into each other.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +37,39 @@ class Documents:
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    def reaching(self, first: int, stop: int) -> tuple[int, Documents]:
+        """Those with tokens in `first..stop`, each from its beginning, as a stream of their own that ends at `stop`;
+        and where that stream begins in this one."""
+        at, last = bisect_right(self.bounds, first) - 1, bisect_left(self.bounds, stop)
+        start = self.bounds[at]
+        bounds = tuple(min(bound, stop) - start for bound in self.bounds[at : last + 1])
+        cu_seqlens = self.cu_seqlens[at : last + 1].clamp(max=stop) - start
+        return start, Documents(bounds, cu_seqlens, self.positions_T[start:stop])
+
+
+class Parts(Protocol):
+    """A stream in equal parts, of which number `part` is here. Called with rows of this one, it gives those of all."""
+
+    @property
+    def parts(self) -> int: ...
+
+    @property
+    def part(self) -> int: ...
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Whole:
+    parts: int = 1
+    part: int = 0
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return x
+
+
+WHOLE = _Whole()
 
 
 def documents(lengths: Sequence[int], device: torch.device | str, padded: int | None = None) -> Documents:
@@ -67,3 +102,13 @@ def check_tokens(docs: Documents, **streams: Tensor) -> None:
     for name, x in streams.items():
         if x.shape[0] != num_tokens:
             raise ValueError(f"{name} has {x.shape[0]} tokens but its documents have {num_tokens}")
+
+
+def part_of(docs: Documents, parts: Parts, **streams: Tensor) -> Tensor:
+    """The positions of the tokens of a part. Refused are streams of another length."""
+    num_tokens = docs.positions_T.shape[0] // parts.parts
+    for name, x in streams.items():
+        if x.shape[0] != num_tokens:
+            of_part = f" in each of {parts.parts} parts" if parts.parts > 1 else ""
+            raise ValueError(f"{name} has {x.shape[0]} tokens but its documents have {num_tokens}{of_part}")
+    return docs.positions_T[parts.part * num_tokens : (parts.part + 1) * num_tokens]

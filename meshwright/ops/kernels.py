@@ -38,18 +38,20 @@ def uncompiled(op: Plain) -> Plain:
     return made
 
 
-def fastest(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list) -> Op:
+def fastest(
+    kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list, lengths: Sequence[int] = _LENGTHS
+) -> Op:
     """`kernel` where it agrees with `plain` on inputs like these, `plain` elsewhere. Both take `(*inputs, docs)`.
 
-    `real` turns random normal numbers into such as the op is given. The first call for a device, dtype and head size
-    tries both, and waits for the device. Only bfloat16 and float16: such kernels multiply float32 in TF32, which is a
-    thousand times coarser.
+    `real` turns random normal numbers, of documents of these `lengths`, into such as the op is given. The first call
+    for a device, dtype and head size tries both, and waits for the device. Only bfloat16 and float16: such kernels
+    multiply float32 in TF32, which is a thousand times coarser.
     """
     if inputs[0].device.type in SLOW or inputs[0].dtype not in NARROW:
         return plain
     key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
     if key not in _agreed:
-        _agreed[key] = _apart(lambda: agrees(kernel, plain, inputs, real), inputs[0].device)
+        _agreed[key] = _apart(lambda: agrees(kernel, plain, inputs, real, lengths), inputs[0].device)
     return kernel if _agreed[key] else plain
 
 
@@ -72,9 +74,11 @@ def _apart(trial: Callable[[], bool], device: torch.device) -> bool:
         return pool.submit(run).result()
 
 
-def agrees(kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list) -> bool:
+def agrees(
+    kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list, lengths: Sequence[int] = _LENGTHS
+) -> bool:
     """Output and every gradient, on small random inputs of the dtypes and head sizes of `inputs`."""
-    name, docs = kernel.__name__.strip("_"), documents(_LENGTHS, inputs[0].device)
+    name, docs = kernel.__name__.strip("_"), documents(lengths, inputs[0].device)
     sample = [x.detach().requires_grad_() for x in real([_noise(x, docs, seed) for seed, x in enumerate(inputs)])]
     try:
         found = _differentiate(kernel, sample, docs)

@@ -14,10 +14,21 @@ from torch.distributed.tensor import DTensor
 
 from ..axes import DENSE, REPLICA, TOKENS, Axes
 from ..errors import LayoutError
-from ..layout import ShardingSpec, Span, Stage, axes_left_to_sum, cut, find, matrix_shape, pieces, place
+from ..layout import (
+    ShardingSpec,
+    Span,
+    Stage,
+    axes_left_to_sum,
+    check_context,
+    cut,
+    deals,
+    find,
+    matrix_shape,
+    pieces,
+    place,
+)
 from ..mesh import Mesh
 from . import context, expert, fsdp, recompute, tensor
-from .context import check_swaps
 from .fsdp import reset_after_forward
 from .passes import Scores, run, run_forward
 from .savings import Savings
@@ -34,7 +45,7 @@ def distribute(
 ) -> tuple[Stage, ...]:
     """Turn a model on the meta device into this rank's part of it, with uninitialised parameters: its pipeline stages.
     `stored`: the dtype of each parameter."""
-    check_swaps(spec, mesh.axes)
+    check_context(spec, mesh.axes)
     _make_groups(spec, mesh)
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
         span.start, span.stop = start, stop
@@ -51,7 +62,7 @@ def _place(
     model, names = stage.module, [name for name, _ in stage.module.named_parameters()]
     _cut(names, spec, model, mesh, stored)
     tensor.arm(model, mesh)
-    context.arm(model, mesh)
+    context.arm(spec, model, mesh)
     expert.arm(model, mesh)
     recompute.arm(model, savings)
     exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
@@ -68,7 +79,9 @@ def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
     if mesh.axes.pp == 1:
         return  # its ranks come to each of the others together
     late = (axes_left_to_sum(param, spec.rules, mesh.axes) for param in spec.table)
-    live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in late)
+    dealt = deals(spec, mesh.axes, mesh.coords).values()
+    halves = ((half,) for deal in dealt for half in mesh.axes.halves(deal.parts))
+    live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in (*late, *halves))
     for axes in dict.fromkeys((*_AXES, *live)):
         if axes:
             mesh.process_group(axes)

@@ -1,50 +1,47 @@
-"""Context parallelism: each cp rank has a part of the stream. A mixer sees the whole of it, with a part of the heads.
+"""Context parallelism: each cp rank has tokens of the stream that no other has, and mixers must see those before them.
 
-So documents across a boundary of ranks need no special case, and the load is even.
+Neighbours swap tokens for heads: each then has all their tokens and a part of the heads, so that documents across a
+boundary need no special case, and the load is even. What goes beyond the neighbours are keys and values, or the state
+of the delta net.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from math import gcd
 
 import torch
 from torch import Tensor, nn
 
-from ..axes import Axes
-from ..errors import LayoutError
-from ..layout import SHARE, Door, ShardingSpec, Swap, find, is_run
+from ..layout import SHARE, Door, Join, ShardingSpec, Swap, deals, find, is_run
 from ..layout.doors import Tensors
 from ..mesh import Mesh
-from ..mesh.collectives import Exchange
+from ..mesh.collectives import Exchange, Gather
 
 
-def arm(model: nn.Module, mesh: Mesh) -> None:
-    size, part = mesh.axes.cp, mesh.coords["cp"]
+def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
+    size, at = mesh.axes.cp, mesh.coords["cp"]
     if size == 1:
         return
-    group = mesh.name_of(("cp",))
     for _, door in find(model, Door):
         if door.kind == SHARE:
-            door.armed = functools.partial(own, size=size, part=part)
+            door.armed = functools.partial(own, size=size, part=at)
+    dealt = deals(spec, mesh.axes, mesh.coords)
     for name, swap in find(model, Swap):
-        swap.parts, swap.part = size, part
-        swap.armed = (functools.partial(there, swap, group, name), functools.partial(back, swap, group, name))
+        swap.parts = dealt[swap].parts
+        swap.groups, (swap.group, swap.part) = size // swap.parts, divmod(at, swap.parts)
+        if swap.parts > 1:
+            group = mesh.name_of(mesh.axes.halves(swap.parts)[1:])
+            swap.armed = (functools.partial(there, swap, group, name), functools.partial(back, swap, group, name))
+    for name, join in find(model, Join):
+        if join.parts > 1:
+            group = mesh.name_of(mesh.axes.halves(join.swap.parts)[:1])
+            join.armed = functools.partial(joined, size=join.parts, group=group, name=name)
 
 
-def check_swaps(spec: ShardingSpec, axes: Axes) -> None:
-    """Refuse a cp that cannot deal out the heads of a rank of tp, in any mixer."""
-    heads: dict[int, str] = {}
-    for name, swap in find(spec.module, Swap):
-        start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, axes.coords(0), name)
-        heads.setdefault(stop - start, name)
-    common = gcd(*heads)
-    if common % axes.cp:
-        named = " and ".join(f"{num} heads of {name}" for num, name in heads.items() if num % axes.cp)
-        of_tp = f" that tp={axes.tp} leaves to a rank" if axes.tp > 1 else ""
-        choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise LayoutError(f"cp={axes.cp} does not divide the {named}{of_tp}; choose cp from {choices}")
+def joined(x: Tensor, size: int, group: str, name: str) -> Tensor:
+    """Backward sums over all parts what each has found of the gradient."""
+    return Gather.apply(x, size, group, _at(name))
 
 
 def own(x_T: Tensor, size: int, part: int) -> Tensor:
@@ -84,5 +81,9 @@ def back(swap: Swap, group: str, name: str, y_TnC: Tensor) -> Tensor:
 def _exchanged(rows_TC: Tensor, swap: Swap, group: str, name: str) -> Tensor:
     """An equal part of the rows to each rank."""
     even = [len(rows_TC) // swap.parts] * swap.parts
-    at = "a swap" if torch.compiler.is_compiling() else name  # or the compiler would make a graph for every layer
-    return Exchange.apply(rows_TC, even, even, group, at)
+    return Exchange.apply(rows_TC, even, even, group, _at(name))
+
+
+def _at(name: str) -> str:
+    """A compiler must not see the name: it would make a graph for every layer."""
+    return "a swap" if torch.compiler.is_compiling() else name

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import ConfigError
-from ..layout import Dispatch, Door, Swap, find
+from ..layout import Dispatch, Door, Join, Swap, find
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer
 from .savings import Savings
@@ -59,6 +59,8 @@ def _mark(layer: Layer) -> None:
         door.again = door is not doors[-1] or isinstance(door, Dispatch)
     for _, swap in find(layer, Swap):  # no mixer is last
         swap.again = True
+    for _, join in find(layer, Join):
+        join.again = True
 
 
 def _checkpointed(run: Callable[..., Tensor], kept: list[Any], *args: Any) -> Tensor:

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..errors import counted
-from ..layout import draw
+from ..layout import draw, ways
 from . import pipeline
 from .figures import Figures
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
@@ -56,6 +56,9 @@ def about(figures: Figures) -> str:
 def notes(figures: Figures) -> list[str]:
     """What a reader might believe that is not so."""
     found = []
+    way = ways(figures.blueprint.spec, figures.axes)
+    if way:
+        found.append(f"cp={figures.axes.cp}, by mixer: {way}. mw.Context chooses another way.")
     if figures.axes.ep > 1 and not figures.blueprint.balance.num_experts:
         found.append(f"ep={figures.axes.ep} changes nothing of this model: it has no experts.")
     if figures.unsharded_bytes:

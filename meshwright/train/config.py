@@ -56,6 +56,15 @@ class MeshSection(Section):
         return self.pp * self.num_data_ranks * self.cp * self.tp
 
 
+class ContextSection(Section):
+    """How layers come to the tokens of other ranks of cp; docs/long-contexts.md says what each way costs."""
+
+    attention: Positive | None = None
+    """So many neighbours swap tokens for heads, the others gather keys and values. By default as many as can swap."""
+    delta: Positive | None = None
+    """The same of a delta net, which passes its state over the others. By default all swap, or none if not all can."""
+
+
 class PipelineSection(Section):
     """How a step goes through the stages, where the mesh has pp."""
 
@@ -269,6 +278,7 @@ class Config(Section):
     """Where tokenised data is kept, for all runs of a machine."""
     mesh: MeshSection = MeshSection()
     pipeline: PipelineSection = PipelineSection()
+    context: ContextSection = ContextSection()
     data: Annotated[list[DataSection], Field(min_length=1), FIXED]
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..axes import Axes
+from ..engine import Context
 from ..errors import MeshError
 from ..log import logger
 from ..plan import Figures, find, objections, told, work_of
@@ -13,6 +14,7 @@ def layout_of(config: Config) -> Figures:
     """Where its parameters lie and what a step sends. A mesh that cannot be is refused, with those that can."""
     blueprint = find(config.model, "lm", weights=False, say=logger.info)
     blueprint = blueprint.run_by(config.pipeline.settings(), reshard=config.train.reshard)
+    blueprint = blueprint.in_context(Context(**config.context.model_dump()))
     sizes = config.mesh.model_dump()
     num_batches = config.train.streams_per_step // config.mesh.num_data_ranks
     refused = objections(blueprint, sizes, num_batches)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..engine import Engine, Model, Savings, StepRecord, check_export, export, load, losses
+from ..engine import Context, Engine, Model, Savings, StepRecord, check_export, export, load, losses
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..weights import path_of
@@ -59,6 +59,7 @@ class Trainer:
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
             savings=Savings(**config.train.model_dump(include={*_SAVINGS})), pipeline=config.pipeline.settings(),
+            context=Context(**config.context.model_dump()),
         )  # fmt: skip
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..axes import Axes
 from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, gather, init, load, losses
-from ..layout import Pipeline
+from ..layout import Context, Pipeline
 from ..mesh import Mesh
 from ..ops import delta, loss
 from ..parallel import Savings
@@ -55,6 +55,7 @@ class Trial:
     savings: Savings = Savings()
     pipeline: Pipeline = Pipeline()
     router_aux: str = "pooled"
+    context: Context = Context()
     keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
     draws: bool = False  # also new weights, which must not depend on the mesh
 
@@ -67,7 +68,10 @@ class Trial:
         return squared_errors if self.head == "value" else losses.cross_entropy
 
     def engine(self, mesh: Mesh) -> Engine:
-        model = load(self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, pipeline=self.pipeline)
+        model = load(
+            self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, pipeline=self.pipeline,
+            context=self.context,
+        )  # fmt: skip
         return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
@@ -130,7 +134,8 @@ class Reference:
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
-        engine = replace(trial, savings=Savings(), pipeline=Pipeline()).engine(Mesh(device="cpu"))
+        one = replace(trial, savings=Savings(), pipeline=Pipeline(), context=Context())
+        engine = one.engine(Mesh(device="cpu"))
         alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         before = unrounded(engine.model) if trial.keeps_all else {}

@@ -83,6 +83,22 @@ def test_groups_of_large_meshes(axes, subset):
     assert axes.groups(subset[1]) == expected_groups(axes, *subset)
 
 
+@examples(40)
+@given(meshes(48), st.data())
+def test_cp_in_halves(axes, data):
+    """Groups of neighbours, and ranks at the same place of such groups."""
+    inner = data.draw(st.sampled_from([n for n in range(1, axes.cp + 1) if axes.cp % n == 0]))
+    outer = axes.cp // inner
+    ranks = ranks_as_array(axes, DENSE_NAMES).reshape(-1, outer, inner, axes.tp)
+    names = axes.halves(inner)
+    assert axes.sizes(names) == (outer, inner)
+    for name, dim in zip(names, (1, 2), strict=True):
+        if axes.size_of(name) > 1:
+            rows = np.moveaxis(ranks, dim, -1).reshape(-1, axes.size_of(name)).tolist()
+            assert axes.groups((name,)) == sorted(map(tuple, rows))
+            assert all(axes.group(rank, (name,)) == tuple(row) for row in rows for rank in row)
+
+
 @examples(100)
 @given(meshes())
 def test_data_ranks_differ_only_in_replicate_and_fsdp(axes):

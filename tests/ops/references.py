@@ -64,6 +64,40 @@ def assert_no_leak(op, streams, bounds):
         assert (op(*changed)[start:stop] - y[start:stop]).abs().max() <= 1e-12
 
 
+class Part:
+    """Of a stream that is computed in parts on one process: it is given what each part brings, once all are known."""
+
+    def __init__(self, parts, part, rows):
+        self.parts, self.part, self._rows = parts, part, rows
+
+    def __call__(self, x):
+        if self._rows is None:
+            raise _Brought(x)
+        return torch.cat(self._rows)
+
+
+class _Brought(Exception):
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+
+def in_parts(op, parts, streams):
+    """`op(part, *streams of it)` of each part, joined. What a part is given of the others is in their graph."""
+    pieces, brought = list(zip(*(x.chunk(parts) for x in streams), strict=True)), []
+    for number, piece in enumerate(pieces):
+        try:
+            op(Part(parts, number, None), *piece)
+        except _Brought as asked:
+            brought.append(asked.rows)
+    return torch.cat([op(Part(parts, number, brought), *piece) for number, piece in enumerate(pieces)])
+
+
+def evenly(lengths, parts):
+    """The same documents, and one more where they do not divide into so many parts."""
+    return [*lengths, *([-sum(lengths) % parts] if sum(lengths) % parts else [])]
+
+
 def attention(q, k, v, bounds):
     group = q.shape[1] // k.shape[1]
     rows = []

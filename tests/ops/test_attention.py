@@ -1,11 +1,16 @@
+from importlib import import_module
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.ops import attention, documents
+from meshwright.ops.kernels import agrees
 from tests.ops import references
-from tests.ops.references import assert_no_leak, compare, quick, ragged, rand, smoke
+from tests.ops.references import assert_no_leak, compare, evenly, quick, ragged, rand, smoke
+
+module = import_module("meshwright.ops.attention")  # the package has the function under this name
 
 
 def inputs(num_tokens, heads=4, kv_heads=2, dim=4):
@@ -24,6 +29,66 @@ def test_against_reference(lengths, heads, dim):
     )
 
 
+def in_parts(attend, parts):
+    def attended(q, k, v):
+        num = len(q) // parts
+        return torch.cat([attend(piece, k, v, number * num) for number, piece in enumerate(q.split(num))])
+
+    return attended
+
+
+@quick
+@given(ragged, st.sampled_from([(1, 1), (4, 4), (6, 2)]), st.sampled_from([2, 3, 5]))
+def test_queries_in_parts(lengths, heads, parts):
+    lengths = evenly(lengths, parts)
+    docs = documents(lengths, "cpu", padded=20)
+    compare(
+        in_parts(lambda q, k, v, first: attention(q, k, v, docs, first), parts),
+        lambda q, k, v: references.attention(q, k, v, docs.bounds),
+        inputs(sum(lengths), *heads),
+    )
+
+
+def kernel(late):
+    """As torch's for many lengths, with a loop. `late`: the last query sees all keys; else the first sees the first."""
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size, enable_gqa):
+        assert window_size == (-1, 0)
+        assert enable_gqa
+        rows = []
+        for i in range(len(cu_q) - 1):
+            (a, b), (c, d) = cu_q[i : i + 2].tolist(), cu_k[i : i + 2].tolist()
+            assert 0 < b - a <= min(max_q, d - c)
+            assert d - c <= max_k
+            before = d - c - (b - a) if late else 0
+            x = torch.cat([q[:1].expand(before, -1, -1), q[a:b]])
+            rows.append(references.attention(x, k[c : c + len(x)], v[c : c + len(x)], (0, len(x)))[before:])
+        return torch.cat(rows)
+
+    return varlen_attn
+
+
+@quick
+@given(ragged, st.sampled_from([2, 3, 5]))
+def test_queries_in_parts_by_the_kernel(lengths, parts):
+    lengths = evenly(lengths, parts)
+    docs = documents(lengths, "cpu", padded=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", kernel(late=True))
+        patch.setattr(module, "fastest", lambda kernel, *_, **__: kernel)
+        compare(
+            in_parts(lambda q, k, v, first: attention(q, k, v, docs, first), parts),
+            lambda q, k, v: references.attention(q, k, v, docs.bounds),
+            inputs(sum(lengths), 6, 2),
+        )
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_kernel_that_lets_the_first_query_see_the_first_key_alone_is_not_used(monkeypatch, late):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel(late))
+    assert agrees(module._varlen_late, module._by_document, inputs(1), module._late, (5, 7)) == late
+
+
 def test_documents_do_not_leak():
     docs = documents([3, 1, 1, 6], "cpu")
     assert_no_leak(lambda q, k, v: attention(q, k, v, docs), inputs(11), docs.bounds)
@@ -40,6 +105,8 @@ def test_refuses_what_does_not_fit():
         attention(*inputs(4, heads=3), documents([4], "cpu"))
     with pytest.raises(ValueError, match=r"\bq\b.*\b5 tokens\b.*\b4\b"):
         attention(*inputs(5), documents([4], "cpu"))
+    with pytest.raises(ValueError, match=r"\bq\b.*\b2 tokens\b.*\b3\b.*\b4\b"):
+        attention(*(x[: 2 + 2 * bool(i)] for i, x in enumerate(inputs(4))), documents([4], "cpu"), first=3)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])

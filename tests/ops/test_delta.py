@@ -9,10 +9,22 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from meshwright.ops import causal_conv, delta, delta_rule, documents, gates
+from meshwright.ops import causal_conv, delta, documents, gates
 from meshwright.ops.delta import chunked
 from tests.ops import references
-from tests.ops.references import assert_no_leak, assert_same, compare, differentiate, quick, ragged, rand, smoke
+from tests.ops.references import (
+    Part,
+    assert_no_leak,
+    assert_same,
+    compare,
+    differentiate,
+    evenly,
+    in_parts,
+    quick,
+    ragged,
+    rand,
+    smoke,
+)
 
 
 def inputs(num_tokens, groups=2, ratio=2, key_dim=3, value_dim=4, decay=1.0):
@@ -28,6 +40,19 @@ def test_conv_against_reference(lengths, width):
     docs = documents(lengths, "cpu")
     compare(
         lambda x, w: causal_conv(x, w, docs),
+        lambda x, w: references.causal_conv(x, w, docs.bounds),
+        [rand(sum(lengths), 5), rand(5, width, seed=1)],
+    )
+
+
+@quick
+@given(ragged, st.sampled_from([1, 2, 4]), st.sampled_from([2, 3, 5]))
+def test_conv_in_parts(lengths, width, parts):
+    """A part may be shorter than what the convolution looks back."""
+    lengths = evenly(lengths, parts)
+    docs = documents(lengths, "cpu")
+    compare(
+        lambda x, w: in_parts(lambda part, x: causal_conv(x, w, docs, part), parts, [x]),
         lambda x, w: references.causal_conv(x, w, docs.bounds),
         [rand(sum(lengths), 5), rand(5, width, seed=1)],
     )
@@ -63,13 +88,17 @@ def test_gates_round_nothing_to_bf16():
     assert all(torch.equal(x, y) for x, y in zip(low, high, strict=True))
 
 
+def rule(q, k, v, g, beta, docs, **part):
+    return delta.delta_rule(q, k, v, (g, beta), docs, **part)
+
+
 def in_chunks(size, docs):
-    def rule(*streams):
+    def chunks(*streams):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(delta, "CHUNK", size)
             return chunked(*streams, docs)
 
-    return rule
+    return chunks
 
 
 @quick
@@ -83,10 +112,56 @@ def test_rule_against_reference(lengths, heads, chunk):
     )
 
 
+@quick
+@given(ragged, st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.sampled_from([1, 4, 64]), st.sampled_from([2, 3, 4]))
+def test_rule_in_parts(lengths, heads, chunk, parts):
+    lengths = evenly(lengths, parts)
+    docs = documents(lengths, "cpu")
+
+    def ours(*streams):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(delta, "CHUNK", chunk)
+            return in_parts(lambda part, *x: rule(*x, docs, states=part), parts, streams)
+
+    compare(ours, lambda *x: references.delta_rule(*x, docs.bounds), inputs(sum(lengths), *heads, decay=0.3))
+
+
+def test_one_document_over_all_parts_of_many_chunks():
+    docs = documents([396], "cpu")
+    compare(
+        lambda *x: in_parts(lambda part, *x: rule(*x, docs, states=part), 4, x),
+        lambda *x: references.delta_rule(*x, docs.bounds),
+        inputs(396, 1, 2, decay=0.01),
+    )
+
+
+def test_a_state_ends_with_its_document():
+    """Even one that is not finite, if the part in which it ends begins another."""
+    docs, streams = documents([5, 7], "cpu"), [x.detach() for x in inputs(12)]
+    before = in_parts(lambda part, *x: rule(*x, docs, states=part), 3, streams)
+    for x in streams[:3]:
+        x[:5] *= 1e3
+    after = in_parts(lambda part, *x: rule(*x, docs, states=part), 3, streams)
+    assert torch.equal(after[5:], before[5:])
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_every_part_takes_what_all_bring(part):
+    """The first needs nothing of it. But a rank that is not in the graph would be waited for in backward."""
+    docs, streams, x = documents([12], "cpu"), inputs(4), rand(4, 5)
+    states = [rand(1, 2, 2, 3, 7, seed=i) for i in range(3)]
+    tails = [rand(3, 5, seed=i) for i in range(3)]
+    rule(*streams, docs, states=Part(3, part, states)).sum().backward()
+    causal_conv(x, rand(5, 4), docs, Part(3, part, tails)).sum().backward()
+    assert all(rows.grad is not None for rows in (*states, *tails))
+    assert [bool(rows.grad.any()) for rows in states] == [number < part for number in range(3)]
+    assert [bool(rows.grad.any()) for rows in tails] == [number == part - 1 for number in range(3)]
+
+
 def test_rule_over_documents_longer_than_its_real_chunk():
     docs = documents([3, 130, 64, 1, 67], "cpu")
     compare(
-        lambda *x: delta_rule(*x, docs),
+        lambda *x: rule(*x, docs),
         lambda *x: references.delta_rule(*x, docs.bounds),
         inputs(265, 1, 2, decay=0.05),
     )
@@ -101,9 +176,9 @@ def test_rule_documents_do_not_leak(chunk):
 def test_a_document_is_the_same_alone_and_packed():
     lengths = [7, 70, 1, 50]
     docs, streams = documents(lengths, "cpu"), inputs(128, decay=0.1)
-    packed = delta_rule(*streams, docs)
+    packed = rule(*streams, docs)
     pieces = zip(*(x.split(lengths) for x in streams), strict=True)
-    alone = [delta_rule(*piece, documents([n], "cpu")) for n, piece in zip(lengths, pieces, strict=True)]
+    alone = [rule(*piece, documents([n], "cpu")) for n, piece in zip(lengths, pieces, strict=True)]
     assert (packed - torch.cat(alone)).abs().max() < 1e-13
 
 
@@ -115,7 +190,7 @@ def test_rule_as_transformers(theirs):
         flat = [q[None], k[None], v.flatten(1, 2)[None], g.flatten(1)[None], beta.flatten(1)[None]]
         return theirs(*flat, use_qk_l2norm_in_kernel=True)[0][0].view(v.shape)
 
-    ours = differentiate(lambda *x: delta_rule(*x, documents([150], "cpu")), streams)
+    ours = differentiate(lambda *x: rule(*x, documents([150], "cpu")), streams)
     assert_same(ours, differentiate(reference, streams), 1e-5)
 
 
@@ -125,7 +200,7 @@ def test_very_negative_decay_is_finite_and_hurts_no_neighbour(huge, dtype):
     """A state that is forgotten at once. In float32, too, the decay after it must keep its digits."""
     docs, streams = documents([5, 90, 33], "cpu"), [x.detach().to(dtype) for x in inputs(128, decay=0.01)]
     streams[3][::7] = -huge
-    got = differentiate(lambda *x: delta_rule(*x, docs), [x.requires_grad_() for x in streams])
+    got = differentiate(lambda *x: rule(*x, docs), [x.requires_grad_() for x in streams])
     assert all(torch.isfinite(x).all() for x in got)
     wide = [x.detach().double().clamp(min=-1e5).requires_grad_() for x in streams]
     want = differentiate(lambda *x: references.delta_rule(*x, docs.bounds), wide)
@@ -149,23 +224,25 @@ def test_zero_keys_are_finite():
 
 def test_no_tokens_still_give_gradients():
     docs, weight, streams = documents([], "cpu"), rand(5, 4), inputs(0)
-    (causal_conv(rand(0, 5), weight, docs).sum() + delta_rule(*streams, docs).sum()).backward()
+    (causal_conv(rand(0, 5), weight, docs).sum() + rule(*streams, docs).sum()).backward()
     assert all(x.grad is not None for x in [weight, *streams])
     assert (weight.grad == 0).all()
 
 
 def test_refuses_a_stream_of_another_length():
     with pytest.raises(ValueError, match=r"\bq\b.*\b5 tokens\b.*\b4\b"):
-        delta_rule(*inputs(5), documents([4], "cpu"))
+        rule(*inputs(5), documents([4], "cpu"))
     with pytest.raises(ValueError, match=r"\bx\b.*\b5 tokens\b.*\b4\b"):
         causal_conv(rand(5, 2), rand(2, 4), documents([4], "cpu"))
+    with pytest.raises(ValueError, match=r"\bx\b.*\b4 tokens\b.*\b2 in each of 2 parts\b"):
+        causal_conv(rand(4, 2), rand(2, 4), documents([4], "cpu"), Part(2, 0, None))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_smoke(dtype, tolerance):
     docs = documents([20, 1, 3, 100], "cpu")
     smoke(lambda x, w: causal_conv(x, w, docs), [rand(124, 6), rand(6, 4, seed=1)], dtype, tolerance)
-    smoke(lambda *x: delta_rule(*x, docs), inputs(124, key_dim=8, value_dim=8, decay=0.1), dtype, tolerance)
+    smoke(lambda *x: rule(*x, docs), inputs(124, key_dim=8, value_dim=8, decay=0.1), dtype, tolerance)
 
 
 def test_quick_at_1024_tokens():
@@ -174,5 +251,5 @@ def test_quick_at_1024_tokens():
         [x.detach().float().requires_grad_() for x in inputs(1024, 4, 2, 32, 32)],
     )
     start = time.perf_counter()
-    delta_rule(*streams, docs).sum().backward()
+    rule(*streams, docs).sum().backward()
     assert time.perf_counter() - start < 5  # 0.06 s when alone; the bound only catches a loop over tokens

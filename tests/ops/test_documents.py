@@ -1,6 +1,7 @@
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.ops import documents
 from tests.ops.references import quick, ragged
@@ -16,6 +17,20 @@ def test_positions_restart_and_bounds_agree(lengths):
     assert docs.lengths == tuple(lengths)
     assert docs.cu_seqlens.dtype == torch.int32
     assert docs.cu_seqlens.tolist() == [*docs.bounds] + [sum(lengths)] * (20 - len(docs.bounds))
+
+
+@quick
+@given(ragged, st.data())
+def test_documents_that_reach_into_a_part(lengths, data):
+    """From the beginning of the first of them to the end of the part."""
+    docs, total = documents(lengths, "cpu", padded=20), sum(lengths)
+    first = data.draw(st.integers(0, total - 1))
+    stop = data.draw(st.integers(first + 1, total))
+    start, found = docs.reaching(first, stop)
+    assert start == first - docs.positions_T[first]
+    assert found.positions_T.tolist() == docs.positions_T[start:stop].tolist()
+    assert found.bounds == tuple(sorted({0, stop - start, *(b - start for b in docs.bounds if start < b < stop)}))
+    assert found.cu_seqlens.tolist() == list(found.bounds)
 
 
 def test_unpadded_and_empty():

@@ -2,16 +2,19 @@
 
 import functools
 import logging
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.ops import attention, delta, documents, kernels
+from meshwright.ops import delta, documents, kernels
 from meshwright.ops.kernels import agrees, fastest
 from tests.ops import references
 from tests.ops.references import assert_same, differentiate, rand
+
+attention = import_module("meshwright.ops.attention")  # the package has the function under this name
 
 
 def mean_so_far(x, docs):
@@ -127,6 +130,20 @@ def test_attention_on_an_accelerator(head):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head", [64, 128, 256])
+def test_late_queries_on_an_accelerator(head):
+    """Those of the last 1200 tokens, from the middle of a document on."""
+    streams = [rand(sum(LENGTHS), heads, head, seed=heads) for heads in (8, 2, 2)]
+    low = on_accelerator(streams[0][-1200:], *streams[1:])
+    assert agrees(attention._varlen_late, attention._by_document, low, attention._late, (67, 130))
+    docs, first = documents(LENGTHS, low[0].device), sum(LENGTHS) - 1200
+    found = [x.cpu() for x in differentiate_there(lambda *x: attention.attention(*x, docs, first), low)]
+    here = [x.detach().cpu().double().requires_grad_() for x in low]
+    cpu_docs = documents(LENGTHS, "cpu")
+    assert_same(found, differentiate(lambda *x: attention.attention(*x, cpu_docs, first), here), 3e-2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 def test_delta_rule_on_an_accelerator(ratio):
     pytest.importorskip("fla")
@@ -136,7 +153,7 @@ def test_delta_rule_on_an_accelerator(ratio):
     low = [*on_accelerator(q, k, v), *on_accelerator(g, beta, dtype=torch.float32)]
     assert agrees(delta._fla, delta.chunked, low, delta._gated)
     docs = documents(LENGTHS, low[0].device)
-    found = [x.cpu() for x in differentiate_there(lambda *x: delta.delta_rule(*x, docs), low)]
+    found = [x.cpu() for x in differentiate_there(lambda q, k, v, *gates: delta.delta_rule(q, k, v, gates, docs), low)]
     here = [x.detach().cpu().double().requires_grad_() for x in low]
     cpu_docs = documents(LENGTHS, "cpu")
     assert_same(found, differentiate(lambda *x: delta.chunked(*x, cpu_docs), here), 3e-2)
