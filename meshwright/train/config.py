@@ -234,6 +234,8 @@ class LaunchSection(Section):
     waits until a rank has failed twice."""
     shutdown_timeout: Positive = 600
     """Seconds in which the ranks may save after a signal, before they are killed."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that the ranks wait for one that is silent before the run ends. Under torchrun too."""
 
 
 class Config(Section):
