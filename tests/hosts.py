@@ -48,17 +48,19 @@ class Host:
 
 class Hosts:
     def __init__(self, first: Host, second: Host) -> None:
-        self.both, self._port = (first, second), _free_port()
+        self.both, self._port = (first, second), 0
 
-    def start(self, number: int, arguments: list[str]) -> Started:
-        """`torchrun ... -m meshwright ARGUMENTS` on that host, with one rank."""
-        first = self.both[0].address
-        given = [
-            "--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", "--rdzv-backend=c10d", "--rdzv-id=run",
-            f"--rdzv-endpoint={first}:{self._port}", f"--local-addr={self.both[number].address}",
-            f"--rdzv-conf=is_host={1 - number},read_timeout=5", "-m", "meshwright", *arguments,
+    def start(self, number: int, arguments: list[str], *, max_restarts: int = 0) -> Started:
+        """`torchrun ... -m meshwright ARGUMENTS` on that host, with one rank, as docs/several-hosts.md has it."""
+        self._port = self._port if number else _free_port()  # one that was used waits for a minute to be used again
+        first, here = self.both[0].address, self.both[number]
+        static = [f"--node-rank={number}", f"--master-addr={first}", f"--master-port={self._port}"]
+        dynamic = [
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{self._port}", f"--rdzv-conf=is_host={1 - number}",
+            f"--local-addr={here.address}", f"--max-restarts={max_restarts}",
         ]  # fmt: skip
-        return Started(given, main=self.both[number].torchrun)
+        given = ["--nnodes=2", "--nproc-per-node=1", *(dynamic if max_restarts else static), "-m", "meshwright"]
+        return Started([*given, *arguments], main=here.torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
     def cut(self, second: Started) -> None:
         """The second host from the first."""
@@ -78,30 +80,39 @@ class Hosts:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Hosts]:
+    """An OSError where neither is possible."""
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = _joined(stack)
+        except PermissionError:
+            hosts = [Host(address, "lo") for address in ("127.0.0.1", "127.0.0.2")]
+            _free_port(hosts[1].address)
+        yield Hosts(*hosts)
+
+
+def _joined(stack: contextlib.ExitStack) -> list[Host]:
+    """Two namespaces and a cable. The stack takes them away."""
     names = [f"mw{os.getpid()}{side}" for side in "ab"]
-    try:
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                _ip("netns", "add", name)
-                stack.callback(_ip, "netns", "del", name)  # and its end of the cable
-            _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
-            hosts = [Host(f"10.213.7.{at}", name, name) for at, name in enumerate(names, 1)]
-            for host in hosts:
-                _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.device)
-                for device in ("lo", host.device):
-                    _ip("-n", host.namespace, "link", "set", device, "up")
-            yield Hosts(*hosts)
-    except (FileNotFoundError, PermissionError):
-        yield Hosts(Host("127.0.0.1", "lo"), Host("127.0.0.2", "lo"))
+    for name in names:
+        _ip("netns", "add", name)
+        stack.callback(_ip, "netns", "del", name)  # and its end of the cable
+    _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+    hosts = [Host(f"10.213.7.{at}", name, name) for at, name in enumerate(names, 1)]
+    for host in hosts:
+        _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.device)
+        for device in ("lo", host.device):
+            _ip("-n", host.namespace, "link", "set", device, "up")
+    return hosts
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    """A PermissionError where it cannot be done, or there is no such program."""
+    done = subprocess.run(["sh", "-c", 'ip "$@"', "ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise PermissionError(f"ip {' '.join(arguments)}: {done.stderr}")
 
 
-def _free_port() -> int:
+def _free_port(address: str = "127.0.0.1") -> int:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((address, 0))
         return int(free.getsockname()[1])

@@ -28,7 +28,7 @@ from tests.runs import chats, file_of, source
 from tests.started import Started, forked_ranks
 
 WORLD = 4
-_STEPS, _SAVE_EVERY = 30, 4
+STEPS, _SAVE_EVERY = 30, 4
 _SECONDS = 100.0
 _DATE = re.compile(rb'"date": "[^"]*"|"checksum": "[^"]*"')  # of the manifest, the checksum of which the date is in
 
@@ -46,12 +46,12 @@ class Killed:
         return f"rank {self.rank} after {self.after_s:.2f} s, at step {self.step}; {self.restarts} restarts"
 
 
-def prepare(at: Path) -> Path:
+def prepare(at: Path, steps: int) -> Path:
     """The file of the run. Its data are tokenised, so that only ranks are children of the command."""
     chats(at / "chats.jsonl")
     path = file_of(
         at, source(at / "m", "qwen3_tied"), mesh={"fsdp": 2, "tp": 2}, launch={"max_restarts": 100},
-        train={"steps": _STEPS, "dtype": "float32"}, save={"every": _SAVE_EVERY},
+        train={"steps": steps, "dtype": "float32"}, save={"every": _SAVE_EVERY},
     )  # fmt: skip
     launch.prepared(toml.read(path))
     return path
@@ -77,7 +77,7 @@ def killed(path: Path, out: Path, moment: float, rank: int) -> Killed | None:
         except ProcessLookupError:
             return None
         assert run.end(_SECONDS) == 0, run.said[-3000:]
-    restarts = run.said.count("starting again from")
+    restarts = len([*(out / "logs").iterdir()]) - 1
     return Killed(rank, step, after, restarts) if restarts else None
 
 
@@ -117,9 +117,9 @@ def _steps(out: Path) -> int:
     return file.read_text().count('"kind": "step"') if file.is_file() else 0
 
 
-def state(out: Path) -> dict[str, object]:
+def state(out: Path, steps: int) -> dict[str, object]:
     """All that a run ends with. A step that was made twice was given the same both times."""
-    last = out / "checkpoints" / f"step-{_STEPS:06d}"
+    last = out / "checkpoints" / f"step-{steps:06d}"
     found: dict[str, object] = {
         str(file.relative_to(out)): _DATE.sub(b"", file.read_bytes()) if file.name == MANIFEST else file.read_bytes()
         for folder in (last, out / "export")
@@ -130,7 +130,7 @@ def state(out: Path) -> dict[str, object]:
     for rank in range(WORLD):
         lines = [json.loads(line) for line in (out / f"seen-{rank}.jsonl").read_text().splitlines()]
         seen = {first: told for first, *told in lines}
-        assert len(seen) == _STEPS
+        assert len(seen) == steps
         assert all(seen[first] == told for first, *told in lines), f"rank {rank} was given other documents"
         found[f"documents of rank {rank}"] = sorted(seen.items())
     return found
@@ -140,17 +140,17 @@ def differences(ours: dict[str, object], other: dict[str, object]) -> list[str]:
     return sorted(name for name in {*ours, *other} if ours.get(name) != other.get(name))
 
 
-def at_random_moments(at: Path, num: int, seed: int) -> Iterator[tuple[Killed, list[str]]]:
+def at_random_moments(at: Path, num: int, seed: int, steps: int = STEPS) -> Iterator[tuple[Killed, list[str]]]:
     """Spread over the life of the ranks: each lies somewhere in a part of its own, from their start to their end."""
-    dice, path = random.Random(seed), prepare(at)
+    dice, path = random.Random(seed), prepare(at, steps)
     life = undisturbed(path, at / "whole")
-    whole, number = state(at / "whole"), 0
+    whole, number = state(at / "whole", steps), 0
     while number < num:
         out = at / f"killed-{number}-{dice.randint(0, 1 << 30)}"
         found = killed(path, out, life * (number + dice.random()) / num, dice.randrange(WORLD))
         if found is not None:
             number += 1
-            yield found, differences(state(out), whole)
+            yield found, differences(state(out, steps), whole)
 
 
 def main(given: Sequence[str] | None = None) -> int:

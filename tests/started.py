@@ -23,7 +23,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from meshwright import cli
 
-
 Main = Callable[[list[str]], int]
 
 
@@ -47,16 +46,28 @@ def become(main: Main, arguments: list[str], out: int, errors: int | None = None
 
 
 class Rank:
-    """What subprocess.Popen is to elastic."""
+    """What subprocess.Popen is to elastic. The ranks of a launcher begin when all are forked: one that connected before
+    would wake a thread of the launcher, and what locks that thread holds the next fork would never see free."""
+
+    gate = (-1, -1)
 
     def __init__(self, handler: SubprocessHandler, args: tuple[str, ...], environment: dict[str, str]) -> None:
         self.code: int | None = None
         program, *rest = (each for each in args if each != "-u")  # of torchrun
         assert (program, *rest[:2]) == (sys.executable, "-m", "meshwright")
         out, errors = (each.fileno() if each else at for at, each in ((1, handler._stdout), (2, handler._stderr)))
+        if handler.local_rank_id == 0:
+            Rank.gate = os.pipe()
+        begin, hold = Rank.gate
         self.pid = os.fork()
         if self.pid == 0:
+            os.close(hold)
+            os.read(begin, 1)
             become(cli.main, rest[2:], out, errors, **environment)
+
+        if handler.local_rank_id + 1 == int(environment["LOCAL_WORLD_SIZE"]):
+            os.close(begin)
+            os.close(hold)
 
     def poll(self) -> int | None:
         if self.code is None:
@@ -90,9 +101,7 @@ def forked_ranks() -> Iterator[None]:
 class Started:
     """The command on a terminal of so many columns, or with both streams on a pipe."""
 
-    def __init__(
-        self, arguments: list[str], columns: int = 0, main: Main = cli.main, **environment: str
-    ) -> None:
+    def __init__(self, arguments: list[str], columns: int = 0, main: Main = cli.main, **environment: str) -> None:
         self.read, write = pty.openpty() if columns else os.pipe()
         if columns:
             fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -109,7 +118,8 @@ class Started:
     def __exit__(self, *_: object) -> None:
         """A test that fails leaves nothing behind."""
         if not gone([self.pid], 0):
-            os.kill(self.pid, signal.SIGKILL)
+            for pid in (*self.ranks, self.pid):  # those of torchrun outlive it
+                os.kill(pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
     def until(self, found: Callable[[], object], seconds: float = 60) -> None:
