@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -235,7 +236,8 @@ def test_every_field_can_be_set(tmp_path: Path, place: str, field: FieldInfo) ->
     beside = [text.format(section=section) for key in (section, name) for text in BESIDE.get(key, [])]
     sets, path = [*beside, f"{place}={value}"], written(tmp_path, PLAIN)
     if any(isinstance(mark, Later) for mark in field.metadata) and name != "resume":
-        assert f"{place} (--set {place}={value}): " in (said := refused(tmp_path, PLAIN, *sets))
+        shown = re.sub(r"\.(\d+)", r"[\1]", place)
+        assert f"{shown} (--set {place}={value}): " in (said := refused(tmp_path, PLAIN, *sets))
         assert "not there yet" in said
     else:
         assert value_at(read(path, sets), place) != field.default

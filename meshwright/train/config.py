@@ -10,9 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 @dataclass(frozen=True)
 class Later:
-    """A field that is declared and not honoured yet: only its default is taken, or a value in `now`."""
+    """A field that is declared and not honoured yet: only its default is taken, or a value in `now`. `why`: more about
+    it than that."""
 
     now: tuple[Any, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,11 @@ class Fixed:
 
 
 LATER, FIXED, FREE = Later(), Fixed(), Fixed(False)
+NO_STREAM = Later(
+    why="a stream has no exact plan: what is trained on would depend on the number of ranks and on restarts. The set "
+    "is downloaded and tokenised once; of one that is too large for the disk take a part: hf_subset, hf_split, or some "
+    "of its files as path"
+)
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -64,7 +71,16 @@ class SourceSection(Section):
     """Where documents come from, and what is learnt of them."""
 
     path: Annotated[str | list[str], FREE]
-    """A file (.jsonl, .parquet, .txt, .md), a directory of them, or a list of these."""
+    """A file (.jsonl, .parquet, .txt, .md), a directory of them, a Hugging Face data set (a hub id, or a directory that
+    save_to_disk has written), or a list of these."""
+    hf_subset: Annotated[str, FREE] = ""
+    """Of a hub id, or of a directory that is laid out like one: which of its subsets."""
+    hf_split: Annotated[str, FREE] = ""
+    """Of a Hugging Face data set: which of its splits, such as "train"; needed where it has several."""
+    hf_revision: Annotated[str, FREE] = ""
+    """Of a hub id: the branch, tag or commit; by default the newest."""
+    streaming: Annotated[bool, NO_STREAM] = False
+    """Read a Hugging Face data set without a copy on the disk."""
     kind: Literal["chat", "text", "tokens"] = "chat"
     """chat: messages, of which the assistant's are learnt. text: all is learnt. tokens: rows of ids."""
     name: str = ""

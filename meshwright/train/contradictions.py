@@ -199,4 +199,5 @@ def _not_there_yet(config: Config) -> Told:
         if mark is None or leaf.value in (leaf.field.default, *mark.now):
             continue
         ways = " or ".join(map(written, mark.now))
-        yield leaf.place, f"{written(leaf.value)} is not there yet; {f'take {ways}' if ways else 'leave it out'}"
+        out = f"take {ways}" if ways else "leave it out"
+        yield leaf.place, f"{written(leaf.value)} is not there yet; {out}{mark.why and f': {mark.why}'}"
