@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -39,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MESHES = [
     {}, dict(fsdp=2), dict(fsdp=3), dict(fsdp=4), dict(tp=2), dict(tp=3), dict(tp=4), dict(fsdp=2, tp=2),
     dict(replicate=2, fsdp=2), dict(fsdp=2, ep=2), dict(fsdp=2, tp=2, ep=4),
-    dict(cp=2), dict(pp=2), dict(pp=2, fsdp=2), dict(pp=2, stages=2), dict(cp=2, tp=2),
+    dict(cp=2), dict(pp=2), dict(pp=3), dict(pp=2, fsdp=2), dict(pp=2, stages=2), dict(cp=2, tp=2),
 ]  # fmt: skip
 
 
@@ -75,6 +76,12 @@ def whole_moments(engine: mw.Engine, at: int, checkpoint: Path, folder: str) -> 
     whole = StoredModel(model.blueprint.spec, model.mesh, {**empty, **stored})
     keys = list(spelled.keys.values())
     return {key.name: tensor.clone() for key, tensor in whole_tensors(whole, spelled, keys)}
+
+
+def families_on(mesh: dict[str, int]) -> list[str]:
+    """Every second one in turn; all of them with `MESHWRIGHT_ALL=1`."""
+    fit = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
+    return fit if len(fit) < 3 or os.environ.get("MESHWRIGHT_ALL") else fit[MESHES.index(mesh) % 2 :: 2]
 
 
 def there_and_back(source: Path, reference: Path, mesh: Mapping[str, int], out: Path) -> dict[str, Any]:
@@ -113,8 +120,7 @@ def one_process(source: Path, out: Path) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(f"{a}{n}" for a, n in mesh.items()) or "one")
 def test_every_mesh_resumes_and_saves_the_same(saved: Any, tmp_path: Path, mesh: dict[str, int]) -> None:
     """What two meshes make of the files of one process is the same on both, so each resumes what the other saved."""
-    families = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
-    cases = {name: functools.partial(there_and_back, *saved(name), mesh, tmp_path / name) for name in families}
+    cases = {name: functools.partial(there_and_back, *saved(name), mesh, tmp_path / name) for name in families_on(mesh)}
     for name, answers in worlds.in_turn(world_of(mesh), cases).items():
         reference, again = saved(name)[1], tmp_path / name / "step-000002"
         for folder, tensors in answers[0].items():

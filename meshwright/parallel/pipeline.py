@@ -13,23 +13,31 @@ from ..layout.schedule import BACK, Transfer
 from ..mesh import Mesh
 from ..watch import waiting_at
 
+Name = tuple[str, int, int]  # way, the stage that takes it, micro-batch
+
 
 class Post:
-    """Results by way, stage that takes them, and micro-batch. Both sides know the shape and dtype of what travels."""
+    """Results by their names. Both sides know the shape and dtype of what travels, and nobody waits before he must: a
+    receive is begun where the program says so, and waited for where its result is taken."""
 
     def __init__(self, mesh: Mesh, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.mesh, self.shape, self.dtype = mesh, tuple(shape), dtype
-        self._here: dict[tuple[str, int, int], Tensor] = {}
+        self._here: dict[Name, Tensor] = {}
+        self._coming: dict[Name, dist.Work] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it is sent
 
     def put(self, way: str, stage: int, batch: int, x: Tensor) -> None:
         self._here[way, stage, batch] = x
 
     def take(self, way: str, stage: int, batch: int) -> Tensor:
+        if (work := self._coming.pop((way, stage, batch), None)) is not None:
+            with waiting_at(transfer_name(way, stage), f"micro-batch {batch + 1}"):
+                work.wait()
         return self._here.pop((way, stage, batch))
 
     def send(self, step: Transfer) -> None:
         x = self.take(step.way, step.stage, step.batch).contiguous()
+        self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         with waiting_at(transfer_name(step.way, step.stage), f"micro-batch {step.batch + 1}"):
             work = dist.isend(x, self._rank(step.target), group=self._group, tag=_tag(step))
         assert work is not None, "this rank is one of the group"
@@ -38,7 +46,9 @@ class Post:
     def receive(self, step: Transfer) -> None:
         x = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
         with waiting_at(transfer_name(step.way, step.stage), f"micro-batch {step.batch + 1}"):
-            dist.recv(x, self._rank(step.source), group=self._group, tag=_tag(step))
+            work = dist.irecv(x, self._rank(step.source), group=self._group, tag=_tag(step))
+        assert work is not None, "this rank is one of the group"
+        self._coming[step.way, step.stage, step.batch] = work
         self.put(step.way, step.stage, step.batch, x)
 
     def finish(self) -> None:
