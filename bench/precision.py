@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from meshwright.axes import Axes
-from meshwright.cli import mesh_of as sizes_of
 from meshwright.data import Batch
 from meshwright.engine import gather, logits
 from meshwright.log import quiet
 from meshwright.mesh import Mesh
+from meshwright.plan import mesh_of as sizes_of
 from meshwright.verify import FULL, Options, Plan, plan, run_ranks
 from meshwright.verify.inspection import mesh_of, trial_of
 

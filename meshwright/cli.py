@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   meshwright verify Qwen/Qwen3-0.6B --mesh fsdp=2 --html proof.html    from the hub; a page with placement and bill
   meshwright verify path/to/Qwen3-0.6B --mesh tp=2 --full --dtypes float32,bfloat16
   meshwright verify path/to/Qwen3-0.6B --mesh fsdp=2,tp=2 --weights    are the bytes on each rank those of the files?
+  meshwright verify path/to/Qwen3-8B --mesh pp=2 --schedule v           a pipeline, with its schedule
   meshwright verify my-critic --mesh fsdp=2 --head value --json
   meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    what it looks like when an oracle fails
   meshwright verify --list
@@ -31,6 +32,7 @@ PLAN_EXAMPLES = """examples:
   meshwright plan path/to/Qwen3-30B-A3B --mesh fsdp=64,ep=8 --device 80GB
   meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device H100 --tokens 16384     from the hub: only the config
   meshwright plan path/to/config.json --mesh fsdp=32,tp=8,ep=64 --html plan.html    a page with a picture of the mesh
+  meshwright plan Qwen/Qwen3-8B --mesh pp=4,fsdp=2 --micro-batches 16 --schedule zero-bubble    how long ranks wait
   meshwright plan my-critic --mesh fsdp=4 --head value --json
   meshwright plan tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
 """
@@ -189,9 +191,24 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
     plan.add_argument("--tokens", type=_positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
     plan.add_argument("--micro-batches", type=_positive, default=1, metavar="N", help="in a step (default 1)")
+    _add_pipeline(plan)
     plan.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
     plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
+
+
+def _add_pipeline(command: argparse.ArgumentParser) -> None:
+    """The fields of `mw.Pipeline`."""
+    group = command.add_argument_group("how a pipeline runs, where --mesh has pp")
+    group.add_argument("--schedule", choices=["1f1b", "zero-bubble", "v"], help="the order of its work (default 1f1b)")
+    group.add_argument("--stages", type=_positive, metavar="N", help="of each rank (default 1; of v it is 2)")
+    group.add_argument(
+        "--ends", type=_numbers, metavar="N,...", help="after how many layers each stage ends (default: at equal cost)"
+    )
+    group.add_argument(
+        "--hold", action=argparse.BooleanOptionalAction,
+        help="gather parameters and sum gradients once a step (default: where there is room)",
+    )  # fmt: skip
 
 
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -257,6 +274,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(_positive, text.split(",")))
+
+
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verify = commands.add_parser(
         "verify", help="prove a model on a mesh against one process", description=ABOUT, epilog=EXAMPLES,
@@ -265,6 +286,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.set_defaults(run=_verify)
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
     verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
+    _add_pipeline(verify)
     verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
@@ -300,27 +322,6 @@ class _Version(argparse.Action):
 
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         parser.exit()
-
-
-def mesh_of(text: str) -> dict[str, int]:
-    """`fsdp=2,tp=2` as sizes."""
-    from .axes import OTHER_NAMES
-
-    sizes: dict[str, int] = {}
-    for part in filter(None, text.replace(" ", ",").split(",")):
-        axis, equals, size = part.partition("=")
-        known = axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep")
-        valid = bool(equals) and size.isdecimal() and len(size) <= 9
-        if valid and axis in OTHER_NAMES:
-            raise ConfigError(f"--mesh {text!r:.200}: there is no {axis!r}; choose {OTHER_NAMES[axis]}={size}")
-        if not known or not valid:
-            raise ConfigError(
-                f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of pp, replicate, fsdp, cp, tp, ep"
-            )
-        if axis in sizes:
-            raise ConfigError(f"--mesh {text!r} gives {axis} twice")
-        sizes[axis] = int(size)
-    return sizes
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -427,9 +428,10 @@ def _plan(options: argparse.Namespace) -> int:
 
     target = plan.check_target(options.html) if options.html else None
     device = plan.device_bytes(options.device) if options.device else None
-    sizes, origin = mesh_of(options.mesh), plan.origin(options.command)
-    blueprint = plan.find(options.model, options.head, weights=False, say=_Clock())
-    refused = plan.objections(blueprint, sizes)
+    sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
+    pipeline = plan.pipeline_of(vars(options), sizes)
+    blueprint = plan.find(options.model, options.head, weights=False, say=_Clock()).run_by(pipeline, reshard=True)
+    refused = plan.objections(blueprint, sizes, options.micro_batches)
     if refused:
         if options.json:
             _print_json({**origin, "model": options.model, "mesh": sizes, "refused": refused})
@@ -459,12 +461,12 @@ def _verify(options: argparse.Namespace) -> int:
     if options.model is None:
         raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(planning.TINY))
     target = planning.check_target(options.html) if options.html else None
-    say = _Clock()
+    say, sizes = _Clock(), planning.mesh_of(options.mesh)
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
-        options.against, options.seed, options.plant,
+        options.against, options.seed, options.plant, planning.pipeline_of(vars(options), sizes),
     )  # fmt: skip
-    plan = verify.plan(options.model, Axes(**mesh_of(options.mesh)), asked, say)
+    plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)
     origin = planning.origin(options.command, options.seed)
     if options.json:

@@ -50,7 +50,7 @@ TRIED: dict[str, tuple[Any, str]] = {
     "Mesh(2)": (lambda _: mw.Mesh(2), r"MeshError: .*mw\.Mesh\(fsdp=2\)"),
     "Mesh(dp=2)": (lambda _: mw.Mesh(dp=2), r"MeshError: .*'dp'; choose fsdp=2"),
     "Mesh(dp_replicate=2)": (lambda _: mw.Mesh(dp_replicate=2), r"MeshError: .*choose replicate=2"),
-    "Mesh(foo=2)": (lambda _: mw.Mesh(foo=2), r"MeshError: .*'foo'; there are replicate, fsdp, tp, ep"),
+    "Mesh(foo=2)": (lambda _: mw.Mesh(foo=2), r"MeshError: .*'foo'; there are pp, replicate, fsdp, cp, tp, ep"),
     "a scheduler": (
         lambda e: mw.Engine(e.model, lr=torch.optim.lr_scheduler.StepLR), "ConfigError: lr=StepLR .*lambda step",
     ),

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
-import subprocess
 import sys
-import termios
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 import meshwright as mw
-from meshwright import cli
 from meshwright.log import logger
 from meshwright.train import elastic, failure, launch, loop, toml
 from meshwright.train.elastic import Ended
@@ -34,6 +26,7 @@ from meshwright.train.live import Display, Tail, parsed
 from meshwright.train.metrics import JsonLines, Lines
 from meshwright.train.terminal import Frame, Seen, sparkline
 from tests.pictures import BEGAN, seen, step_line
+from tests.started import Started, forked_ranks, gone
 from tests.test_train import chats, file_of, source
 
 SHOWN = [
@@ -248,122 +241,6 @@ def test_starts_after_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "out" / "failure.txt").read_text().startswith("rank 1 of")
 
 
-def become(arguments: list[str], out: int, errors: int | None = None, **environment: str) -> None:
-    """The rest of this process is the command, which has imported everything already."""
-    code = 99
-    try:
-        os.setsid()
-        if os.isatty(out):
-            fcntl.ioctl(out, termios.TIOCSCTTY, 0)
-        for stream, to in ((0, out), (1, out), (2, out if errors is None else errors)):
-            os.dup2(to, stream)
-        sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, "utf-8", closefd=False) for stream in (1, 2))
-        os.environ |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **environment}
-        code = cli.main(arguments)
-    except SystemExit as left:
-        code = int(str(left.code))
-    finally:
-        os._exit(code)
-
-
-class Rank:
-    """What subprocess.Popen is to elastic: two starts of Python would take longer than the rest of these tests."""
-
-    def __init__(self, handler: SubprocessHandler, args: tuple[str, ...], environment: dict[str, str]) -> None:
-        self.code: int | None = None
-        assert args[:3] == (sys.executable, "-m", "meshwright")
-        self.pid = os.fork()
-        if self.pid == 0:
-            become([*args[3:]], handler._stdout.fileno(), handler._stderr.fileno(), **environment)
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if pid else None
-        return self.code
-
-    def wait(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a rank", timeout)
-            time.sleep(0.02)
-
-
-class Started:
-    """The command on a terminal of so many columns, or with both streams on a pipe."""
-
-    def __init__(self, arguments: list[str], columns: int = 0, **environment: str) -> None:
-        self.read, write = pty.openpty() if columns else os.pipe()
-        if columns:
-            fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        self.said = ""
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.environ.pop("COLUMNS", None)
-            become(arguments, write, **environment)
-        os.close(write)
-
-    def __enter__(self) -> Started:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """A test that fails leaves nothing behind."""
-        if not gone([self.pid], 0):
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-
-    def until(self, found: Callable[[], object], seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not found():
-            assert time.monotonic() < end, self.said[-3000:]
-            assert self._more(), self.said[-3000:]
-
-    def _more(self) -> bool:
-        """What it said since; False at its end."""
-        if not select.select([self.read], [], [], 0.05)[0]:
-            return True
-        try:
-            some = os.read(self.read, 65536)
-        except OSError:  # a terminal that nobody writes to any more
-            return False
-        self.said += some.decode(errors="replace")
-        return bool(some)
-
-    def end(self, seconds: float = 60) -> int:
-        """Its exit code."""
-        until = time.monotonic() + seconds
-        while self._more():
-            assert time.monotonic() < until, self.said[-3000:]
-        os.close(self.read)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    @property
-    def ranks(self) -> list[int]:
-        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=False)
-        return [int(pid) for pid in found.stdout.split()]
-
-    @property
-    def last_line(self) -> str:
-        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.said).strip().splitlines()[-1]
-
-
-def gone(pids: list[int], seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while any(running(pid) for pid in pids):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def running(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.fixture(scope="module")
 def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("runs")
@@ -375,11 +252,9 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def popen(*given: Any) -> Rank:
-        return Rank(*given)
-
-    monkeypatch.setattr(SubprocessHandler, "_popen", popen)
+def _forked() -> Iterator[None]:
+    with forked_ranks():
+        yield
 
 
 @pytest.fixture

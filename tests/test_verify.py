@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from meshwright import cli
 from meshwright.axes import Axes
 from meshwright.errors import RankError
+from meshwright.layout import Pipeline
 from meshwright.plan import TINY
 from meshwright.verify import (
     FULL,
@@ -99,11 +100,12 @@ def passed(out: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = said(capsys, name, "--mesh", "fsdp=2", "--dtypes", "float64", "--json")
+    mesh = "pp=2" if name == "tiny-qwen3" else "fsdp=2"
+    code, out, err = said(capsys, name, "--mesh", mesh, "--dtypes", "float64", "--json")
     assert code == 0, out
     assert passed(out)["ranks"] == 2
     assert re.search(r"float64\b.*\bone process\b", err), err
-    assert re.search(r"float64\b.*\b2 ranks\b.*\bfsdp=2\b", err), err
+    assert re.search(rf"float64\b.*\b2 ranks\b.*\b{mesh}\b", err), err
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,7 @@ def test_shrinking_keeps_what_a_mesh_is_about(tp: int) -> None:
     for kept in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok", "norm_topk_prob"):
         assert small[kept] == QWEN3_30B_A3B[kept]
     assert small["num_hidden_layers"] == 2
+    assert shrink(QWEN3_30B_A3B, tp, num_stages=4)["num_hidden_layers"] == 5, "a stage of them has two"
     text = shrink(QWEN3_5, tp)["text_config"]
     assert text["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
     assert text["num_hidden_layers"] == 4
@@ -231,10 +234,11 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     def own(name: str, **options: Any) -> str:
         return directory(tmp_path / name, {**QWEN3_30B_A3B, **options})
 
-    dense = told("tiny-qwen3", replicate=2, fsdp=2, tp=2)
-    assert re.search(words(r"mw\.load", r"mw\.Engine"), dense)
+    dense = told("tiny-qwen3", pp=2, replicate=2, fsdp=2, cp=2, tp=2)
+    assert re.search(words(r"mw\.load", r"mw\.Engine", "zero-bubble and v"), dense)
     assert not re.search("--mesh|router|replicate", dense), "a dense model has no experts to spread"
-    assert re.search(words(r"\breplicate, fsdp\b", "--mesh replicate=2,fsdp=2[^,]"), told("tiny-qwen3", tp=2))
+    others = words(r"\breplicate, fsdp, cp\b", "--mesh pp=2,replicate=2,fsdp=2, then --mesh cp=2\\)")
+    assert re.search(others, told("tiny-qwen3", tp=2))
     full = report.untried(
         plan(str(tiny.directory(tmp_path / "f", "qwen3")), Axes(tp=2), Options(kind=FULL), _quiet), []
     )
@@ -242,8 +246,14 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     value = report.untried(plan("tiny-qwen3", Axes(tp=2), Options(head="value"), _quiet), [])
     assert any("head beside transformers" in what for what in value), value
     sparse = told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2)
-    assert re.search(words("--mesh replicate=2[^,]", 'router_aux="previous"'), sparse), sparse
-    assert "--mesh fsdp=2,replicate=2,ep=2" in told("tiny-qwen3-moe", fsdp=2, tp=2)
+    assert re.search(words(r"--mesh pp=2,replicate=2,cp=2\)", 'router_aux="previous"'), sparse), sparse
+    assert "--mesh pp=2,replicate=2,cp=2,ep=2" in told("tiny-qwen3-moe", fsdp=2, tp=2)
+    assert "--mesh fsdp=2,ep=2" in told("tiny-qwen3-moe", pp=2, replicate=2, fsdp=2, cp=2, tp=2)
+    piped = told("tiny-qwen3-moe", pp=2, fsdp=2, ep=2)
+    assert not re.search("router_aux|changes nothing", piped), "a pipeline refuses the other kind"
+    deep = Options(pipeline=Pipeline(ends=(10, 48)))
+    lone = report.untried(plan(own("c"), Axes(pp=2), deep, _quiet), [])
+    assert any("(10, 48)" in what for what in lone), lone
     aux = r"output_router_logits\b.*\brouter_aux_loss_coef"
     tiny_one = told("tiny-qwen3.5-moe", fsdp=2)
     assert 'router_aux="previous"' in tiny_one

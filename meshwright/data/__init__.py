@@ -4,9 +4,10 @@ from .arguments import WEIGHT, check_shifted
 from .batch import IGNORE, Batch
 from .chat import Chat, ChatOptions, stop_ids_of
 from .feed import SOURCE, Feed, batch_of, source_of
+from .hub import Part, fetched_files, is_saved, saved_files
 from .pack import cut, pack, shift
 from .plan import DataSource, Plan
-from .reading import files_of
+from .reading import SUFFIXES, files_of
 from .store import Documents, Recipe, prepare
 from .texts import Ready, Texts
 from .tokenizer import fingerprint_of, generation_config_of, tokenizer_of

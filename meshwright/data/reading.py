@@ -15,17 +15,19 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 
 from ..errors import DataError
+from .arrow import groups_of, numbered_rows
 
 Split = Literal["file", "paragraph", "line"]
 
 SUFFIXES = (".jsonl", ".parquet", ".txt", ".md")
+ARROW = ".arrow"  # of data sets, which say themselves which files are theirs
 _RANGE_BYTES = 8 << 20
 _SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a file: of its bytes, or of the row groups of a table."""
+    """A part of a file: of its bytes, or of the row groups or batches of a table."""
 
     file: Path
     start: int
@@ -72,6 +74,8 @@ def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
         size = file.stat().st_size
         if file.suffix == ".parquet":
             out += [Shard(file, group, group + 1) for group in range(pq.ParquetFile(file).num_row_groups)]
+        elif file.suffix == ARROW:
+            out += [Shard(file, start, stop) for start, stop in groups_of(file, _RANGE_BYTES)]
         elif is_text(file) and split != "line":
             out.append(Shard(file, 0, size, split))
         else:
@@ -83,6 +87,8 @@ def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
 def rows_of(shard: Shard) -> Iterator[Row]:
     if shard.file.suffix == ".parquet":
         yield from _rows_of_table(shard)
+    elif shard.file.suffix == ARROW:
+        yield from (Row(at, values) for at, values in numbered_rows(shard.file, shard.start, shard.stop))
     elif not is_text(shard.file):
         yield from (_of_json(at, line) for at, line in _lines(shard) if line.strip())
     elif shard.split == "line":
@@ -150,7 +156,7 @@ def _rows_of_table(shard: Shard) -> Iterator[Row]:
 
 def place_of(file: Path, at: int) -> str:
     """As people look for it: the line of a file, counted from 1, or the row of a table, counted from 0."""
-    if file.suffix == ".parquet":
+    if file.suffix in (".parquet", ARROW):
         return f"{file}, row {at}"
     with file.open("rb") as opened:
         lines = sum(chunk.count(b"\n") for chunk in _chunks(opened, at))

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..axes import Axes
+from ..blueprint import Blueprint
 from ..errors import MeshError, counted
-from ..layout import Held, ShardingSpec, Stored, Widths, storage
+from ..layout import HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, storage
 from ..mesh import Memory
+from ..parallel import Savings
+from .arguments import check_late
 
 _MOST = 4096  # the largest fsdp that is tried as a way out
 
@@ -33,6 +36,24 @@ class Need:
 def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
     stored = torch.promote_types(compute, torch.float32)
     return Widths(stored.itemsize, compute.itemsize, (state or stored).itemsize)
+
+
+def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:
+    """What a run leaves open of its pipeline is decided by the least memory that any rank has. Without one, nothing of
+    it holds."""
+    pipeline, reshard = blueprint.spec.pipeline, savings.reshard
+    if axes.pp == 1:
+        return blueprint.run_by(Pipeline(), reshard=reshard)
+    check_late(pipeline, savings)
+    if pipeline.hold is not None:
+        return blueprint
+    held = blueprint.run_by(replace(pipeline, hold=True), reshard=reshard)
+    trained = frozenset(blueprint.table.params)
+    stored = Need(held.spec, axes, Held(widths_of(compute), trained, savings.offload)).stored()
+    once = sum(each.num_bytes for each in stored if each.what in HELD)
+    if pipeline.schedule in LATE or 3 * once < device_bytes:
+        return held
+    return blueprint.run_by(replace(pipeline, hold=False), reshard=reshard)
 
 
 def refuse_too_large(need: Need, memory: Memory) -> None:

@@ -16,8 +16,6 @@ from .. import parallel
 from ..blueprint import Blueprint, draw
 from ..errors import StateError
 from ..layout import (
-    HELD,
-    LATE,
     Charge,
     Context,
     Held,
@@ -49,8 +47,8 @@ from ..weights import (
     read_config,
     read_stamped_config,
 )
-from .arguments import check_late, check_loading, check_unquantised, matching, patterns_of
-from .fit import Need, refuse_too_large, widths_of
+from .arguments import check_loading, check_unquantised, matching, patterns_of
+from .fit import Need, refuse_too_large, widths_of, with_hold
 from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
 
 
@@ -276,7 +274,7 @@ def put_on_mesh(
 ) -> Model:
     """Place a model: its parameters have memory then, and no values."""
     trained = _freeze(blueprint, train)
-    blueprint = _with_hold(blueprint, mesh, compute, savings)
+    blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
     stored = blueprint.stored_dtypes(compute, trained)
     weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(stored))
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
@@ -286,21 +284,6 @@ def put_on_mesh(
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
     return Model(mesh, blueprint, stages, compute, savings, tuple(n for n in blueprint.table.params if n in trained))
-
-
-def _with_hold(blueprint: Blueprint, mesh: Mesh, compute: torch.dtype, savings: Savings) -> Blueprint:
-    """What the run leaves open of its pipeline is decided by the least memory that any rank has."""
-    pipeline, reshard = blueprint.spec.pipeline, savings.reshard
-    check_late(pipeline, savings)
-    if pipeline.hold is not None or mesh.axes.pp == 1:
-        return blueprint
-    held = blueprint.run_by(replace(pipeline, hold=True), reshard=reshard)
-    trained = frozenset(blueprint.table.params)
-    stored = Need(held.spec, mesh.axes, Held(widths_of(compute), trained, savings.offload)).stored()
-    once = sum(each.num_bytes for each in stored if each.what in HELD)
-    if pipeline.schedule in LATE or 3 * once < mesh.least_bytes:
-        return held
-    return blueprint.run_by(replace(pipeline, hold=False), reshard=reshard)
 
 
 def _narrow(stored: Mapping[str, torch.dtype]) -> dict[str, int]:

@@ -54,7 +54,17 @@ from .rules import (
     written,
 )
 from .schedule import ORDERS, Action, Transfer, forwards, program
-from .stages import LATE, Pipeline, Stage, forward_program, program_of, trained_from, transfer_name
+from .stages import (
+    LATE,
+    Pipeline,
+    Stage,
+    costs_of_stages,
+    forward_program,
+    program_of,
+    stages_of_param,
+    trained_from,
+    transfer_name,
+)
 from .storage import HELD, Held, Stored, Widths, storage
-from .timetable import Gathers, Timetable, draw, gathers, most_kept, times
+from .timetable import Gathers, Slot, Timetable, draw, gathers, most_kept, times
 from .units import Unit, units_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError, MeshError
+from ..errors import ConfigError, MeshError, counted
 from .doors import Dispatch, find
 from .line import Line, even
 from .params import Param, Table
@@ -61,14 +61,14 @@ def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Lin
     """Where the stages of a model end on so many ranks."""
     if pp == 1:
         return Line(1, (max(1, table.num_layers),))
-    num_stages, ends = pp * pipeline.stages, pipeline.ends
-    if ends is None:
-        costs, last = costs_of(table, {d.num_experts: d.top_k for _, d in find(module, Dispatch)})
-        ends = even(costs, num_stages, last=last)
+    num_stages = pp * pipeline.stages
+    costs, last = costs_of(table, module)
+    alike = even(costs, num_stages, last=last)
+    ends = alike if pipeline.ends is None else pipeline.ends
     if len(ends) != num_stages or ends[-1] != table.num_layers:
         raise MeshError(
-            f"ends={ends}: pp={pp} with {pipeline.stages} stages a rank has {num_stages} stages, and the last of them "
-            f"ends after all {table.num_layers} layers"
+            f"ends={ends}: pp={pp} with {counted(pipeline.stages, 'stage')} a rank has {num_stages} stages, and the "
+            f"last of them ends after all {table.num_layers} layers; ends={alike} would make them cost about the same"
         )
     line = Line(pp, tuple(ends), turn=pipeline.schedule == "v")
     if line.turn and any(param.tied for param in table):
@@ -79,10 +79,11 @@ def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Lin
     return line
 
 
-def costs_of(table: Table, top_k: Mapping[int, int]) -> tuple[list[float], float]:
+def costs_of(table: Table, module: nn.Module) -> tuple[list[float], float]:
     """Of each layer, and of the head: the elements that a token is multiplied with. Attention among tokens is left out:
     it depends on the lengths of documents."""
     costs, last = [0.0] * table.num_layers, 0.0
+    top_k = {door.num_experts: door.top_k for _, door in find(module, Dispatch)}
     for param in table:
         experts = param.dims.get("expert", 0)
         active = prod(param.shape) * (top_k.get(experts, experts) / experts if experts else 1)
@@ -91,6 +92,13 @@ def costs_of(table: Table, top_k: Mapping[int, int]) -> tuple[list[float], float
         elif param.tied or not param.first:
             last += active
     return costs, last
+
+
+def costs_of_stages(table: Table, module: nn.Module, line: Line) -> list[float]:
+    """What `costs_of` gives the layers of each stage together, and the head to the last."""
+    costs, last = costs_of(table, module)
+    sums = [sum(costs[layer] for layer in line.layers_of(stage)) for stage in range(line.num_stages)]
+    return [*sums[:-1], sums[-1] + last]
 
 
 def stages_of_param(param: Param, line: Line) -> tuple[int, ...]:

@@ -104,6 +104,7 @@ def draw(table: Timetable, columns: int = 3) -> str:
         for start, end, (kind, stage, batch) in row:
             name = f"{kind if stage == first else kind.lower()}{batch}"
             room = round(end * columns) - round(start * columns)
-            text = text.ljust(round(start * columns), ".") + name[:room].ljust(room)
+            name = name if len(name) <= room else name[:1] * bool(room)  # a part of a number is another number
+            text = text.ljust(round(start * columns), ".") + name.ljust(room)
         lines.append(f"{rank:>3} {text.ljust(width, '.')}")
     return "\n".join(lines)

@@ -15,10 +15,23 @@ import torch
 from ..axes import DENSE, EXPERT, Axes
 from ..blueprint import Blueprint
 from ..engine.bill import engine_bill
-from ..engine.fit import Need, fits, ways_out, widths_of
+from ..engine.fit import Need, fits, ways_out, widths_of, with_hold
 from ..errors import ConfigError
-from ..layout import Charge, Held, Stored, Work, extreme_ranks, padded
+from ..layout import (
+    Action,
+    Charge,
+    Held,
+    Stage,
+    Stored,
+    Work,
+    extreme_ranks,
+    most_kept,
+    padded,
+    program_of,
+)
+from ..layout.schedule import Orders
 from ..mesh import Memory
+from ..parallel import Savings
 
 TOKENS = 8192  # of a micro-batch of a data rank, where none are given
 COMPUTE = torch.bfloat16  # as `mw.load` has it
@@ -85,6 +98,12 @@ class Figures:
     device: int | None = None
     head: str = "lm"
 
+    def __post_init__(self) -> None:
+        """What is left open of the pipeline is decided as `mw.load` decides it. A device of unknown size holds
+        nothing."""
+        settled = with_hold(self.blueprint, self.axes, COMPUTE, Savings(), self.device or 0)
+        object.__setattr__(self, "blueprint", settled)
+
     @property
     def name(self) -> str:
         """Of the directory, where the user gave a path."""
@@ -99,11 +118,28 @@ class Figures:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Of units that lie on one rank: there is no FSDP, and autograd may keep what their weights are cast to."""
-        axes, spec = self.axes, self.blueprint.spec
-        units = [unit for stage in spec.stages(axes, self.most.rank) for unit in stage.units]
-        alone = [u for u in units if prod(axes.sizes(("replicate", *u.shard))) == 1]
-        return sum(padded(u, spec, axes, axes.coords(self.most.rank)) for u in alone) * self.work.compute_bytes
+        """Of units that lie on one rank: there is no FSDP, and autograd may keep what their weights are cast to, for
+        every micro-batch that is under way in their stage. Of the rank where that is most."""
+        spec, ranks = self.blueprint.spec, self.axes.group(0, ("pp",))
+        return max(sum(self._cast_bytes(stage, rank) for stage in spec.stages(self.axes, rank)) for rank in ranks)
+
+    def _cast_bytes(self, stage: Stage, rank: int) -> int:
+        axes, spec, at = self.axes, self.blueprint.spec, self.axes.coords(rank)
+        alone = [u for u in stage.units if prod(axes.sizes(("replicate", *u.shard))) == 1]
+        num_kept = most_kept([action for action in self.orders[at["pp"]] if action.stage == stage.number])
+        return num_kept * sum(padded(u, spec, axes, at) for u in alone) * self.work.compute_bytes
+
+    @cached_property
+    def orders(self) -> Orders:
+        """What each place on pp does in a step, in its order."""
+        line, spec = self.blueprint.spec.line(self.axes.pp), self.blueprint.spec
+        program = program_of(line, spec.pipeline.schedule, self.work.num_batches, 0)
+        return [[action for action in steps if isinstance(action, Action)] for steps in program]
+
+    @property
+    def router_aux(self) -> str:
+        """The default, where it can be."""
+        return "previous" if self.axes.pp > 1 else "pooled"
 
     @property
     def need(self) -> Need:
@@ -140,9 +176,16 @@ class Figures:
         return ways_out(self.need, _memory(self.device))
 
     @cached_property
+    def sender(self) -> int:
+        """The rank that pays most. The first of a place on pp has the largest part of all that its stages hold."""
+        return max(self.axes.group(0, ("pp",)), key=lambda rank: sum(c.count * c.num_bytes for c in self._bill(rank)))
+
+    @cached_property
     def charges(self) -> list[Charge]:
-        """Of the rank that stores most. It has the largest part of all that its stage holds."""
-        return engine_bill(self.blueprint, self.axes, self.most.rank, self.work)
+        return self._bill(self.sender)
+
+    def _bill(self, rank: int) -> list[Charge]:
+        return engine_bill(self.blueprint, self.axes, rank, self.work, self.router_aux)
 
     @cached_property
     def traffic(self) -> list[Traffic]:

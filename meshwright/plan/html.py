@@ -93,7 +93,7 @@ def _coded(html: str) -> str:
 def bar(parts: Iterable[tuple[int, str]], whole: int, mark: int | None = None) -> str:
     """Parts of a whole side by side, each with what it is; `mark`: a place to be marked."""
     pieces = [
-        wrap("i", kind=f"tint{n % 5}", title=title, style=f"width:{100 * part / max(whole, 1):.3f}%")
+        wrap("i", kind=f"tint{n % 6}", title=title, style=f"width:{100 * part / max(whole, 1):.3f}%")
         for n, (part, title) in enumerate(parts)
     ]
     if mark is not None and mark < whole:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from ..errors import counted
+from .drawn import pipeline_section
 from .figures import Figures, RankMemory, Traffic
 from .html import Cell, bar, bytes_cell, details, flowing, page, section, span_cell, table, tag, wrap
 from .picture import mesh_picture
@@ -52,6 +53,8 @@ def plan_of(figures: Figures) -> Iterator[str]:
     yield _tiles(figures)
     yield from (tag("p", note, "note") for note in notes(figures))
     yield _memory(figures)
+    if figures.axes.pp > 1:
+        yield pipeline_section(figures)
     yield section("The mesh", *mesh_picture(figures), _ranks(figures))
     yield _traffic(figures)
     yield _parameters(figures)
@@ -72,7 +75,7 @@ def _memory(figures: Figures) -> str:
     memories, whole = figures.memories, max(figures.most.num_bytes, figures.device or 0)
     alike = len(memories) == 1
     text = "Every rank stores as much as rank 0." if alike else (
-        f"No rank stores more than rank 0, and none less than rank {memories[-1].rank:,}."
+        f"No rank stores more than rank {memories[0].rank:,}, and none less than rank {memories[-1].rank:,}."
     )  # fmt: skip
     bars = (_memory_bar(memory, figures, whole) for memory in memories)
     by_kind, unit = [{s.what: s.num_bytes for s in memory.stored} for memory in memories], unit_of(whole)
@@ -105,7 +108,7 @@ def _traffic(figures: Figures) -> str:
     even = " The router is taken to be even." if figures.blueprint.balance.num_experts else ""
     text = (
         f"In a step {step(figures)}, computed in bfloat16 and summed in float32. Bytes are of the larger side of each "
-        f"collective, as counted on rank 0; no rank counts more.{even}"
+        f"collective, as counted on rank {figures.sender:,}; no rank counts more.{even}"
     )
     by_axes = [list(same) for _, same in groupby(rows, lambda row: row.over)]
     most = max(sum(row.num_bytes for row in same) for same in by_axes)

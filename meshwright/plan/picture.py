@@ -15,8 +15,10 @@ from .tables import AxisLine, axis_lines
 _MOST_CELLS, _SAMPLE = 256, 128  # a replica of more ranks than the one is shown by the other
 _DARKEST, _LIGHTEST = 84, 66  # percent of shade on which numbers stay as they are, on a light page and on a dark one
 _MEANING = {
+    "pp": "each rank holds other layers; micro-batches pass through them in turn",
     "replicate": "whole copies of the model, each with data of its own; gradients are summed once a step",
     "fsdp": "each rank has data of its own, and stores a shard of every row",
+    "cp": "the ranks share their data: each has a part of the tokens, and in attention a part of the heads",
     "tp": "the ranks share their data; each computes some heads and hidden units",
     "efsdp": "the ranks hold the same experts, each a shard of their rows",
     "ep": "the experts are spread over these ranks; tokens travel to them and back",
@@ -25,16 +27,28 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of one replica of `num_ranks` the first `shown`, in blocks of `cells` neighbours, `width` of them in a row."""
+    """Of the `num_ranks` of one replica at one place on pp the first `shown`, in blocks of `cells` neighbours, `width`
+    of them in a row. `firsts`: the first rank of each place that is shown."""
 
     width: int
     cells: int
     num_ranks: int
     shown: int
+    firsts: tuple[int, ...]
+
+    @property
+    def num_of_place(self) -> int:
+        return -(-self.shown // self.cells)
 
     @property
     def num(self) -> int:
-        return -(-self.shown // self.cells)
+        return len(self.firsts) * self.num_of_place
+
+    def ranks_of(self, number: int) -> range:
+        """The ranks of a block."""
+        place, block = divmod(number, self.num_of_place)
+        first, at = self.firsts[place], block * self.cells
+        return range(first + at, first + min(at + self.cells, self.shown))
 
     @property
     def height(self) -> int:
@@ -51,8 +65,10 @@ def blocks_of(axes: Axes) -> Blocks:
     group = axes.ep if axes.ep > axes.tp and axes.ep % axes.tp == 0 else axes.tp
     cells = min(group if group > 1 else shown, shown)
     widest = 16 if cells > 64 else 8
+    firsts = axes.group(0, ("pp",))
+    firsts = firsts if len(firsts) * shown <= _MOST_CELLS else firsts[:1]
     even = [n for n in range(2, widest + 1) if (axes.tp if axes.tp > 1 else cells) % n == 0]
-    return Blocks(max(even, default=min(widest, cells)), cells, replica, shown)
+    return Blocks(max(even, default=min(widest, cells)), cells, replica, shown, firsts)
 
 
 def mesh_picture(figures: Figures) -> Iterator[str]:
@@ -62,22 +78,27 @@ def mesh_picture(figures: Figures) -> Iterator[str]:
     axes = figures.axes if figures.blueprint.balance.num_experts else replace(figures.axes, ep=1)
     blocks = blocks_of(axes)
     yield tag("p", _caption(axes))
-    drawn = (_block(axes, blocks, number) for number in range(blocks.num))
     roomy = " roomy" if blocks.shown <= 16 else ""
-    yield wrap("div", *drawn, _more(axes, blocks), kind=f"mesh-map{roomy}")
+    for place in range(len(blocks.firsts)):
+        numbers = range(place * blocks.num_of_place, (place + 1) * blocks.num_of_place)
+        name = tag("span", f"pp {place}", "more") if axes.pp > 1 else ""
+        last = place == len(blocks.firsts) - 1
+        drawn = (_block(axes, blocks, number) for number in numbers)
+        yield wrap("div", name, *drawn, _more(axes, blocks) if last else "", kind=f"mesh-map{roomy}")
     yield tag("p", "Below, for each axis of more than one rank: the ranks with which rank 0 talks over it.")
     yield wrap("div", *(_axis(line, axes, blocks) for line in axis_lines(figures)), kind="axes-map")
 
 
 def _caption(axes: Axes) -> str:
-    shade = "its place on ep: ranks of one shade hold the same experts" if axes.ep > 1 else "its data rank"
+    same = "ranks of one shade hold the same experts" + (" of a place" if axes.pp > 1 else "")
+    shade = f"its place on ep: {same}" if axes.ep > 1 else "its data rank"
     replica = f"One replica of {axes.replicate:,} is shown. " if axes.replicate > 1 else ""
-    return f"{replica}Each cell is a rank, and its shade is {shade}."
+    places = "The ranks of a place on pp hold the same layers. " if axes.pp > 1 else ""
+    return f"{replica}{places}Each cell is a rank, and its shade is {shade}."
 
 
 def _block(axes: Axes, blocks: Blocks, number: int) -> str:
-    first = number * blocks.cells
-    cells = "".join(_cell(axes, blocks, rank) for rank in range(first, min(first + blocks.cells, blocks.shown)))
+    cells = "".join(_cell(axes, blocks, rank) for rank in blocks.ranks_of(number))
     return wrap("div", cells, kind="block", style=f"--columns:{blocks.width}")
 
 
@@ -88,7 +109,7 @@ def _cell(axes: Axes, blocks: Blocks, rank: int) -> str:
     else:
         place, last = axes.data_rank(rank), (blocks.shown - 1) // (axes.cp * axes.tp)
     shade = round(100 * place / max(last, 1))
-    live = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "efsdp", "ep") if axes.size_of(axis) > 1)
+    live = ", ".join(f"{axis} {at[axis]}" for axis in ("pp", "cp", "tp", "efsdp", "ep") if axes.size_of(axis) > 1)
     title = f"rank {rank}: data rank {axes.data_rank(rank)}" + (f", {live}" if live else "")
     return wrap("i", str(rank), kind=_ink(shade), title=title, style=f"--shade:{shade}%")
 
@@ -102,7 +123,9 @@ def _more(axes: Axes, blocks: Blocks) -> str:
     texts = []
     if blocks.num_ranks > blocks.shown:
         left = counted(blocks.num_ranks - blocks.shown, "rank")
-        texts.append(f"and {left} like these, to rank {blocks.num_ranks - 1:,}")
+        texts.append(f"and {left} like these, to rank {blocks.firsts[-1] + blocks.num_ranks - 1:,}")
+    if axes.pp > len(blocks.firsts):
+        texts.append(f"one of {axes.pp:,} places on pp")
     if axes.replicate > 1:
         texts.append(f"one of {axes.replicate:,} such replicas")
     return "".join(tag("span", text, "more") for text in texts)
@@ -121,11 +144,12 @@ def _map(axes: Axes, blocks: Blocks, axis: str) -> str:
     met, step = set(axes.group(0, (axis,))), 6
     columns = _columns(blocks)
     paths = {True: "", False: ""}
-    for rank in range(blocks.shown):
-        block, cell = divmod(rank, blocks.cells)
-        (y, x), (row, column) = divmod(cell, blocks.width), divmod(block, columns)
-        left, top = column * (blocks.width * step + 4) + x * step, row * (blocks.height * step + 4) + y * step
-        paths[rank in met] += f"M{left} {top}h5v5h-5z"
+    for block in range(blocks.num):
+        row, column = divmod(block, columns)
+        for cell, rank in enumerate(blocks.ranks_of(block)):
+            y, x = divmod(cell, blocks.width)
+            left, top = column * (blocks.width * step + 4) + x * step, row * (blocks.height * step + 4) + y * step
+            paths[rank in met] += f"M{left} {top}h5v5h-5z"
     wide = columns * (blocks.width * step + 4) - 5
     high = -(-blocks.num // columns) * (blocks.height * step + 4) - 5
     drawn = f'<path class="pale" d="{paths[False]}"/><path class="met" d="{paths[True]}"/>'

@@ -13,9 +13,10 @@ import torch
 from .. import parallel
 from ..axes import Axes
 from ..blueprint import Blueprint
+from ..engine.arguments import check_late
 from ..engine.fit import Need, widths_of
 from ..errors import ConfigError, LayoutError, MeshError
-from ..layout import Held, Rules, check_context, place
+from ..layout import Held, Rules, check_context, place, program_of
 from ..mesh import memory_of
 
 RANKS_A_CORE = 16
@@ -74,9 +75,9 @@ def _as_option(axes: Axes) -> str:
     return ",".join(f"{axis}={size}" for axis, size in asdict(axes).items() if size > 1) or "fsdp=1"
 
 
-def check_layout(blueprint: Blueprint, axes: Axes) -> None:
+def check_layout(blueprint: Blueprint, axes: Axes, num_batches: int | None = None) -> None:
     """What any rank of the mesh would refuse."""
-    found = objections(blueprint, asdict(axes))
+    found = objections(blueprint, asdict(axes), num_batches)
     if found:
         raise MeshError(told(found))
 
@@ -88,8 +89,9 @@ def told(refused: Sequence[str]) -> str:
     return "\n  - ".join([f"the mesh is impossible, for {len(refused)} reasons:", *refused])
 
 
-def objections(blueprint: Blueprint, sizes: Mapping[str, int]) -> list[str]:
-    """Why the model cannot lie on a mesh of these sizes: all that is wrong, not what is wrong first."""
+def objections(blueprint: Blueprint, sizes: Mapping[str, int], num_batches: int | None = None) -> list[str]:
+    """Why the model cannot lie on a mesh of these sizes, or go through its pipeline in a step of so many micro-batches:
+    all that is wrong, not what is wrong first."""
     asked = {**asdict(Axes()), **sizes}
     if min(asked.values()) < 1:
         return [f"{axis}={size} is not a size; give 1 or more" for axis, size in asked.items() if size < 1]
@@ -97,7 +99,7 @@ def objections(blueprint: Blueprint, sizes: Mapping[str, int]) -> list[str]:
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
     found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
     ways = (*_of_parameters(blueprint, cuts), *_of_context(blueprint, Axes(tp=asked["tp"], cp=asked["cp"])))
-    return found or [*ways, *_of_stages(blueprint, asked["pp"])]
+    return [*found, *(() if found else ways), *_of_stages(blueprint, asked["pp"], num_batches)]
 
 
 def _of_mesh(sizes: Mapping[str, int]) -> Iterator[str]:
@@ -156,9 +158,15 @@ def _of_context(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
         yield str(error)
 
 
-def _of_stages(blueprint: Blueprint, pp: int) -> Iterator[str]:
+def _of_stages(blueprint: Blueprint, pp: int, num_batches: int | None) -> Iterator[str]:
+    if pp == 1:
+        return
+    pipeline = blueprint.spec.pipeline
     try:
-        blueprint.spec.line(pp)
+        check_late(pipeline, parallel.Savings())
+        line = blueprint.spec.line(pp)
+        if num_batches is not None:
+            program_of(line, pipeline.schedule, num_batches, 0)
     except (ConfigError, MeshError) as error:
         yield str(error)
 

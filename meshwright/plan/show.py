@@ -13,7 +13,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..errors import counted
-from ..layout import ways
+from ..layout import draw, ways
+from . import pipeline
 from .figures import Figures
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
 from .wording import NOT_COUNTED, in_unit, kind, large, size, span, unit_of, verdict
@@ -25,6 +26,7 @@ def print_plan(figures: Figures) -> None:
     console.print(Text(about(figures)))
     tables = {
         "Where parameters lie, one of each kind": _parameters(figures),
+        **({"The stages of the pipeline": _places(figures)} if figures.axes.pp > 1 else {}),
         "What a rank stores": _memory(figures),
         f"The collectives of a step; {step(figures)}": _traffic(figures),
     }
@@ -32,6 +34,8 @@ def print_plan(figures: Figures) -> None:
         console.print()
         console.print(Text(title, style="bold"))
         console.print(grid)
+    if figures.axes.pp > 1:
+        _print_schedule(figures, console)
     console.print()
     console.print(Text(said.text, style={True: "bold green", False: "bold red", None: "bold"}[said.ok]))
     console.print(Padding(Text(said.more), (0, 0, 0, 2)))
@@ -62,7 +66,7 @@ def notes(figures: Figures) -> list[str]:
             f"What is not stored in shards is also kept as bfloat16 from forward to backward, up to "
             f"{size(figures.unsharded_bytes)}: not counted."
         )
-    return found
+    return found + (pipeline.notes(figures) if figures.axes.pp > 1 else [])
 
 
 def step(figures: Figures) -> str:
@@ -87,6 +91,34 @@ def lies(line: ParameterLine) -> list[str]:
     """What each axis does to it."""
     named = {"cut": line.cut, "rows over": line.shards, "copies over": line.copies}
     return [f"{what} {axes}" for what, axes in named.items() if axes != "-"] or ["whole"]
+
+
+def _places(figures: Figures) -> Grid:
+    grid = _grid()
+    grid.add_column("on pp")
+    grid.add_column("has")
+    for column in ("of the work", "waits", "keeps", "a rank stores"):
+        grid.add_column(column, justify="right")
+    for line in pipeline.place_lines(figures):
+        stages, shares = zip(*((pipeline.told(s), f"{s.share:.1%}") for s in line.stages), strict=True)
+        grid.add_row(
+            str(line.place), "\n".join(stages), "\n".join(shares), f"{line.idle:.1%}", str(line.most_kept),
+            size(line.num_bytes),
+        )  # fmt: skip
+    return grid
+
+
+def _print_schedule(figures: Figures, console: Console) -> None:
+    table = pipeline.timetable(figures)
+    columns = min(3, int((console.width - 4) / table.makespan))  # of a unit of time; what is before it takes 4
+    console.print()
+    console.print(Text("Who does what when", style="bold"))
+    console.print(Text(f"{pipeline.about_schedule(figures)}. An estimate: --html says of what."))
+    if columns < 1:
+        console.print(Text("It is too long to be drawn here: --html draws it."))
+        return
+    console.print(Text(pipeline.LEGEND))
+    console.print(Text(draw(table, columns)), soft_wrap=True)
 
 
 def _memory(figures: Figures) -> Grid:
@@ -134,6 +166,7 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "model": figures.model,
         "mesh": asdict(axes),
         "ranks": axes.world,
+        "pipeline": pipeline.as_json(figures) if axes.pp > 1 else None,
         "num_parameters": figures.num_parameters,
         "head": figures.head,
         "refused": [],

@@ -67,9 +67,12 @@ def _parameter_line(group: list[Param], figures: Figures) -> ParameterLine:
     param, blueprint, axes = group[0], figures.blueprint, figures.axes
     rules = blueprint.spec.rules
     placement = place(param, rules, axes)
-    num_bytes = [_STORED_BYTES * piece(param, rules, axes, axes.coords(rank)).numel for rank in figures.extremes]
+    places = blueprint.spec.places(param, axes)
+    coords = [at for at in map(axes.coords, figures.extremes) if at["pp"] in places]
+    num_bytes = [_STORED_BYTES * piece(param, rules, axes, at).numel for at in coords]
     remarks = {"tied: the head too": param.tied, "never rounded": param.float32,
-               "not in the files: drawn": param.name in blueprint.keymap.fresh}  # fmt: skip
+               "not in the files: drawn": param.name in blueprint.keymap.fresh,
+               f"at pp {' and '.join(map(str, sorted(places)))}": axes.pp > 1 and param.layer is None}  # fmt: skip
     return ParameterLine(
         name=_pattern(param.name)[0],
         remarks=tuple(remark for remark, holds in remarks.items() if holds),

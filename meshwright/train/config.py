@@ -87,7 +87,14 @@ class SourceSection(Section):
     """Where documents come from, and what is learnt of them."""
 
     path: Annotated[str | list[str], FREE]
-    """A file (.jsonl, .parquet, .txt, .md), a directory of them, or a list of these."""
+    """A file (.jsonl, .parquet, .txt, .md), a directory of them, a Hugging Face data set (a hub id, or a directory that
+    save_to_disk has written), or a list of these."""
+    hf_subset: Annotated[str, FREE] = ""
+    """Of a hub id, or of a directory that is laid out like one: which of its subsets."""
+    hf_split: Annotated[str, FREE] = ""
+    """Of a Hugging Face data set: which of its splits, such as "train"; needed where it has several."""
+    hf_revision: Annotated[str, FREE] = ""
+    """Of a hub id: the branch, tag or commit; by default the newest."""
     kind: Literal["chat", "text", "tokens"] = "chat"
     """chat: messages, of which the assistant's are learnt. text: all is learnt. tokens: rows of ids."""
     name: str = ""
@@ -260,6 +267,8 @@ class LaunchSection(Section):
     waits until a rank has failed twice."""
     shutdown_timeout: Positive = 600
     """Seconds in which the ranks may save after a signal, before they are killed."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that the ranks wait for one that is silent before the run ends. Under torchrun too."""
 
 
 class Config(Section):

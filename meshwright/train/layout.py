@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..axes import Axes
 from ..engine import Context
 from ..errors import MeshError
-from ..layout import program_of
 from ..log import logger
 from ..plan import Figures, find, objections, told, work_of
 from .config import Config
@@ -17,10 +16,9 @@ def layout_of(config: Config) -> Figures:
     blueprint = blueprint.run_by(config.pipeline.settings(), reshard=config.train.reshard)
     blueprint = blueprint.in_context(Context(**config.context.model_dump()))
     sizes = config.mesh.model_dump()
-    refused = objections(blueprint, sizes)
+    num_batches = config.train.streams_per_step // config.mesh.num_data_ranks
+    refused = objections(blueprint, sizes, num_batches)
     if refused:
         raise MeshError(told(refused))
-    axes, train = Axes(**sizes), config.train
-    work = work_of(axes, train.length, train.streams_per_step // config.mesh.num_data_ranks)
-    program_of(blueprint.spec.line(axes.pp), config.pipeline.schedule, work.num_batches, 0)  # or it refuses
-    return Figures(config.model, blueprint, axes, work)
+    axes = Axes(**sizes)
+    return Figures(config.model, blueprint, axes, work_of(axes, config.train.length, num_batches))

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from ..errors import MeshwrightError
+from ..errors import ConfigError, MeshwrightError
 from ..log import logger
 from ..watch import names_lost_ranks
 from ..weights import path_of
@@ -32,6 +32,7 @@ def as_rank(config: Config, run: Callable[[Config], str]) -> str:
         leave_with(int(os.environ[LAUNCHER]))
         _one_log()
     try:
+        _refuse_old_keys()
         return run(config)
     except Exception as unnamed:  # noqa: BLE001 - whatever it is, the launcher is told
         error = _named(unnamed)
@@ -42,6 +43,17 @@ def as_rank(config: Config, run: Callable[[Config], str]) -> str:
             where = path_of(config.out) / failure.FAILURE
             sys.stderr.write(f"{OURS}{words}\n{OURS}the first failure of the run is told in {where}\n")
         raise SystemExit(2) from error
+
+
+def _refuse_old_keys() -> None:
+    """Ranks of a restart would meet the addresses and heartbeats of those before them, and wait for them."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            f"--max-restarts={restarts} of torchrun: ranks that it starts again would find what the ones before them "
+            "left in the store, which torchrun keeps; give --rdzv-backend=c10d and set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or leave --max-restarts out"
+        )
 
 
 def _named(error: Exception) -> Exception:

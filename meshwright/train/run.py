@@ -52,7 +52,7 @@ class Trainer:
         check_sinks(config)
         be_deterministic(config.train.deterministic)
         self.config, self.out = config, path_of(config.out)
-        self.mesh = mesh = Mesh(**config.mesh.model_dump())
+        self.mesh = mesh = Mesh(**config.mesh.model_dump(), timeout_s=config.launch.timeout_s)
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
         directory, cache = model_directory(config.model), path_of(config.cache)
         self.data = data_of(config, directory, cache)

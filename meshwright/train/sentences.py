@@ -47,6 +47,12 @@ ELSEWHERE = {
     **dict.fromkeys(("dataset", "datasets", "dataset_path", "train_file"), ("data", "path")),
     **dict.fromkeys(("chat_template",), ("data", "template")),
 }  # fmt: skip
+# What others have and we refuse, and why.
+REFUSED = {
+    "streaming": "a stream has no exact plan: what is trained on would depend on the number of ranks and on restarts. "
+    "The set is downloaded and tokenised once; of one that is too large for the disk take a part: hf_subset, hf_split, "
+    "or some of its files as path",
+}
 
 
 def sentence(place: Place, errors: Sequence[Any], given: Any) -> str:
@@ -77,6 +83,8 @@ def _close(given: Any, wanted: Sequence[str]) -> str:
 def _meant(place: Place) -> str:
     """A name like it in the section, what others call it, or one like it in another section."""
     name, known = str(place[-1]), [there for there, _ in declared(Config)]
+    if name in REFUSED:
+        return f": {REFUSED[name]}"
     section = tuple(part for part in place[:-1] if isinstance(part, str))
     here = [there[-1] for there in known if there[:-1] == section]
     close = difflib.get_close_matches(name, here, 1, 0.7)

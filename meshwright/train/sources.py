@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from ..data import (
+    SUFFIXES,
     Chat,
     ChatOptions,
     Documents,
     Feed,
+    Part,
     Plan,
     Ready,
     Recipe,
     Texts,
     Tokens,
+    fetched_files,
     files_of,
     fingerprint_of,
     generation_config_of,
+    is_saved,
     prepare,
+    saved_files,
     source_of,
     stop_ids_of,
     tokenizer_of,
@@ -57,9 +62,23 @@ def documents_of(
     """The documents of a source, tokenised for the model of `directory`."""
     paths = [section.path] if isinstance(section.path, str) else section.path
     make, told = _maker(section, directory)
-    files = tuple(file.absolute() for path in paths for file in files_of(path))
+    files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
     return prepare(Recipe(name, files, make, told, section.split, section.on_bad), cache, processes=processes)
+
+
+def _files(path: str, section: SourceSection) -> list[Path]:
+    """Files as they are; or of a data set, which says itself which files are its."""
+    at, part = path_of(path), Part(section.hf_subset, section.hf_split, section.hf_revision)
+    if is_saved(at):
+        return saved_files(at, part)
+    if at.is_dir() and part != Part():
+        return fetched_files(str(at), part)
+    if not at.exists() and is_hub_id(path) and at.suffix not in SUFFIXES:
+        return fetched_files(path, part)
+    if part != Part():
+        raise DataError(f"{at} is no data set, and hf_subset, hf_split and hf_revision are of one; leave them out")
+    return files_of(at)
 
 
 def names_of(sections: Sequence[SourceSection]) -> list[str]:

@@ -1,15 +1,20 @@
-"""Signals that end a run: the step is finished, the run saved. A second one ends the process at once."""
+"""Signals that end a run: the step is finished, the run saved. A second one ends the process at once.
+
+SLURM signals launchers and ranks alike, and launchers pass it on: the same signal within a moment is the same request.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_MOMENT_S = 2.0
 
 
 class Stop:
@@ -17,11 +22,13 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._at = 0.0
 
     def ask(self, number: int, _: FrameType | None = None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.signal, self._at = signal.Signals(number), time.monotonic()
+        elif number != self.signal or time.monotonic() - self._at > _MOMENT_S:
             os._exit(128 + number)
-        self.signal = signal.Signals(number)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ _LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
 class Data:
     """Micro-batches of unequal numbers of targets; every other one has weights. `Data(...)(data_rank, step)`.
 
-    With `few` and `long`, `FEW_STEP` and `LONG_STEP` have one micro-batch each, of these lengths.
+    With `few` and `long`, `FEW_STEP` and `LONG_STEP` have micro-batches of these lengths: one each, or `num_special`,
+    where a pipeline takes no fewer.
     """
 
     num: int = 2
@@ -36,6 +37,7 @@ class Data:
     few: int = 0
     long: int = 0
     seed: int = 0
+    num_special: int = 1
 
     def __call__(self, data_rank: int, step: int = 0) -> list[Batch]:
         out = []
@@ -50,11 +52,11 @@ class Data:
     def documents(self, data_rank: int, step: int = 0) -> list[list[list[int]]]:
         """Of each micro-batch."""
         out, special = [], self._special(step)
-        for number in range(1 if special else self.num):
+        for number in range(self.num_special if special else self.num):
             g = self._generator(data_rank, step, number)
             sizes = _SIZES[(data_rank + 2 * number) % len(_SIZES)]
             if special:
-                sizes = _LONG_SIZES if step == LONG_STEP else _FEW_SIZES[data_rank % len(_FEW_SIZES)]
+                sizes = _LONG_SIZES if step == LONG_STEP else _FEW_SIZES[(data_rank + number) % len(_FEW_SIZES)]
             out.append([torch.randint(self.vocab, (size,), generator=g).tolist() for size in sizes])
         return out
 

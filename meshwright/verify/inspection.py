@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..axes import Axes
 from ..blueprint import Blueprint, draw
 from ..engine import export, init, load
 from ..errors import ConfigError, RankError, counted
+from ..layout import Pipeline
 from ..log import quiet
 from ..mesh import Mesh
 from ..models import text_config
@@ -58,6 +60,7 @@ class Options:
     against: str = TRANSFORMERS  # or "none"
     seed: int = 0  # of weights and data
     plant: str = ""  # a bug in the ranks of the mesh, to see it found
+    pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -84,6 +87,11 @@ class Plan:
         return self.options.kind
 
     @property
+    def num_batches(self) -> int:
+        """Micro-batches of a step. In a pipeline so many that each rank works forth and back in turn."""
+        return 2 * self.axes.pp
+
+    @property
     def directory(self) -> Path:
         assert self.blueprint.directory is not None, "`find` has refused a model that has no files"
         return self.blueprint.directory
@@ -108,8 +116,8 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     check_devices(axes, options.device, model)
     if options.plant:
         check_felt(options.plant, axes, options.kind != WEIGHTS)
-    runs = blueprint = find(model, options.head, weights=False, say=say)
-    check_layout(blueprint, axes)
+    runs = blueprint = _found(model, options, weights=False, say=say)
+    check_layout(blueprint, axes, 2 * axes.pp)
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
@@ -117,16 +125,24 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
         check_layout(runs, axes)
     check_memory(runs, axes, widest, options.device, model, training=training)
     if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
-        runs = blueprint = find(model, options.head, weights=True, say=say)
+        runs = blueprint = _found(model, options, weights=True, say=say)
     return Plan(model, blueprint, runs, axes, options)
 
 
+def _found(model: str, options: Options, *, weights: bool, say: Say) -> Blueprint:
+    return find(model, options.head, weights=weights, say=say).run_by(options.pipeline, reshard=True)
+
+
 def _small(blueprint: Blueprint, axes: Axes, options: Options) -> Blueprint:
-    """Of odd width, where the family can be: some want their heads to divide it, and kernels of devices 16 bytes."""
+    """Of odd width, where the family can be: some want their heads to divide it, and kernels of devices 16 bytes. Its
+    stages end elsewhere than those of a deep model."""
+    pipeline = replace(options.pipeline, ends=None)
+    num_stages = axes.pp * pipeline.stages if axes.pp > 1 else 1
+    small = partial(shrink, blueprint.config, axes.tp, num_stages=num_stages)
     if options.device == "cpu":
         with contextlib.suppress(ConfigError):
-            return draw(shrink(blueprint.config, axes.tp, width=ODD), head=options.head)
-    return draw(shrink(blueprint.config, axes.tp), head=options.head)
+            return draw(small(width=ODD), head=options.head).run_by(pipeline, reshard=True)
+    return draw(small(), head=options.head).run_by(pipeline, reshard=True)
 
 
 def inspect(plan: Plan, say: Say) -> list[RunResult]:
@@ -173,8 +189,14 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     length, few, long = (-(-n // share) * share for n in (LENGTH, FEW, LONG))  # a batch divides into shares
     head, small = plan.options.head, plan.kind == SHRUNK
     special = {"few": few, "long": long} if small else {}
-    data = Data(2, length, plan.runs.vocab, head == "value", seed=plan.options.seed, **special)
-    return Trial(source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], keeps_all=small, draws=small)
+    pp, pipeline = plan.axes.pp, plan.runs.spec.pipeline
+    groups = pp if pipeline.stages > 1 else 1  # interleaved stages take micro-batches by pp
+    data = Data(plan.num_batches, length, plan.runs.vocab, head == "value", seed=plan.options.seed, num_special=groups,
+                **special)  # fmt: skip
+    return Trial(
+        source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
+        router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small,
+    )  # fmt: skip
 
 
 def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:
@@ -252,7 +274,8 @@ def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     mesh = mesh_of(plan)
     _plant(plan)
     with Recorder() as recorder:
-        model = load(plan.directory, mesh, head=plan.options.head, dtype=torch.float64 if wide else None)
+        dtype = torch.float64 if wide else None
+        model = load(plan.directory, mesh, head=plan.options.head, dtype=dtype, pipeline=plan.options.pipeline)
     return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)
 
 

@@ -14,7 +14,8 @@ _MOST_FINDINGS = 50
 
 
 def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> str:
-    figures = Figures(plan.model, plan.blueprint, plan.axes, work_of(plan.axes, None, 1), head=plan.options.head)
+    work = work_of(plan.axes, None, plan.num_batches if plan.axes.pp > 1 else 1)
+    figures = Figures(plan.model, plan.blueprint, plan.axes, work, head=plan.options.head)
     title = f"{figures.name} on {figures.axes}"
     return page(title, origin, heading("verify", figures), results(plan, parts), plan_of(figures))
 

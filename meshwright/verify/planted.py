@@ -68,8 +68,8 @@ def _leak() -> None:
     real = decoder.Decoder.forward
 
     def leaky(self: Any, tokens_T: Tensor, *more: Any) -> tuple[Tensor, ...]:
-        labels_T, _, want = more
-        return real(self, tokens_T, labels_T, decoder.ops.documents([len(tokens_T)], tokens_T.device), want)
+        labels_T, _, *rest = more
+        return real(self, tokens_T, labels_T, decoder.ops.documents([len(tokens_T)], tokens_T.device), *rest)
 
     decoder.Decoder.forward = leaky  # type: ignore[method-assign, assignment]
 

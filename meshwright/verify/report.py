@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..layout import ORDERS
 from ..models import text_config
 from .collectives import same_kind
 from .examine import ORACLES
@@ -47,7 +48,7 @@ def print_oracles() -> None:
 def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     """A line an oracle; below it what fails, with its likely cause, and at the end where to begin."""
     console = Console()
-    grid = Grid(box=None, pad_edge=False, expand=True, title=Text(f"{model} on {plan.axes}"), title_justify="left")
+    grid = Grid(box=None, pad_edge=False, expand=True, title=Text(_title(model, plan)), title_justify="left")
     grid.add_column("", width=3)
     for part in parts:
         title = SHORT.get(part.name, part.name)
@@ -72,6 +73,11 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
     for text in filter(None, (beginning(parts), unproven(plan, parts))):
         console.print(text, soft_wrap=True, markup=False)
+
+
+def _title(model: str, plan: Plan) -> str:
+    schedule = f", schedule {plan.runs.spec.pipeline.schedule}" if plan.axes.pp > 1 else ""
+    return f"{model} on {plan.axes}{schedule}"
 
 
 def planted(plan: Plan) -> str:
@@ -137,15 +143,16 @@ def unproven(plan: Plan, parts: Sequence[RunResult]) -> str:
 def _idle(plan: Plan) -> list[str]:
     """Axes of size 1, which a run says nothing of."""
     experts = ["ep"] if plan.blueprint.balance.num_experts else []
-    return [axis for axis in ("replicate", "fsdp", "tp", *experts) if plan.axes.size_of(axis) == 1]
+    return [axis for axis in ("pp", "replicate", "fsdp", "cp", "tp", *experts) if plan.axes.size_of(axis) == 1]
 
 
-def _other_mesh(plan: Plan) -> str:
-    """The smallest that tries them: experts are spread over ranks that another axis makes."""
-    sizes = dict.fromkeys(_idle(plan), 2)
-    if list(sizes) in (["ep"], ["replicate", "ep"]):
-        sizes = {"fsdp": 2, **sizes}
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+def _other_meshes(plan: Plan) -> str:
+    """Small ones that try them, three axes at a time. Experts are spread over ranks that another axis makes."""
+    axes = [axis for axis in _idle(plan) if axis != "ep"]
+    meshes = [axes[at : at + 3] for at in range(0, len(axes), 3)] or [[]]
+    if "ep" in _idle(plan):
+        meshes[-1] += [*([] if {"fsdp", "cp", "tp"} & {*meshes[-1]} else ["fsdp"]), "ep"]
+    return ", then ".join("--mesh " + ",".join(f"{axis}=2" for axis in mesh) for mesh in meshes)
 
 
 def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
@@ -158,6 +165,7 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
         *_left_out(plan),
         *unasked,
         *_untried_experts(plan),
+        *_untried_schedules(plan),
         "options of mw.load and mw.Engine",
     ]
 
@@ -165,9 +173,9 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
 def _untried_axes(plan: Plan) -> Iterator[str]:
     idle = _idle(plan)
     if plan.axes.world == 1:
-        yield f"a mesh: one process was compared with itself (try --mesh {_other_mesh(plan)})"
+        yield f"a mesh: one process was compared with itself (try {_other_meshes(plan)})"
     elif idle:
-        yield f"{', '.join(idle)}, of size 1 here (try --mesh {_other_mesh(plan)})"
+        yield f"{', '.join(idle)}, of size 1 here (try {_other_meshes(plan)})"
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
@@ -189,9 +197,19 @@ def _untried_experts(plan: Plan) -> Iterator[str]:
     if balance.num_experts and not balance.coefficient:
         yield "the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)"
     elif balance.num_experts:
-        yield 'router_aux="previous"'
+        yield from ['router_aux="previous"'] if plan.axes.pp == 1 else []  # a pipeline takes it, and refuses "pooled"
     elif plan.axes.ep > 1:
         yield "ep, which changes nothing of a model without experts"
+
+
+def _untried_schedules(plan: Plan) -> Iterator[str]:
+    pipeline = plan.runs.spec.pipeline
+    if plan.axes.pp == 1:
+        return
+    others = [name for name in ORDERS if name != pipeline.schedule]
+    yield f"the schedules {' and '.join(others)} (--schedule)"
+    if pipeline.ends != plan.options.pipeline.ends:
+        yield f"stages that end after {plan.options.pipeline.ends} layers: the small model is not so deep (try --full)"
 
 
 def cell(part: RunResult, row: str) -> str:
@@ -219,6 +237,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[
         "model": model,
         "mesh": str(plan.axes),
         "ranks": plan.axes.world,
+        "pipeline": asdict(plan.runs.spec.pipeline) if plan.axes.pp > 1 else None,
         "head": plan.options.head,
         "ok": not any(part.findings for part in parts),
         "planted": plan.options.plant,

@@ -16,15 +16,15 @@ _WIDTHS = {
 }
 
 
-def shrink(config: Json, tp: int, width: int = 0) -> dict[str, Any]:
+def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1) -> dict[str, Any]:
     """Widths and depth become small. Head counts, experts and everything else stay. `width` 0: one that every family
     can have."""
     if "text_config" in config:
-        return {**config, "text_config": _shrink(config["text_config"], tp, width)}
-    return _shrink(config, tp, width)
+        return {**config, "text_config": _shrink(config["text_config"], tp, width, num_stages)}
+    return _shrink(config, tp, width, num_stages)
 
 
-def _shrink(text: Json, tp: int, width: int) -> dict[str, Any]:
+def _shrink(text: Json, tp: int, width: int, num_stages: int) -> dict[str, Any]:
     out = dict(text)
     out.update({name: width for name, width in _WIDTHS.items() if name in out})
     out["vocab_size"] = _uneven(131, tp)
@@ -35,7 +35,7 @@ def _shrink(text: Json, tp: int, width: int) -> dict[str, Any]:
     out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
     heads = out["num_attention_heads"]
     out["hidden_size"] = width or -(-_WIDTH // heads) * heads  # some families want the heads to divide it
-    depth = _depth(text)
+    depth = _depth(text, num_stages + 1)
     out["num_hidden_layers"] = depth
     if text.get("layer_types"):
         out["layer_types"] = list(text["layer_types"])[:depth]
@@ -49,10 +49,11 @@ def _uneven(width: int, tp: int) -> int:
     return -(-width // tp) * tp - 1 if tp > 1 else width
 
 
-def _depth(text: Json) -> int:
-    """As many of the first layers as hold every kind that the model has, and at least two."""
+def _depth(text: Json, least: int) -> int:
+    """As many of the first layers as hold every kind that the model has, and at least so many: a pipeline has a stage
+    of more than one."""
     kinds = [_kind(text, i) for i in range(text["num_hidden_layers"])]
-    return min(len(kinds), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
+    return min(len(kinds), max(least, *(kinds.index(kind) + 1 for kind in set(kinds))))
 
 
 def _kind(text: Json, layer: int) -> tuple[object, bool]:

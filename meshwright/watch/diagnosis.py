@@ -68,7 +68,7 @@ def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float)
     sentences = []
     for (kind, place), ranks in told[:_MOST]:
         beats = [seen for rank in ranks if (seen := after[rank])]
-        sentences.append(f"{_named(ranks)}: {kind}{place}{_since(kind, beats, now)}.")
+        sentences.append(f"{named(ranks)}: {kind}{place}{_since(kind, beats, now)}.")
     if len(told) > _MOST:
         sentences.append(f"{sum(len(ranks) for _, ranks in told[_MOST:])} ranks elsewhere.")
     return f"{' '.join(sentences)} (timeout_s={timeout_s:g}) {_WAYS_OUT[told[0][0][0]]}"
@@ -112,7 +112,7 @@ def _since(kind: str, beats: list[Heartbeat], now: float) -> str:
     return f", {max(now - seen.beat for seen in beats):.0f} s ago"
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
     """`rank 3`, `ranks 0-2, 7`."""
     runs = [[r for _, r in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

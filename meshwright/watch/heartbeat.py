@@ -34,7 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..errors import RankError
 from ..log import logger
-from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose
+from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose, named
 from .regions import region, trace
 
 BEAT_S = 1.0
@@ -245,15 +245,23 @@ class Watch:
         It asks in a thread, because a store whose process is stopped never answers.
         """
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        keeper = f"the torchrun on {os.environ['MASTER_ADDR']}" if agent else "rank 0"
         found = [
-            f"{'the torchrun of the first machine' if agent else 'rank 0'}: no answer from the store of the run, which "
-            f"it keeps; it died, is stopped, or cannot be reached. rank {self.rank}: {heartbeat()}. "
+            f"{keeper}: no answer from the store of the run, which it keeps; it died, is stopped, or cannot be "
+            f"reached. {self._elsewhere()}rank {self.rank}: {heartbeat()}. "
             "See its own output and the log of its machine, and start all ranks again."
         ]
         asking = threading.Thread(target=self._ask, args=(found,), daemon=True)
         asking.start()
         asking.join(2 * _patience_s(self.size) + _STORE_S)
         return found[-1]
+
+    def _elsewhere(self) -> str:
+        """Without the store nothing is known of the ranks of other machines. torchrun numbers neighbours in a row."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        first = self.rank - self.rank % local
+        others = [rank for rank in range(self.size) if not first <= rank < first + local]
+        return f"Lost or out of reach: {named(others)}, on other machines. " if others else ""
 
     def _ask(self, found: list[str]) -> None:
         with contextlib.suppress(dist.DistError):  # `found` then keeps what it says of a store that is gone

@@ -1,0 +1,99 @@
+"""Data sets of Hugging Face become Arrow files, which are read as any other file of rows: those of a directory that
+`save_to_disk` has written, and those that `datasets.load_dataset` makes of a hub id or a directory.
+
+Nothing is streamed. Which documents are trained on would depend on the number of ranks and on restarts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from .arrow import num_rows_of
+
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which rows of a data set. "": the only subset, the only split, the newest revision."""
+
+    subset: str = ""
+    split: str = ""
+    revision: str = ""
+
+
+def is_saved(directory: Path) -> bool:
+    """By `save_to_disk`, one split or several."""
+    return any((directory / name).is_file() for name in (_SAVED, _SAVED_SPLITS))
+
+
+def saved_files(directory: Path, part: Part) -> list[Path]:
+    if part.subset or part.revision:
+        raise DataError(f"{directory} was written by save_to_disk, without subset and revision; leave them out")
+    about = _json(directory / (_SAVED_SPLITS if (directory / _SAVED_SPLITS).is_file() else _SAVED))
+    if "splits" in about:
+        return saved_files(directory / _one(str(directory), about["splits"], part.split), Part())
+    if part.split not in ("", about.get("_split")):
+        raise DataError(
+            f"hf_split = {part.split!r}, and {directory} is one split, {about.get('_split')!r}; leave it out"
+        )
+    files = [directory / each["filename"] for each in about["_data_files"]]
+    if lacking := [str(file) for file in files if not file.is_file()]:
+        raise DataError(f"{', '.join(lacking)} of the data set {directory} is not there; save or copy it anew")
+    return files
+
+
+def fetched_files(name: str, part: Part) -> list[Path]:
+    """Of a hub id, or of a directory that is laid out like one. They lie in the cache of `datasets`."""
+    try:
+        import datasets  # slow, and an extra
+    except ImportError:
+        raise DataError(
+            f"{name} is no file of this machine, and data sets of Hugging Face are read by the package datasets, which "
+            "is not installed: pip install 'meshwright[hub]'; or download its files, and give their directory as path"
+        ) from None
+    where = {"revision": part.revision or None}
+    try:
+        splits = datasets.get_dataset_split_names(name, part.subset or None, **where)
+        split = _one(name, splits, part.split)
+        found = datasets.load_dataset(name, part.subset or None, split=split, **where)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{name} could not be loaded: {type(error).__name__}: {error}\nLook at path, hf_subset, hf_split and "
+            "hf_revision, the network, and the room on the disk. A set that is too large for the disk cannot be "
+            "trained on by an exact plan: take a subset or a split of it, or download some of its files"
+        ) from error
+    return _whole(name, found)
+
+
+def _whole(name: str, found: Any) -> list[Path]:
+    """Its files hold all of its rows, and no others."""
+    files = [Path(each["filename"]) for each in found.cache_files]
+    if (num_rows := sum(map(num_rows_of, files))) != len(found):
+        raise DataError(
+            f"the files of {name} hold {num_rows} rows, and its split has {len(found)}; write it to a directory with "
+            "save_to_disk, and give that as path"
+        )
+    return files
+
+
+def _one(name: str, splits: Sequence[str], wanted: str) -> str:
+    """No slices and sums of splits: their rows would be those of no file."""
+    if wanted in splits:
+        return wanted
+    if not wanted and len(splits) == 1:
+        return splits[0]
+    said = f"hf_split = {wanted!r} is none" if wanted else "hf_split must name one"
+    raise DataError(f"{said} of the splits of {name}: {', '.join(splits)}")
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise DataError(f"{file} is no JSON: {error}; save or copy the data set anew") from error

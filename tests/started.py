@@ -1,0 +1,173 @@
+"""The command as a process of its own, on a terminal or a pipe, and its ranks as forks: two starts of Python would take
+longer than the rest of a test."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from meshwright import cli
+
+Main = Callable[[list[str]], int]
+
+
+def become(main: Main, arguments: list[str], out: int, errors: int | None = None, **environment: str) -> None:
+    """The rest of this process is the command, which has imported everything already."""
+    code = 99
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)  # a launcher that this was forked from would take our signals for its own
+        if os.isatty(out):
+            fcntl.ioctl(out, termios.TIOCSCTTY, 0)
+        for stream, to in ((0, out), (1, out), (2, out if errors is None else errors)):
+            os.dup2(to, stream)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, "utf-8", closefd=False) for stream in (1, 2))
+        os.environ |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **environment}
+        code = main(arguments)
+    except SystemExit as left:
+        code = int(str(left.code))
+    finally:
+        os._exit(code)
+
+
+class Rank:
+    """What subprocess.Popen is to elastic. The ranks of a launcher begin when all are forked: one that connected before
+    would wake a thread of the launcher, and what locks that thread holds the next fork would never see free."""
+
+    gate = (-1, -1)
+
+    def __init__(self, handler: SubprocessHandler, args: tuple[str, ...], environment: dict[str, str]) -> None:
+        self.code: int | None = None
+        program, *rest = (each for each in args if each != "-u")  # of torchrun
+        assert (program, *rest[:2]) == (sys.executable, "-m", "meshwright")
+        out, errors = (each.fileno() if each else at for at, each in ((1, handler._stdout), (2, handler._stderr)))
+        if handler.local_rank_id == 0:
+            Rank.gate = os.pipe()
+        begin, hold = Rank.gate
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(hold)
+            os.read(begin, 1)
+            become(cli.main, rest[2:], out, errors, **environment)
+
+        if handler.local_rank_id + 1 == int(environment["LOCAL_WORLD_SIZE"]):
+            os.close(begin)
+            os.close(hold)
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+    def wait(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.02)
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Of every launcher that is started meanwhile."""
+    real = SubprocessHandler._popen
+
+    def popen(*given: Any) -> Rank:
+        return Rank(*given)
+
+    SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SubprocessHandler._popen = real  # type: ignore[method-assign]
+
+
+class Started:
+    """The command on a terminal of so many columns, or with both streams on a pipe."""
+
+    def __init__(self, arguments: list[str], columns: int = 0, main: Main = cli.main, **environment: str) -> None:
+        self.read, write = pty.openpty() if columns else os.pipe()
+        if columns:
+            fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        self.said = ""
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ.pop("COLUMNS", None)
+            become(main, arguments, write, **environment)
+        os.close(write)
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A test that fails leaves nothing behind."""
+        if not gone([self.pid], 0):
+            for pid in (*self.ranks, self.pid):  # those of torchrun outlive it
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+    def until(self, found: Callable[[], object], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not found():
+            assert time.monotonic() < end, self.said[-3000:]
+            assert self.more(), self.said[-3000:]
+
+    def more(self) -> bool:
+        """What it said since; False at its end."""
+        if not select.select([self.read], [], [], 0.05)[0]:
+            return True
+        try:
+            some = os.read(self.read, 65536)
+        except OSError:  # a terminal that nobody writes to any more
+            return False
+        self.said += some.decode(errors="replace")
+        return bool(some)
+
+    def end(self, seconds: float = 60) -> int:
+        """Its exit code."""
+        until = time.monotonic() + seconds
+        while self.more():
+            assert time.monotonic() < until, self.said[-3000:]
+        os.close(self.read)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    @property
+    def ranks(self) -> list[int]:
+        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]
+
+    @property
+    def last_line(self) -> str:
+        return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.said).strip().splitlines()[-1]
+
+
+def gone(pids: list[int], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while any(running(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

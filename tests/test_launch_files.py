@@ -1,0 +1,127 @@
+"""The files in examples/launch: as far as they can be tried where there is no SLURM, Kubernetes or Ray."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import parse_args
+
+import meshwright as mw
+from meshwright.train import rank, stop
+from tests.runs import chats, file_of, source
+
+FILES = Path(__file__).parents[1] / "examples" / "launch"
+
+STUBS = {
+    "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; else echo "scontrol $*" >> "$TOLD"; fi',
+    "srun": """
+shift
+trap 'kill -USR1 $a $b' USR1
+SLURM_NODEID=0 "$@" & a=$!
+SLURM_NODEID=1 "$@" & b=$!
+wait $a; wait $a; x=$?; wait $b; y=$?; exit $((x | y))""",
+    "torchrun": """
+echo "$*" >> "$TOLD"
+trap 'exit 1' USR1
+touch "$TOLD.$SLURM_NODEID"
+if [ "$WAITS" = yes ]; then sleep 20 & wait; fi""",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job of two nodes; what is called goes to the file TOLD."""
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOLD": str(tmp_path / "told"), "WAITS": "",
+        "SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "x[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
+    }  # fmt: skip
+
+
+def test_slurm(slurm: dict[str, str]) -> None:
+    """A torchrun of each node, with arguments that it knows; and a file of the run must be given."""
+    script = str(FILES / "slurm.sh")
+    assert "file of the run" in subprocess.run(["bash", script], capture_output=True, text=True, check=False).stderr
+    subprocess.run(["bash", script, "a run.toml"], env=slurm, check=True, timeout=20)
+    told = sorted(Path(slurm["TOLD"]).read_text().splitlines())
+    for number, line in enumerate(told):
+        given = parse_args(line.replace("a run.toml", "run.toml").split())
+        assert (given.nnodes, given.node_rank, given.nproc_per_node) == ("2", number, "8")
+        assert (given.master_addr, given.master_port, given.shutdown_timeout) == ("first", 20123, 570)
+        assert "SIGUSR1" in given.signals_to_handle
+        assert (given.training_script, given.training_script_args) == ("meshwright", ["train", "run.toml"])
+        assert line.endswith("train a run.toml")
+    assert len(told) == 2
+
+
+def test_slurm_before_the_time_limit(slurm: dict[str, str]) -> None:
+    """The signal reaches every torchrun, and the job is queued again."""
+    child = subprocess.Popen(["bash", str(FILES / "slurm.sh"), "run.toml"], env=slurm | {"WAITS": "yes"})
+    until = time.monotonic() + 20
+    while not all(Path(f"{slurm['TOLD']}.{node}").exists() for node in (0, 1)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    child.send_signal(signal.SIGUSR1)
+    assert child.wait(10) == 1
+    assert Path(slurm["TOLD"]).read_text().splitlines()[-1] == "scontrol requeue 123"
+
+
+def test_kubernetes() -> None:
+    job = yaml.safe_load((FILES / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    command = job["spec"]["trainer"]["command"]
+    given = parse_args(command[1:])
+    assert (command[0], given.training_script, given.max_restarts) == ("torchrun", "meshwright", 0)
+    [patch] = job["spec"]["runtimePatches"]
+    [node] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > given.shutdown_timeout
+    [container] = pod["containers"]
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+
+
+def test_ray() -> None:
+    """What it takes of meshwright is there."""
+    tree = ast.parse((FILES / "ray_train.py").read_text())
+    taken = {ast.unparse(each) for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+    assert {"mw.Trainer", "mw.train.read", "config.mesh.world", "config.launch.timeout_s"} <= taken
+    assert callable(mw.Trainer)
+    assert callable(mw.train.read)
+
+
+def test_a_signal_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From SLURM and from the launcher is once. Another one, or later, ends the process."""
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    asked = stop.Stop()
+    asked.ask(signal.SIGUSR1)
+    asked.ask(signal.SIGUSR1)
+    assert (asked.signal, left) == (signal.SIGUSR1, [])
+    asked.ask(signal.SIGTERM)
+    monkeypatch.setattr(stop, "_MOMENT_S", 0.0)
+    asked.ask(signal.SIGUSR1)
+    assert left == [128 + signal.SIGTERM, 128 + signal.SIGUSR1]
+
+
+def test_restarts_that_would_meet_old_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of torchrun with a store that outlives its ranks: refused before anything is done."""
+    chats(tmp_path / "chats.jsonl")
+    config = mw.train.read(file_of(tmp_path, source(tmp_path / "m", "qwen3_tied")))
+    for name, value in {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        rank.as_rank(config, lambda _: "")
+    assert "--max-restarts=3 of torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert rank.as_rank(config, lambda _: "fine") == "fine"

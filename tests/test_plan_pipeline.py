@@ -1,0 +1,213 @@
+"""`meshwright plan` of a pipeline: its stages, how long ranks wait, what they keep and send; what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from meshwright import cli
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.engine.bill import engine_bill
+from meshwright.layout import Pipeline
+from meshwright.plan import Figures, objections, plan_page, work_of
+from meshwright.plan.pipeline import notes, place_lines, timetable
+from tests import tiny
+from tests.pages import Read
+from tests.words import words
+
+QWEN3_8B: dict[str, Any] = dict(
+    model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+)  # fmt: skip
+LAYER, VOCAB, NORM = 192_946_432, 151_936 * 4096, 4096  # parameters of Qwen3-8B: a layer, embedding or head, last norm
+ORIGIN = {"command": "", "meshwright": "", "torch": "", "date": ""}
+EVEN = tiny.of("qwen3", num_hidden_layers=8, vocab_size=4, intermediate_size=4096)  # the head costs next to nothing
+Capture = pytest.CaptureFixture[str]
+
+
+def figures_of(
+    config: dict[str, Any], pipeline: Pipeline = Pipeline(), num: int = 8, device: int | None = None, **mesh: int
+) -> Figures:
+    axes = Axes(**mesh)
+    blueprint = draw(config).run_by(pipeline, reshard=True)
+    return Figures("a model", blueprint, axes, work_of(axes, None, num), device)
+
+
+def planned(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_figures_of_a_published_model() -> None:
+    """By hand: float32 weights, gradients and two moments; between stages 8 micro-batches of bfloat16 go each way."""
+    figures = figures_of(QWEN3_8B, pp=4)
+    lines = place_lines(figures)
+    assert [(s.first, s.last) for line in lines for s in line.stages] == [(0, 9), (10, 19), (20, 29), (30, 35)]
+    held = [10 * LAYER + VOCAB, 10 * LAYER, 10 * LAYER, 6 * LAYER + VOCAB + NORM]
+    assert [line.num_bytes for line in lines] == [16 * num for num in held]
+    assert [m.num_bytes for m in figures.memories] == [16 * max(held), 16 * min(held)]
+    assert [line.most_kept for line in lines] == [4, 3, 2, 1]
+    shares = [s.share for line in lines for s in line.stages]
+    multiplied = [10 * LAYER, 10 * LAYER, 10 * LAYER, 6 * LAYER + VOCAB]  # but for a norm
+    assert shares == pytest.approx([num / sum(multiplied) for num in multiplied], rel=1e-4)
+    sent = {row.op: row for row in figures.traffic if row.over == "pp=4" and row.op in ("send", "recv")}
+    assert {op: (row.count, row.num_bytes) for op, row in sent.items()} == dict.fromkeys(
+        ("send", "recv"), (16, 16 * 8192 * 4096 * 2)
+    ), "counted where most is sent: a stage in the middle has two neighbours"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "bubble", "kept"),  # of pp=4 and 8 micro-batches, in the units of an even stage
+    [(Pipeline(), 3 / 11, [4, 3, 2, 1]), (Pipeline(stages=2), 3 / 19, [11, 9, 7, 5]),
+     (Pipeline("zero-bubble"), 3 / 27, [4, 4, 4, 4]), (Pipeline("v"), 1.5 / 25.5, [8, 8, 8, 8])],
+    ids=["1f1b", "interleaved", "zero-bubble", "v"],
+)  # fmt: skip
+def test_bubbles_are_those_of_the_formulas(pipeline: Pipeline, bubble: float, kept: list[int]) -> None:
+    figures = figures_of(EVEN, pipeline, pp=4)
+    assert timetable(figures).bubble == pytest.approx(bubble, abs=2e-3)
+    assert [line.most_kept for line in place_lines(figures)] == kept
+
+
+def test_bytes_are_of_the_rank_that_sends_most() -> None:
+    """The stage with the head has other doors than the others, so it may be any place."""
+    senders = set[int]()
+    for mesh in (dict(pp=2, tp=2), dict(pp=3, fsdp=2, ep=2), dict(pp=3, fsdp=2, tp=2), dict(pp=2, cp=2, replicate=2)):
+        for name in ("qwen3_moe", "qwen3_tied"):
+            figures = figures_of(tiny.of(name, num_hidden_layers=3), num=3, **mesh)
+            bills = [
+                engine_bill(figures.blueprint, figures.axes, rank, figures.work, "previous")
+                for rank in range(figures.axes.world)
+            ]
+            sums = [sum(c.count * c.num_bytes for c in charges) for charges in bills]
+            assert sum(row.num_bytes for row in figures.traffic) == sums[figures.sender] == max(sums), mesh
+            senders.add(figures.axes.coords(figures.sender)["pp"])
+    assert len(senders) > 1
+
+
+def test_hold_is_decided_as_a_run_decides_it() -> None:
+    def held(pipeline: Pipeline, device: int | None) -> bool | None:
+        return figures_of(EVEN, pipeline, device=device, pp=2, fsdp=2).blueprint.spec.pipeline.hold
+
+    assert [held(Pipeline(), size) for size in (None, 10_000, 10**9)] == [False, False, True]
+    assert [held(Pipeline(hold=hold), 10**9) for hold in (True, False)] == [True, False]
+    assert held(Pipeline("v"), None), "it needs it"
+    alone = draw(EVEN).run_by(Pipeline("v"), reshard=True)
+    assert Figures("it", alone, Axes(fsdp=2), work_of(Axes(), None, 1)).blueprint.spec.pipeline == Pipeline()
+
+
+def test_what_is_kept_of_weights_that_are_in_no_shards() -> None:
+    """A cast of them is kept for every micro-batch that is under way."""
+    one, four = (figures_of(EVEN, num=num, pp=4).unsharded_bytes for num in (1, 8))
+    first, last = (sum(p.numel for p in draw(EVEN).table if p.name.startswith(part)) for part in ("layers.0", "head"))
+    first = 2 * first + 4 * 36  # a quarter of the layers, and the embedding
+    assert (one, four) == (2 * (first - 4 * 36 + last), 4 * 2 * first)
+
+
+def test_notes() -> None:
+    assert re.search(words("2 micro-batches for pp=4", r"waits 60\.\d%"), notes(figures_of(EVEN, num=2, pp=4))[0])
+    assert notes(figures_of(EVEN, num=4, pp=4)) == []
+    (told,) = notes(figures_of(EVEN, pp=2, fsdp=2))
+    assert re.search(words("in every micro-batch", "--hold", "less than a third"), told)
+    mixture = tiny.of("qwen3_moe", output_router_logits=True)
+    assert 'router_aux="previous"' in " ".join(notes(figures_of(mixture, pp=2)))
+    assert not any("pooled" in charge.what for charge in figures_of(mixture, pp=2).charges)
+
+
+REFUSED: list[tuple[str, str, str]] = [
+    ("qwen3", "--mesh pp=3", r"2 layers\b.*\b3 pipeline stages\b.*\bfrom 1 to 2$"),
+    ("qwen3", "--mesh pp=2 --schedule v", r"2 layers\b.*\b4 pipeline stages\b.*\bfrom 1 to 2$"),
+    ("even", "--mesh pp=4,tp=3,fsdp=2", r"(?s)tp=3\b.*\btp from 1, 2, 4$"),
+    ("even", "--mesh pp=3,tp=3 --stages 3", r"(?s)3 reasons.*tp from 1, 2, 4\n.*\bfrom 1 to 8$"),
+    ("even", "--mesh pp=2 --ends 3,7", r"ends=\(3, 7\): pp=2 with 1 stage\b.*\ball 8 layers; ends=\(4, 8\) would"),
+    ("even", "--mesh pp=2 --ends 8", r"ends=\(8,\): pp=2\b.*\bhas 2 stages.*ends=\(4, 8\) would"),
+    ("even", "--mesh pp=4 --ends 4,4,6,8", r"ends=\(4, 4, 6, 8\) leaves a stage without a layer"),
+    ("even", "--mesh pp=4 --stages 2 --micro-batches 6", r"groups of pp=4, and 6\b.*\bgive 8 micro-batches\b"),
+    ("even", "--mesh pp=2 --schedule v --stages 3", r"6 stages on pp=2\b.*\bchoose 2 stages a rank"),
+    ("even", "--mesh pp=2 --schedule v --no-hold", r"schedule='v' with hold=False\b.*\bleave hold out"),
+    ("tied", "--mesh pp=2 --schedule v", r"tied embedding twice; choose 1f1b or zero-bubble$"),
+    ("even", "--mesh fsdp=2 --schedule v", r"--schedule is of a pipeline\b.*\bpp=2 or more$"),
+    ("even", "--no-hold", r"--hold is of a pipeline"),
+]
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_what_cannot_be_is_refused_with_what_can(
+    command: str, tmp_path: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fork", lambda: pytest.fail("a process"))
+    configs = {"qwen3": tiny.of("qwen3"), "even": EVEN, "tied": tiny.of("qwen3_tied", num_hidden_layers=4)}
+    for name, config in configs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    for name, options, told in REFUSED:
+        if command == "plan" or "--micro-batches" not in options:
+            assert cli.main([command, str(tmp_path / f"{name}.json"), *options.split()]) == 2, options
+            err = capsys.readouterr().err.strip()
+            assert re.search(told, err), (options, err)
+
+
+def test_a_step_that_is_too_small_for_its_stages() -> None:
+    blueprint = draw(EVEN).run_by(Pipeline(stages=2), reshard=True)
+    assert objections(blueprint, dict(pp=2)) == [], "of a mesh alone"
+    assert len(objections(blueprint, dict(pp=2), 3)) == 1
+    assert objections(blueprint, dict(pp=2), 4) == []
+
+
+def test_json(capsys: Capture) -> None:
+    code, out, _ = planned(
+        capsys, "tiny-qwen3-moe", "--mesh", "pp=3", "--micro-batches", "4", "--schedule", "zero-bubble", "--json"
+    )
+    found = json.loads(out)
+    assert code == 0
+    pipeline = found["pipeline"]
+    assert (pipeline["schedule"], pipeline["ends"], pipeline["hold"]) == ("zero-bubble", [1, 2, 3], True)
+    assert [len(row) for row in pipeline["timetable"]] == [12, 12, 12]  # F, I and W of 4 micro-batches
+    assert [place["num_bytes"] for place in pipeline["places"]] != 3 * [found["memory"][0]["total_bytes"]]
+    assert max(place["num_bytes"] for place in pipeline["places"]) == found["memory"][0]["total_bytes"]
+    assert sum(stage["share"] for place in pipeline["places"] for stage in place["stages"]) == pytest.approx(1)
+    assert json.loads(planned(capsys, "tiny-qwen3", "--json")[1])["pipeline"] is None
+
+
+@pytest.mark.parametrize(("columns", "num", "drawn"), [(80, 4, True), (120, 16, True), (80, 64, False)])
+def test_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture, columns: int, num: int, drawn: bool) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = planned(
+        capsys, "tiny-qwen3-moe", "--mesh", "pp=3,fsdp=2,ep=2", "--micro-batches", str(num), "--device", "80GB"
+    )
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= columns
+    told = words(r"stage 1: layer 1\b", rf"\b{num}\s+micro-batches through 3 stages", r"the\s+bubble")
+    assert re.search(told, out), out
+    assert bool(re.search(r"^  0 F", out, re.MULTILINE)) == drawn
+    assert ("too long to be drawn" in out) != drawn
+
+
+def test_a_page() -> None:
+    figures = figures_of(tiny.of("qwen3", num_hidden_layers=8), Pipeline("v"), pp=2, fsdp=2, cp=2)
+    text = plan_page(figures, ORIGIN)
+    found = Read(text)
+    places = found.table("place")
+    assert [row["place"] for row in places] == ["pp 0", "pp 1"]
+    assert re.fullmatch(r"stage 0: layers? [\d-]+\nstage 3: layers? [\d-]+", places[0]["has"]), places
+    assert len(re.findall(r'<i class="[FIW]( later)?" style="left:', text)) == 2 * 2 * 3 * 8
+    assert "backward: gradients of the weights" in found.text
+    drawn = [title for title in found.titles if title.startswith("rank ")]
+    assert drawn[5].startswith("rank 5: data rank 0, pp 1, cp 1")
+    assert re.search(words("pp 1", r"pp = 2[^=]*4 groups of 2\s*one is 0, 4", "cp = 2"), found.text)
+    embed = found.table("parameter")[0]["parameter"]
+    assert re.fullmatch(r"embed\.weight\n.*\nat pp 0", embed), embed
+    ends = [float(n) for n in re.findall(r"left:([\d.]+)%;width:[\d.]+%", text)]
+    assert max(ends) < 100
+
+
+def test_a_page_of_much() -> None:
+    figures = figures_of(tiny.of("qwen3", num_hidden_layers=8), num=512, pp=8, replicate=2, fsdp=64)
+    text = plan_page(figures, ORIGIN)
+    assert len(text) < 100_000
+    found = Read(text)
+    assert re.search(words("8,192 actions are too many", "one of 8 places on pp", "one of 2 such replicas"), found.text)
+    assert len([title for title in found.titles if title.startswith("rank ")]) == 64
