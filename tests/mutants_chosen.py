@@ -39,7 +39,7 @@ CHOSEN = [
            DELTA, "fsdp=2", r"G1 .*the way back through layers\.\d\.mixer",
            "the last tokens of a document get gradients from the first ones of the next"),
     Mutant(34, "the state after a chunk forgets what the state before it had in u", "ops/delta.py",
-           "state = decay * state + keys.mT @ us[-1]", "state = decay * state + keys.mT @ free",
+           "decay * states[-1] + keys.mT @ us[-1]", "decay * states[-1] + keys.mT @ free",
            DELTA, "fsdp=2", r"D1 layers\.0\.mixer: ",
            "wrong from the third chunk of a document on, and there is one in any document of more than 128 tokens"),
     Mutant(35, "the way back of zero-centred norms forgets the 1", "ops/norms.py",

@@ -341,14 +341,16 @@ def labels_of_another_slice(patch: Patch) -> None:
 def leak_in_attention(patch: Patch) -> None:
     real = qwen3.ops.attention
     patch.setattr(
-        qwen3.ops, "attention", lambda q, k, v, docs: real(q, k, v, replace(docs, bounds=(0, docs.bounds[-1])))
+        qwen3.ops,
+        "attention",
+        lambda q, k, v, docs, *at: real(q, k, v, replace(docs, bounds=(0, docs.bounds[-1])), *at),
     )
 
 
 def leak_in_convolution(patch: Patch) -> None:
     real = qwen3_5.ops.causal_conv
     one = lambda docs: replace(docs, positions_T=torch.arange(len(docs.positions_T)))  # noqa: E731 - short
-    patch.setattr(qwen3_5.ops, "causal_conv", lambda x, w, docs: real(x, w, one(docs)))
+    patch.setattr(qwen3_5.ops, "causal_conv", lambda x, w, docs, halo: real(x, w, one(docs), halo))
 
 
 # Weights, in and out.
