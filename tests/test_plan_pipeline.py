@@ -96,8 +96,9 @@ def test_hold_is_decided_as_a_run_decides_it() -> None:
     assert [held(Pipeline(), size) for size in (None, 10_000, 10**9)] == [False, False, True]
     assert [held(Pipeline(hold=hold), 10**9) for hold in (True, False)] == [True, False]
     assert held(Pipeline("v"), None), "it needs it"
-    alone = draw(EVEN).run_by(Pipeline("v"), reshard=True)
-    assert Figures("it", alone, Axes(fsdp=2), work_of(Axes(), None, 1)).blueprint.spec.pipeline == Pipeline()
+    alone = draw(EVEN).run_by(Pipeline("v"), reshard=False)
+    spec = Figures("it", alone, Axes(fsdp=2), work_of(Axes(), None, 1)).blueprint.spec
+    assert (spec.pipeline, spec.reshard) == (Pipeline(), False), "with one place it says nothing"
 
 
 def test_what_is_kept_of_weights_that_are_in_no_shards() -> None:

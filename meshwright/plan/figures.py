@@ -101,7 +101,8 @@ class Figures:
     def __post_init__(self) -> None:
         """What is left open of the pipeline is decided as `mw.load` decides it. A device of unknown size holds
         nothing."""
-        settled = with_hold(self.blueprint, self.axes, COMPUTE, Savings(), self.device or 0)
+        savings = Savings(reshard=self.blueprint.spec.reshard)
+        settled = with_hold(self.blueprint, self.axes, COMPUTE, savings, self.device or 0)
         object.__setattr__(self, "blueprint", settled)
 
     @property
