@@ -20,6 +20,7 @@ import meshwright as mw
 from meshwright import parallel
 from meshwright.axes import Axes
 from meshwright.errors import ConfigError, MeshError
+from meshwright.layout.schedule import FORWARD, Action
 from meshwright.mesh import Memory
 from meshwright.parallel import recompute
 from meshwright.verify import Recorder, Trial
@@ -168,7 +169,9 @@ def _kept_by_forward(directory: Path, kind: str) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     def forward() -> Tensor:
-        return parallel.passes.forward(model, batch, "logprobs")[0]
+        scores = parallel.passes._Passes(model, [batch], "logprobs").forward(Action(FORWARD, 0, 0))
+        assert scores is not None
+        return scores[0]
 
     with torch.no_grad():
         forward()
@@ -294,7 +297,7 @@ def _groups(model: mw.Model) -> list[Any]:
 def _whole_gradients(directory: Path) -> int:
     """Elements of gradients that are held whole between two micro-batches, and after the last."""
     engine = mw.Engine(mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32), lr=1e-2)
-    seen, forward, finish = [], parallel.passes.forward, engine._finish
+    seen, passes, finish = [], parallel.passes._Passes, engine._finish
 
     def looked_at(real: Callable[..., Any]) -> Callable[..., Any]:
         def look(*args: Any) -> Any:
@@ -306,7 +309,7 @@ def _whole_gradients(directory: Path) -> int:
 
         return look
 
-    parallel.passes.forward, engine._finish = looked_at(forward), looked_at(finish)
+    passes.forward, engine._finish = looked_at(passes.forward), looked_at(finish)
     engine.backward([b for n in range(2) for b in tiny.batches(engine.model.mesh.data_rank)])
     assert len(seen) > 10
     return sum(seen)
