@@ -276,7 +276,6 @@ def test_bad_options_of_load(source: Path, options: dict[str, Any], pattern: str
         (dict(tp=3), words("MeshError", "tp=3", r"\b3 processes", r"\b2\b", "torchrun --nproc-per-node 3")),
         (dict(fsdp=2, ep=3), words("MeshError", "ep=3", r"\btp=2\b", r"\bep from 1, 2\b")),
         (dict(fsdp=0), words("MeshError", r"fsdp=0\b")),
-        (dict(pp=2), words("MeshError", "pp=2", "pp=1")),
     ],
     ids=str,
 )
