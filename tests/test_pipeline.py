@@ -256,13 +256,17 @@ def test_gradients_of_weights_that_come_late(dtype: torch.dtype) -> None:
 def refusals(source: Path, at: str) -> str:
     cases: dict[str, dict[str, Any]] = {
         "pooled": {},
+        "nothing to train": dict(train=[]),
         "compiled": dict(savings=mw.Savings(compiled=True), pipeline=mw.Pipeline("zero-bubble")),
         "not held": dict(pipeline=mw.Pipeline("zero-bubble", hold=False)),
         "ends": dict(pipeline=mw.Pipeline(ends=(2, 3))),
         "layers": dict(pipeline=mw.Pipeline(stages=3)),
     }
     try:
-        engine = mw.Engine(mw.load(source, trials.mesh_of(PP), dtype=torch.float64, **cases[at]), lr=1e-2)
+        aux = "pooled" if at == "pooled" else "previous"
+        engine = mw.Engine(
+            mw.load(source, trials.mesh_of(PP), dtype=torch.float64, **cases[at]), lr=1e-2, router_aux=aux
+        )
         engine.step(Data(num=3)(0))
     except mw.MeshwrightError as error:
         return str(error)
@@ -270,6 +274,7 @@ def refusals(source: Path, at: str) -> str:
 
 
 REFUSED = {
+    "nothing to train": words("no trained parameter", "train="),
     "pooled": words("pooled", "pp=2", "previous"),
     "compiled": words("zero-bubble", "compiled", "1f1b"),
     "not held": words("zero-bubble", "hold=False"),

@@ -205,12 +205,21 @@ def check_terms(terms: object, num_tokens: int) -> None:
         raise DataError(f"the loss gave {terms.dtype}; its terms must be floating point numbers")
 
 
+_UNTRAINED = (
+    "the loss depends on no trained parameter: torch.no_grad() is on, or train= of mw.load leaves out all that it "
+    "depends on"
+)
+
+
+def check_trains(trained: Sequence[str]) -> None:
+    """Before a step, on all ranks: in a pipeline those without the loss would wait for a gradient."""
+    if not trained or not torch.is_grad_enabled():
+        raise StateError(_UNTRAINED)
+
+
 def check_trainable(loss: Tensor) -> None:
     if not loss.requires_grad:
-        raise StateError(
-            "the loss depends on no trained parameter: torch.no_grad() is on, or train= of mw.load leaves out all that "
-            "it depends on"
-        )
+        raise StateError(_UNTRAINED)
 
 
 def check_differentiable(terms: Tensor, scores: Iterable[Tensor]) -> None:

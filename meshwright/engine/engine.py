@@ -33,7 +33,15 @@ from .agreement import (
     warn_of_same_data,
     whole_step,
 )
-from .arguments import check_complete, check_engine, check_inference_mode, check_trainable, lr_of_step, norm_bound
+from .arguments import (
+    check_complete,
+    check_engine,
+    check_inference_mode,
+    check_trainable,
+    check_trains,
+    lr_of_step,
+    norm_bound,
+)
 from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
 from .model import Model
@@ -259,6 +267,7 @@ class Engine:
             if call == EVALUATE:
                 return Proposal(data_of(self.model, batches, self.want), settings=self._settings())
             check_ready(self.model, self.trained)
+            check_trains(self.trained)
             lr = lr_of_step(self.lr(self.steps) if callable(self.lr) else self.lr, self.steps)
             settings = {**self._settings(), **asdict(self.optimizer.settings)}
             return Proposal(data_of(self.model, batches, self.want), lr, norm_bound(self.max_norm), settings)

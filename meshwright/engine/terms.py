@@ -83,7 +83,7 @@ class Terms:
 
         way_out = (
             f"a rank of {self.model.mesh.axes} has only a part of a document. Compute what concerns a whole document "
-            "before the step (mw.logprobs) and give it as a field, or choose tp=1"
+            "before the step (mw.logprobs) and give it as a field, or choose tp=1 and cp=1"
         )
         check_by_token(again, len(has_term_T), has_term_T, way_out)
 
