@@ -34,7 +34,7 @@ class Line:
         if self.turn and self.num_stages != 2 * self.pp:
             raise ConfigError(
                 f"{counted(self.num_stages, 'stage')} on pp={self.pp} make {self.stages_a_rank} a rank; a V has 2, one "
-                "there and one back; choose 2 stages a rank, or a line that does not turn"
+                "there and one back; choose 2 stages a rank, or another schedule"
             )
 
     @property
