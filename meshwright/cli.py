@@ -18,7 +18,8 @@ EXAMPLES = """examples:
   meshwright verify Qwen/Qwen3-0.6B --mesh fsdp=2 --html proof.html    from the hub; a page with placement and bill
   meshwright verify path/to/Qwen3-0.6B --mesh tp=2 --full --dtypes float32,bfloat16
   meshwright verify path/to/Qwen3-0.6B --mesh fsdp=2,tp=2 --weights    are the bytes on each rank those of the files?
-  meshwright verify path/to/Qwen3-8B --mesh pp=2 --schedule v           a pipeline, with its schedule
+  meshwright verify path/to/Qwen3-8B --mesh pp=2 --schedule v          a pipeline, with its schedule
+  meshwright verify path/to/Qwen3.5-9B --mesh cp=4 --context delta=1   states of the delta net are passed on
   meshwright verify my-critic --mesh fsdp=2 --head value --json
   meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    what it looks like when an oracle fails
   meshwright verify --list
@@ -187,18 +188,22 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )  # fmt: skip
     plan.set_defaults(run=_plan)
     plan.add_argument("model", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    plan.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
     plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
     plan.add_argument("--tokens", type=_positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
     plan.add_argument("--micro-batches", type=_positive, default=1, metavar="N", help="in a step (default 1)")
-    _add_pipeline(plan)
-    plan.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
+    _add_mesh(plan)
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
     plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
 
 
-def _add_pipeline(command: argparse.ArgumentParser) -> None:
-    """The fields of `mw.Pipeline`."""
+def _add_mesh(command: argparse.ArgumentParser) -> None:
+    """The mesh, and how a model is laid onto it: `mw.Context`, and the fields of `mw.Pipeline`."""
+    command.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
+    command.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
+    command.add_argument(
+        "--context", default="", metavar="MIXER=N,...",
+        help="where --mesh has cp: so many neighbours swap tokens for heads, of attention or delta (default: by heads)",
+    )  # fmt: skip
     group = command.add_argument_group("how a pipeline runs, where --mesh has pp")
     group.add_argument("--schedule", choices=["1f1b", "zero-bubble", "v"], help="the order of its work (default 1f1b)")
     group.add_argument("--stages", type=_positive, metavar="N", help="of each rank (default 1; of v it is 2)")
@@ -285,9 +290,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     verify.set_defaults(run=_verify)
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    verify.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
-    _add_pipeline(verify)
-    verify.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
+    _add_mesh(verify)
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
         help="float64 is the proof, the others show that the rest works (default all)",
@@ -429,8 +432,9 @@ def _plan(options: argparse.Namespace) -> int:
     target = plan.check_target(options.html) if options.html else None
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
-    pipeline = plan.pipeline_of(vars(options), sizes)
-    blueprint = plan.find(options.model, options.head, weights=False, say=_Clock()).run_by(pipeline, reshard=True)
+    pipeline, context = plan.ways_of(vars(options), sizes)
+    blueprint = plan.find(options.model, options.head, weights=False, say=_Clock())
+    blueprint = blueprint.run_by(pipeline, reshard=True).in_context(context)
     refused = plan.objections(blueprint, sizes, options.micro_batches)
     if refused:
         if options.json:
@@ -464,7 +468,7 @@ def _verify(options: argparse.Namespace) -> int:
     say, sizes = _Clock(), planning.mesh_of(options.mesh)
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
-        options.against, options.seed, options.plant, planning.pipeline_of(vars(options), sizes),
+        options.against, options.seed, options.plant, *planning.ways_of(vars(options), sizes),
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

@@ -346,6 +346,16 @@ def test_what_changes_nothing_is_noted(capsys: Capture) -> None:
     assert re.search(r"also kept as bfloat16 .* not counted", alone), "experts on one rank are not stored in shards"
 
 
+def test_another_way_of_cp(capsys: Capture) -> None:
+    def moved(*context: str) -> set[str]:
+        found = json.loads(planned(capsys, "tiny-qwen3", "--mesh", "cp=2", *context, "--json")[1])
+        return {row["op"] for row in found["traffic"] if row["over"] == "cp=2"}
+
+    assert "all_to_all" in moved()
+    assert "all_to_all" not in moved("--context", "attention=1")
+    assert "attention: gather 2" in planned(capsys, "tiny-qwen3", "--mesh", "cp=2", "--context", "attention=1")[1]
+
+
 def test_it_starts_nothing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("a process")

@@ -100,9 +100,11 @@ def passed(out: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = "pp=2" if name == "tiny-qwen3" else "fsdp=2"
-    code, out, err = said(capsys, name, "--mesh", mesh, "--dtypes", "float64", "--json")
+    mesh = {"tiny-qwen3": "pp=2", "tiny-qwen3.5": "cp=2"}.get(name, "fsdp=2")
+    context = ["--context", "attention=1,delta=1"] if mesh == "cp=2" else []
+    code, out, err = said(capsys, name, "--mesh", mesh, *context, "--dtypes", "float64", "--json")
     assert code == 0, out
+    assert passed(out)["context"] == ("delta: state 2, attention: gather 2" if context else "")
     assert passed(out)["ranks"] == 2
     assert re.search(r"float64\b.*\bone process\b", err), err
     assert re.search(rf"float64\b.*\b2 ranks\b.*\b{mesh}\b", err), err
@@ -289,6 +291,12 @@ REFUSED = [
     (["tiny-qwen3", "--mesh", "tp=2,tp=4"], words(r"tp=2,tp=4", r"\btp\b.*\btwice\b")),
     (["tiny-qwen3", "--mesh", "tp=two"], words("'tp=two'", "AXIS=N")),
     (["tiny-qwen3", "--mesh", "tp=0"], r"\btp=0\b"),
+    (["tiny-qwen3", "--mesh", "cp=2", "--context", "mamba=1"], words("'mamba=1'", "MIXER=N", "attention, delta")),
+    (["tiny-qwen3", "--mesh", "cp=2", "--context", "attention=1,attention=2"], words("attention", "twice")),
+    (["tiny-qwen3", "--mesh", "cp=2", "--context", "attention=0"], words("attention=0", "1 or more")),
+    (["tiny-qwen3", "--mesh", "cp=2", "--context", "attention=3"], words("attention=3", "cp=2")),
+    (["tiny-qwen3", "--mesh", "cp=2", "--context", "delta=1"], words("delta=1", "no such mixer")),
+    (["tiny-qwen3", "--mesh", "tp=2", "--context", "attention=1"], words("--context 'attention=1'", "cp=2")),
     (["tiny-qwen3", "--dtypes", "float8"], words("'float8'", "float64")),
     (["tiny-qwen3", "--seconds", "nan"], r"--seconds nan\b"),
     (["tiny-qwen3", "--seconds", "-1"], r"--seconds -1\.0\b"),

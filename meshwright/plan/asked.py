@@ -1,4 +1,4 @@
-"""What options of the command line ask for: a mesh, and a pipeline."""
+"""What options of the command line ask for: a mesh, a pipeline, ways of context parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..axes import OTHER_NAMES, Axes
 from ..errors import ConfigError
-from ..layout import Pipeline
+from ..layout import Context, Pipeline
 
 _AXES = tuple(asdict(Axes()))
 
@@ -29,9 +29,29 @@ def mesh_of(text: str) -> dict[str, int]:
     return sizes
 
 
-def pipeline_of(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Pipeline:
+def ways_of(options: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Pipeline, Context]:
+    """How a model is laid onto a mesh of these sizes."""
+    return _pipeline_of(options, sizes), _context_of(options["context"], sizes)
+
+
+def _pipeline_of(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Pipeline:
     """An option for each field, None where it was not given."""
     given = {field.name: options[field.name] for field in fields(Pipeline) if options[field.name] is not None}
     if given and sizes.get("pp", 1) == 1:
         raise ConfigError(f"--{next(iter(given))} is of a pipeline, and --mesh has none; give it pp=2 or more")
     return Pipeline(**given)
+
+
+def _context_of(text: str, sizes: Mapping[str, int]) -> Context:
+    """`attention=1,delta=2` as the fields of `mw.Context`."""
+    names, given = [field.name for field in fields(Context)], dict[str, int]()
+    for part in filter(None, text.split(",")):
+        mixer, equals, size = part.partition("=")
+        if mixer not in names or not equals or not size.isdecimal() or len(size) > 9:
+            raise ConfigError(f"--context {text!r:.200}: {part!r:.200} is not MIXER=N with MIXER of {', '.join(names)}")
+        if mixer in given:
+            raise ConfigError(f"--context {text!r:.200} gives {mixer} twice")
+        given[mixer] = int(size)
+    if given and sizes.get("cp", 1) == 1:
+        raise ConfigError(f"--context {text!r:.200} is of an axis that --mesh lacks; give it cp=2 or more")
+    return Context(**given)

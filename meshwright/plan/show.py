@@ -58,7 +58,7 @@ def notes(figures: Figures) -> list[str]:
     found = []
     way = ways(figures.blueprint.spec, figures.axes)
     if way:
-        found.append(f"cp={figures.axes.cp}, by mixer: {way}. mw.Context chooses another way.")
+        found.append(f"cp={figures.axes.cp}, by mixer: {way}. --context (mw.Context) chooses another way.")
     if figures.axes.ep > 1 and not figures.blueprint.balance.num_experts:
         found.append(f"ep={figures.axes.ep} changes nothing of this model: it has no experts.")
     if figures.unsharded_bytes:

@@ -19,7 +19,7 @@ from ..axes import Axes
 from ..blueprint import Blueprint, draw
 from ..engine import export, init, load
 from ..errors import ConfigError, RankError, counted
-from ..layout import Pipeline
+from ..layout import Context, Pipeline
 from ..log import quiet
 from ..mesh import Mesh
 from ..models import text_config
@@ -61,6 +61,7 @@ class Options:
     seed: int = 0  # of weights and data
     plant: str = ""  # a bug in the ranks of the mesh, to see it found
     pipeline: Pipeline = Pipeline()
+    context: Context = Context()
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -130,7 +131,8 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
 
 
 def _found(model: str, options: Options, *, weights: bool, say: Say) -> Blueprint:
-    return find(model, options.head, weights=weights, say=say).run_by(options.pipeline, reshard=True)
+    found = find(model, options.head, weights=weights, say=say).run_by(options.pipeline, reshard=True)
+    return found.in_context(options.context)
 
 
 def _small(blueprint: Blueprint, axes: Axes, options: Options) -> Blueprint:
@@ -138,11 +140,15 @@ def _small(blueprint: Blueprint, axes: Axes, options: Options) -> Blueprint:
     stages end elsewhere than those of a deep model."""
     pipeline = replace(options.pipeline, ends=None)
     num_stages = axes.pp * pipeline.stages if axes.pp > 1 else 1
+
+    def laid_out(blueprint: Blueprint) -> Blueprint:
+        return blueprint.run_by(pipeline, reshard=True).in_context(options.context)
+
     small = partial(shrink, blueprint.config, axes.tp, num_stages=num_stages)
     if options.device == "cpu":
         with contextlib.suppress(ConfigError):
-            return draw(small(width=ODD), head=options.head).run_by(pipeline, reshard=True)
-    return draw(small(), head=options.head).run_by(pipeline, reshard=True)
+            return laid_out(draw(small(width=ODD), head=options.head))
+    return laid_out(draw(small(), head=options.head))
 
 
 def inspect(plan: Plan, say: Say) -> list[RunResult]:
@@ -195,6 +201,7 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
                 **special)  # fmt: skip
     return Trial(
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
+        context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small,
     )  # fmt: skip
 
@@ -274,8 +281,10 @@ def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     mesh = mesh_of(plan)
     _plant(plan)
     with Recorder() as recorder:
-        dtype = torch.float64 if wide else None
-        model = load(plan.directory, mesh, head=plan.options.head, dtype=dtype, pipeline=plan.options.pipeline)
+        model = load(
+            plan.directory, mesh, head=plan.options.head, dtype=torch.float64 if wide else None,
+            pipeline=plan.options.pipeline, context=plan.options.context,
+        )  # fmt: skip
     return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)
 
 

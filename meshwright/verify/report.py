@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ..layout import ORDERS
+from ..layout import ORDERS, ways
 from ..models import text_config
 from .collectives import same_kind
 from .examine import ORACLES
@@ -77,7 +77,8 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
 
 def _title(model: str, plan: Plan) -> str:
     schedule = f", schedule {plan.runs.spec.pipeline.schedule}" if plan.axes.pp > 1 else ""
-    return f"{model} on {plan.axes}{schedule}"
+    way = ways(plan.runs.spec, plan.axes)
+    return f"{model} on {plan.axes}{schedule}{way and f', {way}'}"
 
 
 def planted(plan: Plan) -> str:
@@ -166,6 +167,7 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
         *unasked,
         *_untried_experts(plan),
         *_untried_schedules(plan),
+        *(["other ways of cp for a mixer (--context)"] if plan.axes.cp > 1 else []),
         "options of mw.load and mw.Engine",
     ]
 
@@ -238,6 +240,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[
         "mesh": str(plan.axes),
         "ranks": plan.axes.world,
         "pipeline": asdict(plan.runs.spec.pipeline) if plan.axes.pp > 1 else None,
+        "context": ways(plan.runs.spec, plan.axes),
         "head": plan.options.head,
         "ok": not any(part.findings for part in parts),
         "planted": plan.options.plant,

@@ -78,7 +78,10 @@ class Trial:
         """New weights, on rank 0."""
         if not self.draws:
             return {}
-        return gather(init(self.source, mesh, head=self.head, dtype=self.dtype, seed=5, pipeline=self.pipeline))
+        model = init(
+            self.source, mesh, head=self.head, dtype=self.dtype, seed=5, pipeline=self.pipeline, context=self.context
+        )
+        return gather(model)
 
     def batches(self, model: Model, step: int) -> list[Batch]:
         return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
