@@ -22,10 +22,11 @@ setup: $(STAMP)  ## make .venv with everything in it; instant when up to date
 demo: setup  ## run the demonstration
 	@$(BIN)/python -m examples.demo
 
-test: setup  ## run the tests, two files at a time; PYTEST_ARGS are passed on
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+test: setup  ## run the tests but the slow ones, two files at a time; PYTEST_ARGS are passed on
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
-matrix: setup  ## run the full matrix; hours
+matrix: setup  ## run every test with all of its cases, then the full matrix; hours
+	@MESHWRIGHT_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 check: setup  ## formatting, lint, types, storeys

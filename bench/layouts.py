@@ -1,12 +1,14 @@
-"""Forward + backward on 2 local ranks, ours and transformers' `DistributedConfig`, alternating in one run.
+"""Forward + backward on 2 local ranks, ours and a peer's, alternating in one run.
 
-    python -m bench.layouts                          # tp=2 and fsdp=2 dense, fsdp=2 x ep=2 with experts
+    python -m bench.layouts                          # tp, fsdp, fsdp x ep, cp and pp
     python -m bench.layouts --layouts fsdp2 --rounds 9 --append
 
-The models are those of bench/step.py, 8 layers, in float32, one thread a rank. Under tp both ranks have the same 1024
-tokens, under fsdp each its own. Both sides live in the same processes and take turns; gradients are complete after
-each turn, there is no optimizer. Times are medians, of the slower rank. Collectives and bytes (the larger side of each)
-are counted in a turn of its own.
+The models are those of bench/step.py, 8 layers, in float32, one thread a rank. Under tp and cp both ranks have the same
+1024 tokens, under fsdp each its own; a pipeline has 8 micro-batches of 256 (bench/pipelines.py has all schedules). All
+sides live in the same processes and take turns; gradients are complete after each turn, there is no optimizer. Times
+are medians, of the slower rank. Collectives and bytes (the larger side of each) are counted in a turn of its own.
+The peer is transformers' `DistributedConfig`, and for pp torch's own Schedule1F1B; cp has none here, so its second side
+is what one process would do: all tokens on both ranks.
 transformers' side needs accelerate: pip install -e '.[bench]' -c requirements/constraints.txt
 """
 
@@ -20,6 +22,8 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -32,14 +36,9 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import meshwright as mw
-from bench.step import MODELS, TOKENS, Step, document, needs, our_step, their_step
+from bench.pipelines import side, torchs
+from bench.step import MODELS, TOKENS, Step, document, make, needs, our_step, their_step
 from meshwright.verify import Recorder, run_ranks
-
-LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
-    "tp2": ("qwen3", {"tp": 2}),
-    "fsdp2": ("qwen3", {"fsdp": 2}),
-    "fsdp2+ep2": ("qwen3_moe", {"fsdp": 2, "ep": 2}),
-}
 
 
 def ours(directory: Path, mesh: dict[str, int]) -> Step:
@@ -54,51 +53,75 @@ def theirs(directory: Path, mesh: dict[str, int]) -> Step:
     return their_step(model, repeat(document(1 + dist.get_rank() if "fsdp" in mesh else 1)))
 
 
-SIDES = {"meshwright": ours, "transformers": theirs}
+def whole(directory: Path, _: dict[str, int]) -> Step:
+    """Each rank has a copy, and all tokens."""
+    return ours(directory, {"replicate": 2})
 
 
-def turns(directory: Path, mesh: dict[str, int], rounds: int) -> dict[str, Any]:
-    """On one rank: the times, and what was counted, of both sides."""
+def pipeline(held: bool, directory: Path, mesh: dict[str, int]) -> Step:
+    return side(directory, mw.Mesh(**mesh, device="cpu"), mw.Pipeline(hold=held))
+
+
+def torch_pipeline(directory: Path, mesh: dict[str, int]) -> Step:
+    return torchs(directory, mw.Mesh(**mesh, device="cpu"))
+
+
+Sides = dict[str, Callable[[Path, dict[str, int]], Step]]
+HF: Sides = {"meshwright": ours, "transformers": theirs}
+LAYOUTS: dict[str, tuple[str, dict[str, int], Sides]] = {
+    "tp2": ("qwen3", {"tp": 2}, HF),
+    "fsdp2": ("qwen3", {"fsdp": 2}, HF),
+    "fsdp2+ep2": ("qwen3_moe", {"fsdp": 2, "ep": 2}, HF),
+    "cp2": ("qwen3", {"cp": 2}, {"meshwright": ours, "meshwright, without cp": whole}),
+    "pp2": (
+        "qwen3", {"pp": 2},
+        {"meshwright": partial(pipeline, False), "meshwright, held": partial(pipeline, True),
+         "torch's Schedule1F1B": torch_pipeline},
+    ),
+}  # fmt: skip
+
+
+def turns(directory: Path, layout: str, rounds: int) -> dict[str, Any]:
+    """On one rank: the times, and what was counted, of all sides."""
     dist.init_process_group("gloo")
-    steps = {side: make(directory, mesh) for side, make in SIDES.items()}
+    _, mesh, sides = LAYOUTS[layout]
+    steps = {name: begin(directory, mesh) for name, begin in sides.items()}
     found: dict[str, Any] = {}
-    for side, step in steps.items():
+    for name, step in steps.items():
         loss = step()
         with Recorder() as recorder:
             step()
         seen = [s for s in recorder.seen if len(s.ranks) > 1]
         kinds = {op: sum(s.op == op for s in seen) for op in sorted({s.op for s in seen})}
-        found[side] = {"loss": loss, "kinds": kinds, "bytes": sum(s.num_bytes for s in seen), "seconds": []}
+        found[name] = {"loss": loss, "kinds": kinds, "bytes": sum(s.num_bytes for s in seen), "seconds": []}
     for _ in range(rounds):
-        for side, step in steps.items():
+        for name, step in steps.items():
             dist.barrier()
             began = time.perf_counter()
             step()
-            found[side]["seconds"].append(time.perf_counter() - began)
+            found[name]["seconds"].append(time.perf_counter() - began)
     return found
 
 
 def compare(layout: str, rounds: int) -> list[str]:
-    name, mesh = LAYOUTS[layout]
+    model, _, sides = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder)
-        (recipe / "config.json").write_text(json.dumps({**MODELS[name], "dtype": "bfloat16"}))
+        (recipe / "config.json").write_text(json.dumps({**MODELS[model], "dtype": "bfloat16"}))
         run_ranks(1, make, recipe, seconds=300)
-        ranks = run_ranks(2, turns, recipe / "m", mesh, rounds, seconds=1800)
-    seconds = {side: [max(s) for s in zip(*(r[side]["seconds"] for r in ranks), strict=True)] for side in SIDES}
-    ratios = [b / a for a, b in zip(seconds["meshwright"], seconds["transformers"], strict=True)]
-    rows = [row(layout if side == "meshwright" else "", side, ranks[0][side], seconds[side]) for side in SIDES]
-    return [*rows, f"| | ratio | {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) | | | |"]
+        ranks = run_ranks(2, turns, recipe / "m", layout, rounds, seconds=1800)
+    seconds = {name: [max(s) for s in zip(*(r[name]["seconds"] for r in ranks), strict=True)] for name in sides}
+    first, *_, last = seconds.values()
+    ratios = [b / a for a, b in zip(first, last, strict=True)]
+    rows = [row(layout if n == 0 else "", name, ranks[-1][name], seconds[name]) for n, name in enumerate(sides)]
+    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+    return [*rows, f"| | last by first | {ratio} | | | |"]
 
 
-def make(recipe: Path) -> None:
-    mw.export(mw.init(recipe, mw.Mesh(device="cpu")), recipe / "m")
-
-
-def row(what: str, side: str, found: dict[str, Any], seconds: list[float]) -> str:
+def row(what: str, name: str, found: dict[str, Any], seconds: list[float]) -> str:
     kinds = ", ".join(f"{count} {op}" for op, count in found["kinds"].items())
     return (
-        f"| {what} | {side} | {statistics.median(seconds):.3f} ({min(seconds):.3f}-{max(seconds):.3f}) "
+        f"| {what} | {name} | {statistics.median(seconds):.3f} ({min(seconds):.3f}-{max(seconds):.3f}) "
         f"| {sum(found['kinds'].values())}: {kinds} | {found['bytes'] / 1e6:.1f} | {found['loss']:.5f} |"
     )
 
@@ -109,7 +132,7 @@ def heading(rounds: int) -> str:
         f"2 ranks, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, gloo; forward + backward of {TOKENS} tokens in float32, medians (min-max) of "
         f"{rounds} alternations, the slower rank.\n\n"
-        "| layout | side | seconds | collectives | MB | loss of rank 0 |\n|---|---|---|---|---|---|"
+        "| layout | side | seconds | collectives | MB | loss of the last rank |\n|---|---|---|---|---|---|"
     )
 
 
@@ -124,8 +147,8 @@ def main() -> None:
     lines = [heading(options.rounds)]
     print(lines[0], flush=True)
     for layout in options.layouts:
-        lines += compare(layout, options.rounds)
-        print("\n".join(lines[-3:]), flush=True)
+        lines += (rows := compare(layout, options.rounds))
+        print("\n".join(rows), flush=True)
     if options.append:
         with (Path(__file__).parent / "results.md").open("a") as out:
             out.write("\n".join(lines) + "\n")

@@ -55,6 +55,11 @@ MODELS: dict[str, dict[str, Any]] = {
 Step = Callable[[], float]
 
 
+def make(recipe: Path) -> None:
+    """A model of random weights, beside its config."""
+    mw.export(mw.init(recipe, mw.Mesh(device="cpu")), recipe / "m")
+
+
 def document(seed: int = 1) -> list[int]:
     return torch.randint(32000, (TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
 

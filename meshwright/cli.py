@@ -88,8 +88,7 @@ SAMPLE_EXAMPLES = """examples:
   meshwright sample Qwen/Qwen3-0.6B --prompt Hello --prompt Bye --tokens 200 --top-p 0.9
   meshwright sample path/to/Qwen3-8B-Base --text --prompt "Once upon a time"
 """
-SAMPLE_ABOUT = """What a model writes after prompts, on one process. Each token takes a forward: it is for a look.
-"""
+SAMPLE_ABOUT = "What a model writes after prompts, on one process. Each token takes a forward: it is for a look."
 TRAIN_EXAMPLES = """examples:
   meshwright train run.toml
   meshwright train run.toml --set mesh.fsdp=4 optim.lr=1e-5 data.0.path=chats.jsonl

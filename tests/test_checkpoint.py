@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -20,7 +19,7 @@ import meshwright as mw
 from meshwright.checkpoint import check_bytes, opened_at
 from meshwright.weights import StoredModel, keys_of, open_source, whole_tensors
 from meshwright.weights.keymap import KeyMap
-from tests import tiny, worlds
+from tests import parts, tiny, worlds
 
 # Sizes that 2, 3 and 4 divide, or that may be uneven (the vocabulary) or stay whole (kv heads).
 SIZES: dict[str, Any] = dict(num_attention_heads=12, num_hidden_layers=4)
@@ -79,9 +78,10 @@ def whole_moments(engine: mw.Engine, at: int, checkpoint: Path, folder: str) -> 
 
 
 def families_on(mesh: dict[str, int]) -> list[str]:
-    """Every second one in turn; all of them with `MESHWRIGHT_ALL=1`."""
-    fit = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
-    return fit if len(fit) < 3 or os.environ.get("MESHWRIGHT_ALL") else fit[MESHES.index(mesh) % 2 :: 2]
+    """Every third one in turn, of those with experts all."""
+    if "ep" in mesh:
+        return [name for name in FAMILIES if "moe" in name]
+    return parts.every(3, FAMILIES, MESHES.index(mesh))
 
 
 def there_and_back(source: Path, reference: Path, mesh: Mapping[str, int], out: Path) -> dict[str, Any]:
@@ -164,12 +164,17 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2), dict(tp=2), dict(pp=2, cp=2), dict(fsdp=2, tp=2, ep=2)], ids=str)
-def test_as_if_never_interrupted(tmp_path: Path, mesh: dict[str, int]) -> None:
-    families = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
+@pytest.mark.parametrize(
+    ("number", "mesh"),
+    list(enumerate([{}, dict(fsdp=2), dict(tp=2), dict(pp=2, cp=2), dict(fsdp=2, tp=2, ep=2)])),
+    ids=str,
+)
+def test_as_if_never_interrupted(tmp_path: Path, number: int, mesh: dict[str, int]) -> None:
+    fit = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
+    families = parts.every(2, fit, number) if mesh else fit
     sources = {name: tiny.directory(tmp_path / name, name, dtype=torch.bfloat16) for name in families}
-    runs = {name: functools.partial(interrupted, sources[name], tmp_path / f"run-{name}", mesh, number % 2 == 0)
-            for number, name in enumerate(families)}  # fmt: skip
+    runs = {name: functools.partial(interrupted, sources[name], tmp_path / f"run-{name}", mesh, at % 2 == 0)
+            for at, name in enumerate(families)}  # fmt: skip
     before = worlds.in_turn(world_of(mesh), runs)
     after = worlds.in_turn(
         world_of(mesh),
@@ -265,7 +270,9 @@ def with_options(source: Path, out: Path, case: str, mesh: Mapping[str, int]) ->
 
 
 KINDS: list[tuple[dict[str, int], list[str]]] = [
-    (dict(fsdp=3), list(OPTIONS)), (dict(fsdp=2, tp=2, ep=2), ["frozen", "a new value head"])
+    (dict(), ["bfloat16 moments", "float64"]),
+    (dict(fsdp=3), ["frozen parts of a key", "a new value head", "offload", "bfloat16"]),
+    (dict(fsdp=2, tp=2, ep=2), ["frozen", "a new value head"]),
 ]  # fmt: skip
 
 

@@ -15,10 +15,10 @@ import pytest
 import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, newest_whole, opened_at
 from meshwright.checkpoint.manifest import LOCK
-from tests import tiny, worlds
+from tests import parts, tiny, worlds
 from tests.test_checkpoint import engine_of, train
 
-KILLS = 100
+KILLS = 100 if parts.ALL else 20
 
 
 def saves_on_and_on(source: Path, out: Path, wait: bool) -> None:
@@ -46,6 +46,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.directory(tmp_path_factory.mktemp("m"), "qwen3_tied")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("wait", [True, False], ids=["wait", "beside"])
 def test_a_killed_save_leaves_the_last_one(source: Path, tmp_path: Path, wait: bool) -> None:

@@ -70,6 +70,7 @@ def nothing(_patch: pytest.MonkeyPatch) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_a_power_cut_loses_nothing(source: Path, tmp_path: Path) -> None:
     [(found, num)] = worlds.run(1, lost, source, tmp_path, nothing, (1, 2, 2, 3))
     assert found == []
@@ -121,6 +122,7 @@ PLANTED: dict[str, Plant] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTED)
 def test_an_omission_is_found(source: Path, tmp_path: Path, plant: str) -> None:
     """What a save must not leave out, left out."""

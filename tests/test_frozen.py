@@ -17,7 +17,7 @@ import meshwright as mw
 from meshwright.blueprint import Blueprint
 from meshwright.verify.collectives import moment_bytes, stored_bytes
 from meshwright.weights import StoredModel, open_source, whole_tensors
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 PLAIN = mw.Savings()
@@ -46,20 +46,23 @@ class Case:
 
 ONE: dict[str, int] = {}
 FSDP, TP, EXPERTS, REPLICAS = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(replicate=2)
-CASES = [
-    *(
-        Case(name, ONE, dtype)
-        for name, dtype in (("qwen2", F32), ("qwen3_moe", F64), ("qwen3_5", F32), ("qwen3", BF16))
-    ),
-    *(Case(name, mesh) for name in ("qwen2", "qwen3_5") for mesh in (FSDP, TP)),
-    *(Case("qwen3_tied", mesh, dtype) for mesh, dtype in ((FSDP, F32), (TP, F64), (REPLICAS, BF16))),
-    *(Case("qwen3", mesh, F64) for mesh in (FSDP, REPLICAS)),
-    *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
-    *(Case(name, REPLICAS, F32) for name in ("qwen3_moe", "qwen3_5")),
-    *(Case("many words", mesh, dtype) for mesh, dtype in ((ONE, F32), (ONE, BF16), (TP, BF16), (FSDP, BF16))),
-    *(Case("qwen3_5", mesh, savings=mw.Savings(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
-    Case("qwen3_moe", EXPERTS, savings=mw.Savings(recompute="selective", reshard=False)),
-]
+CASES = parts.every(
+    2,
+    [
+        *(
+            Case(name, ONE, dtype)
+            for name, dtype in (("qwen2", F32), ("qwen3_moe", F64), ("qwen3_5", F32), ("qwen3", BF16))
+        ),
+        *(Case(name, mesh) for name in ("qwen2", "qwen3_5") for mesh in (FSDP, TP)),
+        *(Case("qwen3_tied", mesh, dtype) for mesh, dtype in ((FSDP, F32), (TP, F64), (REPLICAS, BF16))),
+        *(Case("qwen3", mesh, F64) for mesh in (FSDP, REPLICAS)),
+        *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
+        *(Case(name, REPLICAS, F32) for name in ("qwen3_moe", "qwen3_5")),
+        *(Case("many words", mesh, dtype) for mesh, dtype in ((ONE, F32), (ONE, BF16), (TP, BF16), (FSDP, BF16))),
+        *(Case("qwen3_5", mesh, savings=mw.Savings(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
+        Case("qwen3_moe", EXPERTS, savings=mw.Savings(recompute="selective", reshard=False)),
+    ],
+)
 
 
 def told_by(model: mw.Model, out: Path) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def started(stack: ExitStack, hosts: Hosts, arguments: list[str], max_restarts: 
     return first, second
 
 
+@pytest.mark.slow
 def test_two_hosts_and_a_restart(tmp_path: Path, hosts: Hosts) -> None:
     """A rank dies, and torchrun starts all of them again. The losses are those of one host."""
     path = run_of(tmp_path)
@@ -65,6 +66,7 @@ def test_two_hosts_and_a_restart(tmp_path: Path, hosts: Hosts) -> None:
     assert (tmp_path / "hosts" / "export" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off(tmp_path: Path, hosts: Hosts) -> None:
     """Both end by themselves, soon; each names the ranks that it has lost; no process stays."""
     path, ends = run_of(tmp_path), {}

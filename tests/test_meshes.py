@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from meshwright.verify import Finding
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 
 WIDE = {"qwen3_moe", "qwen3_5"}  # all that bfloat16 can break is in one of them: the others are tried on one mesh
 BOTH = dict(fsdp=2, tp=2)
+WIDEST = dict(**BOTH, ep=4)
 
 
 class Case(NamedTuple):
@@ -38,9 +39,8 @@ ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *trials.
 
 
 def families(number: int, mesh: dict[str, int]) -> list[str]:
-    """All on one mesh, on the others every second one in turn. tests/test_matrix.py has the pairs that are left."""
-    names = list(tiny.ODD)
-    return names if mesh == BOTH else names[number % 2 :: 2]
+    """All on one mesh, on the others every third one in turn. tests/test_matrix.py has the pairs that are left."""
+    return list(tiny.ODD) if mesh == BOTH else parts.every(3, tiny.ODD, number)
 
 
 CASES = [
@@ -56,12 +56,13 @@ CASES = [
 FLOAT32 = [
     case._replace(dtype=torch.float32)
     for case in CASES
-    if case.head == "lm" and dict(case.mesh) in (BOTH, dict(**BOTH, ep=4))
+    if case.head == "lm" and dict(case.mesh) in ([BOTH, WIDEST] if parts.ALL else [BOTH])
 ]
 BFLOAT16 = [
     case._replace(dtype=torch.bfloat16)
     for case in CASES
     if case.head == "lm" and (case.name in WIDE or dict(case.mesh) == BOTH) and len(case.mesh) > 1
+    if parts.ALL or dict(case.mesh) in [BOTH, WIDEST]
 ]
 
 Found = Callable[[Case], list[Finding]]

@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from meshwright.errors import ConfigError, LayoutError, MeshError
-from meshwright.layout import ORDERS, Action, Line, Transfer, even, forwards, program
+from meshwright.layout import ORDERS, Action, Line, Transfer, balanced, even, forwards, program
 from meshwright.layout.schedule import v_schedule
 from meshwright.layout.timetable import Gathers, draw, gathers, most_kept, times
 
@@ -356,6 +356,29 @@ def test_even_makes_room_for_the_head():
     assert even([1.0] * 36, 4, last=3.2) == (10, 20, 30, 36), "Qwen3-8B: its head costs as much as 3.2 layers"
     assert even([1.0] * 8, 4) == (2, 4, 6, 8)
     assert even([1.0] * 5, 4) == (1, 2, 3, 5), "early stages keep more micro-batches, so they get fewer layers"
+
+
+def test_a_dear_head_makes_the_other_stages_of_its_rank_small():
+    """Stages alike in the dearest one may leave a rank with far more than the others."""
+    costs, head = [3.0] * 8, 16.4  # the benches': the head is 40 % of the work
+    assert even(costs, 4, last=head) == (2, 4, 7, 8)
+    assert balanced(Line(2, (2, 4, 7, 8), turn=True), costs, head).ends == (1, 4, 7, 8), "22 of 40 and not 25"
+    assert balanced(Line(2, (2, 4, 7, 8)), costs, head).ends == (3, 4, 7, 8)
+    draws = random.Random(11)
+    for _ in range(200):
+        pp, stages = draws.randint(1, 4), draws.randint(1, 3)
+        costs = [float(draws.randint(1, 9)) for _ in range(draws.randint(pp * stages, 20))]
+        line = Line(pp, even(costs, pp * stages, last=5.0))
+        found = balanced(line, costs, 5.0)
+        assert (found.pp, found.turn, found.num_stages, found.ends[-1]) == (pp, False, pp * stages, len(costs))
+        assert of_ranks(found, costs, 5.0) <= of_ranks(line, costs, 5.0)
+        assert stages > 1 or found == line, "with one stage a rank nothing can be better"
+
+
+def of_ranks(line, costs, last):
+    sums = [sum(costs[layer] for layer in line.layers_of(stage)) for stage in range(line.num_stages)]
+    sums[-1] += last
+    return max(sum(sums[stage] for stage in line.stages_of(rank)) for rank in range(line.pp))
 
 
 def test_layers_and_stages_tile():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle  # noqa: TID251 - to see it refused
 import re
 from collections.abc import Callable
@@ -224,19 +225,22 @@ HARMLESS: dict[str, Callable[[mw.Engine], Any]] = {
 @pytest.mark.parametrize("mesh", [ALONE, TP, FSDP], ids=trials.named)
 def test_what_an_engine_does_not_hold_on_to(source: Path, mesh: dict[str, int]) -> None:
     """An update is written into the parameters of its moment, by what the ranks agreed on before backward."""
-    size = trials.world_of(mesh)
-    expected = worlds.run(size, losses_after, source, mesh, lambda engine: None, False)
+    after: dict[tuple[str, bool], Callable[[], Any]] = {
+        ("nothing", False): functools.partial(losses_after, source, mesh, lambda engine: None, False),
+        ("nothing, late", True): functools.partial(first_update_after, source, mesh, lambda engine: None),
+    }
     for name, meddle in HARMLESS.items():
         if "vector" in name and mesh != ALONE:
             continue  # torch cannot make a vector of shards
-        if name == "parameters moved there and back":
-            assert worlds.run(size, losses_after, source, mesh, meddle, False) == expected, name
-        elif name.endswith("late"):
-            found = worlds.run(size, first_update_after, source, mesh, meddle)
-            assert found == worlds.run(size, first_update_after, source, mesh, lambda engine: None), name
-        else:
-            for late in (False, True):
-                assert worlds.run(size, losses_after, source, mesh, meddle, late) == expected, (name, late)
+        if name.endswith("late"):
+            after[name, True] = functools.partial(first_update_after, source, mesh, meddle)
+            continue
+        for late in (False, True)[: 1 if name == "parameters moved there and back" else 2]:
+            after[name, late] = functools.partial(losses_after, source, mesh, meddle, late)
+    found = worlds.in_turn(trials.world_of(mesh), after)
+    for (name, late), losses in found.items():
+        expected = found["nothing, late", True] if name.endswith("late") else found["nothing", False]
+        assert losses == expected, (name, late)
 
 
 def first_update_after(source: Path, mesh: dict[str, int], meddle: Callable[[mw.Engine], Any]) -> float:

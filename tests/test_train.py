@@ -155,6 +155,7 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
     assert "nan" in said
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes, chats, an export that transformers loads; then the same command has nothing more to do."""
     from transformers import AutoModelForCausalLM
@@ -188,6 +189,7 @@ def test_what_is_learnt_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"user\n{row['prompt']}<|im_end|>" in said
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
     """The step is finished, the run saved, and the exit code is that of a shell; the same command goes on."""
     model = source(tmp_path / "m", "qwen3_tied")

@@ -38,7 +38,7 @@ from meshwright.verify import (
     shrink,
 )
 from meshwright.verify.report import ROWS
-from tests import tiny
+from tests import parts, tiny
 from tests.words import words
 
 ROOT = Path(__file__).parent.parent
@@ -98,7 +98,7 @@ def passed(out: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", parts.every(2, TINY, 1))
 def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     mesh = {"tiny-qwen3": "pp=2", "tiny-qwen3.5": "cp=2"}.get(name, "fsdp=2")
     context = ["--context", "attention=1,delta=1"] if mesh == "cp=2" else []
@@ -112,13 +112,15 @@ def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("config", "mesh", "head"),
-    [
-        (QWEN3_30B_A3B, "fsdp=2,tp=2,ep=4", "lm"),
-        (QWEN3_5, "tp=4", "lm"),
-        (QWEN2, "tp=2", "lm"),
-        (QWEN3_5, "replicate=2", "value"),
-    ],
-    ids=["qwen3-30b-a3b", "qwen3.5", "qwen2.5-0.5b", "qwen3.5-value"],
+    parts.every(
+        2,
+        [
+            pytest.param(QWEN3_30B_A3B, "fsdp=2,tp=2,ep=4", "lm", id="qwen3-30b-a3b"),
+            pytest.param(QWEN2, "tp=2", "lm", id="qwen2.5-0.5b"),
+            pytest.param(QWEN3_5, "replicate=2", "value", id="qwen3.5-value"),
+            pytest.param(QWEN3_5, "tp=4", "lm", id="qwen3.5"),
+        ],
+    ),
 )
 def test_a_published_model_shrunk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], mesh: str, head: str

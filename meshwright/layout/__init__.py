@@ -21,7 +21,7 @@ from .doors import (
     is_run,
 )
 from .extremes import extreme_ranks
-from .line import Line, even
+from .line import Line, balanced, even
 from .params import (
     Block,
     Declared,

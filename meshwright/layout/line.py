@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -97,3 +97,25 @@ def even(costs: Sequence[float], num_stages: int, first: float = 0.0, last: floa
             for end in range(stage + 1, len(costs) - num_after + 1)
         })  # fmt: skip
     return best[-1][len(costs)][1]
+
+
+def balanced(line: Line, costs: Sequence[float], last: float = 0.0) -> Line:
+    """The same stages with other ends, if the dearest rank gets cheaper by them.
+
+    A large head makes one stage dear however layers are cut. The other stages of its rank are then to be small, since
+    all ranks wait for the dearest. Ends move by one layer at a time for as long as that helps.
+    """
+
+    def dearest(ends: tuple[int, ...]) -> tuple[float, float]:
+        """Rank and stage."""
+        sums = [sum(costs[begin:end]) for begin, end in pairwise((0, *ends))]
+        sums[-1] += last
+        return max(sum(sums[stage] for stage in line.stages_of(rank)) for rank in range(line.pp)), max(sums)
+
+    ends = line.ends
+    while True:
+        moved = [(*ends[:at], ends[at] + by, *ends[at + 1 :]) for at in range(len(ends) - 1) for by in (-1, 1)]
+        best = min((each for each in moved if all(a < b for a, b in pairwise((0, *each)))), key=dearest, default=ends)
+        if dearest(best) >= dearest(ends):
+            return replace(line, ends=ends)
+        ends = best

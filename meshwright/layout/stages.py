@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import ConfigError, MeshError, counted
 from .doors import Dispatch, find
-from .line import Line, even
+from .line import Line, balanced, even
 from .params import Param, Table
 from .schedule import ORDERS, Program, forwards, program
 from .units import Unit, units_of
@@ -61,16 +61,16 @@ def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Lin
     """Where the stages of a model end on so many ranks."""
     if pp == 1:
         return Line(1, (max(1, table.num_layers),))
-    num_stages = pp * pipeline.stages
+    num_stages, turn = pp * pipeline.stages, pipeline.schedule == "v"
     costs, last = costs_of(table, module)
-    alike = even(costs, num_stages, last=last)
+    alike = balanced(Line(pp, even(costs, num_stages, last=last), turn), costs, last).ends
     ends = alike if pipeline.ends is None else pipeline.ends
     if len(ends) != num_stages or ends[-1] != table.num_layers:
         raise MeshError(
             f"ends={ends}: pp={pp} with {counted(pipeline.stages, 'stage')} a rank has {num_stages} stages, and the "
             f"last of them ends after all {table.num_layers} layers; ends={alike} would make them cost about the same"
         )
-    line = Line(pp, tuple(ends), turn=pipeline.schedule == "v")
+    line = Line(pp, tuple(ends), turn)
     if line.turn and any(param.tied for param in table):
         raise MeshError(
             "the schedule v has the first and the last stage on one rank, which would hold a tied embedding twice; "

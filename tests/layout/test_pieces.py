@@ -102,7 +102,7 @@ def check_tiled(table, axes):
 
 
 @pytest.mark.parametrize("name", TINY)
-@examples(6)
+@examples(4)
 @given(meshes(tp=[1, 2, 4], ep=[1, 2, 4, 8]))
 def test_tiny_models_tile(name, axes):
     check_tiled(table_of(name), axes)
