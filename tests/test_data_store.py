@@ -73,6 +73,7 @@ def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: 
             assert [place_of(file, row.at) for row in found] == [f"{file}:{n + 1}" for n in range(len(rows))]
 
 
+@pytest.mark.slow
 def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": f"w{n} " * (n % 5 + 1)} for n in range(300)]
     files = [lines(tmp_path / f"{at}.jsonl", rows[at::3]) for at in range(3)]

@@ -328,6 +328,7 @@ def _gradients(directory: Path, compiled: bool) -> tuple[dict[str, Tensor], Coun
     return mw.gather(model, "grad"), Counter((seen.op, seen.num_bytes) for seen in recorder.seen)
 
 
+@pytest.mark.slow
 def test_compiled(source: Callable[..., Path]) -> None:
     (plain, sent), _ = worlds.run(2, _gradients, source("qwen3"), False)
     (compiled, sent_compiled), _ = worlds.run(2, _gradients, source("qwen3"), True, seconds=240)
@@ -351,6 +352,7 @@ def _graphs(directory: Path) -> list[int]:
     return made
 
 
+@pytest.mark.slow
 def test_layers_and_documents_share_what_is_compiled(source: Callable[..., Path]) -> None:
     """torch gives up at 8 graphs for a place of the code: a door's name or a layer's number would use them up."""
     layers = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)

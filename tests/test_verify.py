@@ -400,6 +400,7 @@ BREAKS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "old", "new", "arguments", "told"), BREAKS.values(), ids=BREAKS)
 def test_a_broken_copy_of_the_package_is_found_out(
     tmp_path: Path, file: str, old: str, new: str, arguments: list[str], told: list[str]
