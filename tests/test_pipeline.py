@@ -204,7 +204,10 @@ def frozen(source: Path, mesh: dict[str, int], train: str, schedule: str) -> Any
     )
     engine = mw.Engine(model, lr=1e-2, router_aux="previous")
     losses = [engine.step(Data(num=3)(0)).loss for _ in range(2)]
-    engine.backward(Data(num=3)(0))
+    before = mw.gather(model)
+    engine.backward(Data(num=3)(model.mesh.data_rank))
+    assert all(torch.equal(before[name], weight) for name, weight in mw.gather(model).items())
+    mw.check_export(model, source.parent / "never")
     grads = mw.gather(model, "grad")
     engine.discard()
     return losses, grads, engine.evaluate(Data(num=2)(0))
@@ -253,6 +256,57 @@ def test_gradients_of_weights_that_come_late(dtype: torch.dtype) -> None:
         torch.testing.assert_close(b.grad, a.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
+def looked_at(source: Path, train: str, hold: bool, reshard: bool) -> list[str]:
+    """Weights that were others between backward and update, where the first stages make no backward."""
+    model = mw.load(
+        source, trials.mesh_of(FSDP), dtype=torch.float64, train=train, pipeline=mw.Pipeline(hold=hold),
+        savings=mw.Savings(reshard=reshard),
+    )  # fmt: skip
+    engine, before = mw.Engine(model, lr=1e-2, router_aux="previous"), mw.gather(model)
+    engine.backward(Data(num=3)(model.mesh.data_rank))
+    after = mw.gather(model)
+    engine.update()
+    return [name for name, weight in before.items() if not torch.equal(weight, after[name])]
+
+
+def test_what_is_frozen_is_freed_after_backward(sources: dict[str, Path]) -> None:
+    cases = {
+        (train, hold, reshard): functools.partial(looked_at, sources["qwen3"], train, hold, reshard)
+        for train, hold, reshard in (("layers.3.*", True, True), ("layers.3.*", False, False), ("**", True, True))
+    }
+    for case, ranks in worlds.in_turn(4, cases).items():
+        assert ranks == [[]] * 4, case
+
+
+def cut_off(source: Path) -> list[str]:
+    """What is said of calls after a pass that no rank finished."""
+    engine = mw.Engine(mw.load(source, trials.mesh_of(PP), dtype=torch.float64), lr=1e-2, router_aux="previous")
+    real = passes._Passes.backward
+
+    def interrupted(self: Any, step: Any) -> None:
+        if step.batch == 2:
+            raise KeyboardInterrupt
+        real(self, step)
+
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes._Passes, "backward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(Data(num=3)(0))
+    engine.discard()
+    for act in (lambda: engine.step(Data(num=3)(0)), lambda: engine.evaluate(Data(num=3)(0))):
+        with pytest.raises(mw.MeshwrightError) as error:
+            act()
+        said.append(str(error.value))
+    return said
+
+
+def test_no_pass_follows_one_that_was_cut_off(sources: dict[str, Path]) -> None:
+    """What neighbours had sent is still under way, and would be taken for what the next pass sends."""
+    for said in worlds.run(2, cut_off, sources["qwen3"]):
+        assert all(re.search(words("KeyboardInterrupt", "start all ranks again"), each) for each in said), said
+
+
 def refusals(source: Path, at: str) -> str:
     cases: dict[str, dict[str, Any]] = {
         "pooled": {},
@@ -288,6 +342,10 @@ def test_what_cannot_be_is_refused(sources: dict[str, Path]) -> None:
     for at, said in worlds.in_turn(2, cases).items():
         assert all(re.search(REFUSED[at], each) for each in said), (at, said)
     blueprint = draw(tiny.of("qwen3_tied", num_hidden_layers=6))
-    for wrong in (dict(schedule="gpipe"), dict(stages=0), dict(schedule="v", stages=3), dict(schedule="v")):
+    wrongs: list[dict[str, Any]] = [
+        dict(schedule="gpipe"), dict(schedule=["v"]), dict(stages=0), dict(schedule="v", stages=3), dict(schedule="v"),
+        dict(ends=4), dict(ends=(1.5, 6)), dict(ends="36"), dict(hold="no"), dict(hold=1),
+    ]  # fmt: skip
+    for wrong in wrongs:
         with pytest.raises(mw.MeshwrightError):
             blueprint.run_by(mw.Pipeline(**wrong), reshard=True).spec.line(2)

@@ -32,7 +32,9 @@ def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
 
 def _streamed(model: Model, which: str) -> Iterator[tuple[str, Tensor]]:
     def propose() -> Proposal:
-        if _stored(model, which) and which == "weight":
+        stored = _stored(model, which)
+        _check_shapes(model, stored)
+        if stored and which == "weight":
             _refuse_overflow(model, model.keymap)
         return Proposal()
 
@@ -115,14 +117,18 @@ def check_pieces(model: Model, values: Mapping[str, Tensor]) -> None:
     The second is arithmetic and the same on all ranks, so each of them proves a share of it.
     """
     spec, mesh = model.blueprint.spec, model.mesh
+    _check_shapes(model, values)
+    for name in sorted(model.table.params)[mesh.rank :: mesh.axes.world]:
+        check_written(model.table[name], spec, mesh.axes)
+
+
+def _check_shapes(model: Model, values: Mapping[str, Tensor]) -> None:
     for name, held in values.items():
         if held.shape != model.pieces[name].shape:
             raise ExportError(
                 f"{name} is stored as {tuple(held.shape)}, and {model.pieces[name].shape} is this rank's piece of it; "
                 "nothing was written. Something has replaced the parameter: load the model again"
             )
-    for name in sorted(model.table.params)[mesh.rank :: mesh.axes.world]:
-        check_written(model.table[name], spec, mesh.axes)
 
 
 def refuse_overflow(model: Model, choices: Choices) -> None:

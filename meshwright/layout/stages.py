@@ -38,14 +38,23 @@ class Pipeline:
     hold: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in ORDERS:
+        given: object = self.hold
+        if type(self.schedule) is not str or self.schedule not in ORDERS:
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(ORDERS)}")
         if self.schedule == "v" and self.stages == 1:
             object.__setattr__(self, "stages", 2)
         if type(self.stages) is not int or self.stages < 1:
             raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
-        if self.ends is not None:
-            object.__setattr__(self, "ends", tuple(self.ends))
+        if given not in (True, False, None) or type(given) is int:
+            raise ConfigError(f"hold={given!r} must be True, False or None (where there is room)")
+        self._check_ends(self.ends)
+
+    def _check_ends(self, ends: object) -> None:
+        if ends is None:
+            return
+        if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
+            raise ConfigError(f"ends={ends!r} must be a list of numbers of layers, after which the stages end")
+        object.__setattr__(self, "ends", tuple(ends))
 
 
 @dataclass(frozen=True, eq=False)

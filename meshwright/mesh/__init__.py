@@ -66,6 +66,7 @@ class Mesh:
         _join(self.device, self.timeout)
         self.rank = dist.get_rank()
         self.coords = self.axes.coords(self.rank)
+        self.cut_off = ""  # by what a pass through a pipeline was, whose transfers are then still under way
         self._refuse_another()
 
     def _refuse_another(self) -> None:

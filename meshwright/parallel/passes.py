@@ -54,21 +54,23 @@ def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: st
     passes = _Passes(model, batches, want)
     total: Tensor | None = None
     program = program_of(model.line, model.pipeline.schedule, len(batches), model.trained_from)
-    for step in program[model.mesh.coords["pp"]]:
-        passes.tell(task, step)
-        if isinstance(step, Transfer):
-            passes.transfer(step)
-        elif step.kind == FORWARD:
-            scores = passes.forward(step)
-            loss, share = term(batches[step.batch], scores)
-            if loss is not None:
-                passes.start(step, loss)
-            total = share if total is None else total + share
-        elif step.kind == WEIGHT:
-            passes.weights(step)
-        else:
-            passes.backward(step)
-    passes.post.finish()
+    with passes.post:
+        for step in program[model.mesh.coords["pp"]]:
+            passes.tell(task, step)
+            if isinstance(step, Transfer):
+                passes.transfer(step)
+            elif step.kind == FORWARD:
+                scores = passes.forward(step)
+                loss, share = term(batches[step.batch], scores)
+                if loss is not None:
+                    passes.start(step, loss)
+                total = share if total is None else total + share
+            elif step.kind == WEIGHT:
+                passes.weights(step)
+            else:
+                passes.backward(step)
+    # Stages before the first that is trained make no backward, after which FSDP would free what a forward has gathered.
+    reset_after_forward([stage.module for stage in model.stages if stage.number < model.trained_from])
     assert total is not None, "a step has at least one batch"
     return total
 
@@ -80,14 +82,14 @@ def run_forward(
     """What `term` makes of each batch and its scores, without gradients: on the last stage, nothing on others."""
     passes, found = _Passes(model, batches, want), dict[int, Tensor]()
     try:
-        for step in forward_program(model.line, len(batches))[model.mesh.coords["pp"]]:
-            if isinstance(step, Transfer):
-                passes.transfer(step)
-                continue
-            scores = passes.forward(step)
-            if scores is not None:
-                found[step.batch] = term(batches[step.batch], scores)
-        passes.post.finish()
+        with passes.post:
+            for step in forward_program(model.line, len(batches))[model.mesh.coords["pp"]]:
+                if isinstance(step, Transfer):
+                    passes.transfer(step)
+                    continue
+                scores = passes.forward(step)
+                if scores is not None:
+                    found[step.batch] = term(batches[step.batch], scores)
         return [found[number] for number in sorted(found)]
     finally:
         reset_after_forward([stage.module for stage in model.stages])

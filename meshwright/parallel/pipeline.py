@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import StateError
 from ..layout import transfer_name
 from ..layout.schedule import BACK, Transfer
 from ..mesh import Mesh
@@ -18,13 +19,30 @@ Name = tuple[str, int, int]  # way, the stage that takes it, micro-batch
 
 class Post:
     """Results by their names. Both sides know the shape and dtype of what travels, and nobody waits before he must: a
-    receive is begun where the program says so, and waited for where its result is taken."""
+    receive is begun where the program says so, and waited for where its result is taken.
+
+    `with post:` around a pass. If it ends early, transfers stay under way, and what the next pass receives could be
+    theirs. So there is no next pass.
+    """
 
     def __init__(self, mesh: Mesh, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.mesh, self.shape, self.dtype = mesh, tuple(shape), dtype
         self._here: dict[Name, Tensor] = {}
         self._coming: dict[Name, dist.Work] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it is sent
+
+    def __enter__(self) -> None:
+        if self.mesh.cut_off:
+            raise StateError(
+                f"a pass through the stages of the pipeline ended early ({self.mesh.cut_off}), and what they then sent "
+                "each other is still under way; start all ranks again"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None:
+            self._finish()
+        elif self.mesh.axes.pp > 1:
+            self.mesh.cut_off = ": ".join(filter(None, (kind.__name__, str(error))))[:200]
 
     def put(self, way: str, stage: int, batch: int, x: Tensor) -> None:
         self._here[way, stage, batch] = x
@@ -51,7 +69,7 @@ class Post:
         self._coming[step.way, step.stage, step.batch] = work
         self.put(step.way, step.stage, step.batch, x)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Until all is sent."""
         for work, _ in self._sent:
             with waiting_at("the last transfers of a step"):

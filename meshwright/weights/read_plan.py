@@ -82,12 +82,12 @@ def fill(
         progress(f"load {source.directory} on rank {mesh.rank}", total, "elements", enabled=mesh.rank == 0) as advance,
     ):
         for read in plan:
-            mine = stored[read.piece.param.name]
+            name = read.piece.param.name
             if mesh.rank == node[0]:
-                failure = _read_for_all(read, mine, mesh, reader, failure)
+                failure = _read_for_all(read, stored, mesh, reader, failure)
             elif mesh.rank in read.ranks:
                 buffer = torch.empty(read.piece.shape, dtype=read.dtype, device=mesh.device)
-                mine.copy_(mesh.receive(buffer, node[0], f"the loading of {read.piece.param.name}"))
+                stored[name].copy_(mesh.receive(buffer, node[0], f"the loading of {name}"))
             advance(read.piece.numel)
     if mesh.rank == node[0]:
         failure = failure or _changed(source)
@@ -107,10 +107,13 @@ def _changed(source: Source) -> LoadError | None:
     return None
 
 
-def _read_for_all(d: Read, mine: Tensor, mesh: Mesh, reader: Reader, failure: LoadError | None) -> LoadError | None:
-    """After a failure nothing more is read. The others still get what they wait for, so that all raise together."""
-    alone = d.ranks == (mesh.rank,)
-    whole = mine if alone else torch.empty(d.piece.shape, dtype=d.dtype, device="cpu")
+def _read_for_all(
+    d: Read, stored: Mapping[str, Tensor], mesh: Mesh, reader: Reader, failure: LoadError | None
+) -> LoadError | None:
+    """After a failure nothing more is read. The others still get what they wait for, so that all raise together. What
+    other stages have, the reader does not store."""
+    alone, name = d.ranks == (mesh.rank,), d.piece.param.name
+    whole = stored[name] if alone else torch.empty(d.piece.shape, dtype=d.dtype, device="cpu")
     try:
         if failure is None:
             reader.fill(d.layout, d.piece, whole)
@@ -121,7 +124,7 @@ def _read_for_all(d: Read, mine: Tensor, mesh: Mesh, reader: Reader, failure: Lo
         whole = whole.to(mesh.device)
         for rank in d.ranks:
             if rank == mesh.rank:
-                mine.copy_(whole)
+                stored[name].copy_(whole)
             else:
-                mesh.send(whole, rank, f"the loading of {d.piece.param.name}")
+                mesh.send(whole, rank, f"the loading of {name}")
     return failure
