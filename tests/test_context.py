@@ -142,14 +142,16 @@ def test_planted_bugs_are_named(lines: Callable[[str], list[str]], name: str) ->
 
 def groups_of_a_look(source: Path) -> tuple[int, int]:
     """How many groups there are after loading, and after one replica has looked at the model alone."""
-    model = mw.load(source, trials.mesh_of(dict(replicate=2, cp=2)), dtype=torch.float32)
+    model = mw.load(source, trials.mesh_of(dict(replicate=2, fsdp=2, cp=2, tp=2)), dtype=torch.float32)
     mesh, loaded = model.mesh, len(model.mesh._groups)
     if mesh.coords["replicate"] == 0:
         mw.logprobs(model, mw.pack(DOCUMENTS, length=88))
     return loaded, len(mesh._groups)
 
 
+@pytest.mark.slow
 def test_a_replica_that_looks_alone_makes_no_group(tmp_path: Path) -> None:
-    """torch numbers groups on each rank as they are made: later ones would be others on each replica."""
-    for loaded, later in worlds.run(4, groups_of_a_look, tiny.directory(tmp_path / "m", "qwen3")):
+    """torch numbers groups on each rank as they are made: later ones would be others on each replica. On fewer ranks
+    the groups of a look have the ranks of others."""
+    for loaded, later in worlds.run(16, groups_of_a_look, tiny.directory(tmp_path / "m", "qwen3")):
         assert loaded == later

@@ -17,7 +17,8 @@ from tests import tiny, trials, worlds
 from tests.words import words
 
 MESHES = [
-    dict(fsdp=4), dict(fsdp=2, tp=2, ep=2), dict(replicate=2, tp=2), dict(tp=4, ep=4), dict(pp=2, fsdp=2), dict(pp=2, cp=2),
+    dict(fsdp=4), dict(fsdp=2, tp=2, ep=2), dict(replicate=2, tp=2), dict(tp=4, ep=4), dict(pp=2, fsdp=2),
+    dict(pp=2, cp=2),
 ]  # fmt: skip
 
 
