@@ -142,7 +142,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
     options = parser.parse_args()
-    needs("accelerate")
+    if any(LAYOUTS[layout][2] is HF for layout in options.layouts):
+        needs("accelerate")
     torch.set_num_threads(1)
     lines = [heading(options.rounds)]
     print(lines[0], flush=True)
