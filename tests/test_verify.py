@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import json
 import os
@@ -372,6 +374,30 @@ def test_a_rank_that_dies_or_hangs_is_named() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads where Linux shows them")
+class Inherited:
+    """Garbage of the caller, in a cycle."""
+
+    def __init__(self, told: Path) -> None:
+        self.told, self.me = told, self
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.told / str(os.getpid())).touch()
+
+
+def test_a_rank_destroys_nothing_of_its_caller(tmp_path: Path) -> None:
+    """Such as a store, whose thread the rank has not."""
+    gc.disable()
+    try:
+        Inherited(tmp_path)
+        assert run_ranks(2, gc.collect, seconds=30)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+
+
 def test_no_thread_outlives_a_run() -> None:
     """Of the store that the parent keeps: ranks of a later run would inherit half of it, and hang."""
     before = len(os.listdir("/proc/self/task"))

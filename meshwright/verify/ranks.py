@@ -6,6 +6,7 @@ a process group or used a device.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle  # noqa: TID251 - between processes of one run, in a directory that is theirs alone
@@ -34,10 +35,21 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
             fork.Process(target=_rank, args=(rank, size, ports, Path(folder), function, args), daemon=True)
             for rank in range(size)
         ]
-        for process in ranks:
-            process.start()
+        _start(ranks)
         lost = _with_store(ranks, ports, seconds, Path(folder))
         return _results(size, Path(folder), lost)
+
+
+def _start(ranks: list[BaseProcess]) -> None:
+    """Nothing is collected between the fork and the `gc.freeze` of a rank."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for process in ranks:
+            process.start()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Path) -> str:
@@ -85,6 +97,8 @@ def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
 
 
 def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # garbage of the caller, such as a store whose thread is not here: it must not be destroyed here too
+    gc.enable()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(ports.get()), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
