@@ -169,6 +169,7 @@ def test_a_missing_argument_is_seen() -> None:
     assert f"mw.load{signature(load)}" not in REFERENCE.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_what_is_said_of_peers(tmp_path: Path) -> None:
     """docs/peers.md quotes what our scripts print on the release that it names: words and whole numbers alike."""
     import transformers

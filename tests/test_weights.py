@@ -25,10 +25,10 @@ from meshwright.models import describe, prefix_of
 from meshwright.verify import Recorder
 from meshwright.weights import directory, open_source, raw_tensor
 from meshwright.weights.writing import Files
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.words import words
 
-ALL = [*trials.MESHES, *trials.EXPERT_MESHES]
+ALL = [*trials.MESHES, *parts.every(2, trials.EXPERT_MESHES)]
 
 
 def load_and_count(source: Path, mesh: dict[str, int]) -> tuple[int, int, int]:
@@ -37,8 +37,8 @@ def load_and_count(source: Path, mesh: dict[str, int]) -> tuple[int, int, int]:
     with Recorder() as recorder:
         model = mw.load(source, there)
     sizes = {}
-    for key, parts in _made_of(model).items():
-        for name in parts:
+    for key, made_of in _made_of(model).items():
+        for name in made_of:
             sizes[name] = torch.finfo(_dtypes(source)[key]).bits // 8
     owned = sum(piece.numel * sizes[name] for name, piece in model.pieces.items())
     return len(recorder.seen), model.bytes_read, owned
