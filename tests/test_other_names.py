@@ -94,6 +94,7 @@ def test_an_engine_shows_itself_in_a_line(answers: tuple[dict[str, str], str, bo
     assert not answers[2]
 
 
+@pytest.mark.slow
 def test_python_still_tells_a_name_that_is_alike() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import meshwright as mw; mw.logprob"], capture_output=True, text=True, check=False
@@ -101,6 +102,7 @@ def test_python_still_tells_a_name_that_is_alike() -> None:
     assert done.stderr.rstrip().endswith("mw has no 'logprob'. Did you mean: 'logprobs'?")
 
 
+@pytest.mark.slow
 def test_the_version_is_told() -> None:
     done = subprocess.run([sys.executable, "-m", "meshwright", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"meshwright {mw.__version__}, ")
