@@ -143,10 +143,10 @@ def test_planted_bugs_are_named(lines: Callable[[str], list[str]], name: str) ->
 def groups_of_a_look(source: Path) -> tuple[int, int]:
     """How many groups there are after loading, and after one replica has looked at the model alone."""
     model = mw.load(source, trials.mesh_of(dict(replicate=2, fsdp=2, cp=2, tp=2)), dtype=torch.float32)
-    mesh, loaded = model.mesh, len(model.mesh._groups)
+    mesh, loaded = model.mesh, len(model.mesh._group_of)
     if mesh.coords["replicate"] == 0:
         mw.logprobs(model, mw.pack(DOCUMENTS, length=88))
-    return loaded, len(mesh._groups)
+    return loaded, len(mesh._group_of)
 
 
 @pytest.mark.slow

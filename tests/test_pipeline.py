@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.blueprint import draw
@@ -349,3 +350,16 @@ def test_what_cannot_be_is_refused(sources: dict[str, Path]) -> None:
     for wrong in wrongs:
         with pytest.raises(mw.MeshwrightError):
             blueprint.run_by(mw.Pipeline(**wrong), reshard=True).spec.line(2)
+
+
+def groups_that_torch_counts(source: Path) -> int:
+    """torch names a group by how many a rank has made before it."""
+    mw.load(source, trials.mesh_of(dict(pp=3)), dtype=torch.float32)
+    return int(dist.distributed_c10d._world.group_count)
+
+
+def test_all_ranks_make_equally_many_groups(tmp_path: Path) -> None:
+    """A stage in the middle is alone on the axis of the ends, and alone in what FSDP shards over. It must not take the
+    one for the other where the ends make a new one: the next group would have other names, and none would form."""
+    source = tiny.directory(tmp_path / "m", "qwen3_tied", num_hidden_layers=3)
+    assert len(set(worlds.run(3, groups_that_torch_counts, source))) == 1

@@ -10,7 +10,7 @@ import atexit
 import datetime
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -99,20 +99,33 @@ class Mesh:
         return DeviceMesh.from_group(both, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     def process_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one only on `axes`. The same ranks share one group."""
-        mine = self.axes.group(self.rank, axes)
-        if mine not in self._groups:
-            for ranks in self.axes.groups(axes):  # every rank makes every group, in the same order
-                with waiting_at(f"the making of the groups over {' x '.join(axes)}"):
-                    group = dist.new_group(list(ranks), timeout=self.timeout)
-                if self.rank in ranks:
-                    self._groups[ranks] = group
-        return self._groups[mine]
+        """The group of the ranks that differ from this one only on `axes`. Axes that part all ranks alike share it: on
+        all ranks or on none. A rank that has such a group already, while others have not, must make theirs too."""
+        if axes not in self._group_over:
+            parts = tuple(self.axes.groups(axes))
+            if parts not in self._group_of:
+                self._group_of[parts] = self._make(parts, f"the making of the groups over {' x '.join(axes)}")
+            self._group_over[axes] = self._group_of[parts]
+        return self._group_over[axes]
+
+    def _make(self, parts: Iterable[tuple[int, ...]], at: str) -> dist.ProcessGroup:
+        """Every rank makes every group, in the same order. The default group is the user's: his calls in a thread
+        (torch's asynchronous save makes some) would meet ours in another order on each rank."""
+        made: list[Any] = []
+        for ranks in parts:
+            with waiting_at(at):
+                group = dist.new_group(list(ranks), timeout=self.timeout)
+            if self.rank in ranks:
+                made.append(group)
+        return made[0]
 
     @cached_property
-    def _groups(self) -> dict[tuple[int, ...], Any]:
-        """By their ranks. The default group is the user's: his calls in a thread (torch's asynchronous save makes some)
-        would meet ours in another order on each rank."""
+    def _group_over(self) -> dict[tuple[str, ...], Any]:
+        return {}
+
+    @cached_property
+    def _group_of(self) -> dict[tuple[tuple[int, ...], ...], Any]:
+        """By the groups of all ranks."""
         return {}
 
     def name_of(self, axes: tuple[str, ...]) -> str:
