@@ -6,14 +6,16 @@ its own. So one algorithm writes and reads them all, and any reader of safetenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..layout import Table
-from ..weights import DTYPES, NAMES, KeyMap, chosen, widest
+from ..weights import DTYPES, NAMES, Key, KeyMap, chosen, widest
 
 WEIGHTS, MASTER, FIRST, SECOND = "weights", "master", "exp_avg", "exp_avg_sq"
 Dtypes = Mapping[str, torch.dtype]  # by parameter, of the whole model
@@ -31,15 +33,30 @@ class Plane:
 
 def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[Plane]:
     """`stored`: in which dtype each parameter is kept; `moments`: those of the optimizer, of what is trained."""
-    rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, _keys(table, keymap, name), dtype)}
+    keys = {name: _keys(table, keymap, name) for name in table.params}
+    rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
     others = {MASTER: rounded, FIRST: moments, SECOND: moments}
-    made = (Plane(name, _beside(name, table, keymap, dtypes)) for name, dtypes in others.items() if dtypes)
+    with _uncollected():
+        made = [Plane(name, _beside(name, keys, keymap, dtypes)) for name, dtypes in others.items() if dtypes]
     return [Plane(WEIGHTS, keymap), *made]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Of 100,000 new keys none is garbage: the collector would walk through all that lives again and again, which took
+    three times as long as making them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _rounds(keymap: KeyMap, keys: Sequence[str], dtype: torch.dtype) -> bool:
     """Whether the files cannot hold all that is stored of a parameter."""
-    in_files = [DTYPES[keymap.keys[key].dtype] for key in keys]
+    in_files = {DTYPES[kind] for kind in {keymap.keys[key].dtype for key in keys}}
     return any(torch.promote_types(kind, dtype) != kind for kind in in_files)
 
 
@@ -48,14 +65,14 @@ def _keys(table: Table, keymap: KeyMap, param: str) -> list[str]:
     return list(dict.fromkeys(block.key for block in chosen(table[param], keymap.choice).blocks))
 
 
-def _beside(folder: str, table: Table, keymap: KeyMap, dtypes: Dtypes) -> KeyMap:
-    """The keys of some parameters, in files of a folder of their own."""
-    of_key: dict[str, list[torch.dtype]] = {}
+def _beside(folder: str, keys_of: Mapping[str, Sequence[str]], keymap: KeyMap, dtypes: Dtypes) -> KeyMap:
+    """The keys of some parameters, in files of a folder of their own. Of 37,000 keys, so it makes each once."""
+    of_key: dict[str, set[torch.dtype]] = {}
     for param, dtype in dtypes.items():
-        for key in _keys(table, keymap, param):
-            of_key.setdefault(key, []).append(dtype)
-    kept = [key for key in keymap.keys.values() if key.name in of_key]
-    keys = {k.name: replace(k, dtype=NAMES[widest(of_key[k.name])], file=f"{folder}/{k.file}") for k in kept}
+        for key in keys_of[param]:
+            of_key.setdefault(key, set()).add(dtype)
+    kept = [(key, of_key[key.name]) for key in keymap.keys.values() if key.name in of_key]
+    keys = {key.name: Key(key.name, NAMES[widest(kinds)], key.shape, f"{folder}/{key.file}") for key, kinds in kept}
     return KeyMap(keymap.choice, keys)
 
 
