@@ -28,6 +28,7 @@ class Blueprint:
     spec: ShardingSpec
     keymap: KeyMap
     head: str
+    tower: bool = False  # is made and used; else its keys are kept as they are
     directory: Path | None = None  # of config.json and the tokenizer; a built-in name has none
     origin: str = ""  # of the weights, as ranks compare it: a seed, or a checksum of the files
 
@@ -75,16 +76,17 @@ class Blueprint:
 
 def draw(
     config: Mapping[str, Any], source: Source | None = None, *,
-    head: str = "lm", directory: Path | None = None, rules: Rules = Rules(), stored: torch.dtype = torch.float32,
+    head: str = "lm", tower: bool = False, directory: Path | None = None,
+    stored: torch.dtype = torch.float32,
 ) -> Blueprint:  # fmt: skip
     """`source`: the files, or an index that names their keys. Without one, the weights are new.
 
-    `rules` say where dims go, for all that follows. `stored` is the dtype in which parameters are kept.
+    `tower`: with the tower of a model that sees. `stored` is the dtype in which parameters are kept.
     """
     keys = source.entries if source is not None else {}
-    module, table = describe(config, prefix_of(config, keys or None), head, keys)
-    spec = ShardingSpec(table, rules, module)
-    return Blueprint(config, module, spec, _keymap(table, config, source, stored), head, directory)
+    module, table = describe(config, prefix_of(config, keys or None), head, keys, tower=tower)
+    spec = ShardingSpec(table, Rules(), module)
+    return Blueprint(config, module, spec, _keymap(table, config, source, stored), head, tower, directory)
 
 
 def _keymap(table: Table, config: Mapping[str, Any], source: Source | None, stored: torch.dtype) -> KeyMap:

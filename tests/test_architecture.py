@@ -30,6 +30,7 @@ PUBLIC = (
     "load",
     "init",
     "save",
+    "pack",
     "weight",
     "Engine.__init__",
     "Mesh.__init__",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError, StateError
-from ..layout import Block, Box, Piece
+from ..layout import Block, Box, Piece, as_it_lies
 from ..weights import KeyMap, chosen
 
 _new_empty = torch.ops.aten.new_empty.default
@@ -100,7 +100,8 @@ def sharded(
 def _parts(block: Block, common: Box, held: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """A box of ours as few boxes of the key, each with its memory in the shape of that box."""
     wanted = block.view(torch.empty(block.shape, device="meta"))[common.within(block.ours).slices]
-    yield from _boxes(block.shape, wanted, held)
+    order = as_it_lies(wanted)
+    yield from _boxes(block.shape, wanted.permute(order), held.permute(order))
 
 
 def _boxes(shape: tuple[int, ...], wanted: Tensor, held: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:

@@ -153,6 +153,19 @@ def _suspects(batch: Batch) -> list[int]:
     return suspects
 
 
+def check_unlearnt(batch: Batch, places: Set[int]) -> None:
+    """What stands for a picture is not a word: no label may name it."""
+    if not places:
+        return
+    wrong_T = torch.isin(batch.labels, torch.tensor(sorted(places), device=batch.labels.device))
+    if wrong_T.any():
+        at = int(wrong_T.nonzero()[0])
+        raise DataError(
+            f"the label at token {at} is {int(batch.labels[at])}, which stands for a picture and cannot be learnt; "
+            "give -100 there"
+        )
+
+
 def check_mask(mask: Tensor) -> None:
     """`trained` of `pack`."""
     if mask.dim() > 1 or not ((mask == 0) | (mask == 1)).all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..errors import DataError, counted
 from ..ops import Documents, documents
 from .aligned import check_aligned
+from .images import Frame, Images, turns_of
 from .values import joined, refuse_grad
 
 IGNORE = -100  # the label of a token that predicts nothing
@@ -37,7 +39,8 @@ class Batch:
 
     A token has a term of the loss where it has a label, whatever the head. `bounds` are where documents begin and end:
     0, ..., T. `fields` are further values, one a token, such as weights or advantages: those of token t are for the
-    term of token t. The last `num_filler` tokens are a document that loss and counts ignore.
+    term of token t. The last `num_filler` tokens are a document that loss and counts ignore. `images` stay on the host:
+    each rank takes those that it runs. Without a frame, they are those of other ranks alone.
     """
 
     tokens: Tensor
@@ -45,6 +48,7 @@ class Batch:
     bounds: tuple[int, ...]
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     num_filler: int = 0
+    images: Images | None = None
 
     def __post_init__(self) -> None:
         """What `pack` makes right and a hand may get wrong. It reads no tensor, so it never waits for a device."""
@@ -65,13 +69,26 @@ class Batch:
                 "filler is a document of its own; make batches with mw.pack(...)"
             )
 
+        self._check_frames(bounds)
+
+    def _check_frames(self, bounds: tuple[int, ...]) -> None:
+        for number, frame in enumerate(self.frames):
+            at = bisect_right(bounds, frame.start)
+            if frame.start < 0 or frame.stop > len(self) - self.num_filler or frame.stop > bounds[at]:
+                raise DataError(f"frame {number} of the batch is in no document; make batches with mw.pack(...)")
+
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     @cached_property
     def docs(self) -> Documents:
         """The documents as layers need them, where the tokens are. Made of `bounds`, they cannot disagree with them."""
-        return documents([b - a for a, b in pairwise(self.bounds)], self.tokens.device)
+        docs, frames = documents([b - a for a, b in pairwise(self.bounds)], self.tokens.device), self.frames
+        return replace(docs, turns_T3=turns_of(self.bounds, frames).to(self.tokens.device)) if frames else docs
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        return () if self.images is None else self.images.frames
 
     @property
     def is_target_T(self) -> Tensor:
@@ -111,10 +128,11 @@ class Batch:
 
     def __repr__(self) -> str:
         fields = f", fields {', '.join(self.fields)}" if self.fields else ""
+        pictures = f", {counted(len(self.frames), 'frame')}" if self.frames else ""
         num = len(self.bounds) - 1 - (self.num_filler > 0)
         return (
             f"Batch({counted(num, 'document')}, {counted(len(self), 'token')} of which {self.num_filler} are filler, "
-            f"{counted(self.num_targets, 'target')}{fields})"
+            f"{counted(self.num_targets, 'target')}{fields}{pictures})"
         )
 
     def to(self, device: torch.device) -> Batch:

@@ -16,20 +16,24 @@ from .arguments import (
     check_lengths,
     check_mask,
     check_named,
+    check_unlearnt,
     check_values,
     check_whole_numbers,
     lengths_of,
     warn_of_padding,
 )
 from .batch import IGNORE, Batch
+from .images import PLACEHOLDERS, Picture, are_of_processor, images_of, joined_images, of_processor
 from .values import joined
 
 
 def pack(
-    documents: Sequence[Sequence[int]],
+    documents: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]],
     *_others: object,
     labels: Sequence[Sequence[int]] | None = None,
     trained: Sequence[Sequence[bool]] | None = None,
+    images: Sequence[Sequence[Picture]] | None = None,
+    placeholders: Sequence[int] = PLACEHOLDERS,
     length: int | None = None,
     fields: Mapping[str, Sequence[Any]] | None = None,
 ) -> Batch:
@@ -40,6 +44,11 @@ def pack(
     templates give it: token t is learnt where `trained[t]` is true. `fields`: per-token values, a list or tensor for
     each document; those at t are for the term of token t, which predicts token t+1 (`shift`).
 
+    `images`: for each document its pictures and videos in the order of their places, each as (pixels, (time, height,
+    width)) in patches, as a processor of Hugging Face gives them (`pixel_values`, `image_grid_thw`). `placeholders`:
+    the tokens that stand for them; nothing is learnt of or at them. Instead of lists, documents may be what such a
+    processor made of each: `pack([processor(text=..., images=...), ...])`.
+
     >>> batch = pack([[5, 6, 7], [8, 9]], length=6)
     >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds
     ([5, 6, 7, 8, 9, 0], [6, 7, -100, 9, -100, -100], (0, 3, 5, 6))
@@ -47,13 +56,16 @@ def pack(
     [-100, 7, 8, -100]
     """
     check_named(_others)
+    documents, images, placeholders = _from_processor(documents, images, placeholders)
     check_documents(documents, fields, labels=labels, trained=trained)
     if labels is not None and trained is not None:
         raise DataError("labels and trained say the same in two ways; give one of them")
     sizes = lengths_of(documents, "documents")
     check_lengths(sizes, length)
     documents = [_plain(document) for document in documents]
-    shifted = [[*d[1:], IGNORE] for d in documents] if labels is None else [_plain(each) for each in labels]
+    seen = None if images is None else images_of(documents, images, placeholders)
+    places = frozenset(placeholders if seen else ())
+    shifted = [_next_of(d, places) for d in documents] if labels is None else [_plain(each) for each in labels]
     if trained is not None:
         check_values(trained, sizes, "trained")
         shifted = [_learnt(d, mask) for d, mask in zip(shifted, trained, strict=True)]
@@ -67,23 +79,51 @@ def pack(
         labels=_whole(stream(shifted, "labels"), "labels"),
         bounds=tuple(accumulate(sizes, initial=0)),
         fields={name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()},
+        images=seen,
     )
+    check_unlearnt(batch, places)
     check_aligned(batch.is_target_T, batch.bounds, batch.fields)
     if labels is None and trained is None:
         warn_of_padding(documents)
     return batch if length is None else filled(batch, int(length))
 
 
+def _from_processor(
+    documents: Any, images: Sequence[Sequence[Picture]] | None, placeholders: Sequence[int]
+) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[Picture]] | None, Sequence[int]]:
+    """Documents that a processor made, as lists."""
+    made = isinstance(documents, list | tuple) and documents and all(isinstance(each, Mapping) for each in documents)
+    if not made or not any(are_of_processor(each) for each in documents):
+        return documents, images, placeholders
+    if images is not None:
+        raise DataError("documents of a processor bring their pictures; leave images= out")
+    read = [of_processor(each, number) for number, each in enumerate(documents)]
+    return [tokens for tokens, _, _ in read], [each for _, each, _ in read], sorted(set().union(*(i for *_, i in read)))
+
+
+def _next_of(document: Sequence[int], places: frozenset[int]) -> list[int]:
+    """The labels of a document: the next token of each, but nothing of and at the places of pictures."""
+    labels = [*document[1:], IGNORE]
+    if not places:
+        return labels
+    return [IGNORE if {token, label} & places else label for token, label in zip(document, labels, strict=True)]
+
+
 def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
     """The documents of these numbers of a batch without filler, as a batch of `length`."""
     spans = [slice(batch.bounds[number], batch.bounds[number + 1]) for number in numbers]
+    bounds = tuple(accumulate((span.stop - span.start for span in spans), initial=0))
     chosen = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
+    parts = [] if batch.images is None else [
+        batch.images.within(span.start, span.stop, to) for span, to in zip(spans, bounds, strict=False)
+    ]  # fmt: skip
     return filled(
         Batch(
             tokens=chosen(batch.tokens),
             labels=chosen(batch.labels),
-            bounds=tuple(accumulate((span.stop - span.start for span in spans), initial=0)),
+            bounds=bounds,
             fields={name: chosen(values) for name, values in batch.fields.items()},
+            images=joined_images(parts),
         ),
         length,
     )
@@ -99,6 +139,7 @@ def filled(batch: Batch, length: int) -> Batch:
         bounds=(*batch.bounds, length) if num else batch.bounds,
         fields={name: longer(values, 0) for name, values in batch.fields.items()},
         num_filler=num,
+        images=batch.images,
     )
 
 
@@ -144,7 +185,7 @@ def _moved(values: Any, fill: float) -> Any:
 
 
 def _learnt(next_tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
-    """The labels of a document of which only some tokens are learnt."""
+    """The labels of a document of which only some tokens are learnt, and never places of pictures."""
     over_tokens = joined([mask], "trained")
     check_mask(over_tokens)
     return [

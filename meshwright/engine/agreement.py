@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
@@ -24,6 +25,7 @@ from ..log import logger
 from ..mesh import Mesh
 from .arguments import check_autocast, check_batches, check_inference_mode
 from .model import Model
+from .pictures import check_pictures, mask_of
 
 Made = TypeVar("Made")
 
@@ -41,6 +43,7 @@ class Data:
     num_tokens: int = 0  # in each batch
     num_real: int = 0  # in all batches, without filler
     checksum: int = 0
+    pictures: int = 0  # a bit for each micro-batch that has some
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Step:
     num_targets: int
     num_tokens: int  # without filler
     num_batches: int
+    pictures: int = 0  # a bit for each micro-batch in which any rank has some
     owner: object = None  # the engine whose gradients these are
     router_loss: float = 0.0  # known when backward is over
 
@@ -161,6 +165,7 @@ def identity(model: Model) -> dict[str, str]:
         **{f"{name} of mw.Context": str(value) for name, value in asdict(model.blueprint.spec.context).items()},
         "the origin of the weights": model.blueprint.origin,
         "the model (numbered in the order in which all ranks first used them, 0 if never)": str(model.calls.shared_id),
+        "tower=": str(model.blueprint.tower),
         "the number of trained parameters": str(len(trained)),
         "the checksum of the names of trained parameters": str(zlib.crc32(" ".join(trained).encode())),
     }
@@ -182,6 +187,7 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
 def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
     """What this rank brings, checked. It reads values on the host: batches go to the device after it."""
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
+    check_pictures(batches, model.blueprint.module.tower)
     if want != "values":  # labels of a value head are classes, or mark where there is a term
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]
@@ -193,12 +199,15 @@ def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
         num_tokens=len(batches[0]),
         num_real=sum(len(b) - b.num_filler for b in batches),
         checksum=checksum([stream for batch in batches for stream in _streams(batch)]),
+        pictures=mask_of(batches),
     )
 
 
 def _streams(batch: Batch) -> list[Tensor]:
     bounds = torch.tensor(batch.bounds, device=batch.tokens.device)
-    return [batch.tokens, batch.labels, bounds, *(batch.fields[name] for name in sorted(batch.fields))]
+    frames = torch.tensor([astuple(frame) for frame in batch.frames], device=batch.tokens.device)
+    pixels = [] if batch.images is None else [batch.images.patches_PC]
+    return [batch.tokens, batch.labels, bounds, *(batch.fields[name] for name in sorted(batch.fields)), frames, *pixels]
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
@@ -254,4 +263,9 @@ def whole_step(proposal: Proposal, told: Sequence[Data], axes: Axes) -> Step:
     if weight <= 0:
         raise DataError(f"the step's {num_targets} targets weigh {weight}; there is nothing to learn from")
     num_tokens = sum(d.num_real for d in first)
-    return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, told[0].num_batches)
+    pictures = seen_by_any(told)
+    return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, told[0].num_batches, pictures)
+
+
+def seen_by_any(told: Sequence[Data]) -> int:
+    return functools.reduce(operator.or_, (data.pictures for data in told))

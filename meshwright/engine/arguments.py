@@ -44,6 +44,11 @@ def check_loading(
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
 
 
+def check_tower(tower: object) -> None:
+    if not isinstance(tower, bool):
+        raise ConfigError(f"tower={tower!r} must be True or False")
+
+
 def check_late(pipeline: Pipeline, savings: Savings) -> None:
     """What does not go with a schedule that leaves gradients of weights for later."""
     if pipeline.schedule not in LATE:

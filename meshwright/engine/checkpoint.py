@@ -241,7 +241,7 @@ def _drawn(model: Model, source: weights.Source, head: str) -> Blueprint:
             f"with head={head!r}"
         )
     stored = torch.promote_types(model.dtype, torch.float32)
-    return draw(weights.read_config(source.directory), source, head=head, stored=stored)
+    return draw(weights.read_config(source.directory), source, head=head, tower=model.blueprint.tower, stored=stored)
 
 
 def _check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, trainer: Mapping[str, Any]) -> None:

@@ -46,6 +46,7 @@ from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
 from .model import Model
 from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
+from .pictures import as_all_see, at_least, blind, give_zeros
 from .router import Router, refuse_pooled
 from .state_dict import COUNTERS, StateDict, check_same_keys, planes_in_memory, take_planes
 from .terms import Terms
@@ -146,9 +147,10 @@ class Engine:
             return loss, torch.stack([loss.detach().double(), aux])
 
         with self._discards_on_error():
-            shares = parallel.run(self.model, self._here(batches), self.want, term, f"step {self.steps}")
+            here = self._here(batches, step)
+            shares = parallel.run(self.model, here, self.want, term, f"step {self.steps}")
             doing(f"step {self.steps}")
-            self._finish()
+            self._finish(step)
             self.router.sum_load()
             of_terms, of_router = self._summed(shares)
             loss = self._finite(of_terms + of_router, "loss")
@@ -181,7 +183,9 @@ class Engine:
         step = self._agree(EVALUATE, batches)
         term = lambda batch, scores: self._share(batch, scores, step).double()  # noqa: E731 - one line reads better
         shares = torch.zeros(2, dtype=torch.float64, device=self.model.mesh.device)
-        shares[0] = sum(parallel.run_forward(self.model, self._here(batches), self.want, term))  # 0 without a head
+        shares[0] = sum(
+            parallel.run_forward(self.model, self._here(batches, step), self.want, term)
+        )  # 0 without a head
         return self._summed(shares)[0]
 
     def wait(self) -> None:
@@ -236,11 +240,12 @@ class Engine:
         mesh = self.model.mesh
         return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt().item()
 
-    def _finish(self) -> None:
+    def _finish(self, step: Step) -> None:
         """Make the sums that FSDP leaves out, once: a second time would multiply what copies hold."""
-        grads = self.model.grads()
-        check_complete(grads, self.model.trainable)
+        grads, unused = self.model.grads(), blind(self.model, step.pictures)
+        check_complete(grads, [name for name in self.model.trainable if name not in unused])
         parallel.finish([(self._left_to_sum[name], grad) for name, grad in grads.items()], self.model.mesh)
+        give_zeros(self.model, unused)
 
     def _share(self, batch: Batch, scores: Scores, step: Step) -> Tensor:
         """This rank's share of the loss of a micro-batch, without the router's."""
@@ -255,9 +260,10 @@ class Engine:
             self.model.mesh.all_or_none(failure, f"the loss of step {self.steps}")
         return summed
 
-    def _here(self, batches: Sequence[Batch]) -> list[Batch]:
+    def _here(self, batches: Sequence[Batch], step: Step) -> list[Batch]:
         """All batches on the device, before the first forward: a copy waits for everything that is queued before it."""
-        return [batch.to(self.model.mesh.device) for batch in batches]
+        seen = as_all_see(batches, step.pictures, self.model.blueprint.module.tower)
+        return [batch.to(self.model.mesh.device) for batch in seen]
 
     def _agree(self, call: str, batches: Sequence[Batch]) -> Step:
         """What all ranks must have in common and know of each other before a step."""
@@ -276,7 +282,9 @@ class Engine:
         proposal, told = agree(self.model, call, propose)
         if not self.model.mesh.rank:
             warn_of_same_data(told, self.model.mesh.num_data_ranks)
-        return replace(whole_step(proposal, told, self.model.mesh.axes), owner=self)
+        step = whole_step(proposal, told, self.model.mesh.axes)
+        runs = at_least(self.model, step.num_batches) if call == STEP else 0
+        return replace(step, pictures=step.pictures | runs, owner=self)
 
     def _settings(self) -> dict[str, object]:
         loss = self.loss if inspect.isroutine(self.loss) else type(self.loss)

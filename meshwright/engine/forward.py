@@ -10,8 +10,9 @@ from ..axes import REPLICA, Sum
 from ..data import IGNORE, Batch
 from ..errors import StateError
 from ..watch import names_lost_ranks
-from .agreement import Proposal, agree, check_same_data, data_of
+from .agreement import Proposal, agree, check_same_data, data_of, seen_by_any
 from .model import Model
+from .pictures import as_all_see
 
 SCORES = Sum("the scores of the last stage", ("pp",))
 
@@ -56,7 +57,8 @@ def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tens
 
     _, told = agree(model, call, propose, REPLICA)
     check_same_data(told, model.mesh.axes.group(model.mesh.rank, REPLICA), model.mesh.axes)
-    here = batch.to(model.mesh.device)
+    (seen,) = as_all_see([batch], seen_by_any(told), model.blueprint.module.tower)
+    here = seen.to(model.mesh.device)
     found = parallel.run_forward(model, [here], want, lambda _batch, scores: scores[0])
     return _of_last_stage(model, found, _shape(model, len(batch), want))
 

@@ -47,7 +47,7 @@ from ..weights import (
     read_config,
     read_stamped_config,
 )
-from .arguments import check_loading, check_unquantised, matching, patterns_of
+from .arguments import check_loading, check_tower, check_unquantised, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of, with_hold
 from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
 
@@ -211,6 +211,7 @@ def load(
     head: str = "lm",
     dtype: torch.dtype | None = None,
     train: str | Sequence[str] = "**",
+    tower: bool = False,
     read: str = "rank",
     savings: Savings = Savings(),
     pipeline: Pipeline = Pipeline(),
@@ -221,18 +222,20 @@ def load(
     `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32, frozen ones in the dtype of the
     files. `head`: "lm", "value" (`[T]`, or `[T, labels]` where `id2label` or `num_labels` of config.json say more than
     one: sequence and token classifiers; a language model gets a new one) or "none". `train`: patterns of the parameters
-    that are trained.
+    that are trained. `tower`: of a model that sees, its tower is made and trained as `train` says ("tower.*"); else its
+    weights are kept as they are, and batches have no pictures.
     `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
     node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time. `pipeline`: how
     layers are shared out, where the mesh has pp. `context`: how they come to the tokens of other ranks of cp.
     """
     check_loading(mesh, dtype, savings, read, pipeline, context)
+    check_tower(tower)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
     config, stamp = read_stamped_config(directory)
     files = open_source(directory, {CONFIG: stamp})
     stored = torch.promote_types(compute, torch.float32)
-    blueprint = draw(config, files, head=head, directory=directory, stored=stored)
+    blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
     blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
     blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
     model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
@@ -252,6 +255,7 @@ def init(
     head: str = "lm",
     dtype: torch.dtype | None = None,
     train: str | Sequence[str] = "**",
+    tower: bool = False,
     seed: int = 0,
     savings: Savings = Savings(),
     pipeline: Pipeline = Pipeline(),
@@ -259,10 +263,11 @@ def init(
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
     check_loading(mesh, dtype, savings, pipeline=pipeline, context=context)
+    check_tower(tower)
     patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
     config = read_config(directory)
     check_unquantised(config)
-    blueprint = replace(draw(config, head=head, directory=directory), origin=f"seed {seed}")
+    blueprint = replace(draw(config, head=head, tower=tower, directory=directory), origin=f"seed {seed}")
     blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
     model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
     _fill_fresh(model, model.pieces, seed)

@@ -13,6 +13,7 @@ from .doors import (
     Deal,
     Dispatch,
     Door,
+    Insert,
     Join,
     Kind,
     Span,
@@ -21,6 +22,7 @@ from .doors import (
     is_run,
 )
 from .extremes import extreme_ranks
+from .frames import Route, route, share
 from .line import Line, balanced, even
 from .params import (
     Block,
@@ -29,6 +31,7 @@ from .params import (
     Layout,
     Param,
     Table,
+    as_it_lies,
     belongs_to,
     collect,
     matrix_shape,

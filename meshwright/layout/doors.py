@@ -68,6 +68,21 @@ class Dispatch:
         return self.armed(x_ND, counts_E)
 
 
+class Insert:
+    """The door of a tower: rows of the frames that this rank runs -> rows for its own tokens, from all ranks of its
+    data rank (cp and tp). Both sides know how many. `width`: elements of a row.
+
+    One all-to-all when armed, and one the other way in backward.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.armed: Callable[[Tensor, list[int], list[int]], Tensor] | None = None
+
+    def __call__(self, rows_ND: Tensor, sent: list[int], got: list[int]) -> Tensor:
+        return rows_ND if self.armed is None else self.armed(rows_ND, sent, got)
+
+
 @dataclass
 class Span:
     """This rank's range of a dim, for code that must know which heads or rows it has. All of it on one process."""
@@ -207,7 +222,7 @@ def is_run(numbers: Sequence[int]) -> bool:
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 
-Kept = TypeVar("Kept", Door, Dispatch, Span, Swap, Join)
+Kept = TypeVar("Kept", Door, Dispatch, Insert, Span, Swap, Join)
 
 
 def find(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:

@@ -22,16 +22,24 @@ from .boxes import Box, check_tiling
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of ours and the box of a source tensor that hold the same elements in the same row-major order."""
+    """A box of ours and the box of a source tensor that hold the same elements in the same row-major order; in that of
+    the source with its last two dims exchanged, where it is `turned`."""
 
     ours: Box
     key: str
     shape: tuple[int, ...]  # of the whole source tensor
     theirs: Box
+    turned: bool = False
 
     def view(self, source: Tensor) -> Tensor:
         """The block of a source tensor in the shape of ours: never a copy."""
-        return source[self.theirs.slices].view(self.ours.shape)
+        part = source[self.theirs.slices]
+        return (part.transpose(-1, -2) if self.turned else part).view(self.ours.shape)
+
+
+def as_it_lies(view: Tensor) -> tuple[int, ...]:
+    """The dims of a view of a source tensor in the order in which the source has them."""
+    return tuple(sorted(range(view.dim()), key=lambda dim: -view.stride()[dim]))
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,7 @@ class Table:
 
     params: Mapping[str, Param]
     carried: tuple[str, ...] = ()  # patterns of keys that are kept byte for byte and not trained
+    num_first_layers: int = 1  # that stay with the embedding: a tower adds to them what it sees
 
     def __iter__(self) -> Iterator[Param]:
         return iter(self.params.values())
@@ -181,7 +190,7 @@ class Table:
         return out
 
 
-def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = None) -> Table:
+def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = None, num_first_layers: int = 1) -> Table:
     """The table of a model on the meta device: every parameter is declared, and every declaration tiles.
 
     `tied` names the embedding that the head uses too, if there is one.
@@ -193,7 +202,7 @@ def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = No
         params[name] = replace(made.param, name=name, tied=name == tied)
     for name, buffer in model.named_buffers():
         raise LayoutError(f"{name} {tuple(buffer.shape)} is a buffer; compute it from the config in forward instead")
-    table = Table(params, tuple(carried))
+    table = Table(params, tuple(carried), num_first_layers)
     check_cover(table)
     return table
 

@@ -73,11 +73,17 @@ def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Lin
     num_stages, turn = pp * pipeline.stages, pipeline.schedule == "v"
     costs, last = costs_of(table, module)
     alike = balanced(Line(pp, even(costs, num_stages, last=last), turn), costs, last).ends
+    alike = tuple(max(end, table.num_first_layers + stage) for stage, end in enumerate(alike))
     ends = alike if pipeline.ends is None else pipeline.ends
     if len(ends) != num_stages or ends[-1] != table.num_layers:
         raise MeshError(
             f"ends={ends}: pp={pp} with {counted(pipeline.stages, 'stage')} a rank has {num_stages} stages, and the "
             f"last of them ends after all {table.num_layers} layers; ends={alike} would make them cost about the same"
+        )
+    if ends[0] < table.num_first_layers:
+        raise MeshError(
+            f"ends={ends}: the first {table.num_first_layers} layers take what the tower sees, so all of them must be "
+            f"in the first stage; choose ends={alike}, or fewer stages"
         )
     line = Line(pp, tuple(ends), turn)
     if line.turn and any(param.tied for param in table):

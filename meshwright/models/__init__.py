@@ -6,17 +6,18 @@ Or add it from outside of the package: `FAMILIES["model_type"] = Family(build)` 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import device
 
 from ..errors import ConfigError, UnknownKey
 from ..layout import Table, collect
-from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl
 from .balance import Balance
-from .config import LABELS, Json, group
+from .config import LABELS, Json, group, take
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
-from .rope import GROUPS
+from .rope import GROUPS, sections_of
+from .tower import Eye, EyeBlock, Sight, Tower, eye_of
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,22 @@ FAMILIES = {
     "qwen3_moe": Family(qwen3_moe.build, classifier="Qwen3MoeForSequenceClassification"),
     "qwen3_5_text": Family(qwen3_5.build, _PREFIXES, _CARRIED, "Qwen3_5TextForSequenceClassification"),
     "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED),  # it has none in transformers 5.23
+    "qwen3_vl_text": Family(qwen3_vl.build, _PREFIXES, _CARRIED),
+    "qwen3_vl_moe_text": Family(qwen3_vl.build_moe, _PREFIXES, _CARRIED),
 }
-_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # conditional generation: its text part
-_CLASSIFIER_OF = {"qwen3_5": "Qwen3_5ForSequenceClassification", "qwen3_5_moe": ""}  # with its tower
+_TEXT_OF = {kind: f"{kind}_text" for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")}
+_CLASSIFIER_OF = {  # with its tower
+    "qwen3_5": "Qwen3_5ForSequenceClassification", "qwen3_5_moe": "", "qwen3_vl": "", "qwen3_vl_moe": "",
+}  # fmt: skip
+TOWER = "model.visual."  # where the keys of a tower stand
+_SECTIONS = {  # how many frequencies of RoPE turn with time, height and width, where the config does not say it
+    "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10), "qwen3_vl": (24, 20, 20), "qwen3_vl_moe": (24, 20, 20),
+}  # fmt: skip
+_IDS_3_5 = {"image_token_id": 248056, "video_token_id": 248057}
+_IDS_VL = {"image_token_id": 151655, "video_token_id": 151656}
+_PLACEHOLDERS = {"qwen3_5": _IDS_3_5, "qwen3_5_moe": _IDS_3_5, "qwen3_vl": _IDS_VL, "qwen3_vl_moe": _IDS_VL}
+# transformers writes true into text_config whatever the top says, and reads the top alone.
+_TIED_AT_TOP = ("qwen3_vl", "qwen3_vl_moe")
 
 
 def text_config(config: Json) -> Json:
@@ -44,6 +58,8 @@ def text_config(config: Json) -> Json:
     if _kind(config) not in _TEXT_OF:
         return config
     text, tied = dict(group(config, "text_config")), config.get("tie_word_embeddings")
+    if _kind(config) in _TIED_AT_TOP:
+        text["tie_word_embeddings"] = tied = bool(tied)
     if tied is False and text.get("tie_word_embeddings"):
         raise ConfigError(
             "config.json: tie_word_embeddings is false at the top, which transformers reads, and true in text_config; "
@@ -90,13 +106,18 @@ def prefix_of(config: Json, keys: Container[str] | None) -> str:
     return next((p for p in prefixes if p + "embed_tokens.weight" in keys), prefixes[0])
 
 
-def describe(config: Json, prefix: str, head: str, keys: Container[str] = ()) -> tuple[Decoder, Table]:
-    """The model on the meta device and its table, checked to cover everything exactly once. `keys`: of the source."""
+def describe(
+    config: Json, prefix: str, head: str, keys: Container[str] = (), *, tower: bool = False
+) -> tuple[Decoder, Table]:
+    """The model on the meta device and its table, checked to cover everything exactly once. `keys`: of the source.
+    `tower`: with the tower, which is otherwise kept as it is."""
     family, text = family_of(config), text_config(config)
     if SCORE_BIAS in keys:  # critics are often stored beside the config of the language model that they began as
         text = {**text, "token_classification_bias": True}
     with device("meta"):
         model = family.build(text, prefix, head)
+        if tower:
+            _give_tower(model, config)
     if head == "lm" and SCORE in keys:
         raise UnknownKey(
             f"the source holds {SCORE}, which a classifier or a critic has and a language model has not; "
@@ -104,4 +125,19 @@ def describe(config: Json, prefix: str, head: str, keys: Container[str] = ()) ->
         )
     drops_head = head != "lm" and not model.shape.tied
     dropped = (*((LM_HEAD,) if drops_head else ()), *((SCORE, SCORE_BIAS) if head == "none" else ()))
-    return model, collect(model, (*family.carried, *dropped), "embed.weight" if model.tied else None)
+    carried = [pattern for pattern in family.carried if not (tower and pattern.startswith(TOWER))]
+    num_first = 1 if model.tower is None else max(1, len(model.tower.eye.taps))
+    return model, collect(model, (*carried, *dropped), "embed.weight" if model.tied else None, num_first)
+
+
+def _give_tower(model: Decoder, config: Json) -> None:
+    """Make the tower that a config describes, and let RoPE see height and width."""
+    if _kind(config) not in _SECTIONS:
+        raise ConfigError(
+            f"tower=True, but model_type={_kind(config)} has none; leave it out. There are towers in "
+            f"{', '.join(_SECTIONS)}"
+        )
+    ids = [take(config, name, int, default) for name, default in _PLACEHOLDERS[_kind(config)].items()]
+    model.tower = Tower(eye_of(config, model.shape.width, len(model.layers)), model.shape.width, ids, TOWER)
+    sections = sections_of(text_config(config), model.shape.rotary.dim // 2, _SECTIONS[_kind(config)])
+    model.shape = replace(model.shape, sections=sections)

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..layout import ENTER, LEAVE, MEET, SHARE, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
 from .balance import Balance
 from .config import Labels
+from .tower import Sight, Tower
 
 Rope = tuple[Tensor, Tensor]
 LM_HEAD = "lm_head.weight"  # the key of the vocabulary matrix, or of a tied embedding's copy
@@ -31,6 +32,7 @@ class Shape:
     std: float
     labels: Labels  # of a value head
     zero_centred: bool = False  # norms: 1 + w
+    sections: tuple[int, int, int] | None = None  # of RoPE, where tokens have a time, a height and a width
 
 
 class Norm(nn.Module):
@@ -60,9 +62,12 @@ class Embedding(nn.Module):
         self.leave = Door(LEAVE, shape.width)
         self.compute = torch.float32  # the dtype of what all layers are given
 
-    def forward(self, tokens_T: Tensor) -> Tensor:
+    def forward(self, tokens_T: Tensor, none_T: Tensor | None = None) -> Tensor:
+        """Zeros for the tokens of `none_T`."""
         row_T = tokens_T - self.vocab.start
         here_T = (row_T >= 0) & (row_T < len(self.vocab))
+        if none_T is not None:
+            here_T = here_T & ~none_T
         x_TD = ops.lookup(self.weight, row_T.where(here_T, 0)).to(self.compute) * here_T[:, None]
         return self.leave(x_TD)  # each token's row lives on one rank: the others add exact zeros
 
@@ -182,6 +187,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.balance = balance or Balance()
         self.tied = shape.tied and head == "lm"
+        self.tower: Tower | None = None
         self.embed = Embedding(shape, at)
         self.layers = nn.ModuleDict({str(i): block(f"{at}layers.{i}.") for i, block in enumerate(blocks)})
         self.head = HEAD_OF[head](shape, at)
@@ -197,6 +203,7 @@ class Decoder(nn.Module):
         nn.Module.__init__(part)
         part.shape, part.balance, part.share = self.shape, self.balance, self.share
         part.tied, part.scores = self.tied, self.scores
+        part.tower = self.tower if first else None
         tied = Tied(self.embed) if self.tied and isinstance(self.embed, Embedding) else None
         part.embed = self.embed if first else tied if last else None
         part.layers = nn.ModuleDict({str(number): self.layers[str(number)] for number in layers})
@@ -213,21 +220,37 @@ class Decoder(nn.Module):
     def compute_in(self, dtype: torch.dtype) -> None:
         assert isinstance(self.embed, Embedding), "a whole model has one"
         self.embed.compute = dtype
+        if self.tower is not None:
+            self.tower.compute = dtype
 
     def units(self) -> list[nn.Module]:
         """What is gathered and freed together. A tied embedding stays with the root: two places use it."""
         ends = (None, None) if self.tied else (self.embed, self.head)
-        return [unit for unit in (ends[0], *self.layers.values(), ends[1]) if unit is not None]
+        tower = [] if self.tower is None else self.tower.units()
+        return [unit for unit in (*tower, ends[0], *self.layers.values(), ends[1]) if unit is not None]
 
     def forward(
-        self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+        self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None,
+        sight: Sight | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`sight`: the pictures of the first stage, where a rank has any."""
+        rows: tuple[Tensor, ...] = ()  # of tokens in whose places pictures are: what they are, and what layers add
         if x_TD is None:
             assert self.embed is not None, "the first stage has it"
-            x_TD = self.embed(self.share(tokens_T))
-        rope = ops.rope_tables(self.share(docs.positions_T), self.shape.rotary, dtype=ops.upcast(x_TD[:0]).dtype)
-        for layer in self.layers.values():
-            x_TD = layer(x_TD, rope, docs)
+            tokens_T, none_T = self.share(tokens_T), None
+            if sight is not None:
+                assert self.tower is not None, "pictures without a tower were refused"
+                rows, none_T, at_N = self.tower(sight), self.tower.is_place(tokens_T), sight.at_N
+            x_TD = self.embed(tokens_T, none_T)
+        dtype, turns = ops.upcast(x_TD[:0]).dtype, docs.positions_T if docs.turns_T3 is None else docs.turns_T3
+        rope = ops.rope_tables(self.share(turns), self.shape.rotary, dtype, self.shape.sections)
+
+        def with_rows(x_TD: Tensor, number: int) -> Tensor:
+            return x_TD.index_add(0, at_N, rows[number]) if number < len(rows) else x_TD
+
+        x_TD = with_rows(x_TD, 0)
+        for number, layer in enumerate(self.layers.values(), 1):
+            x_TD = with_rows(layer(x_TD, rope, docs), number)
         if self.head is None:
             return (x_TD,)
         tied_VD = self.embed.weight if self.tied and self.embed is not None else None

@@ -12,7 +12,7 @@ from ..layout import ENTER, LEAVE, Block, Box, Door, Join, Layout, Span, Swap
 from .config import Json, divides, labels_of, listed, refuse, take
 from .decoder import Decoder, Layer, Norm, Rope, Shape
 from .linear import ALL, Linear, joined
-from .rope import rotary_of
+from .rope import THETA, rotary_of
 
 PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,),
@@ -56,10 +56,10 @@ def depth_of(config: Json) -> int:
     return num_layers
 
 
-def build(config: Json, at: str, head: str) -> Decoder:
+def build(config: Json, at: str, head: str, theta: float = THETA) -> Decoder:
     refuse(config, PLAIN)
     heads = heads_of(config, default_head=128)
-    shape = shape_of(config, rotary_of(config, heads.head))
+    shape = shape_of(config, rotary_of(config, heads.head, theta=theta))
     return Decoder(shape, at, [lambda at: dense(shape, heads, config, at)] * depth_of(config), head)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from .balance import Balance
 from .config import Json, listed, refuse, refuse_endless, take
 from .decoder import Decoder, Layer, Shape
 from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, shape_of
-from .rope import rotary_of
+from .rope import THETA, rotary_of
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,21 @@ class Routing:
     top_k: int
     ffn: int
     renormalise: bool
+    turned: bool = False  # files may have the matrices of experts turned
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
+    return with_experts(config, at, head, renormalise=take(config, "norm_topk_prob", bool, False))
+
+
+def with_experts(
+    config: Json, at: str, head: str, *, renormalise: bool, turned: bool = False, theta: float = THETA
+) -> Decoder:
+    """Qwen3, of whose layers some or all have experts."""
     refuse(config, PLAIN)
     heads = heads_of(config, take(config, "hidden_size", int) // take(config, "num_attention_heads", int))
-    shape = shape_of(config, rotary_of(config, heads.head))
-    routing = routing_of(config, renormalise=take(config, "norm_topk_prob", bool, False))
+    shape = shape_of(config, rotary_of(config, heads.head, theta=theta))
+    routing = replace(routing_of(config, renormalise=renormalise), turned=turned)
     balance = balance_of(config, routing)
     only_dense, step = set(listed(config, "mlp_only_layers", int)), take(config, "decoder_sparse_step", int, 1)
 
@@ -89,6 +97,8 @@ class Experts(nn.Module):
         self.num_experts = E
         pairs = [per_expert(at, E, F_, D, ("gate_proj", "up_proj")), fused(at + "gate_up_proj", (E, 2, F_, D))]
         downs = [per_expert(at, E, D, F_, ("down_proj",)), fused(at + "down_proj", (E, 1, D, F_))]
+        if routing.turned:
+            pairs, downs = [pairs[1], turned(pairs[1])], [downs[1], turned(downs[1])]
         rows, width = {"expert": E, "half": 2, "expert_ffn": F_}, {"embed": D}
         self.gate_up = weight(rows, width, layouts=pairs, group="experts", init=init)
         self.down = weight({"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init)
@@ -124,3 +134,11 @@ def fused(key: str, shape: tuple[int, int, int, int]) -> Layout:
     ours = shape if half > 1 else (experts, rows, cols)
     theirs = (experts, half * rows, cols)
     return Layout("fused", (Block(Box.whole(ours), key, theirs, Box.whole(theirs)),))
+
+
+def turned(fused: Layout) -> Layout:
+    """The same with rows and columns of each matrix exchanged: `[E, D, 2F]`, `[E, F, D]`."""
+    (block,) = fused.blocks
+    experts, rows, cols = block.shape
+    theirs = (experts, cols, rows)
+    return Layout("turned", (Block(block.ours, block.key, theirs, Box.whole(theirs), turned=True),))

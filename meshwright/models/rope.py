@@ -12,13 +12,14 @@ from typing import Any
 
 from .. import ops
 from ..errors import ConfigError
-from .config import Json, group, take
+from .config import Json, group, listed, take
 
 Scaling = ops.LinearScaling | ops.Llama3Scaling | ops.YarnScaling
 
 GROUPS = ("rope_scaling", "rope_parameters")  # where both stand, transformers reads the first alone
-THETA, PARTIAL, CONTEXT = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
-OF_ALL = ("rope_type", "type", THETA, PARTIAL, "mrope_section", "mrope_interleaved")
+BASE, PARTIAL, CONTEXT = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
+THETA = 10000.0  # where neither the config nor the family says another
+OF_ALL = ("rope_type", "type", BASE, PARTIAL, "mrope_section", "mrope_interleaved")
 BY_LENGTH = ("dynamic", "longrope")
 LEAST, MOST = 1e-6, 1e6  # of a factor: no model has more, and arithmetic stays far from infinity
 
@@ -32,7 +33,9 @@ class Kind:
     optional: tuple[str, ...] = ()
 
 
-def rotary_of(config: Json, head: int, *, partial: float | None = None, scaled: bool = True) -> ops.Rotary:
+def rotary_of(
+    config: Json, head: int, *, partial: float | None = None, scaled: bool = True, theta: float = THETA
+) -> ops.Rotary:
     """How a family rotates heads of `head` dims. `partial`: the share of them where the config does not say it, or None
     where the family rotates all. `scaled`: whether the family computes scaled types as they are computed here."""
     fields = rope_fields(config)
@@ -40,16 +43,29 @@ def rotary_of(config: Json, head: int, *, partial: float | None = None, scaled: 
     if kind.needed and not scaled:
         raise ConfigError(f"config.json: rope_type={name!r} is not supported for this family; it must be 'default'")
     _refuse_missing(fields, kind)
-    theta = take(fields, THETA, float, 10000.0)
-    if theta <= 1:
-        raise ConfigError(f"config.json: {THETA}={theta}; it must be above 1")
-    return ops.Rotary(_rotated(fields, head, partial), theta, *kind.read(fields))
+    base = take(fields, BASE, float, theta)
+    if base <= 1:
+        raise ConfigError(f"config.json: {BASE}={base}; it must be above 1")
+    return ops.Rotary(_rotated(fields, head, partial), base, *kind.read(fields))
+
+
+def sections_of(config: Json, num: int, default: tuple[int, int, int]) -> tuple[int, int, int]:
+    """How many of `num` frequencies turn with time, height and width."""
+    given = tuple(listed(rope_fields(config), "mrope_section", int)) or default
+    if len(given) != 3 or sum(given) != num or min(given) < 0:
+        raise ConfigError(
+            f"config.json: mrope_section={list(given)} must be 3 numbers whose sum is {num}, half of the dims of a "
+            "head that are rotated"
+        )
+    if rope_fields(config).get("mrope_interleaved") is False:
+        raise ConfigError("config.json: mrope_interleaved=False is not supported; this family interleaves them")
+    return given
 
 
 def rope_fields(config: Json) -> dict[str, Any]:
     """All that the config says of RoPE, in one place. The top level says what the group does not, as in older files."""
     first, second = (_stated(config, where) for where in GROUPS)
-    top = {name: config[name] for name in (THETA, PARTIAL, CONTEXT) if config.get(name) is not None}
+    top = {name: config[name] for name in (BASE, PARTIAL, CONTEXT) if config.get(name) is not None}
     fields = {"rope_type": "default", **top, **(first or second)}
     lost = sorted(set(second) - set(fields))
     if lost:

@@ -10,10 +10,11 @@ from meshwright.ops.attention import attention
 from meshwright.ops.delta import causal_conv, delta_rule, gates
 from meshwright.ops.documents import WHOLE, Documents, Parts, documents
 from meshwright.ops.experts import experts, route
+from meshwright.ops.frames import MERGED, Frames, frame_tables, frames, resampled
 from meshwright.ops.kernels import uncompiled
 from meshwright.ops.late import Jobs, weights_late
 from meshwright.ops.lookup import lookup, reordered
 from meshwright.ops.loss import combine_stats, token_stats
-from meshwright.ops.norms import gated_rms_norm, rms_norm, swiglu, upcast
+from meshwright.ops.norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
 from meshwright.ops.product import linear, linears
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate

@@ -15,10 +15,13 @@ from meshwright.ops.product import product_dtype
 
 
 @uncompiled
-def attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, first: int = 0) -> Tensor:
-    """Causal attention inside each document, scale K**-0.5; query head h uses kv head h // (H // G). -> o_THK
+def attention(
+    q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, first: int = 0, *, causal: bool = True
+) -> Tensor:
+    """Attention inside each document, scale K**-0.5; query head h uses kv head h // (H // G). -> o_THK
 
-    Keys and values are of the whole stream. Queries may be of a part of it, which begins at token `first`.
+    Keys and values are of the whole stream. Queries may be of a part of it, which begins at token `first`. Not
+    `causal`: a token sees also those behind it, and queries are of the whole stream, which may be empty.
     """
     num, whole = q_THK.shape[0], docs.positions_T.shape[0]
     if not 0 <= first <= first + num <= whole:
@@ -27,6 +30,9 @@ def attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, firs
     heads, kv_heads = q_THK.shape[1], k_TGK.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{kv_heads} kv heads do not divide {heads} query heads")
+    if not causal:
+        op = fastest(_varlen_both_ways, _both_ways, (q_THK, k_TGK, v_TGK)) if num else _both_ways
+        return op(q_THK, k_TGK, v_TGK, docs)
     if num == whole:
         return fastest(_varlen, _by_document, (q_THK, k_TGK, v_TGK))(q_THK, k_TGK, v_TGK, docs)
     start, docs = docs.reaching(first, first + num)
@@ -46,7 +52,15 @@ def _varlen_late(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -
     return _varlen(q_THK, k_TGK, v_TGK, docs)
 
 
-def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
+def _varlen_both_ways(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
+    return _varlen(q_THK, k_TGK, v_TGK, docs, causal=False)
+
+
+def _both_ways(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
+    return _by_document(q_THK, k_TGK, v_TGK, docs, causal=False)
+
+
+def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, causal: bool = True) -> Tensor:
     """torch's kernel for many lengths at once. Queries are of the last tokens, and at least of the last document."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -55,28 +69,34 @@ def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Ten
     longest = max(docs.lengths, default=0)
     # torch 2.11 has grouped queries without saying so
     gqa: dict[str, Any] = {"enable_gqa": True} if takes(varlen_attn, "enable_gqa") else {}
-    o_THK = varlen_attn(q_THK, k_TGK, v_TGK, queries, keys, longest, longest, window_size=(-1, 0), **gqa)
+    o_THK = varlen_attn(
+        q_THK, k_TGK, v_TGK, queries, keys, longest, longest, window_size=(-1, 0 if causal else -1), **gqa
+    )
     assert isinstance(o_THK, Tensor)
     return o_THK
 
 
-def _by_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
+def _by_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, causal: bool = True) -> Tensor:
     """One call a document: slow for thousands of tiny ones. Queries are of the last tokens."""
     dtype, wide, missing = q_THK.dtype, product_dtype(q_THK), len(k_TGK) - len(q_THK)
     keys = docs.lengths or (0,)  # no documents: one empty call keeps q, k, v in the graph
     queries = [max(0, stop - missing) - max(0, start - missing) for start, stop in pairwise(docs.bounds)] or [0]
     # split and not slices: its backward is one cat, that of a slice writes a whole stream of zeros a document
     pieces = zip(*(x.to(wide).split(n) for x, n in ((q_THK, queries), (k_TGK, keys), (v_TGK, keys))), strict=True)
-    return torch.cat([_causal(q, k, v) for q, k, v in pieces]).to(dtype)
+    return torch.cat([_of_one(q, k, v, causal) for q, k, v in pieces]).to(dtype)
 
 
-def _causal(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+def _of_one(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, causal: bool) -> Tensor:
     """The last query is of the last token. Torch's `is_causal` would see the first query at the first token."""
     if q_THK.device.type not in SLOW and q_THK.dtype not in NARROW:
         # no kernel of torch's shares kv heads in float32 there: it would hold all scores at once
         k_TGK, v_TGK = (x.repeat_interleave(q_THK.shape[1] // x.shape[1], dim=1) for x in (k_TGK, v_TGK))
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_TGK, v_TGK))
     num, whole = len(q_THK), len(k_TGK)
-    seen = None if num == whole else torch.ones(num, whole, dtype=torch.bool, device=q.device).tril(whole - num)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True)
+    seen = (
+        None
+        if num == whole or not causal
+        else torch.ones(num, whole, dtype=torch.bool, device=q.device).tril(whole - num)
+    )
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal and seen is None, enable_gqa=True)
     return o[0].transpose(0, 1)

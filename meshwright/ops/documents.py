@@ -22,12 +22,14 @@ class Documents:
     """Documents laid end to end.
 
     `bounds` is the host's copy, 0, ..., T, strictly increasing. `cu_seqlens` is the same on the device (int32), padded
-    at the end with T up to a fixed length. `positions_T` (int64) restarts at 0 at each document.
+    at the end with T up to a fixed length. `positions_T` (int64) restarts at 0 at each document. `turns_T3`: where RoPE
+    sees each token in time, height and width, if documents have pictures; else it is at its position in all three.
     """
 
     bounds: tuple[int, ...]
     cu_seqlens: Tensor
     positions_T: Tensor
+    turns_T3: Tensor | None = None
 
     @cached_property
     def exact_cu_seqlens(self) -> Tensor:

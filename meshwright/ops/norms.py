@@ -61,6 +61,11 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), d_weight.to(weight.dtype), None, None
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dim, in x.dtype; both kernels of torch compute in float32 inside."""
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The delta net's norm, in x.dtype: weight (plain, not zero-centred) * rms_norm(x) * silu(gate)."""
     wide = upcast(x)

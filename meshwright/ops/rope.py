@@ -60,12 +60,12 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, dim/2] in at least float32.
 
-    positions are [T], or [3, T] (time, height, width) with `sections`, the interleaved `mrope_section`.
+    positions are [T], or [T, 3] (time, height, width) with `sections`, the interleaved `mrope_section`.
     """
     device = positions_T.device
     freq_R = rope_frequencies(rotary, torch.promote_types(dtype, torch.float32), device)
     if positions_T.dim() == 2:
-        positions_TR = positions_T[_axes(rotary.dim // 2, sections, device)].T
+        positions_TR = positions_T[:, _axes(rotary.dim // 2, sections, device)]
     else:
         positions_TR = positions_T[:, None]
     angles_TR = positions_TR.to(freq_R.dtype) * freq_R
@@ -113,7 +113,7 @@ def _mixed(scaling: YarnScaling, dim: int, theta: float) -> tuple[float, float]:
 def _axes(num_freqs: int, sections: tuple[int, int, int] | None, device: torch.device) -> Tensor:
     """For each frequency the axis it turns with: time, but height at 1, 4, 7 ... and width at 2, 5, 8 ..."""
     if sections is None or sum(sections) != num_freqs:
-        raise ValueError(f"positions [3, T] need sections whose sum is dim/2={num_freqs}, not {sections}")
+        raise ValueError(f"positions [T, 3] need sections whose sum is dim/2={num_freqs}, not {sections}")
     r = torch.arange(num_freqs, device=device)
     height_R = (r % 3 == 1) & (r < 3 * sections[1])
     width_R = (r % 3 == 2) & (r < 3 * sections[2])

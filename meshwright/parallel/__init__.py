@@ -28,7 +28,7 @@ from ..layout import (
     place,
 )
 from ..mesh import Mesh
-from . import context, expert, fsdp, recompute, tensor
+from . import context, expert, fsdp, recompute, tensor, tower
 from .fsdp import reset_after_forward
 from .passes import Scores, run, run_forward
 from .savings import Savings
@@ -64,6 +64,7 @@ def _place(
     tensor.arm(model, mesh)
     context.arm(spec, model, mesh)
     expert.arm(model, mesh)
+    tower.arm(model, mesh)
     recompute.arm(model, savings)
     exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
     fsdp.shard(model, stage.units, exact, mesh, compute, offload=savings.offload)

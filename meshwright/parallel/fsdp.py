@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ..layout import Unit
 from ..mesh import Mesh
+from ..models import Decoder
 
 
 def shard(
@@ -54,10 +55,12 @@ def prefetch_in_order(model: nn.Module, units: Sequence[Unit]) -> None:
     would gather a unit again that was just freed.
     """
     wrapped = [model.get_submodule(unit.name) for unit in units]
-    names = {module: name for name, module in model.named_modules()}
-    order = sorted((m for m in wrapped if isinstance(m, FSDPModule)), key=lambda m: list(names).index(m))
-    for before, unit in zip([order[0], *order[:-1]] if order else [], order, strict=True):
-        unit.set_modules_to_backward_prefetch([before])
+    place = {module: number for number, module in enumerate(model.modules())}
+    seeing = set(model.tower.modules()) if isinstance(model, Decoder) and model.tower is not None else set()
+    order = sorted((m for m in wrapped if isinstance(m, FSDPModule)), key=place.__getitem__)
+    for chain in ([m for m in order if m in seeing], [m for m in order if m not in seeing]):  # a tower may not run
+        for before, unit in zip([*chain[:1], *chain[:-1]], chain, strict=True):
+            unit.set_modules_to_backward_prefetch([before])
 
 
 def before_backward(part: nn.Module, *, last: bool, hold: bool, late: bool) -> None:
@@ -70,6 +73,14 @@ def before_backward(part: nn.Module, *, last: bool, hold: bool, late: bool) -> N
             part.set_requires_gradient_sync(sums)
             part.set_reshard_after_backward(sums)
             part.set_is_last_backward(sums)
+
+
+def sum_replicas(tower: nn.Module | None, *, now: bool) -> None:
+    """A tower runs in some micro-batches alone. If it was told to sum over replicas in one that it sits out, nobody
+    would, and its gradient would be lost without a word."""
+    for module in [] if tower is None else tower.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(now)
 
 
 def sum_late(part: nn.Module, *, last: bool) -> None:

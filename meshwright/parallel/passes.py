@@ -21,8 +21,9 @@ from ..layout.stages import LATE
 from ..mesh import Mesh
 from ..models import Decoder
 from ..watch import doing
-from .fsdp import before_backward, reset_after_forward, sum_late
+from .fsdp import before_backward, reset_after_forward, sum_late, sum_replicas
 from .pipeline import Post
+from .tower import sight_of
 
 Scores = tuple[Tensor, ...]
 
@@ -108,6 +109,9 @@ class _Passes:
         self._starts: dict[tuple[int, int], Tensor] = {}
         self._jobs: dict[tuple[int, int], ops.Jobs] = {}
         self._late = model.pipeline.schedule in LATE
+        tower = self.parts[0].tower if 0 in self.parts else None
+        self._sights = [None if tower is None else sight_of(batch, tower.eye, model.mesh) for batch in batches]
+        self._last_seen = max((n for n, sight in enumerate(self._sights) if sight is not None), default=-1)
 
     def tell(self, task: str, step: Action | Transfer) -> None:
         at = f", stage {step.stage}" if self.model.line.num_stages > 1 else ""
@@ -127,7 +131,8 @@ class _Passes:
             self._came[number, step.batch] = x_TD.requires_grad_()
         self._count(batch, number)
         with self._waiting_with_weights(step):
-            out = self.parts[number](batch.tokens, batch.labels, batch.docs, self.want, x_TD)
+            sight = None if number else self._sights[step.batch]
+            out = self.parts[number](batch.tokens, batch.labels, batch.docs, self.want, x_TD, sight)
         if number == self.model.line.last:
             return tuple(out)
         (y_TD,) = out
@@ -144,6 +149,8 @@ class _Passes:
         number, is_last = step.stage, step.batch == len(self.batches) - 1
         self._count(self.batches[step.batch], number)  # what is recomputed leaves out the filler of its own batch
         before_backward(self.parts[number], last=is_last, hold=self.model.holds, late=self._late)
+        if not self.model.holds:  # else all is summed at the end, whatever ran last
+            sum_replicas(self.parts[number].tower, now=step.batch == self._last_seen)
         gradient = None if number == self.model.line.last else self.post.take(BACK, number, step.batch)
         with self._waiting_with_weights(step):
             torch.autograd.backward(self._starts.pop((number, step.batch)), gradient)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ..errors import ConfigError
 from ..layout import Dispatch, Door, Join, Swap, find
 from ..mesh.collectives import OPS
-from ..models import Decoder, Layer
+from ..models import Decoder, EyeBlock, Layer
 from .savings import Savings
 
 _aten = torch.ops.aten
@@ -45,10 +45,17 @@ def arm(model: Decoder, savings: Savings) -> None:
         if savings.compiled:
             layer.run = torch.compile(layer.run, dynamic=False)
         if savings.recompute != "none":
-            kept = _ROUTING + (_COSTLY if savings.recompute == "selective" else [])
-            layer.run = functools.partial(_checkpointed, layer.run, kept)
+            layer.run = _recomputed(layer.run, savings)
         if savings.recompute == "full":
             _mark(layer)
+    for block in model.tower.blocks.values() if model.tower is not None and savings.recompute != "none" else ():
+        assert isinstance(block, EyeBlock)  # which has no doors, and is not compiled: each batch has other patches
+        block.run = _recomputed(block.run, savings)
+
+
+def _recomputed(run: Callable[..., Tensor], savings: Savings) -> Callable[..., Tensor]:
+    kept = _ROUTING + (_COSTLY if savings.recompute == "selective" else [])
+    return functools.partial(_checkpointed, run, kept)
 
 
 def _mark(layer: Layer) -> None:

@@ -34,7 +34,8 @@ def chosen(param: Param, choice: Choice) -> Layout:
 
 
 def choose(table: Table, source: Source) -> dict[str, str]:
-    """Exactly one layout of each group matches the headers; shapes are never looked at to decide."""
+    """Exactly one layout of each group matches the headers. Shapes decide only between layouts of the same keys: of all
+    keys of the group together, since one of them may be square."""
     choice = {}
     for group, names in table.groups.items():
         if not group:
@@ -43,6 +44,8 @@ def choose(table: Table, source: Source) -> dict[str, str]:
         spelled = {name: [k for p in members for k in chosen(p, {group: name}).keys] for name in names}
         whole = [name for name in names if all(k in source.entries for k in spelled[name])]
         whole = [n for n in whole if not any(set(spelled[n]) < set(spelled[m]) for m in whole)]  # the fuller one
+        if len(whole) > 1 and len({frozenset(spelled[name]) for name in whole}) == 1:
+            whole = [name for name in whole if _fits(members, {group: name}, source)] or whole[:1]
         if len(whole) > 1:
             raise LoadError(
                 f"the source holds the {group} in {len(whole)} ways: {', '.join(whole)}; remove all but one"
@@ -51,6 +54,11 @@ def choose(table: Table, source: Source) -> dict[str, str]:
             raise MissingKey(_nearest(group, spelled, source))
         choice[group] = whole[0]
     return choice
+
+
+def _fits(members: Iterable[Param], choice: Choice, source: Source) -> bool:
+    keys = [each for param in members for each in chosen(param, choice).keys.items()]
+    return all(source.entries[key].shape == shape for key, shape in keys)
 
 
 def _nearest(group: str, spelled: Mapping[str, list[str]], source: Source) -> str:
@@ -168,7 +176,7 @@ class Reader:
         """Part by part: ours, and what the source has for it until the next part is read."""
         entry = self.source.entries[block.key]
         strips = _Strips.of(_view(block, entry, common))
-        num = strips.at_a_time(DTYPES[entry.dtype].itemsize)
+        num = common.size // common.shape[0] if block.turned else strips.at_a_time(DTYPES[entry.dtype].itemsize)
         for lo in range(0, common.size, num):
             for part in interval(common, lo, min(lo + num, common.size)):
                 yield ours[part.within(common).slices], self.read(entry, block, part)
@@ -177,7 +185,7 @@ class Reader:
         """A box of ours, in the dtype of the source: in the buffer, so until the next read."""
         dtype, wanted = DTYPES[entry.dtype], _view(block, entry, part)
         strips = _Strips.of(wanted)
-        if strips.together(dtype.itemsize):
+        if block.turned or strips.together(dtype.itemsize):  # a matrix at a time is turned in memory
             self._read_into(entry, self._room(strips.span * dtype.itemsize), strips.first * dtype.itemsize)
             return self._buffer[: strips.span * dtype.itemsize].view(dtype).as_strided(wanted.shape, wanted.stride(), 0)
         out, at = self._room(part.size * dtype.itemsize), 0

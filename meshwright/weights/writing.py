@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ExportError
-from ..layout import Block, Box, Piece, interval
+from ..layout import Block, Box, Piece, as_it_lies, interval
 from .header import DTYPES
 from .keymap import Key, KeyMap
 from .load import chosen, contiguous
@@ -74,10 +74,11 @@ class Files:
         key = self.keymap.keys[block.key]
         dtype = DTYPES[key.dtype]
         whole = block.view(torch.empty(key.shape, device="meta"))
-        for part in _staged(common):
-            flat = values[part.within(common).slices].to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
-            wanted = whole[part.within(block.ours).slices]
-            at = 0
+        for part in _staged(block, common):
+            wanted, at = whole[part.within(block.ours).slices], 0
+            order = as_it_lies(wanted)
+            wanted, ours = wanted.permute(order), values[part.within(common).slices].permute(order)
+            flat = ours.to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
             for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
                 size = length * dtype.itemsize
                 self._pwrite(key, flat[at : at + size].data, offset * dtype.itemsize)
@@ -122,9 +123,11 @@ def _begin_to_disk(fd: int, start: int, num_bytes: int) -> None:
         sync(fd, ctypes.c_int64(start), ctypes.c_int64(num_bytes), begin)  # a file system that cannot says so: no harm
 
 
-def _staged(box: Box) -> Iterator[Box]:
-    for lo in range(0, box.size, _STAGED_ELEMENTS):
-        yield from interval(box, lo, min(lo + _STAGED_ELEMENTS, box.size))
+def _staged(block: Block, box: Box) -> Iterator[Box]:
+    """Parts of a box, each of which lies in a few long runs: one matrix at a time, where these are turned."""
+    num = box.size // box.shape[0] if block.turned else _STAGED_ELEMENTS
+    for lo in range(0, box.size, num):
+        yield from interval(box, lo, min(lo + num, box.size))
 
 
 def starts_of(keymap: KeyMap) -> dict[str, int]:

@@ -1,0 +1,330 @@
+"""The tower, positions and pictures of documents, beside transformers; and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.blueprint import draw
+from meshwright.data.images import turns_of
+from meshwright.errors import ConfigError, DataError, MeshError
+from meshwright.layout import Pipeline
+from tests import seeing, tiny, trials, worlds
+from tests.seeing import DOCUMENTS, END, IMAGE, START, VIDEO, Made
+
+FAMILIES = tuple(seeing.ODD)
+DOCS = ("one place", "wide, then high", "beyond the table", "a video", "a short video", "touching")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    at = tmp_path_factory.mktemp("seeing")
+    return functools.cache(lambda name: seeing.directory(at / name, name))
+
+
+def inputs(made: Made) -> dict[str, Any]:
+    """A document as transformers takes it. It cannot find the positions of pictures that touch, so it is given ours:
+    those of all other documents are compared with its own."""
+    tokens, pictures = made
+    ids, batch = torch.tensor([tokens]), seeing.packed_of([made])
+    kinds = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+    out = {"input_ids": ids, "mm_token_type_ids": kinds, "use_cache": False}
+    out["position_ids"] = turns_of(batch.bounds, batch.frames).T[:, None]
+    names = {True: ("pixel_values", "image_grid_thw"), False: ("pixel_values_videos", "video_grid_thw")}
+    for still, (pixels, grids) in names.items():
+        of_kind = [(each, grid) for each, grid in pictures if (grid[0] == 1) == still]
+        if of_kind:
+            out[pixels] = torch.cat([each for each, _ in of_kind])
+            out[grids] = torch.tensor([grid for _, grid in of_kind])
+    return out
+
+
+@pytest.mark.parametrize("case", [name for name in DOCUMENTS if name != "touching"])
+def test_positions_are_those_of_transformers(case: str) -> None:
+    made, batch = inputs(DOCUMENTS[case]), seeing.packed([case])
+    model = _reference("qwen3_vl").model
+    theirs = model.get_rope_index(
+        made["input_ids"], made["mm_token_type_ids"], made.get("image_grid_thw"), made.get("video_grid_thw")
+    )
+    assert torch.equal(theirs[0][:, 0].T, turns_of(batch.bounds, batch.frames))
+
+
+def test_positions_as_the_rule_says() -> None:
+    """Three words and a start, a picture of 4 x 6 patches, a video of 2 slices of 4 x 4, words; then a second
+    document, which begins at 0."""
+    first = [1, 2, 3, START, *[IMAGE] * 6, END, 4, 5, 6, START, *[VIDEO] * 4, END, 7, START, *[VIDEO] * 4, END, 8, 9]
+    pictures = [(torch.zeros(24, 96), (1, 4, 6)), (torch.zeros(32, 96), (2, 4, 4))]
+    batch = mw.pack([first, [1, 2]], images=[pictures, []], placeholders=(IMAGE, VIDEO))
+    time, height, width = batch.docs.turns_T3.T.tolist()
+    assert time == [*range(4), *[4] * 6, *range(7, 12), *[12] * 4, *range(14, 17), *[17] * 4, *range(19, 22), 0, 1]
+    assert height[4:10] == [4, 4, 4, 5, 5, 5]
+    assert width[4:10] == [4, 5, 6, 4, 5, 6]
+    assert height[15:19] == [12, 12, 13, 13]
+    assert width[15:19] == [12, 13, 12, 13]
+    assert height[:4] == width[:4] == time[:4]
+    assert height[-4:] == width[-4:] == time[-4:]
+
+
+@functools.cache
+def _reference(name: str) -> Any:
+    return seeing.reference(name)
+
+
+def _theirs(name: str, made: Made, seen: list[list[Tensor]]) -> Tensor:
+    """Logits; `seen` gets what the tower gave: rows for the places, and those for the first layers."""
+
+    def note(_module: Any, _args: Any, out: Any) -> None:
+        seen.append([out.pooler_output, *out.deepstack_features] if "vl" in name else [out.pooler_output])
+
+    model = _reference(name)
+    hook = model.model.visual.register_forward_hook(note)
+    try:
+        return model(**inputs(made)).logits[0]
+    finally:
+        hook.remove()
+
+
+def ours(source: Path) -> tuple[list[Tensor], Tensor, float, dict[str, Tensor]]:
+    """Rows of the tower, logits, loss and gradients of all documents, packed."""
+    model, batch = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True), seeing.packed(DOCS)
+    rows: list[Tensor] = []
+    tower = model.parts[0].tower
+    assert tower is not None
+    hook = tower.register_forward_hook(lambda _module, _args, out: rows.extend(each.detach() for each in out))
+    logits = mw.logits(model, batch)
+    hook.remove()
+    loss = mw.Engine(model, lr=1e-3).backward([batch])
+    return rows, logits, loss, mw.gather(model, "grad")
+
+
+def theirs(name: str) -> tuple[list[Tensor], Tensor, float, dict[str, Tensor]]:
+    """The same of transformers, document by document."""
+    model, batch, seen = _reference(name), seeing.packed(DOCS), list[list[Tensor]]()
+    model.zero_grad()
+    logits = [_theirs(name, DOCUMENTS[doc], seen) for doc in DOCS]
+    terms = [F.cross_entropy(each, labels, reduction="sum") for each, labels in zip(logits, batch.split(batch.labels),
+             strict=True)]  # fmt: skip
+    loss = torch.stack(terms).sum() / batch.num_targets
+    loss.backward()
+    grads = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
+    rows = [torch.cat(each).detach() for each in zip(*seen, strict=True)]
+    return rows, torch.cat(logits).detach(), loss.item(), grads
+
+
+def pictures_first() -> Tensor:
+    """The numbers of our rows as transformers has them: of each document those of pictures, then those of videos."""
+    batch = seeing.packed(DOCS)
+    of_document = torch.arange(len(DOCS)).repeat_interleave(torch.tensor(batch.docs.lengths))
+    is_place = (batch.tokens == IMAGE) | (batch.tokens == VIDEO)
+    order = 2 * of_document + (batch.tokens == VIDEO)
+    return order[is_place].argsort(stable=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_are_those_of_transformers(source: Callable[[str], Path], name: str) -> None:
+    (mine,) = worlds.run(1, ours, source(name))
+    expected = theirs(name)
+    assert len(mine[0]) == len(expected[0]) == (3 if "vl" in name else 1)
+    for rows, their_rows in zip(mine[0], expected[0], strict=True):
+        assert (rows[pictures_first()] - their_rows).norm() < 1e-5 * their_rows.norm()
+    logits, their_logits = mine[1].double(), expected[1].double()
+    assert (logits - their_logits).abs().max() < 1e-5
+    shares, their_shares = logits.log_softmax(-1), their_logits.log_softmax(-1)
+    assert (their_shares.exp() * (their_shares - shares)).sum(-1).max() < 3e-7
+    top, their_top = logits.topk(6), their_logits.topk(6)
+    clear = (their_top.values[:, :-1] - their_top.values[:, 1:]).min(-1).values > 1e-4
+    assert clear.sum() > 5
+    assert torch.equal(top.indices[clear, :5], their_top.indices[clear, :5])
+    assert abs(mine[2] - expected[2]) < 1e-5
+    assert mine[3].keys() <= expected[3].keys()
+    assert len(mine[3]) > 80
+    whole = torch.stack([expected[3][key].norm() for key in mine[3]]).norm()
+    bound = {key: 1e-5 * max(float(expected[3][key].norm()), 1e-2 * float(whole)) for key in mine[3]}
+    assert not [key for key, grad in mine[3].items() if float((grad - expected[3][key]).norm()) > bound[key]]
+    table = expected[3]["model.language_model.embed_tokens.weight"]
+    assert not mine[3]["model.language_model.embed_tokens.weight"][[IMAGE, VIDEO]].any()
+    assert not table[IMAGE].any()
+
+
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "turned": dict(turned=True),
+    "fused, 2F = D": dict(moe_intermediate_size=18),  # gate_up is square: by its shape alone nobody could tell
+    "turned, 2F = D": dict(moe_intermediate_size=18, turned=True),
+    "turned, F = D": dict(moe_intermediate_size=36, turned=True),  # and so is down
+}
+SPELLED_ON: list[dict[str, int]] = [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(pp=2), dict(fsdp=4)]
+
+
+def there_and_back(source: Path, mesh: dict[str, int], out: Path) -> dict[str, Any]:
+    """What a mesh holds of a source and gives back: by stream, export, checkpoint and state dict."""
+    model = mw.load(source, trials.mesh_of(mesh), dtype=torch.float32, tower=True)
+    engine = mw.Engine(model, lr=1e-2)
+    mw.export(model, out / "export")
+    state = {key: part for key, part in engine.state_dict()["weights"].items() if "experts" in key}
+    held = {key: [(part.start, part.values.clone()) for part in tensor.held()] for key, tensor in state.items()}
+    engine.step([seeing.packed(["one place", "words"], length=48)])
+    saved = mw.save(engine, out / "runs")
+    after = {key: tensor.clone() for key, tensor in mw.gather(model).items()}
+    other = mw.Engine(mw.load(source, model.mesh, dtype=torch.float32, tower=True), lr=1e-2)
+    mw.resume(other, saved)
+    same = all(torch.equal(a, b) for a, b in zip(mw.gather(other.model).values(), after.values(), strict=True))
+    return {"held": held, "after": after, "same": same}
+
+
+@pytest.mark.parametrize("mesh", SPELLED_ON, ids=trials.named)
+def test_both_spellings_of_experts(tmp_path: Path, mesh: dict[str, int]) -> None:
+    cases, sources = {}, {}
+    for name, changes in SPELLINGS.items():
+        sources[name] = seeing.directory(tmp_path / name, "qwen3_vl_moe", dtype=torch.bfloat16, **changes)
+        cases[name] = functools.partial(there_and_back, sources[name], mesh, tmp_path / f"{name}, out")
+    for name, answers in worlds.in_turn(trials.world_of(mesh), cases).items():
+        original, out = load_file(sources[name] / "model.safetensors"), tmp_path / f"{name}, out"
+        written = (out / "export" / "model.safetensors").read_bytes()
+        assert written == (sources[name] / "model.safetensors").read_bytes(), name
+        for answer in answers:
+            for key, parts in answer["held"].items():
+                for start, values in parts:
+                    at = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
+                    assert torch.equal(values.to(torch.bfloat16), original[key][at]), (name, key)
+        after, saved = answers[0]["after"], load_file(out / "runs" / "step-000001" / "model.safetensors")
+        assert saved.keys() == after.keys() and all(torch.equal(saved[key], after[key]) for key in saved), name
+        assert all(answer["same"] for answer in answers), name
+
+
+def test_a_tower_that_is_not_made_is_kept(source: Callable[[str], Path], tmp_path: Path) -> None:
+    def export() -> list[str]:
+        model = mw.load(source("qwen3_5"), mw.Mesh(device="cpu"), dtype=torch.float32)
+        mw.export(model, tmp_path / "out")
+        return [name for name in model.table.params if "tower" in name]
+
+    assert worlds.run(1, export) == [[]]
+    there = source("qwen3_5") / "model.safetensors"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == there.read_bytes()
+
+
+def picture(height: int, width: int, time: int = 1) -> tuple[Tensor, seeing.Grid]:
+    return torch.zeros(time * height * width, seeing.PATCH), (time, height, width)
+
+
+RUN = [START, *[IMAGE] * 4, END]
+REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, what is said
+    "a place without a picture": ([RUN], [[]], "document 0 has 4 places for a picture at token 1, and 0 frames"),
+    "a picture without a place": ([[1, 2]], [[picture(2, 4)]], r"document 0 has 1 frame, and places for 0 of them"),
+    "of another size": ([RUN], [[picture(4, 6)]], "4 x 6 patches, which take 6 places, and 4 are left of the 4"),
+    "exchanged": (
+        [[*RUN, START, IMAGE, IMAGE, END]], [[picture(2, 4), picture(4, 4)]], "none of which|4 x 4 patches, which take",
+    ),
+    "an odd size": ([RUN], [[picture(3, 4)]], "1 x 3 x 4 patches; height and width must be even"),
+    "pixels of another size": ([RUN], [[(torch.zeros(9, 96), (1, 4, 4))]], r"the shape \(9, 96\) for 1 x 4 x 4"),
+    "no grid": ([RUN], [[torch.zeros(16, 96)]], r"must be \(pixels, \(time, height, width\)\)"),
+    "a list too few": ([RUN, [1]], [[picture(4, 4)]], "1 list for 2 documents"),
+    "whole numbers": ([RUN], [[(torch.zeros(16, 96).int(), (1, 4, 4))]], "give floating point numbers, or uint8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_pictures_that_do_not_fit_are_refused(name: str) -> None:
+    documents, images, said = REFUSED[name]
+    with pytest.raises(DataError, match=said):
+        mw.pack(documents, images=images, placeholders=(IMAGE, VIDEO))
+
+
+def test_nothing_is_learnt_at_or_of_a_place() -> None:
+    document, images = [1, *RUN, 2], [[picture(4, 4)]]
+    batch = mw.pack([document], images=images, placeholders=(IMAGE, VIDEO))
+    assert batch.labels.tolist() == [START, -100, -100, -100, -100, -100, 2, -100]
+    masked = mw.pack([document], images=images, placeholders=(IMAGE, VIDEO), trained=[[1] * len(document)])
+    assert torch.equal(masked.labels, batch.labels)
+    with pytest.raises(DataError, match=f"the label at token 1 is {IMAGE}, which stands for a picture"):
+        mw.pack([document], images=images, placeholders=(IMAGE, VIDEO), labels=[[*document[1:], -100]])
+
+
+def test_what_a_processor_makes() -> None:
+    """Pictures and videos come in tensors of their own; their places say in which order."""
+    made = []
+    for tokens, pictures in DOCUMENTS.values():
+        kinds = [1 if t == IMAGE else 2 if t == VIDEO else 0 for t in tokens]
+        of = {"input_ids": [tokens], "attention_mask": [[1] * len(tokens)], "mm_token_type_ids": [kinds]}
+        for still, (pixels, grids) in enumerate((("pixel_values_videos", "video_grid_thw"),
+                                                 ("pixel_values", "image_grid_thw"))):  # fmt: skip
+            mine = [each for each in pictures if (each[1][0] == 1) == bool(still)]
+            if mine:
+                of[pixels], of[grids] = torch.cat([p for p, _ in mine]), torch.tensor([g for _, g in mine])
+        made.append(of)
+    batch, expected = mw.pack(made, length=200), seeing.packed(length=200)
+    assert batch.frames == expected.frames
+    assert torch.equal(batch.labels, expected.labels)
+    assert batch.images is not None
+    assert expected.images is not None
+    assert torch.equal(batch.images.patches_PC, expected.images.patches_PC)
+    with pytest.raises(DataError, match=r"document 0 has pictures, but no mm_token_type_ids"):
+        mw.pack([{name: value for name, value in made[1].items() if name != "mm_token_type_ids"}])
+    with pytest.raises(DataError, match="document 0 is padded"):
+        mw.pack([{**made[1], "attention_mask": [[0] + [1] * (len(made[1]["input_ids"][0]) - 1)]}])
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "width": (dict(out_hidden_size=40), "out_hidden_size=40 of the tower, but hidden_size=36 of the text"),
+    "table": (dict(num_position_embeddings=24), "num_position_embeddings=24 is no square number"),
+    "late": (dict(deepstack_visual_indexes=[0, 3]), r"\[0, 3\] must rise, and be below depth=3"),
+    "order": (dict(deepstack_visual_indexes=[2, 0]), r"\[2, 0\] must rise"),
+    "head": (dict(num_heads=6), "a head of the tower has 6 dims; it must be a multiple of 4"),
+    "patches": (dict(patch_size=[4, 4]), r"patch_size=\[4, 4\] is no int"),
+    "act": (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_towers_that_are_refused(name: str) -> None:
+    changes, said = CONFIGS[name]
+    config = seeing.of("qwen3_vl")
+    with pytest.raises(ConfigError, match=said):
+        draw({**config, "vision_config": {**config["vision_config"], **changes}}, tower=True)
+
+
+def test_other_models_have_no_tower() -> None:
+    with pytest.raises(ConfigError, match="tower=True, but model_type=qwen3 has none"):
+        draw(tiny.of("qwen3"), tower=True)
+
+
+def test_the_first_layers_stay_together() -> None:
+    """The tower adds to the first two what it sees, and features do not travel."""
+    blueprint = draw(seeing.of("qwen3_vl", num_hidden_layers=5), tower=True)
+    assert blueprint.run_by(Pipeline(), reshard=True).spec.line(2).ends[0] >= 2
+    with pytest.raises(MeshError, match=r"the first 2 layers take what the tower sees.*choose ends="):
+        blueprint.run_by(Pipeline(ends=(1, 5)), reshard=True).spec.line(2)
+
+
+def said_by_engine(source: Path) -> dict[str, str]:
+    blind = trials.said(source, {}, lambda engine: engine.step([seeing.packed(["one place"], length=16)]))
+    model = mw.load(source, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
+    wrong = {
+        "stray": mw.pack([[1, 2, IMAGE, 3]]),
+        "words": mw.pack([[1, 2, 3, 4]], images=[[picture(2, 2)]], placeholders=(3,)),
+        "patches": mw.pack([[1, IMAGE]], images=[[(torch.zeros(4, 90), (1, 2, 2))]], placeholders=(IMAGE,)),
+    }
+    out = {"without a tower": blind}
+    for name, batch in wrong.items():
+        try:
+            mw.logits(model, batch)
+        except DataError as error:
+            out[name] = str(error)
+    return out
+
+
+def test_a_model_refuses_pictures_that_are_not_its_own(source: Callable[[str], Path]) -> None:
+    (said,) = worlds.run(1, said_by_engine, source("qwen3_vl"))
+    assert "a batch has 1 frame of pictures, but the model was loaded without its tower" in said["without a tower"]
+    assert said["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch has not")
+    assert said["words"].startswith("token 3 at position 2 is in the place of a picture")
+    assert "has 90 numbers, and one of this tower has 96" in said["patches"]

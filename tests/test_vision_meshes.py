@@ -1,0 +1,133 @@
+"""Models with a tower on meshes: every gradient against one process in float64, whichever ranks have pictures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from tests import parts, seeing, trials, worlds
+from tests.trials import named, world_of
+
+LENGTH = 96
+SEEN: dict[str, list[list[list[str]]]] = {  # of each data rank in turn, the documents of each micro-batch
+    "all": [[["one place", "a video"], ["touching", "words"]], [["wide, then high"], ["first and last", "one place"]]],
+    "one rank": [[["two of a size"], ["a short video", "words"]], [["words"], ["words", "words"]]],
+    "nobody": [[["words"], ["words", "words"]], [["words", "words"], ["words"]]],
+    "the first": [[["beyond the table"], ["words"]], [["words"], ["words", "words"]]],
+    "the last": [[["words"], ["words", "words"]], [["words"], ["one place", "touching"]]],
+    "in between": [[["one place"], ["words"], ["a video"], ["words"]], [["words"], ["words"], ["words"], ["words"]]],
+}
+TRAINED: dict[str, Any] = {
+    "all": "**",
+    "the tower": "tower.*",
+    "its merger": "tower.merger.*",
+    "all but the tower": ["embed*", "layers.*", "head.*"],
+    "parts": ["tower.blocks.2.*", "tower.merger.*", "head.*"],
+}
+MESHES: list[dict[str, int]] = [
+    dict(fsdp=2),
+    dict(tp=2),
+    dict(cp=2),
+    dict(pp=2),
+    dict(replicate=2, fsdp=2),
+    dict(cp=2, tp=2),
+    dict(pp=2, tp=2),
+    dict(fsdp=2, tp=2, ep=2),
+]
+LARGE: list[dict[str, int]] = [
+    dict(fsdp=2, cp=2, tp=2, ep=4),
+    dict(pp=2, fsdp=2, tp=2, ep=2),
+]
+FAMILIES = tuple(seeing.ODD)
+Case = tuple[str, str, str, str]  # family, who sees, what is trained, what is recomputed
+
+CASES: list[Case] = [
+    *((family, seen, "all", "none") for family in FAMILIES for seen in SEEN),
+    *((family, seen, trained, "none") for family in FAMILIES[:3:2] for seen in ("all", "the first")
+      for trained in TRAINED if trained != "all"),
+    *((family, "all", "all", kind) for family in FAMILIES for kind in ("selective", "full")),
+]  # fmt: skip
+
+
+def cases_on(mesh: dict[str, int]) -> list[Case]:
+    """Every sixth in turn over the meshes; with experts, those of families that have some."""
+    meshes = [*MESHES, *LARGE]
+    return [case for case in parts.every(6, CASES, meshes.index(mesh)) if "ep" not in mesh or "moe" in case[0]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Four layers, so that two stages can be cut where the first two take what the tower sees."""
+    at = tmp_path_factory.mktemp("seeing")
+    changes = {"layer_types": ["linear_attention", "full_attention"] * 2}
+    return functools.cache(
+        lambda name: seeing.directory(
+            at / name, name, num_hidden_layers=4, **(changes if name.startswith("qwen3_5") else {})
+        )
+    )
+
+
+def batches(seen: str, data_rank: int) -> list[mw.Batch]:
+    of_rank = SEEN[seen]
+    return [seeing.packed(names, length=LENGTH) for names in of_rank[data_rank % len(of_rank)]]
+
+
+def steps(source: Path, mesh: dict[str, int], case: Case, data_ranks: Sequence[int] = ()) -> list[Any]:
+    """Loss, gradients and weights of two steps. `data_ranks`: whose data this rank takes, its own by default."""
+    _, seen, trained, recompute = case
+    model = mw.load(
+        source, trials.mesh_of(mesh), dtype=torch.float64, train=TRAINED[trained], tower=True,
+        savings=mw.Savings(recompute=recompute),
+    )  # fmt: skip
+    engine, found = mw.Engine(model, lr=1e-2), list[Any]()
+    for _ in range(2):
+        mine = [batch for rank in data_ranks or [model.mesh.data_rank] for batch in batches(seen, rank)]
+        loss, grads = engine.backward(mine), mw.gather(model, "grad")
+        found.append((loss, engine.update(), {name: grad.clone() for name, grad in grads.items()}))
+    return [*found, {name: weight.clone() for name, weight in mw.gather(model).items()}]
+
+
+def differs(found: Any, expected: Any) -> list[str]:
+    """What is not the same within 1e-9."""
+    wrong = []
+    for number, (mine, one) in enumerate(zip(found[:-1], expected[:-1], strict=True)):
+        assert mine[2].keys() == one[2].keys()
+        wrong += [f"step {number}: {a} for {b}" for a, b in zip(mine[:2], one[:2], strict=True) if abs(a - b) > 1e-9]
+        wrong += [f"step {number}: {name}" for name, grad in one[2].items() if off(mine[2][name], grad) > 1e-9]
+    return wrong + [f"the weights of {name}" for name, weight in expected[-1].items() if off(found[-1][name], weight)
+                    > 1e-6]  # fmt: skip
+
+
+def off(mine: torch.Tensor, one: torch.Tensor) -> float:
+    return float((mine - one).norm() / one.norm().clamp_min(1e-12))
+
+
+_expected: dict[Any, Any] = {}
+
+
+def check(source: Callable[[str], Path], mesh: dict[str, int], cases: Sequence[Case]) -> None:
+    num = mesh.get("fsdp", 1) * mesh.get("replicate", 1)
+    lacking = [case for case in cases if (case[:3], num) not in _expected]
+    alone = {case: functools.partial(steps, source(case[0]), {}, (*case[:3], "none"), range(num)) for case in lacking}
+    for case, (answer,) in (worlds.in_turn(1, alone) if alone else {}).items():
+        _expected[case[:3], num] = answer
+    there = {case: functools.partial(steps, source(case[0]), mesh, case) for case in cases}
+    for case, answers in worlds.in_turn(world_of(mesh), there, seconds=120).items():
+        assert not differs(answers[0], _expected[case[:3], num]), case
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=named)
+def test_gradients_are_those_of_one_process(source: Callable[[str], Path], mesh: dict[str, int]) -> None:
+    check(source, mesh, cases_on(mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", LARGE, ids=named)
+def test_all_axes_at_once(source: Callable[[str], Path], mesh: dict[str, int]) -> None:
+    check(source, mesh, cases_on(mesh))
