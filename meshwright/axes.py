@@ -12,6 +12,7 @@ DENSE = ("pp", "replicate", "fsdp", "cp", "tp")  # outer to inner
 EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, seen by the experts
 REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that hold a model between them
 TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks between which the tokens of a micro-batch are divided
+DATA_RANK = ("cp", "tp")  # the ranks that share a stream of tokens, in the order of their parts of it
 ENDS = "ends"  # the first and the last pipeline stage: they share a tied embedding
 # What other libraries call an axis.
 OTHER_NAMES = {

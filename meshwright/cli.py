@@ -7,10 +7,10 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from .errors import ConfigError, MeshError, MeshwrightError
+from .log import Clock
 
 EXAMPLES = """examples:
   meshwright verify tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   meshwright verify path/to/Qwen3-0.6B --mesh fsdp=2,tp=2 --weights    are the bytes on each rank those of the files?
   meshwright verify path/to/Qwen3-8B --mesh pp=2 --schedule v          a pipeline, with its schedule
   meshwright verify path/to/Qwen3.5-9B --mesh cp=4 --context delta=1   states of the delta net are passed on
+  meshwright verify path/to/Qwen3-VL-4B --mesh fsdp=2,tp=2 --tower     its tower too, with pictures on some ranks
   meshwright verify my-critic --mesh fsdp=2 --head value --json
   meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    what it looks like when an oracle fails
   meshwright verify --list
@@ -309,6 +310,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--against", default="transformers", choices=["transformers", "none"],
         help="which peer one process is compared with (default transformers)",
     )  # fmt: skip
+    verify.add_argument("--tower", action="store_true", help="of a model that sees: its tower too, and pictures")
     verify.add_argument("--seed", type=int, default=0, help="of the weights and data that are drawn (default 0)")
     verify.add_argument("--plant", default="", metavar="BUG", help="plant a bug in the ranks, to see it found")
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
@@ -432,7 +434,7 @@ def _plan(options: argparse.Namespace) -> int:
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
     pipeline, context = plan.ways_of(vars(options), sizes)
-    blueprint = plan.find(options.model, options.head, weights=False, say=_Clock())
+    blueprint = plan.find(options.model, options.head, weights=False, say=Clock())
     blueprint = blueprint.run_by(pipeline, reshard=True).in_context(context)
     refused = plan.objections(blueprint, sizes, options.micro_batches)
     if refused:
@@ -464,10 +466,10 @@ def _verify(options: argparse.Namespace) -> int:
     if options.model is None:
         raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(planning.TINY))
     target = planning.check_target(options.html) if options.html else None
-    say, sizes = _Clock(), planning.mesh_of(options.mesh)
+    say, sizes = Clock(), planning.mesh_of(options.mesh)
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
-        options.against, options.seed, options.plant, *planning.ways_of(vars(options), sizes),
+        options.against, options.seed, options.plant, *planning.ways_of(vars(options), sizes), options.tower,
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)
@@ -487,13 +489,3 @@ def _print_json(found: Mapping[str, object]) -> None:
         print(json.dumps(found, indent=2), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
-
-
-class _Clock:
-    """Says what is going on, and when."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        print(f"{time.monotonic() - self.began:6.1f} s  {text}", file=sys.stderr)

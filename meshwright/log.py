@@ -88,3 +88,13 @@ def _write(label: str, done: int, total: int, unit: str, ending: str) -> None:
     amount = f"{decimal(done)} of {decimal(total)}" if unit == "bytes" else f"{done:,} of {total:,} {unit}"
     sys.stderr.write(f"{label}: {amount}, {ending}\n")
     sys.stderr.flush()
+
+
+class Clock:
+    """Says what is going on, and when."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        sys.stderr.write(f"{time.monotonic() - self.began:6.1f} s  {text}\n")

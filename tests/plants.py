@@ -127,8 +127,8 @@ def _finished(patch: Patch, change: Callable[[dict[str, Tensor]], object]) -> No
     """Gradients changed once they are complete."""
     real = engine_module.Engine._finish
 
-    def changed(self: Any) -> None:
-        real(self)
+    def changed(self: Any, step: Any) -> None:
+        real(self, step)
         change(self.model.grads())
 
     patch.setattr(engine_module.Engine, "_finish", changed)

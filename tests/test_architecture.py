@@ -31,6 +31,7 @@ PUBLIC = (
     "init",
     "save",
     "pack",
+    "batches",
     "weight",
     "Engine.__init__",
     "Mesh.__init__",

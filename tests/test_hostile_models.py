@@ -26,7 +26,7 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "doubled": (b'{"model_type":"qwen3","model_type":"qwen2"}', r"'model_type'.*\btwice\b"),
     "empty": (b"{}", r"model_type=None\b"),
     "no family": (dict(model_type="llama"), r"model_type='llama'"),
-    "vision": (dict(model_type="qwen3_vl"), r"model_type='qwen3_vl'"),
+    "vision": (dict(model_type="qwen2_5_vl"), r"model_type='qwen2_5_vl'"),
     "model_type of a list": (dict(model_type=["qwen3"]), r"model_type=\['qwen3'\]"),
     "layer types of lists": (dict(layer_types=[["full_attention"]] * 2), r"layer_types=.*\bstr\b"),
     "dense layers of lists": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.verify import Data, Trial
+from meshwright.verify.data import Eyes
 from tests import parts, seeing, trials, worlds
 from tests.trials import named, world_of
 
@@ -56,9 +59,9 @@ CASES: list[Case] = [
 
 
 def cases_on(mesh: dict[str, int]) -> list[Case]:
-    """Every sixth in turn over the meshes; with experts, those of families that have some."""
+    """Some in turn over the meshes, all with MESHWRIGHT_ALL=1; with experts, those of families that have some."""
     meshes = [*MESHES, *LARGE]
-    return [case for case in parts.every(6, CASES, meshes.index(mesh)) if "ep" not in mesh or "moe" in case[0]]
+    return [case for case in parts.every(16, CASES, meshes.index(mesh)) if "ep" not in mesh or "moe" in case[0]]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,30 @@ def check(source: Callable[[str], Path], mesh: dict[str, int], cases: Sequence[C
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
 def test_gradients_are_those_of_one_process(source: Callable[[str], Path], mesh: dict[str, int]) -> None:
     check(source, mesh, cases_on(mesh))
+
+
+def seen_by(family: str, source: Path, mesh: dict[str, int]) -> Trial:
+    """Pictures on some ranks in the first step, on none in one of few tokens, on one in a long one."""
+    share = mesh.get("cp", 1) * mesh.get("tp", 1)
+    length, few, long = (-(-num // share) * share for num in (136, 8, 1100))
+    eyes = Eyes(seeing.IMAGE, seeing.VIDEO, seeing.PATCH)
+    data = Data(num=2 * mesh.get("pp", 1), length=length, few=few, long=long, eyes=eyes)
+    router_aux = "previous" if "pp" in mesh else "pooled"
+    return replace(trials.trial(source, mesh), data=data, router_aux=router_aux, draws=True)
+
+
+ORACLES_ON: list[tuple[str, dict[str, int]]] = [
+    ("qwen3_vl", dict(replicate=2, fsdp=2)),
+    ("qwen3_5", dict(cp=2, tp=2)),
+    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2)),
+    ("qwen3_vl_moe", dict(pp=2, tp=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "mesh"), ORACLES_ON, ids=str)
+def test_every_oracle(source: Callable[[str], Path], family: str, mesh: dict[str, int]) -> None:
+    """Also the bill of the tower: what it gathers, sums and sends, in number and bytes."""
+    assert not trials.findings(seen_by(family, source(family), mesh))
 
 
 @pytest.mark.slow

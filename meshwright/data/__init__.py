@@ -5,8 +5,8 @@ from .batch import IGNORE, Batch
 from .chat import Chat, ChatOptions, stop_ids_of
 from .feed import SOURCE, Feed, batch_of, source_of
 from .hub import Part, fetched_files, is_saved, saved_files
-from .images import PLACEHOLDERS, Frame, Images
-from .pack import cut, pack, shift
+from .images import PLACEHOLDERS, Frame, Images, Picture
+from .pack import cut, filled, joined_batches, pack, shift
 from .plan import DataSource, Plan
 from .reading import SUFFIXES, files_of
 from .store import Documents, Recipe, prepare

@@ -42,6 +42,10 @@ class Frame:
     def stop(self) -> int:
         return self.start + self.num_tokens
 
+    @property
+    def tokens(self) -> range:
+        return range(self.start, self.stop)
+
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
 class Images:

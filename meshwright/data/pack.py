@@ -129,6 +129,23 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
     )
 
 
+def joined_batches(batches: Sequence[Batch]) -> Batch:
+    """One stream of the documents of all, without their filler."""
+    nums = [len(batch) - batch.num_filler for batch in batches]
+    starts = list(accumulate(nums, initial=0))
+    bounds = [start + bound for batch, num, start in zip(batches, nums, starts, strict=False)
+              for bound in batch.bounds if bound < num]  # fmt: skip
+    images = [b.images.within(0, num, start) for b, num, start in zip(batches, nums, starts, strict=False) if b.images]
+    return Batch(
+        tokens=torch.cat([batch.tokens[:num] for batch, num in zip(batches, nums, strict=True)]),
+        labels=torch.cat([batch.labels[:num] for batch, num in zip(batches, nums, strict=True)]),
+        bounds=(*bounds, starts[-1]),
+        fields={name: torch.cat([b.fields[name][:num] for b, num in zip(batches, nums, strict=True)])
+                for name in batches[0].fields},
+        images=joined_images(images) if images else None,
+    )  # fmt: skip
+
+
 def filled(batch: Batch, length: int) -> Batch:
     num = length - len(batch)
     # filler takes the dtype of the values: a 0 among booleans would turn them all into numbers

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..data import IGNORE, Batch, cut, pack
+from ..data import IGNORE, PLACEHOLDERS, Batch, Picture, cut, pack
 from ..errors import DataError, counted
 from ..mesh import Mesh
 from ..watch import names_lost_ranks
@@ -26,12 +26,14 @@ def batches(
     length: int,
     labels: Sequence[Sequence[int]] | None = None,
     trained: Sequence[Sequence[bool]] | None = None,
+    images: Sequence[Sequence[Picture]] | None = None,
+    placeholders: Sequence[int] = PLACEHOLDERS,
     fields: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Batch]:
     """This data rank's batches of `length` tokens, of documents that all ranks give alike.
 
     Each document goes whole to one batch of one data rank. Every data rank gets equally many batches; those that come
-    short get one without targets. The order of documents changes: the longest are placed first.
+    short get one without targets. The order of documents changes: the longest are placed first. All else as in `pack`.
 
     >>> engine.step(mw.batches(documents, mesh, length=8192, trained=masks))      # doctest: +SKIP
     """
@@ -39,7 +41,7 @@ def batches(
     def prepare() -> tuple[tuple[Batch, list[list[int]]], Mapping[str, object], Data]:
         _check_length(length, mesh.axes.cp * mesh.axes.tp)
         # all of it on every rank: what is wrong with it is refused everywhere, in the numbers of the caller
-        whole = pack(documents, labels=labels, trained=trained, fields=fields)
+        whole = pack(documents, labels=labels, trained=trained, images=images, placeholders=placeholders, fields=fields)
         bins = _bins([b - a for a, b in pairwise(whole.bounds)], length)
         return (whole, bins), _settings(whole, length), Data()
 
@@ -66,6 +68,7 @@ def _settings(whole: Batch, length: int) -> dict[str, object]:
         "length of batches()": length,
         "what batches() is to share out (all ranks give the documents of all; a rank's own go to mw.pack)": documents,
         "the checksum of labels or trained": checksum([whole.labels]),
+        "the checksum of images": checksum([] if whole.images is None else [whole.images.patches_PC]),
         **{f"the checksum of the field {name!r}": checksum([whole.fields[name]]) for name in sorted(whole.fields)},
     }
 

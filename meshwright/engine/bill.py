@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from ..axes import DENSE, Axes
 from ..blueprint import Blueprint
-from ..layout import Charge, Work, bill
+from ..layout import Charge, Pictures, Work, bill
 from .agreement import NUMBERS, STEP, place
 from .engine import LOSS, NORM
 from .model import Model
 from .router import pooled_counts, step_load
 
 
-def step_bill(model: Model, tokens: int, num_batches: int, router_aux: str = "pooled") -> list[Charge]:
-    """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens."""
+def step_bill(
+    model: Model, tokens: int, num_batches: int, router_aux: str = "pooled", pictures: Pictures = ()
+) -> list[Charge]:
+    """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens. `pictures`: of each batch the
+    frames of this data rank, None where no data rank has any."""
     compute = model.dtype.itemsize
-    work = Work(tokens, num_batches, compute, max(4, compute))
+    work = Work(tokens, num_batches, compute, max(4, compute), pictures)
     return engine_bill(model.blueprint, model.mesh.axes, model.mesh.rank, work, router_aux)
 
 

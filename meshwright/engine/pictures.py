@@ -14,11 +14,10 @@ import torch
 
 from ..data import Batch, Images
 from ..errors import DataError, counted
-from ..layout import stages_of_param
+from ..layout import TOWER, stages_of_param
 from ..models import Tower
 from .model import Model
 
-TOWER = "tower."  # so begin the names of its parameters
 _BITS = 53  # that a float64 holds, in which ranks tell each other what they bring
 
 

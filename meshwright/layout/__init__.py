@@ -1,6 +1,6 @@
 """What every parameter is, how it is cut, and which doors activations pass. Pure data, no process group."""
 
-from .bill import Charge, Work, bill, padded
+from .bill import Charge, Pictures, Work, bill, padded
 from .boxes import Box, check_tiling, chunk, interval
 from .deals import check_context, deals, ways
 from .doors import (
@@ -22,7 +22,7 @@ from .doors import (
     is_run,
 )
 from .extremes import extreme_ranks
-from .frames import Route, route, share
+from .frames import Placed, Route, route, share
 from .line import Line, balanced, even
 from .params import (
     Block,
@@ -70,4 +70,4 @@ from .stages import (
 )
 from .storage import HELD, Held, Stored, Widths, storage
 from .timetable import Gathers, Slot, Timetable, draw, gathers, most_kept, times
-from .units import Unit, units_of
+from .units import TOWER, Unit, units_of

@@ -9,14 +9,15 @@ from math import prod
 
 from torch import nn
 
-from ..axes import Axes, Sum
+from ..axes import DATA_RANK, Axes, Sum
 from .deals import deals
-from .doors import Dispatch, Door, Join, Swap, find
+from .doors import Dispatch, Door, Insert, Join, Swap, find
+from .frames import Placed, route
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
 from .schedule import RECEIVE, SEND, Transfer
 from .stages import program_of, transfer_name
-from .units import Unit
+from .units import TOWER, Unit
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class Charge:
         return Charge(declared.name, "all_reduce", declared.axes, declared.num_bytes, count)
 
 
+Pictures = tuple[tuple[Placed, ...] | None, ...]
+
+
 @dataclass(frozen=True)
 class Work:
     """The size of a step. `tokens`: in one micro-batch of a data rank."""
@@ -45,6 +49,13 @@ class Work:
     num_batches: int
     compute_bytes: int = 2
     stored_bytes: int = 4
+    # Of each micro-batch the frames of this data rank; None where nobody has any, and the tower does not run.
+    pictures: Pictures = ()
+
+    @property
+    def num_seeing(self) -> int:
+        """In how many micro-batches the tower runs."""
+        return sum(frames is not None for frames in self.pictures)
 
 
 def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
@@ -53,6 +64,7 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
     charges = [
         *(charge for stage in stages for charge in _doors(stage.module, axes, work)),
         *(charge for stage in stages for charge in _swaps(stage.module, spec, axes, coords, work)),
+        *(charge for stage in stages for charge in _inserts(stage.module, axes, rank, work)),
         *(charge for stage in stages for unit in stage.units for charge in _unit(unit, spec, axes, coords, work)),
         *_transfers(spec, axes, coords, work),
         *_last_sums(spec, axes, rank, work),
@@ -110,6 +122,17 @@ def _swaps(model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str
         yield Charge(name, "reduce_scatter", (outer,), num_bytes, work.num_batches)
 
 
+def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work) -> Iterator[Charge]:
+    """Rows of frames go to the ranks of their tokens, and gradients back, for each micro-batch as many as it has."""
+    parts, at = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
+    for name, door in find(model, Insert):
+        for frames in work.pictures:
+            if frames is not None:
+                way = route(frames, work.tokens, parts, at, door.cost)
+                for rows in (way.got, way.sent):
+                    yield Charge(name, "all_to_all", DATA_RANK, sum(rows) * door.width * work.compute_bytes, 1)
+
+
 def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> int:
     """Elements that each rank brings when a unit is gathered: FSDP pads shards to equal size."""
     parts, num = prod(axes.sizes(unit.shard)), 0
@@ -123,8 +146,9 @@ def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]
 
 def _unit(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
     mine, name, n = padded(unit, spec, axes, coords), unit.name or "root", work.num_batches
-    n = 1 if spec.holds(axes.pp) else n
-    if mine:
+    n = work.num_seeing if unit.name.startswith(TOWER) else n
+    n = min(n, 1) if spec.holds(axes.pp) else n
+    if mine and n:
         whole = mine * prod(axes.sizes(unit.shard))
         yield Charge(name, "all_gather", unit.shard, whole * work.compute_bytes, n * (1 + unit.again))
         yield Charge(name, "reduce_scatter", unit.shard, whole * work.stored_bytes, n)
@@ -142,7 +166,8 @@ def _last_sums(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> Iterato
     for param in spec.params(axes, rank):
         copies = place(param, spec.rules, axes).copies
         live = tuple(a for a in copies if a not in paid.get(param.name, ()) and axes.size_of(a) > 1)
-        if live:
+        unused = param.name.startswith(TOWER) and not work.num_seeing
+        if live and not unused:
             sizes[live] = sizes.get(live, 0) + piece(param, spec.rules, axes, axes.coords(rank)).numel
     for live, numel in sizes.items():
         yield Charge("the last sums of gradients", "all_reduce", live, numel * work.stored_bytes, 1)

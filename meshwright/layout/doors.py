@@ -13,6 +13,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ..errors import LayoutError
+from .frames import Cost
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,14 @@ class Dispatch:
 
 class Insert:
     """The door of a tower: rows of the frames that this rank runs -> rows for its own tokens, from all ranks of its
-    data rank (cp and tp). Both sides know how many. `width`: elements of a row.
+    data rank (cp and tp). Both sides know how many. `width`: elements of a row. `cost`: of a frame, by which frames are
+    shared out.
 
     One all-to-all when armed, and one the other way in backward.
     """
 
-    def __init__(self, width: int) -> None:
-        self.width = width
+    def __init__(self, width: int, cost: Cost) -> None:
+        self.width, self.cost = width, cost
         self.armed: Callable[[Tensor, list[int], list[int]], Tensor] | None = None
 
     def __call__(self, rows_ND: Tensor, sent: list[int], got: list[int]) -> Tensor:

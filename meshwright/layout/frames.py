@@ -8,9 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+Cost = Callable[[int], float]  # of a frame of so many patches
 
 
-def share(sizes: Sequence[int], parts: int, cost: Callable[[int], float]) -> tuple[int, ...]:
+class Placed(Protocol):
+    """A frame, and the tokens of the stream whose places it takes."""
+
+    @property
+    def tokens(self) -> range: ...
+
+    @property
+    def num_patches(self) -> int: ...
+
+
+def share(sizes: Sequence[int], parts: int, cost: Cost) -> tuple[int, ...]:
     """The part that runs each frame of so many patches: the dearest first, each to the part that has the least."""
     owners, load = [0] * len(sizes), [0.0] * parts
     for number in sorted(range(len(sizes)), key=lambda number: (-cost(sizes[number]), number)):
@@ -30,20 +43,19 @@ class Route:
     places: list[int]
 
 
-def route(runs: Sequence[range], owners: Sequence[int], at: int, parts: Sequence[range]) -> Route:
-    """`runs`: the tokens of each frame, in their order. `parts`: the tokens of each part. Of part `at`.
+def route(frames: Sequence[Placed], num_tokens: int, parts: int, at: int, cost: Cost) -> Route:
+    """What part `at` has to do with the frames of a stream of so many tokens, of which each part has as many.
 
-    Both rise, so the rows of a part are in the order of the parts that they go to.
+    Frames are in the order of their tokens, and so are parts. So the rows of a part are in the order in which they go
+    to the others.
     """
-    mine = tuple(number for number, owner in enumerate(owners) if owner == at)
-    sent = [sum(len(_common(runs[number], part)) for number in mine) for part in parts]
-    from_each = [
-        [token - parts[at].start for number, owner in enumerate(owners) if owner == part
-         for token in _common(runs[number], parts[at])]
-        for part in range(len(parts))
-    ]  # fmt: skip
-    places = [token for tokens in from_each for token in tokens]
-    return Route(mine, sent, [len(tokens) for tokens in from_each], places)
+    owners, num = share([frame.num_patches for frame in frames], parts, cost), num_tokens // parts
+    ranges = [range(part * num, (part + 1) * num) for part in range(parts)]
+    of_part = [[n for n, owner in enumerate(owners) if owner == part] for part in range(parts)]
+    sent = [sum(len(_common(frames[n].tokens, part)) for n in of_part[at]) for part in ranges]
+    from_each = [[t for n in mine for t in _common(frames[n].tokens, ranges[at])] for mine in of_part]
+    places = [token - ranges[at].start for tokens in from_each for token in tokens]
+    return Route(tuple(of_part[at]), sent, [len(tokens) for tokens in from_each], places)
 
 
 def _common(a: range, b: range) -> range:

@@ -9,6 +9,8 @@ from torch import nn
 
 from .doors import Dispatch, find
 
+TOWER = "tower."  # so begin the names of what a tower is made of
+
 
 @dataclass(frozen=True)
 class Unit:

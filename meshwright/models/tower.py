@@ -205,7 +205,7 @@ class Tower(nn.Module):
         self.merger = Merger(eye, width, at + "merger.")
         deep = [Merger(eye, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(eye.taps))]
         self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
-        self.insert = Insert(width * (1 + len(deep)))
+        self.insert = Insert(width * (1 + len(deep)), eye.cost)
         belongs_to(self, first=True)
 
     def units(self) -> list[nn.Module]:

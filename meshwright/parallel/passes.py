@@ -110,7 +110,7 @@ class _Passes:
         self._jobs: dict[tuple[int, int], ops.Jobs] = {}
         self._late = model.pipeline.schedule in LATE
         tower = self.parts[0].tower if 0 in self.parts else None
-        self._sights = [None if tower is None else sight_of(batch, tower.eye, model.mesh) for batch in batches]
+        self._sights = [None if tower is None else sight_of(batch, tower, model.mesh) for batch in batches]
         self._last_seen = max((n for n, sight in enumerate(self._sights) if sight is not None), default=-1)
 
     def tell(self, task: str, step: Action | Transfer) -> None:

@@ -54,15 +54,16 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def find(model: str, head: str, weights: bool, say: Say) -> Blueprint:
-    """The blueprint of the model in its real sizes. `weights`: the files of its weights are needed too, all of them."""
+def find(model: str, head: str, weights: bool, say: Say, *, tower: bool = False) -> Blueprint:
+    """The blueprint of the model in its real sizes. `weights`: the files of its weights are needed too, all of them.
+    `tower`: with the tower of a model that sees."""
     if model in TINY:
         if weights:
             raise ConfigError(f"{model} has no weights to take as they are; name a directory or a hub id")
-        return draw(TINY[model], head=head)
+        return draw(TINY[model], head=head, tower=tower)
     at = path_of(model)
     if at.suffix == ".json" and at.name != CONFIG and not exists(at, Path.is_dir):
-        return _of_config_alone(at, head, weights)
+        return _of_config_alone(at, head, weights, tower)
     directory, from_hub = _located(model, weights, say)
     there = any(directory.glob("*.safetensors"))
     if weights and not there:
@@ -71,10 +72,12 @@ def find(model: str, head: str, weights: bool, say: Say) -> Blueprint:
     source = open_index(directory) if (from_hub and not weights) or not there else open_source(directory)
     # What the headers say must fit the model, even where the weights are not taken; whatever their dtype.
     config = read_config(directory)
-    return draw(config, source if source.entries else None, head=head, directory=directory, stored=torch.float64)
+    return draw(
+        config, source if source.entries else None, head=head, tower=tower, directory=directory, stored=torch.float64
+    )
 
 
-def _of_config_alone(path: Path, head: str, weights: bool) -> Blueprint:
+def _of_config_alone(path: Path, head: str, weights: bool, tower: bool) -> Blueprint:
     """A config under another name. No weights belong to it, whatever lies beside it."""
     if not exists(path, Path.is_file):
         raise ConfigError(f"{path} is not there; name a config (*.json), or a directory that holds a {CONFIG}")
@@ -82,7 +85,7 @@ def _of_config_alone(path: Path, head: str, weights: bool) -> Blueprint:
         raise ConfigError(f"{path} is a config without weights to take as they are; name a directory or a hub id")
     config, _ = read_stamped_json(path)
     try:
-        return draw(config, head=head)
+        return draw(config, head=head, tower=tower)
     except ConfigError as error:
         raise ConfigError(f"{path} is no config of a model: {error}") from error
 

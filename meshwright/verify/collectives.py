@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.bill import step_bill
-from ..layout import Charge
+from ..layout import Charge, Pictures
 from ..mesh import Mesh
 from .findings import Finding
 from .recorder import TRANSFERS, Seen
@@ -50,7 +50,7 @@ def c1_collectives(run: Run) -> Findings:
 def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     """The collectives of a step are those of the bill: how many, among whom, how many bytes. So is what is stored."""
     yield from _stored_as_billed(run)
-    mesh, bill = run.model.mesh, step_bill(run.model, tokens, num_batches, run.engine.router.mode)
+    mesh, bill = run.model.mesh, step_bill(run.model, tokens, num_batches, run.engine.router.mode, _pictures(run))
     due: Counter[tuple[str, tuple[int, ...]]] = Counter()
     paid, due_bytes, paid_bytes = due.copy(), due.copy(), due.copy()
     for charge in bill:
@@ -74,6 +74,14 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     if want != got and mesh.rank == 0:
         yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
     run.measured("K1", "collectives of all ranks, in number and bytes", len(run.stepping))
+
+
+def _pictures(run: Run) -> Pictures:
+    """Of the first step: the frames of this rank where anyone has some."""
+    data, mine = run.trial.data, run.trial.batches(run.model, 0)
+    ranks = range(run.model.mesh.num_data_ranks)
+    anyone = [any(data.sees(rank, number, 0) for rank in ranks) for number in range(len(mine))]
+    return tuple(batch.frames if seen else None for seen, batch in zip(anyone, mine, strict=True))
 
 
 def _stored_as_billed(run: Run) -> Findings:

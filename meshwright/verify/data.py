@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,27 @@ FEW_STEP, LONG_STEP = 1, 2
 _SIZES = [[5, 1, 58, 64, 4], [17, 2, 3, 46, 21], [70, 1, 65], [11, 11, 44, 4, 59]]
 _FEW_SIZES = [[2, 1, 3], [1, 4], [5], [3, 2, 2]]
 _LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
+
+
+Pictures = list[tuple[Tensor, tuple[int, int, int]]]  # of a document: patches, and how many in time, height and width
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """Of a model that sees: the tokens that stand for a picture and for a video, and the numbers of a patch."""
+
+    picture: int
+    video: int
+    numbers: int
+
+
+# Of documents in turn: words (a number of them), and pictures in time, height and width. Some touch, some are first or
+# last, two have as many places in other sizes, and a video has words between its slices.
+_SEEN: list[list[int | tuple[int, int, int]]] = [
+    [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
+    [(1, 2, 4), (1, 4, 2), 3, (1, 2, 2)],
+]
+_LEAST = 28  # tokens of a document that has pictures
 
 
 @dataclass(frozen=True)
@@ -38,6 +60,7 @@ class Data:
     long: int = 0
     seed: int = 0
     num_special: int = 1
+    eyes: Eyes | None = None
 
     def __call__(self, data_rank: int, step: int = 0) -> list[Batch]:
         out = []
@@ -46,8 +69,13 @@ class Data:
             fields = {"target": [torch.randn(len(d), generator=g) for d in documents]} if self.target else {}
             if number % 2:
                 fields["weight"] = [0.5 + torch.rand(len(d), generator=g) for d in documents]
-            out.append(pack(documents, length=self._special(step) or self.length, fields=fields))
+            seen = self._seeing(documents, self.pictures(data_rank, step)[number])
+            out.append(pack(documents, length=self._special(step) or self.length, fields=fields, **seen))
         return out
+
+    def _seeing(self, documents: list[list[int]], pictures: list[Pictures]) -> dict[str, Any]:
+        ids = (self.eyes.picture, self.eyes.video) if self.eyes else ()
+        return {"images": pictures, "placeholders": ids} if ids and any(pictures) else {}
 
     def documents(self, data_rank: int, step: int = 0) -> list[list[list[int]]]:
         """Of each micro-batch."""
@@ -57,12 +85,57 @@ class Data:
             sizes = _SIZES[(data_rank + 2 * number) % len(_SIZES)]
             if special:
                 sizes = _LONG_SIZES if step == LONG_STEP else _FEW_SIZES[(data_rank + number) % len(_FEW_SIZES)]
-            out.append([torch.randint(self.vocab, (size,), generator=g).tolist() for size in sizes])
+            words = [torch.randint(self.vocab, (size,), generator=g).tolist() for size in sizes]
+            out.append([self._with_places(each, at, data_rank, number, step) for at, each in enumerate(words)])
         return out
+
+    def pictures(self, data_rank: int, step: int = 0) -> list[list[Pictures]]:
+        """Of each document of each micro-batch."""
+        out = []
+        for number, documents in enumerate(self.documents(data_rank, step)):
+            g = self._generator(data_rank, step, number + 25)
+            sizes = [self._sizes(len(d), at, data_rank, number, step) for at, d in enumerate(documents)]
+            out.append([[(self._patches(size, g), size) for size in of_document] for of_document in sizes])
+        return out
+
+    def sees(self, data_rank: int, number: int, step: int) -> bool:
+        """Nobody in a step of few tokens, one data rank in a long one; else all in the first micro-batch, and in the
+        others every other data rank: none, if there is but one."""
+        if self.eyes is None or step == FEW_STEP:
+            return False
+        return data_rank == 0 if step == LONG_STEP else number == 0 or data_rank % 2 == 1
+
+    def _parts(self, size: int, at: int, *where: int) -> list[int | tuple[int, int, int]]:
+        return _SEEN[at % len(_SEEN)] if size >= _LEAST and self.sees(*where) else []
+
+    def _sizes(self, size: int, at: int, *where: int) -> list[tuple[int, int, int]]:
+        return [part for part in self._parts(size, at, *where) if not isinstance(part, int)]
+
+    def _patches(self, size: tuple[int, int, int], g: torch.Generator) -> Tensor:
+        assert self.eyes is not None, "only a model that sees has pictures"
+        return torch.randn(size[0] * size[1] * size[2], self.eyes.numbers, generator=g)
+
+    def _with_places(self, words: list[int], at: int, *where: int) -> list[int]:
+        """Places of pictures among the words, of which none looks like one."""
+        if self.eyes is None:
+            return words
+        ids, tokens = (self.eyes.picture, self.eyes.video), list[int]()
+        spare = next(token for token in range(self.vocab) if token not in ids)
+        words = [spare if word in ids else word for word in words]
+        for part in self._parts(len(words), at, *where):
+            if isinstance(part, int):
+                tokens += words[len(tokens) : len(tokens) + part]
+                continue
+            time, height, width = part
+            for number in range(time):
+                tokens += words[len(tokens) : len(tokens) + (number > 0)]
+                tokens += [ids[time > 1]] * (height * width // 4)
+        return tokens + words[len(tokens) :]
 
     def labels(self, data_rank: int, step: int = 0) -> list[Tensor]:
         """Of each micro-batch, reckoned here: the next token of the same document. `pack` must find the same."""
-        return [_labels(documents) for documents in self.documents(data_rank, step)]
+        ids = {self.eyes.picture, self.eyes.video} if self.eyes else set[int]()
+        return [_labels(documents, ids) for documents in self.documents(data_rank, step)]
 
     def bounds(self, data_rank: int, step: int = 0) -> list[list[int]]:
         """Where documents begin and end, without filler."""
@@ -77,11 +150,11 @@ class Data:
         return torch.Generator().manual_seed(1_000_003 * self.seed + at + 100 * data_rank + number)
 
 
-def _labels(documents: list[list[int]]) -> Tensor:
+def _labels(documents: list[list[int]], places: set[int]) -> Tensor:
     flat: list[int] = []
     for document in documents:
-        flat += document[1:]
-        flat.append(IGNORE)
+        for token, after in zip(document, [*document[1:], IGNORE], strict=True):
+            flat.append(IGNORE if token in places or after in places else after)
     return torch.tensor(flat)
 
 

@@ -27,7 +27,7 @@ from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..weights import of_table
 from .against import compare
 from .collectives import silent
-from .data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data
+from .data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data, Eyes
 from .examine import ORACLES, examine
 from .findings import Finding, Margin, Notes, read_notes
 from .peer import Documents
@@ -62,6 +62,7 @@ class Options:
     plant: str = ""  # a bug in the ranks of the mesh, to see it found
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
+    tower: bool = False  # of a model that sees, with pictures
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -131,7 +132,9 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
 
 
 def _found(model: str, options: Options, *, weights: bool, say: Say) -> Blueprint:
-    found = find(model, options.head, weights=weights, say=say).run_by(options.pipeline, reshard=True)
+    found = find(model, options.head, weights=weights, say=say, tower=options.tower).run_by(
+        options.pipeline, reshard=True
+    )
     return found.in_context(options.context)
 
 
@@ -147,8 +150,8 @@ def _small(blueprint: Blueprint, axes: Axes, options: Options) -> Blueprint:
     small = partial(shrink, blueprint.config, axes.tp, num_stages=num_stages)
     if options.device == "cpu":
         with contextlib.suppress(ConfigError):
-            return laid_out(draw(small(width=ODD), head=options.head))
-    return laid_out(draw(small(), head=options.head))
+            return laid_out(draw(small(width=ODD), head=options.head, tower=options.tower))
+    return laid_out(draw(small(), head=options.head, tower=options.tower))
 
 
 def inspect(plan: Plan, say: Say) -> list[RunResult]:
@@ -194,16 +197,23 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     share = plan.axes.tp * plan.axes.cp
     length, few, long = (-(-n // share) * share for n in (LENGTH, FEW, LONG))  # a batch divides into shares
     head, small = plan.options.head, plan.kind == SHRUNK
-    special = {"few": few, "long": long} if small else {}
+    special = (few, long) if small else (0, 0)
     pp, pipeline = plan.axes.pp, plan.runs.spec.pipeline
     groups = pp if pipeline.stages > 1 else 1  # interleaved stages take micro-batches by pp
-    data = Data(plan.num_batches, length, plan.runs.vocab, head == "value", seed=plan.options.seed, num_special=groups,
-                **special)  # fmt: skip
+    data = Data(
+        plan.num_batches, length, plan.runs.vocab, head == "value", *special, seed=plan.options.seed,
+        num_special=groups, eyes=eyes_of(plan.runs),
+    )  # fmt: skip
     return Trial(
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
         context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small,
     )  # fmt: skip
+
+
+def eyes_of(blueprint: Blueprint) -> Eyes | None:
+    tower = blueprint.module.tower
+    return None if tower is None else Eyes(tower.ids[0], tower.ids[1], tower.eye.pixels.num)
 
 
 def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:
@@ -283,21 +293,22 @@ def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     with Recorder() as recorder:
         model = load(
             plan.directory, mesh, head=plan.options.head, dtype=torch.float64 if wide else None,
-            pipeline=plan.options.pipeline, context=plan.options.context,
+            pipeline=plan.options.pipeline, context=plan.options.context, tower=plan.options.tower,
         )  # fmt: skip
     return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)
 
 
 def _make(plan: Plan, at: Path) -> None:
     options, choice = plan.options, plan.blueprint.keymap.choice
-    _write(at, plan.runs.config, options.head, choice, torch.bfloat16, options.seed)
+    _write(at, plan.runs, choice, torch.bfloat16, options.seed)
 
 
 def _make_peers(config: Mapping[str, Any], folder: Path, seed: int) -> list[str]:
     """In every layout that files of experts have; first in the one that transformers' parameters have."""
-    layouts = sorted(draw(config).table.groups.get("experts", ["fused"]), key=lambda name: name != "fused")
+    blueprint = draw(config)
+    layouts = sorted(blueprint.table.groups.get("experts", ["fused"]), key=lambda name: name != "fused")
     for layout in layouts:
-        _write(folder / layout, config, "lm", {"experts": layout}, torch.float32, seed)
+        _write(folder / layout, blueprint, {"experts": layout}, torch.float32, seed)
     return layouts
 
 
@@ -309,14 +320,12 @@ def steps_of(vocab: int, seed: int) -> dict[str, list[Documents]]:
     return {"two micro-batches": data.documents(0), "few tokens": data.documents(0, FEW_STEP), "a long document": long}
 
 
-def _write(
-    at: Path, config: Mapping[str, Any], head: str, choice: Mapping[str, str], dtype: torch.dtype, seed: int
-) -> None:
+def _write(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dtype, seed: int) -> None:
     """Random weights, all away from values such as 0 and 1 that would hide a mistake."""
     recipe = at.with_name(f"{at.name}'s recipe")
     recipe.mkdir(parents=True)
-    (recipe / "config.json").write_text(json.dumps(dict(config)))
-    model = init(recipe, Mesh(device="cpu"), head=head, dtype=torch.float32, seed=seed)
+    (recipe / "config.json").write_text(json.dumps(dict(like.config)))
+    model = init(recipe, Mesh(device="cpu"), head=like.head, dtype=torch.float32, seed=seed, tower=like.tower)
     g = torch.Generator().manual_seed(seed + 1)
     for name, stored in model.stored().items():
         stored.add_(torch.randn(stored.shape, generator=g), alpha=0.05)

@@ -19,12 +19,51 @@ _WIDTHS = {
 def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1) -> dict[str, Any]:
     """Widths and depth become small. Head counts, experts and everything else stay. `width` 0: one that every family
     can have."""
-    if "text_config" in config:
-        return {**config, "text_config": _shrink(config["text_config"], tp, width, num_stages)}
-    return _shrink(config, tp, width, num_stages)
+    if "text_config" not in config:
+        return _shrink(config, tp, width, num_stages)
+    num_taps = _num_taps(config)
+    text = _with_sections(_shrink(config["text_config"], tp, width, num_stages, num_taps + 1))
+    small = {**config, "text_config": text}
+    if config.get("vision_config"):
+        small |= {"vision_config": _shrink_tower(config["vision_config"], text["hidden_size"], num_taps)}
+        # words of the small vocabulary
+        small |= {f"{name}_token_id": text["vocab_size"] - 5 - at for at, name in enumerate(("image", "video"))}
+    return small
 
 
-def _shrink(text: Json, tp: int, width: int, num_stages: int) -> dict[str, Any]:
+def _num_taps(config: Json) -> int:
+    """How many layers of the text take what the tower sees on its way."""
+    taps = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
+    return 3 if taps is None and str(config.get("model_type")).startswith("qwen3_vl") else len(taps or ())
+
+
+def _shrink_tower(vision: Json, width: int, num_taps: int) -> dict[str, Any]:
+    """Heads of 8 dims, a table that some pictures are larger than, and blocks behind the last that is tapped."""
+    heads = vision.get("num_heads") or vision.get("num_attention_heads") or 16
+    return {
+        **vision, "num_heads": heads, "hidden_size": 8 * heads, "intermediate_size": 21, "depth": num_taps + 2,
+        "patch_size": 4, "num_position_embeddings": 9, "out_hidden_size": width,
+        "deepstack_visual_indexes": list(range(num_taps)),
+    }  # fmt: skip
+
+
+def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
+    """Heads of which 3 frequencies or more are rotated, so that time, height and width have each one."""
+    group = next((name for name in ("rope_scaling", "rope_parameters") if text.get(name)), None)
+    rope = text.get(group or "") or {}
+    if "mrope_section" not in rope and "linear_key_head_dim" not in text:
+        return text
+    partial = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor")
+    share = partial or (0.25 if "linear_key_head_dim" in text else 1.0)
+    text["head_dim"] = 24 if share == 0.25 else text["head_dim"]
+    num = int(text["head_dim"] * share) // 2
+    sections = [num - 2 * (num // 3), num // 3, num // 3]
+    if group:
+        return {**text, group: {**rope, "mrope_section": sections}}
+    return {**text, "rope_parameters": {"rope_type": "default", "mrope_section": sections}}
+
+
+def _shrink(text: Json, tp: int, width: int, num_stages: int, first: int = 1) -> dict[str, Any]:
     out = dict(text)
     out.update({name: width for name, width in _WIDTHS.items() if name in out})
     out["vocab_size"] = _uneven(131, tp)
@@ -35,7 +74,7 @@ def _shrink(text: Json, tp: int, width: int, num_stages: int) -> dict[str, Any]:
     out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
     heads = out["num_attention_heads"]
     out["hidden_size"] = width or -(-_WIDTH // heads) * heads  # some families want the heads to divide it
-    depth = _depth(text, num_stages + 1)
+    depth = _depth(text, num_stages + first)
     out["num_hidden_layers"] = depth
     if text.get("layer_types"):
         out["layer_types"] = list(text["layer_types"])[:depth]

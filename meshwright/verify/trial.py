@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..axes import Axes
-from ..data import IGNORE, Batch, pack
+from ..data import IGNORE, Batch, cut, filled, joined_batches
 from ..engine import Engine, Model, gather, init, load, losses
 from ..layout import Context, Pipeline
 from ..mesh import Mesh
@@ -70,7 +70,7 @@ class Trial:
     def engine(self, mesh: Mesh) -> Engine:
         model = load(
             self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, pipeline=self.pipeline,
-            context=self.context,
+            context=self.context, tower=self.data.eyes is not None,
         )  # fmt: skip
         return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
 
@@ -79,7 +79,14 @@ class Trial:
         if not self.draws:
             return {}
         model = init(
-            self.source, mesh, head=self.head, dtype=self.dtype, seed=5, pipeline=self.pipeline, context=self.context
+            self.source,
+            mesh,
+            head=self.head,
+            dtype=self.dtype,
+            seed=5,
+            pipeline=self.pipeline,
+            context=self.context,
+            tower=self.data.eyes is not None,
         )
         return gather(model)
 
@@ -212,20 +219,10 @@ def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
 
 def documents_of(batch: Batch) -> list[Batch]:
     """Each document of a batch as a batch of its own."""
-    bounds = batch.bounds
-    return [pack([batch.tokens[a:b].tolist()], labels=[batch.labels[a:b].tolist()]) for a, b in pairwise(bounds)]
+    return [cut(batch, [number], b - a) for number, (a, b) in enumerate(pairwise(batch.bounds))]
 
 
 def _merged(batches: Sequence[Batch], length: int | None = None) -> Batch:
     """One stream of the documents of all, without their filler."""
-    documents: list[list[int]] = []
-    labels: list[list[int]] = []
-    fields: dict[str, list[Tensor]] = {name: [] for name in batches[0].fields}
-    for batch in batches:
-        bounds = [at for at in batch.bounds if at <= len(batch) - batch.num_filler]
-        for a, b in pairwise(bounds):
-            documents.append(batch.tokens[a:b].tolist())
-            labels.append(batch.labels[a:b].tolist())
-            for name, values in batch.fields.items():
-                fields[name].append(values[a:b])
-    return pack(documents, labels=labels, length=length, fields=fields)
+    whole = joined_batches(batches)
+    return filled(whole, len(whole) if length is None else length)

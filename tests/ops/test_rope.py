@@ -55,9 +55,9 @@ def test_as_qwen3():
 def test_interleaved_mrope_as_qwen3_5(sections):
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": list(sections)}
     config = Qwen3_5TextConfig(head_dim=256, rope_parameters=rope)
-    positions = torch.randint(0, 500, (3, 20), generator=torch.Generator().manual_seed(0))
+    positions = torch.randint(0, 500, (20, 3), generator=torch.Generator().manual_seed(0))
     x = rand(20, 3, 256, dtype=torch.float32)
-    cos, sin = Qwen3_5TextRotaryEmbedding(config)(x, positions[:, None])
+    cos, sin = Qwen3_5TextRotaryEmbedding(config)(x, positions.T[:, None])
     ours = rope_tables(positions, Rotary(64, 1e7), sections=sections)
     assert torch.equal(ours[0], cos[0, :, :32])
     assert torch.equal(ours[1], sin[0, :, :32])
@@ -67,7 +67,7 @@ def test_interleaved_mrope_as_qwen3_5(sections):
 def test_text_tokens_carry_one_number_three_times():
     positions = torch.arange(9)
     rotary = Rotary(64, 1e7, YarnScaling(4.0, 262144), attention=1.1)
-    three = rope_tables(positions.expand(3, 9), rotary, sections=(11, 11, 10))
+    three = rope_tables(positions[:, None].expand(9, 3), rotary, sections=(11, 11, 10))
     assert all(torch.equal(a, b) for a, b in zip(three, rope_tables(positions, rotary), strict=True))
 
 
