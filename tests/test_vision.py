@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
+from meshwright import cli
 from meshwright.blueprint import draw
 from meshwright.data.images import turns_of
-from meshwright.errors import ConfigError, DataError, MeshError
+from meshwright.errors import CheckpointError, ConfigError, DataError, MeshError
 from meshwright.layout import Pipeline
 from tests import seeing, tiny, trials, worlds
 from tests.seeing import DOCUMENTS, END, IMAGE, START, VIDEO, Made
+from tests.test_checkpoint import bytes_of
 
 FAMILIES = tuple(seeing.ODD)
 DOCS = ("one place", "wide, then high", "beyond the table", "a video", "a short video", "touching")
@@ -329,3 +332,33 @@ def test_a_model_refuses_pictures_that_are_not_its_own(source: Callable[[str], P
     assert said["stray"].startswith(f"token {IMAGE} at position 2 stands for a picture that the batch has not")
     assert said["words"].startswith("token 3 at position 2 is in the place of a picture")
     assert "has 90 numbers, and one of this tower has 96" in said["patches"]
+
+
+def saved_with_a_tower(source: Path, at: Path) -> str:
+    model = mw.load(source, trials.mesh_of(dict(fsdp=2)), dtype=torch.float32, tower=True)
+    engine = mw.Engine(model, lr=1e-2)
+    engine.step([seeing.packed(["one place", "words"], length=48)])
+    mw.save(engine, at / "ours")
+    mw.export(model, at / "hf")
+    dcp.save(engine.state_dict(), checkpoint_id=at / "dcp")
+    without = mw.Engine(mw.load(source, model.mesh, dtype=torch.float32), lr=1e-2)
+    with pytest.raises(CheckpointError) as caught:
+        mw.resume(without, at / "ours")
+    return str(caught.value)
+
+
+def test_a_tower_in_checkpoints(tmp_path: Path) -> None:
+    """Moments of the tower go with it through every kind; and a model without one does not take half of them."""
+    source = seeing.directory(tmp_path / "source", "qwen3_vl", dtype=torch.bfloat16)
+    said = worlds.run(2, saved_with_a_tower, source, tmp_path)
+    assert all("was saved with tower=True, and the engine's model has tower=False" in each for each in said)
+    convert = lambda *given: cli.main(["convert", *map(str, given)])  # noqa: E731 - one line reads better
+    assert convert(tmp_path / "dcp", tmp_path / "again", "--to", "meshwright", "--like", source) == 0
+    assert bytes_of(tmp_path / "again" / "step-000001") == bytes_of(tmp_path / "ours" / "step-000001")
+    moments = load_file(tmp_path / "ours" / "step-000001" / "exp_avg" / "model.safetensors")
+    assert any("visual" in key and tensor.any() for key, tensor in moments.items())
+    assert convert(tmp_path / "ours", tmp_path / "torch", "--to", "dcp") == 0
+    assert convert(tmp_path / "torch", tmp_path / "plain", "--to", "hf", "--like", source) == 0
+    assert {p.name: p.read_bytes() for p in (tmp_path / "plain").iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "hf").iterdir()
+    }

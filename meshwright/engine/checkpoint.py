@@ -150,6 +150,7 @@ def _trainer(engine: Engine) -> dict[str, Any]:
         "step": engine.steps,
         "tokens": engine.tokens,
         "head": engine.model.blueprint.head,
+        "tower": engine.model.blueprint.tower,
         "trained": engine.trained,
         "settings": _settings(engine),
         "router_load": engine.router.trained_load.tolist(),
@@ -204,6 +205,7 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
     if isinstance(source, weights.Source):
         return _weights_alone(engine, source)
     trainer = source.trainer
+    _check_tower(model, source.directory, trainer.get("tower", False))
     blueprint = _drawn(model, source.planes[WEIGHTS], trainer["head"])
     _check_same(engine, source, blueprint, trainer)
     moments = _new_moments(engine) if FIRST in source.planes else {}
@@ -231,6 +233,15 @@ def _opened(model: Model, path: Path) -> Checkpoint | weights.Source:
     model.mesh.all_or_none(failure, f"the resuming of {path}", CheckpointError)
     opened: Checkpoint | weights.Source = model.mesh.of_rank_0(found[0] if found else None)
     return opened
+
+
+def _check_tower(model: Model, at: Path, tower: bool) -> None:
+    """Of a tower that was kept as it is there are no masters and no moments."""
+    if tower != model.blueprint.tower:
+        raise CheckpointError(
+            f"{at} was saved with tower={tower}, and the engine's model has tower={model.blueprint.tower}; load that "
+            f"with tower={tower}, or begin anew from the weights: mw.load({str(at)!r}, tower={model.blueprint.tower})"
+        )
 
 
 def _drawn(model: Model, source: weights.Source, head: str) -> Blueprint:

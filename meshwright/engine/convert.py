@@ -17,6 +17,7 @@ from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Plane
 from ..errors import CheckpointError, ConfigError
 from ..layout import Param
 from ..log import progress
+from ..models import VISUAL
 from ..weights import DTYPES, Files, Key, KeyMap, Runs
 from .checkpoint import about_model
 from .state_dict import COUNTERS
@@ -83,8 +84,9 @@ def _read_ours(source: Path) -> State:
         raise CheckpointError(f"{found.directory} is broken: {wrong[0]} ({len(wrong)} such runs)")
     about = found.trainer
     blueprint = draw(
-        weights.read_config(found.directory), found.planes[WEIGHTS], head=about["head"], directory=found.directory
-    )
+        weights.read_config(found.directory), found.planes[WEIGHTS], head=about["head"],
+        tower=about.get("tower", False), directory=found.directory,
+    )  # fmt: skip
     planes = {WEIGHTS: _mapped(found.parameters, blueprint)}
     planes |= {name: _mapped(found.planes[name], blueprint) for name in (FIRST, SECOND) if name in found.planes}
     load = tuple(tuple(row) for row in about["router_load"])
@@ -101,7 +103,8 @@ def _read_torch(source: Path, like: Path | None) -> State:
         keys = {name.split(".", 1)[1]: name for name in found.shapes if name.startswith(f"{plane}.")}
         planes[plane] = {key: lambda name=name: found.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
-    blueprint = draw(weights.read_config(like), files, head=head, directory=like)
+    tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
+    blueprint = draw(weights.read_config(like), files, head=head, tower=tower, directory=like)
     _check(source, found.shapes, planes, blueprint)
     numbers = {name: found.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
     load = tuple(tuple(row) for row in numbers["router_load"].tolist())
@@ -152,7 +155,7 @@ def _tensor(source: weights.Source, key: str) -> Tensor:
 
 def _write_torch(state: State, target: Path, advance: Callable[[int], None]) -> Path:
     numbers = {"step": torch.tensor(state.step), "tokens": torch.tensor(state.tokens)}
-    numbers["router_load"] = torch.tensor(state.router_load, dtype=torch.float64).view(len(state.router_load), -1)
+    numbers["router_load"] = torch.tensor([list(row) for row in state.router_load], dtype=torch.float64)
     tensors = {plane: {key: make() for key, make in keys.items()} for plane, keys in state.planes.items()}
     with weights.atomic_directory(weights.Target(target.absolute(), 0, frozenset(), target)) as whole:
         disk.write_torch_files(whole, {**tensors, COUNTERS: numbers})
@@ -206,8 +209,10 @@ def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: 
     export = _export(state, target, dtype)
     planes = disk.planes_of(blueprint.table, export.keymap, stored, moments)
     about = about_model(blueprint) | {"mesh": "none: it was converted", "compute": "none"}
-    trainer = {"step": state.step, "tokens": state.tokens, "head": blueprint.head, "trained": trained, "settings": {},
-               "router_load": state.router_load, "state": None}  # fmt: skip
+    trainer = {
+        "step": state.step, "tokens": state.tokens, "head": blueprint.head, "tower": blueprint.tower,
+        "trained": trained, "settings": {}, "router_load": state.router_load, "state": None,
+    }  # fmt: skip
     none = KeyMap({}, {"host": Key("host", "U8", (0, 1), disk.RANDOM)})
     with disk.Draft(target.absolute(), state.step) as draft:
         disk.write_beside(export, draft.path, trainer, runs)

@@ -42,7 +42,7 @@ _TEXT_OF = {kind: f"{kind}_text" for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_v
 _CLASSIFIER_OF = {  # with its tower
     "qwen3_5": "Qwen3_5ForSequenceClassification", "qwen3_5_moe": "", "qwen3_vl": "", "qwen3_vl_moe": "",
 }  # fmt: skip
-TOWER = "model.visual."  # where the keys of a tower stand
+VISUAL = "model.visual."  # where the keys of a tower stand
 _SECTIONS = {  # how many frequencies of RoPE turn with time, height and width, where the config does not say it
     "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10), "qwen3_vl": (24, 20, 20), "qwen3_vl_moe": (24, 20, 20),
 }  # fmt: skip
@@ -125,7 +125,7 @@ def describe(
         )
     drops_head = head != "lm" and not model.shape.tied
     dropped = (*((LM_HEAD,) if drops_head else ()), *((SCORE, SCORE_BIAS) if head == "none" else ()))
-    carried = [pattern for pattern in family.carried if not (tower and pattern.startswith(TOWER))]
+    carried = [pattern for pattern in family.carried if not (tower and pattern.startswith(VISUAL))]
     num_first = 1 if model.tower is None else max(1, len(model.tower.eye.taps))
     return model, collect(model, (*carried, *dropped), "embed.weight" if model.tied else None, num_first)
 
@@ -138,6 +138,6 @@ def _give_tower(model: Decoder, config: Json) -> None:
             f"{', '.join(_SECTIONS)}"
         )
     ids = [take(config, name, int, default) for name, default in _PLACEHOLDERS[_kind(config)].items()]
-    model.tower = Tower(eye_of(config, model.shape.width, len(model.layers)), model.shape.width, ids, TOWER)
+    model.tower = Tower(eye_of(config, model.shape.width, len(model.layers)), model.shape.width, ids, VISUAL)
     sections = sections_of(text_config(config), model.shape.rotary.dim // 2, _SECTIONS[_kind(config)])
     model.shape = replace(model.shape, sections=sections)
