@@ -103,6 +103,7 @@ def differs(found: Any, expected: Any) -> list[str]:
         assert mine[2].keys() == one[2].keys()
         wrong += [f"step {number}: {a} for {b}" for a, b in zip(mine[:2], one[:2], strict=True) if abs(a - b) > 1e-9]
         wrong += [f"step {number}: {name}" for name, grad in one[2].items() if off(mine[2][name], grad) > 1e-9]
+    # `gather` rounds weights to the float32 of the files, gradients it does not
     return wrong + [f"the weights of {name}" for name, weight in expected[-1].items() if off(found[-1][name], weight)
                     > 1e-6]  # fmt: skip
 
