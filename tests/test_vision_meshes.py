@@ -13,7 +13,7 @@ import torch
 
 import meshwright as mw
 from meshwright.verify import Data, Trial
-from meshwright.verify.data import Eyes
+from meshwright.verify.data import Vision
 from tests import parts, seeing, trials, worlds
 from tests.trials import named, world_of
 
@@ -135,8 +135,8 @@ def seen_by(family: str, source: Path, mesh: dict[str, int]) -> Trial:
     """Pictures on some ranks in the first step, on none in one of few tokens, on one in a long one."""
     share = mesh.get("cp", 1) * mesh.get("tp", 1)
     length, few, long = (-(-num // share) * share for num in (136, 8, 1100))
-    eyes = Eyes(seeing.IMAGE, seeing.VIDEO, seeing.PATCH)
-    data = Data(num=2 * mesh.get("pp", 1), length=length, few=few, long=long, eyes=eyes)
+    vision = Vision(seeing.IMAGE, seeing.VIDEO, seeing.PATCH)
+    data = Data(num=2 * mesh.get("pp", 1), length=length, few=few, long=long, vision=vision)
     router_aux = "previous" if "pp" in mesh else "pooled"
     return replace(trials.trial(source, mesh), data=data, router_aux=router_aux, draws=True)
 

@@ -46,7 +46,7 @@ from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
 from .model import Model
 from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
-from .pictures import as_all_see, at_least, blind, give_zeros
+from .pictures import as_all_see, at_least, give_zeros, unused_in
 from .router import Router, refuse_pooled
 from .state_dict import COUNTERS, StateDict, check_same_keys, planes_in_memory, take_planes
 from .terms import Terms
@@ -242,7 +242,7 @@ class Engine:
 
     def _finish(self, step: Step) -> None:
         """Make the sums that FSDP leaves out, once: a second time would multiply what copies hold."""
-        grads, unused = self.model.grads(), blind(self.model, step.pictures)
+        grads, unused = self.model.grads(), unused_in(self.model, step.pictures)
         check_complete(grads, [name for name in self.model.trainable if name not in unused])
         parallel.finish([(self._left_to_sum[name], grad) for name, grad in grads.items()], self.model.mesh)
         give_zeros(self.model, unused)

@@ -38,7 +38,7 @@ def as_all_see(batches: Sequence[Batch], mask: int, tower: Tower | None) -> list
     """Where any rank has pictures, a batch without gets an empty set of them; where nobody has, none."""
     if tower is None:
         return list(batches)
-    none = Images(torch.empty(0, tower.eye.pixels.num), ())
+    none = Images(torch.empty(0, tower.shape.pixels.num), ())
 
     def seen(number: int, batch: Batch) -> Batch:
         anyone = mask >> min(number, _BITS - 1) & 1
@@ -58,10 +58,10 @@ def check_pictures(batches: Sequence[Batch], tower: Tower | None) -> None:
                 )
             continue
         images = batch.images
-        if images is not None and images.patches_PC.shape[1] != tower.eye.pixels.num:
+        if images is not None and images.patches_PC.shape[1] != tower.shape.pixels.num:
             raise DataError(
                 f"a patch of the batch has {images.patches_PC.shape[1]} numbers, and one of this tower has "
-                f"{tower.eye.pixels.num}; use the processor of the model"
+                f"{tower.shape.pixels.num}; use the processor of the model"
             )
         filled_T = torch.zeros(len(batch), dtype=torch.bool, device=batch.tokens.device)
         for frame in batch.frames:
@@ -85,6 +85,6 @@ def give_zeros(model: Model, unused: Sequence[str]) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def blind(model: Model, mask: int) -> list[str]:
+def unused_in(model: Model, mask: int) -> list[str]:
     """The trained parameters of this rank that a step has not used at all."""
     return [] if mask else [name for name in model.trainable if name.startswith(TOWER)]

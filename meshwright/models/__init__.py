@@ -17,7 +17,7 @@ from .balance import Balance
 from .config import LABELS, Json, group, take
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .rope import GROUPS, sections_of
-from .tower import Eye, EyeBlock, Sight, Tower, eye_of
+from .tower import Sight, Tower, TowerBlock, TowerShape, tower_shape_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def describe(
     drops_head = head != "lm" and not model.shape.tied
     dropped = (*((LM_HEAD,) if drops_head else ()), *((SCORE, SCORE_BIAS) if head == "none" else ()))
     carried = [pattern for pattern in family.carried if not (tower and pattern.startswith(VISUAL))]
-    num_first = 1 if model.tower is None else max(1, len(model.tower.eye.taps))
+    num_first = 1 if model.tower is None else max(1, len(model.tower.shape.taps))
     return model, collect(model, (*carried, *dropped), "embed.weight" if model.tied else None, num_first)
 
 
@@ -138,6 +138,6 @@ def _give_tower(model: Decoder, config: Json) -> None:
             f"{', '.join(_SECTIONS)}"
         )
     ids = [take(config, name, int, default) for name, default in _PLACEHOLDERS[_kind(config)].items()]
-    model.tower = Tower(eye_of(config, model.shape.width, len(model.layers)), model.shape.width, ids, VISUAL)
+    model.tower = Tower(tower_shape_of(config, model.shape.width, len(model.layers)), model.shape.width, ids, VISUAL)
     sections = sections_of(text_config(config), model.shape.rotary.dim // 2, _SECTIONS[_kind(config)])
     model.shape = replace(model.shape, sections=sections)

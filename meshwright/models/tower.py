@@ -45,7 +45,7 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class Eye:
+class TowerShape:
     """The shape of a tower. `taps`: blocks behind which what it has seen goes to the first layers of the text."""
 
     width: int
@@ -79,31 +79,32 @@ class Sight:
     at_N: Tensor
 
 
-def eye_of(config: Json, width: int, layers: int) -> Eye:
+def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
     """`width`, `layers`: of the text. From the whole config of a model that sees."""
     vision = group(config, "vision_config")
     refuse(vision, _FIXED)
     num_heads = take(vision, "num_heads", int, take(vision, "num_attention_heads", int, 16))
-    eye = Eye(
+    shape = TowerShape(
         width=take(vision, "hidden_size", int, 1152), ffn=take(vision, "intermediate_size", int, 4304),
         depth=take(vision, "depth", int, take(vision, "num_hidden_layers", int, 27)), heads=num_heads,
         places=take(vision, "num_position_embeddings", int, 2304), theta=_theta(vision),
         std=take(vision, "initializer_range", float, 0.02), pixels=Pixels(side=take(vision, "patch_size", int, 16)),
         taps=_taps(config, vision),
     )  # fmt: skip
-    if divides("num_heads", num_heads, "hidden_size", eye.width) % 4:
-        raise ConfigError(f"config.json: a head of the tower has {eye.head} dims; it must be a multiple of 4")
-    if round(eye.places**0.5) ** 2 != eye.places:
-        raise ConfigError(f"config.json: num_position_embeddings={eye.places} is no square number; correct it")
+    if divides("num_heads", num_heads, "hidden_size", shape.width) % 4:
+        raise ConfigError(f"config.json: a head of the tower has {shape.head} dims; it must be a multiple of 4")
+    if round(shape.places**0.5) ** 2 != shape.places:
+        raise ConfigError(f"config.json: num_position_embeddings={shape.places} is no square number; correct it")
     out = take(vision, "out_hidden_size", int, 3584)
     if out != width:
         raise ConfigError(f"config.json: out_hidden_size={out} of the tower, but hidden_size={width} of the text")
-    if any(tap >= eye.depth for tap in eye.taps) or list(eye.taps) != sorted({*eye.taps}) or len(eye.taps) > layers:
+    taps = list(shape.taps)
+    if any(tap >= shape.depth for tap in taps) or taps != sorted({*taps}) or len(taps) > layers:
         raise ConfigError(
-            f"config.json: deepstack_visual_indexes={list(eye.taps)} must rise, and be below depth={eye.depth}; there "
-            f"can be {layers} of them, one for each layer of the text"
+            f"config.json: deepstack_visual_indexes={taps} must rise, and be below depth={shape.depth}; there can be "
+            f"{layers} of them, one for each layer of the text"
         )
-    return eye
+    return shape
 
 
 def _theta(vision: Json) -> float:
@@ -135,36 +136,36 @@ class Patches(nn.Module):
     """Pixels, and where each patch is in its frame. The files have a convolution whose kernel is as wide as its stride:
     a matrix."""
 
-    def __init__(self, eye: Eye, at: str) -> None:
+    def __init__(self, shape: TowerShape, at: str) -> None:
         super().__init__()
-        E, sizes, key = eye.width, eye.pixels.sizes, at + "patch_embed.proj"
+        E, sizes, key = shape.width, shape.pixels.sizes, at + "patch_embed.proj"
         whole = Box.whole((E, *sizes))
         spelled = Layout("convolution", (Block(whole, f"{key}.weight", (E, *sizes), whole),))
         names = ("chan", "time", "patch_row", "patch_col")
-        init = Init("normal", eye.std)
+        init = Init("normal", shape.std)
         self.weight = weight({"eye": E}, dict(zip(names, sizes, strict=True)), layouts=[spelled], init=init)
         self.bias = weight({"eye": E}, key=f"{key}.bias", decay=False, init=Init("zeros"))
-        self.grid = weight({"place": eye.places}, {"eye": E}, key=at + "pos_embed.weight", init=init)
+        self.grid = weight({"place": shape.places}, {"eye": E}, key=at + "pos_embed.weight", init=init)
 
     def forward(self, patches_PC: Tensor, frames: ops.Frames) -> Tensor:
         x_PE = ops.linear(patches_PC, self.weight, self.bias)
         return x_PE + ops.resampled(self.grid, frames, x_PE)
 
 
-class EyeBlock(nn.Module):
+class TowerBlock(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`, in which a patch sees all of its frame, and nothing else."""
 
-    def __init__(self, eye: Eye, at: str) -> None:
+    def __init__(self, shape: TowerShape, at: str) -> None:
         super().__init__()
-        E, H, K = eye.width, eye.heads, eye.head
+        E, H, K = shape.width, shape.heads, shape.head
         self.heads, self.head = H, K
         self.norm = LayerNorm({"eye": E}, at + "norm1")
-        qkv, wide = {"part": 3, "eye_heads": H, "eye_head": K}, {"eye_ffn": eye.ffn}
-        self.qkv = Linear(qkv, {"eye": E}, eye.std, key=at + "attn.qkv", bias=True)
-        self.proj = Linear({"eye": E}, {"eye_heads": H, "eye_head": K}, eye.std, key=at + "attn.proj", bias=True)
+        qkv, wide = {"part": 3, "eye_heads": H, "eye_head": K}, {"eye_ffn": shape.ffn}
+        self.qkv = Linear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True)
+        self.proj = Linear({"eye": E}, {"eye_heads": H, "eye_head": K}, shape.std, key=at + "attn.proj", bias=True)
         self.mlp_norm = LayerNorm({"eye": E}, at + "norm2")
-        self.fc1 = Linear(wide, {"eye": E}, eye.std, key=at + "mlp.linear_fc1", bias=True)
-        self.fc2 = Linear({"eye": E}, wide, eye.std, key=at + "mlp.linear_fc2", bias=True)
+        self.fc1 = Linear(wide, {"eye": E}, shape.std, key=at + "mlp.linear_fc1", bias=True)
+        self.fc2 = Linear({"eye": E}, wide, shape.std, key=at + "mlp.linear_fc2", bias=True)
         self.run: Callable[[Tensor, Tables, ops.Documents], Tensor] = self.block  # `parallel.recompute` may exchange it
 
     def forward(self, x_PE: Tensor, tables: Tables, docs: ops.Documents) -> Tensor:
@@ -181,12 +182,12 @@ class Merger(nn.Module):
     """Four neighbouring patches -> one row of the width of the text. Its GELU is the exact one, whatever the config
     says. `late`: its norm is over all four, as for what goes to the first layers of the text."""
 
-    def __init__(self, eye: Eye, width: int, at: str, *, late: bool = False) -> None:
+    def __init__(self, shape: TowerShape, width: int, at: str, *, late: bool = False) -> None:
         super().__init__()
-        four, self.late = ops.MERGED**2 * eye.width, late
-        self.norm = LayerNorm({"four_eye": four} if late else {"eye": eye.width}, at + "norm")
-        self.fc1 = Linear({"four_eye_out": four}, {"four_eye": four}, eye.std, key=at + "linear_fc1", bias=True)
-        self.fc2 = Linear({"embed": width}, {"four_eye": four}, eye.std, key=at + "linear_fc2", bias=True)
+        four, self.late = ops.MERGED**2 * shape.width, late
+        self.norm = LayerNorm({"four_eye": four} if late else {"eye": shape.width}, at + "norm")
+        self.fc1 = Linear({"four_eye_out": four}, {"four_eye": four}, shape.std, key=at + "linear_fc1", bias=True)
+        self.fc2 = Linear({"embed": width}, {"four_eye": four}, shape.std, key=at + "linear_fc2", bias=True)
 
     def forward(self, x_PE: Tensor) -> Tensor:
         four = ops.MERGED**2 * x_PE.shape[1]
@@ -197,15 +198,15 @@ class Merger(nn.Module):
 class Tower(nn.Module):
     """`forward` gives one row a token: what takes its place, and side by side what the first layers add to it."""
 
-    def __init__(self, eye: Eye, width: int, ids: Sequence[int], at: str) -> None:
+    def __init__(self, shape: TowerShape, width: int, ids: Sequence[int], at: str) -> None:
         super().__init__()
-        self.eye, self.ids, self.compute = eye, tuple(ids), torch.float32
-        self.patches = Patches(eye, at)
-        self.blocks = nn.ModuleDict({str(i): EyeBlock(eye, f"{at}blocks.{i}.") for i in range(eye.depth)})
-        self.merger = Merger(eye, width, at + "merger.")
-        deep = [Merger(eye, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(eye.taps))]
+        self.shape, self.ids, self.compute = shape, tuple(ids), torch.float32
+        self.patches = Patches(shape, at)
+        self.blocks = nn.ModuleDict({str(i): TowerBlock(shape, f"{at}blocks.{i}.") for i in range(shape.depth)})
+        self.merger = Merger(shape, width, at + "merger.")
+        deep = [Merger(shape, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(shape.taps))]
         self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
-        self.insert = Insert(width * (1 + len(deep)), eye.cost)
+        self.insert = Insert(width * (1 + len(deep)), shape.cost)
         belongs_to(self, first=True)
 
     def units(self) -> list[nn.Module]:
@@ -218,11 +219,11 @@ class Tower(nn.Module):
     def forward(self, sight: Sight) -> tuple[Tensor, ...]:
         """For each place among this rank's tokens: a row for it, and one for each of the first layers."""
         x_PE = self.patches(sight.patches_PC.to(self.compute), sight.frames)
-        tables = ops.frame_tables(sight.frames, self.eye.head, self.eye.theta, ops.upcast(x_PE[:0]).dtype)
+        tables = ops.frame_tables(sight.frames, self.shape.head, self.shape.theta, ops.upcast(x_PE[:0]).dtype)
         found: list[Tensor] = []
         for number, block in self.blocks.items():
             x_PE = block(x_PE, tables, sight.frames.docs)
-            if int(number) in self.eye.taps:
+            if int(number) in self.shape.taps:
                 found.append(self.deep[str(len(found))](x_PE))
         rows_ND = torch.cat([self.merger(x_PE), *found], -1)
         return self.insert(rows_ND, sight.sent, sight.got).chunk(1 + len(found), -1)

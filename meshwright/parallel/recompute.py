@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ..errors import ConfigError
 from ..layout import Dispatch, Door, Join, Swap, find
 from ..mesh.collectives import OPS
-from ..models import Decoder, EyeBlock, Layer
+from ..models import Decoder, Layer, TowerBlock
 from .savings import Savings
 
 _aten = torch.ops.aten
@@ -49,7 +49,7 @@ def arm(model: Decoder, savings: Savings) -> None:
         if savings.recompute == "full":
             _mark(layer)
     for block in model.tower.blocks.values() if model.tower is not None and savings.recompute != "none" else ():
-        assert isinstance(block, EyeBlock)  # which has no doors, and is not compiled: each batch has other patches
+        assert isinstance(block, TowerBlock)  # which has no doors, and is not compiled: each batch has other patches
         block.run = _recomputed(block.run, savings)
 
 

@@ -27,7 +27,7 @@ Pictures = list[tuple[Tensor, tuple[int, int, int]]]  # of a document: patches, 
 
 
 @dataclass(frozen=True)
-class Eyes:
+class Vision:
     """Of a model that sees: the tokens that stand for a picture and for a video, and the numbers of a patch."""
 
     picture: int
@@ -60,7 +60,7 @@ class Data:
     long: int = 0
     seed: int = 0
     num_special: int = 1
-    eyes: Eyes | None = None
+    vision: Vision | None = None
 
     def __call__(self, data_rank: int, step: int = 0) -> list[Batch]:
         out = []
@@ -74,7 +74,7 @@ class Data:
         return out
 
     def _seeing(self, documents: list[list[int]], pictures: list[Pictures]) -> dict[str, Any]:
-        ids = (self.eyes.picture, self.eyes.video) if self.eyes else ()
+        ids = (self.vision.picture, self.vision.video) if self.vision else ()
         return {"images": pictures, "placeholders": ids} if ids and any(pictures) else {}
 
     def documents(self, data_rank: int, step: int = 0) -> list[list[list[int]]]:
@@ -101,7 +101,7 @@ class Data:
     def sees(self, data_rank: int, number: int, step: int) -> bool:
         """Nobody in a step of few tokens, one data rank in a long one; else all in the first micro-batch, and in the
         others every other data rank: none, if there is but one."""
-        if self.eyes is None or step == FEW_STEP:
+        if self.vision is None or step == FEW_STEP:
             return False
         return data_rank == 0 if step == LONG_STEP else number == 0 or data_rank % 2 == 1
 
@@ -112,14 +112,14 @@ class Data:
         return [part for part in self._parts(size, at, *where) if not isinstance(part, int)]
 
     def _patches(self, size: tuple[int, int, int], g: torch.Generator) -> Tensor:
-        assert self.eyes is not None, "only a model that sees has pictures"
-        return torch.randn(size[0] * size[1] * size[2], self.eyes.numbers, generator=g)
+        assert self.vision is not None, "only a model that sees has pictures"
+        return torch.randn(size[0] * size[1] * size[2], self.vision.numbers, generator=g)
 
     def _with_places(self, words: list[int], at: int, *where: int) -> list[int]:
         """Places of pictures among the words, of which none looks like one."""
-        if self.eyes is None:
+        if self.vision is None:
             return words
-        ids, tokens = (self.eyes.picture, self.eyes.video), list[int]()
+        ids, tokens = (self.vision.picture, self.vision.video), list[int]()
         spare = next(token for token in range(self.vocab) if token not in ids)
         words = [spare if word in ids else word for word in words]
         for part in self._parts(len(words), at, *where):
@@ -134,7 +134,7 @@ class Data:
 
     def labels(self, data_rank: int, step: int = 0) -> list[Tensor]:
         """Of each micro-batch, reckoned here: the next token of the same document. `pack` must find the same."""
-        ids = {self.eyes.picture, self.eyes.video} if self.eyes else set[int]()
+        ids = {self.vision.picture, self.vision.video} if self.vision else set[int]()
         return [_labels(documents, ids) for documents in self.documents(data_rank, step)]
 
     def bounds(self, data_rank: int, step: int = 0) -> list[list[int]]:

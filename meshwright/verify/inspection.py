@@ -27,7 +27,7 @@ from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..weights import of_table
 from .against import compare
 from .collectives import silent
-from .data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data, Eyes
+from .data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data, Vision
 from .examine import ORACLES, examine
 from .findings import Finding, Margin, Notes, read_notes
 from .peer import Documents
@@ -202,7 +202,7 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     groups = pp if pipeline.stages > 1 else 1  # interleaved stages take micro-batches by pp
     data = Data(
         plan.num_batches, length, plan.runs.vocab, head == "value", *special, seed=plan.options.seed,
-        num_special=groups, eyes=eyes_of(plan.runs),
+        num_special=groups, vision=vision_of(plan.runs),
     )  # fmt: skip
     return Trial(
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
@@ -211,9 +211,9 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     )  # fmt: skip
 
 
-def eyes_of(blueprint: Blueprint) -> Eyes | None:
+def vision_of(blueprint: Blueprint) -> Vision | None:
     tower = blueprint.module.tower
-    return None if tower is None else Eyes(tower.ids[0], tower.ids[1], tower.eye.pixels.num)
+    return None if tower is None else Vision(tower.ids[0], tower.ids[1], tower.shape.pixels.num)
 
 
 def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:

@@ -70,7 +70,7 @@ class Trial:
     def engine(self, mesh: Mesh) -> Engine:
         model = load(
             self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, pipeline=self.pipeline,
-            context=self.context, tower=self.data.eyes is not None,
+            context=self.context, tower=self.data.vision is not None,
         )  # fmt: skip
         return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
 
@@ -86,7 +86,7 @@ class Trial:
             seed=5,
             pipeline=self.pipeline,
             context=self.context,
-            tower=self.data.eyes is not None,
+            tower=self.data.vision is not None,
         )
         return gather(model)
 
