@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +205,11 @@ def test_a_key_of_several_parameters_is_as_wide_as_the_widest(tmp_path: Path) ->
     assert all(torch.equal(found[key].to(t.dtype), t) for key, t in load_file(source / "model.safetensors").items())
     assert found["model.layers.0.self_attn.qkv_proj.weight"].dtype == F32
     assert found["model.layers.1.self_attn.qkv_proj.weight"].dtype == BF16
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_bill_of_what_is_frozen(tmp_path: Path, recompute: str) -> None:
+    """Backward ends at the first layer with something to train, and gathers nothing before it."""
+    source, mesh = tiny.directory(tmp_path / "it", "qwen3_moe"), dict(fsdp=2, tp=2, ep=2)
+    trial = replace(trials.trial(source, mesh), train=["layers.1.*", "head.*"], savings=mw.Savings(recompute=recompute))
+    assert not trials.findings(trial)

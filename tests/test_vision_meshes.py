@@ -131,28 +131,47 @@ def test_gradients_are_those_of_one_process(source: Callable[[str], Path], mesh:
     check(source, mesh, cases_on(mesh))
 
 
-def seen_by(family: str, source: Path, mesh: dict[str, int]) -> Trial:
-    """Pictures on some ranks in the first step, on none in one of few tokens, on one in a long one."""
+def seen_by(family: str, source: Path, mesh: dict[str, int], trained: str = "all", recompute: str = "none") -> Trial:
+    """Pictures on some ranks in the first step, in whose last micro-batch nobody has any; on none in one of few tokens,
+    on one in a long one."""
     share = mesh.get("cp", 1) * mesh.get("tp", 1)
     length, few, long = (-(-num // share) * share for num in (136, 8, 1100))
     vision = Vision(seeing.IMAGE, seeing.VIDEO, seeing.PATCH)
-    data = Data(num=2 * mesh.get("pp", 1), length=length, few=few, long=long, vision=vision)
+    data = Data(num=max(3, 2 * mesh.get("pp", 1)), length=length, few=few, long=long, vision=vision)
     router_aux = "previous" if "pp" in mesh else "pooled"
-    return replace(trials.trial(source, mesh), data=data, router_aux=router_aux, draws=True)
+    patterns = TRAINED[trained]
+    return replace(
+        trials.trial(source, mesh), data=data, router_aux=router_aux, draws=trained == "all",
+        train=[patterns] if isinstance(patterns, str) else patterns, savings=mw.Savings(recompute=recompute),
+    )  # fmt: skip
 
 
-ORACLES_ON: list[tuple[str, dict[str, int]]] = [
-    ("qwen3_vl", dict(replicate=2, fsdp=2)),
-    ("qwen3_5", dict(cp=2, tp=2)),
-    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2)),
-    ("qwen3_vl_moe", dict(pp=2, tp=2)),
+Tried = tuple[str, dict[str, int], str, str]  # family, mesh, what is trained, what is recomputed
+ORACLES_ON: list[Tried] = [
+    ("qwen3_vl", dict(replicate=2, fsdp=2), "all", "none"),
+    ("qwen3_5", dict(cp=2, tp=2), "all", "none"),
+    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), "all", "none"),
+    ("qwen3_vl_moe", dict(pp=2, tp=2), "all", "none"),
+    ("qwen3_vl", dict(fsdp=2), "its merger", "none"),
+    ("qwen3_vl_moe", dict(fsdp=2, tp=2, ep=2), "parts", "full"),
 ]
+ALL_ORACLES: list[Tried] = [
+    (family, mesh, trained, recompute) for family in ("qwen3_vl", "qwen3_5_moe") for mesh in (*MESHES, *LARGE)
+    for trained in TRAINED for recompute in ("none", "full") if "ep" not in mesh or "moe" in family
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "mesh"), ORACLES_ON, ids=str)
-def test_every_oracle(source: Callable[[str], Path], family: str, mesh: dict[str, int]) -> None:
-    """Also the bill of the tower: what it gathers, sums and sends, in number and bytes."""
-    assert not trials.findings(seen_by(family, source(family), mesh))
+@pytest.mark.parametrize("tried", ORACLES_ON, ids=str)
+def test_every_oracle(source: Callable[[str], Path], tried: Tried) -> None:
+    """Also the bill of the tower: what it gathers, sums and sends, in number and bytes, and what is frozen does not."""
+    family, mesh, *how = tried
+    assert not trials.findings(seen_by(family, source(family), mesh, *how))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tried", parts.every(16, ALL_ORACLES), ids=str)
+def test_every_oracle_on_all_meshes(source: Callable[[str], Path], tried: Tried) -> None:
+    test_every_oracle(source, tried)
 
 
 @pytest.mark.slow

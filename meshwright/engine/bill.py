@@ -8,6 +8,7 @@ from ..layout import Charge, Pictures, Work, bill
 from .agreement import NUMBERS, STEP, place
 from .engine import LOSS, NORM
 from .model import Model
+from .pictures import at_least
 from .router import pooled_counts, step_load
 
 
@@ -17,7 +18,10 @@ def step_bill(
     """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens. `pictures`: of each batch the
     frames of this data rank, None where no data rank has any."""
     compute = model.dtype.itemsize
-    work = Work(tokens, num_batches, compute, max(4, compute), pictures)
+    frozen = frozenset(model.table.params) - {*model.trained}
+    if at_least(model, num_batches):  # the tower runs, whoever sees
+        pictures = tuple(frames or () for frames in pictures or [None] * num_batches)
+    work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen)
     return engine_bill(model.blueprint, model.mesh.axes, model.mesh.rank, work, router_aux)
 
 

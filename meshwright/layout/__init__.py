@@ -22,6 +22,7 @@ from .doors import (
     is_run,
 )
 from .extremes import extreme_ranks
+from .flow import in_order, part_of, passed
 from .frames import Placed, Route, route, share
 from .line import Line, balanced, even
 from .params import (

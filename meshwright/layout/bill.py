@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -12,11 +12,12 @@ from torch import nn
 from ..axes import DATA_RANK, Axes, Sum
 from .deals import deals
 from .doors import Dispatch, Door, Insert, Join, Swap, find
+from .flow import part_of, passed
 from .frames import Placed, route
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
 from .schedule import RECEIVE, SEND, Transfer
-from .stages import program_of, transfer_name
+from .stages import Stage, program_of, trained_from, transfer_name
 from .units import TOWER, Unit
 
 
@@ -51,6 +52,7 @@ class Work:
     stored_bytes: int = 4
     # Of each micro-batch the frames of this data rank; None where nobody has any, and the tower does not run.
     pictures: Pictures = ()
+    frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
 
     @property
     def num_seeing(self) -> int:
@@ -59,17 +61,26 @@ class Work:
 
 
 def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
-    """What `rank` pays for one step in which every parameter is trained. An axis of size 1 costs nothing."""
-    coords, stages = axes.coords(rank), spec.stages(axes, rank)
-    charges = [
-        *(charge for stage in stages for charge in _doors(stage.module, axes, work)),
-        *(charge for stage in stages for charge in _swaps(stage.module, spec, axes, coords, work)),
-        *(charge for stage in stages for charge in _inserts(stage.module, axes, rank, work)),
-        *(charge for stage in stages for unit in stage.units for charge in _unit(unit, spec, axes, coords, work)),
-        *_transfers(spec, axes, coords, work),
-        *_last_sums(spec, axes, rank, work),
-    ]
+    """What `rank` pays for one step. An axis of size 1 costs nothing."""
+    coords, charges = axes.coords(rank), list[Charge]()
+    for stage in spec.stages(axes, rank):
+        passes = _passes(stage, spec, axes, work)
+        charges += _doors(stage.module, axes, work, passes)
+        charges += _swaps(stage.module, spec, axes, coords, work, passes)
+        charges += _inserts(stage.module, axes, rank, work, passes)
+        for unit in stage.units:
+            charges += _unit(unit, spec, axes, coords, work, passes)
+    charges += [*_transfers(spec, axes, coords, work), *_last_sums(spec, axes, rank, work)]
     return [c for c in charges if c.count and prod(axes.sizes(c.axes)) > 1]
+
+
+def _passes(stage: Stage, spec: ShardingSpec, axes: Axes, work: Work) -> Counter[str]:
+    """In how many micro-batches a gradient comes to each part of a stage."""
+    trained, count = spec.table.params.keys() - work.frozen, Counter[str]()
+    for pictures, num in ((True, work.num_seeing), (False, work.num_batches - work.num_seeing)):
+        for part in passed(stage, spec, axes, trained, pictures=pictures):
+            count[part] += num
+    return count
 
 
 def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
@@ -78,31 +89,35 @@ def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: 
     if line.num_stages == 1:
         return
     num_bytes = work.tokens // (axes.cp * axes.tp) * spec.module.shape.width * work.compute_bytes
-    steps = program_of(line, spec.pipeline.schedule, work.num_batches, 0)[coords["pp"]]
+    first = trained_from(spec.table, line, [*(spec.table.params.keys() - work.frozen)])
+    steps = program_of(line, spec.pipeline.schedule, work.num_batches, first)[coords["pp"]]
     for kind, op in ((SEND, "send"), (RECEIVE, "recv")):
         ways = Counter((step.way, step.stage) for step in steps if isinstance(step, Transfer) and step.kind == kind)
         for (way, stage), count in ways.items():
             yield Charge(transfer_name(way, stage), op, ("pp",), num_bytes, count)
 
 
-def _doors(model: nn.Module, axes: Axes, work: Work) -> Iterator[Charge]:
-    """Doors of one kind and width cost the same, whatever layer they are in."""
+def _doors(model: nn.Module, axes: Axes, work: Work, passes: Counter[str]) -> Iterator[Charge]:
+    """Doors of one kind and width cost the same, whatever layer they are in. `again`: if backward comes there."""
     for name, door in find(model, Door):
         if not door.kind.forward:
             continue  # it sends nothing
         item = work.stored_bytes if door.floats else work.compute_bytes
         num_bytes = work.tokens // axes.cp * door.width * item
-        yield Charge(name, door.kind.forward, (door.kind.axis,), num_bytes, (1 + door.again) * work.num_batches)
-        yield Charge(name, door.kind.backward, (door.kind.axis,), num_bytes, work.num_batches)
+        back = passes[part_of(name)]
+        yield Charge(name, door.kind.forward, (door.kind.axis,), num_bytes, work.num_batches + door.again * back)
+        yield Charge(name, door.kind.backward, (door.kind.axis,), num_bytes, back)
     for name, dispatch in find(model, Dispatch):
         rows = work.tokens // (axes.cp * axes.tp) * dispatch.top_k
-        forwards, rows_bytes = 1 + dispatch.again, rows * dispatch.width * work.compute_bytes
-        counts_bytes = dispatch.num_experts * 8
-        yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards * work.num_batches)
-        yield Charge(f"{name}, rows", "all_to_all", ("ep",), rows_bytes, (2 * forwards + 2) * work.num_batches)
+        back, rows_bytes = passes[part_of(name)], rows * dispatch.width * work.compute_bytes
+        forwards, counts_bytes = work.num_batches + dispatch.again * back, dispatch.num_experts * 8
+        yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards)
+        yield Charge(f"{name}, rows", "all_to_all", ("ep",), rows_bytes, 2 * forwards + 2 * back)
 
 
-def _swaps(model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
+def _swaps(
+    model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: Counter[str]
+) -> Iterator[Charge]:
     """Each of some neighbours on cp gets its share of the heads of their tokens, and gives them back. Over the others
     goes what joins their parts of the stream."""
     dealt = deals(spec, axes, coords)
@@ -110,49 +125,53 @@ def _swaps(model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str
         _, inner = axes.halves(dealt[swap].parts)
         tokens = work.tokens // axes.cp * dealt[swap].parts
         for at, width in zip((name, f"{name}, the way back"), swap.widths(dealt[swap]), strict=True):
-            num_bytes = tokens * width * work.compute_bytes
-            yield Charge(at, "all_to_all", (inner,), num_bytes, (2 + swap.again) * work.num_batches)
+            num_bytes, back = tokens * width * work.compute_bytes, passes[part_of(name)]
+            yield Charge(at, "all_to_all", (inner,), num_bytes, work.num_batches + (1 + swap.again) * back)
     for name, join in find(model, Join):
         deal = dealt[join.swap]
         outer, _ = axes.halves(deal.parts)
         item = work.stored_bytes if join.floats else work.compute_bytes
         elements = join.elements(deal, work.tokens // axes.cp * deal.parts)  # of one part
-        num_bytes = axes.cp // deal.parts * elements * item
-        yield Charge(name, "all_gather", (outer,), num_bytes, (1 + join.again) * work.num_batches)
-        yield Charge(name, "reduce_scatter", (outer,), num_bytes, work.num_batches)
+        num_bytes, back = axes.cp // deal.parts * elements * item, passes[part_of(name)]
+        yield Charge(name, "all_gather", (outer,), num_bytes, work.num_batches + join.again * back)
+        yield Charge(name, "reduce_scatter", (outer,), num_bytes, back)
 
 
-def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work) -> Iterator[Charge]:
+def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: Counter[str]) -> Iterator[Charge]:
     """Rows of frames go to the ranks of their tokens, and gradients back, for each micro-batch as many as it has."""
     parts, at = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
     for name, door in find(model, Insert):
         for frames in work.pictures:
             if frames is not None:
                 way = route(frames, work.tokens, parts, at, door.cost)
-                for rows in (way.got, way.sent):
+                for rows in (way.got, way.sent) if passes[part_of(name)] else (way.got,):
                     yield Charge(name, "all_to_all", DATA_RANK, sum(rows) * door.width * work.compute_bytes, 1)
 
 
-def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> int:
+def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], without: Collection[str] = ()) -> int:
     """Elements that each rank brings when a unit is gathered: FSDP pads shards to equal size."""
     parts, num = prod(axes.sizes(unit.shard)), 0
     for name in unit.params:
         param = spec.table[name]
-        if not param.float32:
+        if not param.float32 and name not in without:
             rows, *cols = matrix_shape(param, cut(param, place(param, spec.rules, axes), axes, coords).shape)
             num += -(-rows // parts) * prod(cols)
     return num
 
 
-def _unit(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
-    mine, name, n = padded(unit, spec, axes, coords), unit.name or "root", work.num_batches
-    n = work.num_seeing if unit.name.startswith(TOWER) else n
-    n = min(n, 1) if spec.holds(axes.pp) else n
+def _unit(
+    unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: Counter[str]
+) -> Iterator[Charge]:
+    """What is frozen is gathered alone, a second time only for a gradient that comes through."""
+    mine, parts = padded(unit, spec, axes, coords), prod(axes.sizes(unit.shard))
+    learns, name = padded(unit, spec, axes, coords, work.frozen), unit.name or "root"
+    seen = work.num_seeing if unit.name.startswith(TOWER) else work.num_batches
+    n, back = (min(num, 1) if spec.holds(axes.pp) else num for num in (seen, passes[part_of(unit.name)]))
     if mine and n:
-        whole = mine * prod(axes.sizes(unit.shard))
-        yield Charge(name, "all_gather", unit.shard, whole * work.compute_bytes, n * (1 + unit.again))
-        yield Charge(name, "reduce_scatter", unit.shard, whole * work.stored_bytes, n)
-        yield Charge(name, "all_reduce", ("replicate",), mine * work.stored_bytes, 1)
+        yield Charge(name, "all_gather", unit.shard, mine * parts * work.compute_bytes, n + unit.again * back)
+    if learns and n:
+        yield Charge(name, "reduce_scatter", unit.shard, learns * parts * work.stored_bytes, n)
+        yield Charge(name, "all_reduce", ("replicate",), learns * work.stored_bytes, 1)
 
 
 def _last_sums(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> Iterator[Charge]:
@@ -167,7 +186,7 @@ def _last_sums(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> Iterato
         copies = place(param, spec.rules, axes).copies
         live = tuple(a for a in copies if a not in paid.get(param.name, ()) and axes.size_of(a) > 1)
         unused = param.name.startswith(TOWER) and not work.num_seeing
-        if live and not unused:
+        if live and not unused and param.name not in work.frozen:
             sizes[live] = sizes.get(live, 0) + piece(param, spec.rules, axes, axes.coords(rank)).numel
     for live, numel in sizes.items():
         yield Charge("the last sums of gradients", "all_reduce", live, numel * work.stored_bytes, 1)

@@ -88,7 +88,7 @@ def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
         width=take(vision, "hidden_size", int, 1152), ffn=take(vision, "intermediate_size", int, 4304),
         depth=take(vision, "depth", int, take(vision, "num_hidden_layers", int, 27)), heads=num_heads,
         places=take(vision, "num_position_embeddings", int, 2304), theta=_theta(vision),
-        std=take(vision, "initializer_range", float, 0.02), pixels=Pixels(side=take(vision, "patch_size", int, 16)),
+        std=take(vision, "initializer_range", float, 0.02), pixels=Pixels(side=patch_of(config)),
         taps=_taps(config, vision),
     )  # fmt: skip
     if divides("num_heads", num_heads, "hidden_size", shape.width) % 4:
@@ -105,6 +105,11 @@ def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
             f"{layers} of them, one for each layer of the text"
         )
     return shape
+
+
+def patch_of(config: Json) -> int:
+    """Pixels of a side of a patch."""
+    return take(group(config, "vision_config"), "patch_size", int, 16)
 
 
 def _theta(vision: Json) -> float:
@@ -210,7 +215,12 @@ class Tower(nn.Module):
         belongs_to(self, first=True)
 
     def units(self) -> list[nn.Module]:
-        return [self.patches, *self.blocks.values(), *self.deep.values(), self.merger]
+        """In the order of forward: by it, backward gathers the next one ahead."""
+        found: list[nn.Module] = [self.patches]
+        for number, block in self.blocks.items():
+            taken = [self.shape.taps.index(int(number))] if int(number) in self.shape.taps else []
+            found += [block, *(self.deep[str(n)] for n in taken)]
+        return [*found, self.merger]
 
     def is_place(self, tokens_T: Tensor) -> Tensor:
         """Which tokens stand for a part of a picture."""

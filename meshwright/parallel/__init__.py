@@ -50,8 +50,10 @@ def distribute(
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
         span.start, span.stop = start, stop
     stages = tuple(spec.stages(mesh.axes, mesh.rank))
+    trained = {name for name in spec.table.params if spec.module.get_parameter(name).requires_grad}
     for stage in stages:
         _place(stage, spec, mesh, compute, stored, savings)
+        fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
     return stages
 
 
@@ -68,8 +70,6 @@ def _place(
     recompute.arm(model, savings)
     exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
     fsdp.shard(model, stage.units, exact, mesh, compute, offload=savings.offload)
-    if mesh.axes.pp > 1:
-        fsdp.prefetch_in_order(model, stage.units)
     _give_memory(model, mesh, savings.offload)
     _check_placed(names, spec, model, mesh)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from ..layout import Unit
+from ..axes import Axes
+from ..layout import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
 from ..mesh import Mesh
-from ..models import Decoder
 
 
 def shard(
@@ -48,19 +48,21 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
 
 
-def prefetch_in_order(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Backward gathers the unit before beside the work of each unit, the first one nothing more.
+def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str]) -> None:
+    """Backward gathers the next unit that it comes to beside the work of each, and no other.
 
     By itself FSDP takes the order of the forwards it has seen. In a pipeline these are of several micro-batches, and it
-    would gather a unit again that was just freed.
+    would gather a unit again that was just freed. It would also gather what is frozen, though backward ends before it.
     """
-    wrapped = [model.get_submodule(unit.name) for unit in units]
-    place = {module: number for number, module in enumerate(model.modules())}
-    seeing = set(model.tower.modules()) if isinstance(model, Decoder) and model.tower is not None else set()
-    order = sorted((m for m in wrapped if isinstance(m, FSDPModule)), key=place.__getitem__)
-    for chain in ([m for m in order if m in seeing], [m for m in order if m not in seeing]):  # a tower may not run
-        for before, unit in zip([*chain[:1], *chain[:-1]], chain, strict=True):
-            unit.set_modules_to_backward_prefetch([before])
+    words, pictures = (passed(stage, spec, axes, trained, pictures=seen) for seen in (False, True))
+    always = words | {part for part in pictures if part.startswith(TOWER)}
+    nearest: dict[bool, FSDPModule] = {}  # in the text, and in the tower, which does not always run
+    for unit in in_order(stage.units):
+        module, in_tower = stage.module.get_submodule(unit.name), unit.name.startswith(TOWER)
+        if isinstance(module, FSDPModule):
+            module.set_modules_to_backward_prefetch([nearest.get(in_tower, module)])
+            if part_of(unit.name) in always:
+                nearest[in_tower] = module
 
 
 def before_backward(part: nn.Module, *, last: bool, hold: bool, late: bool) -> None:

@@ -140,7 +140,7 @@ def o1_updates(
     for number, step in enumerate(steps):
         norm = sum(float(g.double().square().sum()) for k, g in step.grads.items() if k not in twice) ** 0.5
         lrs = (engine.lr(number), engine.lr(number + 1), engine.lr(max(0, number - 1)))
-        lr, clip = lrs[0], min(1.0, most / norm)
+        lr, clip = lrs[0], min(1.0, most / norm) if norm else 1.0
         for key, grad in step.grads.items():
             state = states[key]
             make = _maker(state, grad.double(), number + 1, settings)

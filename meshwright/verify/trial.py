@@ -57,6 +57,7 @@ class Trial:
     router_aux: str = "pooled"
     context: Context = Context()
     keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
+    train: Sequence[str] = ("**",)  # patterns of what is trained
     draws: bool = False  # also new weights, which must not depend on the mesh
 
     @property
@@ -69,8 +70,8 @@ class Trial:
 
     def engine(self, mesh: Mesh) -> Engine:
         model = load(
-            self.source, mesh, head=self.head, dtype=self.dtype, savings=self.savings, pipeline=self.pipeline,
-            context=self.context, tower=self.data.vision is not None,
+            self.source, mesh, head=self.head, dtype=self.dtype, train=self.train, savings=self.savings,
+            pipeline=self.pipeline, context=self.context, tower=self.data.vision is not None,
         )  # fmt: skip
         return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
 
