@@ -200,6 +200,7 @@ def _add_mesh(command: argparse.ArgumentParser) -> None:
     """The mesh, and how a model is laid onto it: `mw.Context`, and the fields of `mw.Pipeline`."""
     command.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
     command.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
+    command.add_argument("--tower", action="store_true", help="of a model that sees: its tower is trained too")
     command.add_argument(
         "--context", default="", metavar="MIXER=N,...",
         help="where --mesh has cp: so many neighbours swap tokens for heads, of attention or delta (default: by heads)",
@@ -308,9 +309,8 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.add_argument("--seconds", type=float, default=600.0, help="how long one run may take (default 600)")
     verify.add_argument(
         "--against", default="transformers", choices=["transformers", "none"],
-        help="which peer one process is compared with (default transformers)",
+        help="which peer one process is compared with, text alone without --tower (default transformers)",
     )  # fmt: skip
-    verify.add_argument("--tower", action="store_true", help="of a model that sees: its tower too, and pictures")
     verify.add_argument("--seed", type=int, default=0, help="of the weights and data that are drawn (default 0)")
     verify.add_argument("--plant", default="", metavar="BUG", help="plant a bug in the ranks, to see it found")
     verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
@@ -434,7 +434,7 @@ def _plan(options: argparse.Namespace) -> int:
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
     pipeline, context = plan.ways_of(vars(options), sizes)
-    blueprint = plan.find(options.model, options.head, weights=False, say=Clock())
+    blueprint = plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower)
     blueprint = blueprint.run_by(pipeline, reshard=True).in_context(context)
     refused = plan.objections(blueprint, sizes, options.micro_batches)
     if refused:

@@ -190,7 +190,7 @@ def test_renamed_fields() -> None:
         (one(content=None), "content of message 3 is a NoneType"),
         (one(tool_calls=[{"function": {"arguments": "{}"}}]), "no name"),
         (one(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "arguments of f in message 3 are no JSON"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "shows one more image than the row has"),
         ({**one(), "tools": "{"}, "tools are no JSON"),
     ],
 )  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_turn_without_an_end_is_refused() -> None:
 Turn = Callable[..., tuple[list[int], list[int]]]
 
 
-def _of_one_render(self: Chat, chat: Any, number: int) -> tuple[list[int], list[int]]:
+def _of_one_render(self: Chat, chat: Any, number: int, seen: object) -> tuple[list[int], list[int]]:
     """Masks by the lengths of prefixes, as many do it."""
     whole = self._ids(self._render(chat, len(chat.messages), {}, add_generation_prompt=False))
     before = len(self._ids(self._render(chat, number, {}, add_generation_prompt=True)))
@@ -219,7 +219,7 @@ def _of_one_render(self: Chat, chat: Any, number: int) -> tuple[list[int], list[
 
 def _changed(change: Callable[[list[int], list[int]], tuple[list[int], list[int]]]) -> Turn:
     real = Chat._turn
-    return lambda self, chat, number: change(*real(self, chat, number))
+    return lambda self, chat, number, seen: change(*real(self, chat, number, seen))
 
 
 def _deaf(self: Chat, chat: Any, num: int, flags: Any, **how: Any) -> str:
@@ -230,7 +230,7 @@ def _no_tools(self: Chat, chat: Any, num: int, flags: Any, **how: Any) -> str:
     return str(self._apply(chat.messages[:num], tokenize=False, **how, **flags))
 
 
-def _with_nulls(row: dict[str, Any], fields: object) -> Any:
+def _with_nulls(row: dict[str, Any], fields: object, **_: object) -> Any:
     found = conversation(row)
     for message in found.messages:
         for call in message.get("tool_calls", ()):

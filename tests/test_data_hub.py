@@ -16,7 +16,7 @@ import pytest
 import meshwright as mw
 from meshwright.data import reading
 from meshwright.train import toml
-from meshwright.train.sources import documents_of
+from meshwright.train.sources import Reader, documents_of
 from tests.runs import file_of, source
 
 ROWS = [{"prompt": f"{n}?", "completion": "x" * (n + 1)} for n in range(9)]
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def documents(at: Path, model: Path, *paths: Path | str, **fields: Any) -> Any:
     path = [str(each) for each in paths]
     config = toml.read(_file(at, model, path, fields))
-    return documents_of(config.data[0], model, at / "cache")
+    return documents_of(config.data[0], Reader(model, at / "cache"))
 
 
 def _file(at: Path, model: Path, path: list[str], fields: Mapping[str, Any]) -> Path:

@@ -212,13 +212,14 @@ VALUES = {  # where the default says nothing of what else there may be
     "resume": "never", "dtype": "float32", "recompute": "full", "router_aux": "previous", "on_nan": "skip",
     "schedule": "wsd", "early_stopping": "3", "prompts": '["Hello"]', "top_p": "0.9", "state_dtype": "bfloat16",
     "sample.tokens": "9", "pipeline.schedule": "v", "ends": "[2, 4]", "hold": "true",
-    "context": "1",
+    "context": "1", "max_pixels": "7", "max_video_pixels": "7", "fps": "3.5",
 }  # fmt: skip
 BESIDE = {  # what a field needs that it makes sense, by its name or its section
     "split": ["{section}.kind=text"], "share": ["train.steps=9"], "decay": ["optim.schedule=wsd"], "ep": ["mesh.tp=2"],
     "early_stopping": ["eval.path=y"], "eval": ["eval.path=y"], "sample": ['sample.prompts=["x"]'],
     "eval.sets.0": ["eval.sets.0.path=y", "eval.sets.0.name=y"], "best": ["eval.path=y"],
-    "fewer": ["launch.max_restarts=1"], "pipeline": ["mesh.pp=2"],
+    "fewer": ["launch.max_restarts=1"], "pipeline": ["mesh.pp=2"], "eval.pictures": ["eval.path=y"],
+    "eval.sets.0.pictures": ["eval.sets.0.path=y", "eval.sets.0.name=y"],
 }  # fmt: skip
 
 

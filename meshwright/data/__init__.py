@@ -8,6 +8,7 @@ from .hub import Part, fetched_files, is_saved, saved_files
 from .images import PLACEHOLDERS, Frame, Images, Picture
 from .pack import cut, filled, joined_batches, pack, shift
 from .plan import DataSource, Plan
+from .processor import Marks, Processor, Wishes
 from .reading import SUFFIXES, files_of
 from .store import Documents, Recipe, prepare
 from .texts import Ready, Texts

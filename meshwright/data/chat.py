@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from ..errors import DataError
 from .layouts import Conversation, Message, conversation
+from .processor import Processor
 from .tokens import Tokens, tokens
+from .views import View
 
 Turns = Literal["each", "last", "joined"]
 
@@ -34,10 +36,13 @@ class ChatOptions:
 
 
 class Chat:
-    """Turns rows of chats into documents. `tokenizer`: one of transformers."""
+    """Turns rows of chats into documents. `tokenizer`: one of transformers. `processor`: of a model that sees."""
 
-    def __init__(self, tokenizer: Any, options: ChatOptions | None = None, stop_ids: Collection[int] = ()) -> None:
-        self.tokenizer, self.options = tokenizer, options or ChatOptions()
+    def __init__(
+        self, tokenizer: Any, options: ChatOptions | None = None, stop_ids: Collection[int] = (),
+        processor: Processor | None = None,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.options, self.processor = tokenizer, options or ChatOptions(), processor
         self.stop_ids = frozenset(stop_ids) or stop_ids_of(tokenizer, {})
         if not self.options.template and not tokenizer.chat_template:
             raise DataError(
@@ -46,20 +51,23 @@ class Chat:
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
         """None where nothing of the row is to be trained on."""
-        chat = conversation(row, self.options.fields)
+        chat = conversation(row, self.options.fields, sees=self.processor is not None)
+        views = [views_of(message, self.processor) for message in chat.messages]
         if self.options.turns == "joined":
-            return self._joined(chat)
+            return self._joined(chat, any(views))
         wanted = [number for number, learnt in enumerate(chat.learnt) if learnt]
-        found: list[tuple[list[int], list[tuple[int, int]]]] = []
+        found: list[tuple[list[int], list[tuple[int, int]], list[View]]] = []
         for number in wanted[-1:] if self.options.turns == "last" else wanted:
-            prompt, turn = self._turn(chat, number)
+            seen = [view for of_message in views[:number] for view in of_message]
+            prompt, turn = self._turn(chat, number, seen)
             if not found or prompt[: len(found[-1][0])] != found[-1][0]:
-                found.append(([], []))
-            ids, spans = found[-1]
+                found.append(([], [], []))
+            ids, spans, before = found[-1]
+            before += seen[len(before) :]
             ids += prompt[len(ids) :]
             spans.append((len(ids), len(ids) + len(turn)))
             ids += turn
-        return [tokens(ids, spans) for ids, spans in found]
+        return [tokens(ids, spans, seen) for ids, spans, seen in found]
 
     def prompt(self, text: str) -> list[int]:
         """What a server would send where a user begins with `text`. With thinking="auto" the template decides."""
@@ -67,7 +75,7 @@ class Chat:
         flags = {**({} if thinking == "auto" else {"enable_thinking": thinking}), **self.options.template_args}
         return self._ids(self._render(chat, 1, flags, add_generation_prompt=True))
 
-    def _turn(self, chat: Conversation, number: int) -> tuple[list[int], list[int]]:
+    def _turn(self, chat: Conversation, number: int, seen: Sequence[View]) -> tuple[list[int], list[int]]:
         """What a server would send for message `number`, and what it should get."""
         thinks = _thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
         flags = {"enable_thinking": thinks, **self.options.template_args}
@@ -83,14 +91,17 @@ class Chat:
                 'or turns="joined"'
             )
         # two calls: no token straddles the border, as none does when a server generates
-        turn = self._ids(whole[len(head) :])
+        turn = self._ids(self._with_places(whole[len(head) :], []))
         last = max((at for at, token in enumerate(turn) if token in self.stop_ids), default=None)
         if last is None:
             raise DataError(
                 f"no stop token closes message {number}, which ends in {whole[-40:]!r}; a model would never learn to "
                 "end. Name the stop tokens in generation_config.json"
             )
-        return self._ids(head), turn[: last + 1]
+        return self._ids(self._with_places(head, seen)), turn[: last + 1]
+
+    def _with_places(self, text: str, seen: Sequence[View]) -> str:
+        return text if self.processor is None else self.processor.with_places(text, seen)
 
     def _render(self, chat: Conversation, num: int, flags: Mapping[str, Any], **how: Any) -> str:
         try:
@@ -106,8 +117,10 @@ class Chat:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _joined(self, chat: Conversation) -> list[Tokens]:
+    def _joined(self, chat: Conversation, sees: bool) -> list[Tokens]:
         """As the template marks it. Which tokens are a message's only the template knows, so none can be left out."""
+        if sees:
+            raise DataError('turns="joined" knows no pictures; leave turns= out')
         if not all(learnt for learnt, m in zip(chat.learnt, chat.messages, strict=True) if m["role"] == "assistant"):
             raise DataError('turns="joined" trains every turn of the assistant, and one of them has train=false')
         found = self._apply(
@@ -123,6 +136,22 @@ class Chat:
         starts = [at for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
         stops = [at for at in range(1, len(mask)) if not mask[at] and mask[at - 1]]
         return [tokens(found["input_ids"], [(a - 1, b - 1) for a, b in zip(starts, stops, strict=True)])]
+
+
+def views_of(message: Message, processor: Processor | None) -> list[View]:
+    """What a message shows, in its order."""
+    parts = [] if isinstance(message["content"], str) else message["content"]
+    shown = [part for part in parts if part["type"] != "text"]
+    if shown and processor is None:
+        raise DataError(
+            f"a message of the {message['role']} shows a {shown[0]['type']}, which a model sees with its tower; set "
+            "train.tower = true"
+        )
+    return [
+        processor.picture(part["image"]) if part["type"] == "image" else processor.video(part["video"], part.get("fps"))
+        for part in shown
+        if processor is not None
+    ]
 
 
 def _thinks(message: Message) -> bool:

@@ -12,14 +12,17 @@ import torch
 
 from ..errors import DataError, counted
 from .batch import IGNORE, Batch
+from .images import Images, images_of
 from .permute import Indices
 from .plan import DataSource, Piece, Plan
+from .processor import Processor
 from .store import Documents
 from .tokens import Tokens
 
 TooLong = Literal["stop", "drop", "cut"]
 SOURCE = "source"  # the field that says of which source a token is, where there are several
 _NAMED = 20  # documents in one message
+_READERS = 4  # threads that read pictures: Pillow and FFmpeg let others run meanwhile
 
 
 def source_of(
@@ -36,15 +39,24 @@ def source_of(
             + "\n".join([*places, *more])
             + '\nTake a longer stream, or set too_long = "drop" or "cut"'
         )
+    seeing = beyond[documents.num_views[beyond] > 0]
+    if len(seeing) and too_long == "cut":
+        raise DataError(
+            f"{counted(len(seeing), 'document')} of {documents.name} with pictures have more than {length} tokens, "
+            f"the first is {documents.place(seeing[0])}; a cut may go through a picture, so take a longer stream, set "
+            'pictures.max_pixels, or too_long = "drop"'
+        )
     if too_long == "drop":
         lengths = np.where(lengths > length, 0, lengths)  # a plan leaves out what has no target
     return DataSource(documents.name, lengths, weight, share, cut=too_long == "cut", content=documents.content)
 
 
-def batch_of(parts: Sequence[Tokens], length: int, sources: Sequence[int] | None = None) -> Batch:
+def batch_of(
+    parts: Sequence[Tokens], length: int, sources: Sequence[int] | None = None, images: Images | None = None
+) -> Batch:
     """As `mw.pack(..., trained=, length=)`, without a Python number for each token. Without parts it is all filler.
 
-    `sources`: of which each part is, where there are several.
+    `sources`: of which each part is, where there are several. `images`: what they show.
     """
     bounds = [*accumulate(map(len, parts), initial=0)]
     tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)
@@ -56,7 +68,7 @@ def batch_of(parts: Sequence[Tokens], length: int, sources: Sequence[int] | None
     num_filler = length - bounds[-1]
     ends = bounds if num_filler == 0 else [*bounds, length]
     fields = {SOURCE: torch.from_numpy(_by_token(sources, parts, length))} if sources is not None else {}
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), tuple(ends), fields, num_filler)
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), tuple(ends), fields, num_filler, images)
 
 
 def _by_token(values: Sequence[int], parts: Sequence[Tokens], length: int) -> Indices:
@@ -72,12 +84,15 @@ class Streams(NamedTuple):
 
 
 class Feed:
-    """Batches of one data rank. Step after step takes `micro_batches` streams for each of `num_ranks` data ranks."""
+    """Batches of one data rank. Step after step takes `micro_batches` streams for each of `num_ranks` data ranks.
+    `processor`: reads the pictures of a model that sees, several at a time."""
 
     def __init__(
-        self, documents: Sequence[Documents], plan: Plan, *, micro_batches: int, rank: int, num_ranks: int
-    ) -> None:
+        self, documents: Sequence[Documents], plan: Plan, *, micro_batches: int, rank: int, num_ranks: int,
+        processor: Processor | None = None,
+    ) -> None:  # fmt: skip
         self.documents, self.plan, self.micro_batches = documents, plan, micro_batches
+        self.processor, self._readers = processor, ThreadPoolExecutor(_READERS, "pictures")
         self.rank, self.num_ranks = rank, num_ranks
         self._thread, self._ahead = ThreadPoolExecutor(1, "feed"), dict[int, Future[list[Batch]]]()
 
@@ -99,7 +114,19 @@ class Feed:
 
     def _batch(self, pieces: Sequence[Piece]) -> Batch:
         sources = [piece.source for piece in pieces] if len(self.documents) > 1 else None
-        return batch_of([self._part(piece) for piece in pieces], self.plan.length, sources)
+        parts = [self._part(piece) for piece in pieces]
+        return batch_of(parts, self.plan.length, sources, self._images(parts))
+
+    def _images(self, parts: Sequence[Tokens]) -> Images | None:
+        """The pictures of a stream, in the places of their documents."""
+        views = [view for part in parts for view in part.views]
+        if not views:
+            return None
+        assert self.processor is not None, "documents with pictures are made with a processor"
+        read = zip(self._readers.map(self.processor.pixels, views), views, strict=True)
+        pictures = iter([(pixels, view.grid) for pixels, view in read])
+        shown = [[next(pictures) for _ in part.views] for part in parts]
+        return images_of([part.ids.tolist() for part in parts], shown, self.processor.marks.ids)
 
     def _part(self, piece: Piece) -> Tokens:
         return piece_of(self.documents[piece.source].tokens(piece.document), piece.start, piece.stop)
@@ -110,6 +137,7 @@ class Feed:
         return f"stream {number}: " + ", ".join(self.documents[p.source].place(p.document) for p in pieces)
 
     def close(self) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

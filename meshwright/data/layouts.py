@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DataError
+from .parts import Shown
 
 Message = dict[str, Any]
 
@@ -28,13 +29,19 @@ class Conversation:
     learnt: Sequence[bool]
 
 
-def conversation(row: Mapping[str, Any], fields: Mapping[str, str] | None = None) -> Conversation:
-    """`fields`: what a field is called in the row, by what it is called here (`{"messages": "dialog"}`)."""
+def conversation(
+    row: Mapping[str, Any], fields: Mapping[str, str] | None = None, *, sees: bool = False
+) -> Conversation:
+    """`fields`: what a field is called in the row, by what it is called here (`{"messages": "dialog"}`). `sees`: the
+    messages must show all pictures that the row has."""
     for ours, theirs in (fields or {}).items():
         if theirs not in row:
             raise DataError(f"there is no field {theirs!r}, which is to be {ours!r}; it has {', '.join(map(str, row))}")
     named = {**row, **{ours: row[theirs] for ours, theirs in (fields or {}).items()}}
-    messages = [_message(each, number) for number, each in enumerate(_messages(named))]
+    shown = Shown(named)
+    messages = [_message(each, number, shown) for number, each in enumerate(_messages(named))]
+    if sees:
+        shown.check_all_shown()
     if not any(message["role"] == "user" for message in messages):
         raise DataError("no message is a user's; a chat begins with what somebody asks")
     learnt = [_is_learnt(message) for message in messages]
@@ -74,7 +81,7 @@ def _kind(given: Any) -> str:
     return f"an empty {type(given).__name__}" if given in ("", [], {}) else f"a {type(given).__name__}"
 
 
-def _message(given: Any, number: int) -> Message:
+def _message(given: Any, number: int, shown: Shown) -> Message:
     """With `role` and `content` as text, and arguments of calls as objects: a template would quote a string again."""
     if not isinstance(given, Mapping):
         raise DataError(f"message {number} is {_kind(given)}; give {{'role': ..., 'content': ...}}")
@@ -86,21 +93,20 @@ def _message(given: Any, number: int) -> Message:
         known = ", ".join(dict.fromkeys(_ROLES.values()))
         raise DataError(f"message {number} has the role {message.get('role')!r}; known are {known}")
     calls = [_call(each, number) for each in message.get("tool_calls") or ()]
-    content = _text(message.get("content"), number, missing_is_fine=bool(calls or message.get("reasoning_content")))
+    content = shown.parts(message.get("content"), number)
+    content = _text(content, number, missing_is_fine=bool(calls or message.get("reasoning_content")))
+    if role == "assistant" and not isinstance(content, str):
+        raise DataError(f"message {number} of the assistant shows pictures; it can only learn to say text")
     if role == "assistant" and not (content or calls or message.get("reasoning_content")):
         raise DataError(f"message {number} of the assistant says nothing: no content, no thinking, no call of a tool")
     return {**message, "role": role, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def _text(given: Any, number: int, *, missing_is_fine: bool) -> str:
+def _text(given: Any, number: int, *, missing_is_fine: bool) -> Any:
+    """A text, or the parts of a message that shows something."""
     if given is None and missing_is_fine:
         return ""
-    if isinstance(given, list) and all(isinstance(part, Mapping) for part in given):
-        others = [part.get("type") for part in given if part.get("type") != "text"]
-        if others:
-            raise DataError(f"message {number} holds {others[0]!r}; only text can be trained on yet")
-        return "".join(str(part.get("text", "")) for part in given)
-    if not isinstance(given, str):
+    if not isinstance(given, str) and not (isinstance(given, list) and given and isinstance(given[0], dict)):
         raise DataError(f"content of message {number} is {_kind(given)}, not text")
     return given
 

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -24,17 +25,20 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, counted
 from ..log import logger, progress
+from .permute import Indices
 from .reading import Row, Shard, Split, place_of, rows_of, shards_of, stamp
 from .tokens import Tokens
+from .views import View
 
 Make = Callable[[Mapping[str, Any]], list[Tokens]]
 
-_VERSION = 2  # of what is written: an older cache is made anew
+_VERSION = 3  # of what is written: an older cache is made anew
 _INFO = "info.json"
 _BATCH_TOKENS = 4 << 20
 _NAMED = 20  # bad rows in one message
 _SCHEMA = pa.schema([
     ("ids", pa.list_(pa.int32())), ("spans", pa.list_(pa.int32())), ("file", pa.int32()), ("at", pa.int64()),
+    ("views", pa.list_(pa.string())),
 ])  # fmt: skip
 
 
@@ -129,6 +133,8 @@ def _write(make: Make, shard: Shard, number: int, target: Path) -> _Part:
         out.write_batch(batch)
         for values in (*_flat(batch.column(0)), *_flat(batch.column(1))):
             content.update(values.data)
+        for each, _ in found:
+            content.update("".join(view.content for view in each.views).encode())
         found.clear()
 
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
@@ -160,7 +166,8 @@ def _batch(found: Sequence[tuple[Tokens, int]], number: int) -> pa.RecordBatch:
     ids = [each.ids for each, _ in found]
     spans = [np.asarray(each.spans, dtype=np.int32).ravel() for each, _ in found]
     columns = [_lists(ids), _lists(spans), pa.array([number] * len(found), pa.int32())]
-    return pa.record_batch([*columns, pa.array([at for _, at in found], pa.int64())], schema=_SCHEMA)
+    views = pa.array([[str(view) for view in each.views] for each, _ in found], pa.list_(pa.string()))
+    return pa.record_batch([*columns, pa.array([at for _, at in found], pa.int64()), views], schema=_SCHEMA)
 
 
 def _lists(of: Sequence[NDArray[np.int32]]) -> pa.ListArray:
@@ -213,6 +220,7 @@ class Documents:
         self._ids, self._spans = ([_flat(batch.column(at)) for batch in batches] for at in (0, 1))
         self._from = np.concatenate([_numbers(batch.column(2)) for batch in batches])
         self._at = np.concatenate([_numbers(batch.column(3)) for batch in batches])
+        self._views = [batch.column(4) for batch in batches]
         self._first = [0, *accumulate(len(batch) for batch in batches)]
         self.lengths = np.concatenate([np.diff(offsets) for offsets, _ in self._ids]).astype(np.int64)
         self._targets = sum(_num_targets(spans) for _, spans in self._spans)
@@ -226,7 +234,13 @@ class Documents:
         at = number - self._first[batch]
         (of_ids, ids), (of_spans, spans) = self._ids[batch], self._spans[batch]
         pairs = spans[of_spans[at] : of_spans[at + 1]].reshape(-1, 2)
-        return Tokens(ids[of_ids[at] : of_ids[at + 1]], tuple((int(a), int(b)) for a, b in pairs))
+        views = tuple(map(View.of, self._views[batch][at].as_py()))
+        return Tokens(ids[of_ids[at] : of_ids[at + 1]], tuple((int(a), int(b)) for a, b in pairs), views)
+
+    @cached_property
+    def num_views(self) -> Indices:
+        """Pictures and videos of each document."""
+        return np.concatenate([np.diff(column.offsets.to_numpy()) for column in self._views]).astype(np.int64)
 
     def place(self, number: int) -> str:
         """Where it came from."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .views import View
+
 Ids = NDArray[np.int32]
 Span = tuple[int, int]
 
@@ -19,6 +21,7 @@ class Tokens:
 
     ids: Ids
     spans: tuple[Span, ...]
+    views: tuple[View, ...] = ()  # pictures and videos, in the order of their places
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -28,5 +31,5 @@ class Tokens:
         return sum(stop - max(start, 1) for start, stop in self.spans if stop > 1)
 
 
-def tokens(ids: Sequence[int], spans: Sequence[Span]) -> Tokens:
-    return Tokens(np.asarray(ids, dtype=np.int32), tuple(spans))
+def tokens(ids: Sequence[int], spans: Sequence[Span], views: Sequence[View] = ()) -> Tokens:
+    return Tokens(np.asarray(ids, dtype=np.int32), tuple(spans), tuple(views))

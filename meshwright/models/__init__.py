@@ -17,7 +17,7 @@ from .balance import Balance
 from .config import LABELS, Json, group, take
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .rope import GROUPS, sections_of
-from .tower import Sight, Tower, TowerBlock, TowerShape, tower_shape_of
+from .tower import Sight, Tower, TowerBlock, TowerShape, patch_of, tower_shape_of
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,20 @@ def describe(
     return model, collect(model, (*carried, *dropped), "embed.weight" if model.tied else None, num_first)
 
 
-def _give_tower(model: Decoder, config: Json) -> None:
-    """Make the tower that a config describes, and let RoPE see height and width."""
+def placeholders_of(config: Json) -> tuple[int, int]:
+    """The tokens that stand for a picture and for a video."""
     if _kind(config) not in _SECTIONS:
         raise ConfigError(
             f"tower=True, but model_type={_kind(config)} has none; leave it out. There are towers in "
             f"{', '.join(_SECTIONS)}"
         )
-    ids = [take(config, name, int, default) for name, default in _PLACEHOLDERS[_kind(config)].items()]
+    picture, video = (take(config, name, int, default) for name, default in _PLACEHOLDERS[_kind(config)].items())
+    return picture, video
+
+
+def _give_tower(model: Decoder, config: Json) -> None:
+    """Make the tower that a config describes, and let RoPE see height and width."""
+    ids = placeholders_of(config)
     model.tower = Tower(tower_shape_of(config, model.shape.width, len(model.layers)), model.shape.width, ids, VISUAL)
     sections = sections_of(text_config(config), model.shape.rotary.dim // 2, _SECTIONS[_kind(config)])
     model.shape = replace(model.shape, sections=sections)

@@ -83,6 +83,19 @@ class PipelineSection(Section):
         return Pipeline(self.schedule, self.stages, None if self.ends is None else tuple(self.ends), self.hold)
 
 
+class PicturesSection(Section):
+    """How pictures and videos of chats are read, where the tower is trained."""
+
+    root: Annotated[str, FREE] = ""
+    """The directory in which relative paths begin; by default that of the data."""
+    max_pixels: Positive | None = None
+    """A picture with more is made smaller; 1024 of them take one token. By default as the processor says."""
+    max_video_pixels: Positive | None = None
+    """The same of all pictures of a video together; 2048 of them take one token."""
+    fps: Annotated[float, Field(gt=0)] | None = None
+    """How many pictures a second are taken of a video; by default as the processor says, mostly 2."""
+
+
 class SourceSection(Section):
     """Where documents come from, and what is learnt of them."""
 
@@ -111,6 +124,7 @@ class SourceSection(Section):
     """What the template gets beside the messages."""
     split: Literal["file", "paragraph", "line"] = "file"
     """What is a document in a .txt or .md."""
+    pictures: PicturesSection = PicturesSection()
     too_long: Literal["stop", "drop", "cut"] | None = None
     """What becomes of documents longer than a stream; by default a chat stops the run, a text is cut."""
     on_bad: Literal["stop", "skip"] = "stop"
@@ -141,6 +155,9 @@ class TrainSection(Section):
     """How many tokens: a number, or one with K, M, B or T, such as "2B"."""
     train: Annotated[str | list[str], FIXED] = "**"
     """Patterns of the parameters that are trained; all others are frozen."""
+    tower: Annotated[bool, FIXED] = False
+    """Of a model that sees: its tower is trained too, as `train` says, and chats may show pictures and videos. Without,
+    the weights of the tower are kept as they are."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """What products are computed in. Weights and moments are kept in float32, or in float64 with that."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from ..engine import Model
-from ..layout import Param, Table
+from ..layout import TOWER, Param, Table
 
 _PEAKS = {  # dense bfloat16, 10**12 a second, by what the name of the device holds
     "H200": 989, "H100 PCIE": 756, "H100 NVL": 835, "H100": 989, "GH200": 989, "H800": 989, "H20": 148,
@@ -46,8 +46,14 @@ def peak_of(device: str) -> float | None:
 
 
 def _is_matrix(param: Param, vocabulary: str) -> bool:
-    """Looking a word up is no product, and neither is a convolution of a channel with itself."""
-    return bool(param.cols) and "tap" not in param.cols and (param.name != "embed.weight" or vocabulary == param.name)
+    """Looking a word up is no product, and neither is a convolution of a channel with itself. A tower is not counted:
+    its work is by patches."""
+    return (
+        bool(param.cols)
+        and not param.name.startswith(TOWER)
+        and "tap" not in param.cols
+        and (param.name != "embed.weight" or vocabulary == param.name)
+    )
 
 
 def _of_matrix(param: Param, share: float, trained: Set[str]) -> float:

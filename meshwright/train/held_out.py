@@ -8,7 +8,7 @@ from pathlib import Path
 from ..data import Batch, Plan, source_of
 from ..mesh import Mesh
 from .config import Config, SourceSection
-from .sources import Data, documents_of, is_too_long
+from .sources import Data, Reader, documents_of, is_too_long
 
 _ONLY = "held-out"
 
@@ -23,16 +23,14 @@ def sections_of(config: Config) -> Mapping[str, SourceSection]:
 
 def held_out(config: Config, directory: Path, mesh: Mesh, cache: Path) -> dict[str, Sequence[Batch]]:
     """Of this data rank; the last batches may be of filler."""
-    return {
-        name: _batches(section, config.train.length, directory, mesh, cache)
-        for name, section in sections_of(config).items()
-    }
+    reader = Reader(directory, cache, config.train.tower)
+    return {name: _batches(section, config.train.length, reader, mesh) for name, section in sections_of(config).items()}
 
 
-def _batches(section: SourceSection, length: int, directory: Path, mesh: Mesh, cache: Path) -> Sequence[Batch]:
-    documents = documents_of(section, directory, cache)
+def _batches(section: SourceSection, length: int, reader: Reader, mesh: Mesh) -> Sequence[Batch]:
+    documents = documents_of(section, reader)
     plan = Plan([source_of(documents, length, too_long=is_too_long(section))], length=length, epochs=1)
-    feed = Data([documents], plan, plan.num_streams).feed(mesh, micro_batches=1)
+    feed = Data([documents], plan, plan.num_streams, reader.processor(section)).feed(mesh, micro_batches=1)
     batches = [feed.step(first).batches[0] for first in range(0, plan.num_streams, mesh.num_data_ranks)]
     feed.close()
     return batches

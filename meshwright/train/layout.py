@@ -12,7 +12,7 @@ from .config import Config
 
 def layout_of(config: Config) -> Figures:
     """Where its parameters lie and what a step sends. A mesh that cannot be is refused, with those that can."""
-    blueprint = find(config.model, "lm", weights=False, say=logger.info)
+    blueprint = find(config.model, "lm", weights=False, say=logger.info, tower=config.train.tower)
     blueprint = blueprint.run_by(config.pipeline.settings(), reshard=config.train.reshard)
     blueprint = blueprint.in_context(Context(**config.context.model_dump()))
     sizes = config.mesh.model_dump()

@@ -58,6 +58,7 @@ class Trainer:
         self.data = data_of(config, directory, cache)
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
+            tower=config.train.tower,
             savings=Savings(**config.train.model_dump(include={*_SAVINGS})), pipeline=config.pipeline.settings(),
             context=Context(**config.context.model_dump()),
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from math import ceil
 from pathlib import Path
@@ -14,6 +15,8 @@ from ..errors import DataError, counted
 from .config import Config
 from .sources import Data
 
+_SAME = re.compile(r"(<\|\w+\|>)\1{3,}")  # a mark of the tokenizer, again and again
+
 
 def dry_run(config: Config, data: Data) -> str:
     """The data, the streams and the steps."""
@@ -25,6 +28,8 @@ def dry_run(config: Config, data: Data) -> str:
             f"{documents.name[-28:]:<28} {found.rows:>9,} {found.documents:>10,} {found.tokens:>13,} "
             f"{found.targets:>13,} {found.longest:>8,}  {weight:.3g} times"
         )
+        if seen := int(documents.num_views.sum()):
+            lines.append(f"  with {counted(seen, 'picture or video', 'pictures and videos')}")
         left_out = [f"{found.skipped} bad"] * bool(found.skipped)
         left_out += [f"{found.without_targets} without anything to learn"] * bool(found.without_targets)
         if left_out:
@@ -56,7 +61,12 @@ def _speller(directory: Path) -> Callable[[Tokens, int, int], str]:
         tokenizer = tokenizer_of(directory)
     except DataError:  # rows of ids need none
         return lambda document, start, stop: " ".join(map(str, document.ids[start:stop]))
-    return lambda document, start, stop: str(tokenizer.decode(document.ids[start:stop]))
+    return lambda document, start, stop: _short(str(tokenizer.decode(document.ids[start:stop])))
+
+
+def _short(text: str) -> str:
+    """With the places of a picture counted, of which there are hundreds."""
+    return _SAME.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])} ", text)
 
 
 def _document(documents: Documents, number: int, spell: Callable[[Tokens, int, int], str]) -> Text:

@@ -15,12 +15,15 @@ from ..data import (
     ChatOptions,
     Documents,
     Feed,
+    Marks,
     Part,
     Plan,
+    Processor,
     Ready,
     Recipe,
     Texts,
     Tokens,
+    Wishes,
     fetched_files,
     files_of,
     fingerprint_of,
@@ -34,11 +37,38 @@ from ..data import (
 )
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
+from ..models import patch_of, placeholders_of
 from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .contradictions import num_tokens
 
 _OF_ROWS = ("kind", "fields", "thinking", "turns", "template", "template_args")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Of the files of data, for the model of `directory`. `tower`: it sees. `cache`: where documents are kept."""
+
+    directory: Path
+    cache: Path
+    tower: bool = False
+    processes: int = 1
+
+    def processor(self, section: SourceSection) -> Processor | None:
+        """What reads the pictures that a source shows."""
+        if not self.tower or section.kind != "chat":
+            return None
+        config, pictures = read_config(self.directory), section.pictures
+        ids = placeholders_of(config)
+        image, video = tokenizer_of(self.directory).convert_ids_to_tokens(list(ids))
+        wishes = Wishes(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
+        return Processor(self.directory, Marks(image, video, ids), patch_of(config), wishes)
+
+
+def _root(section: SourceSection) -> Path:
+    """Where relative paths of pictures begin."""
+    first = path_of(section.path if isinstance(section.path, str) else section.path[0])
+    return path_of(section.pictures.root) if section.pictures.root else first if first.is_dir() else first.parent
 
 
 @dataclass(frozen=True)
@@ -48,23 +78,24 @@ class Data:
     documents: Sequence[Documents]
     plan: Plan
     num_steps: int
+    processor: Processor | None = None
 
     def feed(self, mesh: Mesh, micro_batches: int) -> Feed:
         """The batches of this data rank, of which each step takes `micro_batches`."""
         return Feed(
-            self.documents, self.plan, micro_batches=micro_batches, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks
-        )
+            self.documents, self.plan, micro_batches=micro_batches, rank=mesh.data_rank, num_ranks=mesh.num_data_ranks,
+            processor=self.processor,
+        )  # fmt: skip
 
 
-def documents_of(
-    section: SourceSection, directory: Path, cache: Path, *, name: str = "", processes: int = 1
-) -> Documents:
-    """The documents of a source, tokenised for the model of `directory`."""
+def documents_of(section: SourceSection, reader: Reader, *, name: str = "") -> Documents:
+    """The documents of a source, tokenised."""
     paths = [section.path] if isinstance(section.path, str) else section.path
-    make, told = _maker(section, directory)
+    make, told = _maker(section, reader)
     files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
-    return prepare(Recipe(name, files, make, told, section.split, section.on_bad), cache, processes=processes)
+    recipe = Recipe(name, files, make, told, section.split, section.on_bad)
+    return prepare(recipe, reader.cache, processes=reader.processes)
 
 
 def _files(path: str, section: SourceSection) -> list[Path]:
@@ -91,8 +122,9 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
     ]
 
 
-def _maker(section: SourceSection, directory: Path) -> tuple[Callable[[Mapping[str, Any]], list[Tokens]], str]:
+def _maker(section: SourceSection, reader: Reader) -> tuple[Callable[[Mapping[str, Any]], list[Tokens]], str]:
     """What turns a row into documents, and all that it depends on."""
+    directory = reader.directory
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":
         vocab_size = read_config(directory).get("vocab_size", 1 << 31)
@@ -100,13 +132,16 @@ def _maker(section: SourceSection, directory: Path) -> tuple[Callable[[Mapping[s
     tokenizer, told = tokenizer_of(directory), told + fingerprint_of(directory)
     if section.kind == "text":
         return Texts(tokenizer, section.fields).documents, told
-    template = _template(section.template)
-    return _chat(section, directory, tokenizer, template).documents, told + template
+    template, processor = _template(section.template), reader.processor(section)
+    told += template + (processor.told if processor else "")
+    return _chat(section, directory, tokenizer, template, processor).documents, told
 
 
-def _chat(section: SourceSection, directory: Path, tokenizer: Any, template: str) -> Chat:
+def _chat(
+    section: SourceSection, directory: Path, tokenizer: Any, template: str, processor: Processor | None = None
+) -> Chat:
     options = ChatOptions(section.thinking, section.turns, template or None, section.template_args, section.fields)
-    return Chat(tokenizer, options, stop_ids_of(tokenizer, generation_config_of(directory)))
+    return Chat(tokenizer, options, stop_ids_of(tokenizer, generation_config_of(directory)), processor)
 
 
 def prompter(section: SourceSection, directory: Path, tokenizer: Any) -> Callable[[str], list[int]]:
@@ -135,8 +170,9 @@ def _template(path: str) -> str:
 
 def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
     """Of the training. Every process makes the same."""
+    reader = Reader(directory, cache, config.train.tower, processes)
     named = zip(config.data, names_of(config.data), strict=True)
-    documents = [documents_of(section, directory, cache, name=name, processes=processes) for section, name in named]
+    documents = [documents_of(section, reader, name=name) for section, name in named]
     train, length, plans = config.train, config.train.length, cache / "plans"
     sources = [
         source_of(found, length, weight=section.weight, share=section.share, too_long=is_too_long(section))
@@ -147,7 +183,8 @@ def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1)
         plan = Plan(sources, length=length, seed=config.seed, streams=steps * train.streams_per_step, cache=plans)
     else:
         plan = Plan(sources, length=length, seed=config.seed, epochs=train.epochs or 1, cache=plans)
-    return Data(documents, plan, ceil(plan.num_streams / train.streams_per_step))
+    processor = next(filter(None, map(reader.processor, config.data)), None)  # all read a picture alike
+    return Data(documents, plan, ceil(plan.num_streams / train.streams_per_step), processor)
 
 
 def is_too_long(section: SourceSection) -> Any:

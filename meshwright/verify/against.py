@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .findings import Finding, Margin, Notes, merged
-from .peer import ROPE, Documents, Said, ours, stranger, theirs
+from .peer import PATCHES, ROPE, Documents, Said, ours, stranger, theirs
 
 _ALLOWED = {"logits": 1e-5, "gradients": 1e-5, "parts": 1e-5, "loss": 1e-6, "aux": 1e-5}  # what float32 may cost them
 _NOISE = 10  # times what float32 costs us, beside that
@@ -63,10 +63,21 @@ def _parts(peer: Said, wide: Said, narrow: Said, notes: Notes) -> Iterator[Findi
         margin = _margin("parts", "parts of the forward", peer.parts[name], wide.parts[name], narrow.parts[name], name)
         if not margin.worst <= margin.allowed:
             what = f"what it gives out is the first that differs from transformers', by {margin.worst:.1e}"
-            otherwise = "positions or fields of config.json" if name == ROPE else "its weights"
-            yield Finding("M1", name, what, f"it computes something else, or {otherwise} are read otherwise")
+            yield Finding("M1", name, what, _about_part(name, wide))
             return
         notes.measured(margin)
+
+
+def _about_part(name: str, wide: Said) -> str:
+    """All before it agrees, but for what the tower adds between layers."""
+    otherwise = "positions or fields of config.json" if name == ROPE else "its weights"
+    guess = f"it computes something else, or {otherwise} are read otherwise"
+    taken = [
+        f"layers.{number}.norm" for number in range(1 + sum(part.startswith("tower.deep.") for part in wide.parts))
+    ]
+    if PATCHES not in wide.parts or name not in taken:
+        return guess
+    return f"rows of the tower are added elsewhere or in another order; or {guess}"
 
 
 def _margin(

@@ -23,7 +23,8 @@ _FEW_SIZES = [[2, 1, 3], [1, 4], [5], [3, 2, 2]]
 _LONG_SIZES = [400, 7, 105, 300, 200, 61]  # one begins at 512
 
 
-Pictures = list[tuple[Tensor, tuple[int, int, int]]]  # of a document: patches, and how many in time, height and width
+Picture = tuple[Tensor, tuple[int, int, int]]  # patches, and how many in time, height and width
+Pictures = list[Picture]  # of a document
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Vision:
 _SEEN: list[list[int | tuple[int, int, int]]] = [
     [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
     [(1, 2, 4), (1, 4, 2), 3, (1, 2, 2)],
+]
+# The same, but none touch: transformers takes those for one picture. A video stands before pictures, too.
+_APART: list[list[int | tuple[int, int, int]]] = [
+    [2, (1, 2, 6), 1, (1, 6, 2), 2, (3, 4, 2), 1],
+    [(1, 2, 4), 1, (1, 4, 2), 2, (2, 2, 4), 3, (1, 2, 2)],
 ]
 _LEAST = 28  # tokens of a document that has pictures
 
@@ -61,6 +67,7 @@ class Data:
     seed: int = 0
     num_special: int = 1
     vision: Vision | None = None
+    apart: bool = False  # no pictures touch
 
     def __call__(self, data_rank: int, step: int = 0) -> list[Batch]:
         out = []
@@ -100,13 +107,17 @@ class Data:
 
     def sees(self, data_rank: int, number: int, step: int) -> bool:
         """Nobody in a step of few tokens, one data rank in a long one; else all in the first micro-batch, and in the
-        others every other data rank: none, if there is but one."""
+        others every other data rank: none, if there is but one. Of three or more nobody in the last: what replicas sum
+        there alone, they would not sum of a tower."""
         if self.vision is None or step == FEW_STEP:
             return False
-        return data_rank == 0 if step == LONG_STEP else number == 0 or data_rank % 2 == 1
+        if step == LONG_STEP:
+            return data_rank == 0
+        return number == 0 or (data_rank % 2 == 1 and (self.num < 3 or number < self.num - 1))
 
     def _parts(self, size: int, at: int, *where: int) -> list[int | tuple[int, int, int]]:
-        return _SEEN[at % len(_SEEN)] if size >= _LEAST and self.sees(*where) else []
+        patterns = _APART if self.apart else _SEEN
+        return patterns[at % len(patterns)] if size >= _LEAST and self.sees(*where) else []
 
     def _sizes(self, size: int, at: int, *where: int) -> list[tuple[int, int, int]]:
         return [part for part in self._parts(size, at, *where) if not isinstance(part, int)]
@@ -135,7 +146,7 @@ class Data:
     def labels(self, data_rank: int, step: int = 0) -> list[Tensor]:
         """Of each micro-batch, reckoned here: the next token of the same document. `pack` must find the same."""
         ids = {self.vision.picture, self.vision.video} if self.vision else set[int]()
-        return [_labels(documents, ids) for documents in self.documents(data_rank, step)]
+        return [labels_of(documents, ids) for documents in self.documents(data_rank, step)]
 
     def bounds(self, data_rank: int, step: int = 0) -> list[list[int]]:
         """Where documents begin and end, without filler."""
@@ -150,7 +161,7 @@ class Data:
         return torch.Generator().manual_seed(1_000_003 * self.seed + at + 100 * data_rank + number)
 
 
-def _labels(documents: list[list[int]], places: set[int]) -> Tensor:
+def labels_of(documents: list[list[int]], places: set[int]) -> Tensor:
     flat: list[int] = []
     for document in documents:
         for token, after in zip(document, [*document[1:], IGNORE], strict=True):

@@ -62,7 +62,8 @@ def _steps(run: Run, store: Store | None) -> None:
     engine, mesh, notes, trial = run.engine, run.model.mesh, run.notes, run.trial
     batches, losses = trial.batches(run.model, 0), []
     before, pushed = {n: t.clone() for n, t in run.model.stored().items()}, set[str]()
-    evaluated = engine.evaluate(batches)
+    with Recorder(store and PrefixStore("evaluate", store), mesh.rank):
+        evaluated = engine.evaluate(batches)
     recorder = Recorder(store and PrefixStore("step", store), mesh.rank)
     for step in range(trial.steps):
         first = step == 0

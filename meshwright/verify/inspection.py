@@ -30,7 +30,7 @@ from .collectives import silent
 from .data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data, Vision
 from .examine import ORACLES, examine
 from .findings import Finding, Margin, Notes, read_notes
-from .peer import Documents
+from .peer import Document, Documents
 from .planted import bug, check_felt
 from .published import damaged_files, published_sums, strange_weights
 from .ranks import run_ranks
@@ -90,8 +90,9 @@ class Plan:
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of a step. In a pipeline so many that each rank works forth and back in turn."""
-        return 2 * self.axes.pp
+        """Micro-batches of a step. In a pipeline so many that each rank works forth and back in turn; with a tower
+        one in which nobody has pictures."""
+        return max(2 * self.axes.pp, 3 if self.runs.tower else 0)
 
     @property
     def directory(self) -> Path:
@@ -117,7 +118,7 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     """Everything that can be refused is refused here, before any process starts."""
     check_devices(axes, options.device, model)
     if options.plant:
-        check_felt(options.plant, axes, options.kind != WEIGHTS)
+        check_felt(options.plant, axes, options.kind != WEIGHTS, options.tower)
     runs = blueprint = _found(model, options, weights=False, say=say)
     check_layout(blueprint, axes, 2 * axes.pp)
     training = options.kind != WEIGHTS
@@ -165,14 +166,15 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
 
 
 def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
-    """M1 asks of the family alone, so a small language model of it is enough, whatever is tried."""
-    began, options = time.monotonic(), plan.options
-    config = dict(text_config(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1)))
-    config["pad_token_id"] = None  # transformers gives the embedding of this token no gradient, unlike any other
+    """M1 asks of the family alone, so a small model of it is enough, whatever is tried: a language model, with the
+    tower if that is tried."""
+    began, options, config = time.monotonic(), plan.options, _config_of_peers(plan)
     say("transformers: one process of ours beside its model")
     try:
-        layouts = run_ranks(1, _make_peers, config, folder / "peers", options.seed, seconds=options.seconds)[0]
-        steps = steps_of(config["vocab_size"], options.seed)
+        made = run_ranks(1, _make_peers, config, plan.runs.tower, folder / "peers", options.seed,
+                         seconds=options.seconds)  # fmt: skip
+        layouts, vision = made[0]
+        steps = steps_of(text_config(config)["vocab_size"], options.seed, vision)
         sources = [folder / "peers" / layout for layout in layouts]
         notes, why_not = run_ranks(1, compare, sources, steps, seconds=options.seconds)[0]
     except RankError as error:
@@ -181,6 +183,13 @@ def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
     if why_not:
         return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"M1, since {why_not}"])
     return RunResult(TRANSFORMERS, seconds, notes.findings, ("M1",), (), notes.margins, notes.ended)
+
+
+def _config_of_peers(plan: Plan) -> dict[str, Any]:
+    config = dict(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
+    # transformers gives the embedding of a padding token no gradient, unlike any other
+    text = {**text_config(config), "pad_token_id": None}
+    return {**config, "text_config": text} if plan.runs.tower else text
 
 
 def source_of(plan: Plan, folder: Path, say: Say) -> Path:
@@ -303,21 +312,29 @@ def _make(plan: Plan, at: Path) -> None:
     _write(at, plan.runs, choice, torch.bfloat16, options.seed)
 
 
-def _make_peers(config: Mapping[str, Any], folder: Path, seed: int) -> list[str]:
+def _make_peers(config: Mapping[str, Any], tower: bool, folder: Path, seed: int) -> tuple[list[str], Vision | None]:
     """In every layout that files of experts have; first in the one that transformers' parameters have."""
-    blueprint = draw(config)
+    blueprint = draw(config, tower=tower)
     layouts = sorted(blueprint.table.groups.get("experts", ["fused"]), key=lambda name: name != "fused")
     for layout in layouts:
         _write(folder / layout, blueprint, {"experts": layout}, torch.float32, seed)
-    return layouts
+    return layouts, vision_of(blueprint)
 
 
-def steps_of(vocab: int, seed: int) -> dict[str, list[Documents]]:
-    """What M1 is asked of, by its name in findings. The long document has the first and the last word, too."""
-    data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed)
-    longest = data.documents(0, LONG_STEP)[0][0]
-    long = [[[0, *longest, vocab - 1]]]
-    return {"two micro-batches": data.documents(0), "few tokens": data.documents(0, FEW_STEP), "a long document": long}
+def steps_of(vocab: int, seed: int, vision: Vision | None = None) -> dict[str, list[Documents]]:
+    """What M1 is asked of, by its name in findings. The long document has the first and the last word, too. Pictures
+    are in the first micro-batch and in the long document, and none in few tokens."""
+    data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed, vision=vision, apart=True)
+    longest = _documents(data, LONG_STEP)[0][0]
+    long = [[Document([0, *longest.tokens, vocab - 1], longest.pictures)]]
+    return {
+        "two micro-batches": _documents(data, 0), "few tokens": _documents(data, FEW_STEP), "a long document": long,
+    }  # fmt: skip
+
+
+def _documents(data: Data, step: int) -> list[Documents]:
+    both = zip(data.documents(0, step), data.pictures(0, step), strict=True)
+    return [[Document(*each) for each in zip(tokens, pictures, strict=True)] for tokens, pictures in both]
 
 
 def _write(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dtype, seed: int) -> None:

@@ -7,19 +7,21 @@ their own and end with the run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import parallel
+from .. import ops, parallel
 from ..axes import Axes
 from ..engine import engine as engine_module
 from ..engine import terms
 from ..errors import ConfigError
-from ..models import decoder
+from ..layout import TOWER
+from ..models import decoder, tower
 from ..optim import AdamW
+from ..parallel import passes
 from ..weights import load as loading
 from .trial import weight_of
 
@@ -30,6 +32,7 @@ class Bug:
     axes: tuple[str, ...]  # it shows where one of them is larger than 1; anywhere if none is named
     plant: Callable[[], None]
     loading: bool = False  # it shows in what is loaded
+    tower: bool = False  # it shows in models that see, with pictures
 
 
 def _sum_left_out() -> None:
@@ -97,6 +100,34 @@ def _weights_ignored() -> None:
     terms.WEIGHT = "another field"
 
 
+def _frames_leak() -> None:
+    real = tower.TowerBlock.block
+
+    def leaky(self: Any, x_PE: Tensor, tables: tower.Tables, _: ops.Documents) -> Tensor:
+        return real(self, x_PE, tables, ops.documents([len(x_PE)] if len(x_PE) else [], x_PE.device))
+
+    tower.TowerBlock.block = leaky  # type: ignore[method-assign, assignment]
+
+
+def _rows_elsewhere() -> None:
+    real = passes.sight_of
+
+    def sight_of(*given: Any) -> tower.Sight | None:
+        sight = real(*given)
+        return sight and replace(sight, at_N=sight.at_N.flip(0))
+
+    passes.sight_of = sight_of  # type: ignore[assignment]
+
+
+def _tower_unsummed() -> None:
+    real = engine_module.axes_left_to_sum
+    engine_module.axes_left_to_sum = lambda param, *rest: () if param.name.startswith(TOWER) else real(param, *rest)
+
+
+def _tower_left_out() -> None:
+    passes.sum_replicas = lambda *_, **__: None
+
+
 BUGS: dict[str, Bug] = {
     "sum-left-out": Bug("gradients that FSDP does not sum are left unsummed", ("tp",), _sum_left_out),
     "averaged": Bug("they are averaged instead of summed", ("tp",), _averaged),
@@ -108,12 +139,23 @@ BUGS: dict[str, Bug] = {
     "mean-of-means": Bug("the loss is the mean of the micro-batches' means", (), _mean_of_means),
     "update-lost": Bug("one parameter is updated in a copy", (), _update_lost),
     "weights-ignored": Bug("the weights of tokens are only counted", (), _weights_ignored),
+    "frames-leak": Bug("pictures see each other in the tower", (), _frames_leak, tower=True),
+    "rows-elsewhere": Bug("what the tower sees goes to other places", (), _rows_elsewhere, tower=True),
+    "tower-unsummed": Bug("each rank keeps its share of the tower's gradients", ("tp",), _tower_unsummed, tower=True),
+    "tower-left-out": Bug(
+        "replicas sum in the last micro-batch alone, though the tower ran before it",
+        ("replicate",),
+        _tower_left_out,
+        tower=True,
+    ),
 }
 
 
-def check_felt(name: str, axes: Axes, training: bool) -> None:
+def check_felt(name: str, axes: Axes, training: bool, sees: bool) -> None:
     """Refuse a bug that may change nothing: that it is not found would mean nothing."""
     wanted = bug(name).axes
+    if bug(name).tower and not sees:
+        raise ConfigError(f"--plant {name} changes nothing without the tower of a model that sees; add --tower")
     if wanted and not any(axes.size_of(axis) > 1 for axis in wanted):
         choices = " or ".join(f"--mesh {axis}=2" for axis in wanted)
         raise ConfigError(f"--plant {name} may change nothing on {axes}; try {choices}")

@@ -56,8 +56,17 @@ def parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
             yield "head.norm", stage.head.norm
 
 
+def tower_parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """What a tower makes of patches, and of four of them. A rank has those of the frames that it runs."""
+    for stage in model.parts:
+        if (tower := stage.tower) is not None:
+            yield from (("tower.patches", tower.patches), ("tower.merger", tower.merger))
+            for name, parts in (("blocks", tower.blocks), ("deep", tower.deep)):
+                yield from ((f"tower.{name}.{number}", part) for number, part in parts.items())
+
+
 @contextmanager
-def watched(model: Model) -> Iterator[Watched]:
+def watched(model: Model, parts: Callable[[Model], Iterator[tuple[str, nn.Module]]] = parts_of) -> Iterator[Watched]:
     seen = Watched()
 
     def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -72,7 +81,7 @@ def watched(model: Model) -> Iterator[Watched]:
     def counting(name: str, armed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: (seen.passed.update([name]), armed(x))[1]
 
-    hooks = [part.register_forward_hook(note(name)) for name, part in parts_of(model)]
+    hooks = [part.register_forward_hook(note(name)) for name, part in parts(model)]
     doors = [(door, name, door.armed) for part in model.parts for name, door in find(part, Door) if door.armed]
     for door, name, armed in doors:
         door.armed = counting(name, armed)

@@ -1,0 +1,118 @@
+"""Files of pictures and videos, read by Pillow and PyAV: how large they are, and their pictures in colours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+
+_TURNED = (5, 6, 7, 8)  # ways in which a camera was held on its side
+_ORIENTATION = 0x0112
+_STILL = {".gif", ".webp", ".png", ".apng"}  # files of pictures that may be several
+_MOVING = ("GIF", "WEBP", "PNG")  # which Pillow counts
+
+
+@dataclass(frozen=True)
+class Clip:
+    """`num` pictures, `fps` a second, all of a size (height, width)."""
+
+    num: int
+    fps: float
+    size: tuple[int, int]
+
+
+@contextmanager
+def open_picture(file: Path) -> Iterator[Any]:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("pictures are read by Pillow; install it: pip install 'meshwright[vision]'") from error
+    try:
+        with Image.open(file) as picture:
+            yield picture
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow says of bad files
+        raise DataError(f"{file} cannot be read as a picture: {error}") from error
+
+
+def size_of(file: Path) -> tuple[int, int]:
+    """Height and width, as a person sees it."""
+    with open_picture(file) as picture:
+        width, height = picture.size
+        turned = picture.getexif().get(_ORIENTATION) in _TURNED
+    return (width, height) if turned else (height, width)
+
+
+def clip_of(file: Path) -> Clip:
+    if file.suffix.lower() not in _STILL:
+        return _clip(file)
+    with open_picture(file) as picture:
+        num = picture.n_frames if picture.format in _MOVING else 1
+        lasts = float(picture.info.get("duration") or 0)
+        if num > 1 and lasts <= 0:
+            raise DataError(f'{file} does not say how long a picture lasts; give its pictures as a list, and "fps"')
+        return Clip(num, 1000.0 / (lasts or 1000.0), picture.size[::-1])
+
+
+def pictures_of(files: Sequence[Path], taken: Sequence[int]) -> Iterator[Any]:
+    """One of each of several files; or those of a video that are taken, in their order; or the only one."""
+    if len(files) > 1 or not taken:
+        for file in files:
+            with open_picture(file) as picture:
+                yield _upright(picture)
+    elif files[0].suffix.lower() in _STILL:
+        with open_picture(files[0]) as picture:
+            for number in taken:
+                picture.seek(number)
+                yield picture.convert("RGB")
+    else:
+        yield from _decoded(files[0], taken)
+
+
+def _upright(picture: Any) -> Any:
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(picture).convert("RGB")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        import av
+    except ImportError as error:
+        raise DataError(
+            f"{file} is read by PyAV; install it: pip install 'meshwright[vision]'. Or give the pictures of a video as "
+            'a list, and "fps"'
+        ) from error
+    try:
+        with av.open(str(file)) as container:
+            if not container.streams.video:
+                raise DataError(f"{file} has no pictures")
+            yield container
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as a video: {error}") from error
+
+
+def _clip(file: Path) -> Clip:
+    with _opened(file) as container:
+        stream = container.streams.video[0]
+        num = stream.frames or sum(1 for _ in container.decode(video=0))
+        if not num or not stream.average_rate:
+            raise DataError(f"{file} does not say how many pictures it has, or how many a second")
+        return Clip(num, float(stream.average_rate), (stream.height, stream.width))
+
+
+def _decoded(file: Path, taken: Sequence[int]) -> Iterator[Any]:
+    """A picture that is taken twice comes twice."""
+    waiting = list(reversed(taken))
+    with _opened(file) as container:
+        for number, frame in enumerate(container.decode(video=0)):
+            while waiting and waiting[-1] == number:
+                waiting.pop()
+                yield frame.to_image()
+            if not waiting:
+                return
+    raise DataError(f"{file} ends before picture {waiting[-1]}, though it says that it has it")

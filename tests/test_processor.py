@@ -1,0 +1,199 @@
+"""Pictures and videos by path: sizes, patches and texts as transformers makes them, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+import meshwright as mw
+from meshwright.data.processor import Marks, Processor, Wishes, fitted
+from meshwright.data.views import View
+from tests import shown
+
+MARKS = Marks("<|image_pad|>", "<|video_pad|>", (1, 2))
+SIZES = [(16, 24), (7, 9), (9, 7), (100, 300), (31, 33), (40, 8), (64, 64)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shown.source(tmp_path_factory.mktemp("m") / "m")
+
+
+def processor(directory: Path, root: Path, **wishes: Any) -> Processor:
+    return Processor(directory, MARKS, shown.PATCH, Wishes(root, **wishes))
+
+
+def noise(at: Path, height: int, width: int, mode: str = "RGB") -> Path:
+    dice = np.random.default_rng(height * width)
+    channels = {"L": (), "RGB": (3,), "RGBA": (4,)}[mode]
+    Image.fromarray(dice.integers(0, 256, (height, width, *channels), dtype=np.uint8), mode).save(at)
+    return at
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+def test_patches_are_those_of_transformers(directory: Path, tmp_path: Path, mode: str) -> None:
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(directory)
+    for number, size in enumerate(SIZES):
+        file = noise(tmp_path / f"{number}.png", *size, mode)
+        view = processor(directory, tmp_path).picture(file.name)
+        due = theirs(Image.open(file).convert("RGB"), return_tensors="pt")
+        assert list(view.grid) == due["image_grid_thw"][0].tolist()
+        mine = (processor(directory, tmp_path).pixels(view).float() - 127.5) / 127.5
+        torch.testing.assert_close(mine, due["pixel_values"], rtol=0, atol=3e-7)
+
+
+def video_size(*given: Any) -> Any:
+    """transformers' own, out of a file that cannot be imported without torchvision."""
+    tree = ast.parse((Path(transformers.__file__).parent / "models/qwen3_vl/video_processing_qwen3_vl.py").read_text())
+    found = next(each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "smart_resize")
+    names: dict[str, Any] = {"math": math}
+    exec(compile(ast.Module([found], []), "smart_resize", "exec"), names)
+    return names["smart_resize"](*given)
+
+
+def test_sizes_are_those_of_transformers() -> None:
+    dice = random.Random(0)
+    for _ in range(500):
+        height, width, num = dice.randint(4, 3000), dice.randint(4, 3000), dice.randint(2, 60)
+        if max(height, width) > 200 * min(height, width):
+            continue
+        pixels = (65536, 16777216) if num % 2 else (4096, 1 << 18)
+        assert fitted(height, width, 32, pixels) == smart_resize(height, width, 32, *pixels)
+        height, width = max(height, 32), max(width, 32)
+        assert fitted(height, width, 32, pixels, num) == video_size(num, height, width, 2, 32, *pixels)
+
+
+def test_a_picture_is_seen_upright(directory: Path, tmp_path: Path) -> None:
+    """A camera that was held on its side says so in the file."""
+    picture = Image.new("RGB", (32, 8), "white")
+    picture.paste((0, 0, 0), (0, 0, 16, 8))
+    about = Image.Exif()
+    about[0x0112] = 6
+    picture.save(tmp_path / "a.png", exif=about)
+    found = processor(directory, tmp_path)
+    view = found.picture("a.png")
+    assert view.grid == (1, 8, 2)
+    half = found.pixels(view).view(2, -1)
+    assert half[0].float().mean() < 10  # black is above
+    assert half[1].float().mean() > 245
+
+
+def test_a_video_says_its_times(directory: Path) -> None:
+    """The times are of the file's own pictures, not of those that are taken."""
+    view = View(("a",), (2, 4, 4), 1, (0, 7, 20), 10.0)
+    assert view.times == pytest.approx(Qwen3VLProcessor._calculate_timestamps(None, [0, 7, 20], 10.0))
+    run = "<|vision_start|>" + "<|video_pad|>" * 4 + "<|vision_end|>"
+    assert processor(directory, Path()).text_of(view) == f"<0.3 seconds>{run}<2.0 seconds>{run}"
+    assert View.of(str(view)) == view
+
+
+def moving(at: Path, num: int) -> list[Image.Image]:
+    """Ever brighter."""
+    return [Image.new("RGB", (32, 16), (each * 255 // num,) * 3) for each in range(num)]
+
+
+def as_gif(at: Path, num: int, fps: int) -> Path:
+    first, *others = moving(at, num)
+    first.save(at, save_all=True, append_images=others, duration=1000 // fps, loop=0)
+    return at
+
+
+def as_mp4(at: Path, num: int, fps: int) -> Path:
+    with av.open(str(at), "w") as container:
+        stream = container.add_stream("mpeg4", rate=Fraction(fps))
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        for picture in moving(at, num):
+            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        container.mux(stream.encode())
+    return at
+
+
+@pytest.mark.parametrize("kind", ["gif", "mp4"])
+def test_pictures_of_a_video_are_taken_evenly(directory: Path, tmp_path: Path, kind: str) -> None:
+    file = {"gif": as_gif, "mp4": as_mp4}[kind](tmp_path / f"a.{kind}", 30, 10)
+    found = processor(directory, tmp_path)
+    view = found.video(file.name, None)
+    assert view.fps == pytest.approx(10)
+    assert view.taken == (0, 6, 12, 17, 23, 29)  # 2 a second of 3 seconds
+    assert view.grid[0] == 3
+    brightness = found.pixels(view).view(3, -1, 3, 2, 16).float().mean((1, 2, 4)).flatten()
+    due = torch.tensor([each * 255 // 30 for each in view.taken]).float()
+    torch.testing.assert_close(brightness, due, rtol=0, atol=8.0)  # both kinds lose a little
+    assert processor(directory, tmp_path, fps=5.0).video(file.name, None).grid[0] == 8  # 15, the last shown twice
+
+
+def test_a_video_as_pictures(directory: Path, tmp_path: Path) -> None:
+    names = [shown.drawn(tmp_path / f"{at}.png", colour).name for at, colour in enumerate(("red", "green", "blue"))]
+    found = processor(directory, tmp_path)
+    view = found.video(names, 4.0)
+    assert view.grid[0] == 2
+    assert view.times == [0.125, 0.5]
+    rows = found.pixels(view).view(2, -1, 3, 2, 16)
+    assert torch.equal(rows[1, :, :, 0], rows[1, :, :, 1])  # the last is shown twice
+
+
+REFUSED = {
+    "no file": (lambda p, at: p.picture("none.png"), "there is no file"),
+    "an address": (lambda p, at: p.picture("https://example.com/a.png"), "no path of a file"),
+    "no picture": (lambda p, at: p.picture("a.txt"), "cannot be read as a picture"),
+    "no video": (lambda p, at: p.video("a.txt", None), "cannot be read as a video"),
+    "too oblong": (lambda p, at: p.picture(noise(at / "long.png", 1, 300).name), "more than 200 times"),
+    "no fps": (lambda p, at: p.video(["b.png", "b.png"], None), '"fps"'),
+    "one picture": (lambda p, at: p.video(["b.png"], 2.0), "give two or more"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(directory: Path, tmp_path: Path, case: str) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    noise(tmp_path / "b.png", 8, 8)
+    act, what = REFUSED[case]
+    with pytest.raises(mw.DataError, match=what):
+        act(processor(directory, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"image_mean": [0.48, 0.46, 0.41]}, "image_mean"),
+        ({"patch_size": 16}, "the tower has 4"),
+        ({"size": {"shortest_edge": 64}}, "longest_edge"),
+        (None, "has no preprocessor_config.json"),
+    ],
+    ids=str,
+)
+def test_another_processor(tmp_path: Path, change: dict[str, Any] | None, what: str) -> None:
+    noise(tmp_path / "b.png", 8, 8)
+    if change is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**shown.IMAGE_SETTINGS, **change}))
+    with pytest.raises(mw.DataError, match=what):
+        processor(tmp_path, tmp_path).picture("b.png")
+
+
+def test_a_file_of_both_processors(tmp_path: Path) -> None:
+    """As transformers writes it now."""
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": shown.IMAGE_SETTINGS}))
+    noise(tmp_path / "b.png", 8, 8)
+    assert processor(tmp_path, tmp_path).picture("b.png").grid == (1, 2, 2)
+
+
+def test_a_picture_that_has_changed(directory: Path, tmp_path: Path) -> None:
+    file, found = noise(tmp_path / "b.png", 8, 8), processor(directory, tmp_path)
+    view = found.picture("b.png")
+    noise(file, 16, 16)
+    with pytest.raises(mw.DataError, match=r"had .* bytes when the data were read"):
+        found.pixels(view)

@@ -1,0 +1,197 @@
+"""Chats that show pictures and videos: which tokens they become, and the trainer on them, on one process and more."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.data import Chat, Marks, Processor, Wishes
+from meshwright.data.views import Grid
+from meshwright.train import toml
+from meshwright.train.launch import prepared
+from tests import parts, runs, shown, worlds
+from tests.trials import named
+
+IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    at = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda name: shown.source(at / name, name, num_hidden_layers=4, **_layers(name)))
+
+
+def _layers(name: str) -> dict[str, Any]:
+    return {"layer_types": ["linear_attention", "full_attention"] * 2} if name.startswith("qwen3_5") else {}
+
+
+def chat(directory: Path, root: Path) -> Chat:
+    words = shown.words()
+    ids = (words.convert_tokens_to_ids(IMAGE), words.convert_tokens_to_ids(VIDEO))
+    return Chat(words, None, (), Processor(directory, Marks(IMAGE, VIDEO, ids), shown.PATCH, Wishes(root)))
+
+
+def row(content: Any, **more: Any) -> dict[str, Any]:
+    """A chat of two questions; the first shows something."""
+    return {
+        "messages": [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": "red"},
+            {"role": "user", "content": "sure?"},
+            {"role": "assistant", "content": "yes"},
+        ],
+        **more,
+    }
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "parts": row([{"type": "image", "image": "a.png"}, {"type": "text", "text": "colour?"}]),
+    "a path": row([{"type": "image", "path": "a.png"}, {"type": "text", "text": "colour?"}]),
+    "of OpenAI": row([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "colour?"}]),
+    "beside the messages": row([{"type": "image"}, {"type": "text", "text": "colour?"}], images=["a.png"]),
+    "a mark in the text": row("<image>colour?", images=["a.png"]),
+    "a table": row([{"type": "image", "text": None}, {"type": "text", "text": "colour?"}], images=[{"path": "a.png"}]),
+    "one": row("<image>colour?", image="a.png"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(model: Callable[[str], Path], tmp_path: Path, layout: str) -> None:
+    """A picture of 24 x 16 pixels, which are 6 places; both turns are one document, which shows it once."""
+    shown.drawn(tmp_path / "a.png", "red")
+    (document,) = chat(model("qwen3_vl"), tmp_path).documents(LAYOUTS[layout])
+    places = f"<|vision_start|>{IMAGE * 6}<|vision_end|>"
+    due = f"<|im_start|>user\n{places}colour?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n<|im_start|>user\nsure?"
+    text = shown.words().decode(document.ids)
+    assert text.startswith(due), text
+    assert [view.grid for view in document.views] == [(1, 4, 6)]
+    learnt = [shown.words().decode(document.ids[a:b]) for a, b in document.spans]
+    assert learnt == ["red<|im_end|>", "yes<|im_end|>"]
+
+
+def test_a_video_and_a_picture(model: Callable[[str], Path], tmp_path: Path) -> None:
+    names = [shown.drawn(tmp_path / f"{at}.png", "blue", 16, 8).name for at in range(3)]
+    content = [
+        {"type": "video", "video": names, "fps": 2}, {"type": "image", "image": "0.png"},
+        {"type": "text", "text": "colour?"},
+    ]  # fmt: skip
+    (document,) = chat(model("qwen3_vl"), tmp_path).documents(row(content))
+    run = f"<|vision_start|>{VIDEO * 2}<|vision_end|>"
+    text = shown.words().decode(document.ids)
+    assert f"<|vision_start|><0.2 seconds>{run}<1.0 seconds>{run}<|vision_end|><|vision_start|>{IMAGE * 2}" in text
+    assert [view.grid for view in document.views] == [(2, 2, 4), (1, 2, 4)]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one more than the row has": (row("<image><image>which?", images=["a.png"]), "shows one more image"),
+    "one that no message shows": (row("which?", images=["a.png"]), "its messages show 0"),
+    "a mark of the model": (row("what is <|image_pad|>?"), "the template writes 1 marks for 0 pictures"),
+    "of the assistant": (
+        {"messages": [{"role": "user", "content": "draw"},
+                      {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
+        "the assistant shows pictures",
+    ),
+    "bytes": (row([{"type": "image", "image": {"bytes": "..."}}]), "not a path"),
+    "a sound": (row([{"type": "audio", "audio": "a.wav"}]), "holds 'audio'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(model: Callable[[str], Path], tmp_path: Path, case: str) -> None:
+    shown.drawn(tmp_path / "a.png", "red")
+    given, what = REFUSED[case]
+    with pytest.raises(mw.DataError, match=what):
+        chat(model("qwen3_vl"), tmp_path).documents(given)
+
+
+def file_of(at: Path, model: Path, **train: Any) -> Path:
+    shown.chats(at)
+    return runs.file_of(at, model, train={"tower": True, "length": 64, "tokens_per_step": 256, "steps": 4, **train})
+
+
+def test_without_the_tower_it_is_said(model: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(mw.DataError, match=r"set train\.tower = true"):
+        prepared(toml.read(file_of(tmp_path, model("qwen3_vl"), tower=False)))
+
+
+def test_a_chat_that_is_too_long(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """It is not cut, which might go through a picture."""
+    config = toml.read(file_of(tmp_path, model("qwen3_vl"), length=32, tokens_per_step=128))
+    with pytest.raises(mw.DataError, match=r"have more than 32 tokens.*may go through a picture"):
+        prepared(config.model_copy(update={"data": [config.data[0].model_copy(update={"too_long": "cut"})]}))
+
+
+MESHES: list[tuple[str, Mapping[str, int]]] = [
+    ("qwen3_vl", dict(fsdp=2)),
+    ("qwen3_5_moe", dict(tp=2)),
+    ("qwen3_5", dict(pp=2)),
+    ("qwen3_vl_moe", dict(cp=2)),
+    ("qwen3_vl_moe", dict(fsdp=2, tp=2, ep=2)),
+    ("qwen3_5", dict(replicate=2, fsdp=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), parts.every(2, MESHES), ids=lambda it: it if isinstance(it, str) else named(it)
+)
+def test_losses_are_the_same_on_every_mesh(
+    model: Callable[[str], Path], tmp_path: Path, name: str, mesh: dict[str, int]
+) -> None:
+    """In float64, with pictures in some streams and none in others."""
+    for at, where in (("one", {}), ("mesh", mesh)):
+        (tmp_path / at).mkdir()
+        runs.on_mesh(file_of(tmp_path / at, model(name)), where, "save.export=false")
+    one, there = runs.losses(tmp_path / "one"), runs.losses(tmp_path / "mesh")
+    assert there == pytest.approx(one, rel=1e-9)
+    assert one[-1] < one[0]
+
+
+def test_an_interrupted_run_goes_on(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """With the pictures that were due."""
+    for name, several in (("whole", (4,)), ("parts", (2, 4))):
+        (tmp_path / name).mkdir()
+        file = file_of(tmp_path / name, model("qwen3_vl"))
+        for steps in several:
+            runs.on_mesh(file, {}, "save.export=false", f"train.steps={steps}", "optim.schedule=constant")
+    assert runs.losses(tmp_path / "parts") == runs.losses(tmp_path / "whole")
+
+
+def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of two processes; examples/colours.py lets it answer."""
+    file = file_of(tmp_path, model("qwen3_vl"), dtype="float32")
+    runs.on_mesh(file, dict(fsdp=2))
+    export = tmp_path / "out" / "export"
+    shown.drawn(tmp_path / "new.png", "green")
+    (document,) = chat(export, tmp_path).documents(row([{"type": "image", "image": "new.png"}]))
+    found = chat(export, tmp_path).processor
+    assert found is not None
+    pixels, grid = (found.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
+    ids = document.ids.tolist()
+    due = _theirs(export, ids, pixels, grid, found.marks.ids[0])
+    (mine,) = worlds.run(1, _ours, export, ids, pixels, grid, found.marks.ids)
+    assert float((mine - due).abs().max()) < 1e-5 * float(due.abs().max())
+
+
+def _theirs(export: Path, ids: list[int], pixels: Tensor, grid: Grid, place: int) -> Tensor:
+    from transformers import AutoModelForImageTextToText
+
+    it = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32, attn_implementation="eager").eval()
+    given = torch.tensor([ids])
+    kinds = (given == place).long()
+    with torch.no_grad():
+        return it(
+            input_ids=given, pixel_values=pixels, image_grid_thw=torch.tensor([grid]), mm_token_type_ids=kinds,
+            use_cache=False,
+        ).logits[0]  # fmt: skip
+
+
+def _ours(export: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tuple[int, int]) -> Tensor:
+    it = mw.load(export, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
+    return mw.logits(it, mw.pack([ids], images=[[(pixels, grid)]], placeholders=places))

@@ -1,0 +1,143 @@
+"""M1 of `meshwright verify --tower`: one process with its tower beside transformers' model that sees."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright import ops
+from meshwright.axes import Axes
+from meshwright.data import batch
+from meshwright.models.tower import Merger, Tower
+from meshwright.verify import Data, RunResult, inspection, plan
+from meshwright.verify.data import LONG, LONG_STEP, Vision
+from meshwright.verify.inspection import Options
+from tests import seeing
+
+FIRST = "two micro-batches"
+NUM_PARTS = {"qwen3_vl": 23, "qwen3_vl_moe": 23, "qwen3_5": 15, "qwen3_5_moe": 15}  # 8 or 4 of them of the tower
+LAYOUTS = {"qwen3_vl_moe": 1, "qwen3_5_moe": 1}  # other spellings of the files
+
+
+def beside_transformers(at: Path, family: str, *, whole: bool = False) -> RunResult:
+    """In its first step alone, or in all."""
+    recipe, real = at / "recipe", inspection.steps_of
+    recipe.mkdir()
+    (recipe / "config.json").write_text(json.dumps(seeing.of(family)))
+    tried = plan(str(recipe), Axes(fsdp=2), Options(tower=True), say=lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        if not whole:
+            patch.setattr(inspection, "steps_of", lambda *given: {FIRST: real(*given)[FIRST]})
+        return inspection._against(tried, at, lambda _: None)
+
+
+def check_clean(part: RunResult, family: str) -> dict[str, int]:
+    """How many things were compared."""
+    assert not part.findings, part.findings[0]
+    assert (part.oracles, part.ended, part.untried) == (("M1",), ["M1"], ())
+    assert all(margin.worst <= margin.allowed for margin in part.margins)
+    counts = {margin.what: margin.count for margin in part.margins}
+    assert ("choices of experts" in counts) == (family in LAYOUTS)
+    assert sum("layout" in what for what in counts) == LAYOUTS.get(family, 0)
+    return counts
+
+
+@pytest.mark.parametrize("family", seeing.ODD)
+def test_the_tower_is_that_of_transformers(tmp_path: Path, family: str) -> None:
+    counts = check_clean(beside_transformers(tmp_path, family), family)
+    assert counts["parts of the forward"] == NUM_PARTS[family]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", seeing.ODD)
+def test_in_every_step(tmp_path: Path, family: str) -> None:
+    """Few tokens have no picture, and a gradient of the tower is zero there."""
+    counts = check_clean(beside_transformers(tmp_path, family, whole=True), family)
+    num_eyes = 8 if "vl" in family else 4
+    assert counts["parts of the forward"] == 3 * NUM_PARTS[family] - num_eyes
+
+
+def a_merger_with_tanh(patch: pytest.MonkeyPatch) -> None:
+    """As the blocks have it. Not in torch: transformers would have it too."""
+
+    def forward(self: Merger, x_PE: torch.Tensor) -> torch.Tensor:
+        x_NF = self.fc1(self.norm(x_PE).view(-1, 4 * x_PE.shape[1]))
+        return self.fc2(F.gelu(x_NF, approximate="tanh"))
+
+    patch.setattr(Merger, "forward", forward)
+
+
+def height_for_width(patch: pytest.MonkeyPatch) -> None:
+    """In the table of positions of the tower."""
+    real = ops.resampled
+
+    def turned(table_SE: torch.Tensor, these: ops.Frames, like: torch.Tensor) -> torch.Tensor:
+        sizes = tuple((width, height) for height, width in these.sizes)
+        return real(table_SE, replace(these, sizes=sizes, row_P=these.col_P, col_P=these.row_P), like)
+
+    patch.setattr(ops, "resampled", turned)
+
+
+def height_for_width_in_the_text(patch: pytest.MonkeyPatch) -> None:
+    real = batch.turns_of
+    patch.setattr(batch, "turns_of", lambda *given: real(*given)[:, [0, 2, 1]])
+
+
+def features_reversed(patch: pytest.MonkeyPatch) -> None:
+    real = Tower.forward
+
+    def turned(self: Tower, sight: Any) -> tuple[torch.Tensor, ...]:
+        rows, *deep = real(self, sight)
+        return (rows, *reversed(deep))
+
+    patch.setattr(Tower, "forward", turned)
+
+
+def half_back_through_mergers(patch: pytest.MonkeyPatch) -> None:
+    real = Merger.forward
+    patch.setattr(Merger, "forward", lambda self, x_PE: real(self, (x_PE + x_PE.detach()) / 2))
+
+
+PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "a merger with the GELU of the blocks": (a_merger_with_tanh, "qwen3_5", r"M1 tower\.merger: .*\btransformers'"),
+    "height for width in the tower": (height_for_width, "qwen3_5", r"M1 tower\.patches: "),
+    "height for width in the text": (height_for_width_in_the_text, "qwen3_5", "M1 RoPE: .*or positions"),
+    "features in the order of reverse": (features_reversed, "qwen3_vl", r"M1 layers\.1\.norm: .*in another order"),
+    "half of it flows back through mergers": (
+        half_back_through_mergers, "qwen3_5", r"M1 model\.visual\.blocks\.\d\.mlp\.linear_fc2\.\w+: .*between .* and",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant, family, told = PLANTS[name]
+    plant(monkeypatch)
+    first, *_ = beside_transformers(tmp_path, family).findings
+    assert re.match(told, str(first)), first
+
+
+def runs_of(document: list[int], places: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Where places of one kind begin and end."""
+    kinds = [places.index(token) if token in places else None for token in document]
+    bounds = [0, *(at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]), len(kinds)]
+    yield from ((a, b) for a, b in pairwise(bounds) if kinds[a] is not None)
+
+
+@pytest.mark.parametrize("step", [0, LONG_STEP])
+def test_no_two_pictures_touch(step: int) -> None:
+    """transformers would take them for one."""
+    data = Data(vocab=131, long=LONG, vision=Vision(120, 121, 96), apart=True)
+    for documents, pictures in zip(data.documents(0, step), data.pictures(0, step), strict=True):
+        for document, seen in zip(documents, pictures, strict=True):
+            sizes = [height * width // 4 for _, (time, height, width) in seen for _ in range(time)]
+            assert [b - a for a, b in runs_of(document, (120, 121))] == sizes
