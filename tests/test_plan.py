@@ -297,7 +297,14 @@ def test_json_is_exact_and_says_what_made_it(capsys: Capture) -> None:
     assert found["meshwright"] == __version__
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", found["date"])
     assert "torch" in found
-    assert found["step"] == {"tokens": 8192, "num_batches": 2, "compute_bytes": 2, "stored_bytes": 4, "pictures": []}
+    assert found["step"] == {
+        "tokens": 8192,
+        "num_batches": 2,
+        "compute_bytes": 2,
+        "stored_bytes": 4,
+        "pictures": [],
+        "frozen": [],
+    }
     assert found["num_parameters"] == sum(line["num_parameters"] for line in found["parameters"])
     assert "head.weight" in {line["name"] for line in found["parameters"]}
     assert found["total_bytes"] == sum(line["num_bytes"] for line in found["charges"])

@@ -1,0 +1,184 @@
+"""Forward + backward of a model that sees, ours and transformers', alternating in one run, on one process and on two.
+
+    python -m bench.vision                     # one process, and fsdp on two ranks
+    python -m bench.vision --ranks 1 --rounds 9 --append
+
+The text is that of bench/step.py, 8 layers of width 512; the tower has 6 blocks of width 384. Documents have 1024
+tokens, of which two pictures take 128 (512 patches); each rank has its own, in float32. The peer on two ranks is
+transformers' model in torch's DistributedDataParallel. `words alone` is the same model on 1024 words, `without a tower`
+the text model on them: what pictures cost, and what a tower costs that sees none. Times are medians, of the slower
+rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import meshwright as mw
+from bench.step import COMMON, TOKENS
+from meshwright.verify import run_ranks
+
+PLACE, START, END = 31990, 31991, 31992
+GRID = (1, 16, 16)
+PIXELS = 3 * 2 * 16 * 16
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_vl", "dtype": "float32", "tie_word_embeddings": False, "image_token_id": PLACE,
+    "video_token_id": 31993, "vision_start_token_id": START, "vision_end_token_id": END,
+    "text_config": {
+        **COMMON, "model_type": "qwen3_vl_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [12, 10, 10]},
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl_vision", "depth": 6, "hidden_size": 384, "num_heads": 6, "intermediate_size": 1536,
+        "patch_size": 16, "out_hidden_size": 512, "num_position_embeddings": 2304, "deepstack_visual_indexes": [1, 3],
+    },
+}  # fmt: skip
+Step = Callable[[], float]
+Made = tuple[list[int], list[tuple[Tensor, tuple[int, int, int]]]]
+
+
+def document(seed: int, *, sees: bool) -> Made:
+    """Words, with two pictures among them."""
+    g = torch.Generator().manual_seed(seed)
+    words = torch.randint(PLACE, (TOKENS,), generator=g).tolist()
+    if not sees:
+        return words, []
+    num = GRID[1] * GRID[2] // 4
+    run = [START, *[PLACE] * num, END]
+    tokens = [*words[:100], *run, *words[100:300], *run, *words]
+    return tokens[:TOKENS], [(torch.randn(4 * num, PIXELS, generator=g), GRID) for _ in range(2)]
+
+
+def make(recipe: Path) -> None:
+    mw.export(mw.init(recipe, mw.Mesh(device="cpu"), tower=True, dtype=torch.float32), recipe / "m")
+
+
+def ours(directory: Path, ranks: int, *, sees: bool, tower: bool = True) -> Step:
+    model = mw.load(directory, mw.Mesh(fsdp=ranks, device="cpu"), dtype=torch.float32, tower=tower)
+    engine, (tokens, pictures) = mw.Engine(model, lr=1e-3), document(1 + model.mesh.data_rank, sees=sees)
+    images = {"images": [pictures], "placeholders": [PLACE]} if pictures else {}
+
+    def step() -> float:
+        loss = engine.backward([mw.pack([tokens], **images)])
+        engine.discard()
+        return loss
+
+    return step
+
+
+def theirs(directory: Path, ranks: int) -> Step:
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    tokens, pictures = document(1 + (dist.get_rank() if ranks > 1 else 0), sees=True)
+    ids = torch.tensor([tokens])
+    given = {
+        "input_ids": ids, "mm_token_type_ids": (ids == PLACE).long(), "use_cache": False,
+        "labels": ids.masked_fill(ids == PLACE, -100), "pixel_values": torch.cat([each for each, _ in pictures]),
+        "image_grid_thw": torch.tensor([GRID] * len(pictures)),
+    }  # fmt: skip
+    run = model if ranks == 1 else DistributedDataParallel(model)
+
+    def step() -> float:
+        loss = run(**given).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return float(loss)
+
+    return step
+
+
+SIDES: dict[str, Callable[[Path, int], Step]] = {
+    "meshwright": functools.partial(ours, sees=True),
+    "transformers": theirs,
+    "meshwright, words alone": functools.partial(ours, sees=False),
+    "meshwright, without a tower": functools.partial(ours, sees=False, tower=False),
+}
+
+
+def turns(directory: Path, ranks: int, rounds: int) -> dict[str, list[float]]:
+    """On one rank: the seconds of each side, in turn."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    steps = {name: begin(directory, ranks) for name, begin in SIDES.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            if ranks > 1:
+                dist.barrier()
+            began = time.perf_counter()
+            step()
+            if number:  # the first round warms up
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def compare(ranks: int, rounds: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder)
+        (recipe / "config.json").write_text(json.dumps(CONFIG))
+        run_ranks(1, make, recipe, seconds=300)
+        found = run_ranks(ranks, turns, recipe / "m", ranks, rounds, seconds=1800)
+    seconds = {name: [max(s) for s in zip(*(of[name] for of in found), strict=True)] for name in SIDES}
+    patches = 2 * GRID[1] * GRID[2]
+    rows = [
+        f"| {ranks if n == 0 else ''} | {name} | {(took := statistics.median(seconds[name])):.3f} "
+        f"| {ranks * TOKENS / took:.0f} | {ranks * patches / took if n < 2 else 0:.0f} |"
+        for n, name in enumerate(SIDES)
+    ]
+    mine, peer, words, text = seconds.values()
+    share = ratio([1 - w / m for w, m in zip(words, mine, strict=True)])
+    told = (
+        f"| | transformers by meshwright {ratio([b / a for a, b in zip(mine, peer, strict=True)])}; "
+        f"pictures take {share} of a step; words alone by the text model "
+        f"{ratio([a / b for a, b in zip(words, text, strict=True)])} | | | |"
+    )
+    return [*rows, told]
+
+
+def ratio(found: list[float]) -> str:
+    return f"{statistics.median(found):.3f} ({min(found):.3f}-{max(found):.3f})"
+
+
+HEADER = "| ranks | side | s a step | tokens/s | patches/s |\n|---|---|---|---|---|"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, choices=[1, 2], default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
+    options = parser.parse_args()
+    lines = [HEADER]
+    print(HEADER)
+    for ranks in options.ranks:
+        found = compare(ranks, options.rounds)
+        print("\n".join(found), flush=True)
+        lines += found
+    if options.append:
+        title = f"\n## vision, {datetime.date.today()}\n\n{os.cpu_count()} cores of {platform.machine()}, "
+        title += f"torch {torch.__version__}, transformers {transformers.__version__}, float32\n\n"
+        with (Path(__file__).parent / "results.md").open("a") as file:
+            file.write(title + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
