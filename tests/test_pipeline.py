@@ -149,7 +149,7 @@ def other_filler(patch: pytest.MonkeyPatch) -> None:
 
 
 def order_of_torch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fsdp, "prefetch_in_order", lambda model, units: None)
+    patch.setattr(fsdp, "prefetch_in_order", lambda *_: None)
 
 
 def weights_dropped(patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from meshwright.data.images import turns_of
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshError
 from meshwright.layout import Pipeline
 from meshwright.models.tower import LayerNorm
-from tests import seeing, tiny, trials, worlds
+from tests import parts, seeing, tiny, trials, worlds
 from tests.seeing import DOCUMENTS, END, IMAGE, START, VIDEO, Made
 from tests.test_checkpoint import bytes_of
 
@@ -234,7 +234,7 @@ def there_and_back(source: Path, mesh: dict[str, int], out: Path) -> dict[str, A
     return {"held": held, "after": after, "same": same}
 
 
-@pytest.mark.parametrize("mesh", SPELLED_ON, ids=trials.named)
+@pytest.mark.parametrize("mesh", parts.every(3, SPELLED_ON), ids=trials.named)
 def test_both_spellings_of_experts(tmp_path: Path, mesh: dict[str, int]) -> None:
     cases, sources = {}, {}
     for name, changes in SPELLINGS.items():

@@ -61,7 +61,7 @@ CASES: list[Case] = [
 def cases_on(mesh: dict[str, int]) -> list[Case]:
     """Some in turn over the meshes, all with MESHWRIGHT_ALL=1; with experts, those of families that have some."""
     meshes = [*MESHES, *LARGE]
-    return [case for case in parts.every(16, CASES, meshes.index(mesh)) if "ep" not in mesh or "moe" in case[0]]
+    return [case for case in parts.every(24, CASES, meshes.index(mesh)) if "ep" not in mesh or "moe" in case[0]]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ ALL_ORACLES: list[Tried] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tried", ORACLES_ON, ids=str)
+@pytest.mark.parametrize("tried", parts.every(2, ORACLES_ON, 1), ids=str)
 def test_every_oracle(source: Callable[[str], Path], tried: Tried) -> None:
     """Also the bill of the tower: what it gathers, sums and sends, in number and bytes, and what is frozen does not."""
     family, mesh, *how = tried
