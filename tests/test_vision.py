@@ -245,8 +245,8 @@ def test_both_spellings_of_experts(tmp_path: Path, mesh: dict[str, int]) -> None
         written = (out / "export" / "model.safetensors").read_bytes()
         assert written == (sources[name] / "model.safetensors").read_bytes(), name
         for answer in answers:
-            for key, parts in answer["held"].items():
-                for start, values in parts:
+            for key, held in answer["held"].items():
+                for start, values in held:
                     at = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
                     assert torch.equal(values.to(torch.bfloat16), original[key][at]), (name, key)
         after, saved = answers[0]["after"], load_file(out / "runs" / "step-000001" / "model.safetensors")
