@@ -16,7 +16,7 @@ import meshwright as mw
 from examples import phi3
 from meshwright.errors import RankError
 from meshwright.models import FAMILIES
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.test_transformers import DOCUMENTS, compare
 from tests.test_weights import load_and_export, same_files
 
@@ -60,7 +60,7 @@ def test_what_it_does_not_compute_is_refused(tmp_path: Path, field: str) -> None
         mw.init(tmp_path)
 
 
-@pytest.mark.parametrize(("mesh", "changes"), MESHES, ids=str)
+@pytest.mark.parametrize(("mesh", "changes"), parts.every(2, MESHES), ids=str)
 def test_every_oracle_on_a_mesh(tmp_path: Path, mesh: dict[str, int], changes: dict[str, Any]) -> None:
     source = tiny.directory(tmp_path / "m", "phi3", dtype=torch.bfloat16, **changes)
     assert trials.findings(trials.trial(source, mesh)) == []

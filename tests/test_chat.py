@@ -14,6 +14,7 @@ from meshwright.data import chat as chats
 from meshwright.data.chat import Chat, ChatOptions
 from meshwright.data.layouts import conversation
 from meshwright.data.tokens import Tokens
+from tests import parts
 from tests.templates import GOOD, KEPT, REFUSED, tokenizer
 
 CHATS = 300  # of each template
@@ -98,7 +99,7 @@ def check_all(name: str, args: dict[str, Any], num: int = CHATS) -> int:
     return sum(check(row, chat.documents(row), GOOD[name], args) for row in map(drawn, range(num)))
 
 
-@pytest.mark.parametrize(("name", "args"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "args"), parts.every(2, CASES), ids=str)
 def test_every_turn_stands_where_a_server_would_ask_for_it(name: str, args: dict[str, Any]) -> None:
     assert check_all(name, args) > 2 * CHATS
 

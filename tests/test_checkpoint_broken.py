@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from meshwright import cli
 from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
 from meshwright.log import logger
 from meshwright.weights import runs_of_json
-from tests import tiny, worlds
+from tests import parts, tiny, worlds
 from tests.test_checkpoint import engine_of, train
 from tests.words import words
 
@@ -215,8 +216,7 @@ def fails_and_goes_on(source: Path, out: Path, wait: bool, rank: int, name: str)
     return told, loss
 
 
-@pytest.mark.parametrize("name", ["pwrite", "fsync", "rename"])
-@pytest.mark.parametrize("wait", [True, False], ids=["wait", "beside"])
+@pytest.mark.parametrize(("name", "wait"), parts.every(2, product(["pwrite", "fsync", "rename"], [True, False])))
 def test_a_full_disk_on_one_rank(saved: tuple[Path, Path], tmp_path: Path, name: str, wait: bool) -> None:
     rank = 0 if name == "rename" else 1
     ranks = worlds.run(2, fails_and_goes_on, saved[0], tmp_path / "run", wait, rank, name)

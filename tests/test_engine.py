@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 import meshwright as mw
 from meshwright.data import check_shifted
 from meshwright.errors import RankError
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.trials import build, mine
 from tests.words import words
 
@@ -33,7 +33,9 @@ def evaluated_between_steps(source: Path, mesh: dict[str, int]) -> list[float]:
     return [*out, engine.step(mine(engine)).loss]
 
 
-@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, tp=2)], ids=trials.named)
+@pytest.mark.parametrize(
+    "mesh", parts.every(3, [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, tp=2)]), ids=trials.named
+)
 def test_evaluation_sees_every_update_and_changes_nothing(source: Path, mesh: dict[str, int]) -> None:
     losses = worlds.run(trials.world_of(mesh), evaluated_between_steps, source, mesh)
     assert all(of_rank == losses[0] for of_rank in losses)

@@ -47,7 +47,7 @@ class Case:
 ONE: dict[str, int] = {}
 FSDP, TP, EXPERTS, REPLICAS = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(replicate=2)
 CASES = parts.every(
-    2,
+    4,
     [
         *(
             Case(name, ONE, dtype)

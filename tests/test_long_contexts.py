@@ -23,7 +23,7 @@ from meshwright.layout import Work, ways
 from meshwright.ops import Parts, delta
 from meshwright.plan import objections
 from meshwright.verify import Data, Finding
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.words import words
 
 CHOSEN = mw.Context()
@@ -51,14 +51,17 @@ def on(name: str, context: mw.Context = CHOSEN, recompute: str = "none", **mesh:
     return Case(name, tuple(mesh.items()), context, recompute)
 
 
-CASES = [
-    on("qwen3", mw.Context(attention=2), cp=4),
-    on("qwen3_5_moe", ALL, "full", cp=4, ep=2),
-    on("qwen3_5", mw.Context(attention=2, delta=2), "selective", cp=4),
-    on("qwen3_5", cp=3),  # of 4 heads: nothing can be swapped
-    on("qwen3_5", ALL, cp=2, tp=2),
-    on("qwen3_moe", GATHERED, fsdp=2, cp=2, ep=4),
-]
+CASES = parts.every(
+    2,
+    [
+        on("qwen3", mw.Context(attention=2), cp=4),
+        on("qwen3_5_moe", ALL, "full", cp=4, ep=2),
+        on("qwen3_5", mw.Context(attention=2, delta=2), "selective", cp=4),
+        on("qwen3_5", cp=3),  # of 4 heads: nothing can be swapped
+        on("qwen3_5", ALL, cp=2, tp=2),
+        on("qwen3_moe", GATHERED, fsdp=2, cp=2, ep=4),
+    ],
+)
 
 
 class Own:

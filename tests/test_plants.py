@@ -16,7 +16,7 @@ from meshwright import cli
 from meshwright.errors import RankError
 from meshwright.verify.planted import BUGS
 from meshwright.verify.report import ROWS
-from tests import seeing, tiny, trials
+from tests import parts, seeing, tiny, trials
 from tests.test_vision_meshes import seen_by
 from tests.words import words
 
@@ -50,7 +50,7 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, bug in BUGS.items() if not bug.tower])
+@pytest.mark.parametrize("name", parts.every(2, (name for name, bug in BUGS.items() if not bug.tower)))
 def test_found(source: Path, name: str) -> None:
     mesh = {BUGS[name].axes[0]: 2} if BUGS[name].axes else dict(fsdp=2)
     found = trials.findings_in_turn({name: trials.trial(source, mesh)}, planted)[name]
@@ -67,7 +67,7 @@ FIRST_OF_TOWERS = {
 }
 
 
-@pytest.mark.parametrize("name", FIRST_OF_TOWERS)
+@pytest.mark.parametrize("name", parts.every(2, FIRST_OF_TOWERS))
 def test_found_in_towers(seeing_source: Path, name: str) -> None:
     mesh = {BUGS[name].axes[0]: 2} if BUGS[name].axes else dict(tp=2)
     tried = replace(seen_by("qwen3_vl", seeing_source, mesh), steps=1, draws=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.errors import ConfigError, LoadError, MeshError
-from tests import tiny, trials, worlds
+from tests import parts, tiny, worlds
 from tests.words import words
 
 MESHES = [
@@ -49,9 +50,9 @@ def both_ways(source: Path, mesh: dict[str, int], per_node: int) -> dict[str, An
     )
 
 
-@pytest.mark.parametrize("per_node", [2, 4])
-@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("mesh", "name", "per_node"), parts.every(5, product(MESHES, ["qwen3_moe", "qwen3_5"], [2, 4])), ids=str
+)
 def test_a_node_reads_each_byte_once(tmp_path: Path, name: str, mesh: dict[str, int], per_node: int) -> None:
     """All that a node stores, be it of one rank or of several; in the dtype of the file, by the bill."""
     source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16)

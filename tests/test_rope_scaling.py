@@ -17,7 +17,7 @@ import meshwright as mw
 from meshwright.models.rope import KINDS, rotary_of
 from meshwright.ops import Rotary, rope_tables
 from meshwright.verify import shrink
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.test_transformers import agree, ours, theirs
 from tests.words import words
 
@@ -44,7 +44,7 @@ def parameters(name: str, kind: str) -> Fields:
     return {**(PARTLY if name.startswith("qwen3_5") else {"rope_theta": 1000.0}), **SCALED[kind]}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", parts.every(2, FAMILIES))
 def test_logits_and_gradients(tmp_path: Path, name: str) -> None:
     """Of every type, in two worlds for all of them."""
     shallow = SHALLOW if name.startswith("qwen3_5") else {}
@@ -75,7 +75,7 @@ def test_spelled_as_in_files(tmp_path: Path, name: str, changes: Fields) -> None
     agree(worlds.run(1, ours, source)[0], worlds.run(1, theirs, name, changes)[0])
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("qwen3", dict(tp=2)), ("qwen3_5", dict(fsdp=2))])
+@pytest.mark.parametrize(("name", "mesh"), parts.every(2, [("qwen3_5", dict(fsdp=2)), ("qwen3", dict(tp=2))]))
 def test_every_oracle_on_a_mesh(tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
     changes = {"rope_parameters": parameters(name, "yarn")}
     source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16, **changes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.errors import RankError
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.words import words
 
 COEFFICIENT = 0.3
@@ -68,7 +68,7 @@ def two_streams(rank: int, num: int) -> list[mw.Batch]:
 MESHES = [dict(fsdp=2), dict(tp=2), dict(fsdp=2, tp=2, ep=4)]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=trials.named)
+@pytest.mark.parametrize("mesh", parts.every(2, MESHES), ids=trials.named)
 def test_previous_does_not_depend_on_the_mesh(sources: dict[str, Path], mesh: dict[str, int]) -> None:
     check_same(sources["qwen3_moe"], mesh, "previous", two_streams)
 

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from meshwright.layout.schedule import FORWARD, Action
 from meshwright.mesh import Memory
 from meshwright.parallel import recompute
 from meshwright.verify import Recorder, Trial
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.words import words
 
 
@@ -53,7 +54,7 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "more"), OFFLOADED, ids=[f"{n}-{trials.named(m)}" for n, m, _ in OFFLOADED])
+@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(2, OFFLOADED), ids=str)
 def test_offloaded(source: Callable[..., Path], name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
     assert trials.findings(tried(source(name), mesh, offload=True, **more)) == []
 
@@ -61,8 +62,7 @@ def test_offloaded(source: Callable[..., Path], name: str, mesh: dict[str, int],
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 
 
-@pytest.mark.parametrize("kind", ["selective", "full"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize(("name", "kind"), parts.every(2, product(["qwen3_moe", "qwen3_5_moe"], ["selective", "full"])))
 def test_aux_loss_is_counted_once(source: Callable[..., Path], name: str, kind: str) -> None:
     """On one data rank: pooled, it depends on what a micro-batch of all data ranks is."""
     assert trials.findings(tried(source(name, **AUX), dict(tp=2, ep=2), recompute=kind)) == []
@@ -114,7 +114,9 @@ def test_a_step_that_failed_is_not_counted(source: Callable[..., Path]) -> None:
     assert torch.equal(worlds.run(1, _loads, at, True)[0], worlds.run(1, _loads, at, False)[0])
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["choice kept", "choice made again"])
+@pytest.mark.parametrize(
+    "kept", parts.every(2, [True, False]), ids=lambda kept: "choice kept" if kept else "choice made again"
+)
 def test_a_token_is_routed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     """All experts tie; in the recomputation the last digit falls the other way, as with atomics of a GPU."""
     at = tiny.directory(tmp_path / "ties", "qwen3_moe")
@@ -183,7 +185,7 @@ def _kept_by_forward(directory: Path, kind: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory where Linux shows it")
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", parts.every(2, ["qwen3_moe", "qwen3"]))
 def test_recomputing_saves_memory(source: Callable[..., Path], name: str) -> None:
     at = source(name, hidden_size=96, num_hidden_layers=8)
     none, selective, full = (worlds.run(1, _kept_by_forward, at, k)[0] for k in ("none", "selective", "full"))

@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import meshwright as mw
 from meshwright.optim import AdamW
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.trials import build, mine
 from tests.words import words
 
@@ -222,7 +222,7 @@ HARMLESS: dict[str, Callable[[mw.Engine], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", [ALONE, TP, FSDP], ids=trials.named)
+@pytest.mark.parametrize("mesh", parts.every(3, [FSDP, TP, ALONE]), ids=trials.named)
 def test_what_an_engine_does_not_hold_on_to(source: Path, mesh: dict[str, int]) -> None:
     """An update is written into the parameters of its moment, by what the ranks agreed on before backward."""
     after: dict[tuple[str, bool], Callable[[], Any]] = {

@@ -63,10 +63,10 @@ def tensors(at: Path) -> dict[str, torch.Tensor]:
             for key, tensor in load_file(file).items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", parts.every(2, CASES))
 def test_any_mesh_loads_what_any_mesh_saved(tmp_path: Path, case: str) -> None:
     fit, first, second = CASES[case]
-    families = parts.every(2, fit, 1)
+    families = parts.every(4, fit, 1)
     sources = {name: tiny.directory(tmp_path / name / "m", name, **FAMILIES[name]) for name in families}
 
     def each(act: Callable[..., Any], mesh: dict[str, int]) -> None:

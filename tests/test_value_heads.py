@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
-from tests import tiny, trials, worlds
+from tests import parts, tiny, trials, worlds
 from tests.words import words
 
 DOCUMENTS = [[5, 6, 7, 1, 2], [9], [3] * 7 + [100, 130], list(range(40, 80)), [8, 8]]
@@ -101,7 +101,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 MESHES = [("qwen3", dict(fsdp=2)), ("qwen3", dict(tp=2)), ("qwen3", TWO), ("qwen3", dict(replicate=2))]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [*MESHES, ("qwen3_moe", dict(fsdp=2, tp=2, ep=2))], ids=str)
+@pytest.mark.parametrize(("name", "mesh"), parts.every(2, [*MESHES, ("qwen3_moe", dict(fsdp=2, tp=2, ep=2))]), ids=str)
 def test_on_meshes(source: Callable[[str], Path], name: str, mesh: dict[str, int]) -> None:
     """Every oracle in float64: gradients of head and bias among them, each label weighted otherwise."""
     assert trials.findings(trials.trial(source(name), mesh, "value")) == []

@@ -13,7 +13,7 @@ from meshwright import ops
 from meshwright.axes import Axes
 from meshwright.engine.router import Router
 from meshwright.verify import RunResult, against, inspection, plan, report
-from tests import tiny
+from tests import parts, tiny
 from tests.words import words
 
 
@@ -62,7 +62,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", parts.every(2, PLANTS))
 def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plant, model, told = PLANTS[name]
     plant(monkeypatch)

@@ -21,7 +21,7 @@ from meshwright.models.tower import Merger, Tower
 from meshwright.verify import Data, RunResult, inspection, plan
 from meshwright.verify.data import LONG, LONG_STEP, Vision
 from meshwright.verify.inspection import Options
-from tests import seeing
+from tests import parts, seeing
 
 FIRST = "two micro-batches"
 NUM_PARTS = {"qwen3_vl": 23, "qwen3_vl_moe": 23, "qwen3_5": 15, "qwen3_5_moe": 15}  # 8 or 4 of them of the tower
@@ -51,7 +51,7 @@ def check_clean(part: RunResult, family: str) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("family", seeing.ODD)
+@pytest.mark.parametrize("family", parts.every(2, seeing.ODD))
 def test_the_tower_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     counts = check_clean(beside_transformers(tmp_path, family), family)
     assert counts["parts of the forward"] == NUM_PARTS[family]
@@ -118,7 +118,7 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", parts.every(2, PLANTS))
 def test_the_first_that_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plant, family, told = PLANTS[name]
     plant(monkeypatch)

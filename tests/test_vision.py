@@ -234,7 +234,7 @@ def there_and_back(source: Path, mesh: dict[str, int], out: Path) -> dict[str, A
     return {"held": held, "after": after, "same": same}
 
 
-@pytest.mark.parametrize("mesh", parts.every(3, SPELLED_ON), ids=trials.named)
+@pytest.mark.parametrize("mesh", parts.every(6, SPELLED_ON), ids=trials.named)
 def test_both_spellings_of_experts(tmp_path: Path, mesh: dict[str, int]) -> None:
     cases, sources = {}, {}
     for name, changes in SPELLINGS.items():

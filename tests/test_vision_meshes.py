@@ -61,7 +61,7 @@ CASES: list[Case] = [
 def cases_on(mesh: dict[str, int]) -> list[Case]:
     """Some in turn over the meshes, all with MESHWRIGHT_ALL=1; with experts, those of families that have some."""
     meshes = [*MESHES, *LARGE]
-    return [case for case in parts.every(24, CASES, meshes.index(mesh)) if "ep" not in mesh or "moe" in case[0]]
+    return [case for case in parts.every(48, CASES, meshes.index(mesh)) if "ep" not in mesh or "moe" in case[0]]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def seen_by(family: str, source: Path, mesh: dict[str, int], trained: str = "all
     router_aux = "previous" if "pp" in mesh else "pooled"
     patterns = TRAINED[trained]
     return replace(
-        trials.trial(source, mesh), data=data, router_aux=router_aux, draws=trained == "all",
+        trials.trial(source, mesh), steps=3, data=data, router_aux=router_aux, draws=trained == "all",
         train=[patterns] if isinstance(patterns, str) else patterns, savings=mw.Savings(recompute=recompute),
     )  # fmt: skip
 
@@ -161,7 +161,7 @@ ALL_ORACLES: list[Tried] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tried", parts.every(2, ORACLES_ON, 1), ids=str)
+@pytest.mark.parametrize("tried", parts.every(3, ORACLES_ON, 1), ids=str)
 def test_every_oracle(source: Callable[[str], Path], tried: Tried) -> None:
     """Also the bill of the tower: what it gathers, sums and sends, in number and bytes, and what is frozen does not."""
     family, mesh, *how = tried
@@ -169,7 +169,7 @@ def test_every_oracle(source: Callable[[str], Path], tried: Tried) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tried", parts.every(16, ALL_ORACLES), ids=str)
+@pytest.mark.parametrize("tried", parts.every(32, ALL_ORACLES), ids=str)
 def test_every_oracle_on_all_meshes(source: Callable[[str], Path], tried: Tried) -> None:
     test_every_oracle(source, tried)
 

@@ -28,7 +28,8 @@ from meshwright.weights.writing import Files
 from tests import parts, tiny, trials, worlds
 from tests.words import words
 
-ALL = [*trials.MESHES, *parts.every(2, trials.EXPERT_MESHES)]
+MESHES = parts.every(2, trials.MESHES)
+ALL = [*MESHES, *parts.every(2, trials.EXPERT_MESHES)]
 
 
 def load_and_count(source: Path, mesh: dict[str, int]) -> tuple[int, int, int]:
@@ -94,8 +95,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, Sour
     }
     meshes = {trials.named(mesh): mesh for mesh in ALL}
     groups = [
-        [(name, source) for source in sources if mesh in trials.MESHES or source in experts]
-        for name, mesh in meshes.items()
+        [(name, source) for source in sources if mesh in MESHES or source in experts] for name, mesh in meshes.items()
     ]
 
     def move(group: Sequence[tuple[str, Source]]) -> dict[tuple[str, Source], Moved]:
@@ -124,7 +124,7 @@ def test_reads_its_own_bytes_without_collectives(moved: Any, mesh: str, layout: 
     reads_its_own(moved((mesh, ("qwen3_moe", layout))), mesh)
 
 
-@pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in trials.MESHES])
+@pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in MESHES])
 def test_reads_its_own_bytes_of_a_hybrid(moved: Any, mesh: str) -> None:
     reads_its_own(moved((mesh, ("qwen3_5", None))), mesh)
 
@@ -140,7 +140,7 @@ def test_export_of_experts_is_the_source(moved: Any, mesh: str, layout: str) -> 
     is_the_source(moved((mesh, ("qwen3_moe", layout))))
 
 
-@pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in trials.MESHES])
+@pytest.mark.parametrize("mesh", [trials.named(mesh) for mesh in MESHES])
 @pytest.mark.parametrize("name", EXPORTED)
 def test_export_is_the_source(moved: Any, name: str, mesh: str) -> None:
     is_the_source(moved((mesh, (name, None))))

@@ -1,0 +1,145 @@
+"""What one rank plans of models that no laptop holds: saving and exporting Qwen3-235B-A22B as one of 1,024, and how
+often one of tp=8 reads to load Qwen3-8B.
+
+    python -m bench.plans
+
+Nothing is written or read but headers: of every run of bytes its place is worked out, as a save does, and of every read
+its place is counted, as loading does. Medians of CPU seconds of 3 rounds, one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+import torch
+from torch import Tensor
+
+from meshwright.axes import Axes
+from meshwright.blueprint import Blueprint, draw
+from meshwright.checkpoint import planes_of
+from meshwright.layout import Block, Box, Piece, across, check_written, piece, place, written
+from meshwright.weights import Files, KeyMap, chosen, make_files, open_source
+from meshwright.weights.header import DTYPES, Entry
+from meshwright.weights.load import Reader, contiguous
+from meshwright.weights.writing import _staged, starts_of
+
+QWEN3_8B: dict[str, Any] = dict(
+    model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False, dtype="bfloat16",
+)  # fmt: skip
+QWEN3_235B: dict[str, Any] = dict(
+    model_type="qwen3_moe", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94,
+    num_attention_heads=64, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    moe_intermediate_size=1536, norm_topk_prob=True, tie_word_embeddings=False, dtype="bfloat16",
+)  # fmt: skip
+AXES = Axes(fsdp=128, tp=8, ep=64)
+WINDOW_BYTES = 16 << 20  # of rows that come by an exchange
+
+
+class Places(Files):
+    """Where each run of bytes would go."""
+
+    def __init__(self, keymap: KeyMap) -> None:
+        super().__init__(Path(), keymap)
+        self.places: list[tuple[str, int, int]] = []
+
+    def _write_box(self, block: Block, common: Box, values: Tensor) -> None:
+        key = self.keymap.keys[block.key]
+        size, start = DTYPES[key.dtype].itemsize, self._start[key.name]
+        whole = block.view(torch.empty(key.shape, device="meta"))
+        for part in _staged(block, common):
+            wanted = whole[part.within(block.ours).slices]
+            for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
+                self.places.append((key.file, start + offset * size, length * size))
+
+
+def windows(blueprint: Blueprint, rank: int) -> Iterator[Piece]:
+    """What a rank writes, in the parts in which it gets it."""
+    for param in blueprint.table:
+        mine = written(param, blueprint.spec.rules, AXES, rank)
+        exchanged = across(param, place(param, blueprint.spec.rules, AXES))
+        rows = max(1, WINDOW_BYTES // (param.matrix[1] * 4)) if exchanged else max(1, mine.hi - mine.lo)
+        for lo in range(mine.lo, mine.hi, rows):
+            yield replace(mine, lo=lo, hi=min(lo + rows, mine.hi))
+
+
+def plan(blueprint: Blueprint, keymaps: list[KeyMap], rank: int) -> list[Places]:
+    """All that a rank works out before it writes, with the headers that it looks places up in."""
+    names = sorted(blueprint.table.params)
+    for name in names[rank :: AXES.world]:
+        check_written(blueprint.table[name], blueprint.spec, AXES)
+    files = [Places(keymap) for keymap in keymaps]
+    for rows in windows(blueprint, rank):
+        values = torch.empty(rows.shape, device="meta")
+        for each in files:
+            each.write(rows, values)
+    return files
+
+
+def save(blueprint: Blueprint, rank: int) -> list[Places]:
+    wide = dict.fromkeys(blueprint.table.params, torch.float32)
+    planes = planes_of(blueprint.table, blueprint.keymap, wide, wide)
+    return plan(blueprint, [plane.keymap for plane in planes], rank)
+
+
+def export(blueprint: Blueprint, rank: int) -> list[Places]:
+    return plan(blueprint, [blueprint.keymap], rank)
+
+
+def timed(act: Callable[[Blueprint, int], list[Places]], blueprint: Blueprint, rank: int) -> str:
+    seconds = []
+    for _ in range(3):
+        begun = time.process_time()
+        files = act(blueprint, rank)
+        if rank == 0:  # it makes all files
+            _ = [starts_of(each.keymap) for each in files]
+        seconds.append(time.process_time() - begun)
+    runs = [run for each in files for run in each.places]
+    return f"{statistics.median(seconds):.2f} s, {len(runs)} runs, {sum(run[2] for run in runs) / 1e9:.2f} GB"
+
+
+class Counting(Reader):
+    """Counts reads and makes none."""
+
+    num_reads = 0
+
+    def _pread(self, entry: Entry, into: memoryview, offset: int) -> None:
+        self.num_reads, self.num_bytes = self.num_reads + 1, self.num_bytes + len(into)
+
+
+def reads(config: dict[str, Any], axes: Axes) -> str:
+    """Of rank 0, from files that have headers and nothing else."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_files(Path(folder), draw(config).keymap)
+        blueprint = draw(config, open_source(folder))
+        source = blueprint.keymap.source
+        assert source is not None
+        reader = Counting(source)
+        with reader:
+            for param in blueprint.table:
+                held = piece(param, blueprint.spec.rules, axes, axes.coords(0))
+                stored = torch.empty(held.shape, device="meta")
+                reader.fill(chosen(param, blueprint.keymap.choice), held, stored)
+    return f"{reader.num_reads} reads of {reader.num_bytes / 1e9:.2f} GB"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    blueprint = draw(QWEN3_235B)
+    print(f"Qwen3-235B-A22B on {AXES}: {len(blueprint.keymap.keys)} keys")
+    for rank in (0, 517):
+        print(f"  rank {rank}: a save {timed(save, blueprint, rank)}; an export {timed(export, blueprint, rank)}")
+    print(f"Qwen3-8B on tp=8: {reads(QWEN3_8B, Axes(tp=8))}")
+
+
+if __name__ == "__main__":
+    main()
