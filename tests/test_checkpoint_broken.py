@@ -216,7 +216,7 @@ def fails_and_goes_on(source: Path, out: Path, wait: bool, rank: int, name: str)
     return told, loss
 
 
-@pytest.mark.parametrize(("name", "wait"), parts.every(2, product(["pwrite", "fsync", "rename"], [True, False])))
+@pytest.mark.parametrize(("name", "wait"), parts.every(3, product(["pwrite", "fsync", "rename"], [True, False])))
 def test_a_full_disk_on_one_rank(saved: tuple[Path, Path], tmp_path: Path, name: str, wait: bool) -> None:
     rank = 0 if name == "rename" else 1
     ranks = worlds.run(2, fails_and_goes_on, saved[0], tmp_path / "run", wait, rank, name)

@@ -62,7 +62,7 @@ def test_offloaded(source: Callable[..., Path], name: str, mesh: dict[str, int],
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 
 
-@pytest.mark.parametrize(("name", "kind"), parts.every(2, product(["qwen3_moe", "qwen3_5_moe"], ["selective", "full"])))
+@pytest.mark.parametrize(("name", "kind"), parts.every(3, product(["qwen3_moe", "qwen3_5_moe"], ["selective", "full"])))
 def test_aux_loss_is_counted_once(source: Callable[..., Path], name: str, kind: str) -> None:
     """On one data rank: pooled, it depends on what a micro-batch of all data ranks is."""
     assert trials.findings(tried(source(name, **AUX), dict(tp=2, ep=2), recompute=kind)) == []

@@ -67,6 +67,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.coords = self.axes.coords(self.rank)
         self.cut_off = ""  # by what a pass through a pipeline was, whose transfers are then still under way
+        self.under_way: object = None  # keeps those transfers alive, or the ranks cannot even tell each other of it
         self._refuse_another()
 
     def _refuse_another(self) -> None:

@@ -22,7 +22,8 @@ class Post:
     receive is begun where the program says so, and waited for where its result is taken.
 
     `with post:` around a pass. If it ends early, transfers stay under way, and what the next pass receives could be
-    theirs. So there is no next pass.
+    theirs. So there is no next pass. The mesh keeps the post: a neighbour may still wait for what was sent here, and
+    gloo reads nothing more from a rank whose bytes come in for a tensor that is gone.
     """
 
     def __init__(self, mesh: Mesh, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -43,15 +44,18 @@ class Post:
             self._finish()
         elif self.mesh.axes.pp > 1:
             self.mesh.cut_off = ": ".join(filter(None, (kind.__name__, str(error))))[:200]
+            self.mesh.under_way = self
 
     def put(self, way: str, stage: int, batch: int, x: Tensor) -> None:
         self._here[way, stage, batch] = x
 
     def take(self, way: str, stage: int, batch: int) -> Tensor:
-        if (work := self._coming.pop((way, stage, batch), None)) is not None:
+        name = (way, stage, batch)
+        if name in self._coming:
             with waiting_at(transfer_name(way, stage), f"micro-batch {batch + 1}"):
-                work.wait()
-        return self._here.pop((way, stage, batch))
+                self._coming[name].wait()
+            del self._coming[name]  # not before: an interrupt in the wait would lose it
+        return self._here.pop(name)
 
     def send(self, step: Transfer) -> None:
         x = self.take(step.way, step.stage, step.batch).contiguous()
