@@ -30,7 +30,7 @@ from meshwright.layout import Block, Box, Piece, across, check_written, piece, p
 from meshwright.weights import Files, KeyMap, chosen, make_files, open_source
 from meshwright.weights.header import DTYPES, Entry
 from meshwright.weights.load import Reader, contiguous
-from meshwright.weights.writing import _staged, starts_of
+from meshwright.weights.writing import _staged
 
 QWEN3_8B: dict[str, Any] = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
@@ -100,8 +100,6 @@ def timed(act: Callable[[Blueprint, int], list[Places]], blueprint: Blueprint, r
     for _ in range(3):
         begun = time.process_time()
         files = act(blueprint, rank)
-        if rank == 0:  # it makes all files
-            _ = [starts_of(each.keymap) for each in files]
         seconds.append(time.process_time() - begun)
     runs = [run for each in files for run in each.places]
     return f"{statistics.median(seconds):.2f} s, {len(runs)} runs, {sum(run[2] for run in runs) / 1e9:.2f} GB"

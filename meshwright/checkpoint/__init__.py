@@ -1,7 +1,7 @@
 """Checkpoints: Hugging Face directories with all that training needs beside the weights, whole or not there at all."""
 
 from .background import Saving
-from .content import RANDOM, Content, Keep
+from .content import Content, Keep, random_plane
 from .folder import Draft, final_place, find, newest_whole
 from .look import check_bytes, differences, opened_at, summary
 from .manifest import write_part

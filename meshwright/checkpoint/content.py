@@ -14,7 +14,8 @@ from ..layout import ShardingSpec, written
 from ..weights import Export, Key, KeyMap
 from .planes import WEIGHTS, Plane, with_zeros
 
-RANDOM = "random/states.safetensors"
+RANDOM, _STATES = "random", "states.safetensors"
+RANDOM_FILE = f"{RANDOM}/{_STATES}"
 
 Group = tuple[Mapping[str, Tensor], list[Plane]]
 
@@ -48,16 +49,14 @@ class Content:
     def folder(self) -> Path:
         return self.export.directory
 
-    def random_keymap(self, axes: Axes) -> KeyMap:
-        """A row for each rank."""
-        keys = {name: Key(name, "U8", (axes.world, len(state)), RANDOM) for name, state in self.random.items()}
-        return KeyMap({}, keys)
-
-    def keymaps(self, axes: Axes) -> list[KeyMap]:
-        return [*(plane.keymap for plane in self.planes), self.random_keymap(axes)]
+    def all_planes(self, axes: Axes) -> list[Plane]:
+        """Also the states of generators: a row for each rank."""
+        lengths = {name: len(state) for name, state in self.random.items()}
+        return [*self.planes, random_plane(lengths, axes.world)]
 
     def num_bytes(self, axes: Axes) -> int:
-        return sum(key.num_bytes for keymap in self.keymaps(axes) for key in keymap.keys.values())
+        heads = [head for plane in self.all_planes(axes) for head in plane.keymap.heads.values()]
+        return sum(head.file_bytes for head in heads)
 
     def by_values(self) -> Iterator[Group]:
         """Values with all planes that they go to: a weight travels once, and is written as weight and as master."""
@@ -72,3 +71,8 @@ class Content:
         """How many elements a rank writes, of every value once."""
         mine = {param.name: written(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
         return sum(mine[name] for values, _ in self.by_values() for name in values)
+
+
+def random_plane(lengths: Mapping[str, int], num_ranks: int) -> Plane:
+    """Of states with so many bytes."""
+    return Plane(RANDOM, KeyMap({}, {name: Key(name, "U8", (num_ranks, n), _STATES) for name, n in lengths.items()}))

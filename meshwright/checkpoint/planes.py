@@ -35,23 +35,15 @@ def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> 
     """`stored`: in which dtype each parameter is kept; `moments`: those of the optimizer, of what is trained."""
     keys = {name: _keys(table, keymap, name) for name in table.params}
     rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
-    others = {MASTER: rounded, FIRST: moments, SECOND: moments}
-    with _uncollected():
-        made = [Plane(name, _beside(name, keys, keymap, dtypes)) for name, dtypes in others.items() if dtypes]
-    return [Plane(WEIGHTS, keymap), *made]
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Of 100,000 new keys none is garbage: the collector would walk through all that lives again and again, which took
-    three times as long as making them."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    planes, others = [Plane(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
+    made: dict[object, KeyMap] = {}  # 37,000 keys: planes that are alike share them, and their headers
+    for name, dtypes in others.items():
+        if dtypes:
+            alike = frozenset(dtypes.items())
+            if alike not in made:
+                made[alike] = _spelled_as(keymap, keys, dtypes)
+            planes.append(Plane(name, made[alike]))
+    return planes
 
 
 def _rounds(keymap: KeyMap, keys: Sequence[str], dtype: torch.dtype) -> bool:
@@ -65,15 +57,29 @@ def _keys(table: Table, keymap: KeyMap, param: str) -> list[str]:
     return list(dict.fromkeys(block.key for block in chosen(table[param], keymap.choice).blocks))
 
 
-def _beside(folder: str, keys_of: Mapping[str, Sequence[str]], keymap: KeyMap, dtypes: Dtypes) -> KeyMap:
-    """The keys of some parameters, in files of a folder of their own. Of 37,000 keys, so it makes each once."""
+def _spelled_as(keymap: KeyMap, keys_of: Mapping[str, Sequence[str]], dtypes: Dtypes) -> KeyMap:
+    """The keys of some parameters, in other dtypes."""
     of_key: dict[str, set[torch.dtype]] = {}
     for param, dtype in dtypes.items():
         for key in keys_of[param]:
             of_key.setdefault(key, set()).add(dtype)
-    kept = [(key, of_key[key.name]) for key in keymap.keys.values() if key.name in of_key]
-    keys = {key.name: Key(key.name, NAMES[widest(kinds)], key.shape, f"{folder}/{key.file}") for key, kinds in kept}
+    with _uncollected():
+        kept = [(key, of_key[key.name]) for key in keymap.keys.values() if key.name in of_key]
+        keys = {key.name: Key(key.name, NAMES[widest(kinds)], key.shape, key.file) for key, kinds in kept}
     return KeyMap(keymap.choice, keys)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Of 100,000 new keys none is garbage: the collector would walk through all that lives again and again, which took
+    three times as long as making them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def with_zeros(

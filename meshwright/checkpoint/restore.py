@@ -35,7 +35,7 @@ from ..weights import (
     read_header,
     read_json,
 )
-from .content import RANDOM
+from .content import RANDOM_FILE
 from .folder import newest_whole
 from .manifest import Manifest, check_files, read_manifest, read_parts
 from .planes import MASTER, WEIGHTS
@@ -63,8 +63,8 @@ class Checkpoint:
 
     def random_rows(self, mesh: Mesh) -> dict[str, Tensor]:
         """The states of this rank's generators. Nothing, where another number of ranks was saved."""
-        entries, _, _ = read_header(self.directory / RANDOM)
-        with opened(self.directory / RANDOM) as file:
+        entries, _, _ = read_header(self.directory / RANDOM_FILE)
+        with opened(self.directory / RANDOM_FILE) as file:
             if any(entry.shape[0] != mesh.axes.world for entry in entries):
                 return {}
             size = {entry.key: entry.shape[1] for entry in entries}

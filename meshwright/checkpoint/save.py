@@ -32,13 +32,12 @@ from ..weights import (
     whole_rows,
     write_small,
 )
-from .content import Content, Group
+from .content import RANDOM, Content, Group
 from .folder import LOCK, Draft, check_not_in_use, check_room, final_place, later_than, remove_earlier
 from .manifest import PARTS, Manifest, Part, to_disk, write_part
 from .planes import WEIGHTS, Plane
 
 Act = Callable[[], object]
-_RANDOM = "random"
 
 
 class Agreement(Protocol):
@@ -75,8 +74,8 @@ class Share:
         mesh.all_or_none(failure, f"the making of {content.folder}", CheckpointError)
         self.draft = made[0] if made else None
         self.path: Path = mesh.of_rank_0(self.draft.path if self.draft else None)
-        keymaps = {**{p.name: p.keymap for p in content.planes}, _RANDOM: content.random_keymap(mesh.axes)}
-        self.files = {name: Files(self.path, keymap, self.runs) for name, keymap in keymaps.items()}
+        planes = content.all_planes(mesh.axes)
+        self.files = {plane.name: Files(self.path, plane.keymap, self.runs, plane.folder) for plane in planes}
 
     def _make(self) -> Draft:
         """The directory to fill, with all that is small, and every file in its size."""
@@ -91,8 +90,8 @@ class Share:
     def _fill(self, path: Path) -> None:
         content = self.content
         write_beside(content.export, path, content.trainer, self.runs)
-        for keymap in content.keymaps(self.mesh.axes):
-            make_files(path, keymap, self.runs)
+        for plane in content.all_planes(self.mesh.axes):
+            make_files(path, plane.keymap, self.runs, plane.folder)
 
     def acts(self, *, keep: bool = False) -> Iterator[Act]:
         """What to write. With `keep` it is copied, and may be written at any time; otherwise before the next is made.
@@ -149,7 +148,7 @@ class Share:
         """What no other rank has to do with; then all of it to the disk, and the list of it."""
         copy_carried(self.files[WEIGHTS], self.mesh.rank, self.mesh.axes.world)
         for name, state in self.content.random.items():
-            self.files[_RANDOM].put(name, state, self.mesh.rank * len(state))
+            self.files[RANDOM].put(name, state, self.mesh.rank * len(state))
         for files in self.files.values():
             files.to_disk()
             files.close()

@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ConfigError
 from ..layout import Param
 from ..log import progress
 from ..models import VISUAL
-from ..weights import DTYPES, Files, Key, KeyMap, Runs
+from ..weights import DTYPES, Files, KeyMap, Runs
 from .checkpoint import about_model
 from .state_dict import COUNTERS
 
@@ -213,13 +213,12 @@ def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: 
         "step": state.step, "tokens": state.tokens, "head": blueprint.head, "tower": blueprint.tower,
         "trained": trained, "settings": {}, "router_load": state.router_load, "state": None,
     }  # fmt: skip
-    none = KeyMap({}, {"host": Key("host", "U8", (0, 1), disk.RANDOM)})
     with disk.Draft(target.absolute(), state.step) as draft:
         disk.write_beside(export, draft.path, trainer, runs)
-        for keymap in (*(plane.keymap for plane in planes), none):
-            weights.make_files(draft.path, keymap, runs)
+        for plane in (*planes, disk.random_plane({"host": 1}, 0)):  # of no rank
+            weights.make_files(draft.path, plane.keymap, runs, plane.folder)
         for plane in planes:
-            with Files(draft.path, plane.keymap, runs) as files:
+            with Files(draft.path, plane.keymap, runs, plane.folder) as files:
                 _put(state, plane, files, advance)
                 weights.copy_carried(files)
                 files.to_disk()

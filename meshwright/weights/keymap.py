@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import struct
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from math import prod
 
 import torch
@@ -19,7 +21,7 @@ _MAX_FILE_BYTES = 5_000_000_000
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    return reduce(torch.promote_types, dtypes)
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 @dataclass(frozen=True, slots=True)  # a model has 37,000 of them, in four planes
@@ -37,6 +39,15 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Head:
+    """How a file begins, where each of its keys does, and how long it is."""
+
+    data: bytes
+    starts: Mapping[str, int]
+    file_bytes: int
+
+
+@dataclass(frozen=True)
 class KeyMap:
     """Layout choice, dtype and file of every key."""
 
@@ -50,6 +61,19 @@ class KeyMap:
     @property
     def files(self) -> list[str]:
         return list(dict.fromkeys(k.file for k in self.keys.values()))
+
+    @functools.cached_property
+    def heads(self) -> dict[str, Head]:
+        """By file. Those of 37,000 keys take a good part of a second, and are asked for more than once."""
+        by_file: dict[str, list[Key]] = {}
+        for key in self.keys.values():
+            by_file.setdefault(key.file, []).append(key)
+        return {file: head_of(keys, self.metadata.get(file, {})) for file, keys in by_file.items()}
+
+    @functools.cached_property
+    def starts(self) -> dict[str, int]:
+        """Where the bytes of every key begin in its file."""
+        return {key: start for head in self.heads.values() for key, start in head.starts.items()}
 
     def file_dtype(self, param: Param) -> torch.dtype:
         """The narrowest dtype that holds all that the files say of a parameter: several keys may differ."""
@@ -129,3 +153,19 @@ def blocks_by_key(table: Table, choice: Choice) -> dict[str, list[tuple[Param, B
         for block in (*layout.blocks, *layout.copies):
             out.setdefault(block.key, []).append((param, block))
     return out
+
+
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+def head_of(keys: Iterable[Key], metadata: Mapping[str, str]) -> Head:
+    """A safetensors header whose tensors lie in the order of `keys`, without a gap."""
+    fields, starts, at = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else [], dict[str, int](), 0
+    for key in keys:  # as json.dumps would write a dict, which takes three times as long to make: keys are many
+        end, shape = at + key.num_bytes, ",".join(map(str, key.shape))
+        fields.append(f'{_json(key.name)}:{{"dtype":"{key.dtype}","shape":[{shape}],"data_offsets":[{at},{end}]}}')
+        starts[key.name], at = at, end
+    text = f"{{{','.join(fields)}}}".encode()
+    text += b" " * (-len(text) % 8)
+    data = struct.pack("<Q", len(text)) + text
+    return Head(data, {name: len(data) + start for name, start in starts.items()}, len(data) + at)

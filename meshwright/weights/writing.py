@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import os
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,13 @@ _STAGED_ELEMENTS = 1 << 20  # converted at a time
 class Files:
     """All files of a key map, which are there in their whole size. Every rank writes parts of them.
 
-    `runs` gets what is written here, if it is wanted.
+    They lie in `root` or in a folder of it, `inside`. `runs` gets what is written here, if it is wanted.
     """
 
-    def __init__(self, folder: Path, keymap: KeyMap, runs: Runs | None = None) -> None:
-        self.folder, self.keymap, self.runs = folder, keymap, runs
+    def __init__(self, root: Path, keymap: KeyMap, runs: Runs | None = None, inside: str = "") -> None:
+        self.root, self.keymap, self.runs, self.inside = root, keymap, runs, inside
         self._open: dict[str, int] = {}
-        self._start = starts_of(keymap)
+        self._start = keymap.starts
 
     def __enter__(self) -> Files:
         return self
@@ -92,11 +90,11 @@ class Files:
             left, at = left[done:], at + done
         _begin_to_disk(fd, start, at - start)
         if self.runs is not None:
-            self.runs.add(key.file, start, data)
+            self.runs.add(os.path.join(self.inside, key.file), start, data)
 
     def _fd(self, file: str) -> int:
         if file not in self._open:
-            path = self.folder / file
+            path = self.root / self.inside / file
             try:
                 self._open[file] = os.open(path, os.O_WRONLY)
             except FileNotFoundError:
@@ -130,46 +128,13 @@ def _staged(block: Block, box: Box) -> Iterator[Box]:
         yield from interval(box, lo, min(lo + num, box.size))
 
 
-def starts_of(keymap: KeyMap) -> dict[str, int]:
-    """Where the bytes of every key begin in its file."""
-    out = {}
-    for keys, head in _files(keymap):
-        at = len(head)
-        for key in keys:
-            out[key.name], at = at, at + key.num_bytes
-    return out
-
-
-def make_files(folder: Path, keymap: KeyMap, runs: Runs | None = None) -> None:
+def make_files(root: Path, keymap: KeyMap, runs: Runs | None = None, inside: str = "") -> None:
     """Every file with its header, in its whole size."""
-    for keys, head in _files(keymap):
-        path = folder / keys[0].file
+    for file, head in keymap.heads.items():
+        path = root / inside / file
         path.parent.mkdir(exist_ok=True)
         with path.open("wb") as out:
-            out.write(head)
-            out.truncate(len(head) + sum(key.num_bytes for key in keys))
+            out.write(head.data)
+            out.truncate(head.file_bytes)
         if runs is not None:
-            runs.add(keys[0].file, 0, head)
-
-
-def _files(keymap: KeyMap) -> Iterator[tuple[list[Key], bytes]]:
-    by_file: dict[str, list[Key]] = {}
-    for key in keymap.keys.values():
-        by_file.setdefault(key.file, []).append(key)
-    for file, keys in by_file.items():
-        yield keys, header(keys, keymap.metadata.get(file, {}))
-
-
-_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-
-
-def header(keys: Iterable[Key], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors header whose tensors lie in the order of `keys`."""
-    fields, at = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else [], 0
-    for key in keys:  # as json.dumps would write a dict, which takes three times as long to make: keys are many
-        end, shape = at + key.num_bytes, ",".join(map(str, key.shape))
-        fields.append(f'{_json(key.name)}:{{"dtype":"{key.dtype}","shape":[{shape}],"data_offsets":[{at},{end}]}}')
-        at = end
-    text = f"{{{','.join(fields)}}}".encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+            runs.add(os.path.join(inside, file), 0, head.data)
