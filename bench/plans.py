@@ -87,12 +87,12 @@ def plan(blueprint: Blueprint, keymaps: list[KeyMap], rank: int) -> list[Places]
 
 def save(blueprint: Blueprint, rank: int) -> list[Places]:
     wide = dict.fromkeys(blueprint.table.params, torch.float32)
-    planes = planes_of(blueprint.table, blueprint.keymap, wide, wide)
+    planes = planes_of(blueprint.table, replace(blueprint.keymap), wide, wide)  # a copy that has no headers yet
     return plan(blueprint, [plane.keymap for plane in planes], rank)
 
 
 def export(blueprint: Blueprint, rank: int) -> list[Places]:
-    return plan(blueprint, [blueprint.keymap], rank)
+    return plan(blueprint, [replace(blueprint.keymap)], rank)
 
 
 def timed(act: Callable[[Blueprint, int], list[Places]], blueprint: Blueprint, rank: int) -> str:
