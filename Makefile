@@ -26,7 +26,7 @@ test: setup  ## run the tests but the slow ones, two files at a time; PYTEST_ARG
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 matrix: setup  ## run every test with all of its cases, then the full matrix; hours
-	@MESHWRIGHT_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	@MESHWRIGHT_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --timeout 7200
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 check: setup  ## formatting, lint, types, storeys

@@ -100,7 +100,7 @@ def theirs(directory: Path, ranks: int) -> Step:
         loss = run(**given).loss
         loss.backward()
         model.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
