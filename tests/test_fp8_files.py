@@ -44,7 +44,8 @@ def cases_on(mesh: Mapping[str, int]) -> list[Case]:
 
 def whole(model: mw.Model) -> dict[str, Tensor]:
     """As wide as they are kept, on rank 0."""
-    keys, stored = list(model.keymap.keys.values()), model.stored_model(model.stored())
+    keys = [key for key in model.keymap.keys.values() if key.name not in model.keymap.carried]
+    stored = model.stored_model(model.stored())
     return {key.name: t.clone() for key, t in whole_tensors(stored, model.keymap, keys, dtypes=model.kept)}
 
 
@@ -290,3 +291,15 @@ def with_nan(at: Path, out: Path) -> None:
     model = mw.load(at, mw.Mesh(device="cpu"))
     model.stored()[DOWN].view(-1)[0] = float("nan")
     mw.export(model, out)
+
+
+def test_what_is_kept_is_kept_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """Tensors that the model has no part for: byte for byte; as values, where plain values are written."""
+    numbers, grid = quantised.quantise(torch.randn(36, 50), quantised.BLOCK, torch.bfloat16)
+    kept = {"mtp.fc.weight": numbers, "mtp.fc.weight_scale_inv": grid}
+    at = rewritten(directory("qwen3_5", "bfloat16"), tmp_path / "m", lambda config, files: files.update(kept))
+    worlds.run(1, trained, at, {}, tmp_path)
+    as_it_was, plain = quantised.tensors(tmp_path / "as it was"), quantised.tensors(tmp_path / "plain")
+    assert all(same_bits(as_it_was[key], tensor) for key, tensor in kept.items())
+    assert "mtp.fc.weight_scale_inv" not in plain
+    assert same_bits(plain["mtp.fc.weight"], quantised.dequantise(numbers, grid, quantised.BLOCK).bfloat16())
