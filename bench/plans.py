@@ -30,7 +30,7 @@ from meshwright.layout import Block, Box, Piece, across, check_written, piece, p
 from meshwright.weights import Files, KeyMap, chosen, make_files, open_source
 from meshwright.weights.header import DTYPES, Entry
 from meshwright.weights.load import Reader, contiguous
-from meshwright.weights.writing import _staged
+from meshwright.weights.writing import staged
 
 QWEN3_8B: dict[str, Any] = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
@@ -56,7 +56,7 @@ class Places(Files):
         key = self.keymap.keys[block.key]
         size, start = DTYPES[key.dtype].itemsize, self._start[key.name]
         whole = block.view(torch.empty(key.shape, device="meta"))
-        for part in _staged(block, common):
+        for part in staged(block, common):
             wanted = whole[part.within(block.ours).slices]
             for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
                 self.places.append((key.file, start + offset * size, length * size))

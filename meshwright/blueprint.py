@@ -84,6 +84,8 @@ def draw(
     `tower`: with the tower of a model that sees. `stored` is the dtype in which parameters are kept.
     """
     keys = source.entries if source is not None else {}
+    if source is not None:
+        source = source.scaled_by(config)
     module, table = describe(config, prefix_of(config, keys or None), head, keys, tower=tower)
     spec = ShardingSpec(table, Rules(), module)
     return Blueprint(config, module, spec, _keymap(table, config, source, stored), head, tower, directory)
@@ -97,7 +99,7 @@ def _keymap(table: Table, config: Mapping[str, Any], source: Source | None, stor
     if not source.has_headers:
         return replace(of_table(table, file_dtype(config), choice), fresh=frozenset(fresh))
     check_keys(table, source, choice, fresh, stored)
-    return of_source(table, source, choice, fresh)
+    return of_source(table, source, choice, fresh, file_dtype(config))
 
 
 def file_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -73,7 +73,7 @@ def _read(source: Path, like: Path | None) -> State:
     if (source / weights.CONFIG).is_file() and not (source / weights.MANIFEST).is_file():
         found = weights.open_source(source)
         blueprint = draw(weights.read_config(source), found, directory=source)
-        return State(HF, blueprint, {WEIGHTS: _mapped(found, blueprint)})
+        return State(HF, blueprint, {WEIGHTS: _mapped(found.scaled_by(blueprint.config), blueprint)})
     return _read_ours(source)
 
 
@@ -146,6 +146,8 @@ def _mapped(source: weights.Source, blueprint: Blueprint) -> Tensors:
 
 
 def _tensor(source: weights.Source, key: str) -> Tensor:
+    if key in source.scales:
+        return weights.whole_values(source, key)
     entry = source.entries[key]
     path, dtype = source.directory / entry.file, DTYPES[entry.dtype]
     whole = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)

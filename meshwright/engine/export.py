@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +20,61 @@ from .agreement import Proposal, agree, check_is_model
 from .model import Model
 
 
-def stream(model: Model, which: str = "weight") -> Iterator[tuple[str, Tensor]]:
+def stream(
+    model: Model,
+    which: str = "weight",
+    *,
+    format: str = "values",  # noqa: A002 - the word of users
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) one after the other on global rank 0, in the source's layout.
 
     All ranks must run through it; the others get nothing. It holds a few tensors (64 MiB) at a time. Weights come in
     the dtype of the source, gradients in float32. Tensors that are not trained (`mtp.*`) are left out.
+
+    Where the source is in 8 bits, weights are values in the dtype of `config.json`; with `format="source"` they are the
+    numbers and scales that `export` would write.
     """
     with names_lost_ranks():
-        yield from _streamed(model, which)
+        yield from _streamed(model, which, format)
 
 
-def _streamed(model: Model, which: str) -> Iterator[tuple[str, Tensor]]:
+def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor]]:
     def propose() -> Proposal:
+        if form not in ("values", "source") or (form == "source" and which != "weight"):
+            raise ConfigError(f"stream(which={which!r}, format={form!r}): format is 'values', or 'source' for weights")
         stored = _stored(model, which)
         _check_shapes(model, stored)
         if stored and which == "weight":
             _refuse_overflow(model, model.keymap)
         return Proposal()
 
-    agree(model, f"stream(which={which!r})", propose)
+    agree(model, f"stream(which={which!r}, format={form!r})", propose)
     stored_model, dtypes = model.stored_model(_stored(model, which)), None
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
     if which == "grad":  # as they are kept; of what is trained, on whatever rank
         made_of, trained, dtypes = weights.blocks_by_key(model.table, model.keymap.choice), {*model.trained}, model.kept
         keys = [k for k in keys if all(p.name in trained for p, _ in made_of[k.name])]
+    source = model.keymap.source
+    if form == "source" and source is not None and source.scales:
+        yield from _as_in_files(stored_model, model.keymap, keys, source)
+        return
     for key, tensor in weights.whole_tensors(stored_model, model.keymap, keys, dtypes=dtypes):
         yield key.name, tensor
+
+
+def _as_in_files(
+    stored_model: weights.StoredModel, keymap: weights.KeyMap, keys: list[weights.Key], source: weights.Source
+) -> Iterator[tuple[str, Tensor]]:
+    """With the numbers and scales of what the source has in 8 bits."""
+    wide = [replace(key, dtype="F32") if key.name in source.scales else key for key in keys]
+    with weights.Reader(source) as reader:
+        for key, tensor in weights.whole_tensors(stored_model, keymap, wide):
+            if key.name not in source.scales:
+                yield key.name, tensor
+                continue
+            numbers, scales = weights.numbers_and_scales(reader, key.name, tensor)
+            yield key.name, numbers
+            yield source.scales[key.name].key, scales
 
 
 def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
@@ -65,7 +94,7 @@ def export(
     then. A critic that was made here of a language model says so, and its vocabulary head, which nobody trained, is
     left out unless `keep_lm_head`. All ranks call it.
     """
-    planned = _planned(model, "export", directory, Choices(dtype, overwrite, keep_lm_head))
+    planned = _planned(model, "export", directory, Choices(dtype, overwrite, keep_lm_head, as_source=dtype is None))
     weights.write_directory(model.stored_model(model.stored()), planned)
 
 
@@ -78,7 +107,8 @@ def check_export(
 
     It writes nothing. Only what the weights will be by then is not known.
     """
-    planned = _planned(model, "check_export", directory, Choices(dtype, overwrite, keep_lm_head))
+    choices = Choices(dtype, overwrite, keep_lm_head, as_source=dtype is None)
+    planned = _planned(model, "check_export", directory, choices)
     weights.check_export(model.mesh, planned)
 
 
@@ -87,6 +117,7 @@ class Choices:
     dtype: torch.dtype | None = None
     overwrite: bool = False
     keep_lm_head: bool = False
+    as_source: bool = False  # in 8 bits, where the source is
 
 
 def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices: Choices) -> weights.Export:
@@ -106,9 +137,7 @@ def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices
 
 def exported(model: Model, at: Path, choices: Choices) -> weights.Export:
     assert model.directory is not None, "a model on a mesh has a config.json somewhere"
-    return weights.Export(
-        _keymap(model, choices), _config(model, choices.dtype), model.directory, at, choices.overwrite
-    )
+    return weights.Export(_keymap(model, choices), _config(model, choices), model.directory, at, choices.overwrite)
 
 
 def check_pieces(model: Model, values: Mapping[str, Tensor]) -> None:
@@ -141,7 +170,7 @@ def _keymap(model: Model, choices: Choices) -> weights.KeyMap:
     if _is_new_critic(model) and not choices.keep_lm_head:
         keymap = keymap.without(LM_HEAD)
     if choices.dtype is None:
-        return keymap
+        return keymap.as_source() if choices.as_source else keymap
     made_of = weights.blocks_by_key(model.table, keymap.choice)
     exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
     return keymap.recast(choices.dtype, exact)
@@ -154,10 +183,10 @@ def _is_new_critic(model: Model) -> bool:
     return made_here and "values" in module.scores and module.shape.labels.new
 
 
-def _config(model: Model, dtype: torch.dtype | None) -> dict[str, Any]:
+def _config(model: Model, choices: Choices) -> dict[str, Any]:
     """A new critic is no language model any more. It has one label unless its config says otherwise, which must then be
     stated, because others assume two. Where transformers has no class for it, no class is named."""
-    config = weights.exported_config(model.config, dtype)
+    config = weights.exported_config(model.config, choices.dtype, as_source=choices.as_source)
     if not _is_new_critic(model):
         return config
     config["architectures"] = [classifier_of(model.config)]
@@ -170,7 +199,7 @@ def _config(model: Model, dtype: torch.dtype | None) -> dict[str, Any]:
 def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
     made_of, stored = weights.blocks_by_key(model.table, keymap.choice), model.stored()
     for key in keymap.keys.values():
-        for part, _ in [] if key.name in keymap.carried else made_of[key.name]:
+        for part, _ in [] if key.name in keymap.scales else made_of.get(key.name, []):
             held, dtype = stored.get(part.name), weights.DTYPES[key.dtype]
             if held is None or not held.numel() or torch.finfo(dtype).max > torch.finfo(held.dtype).max / 2:
                 continue

@@ -242,7 +242,8 @@ def load(
     node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
     plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
-    model.bytes_read = fill(model.stored(), model.mesh, plan, node, files)
+    assert blueprint.keymap.source is not None
+    model.bytes_read = fill(model.stored(), model.mesh, plan, node, blueprint.keymap.source)
     _fill_fresh(model, blueprint.keymap.fresh, seed=0)
     return model
 

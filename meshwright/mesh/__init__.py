@@ -142,6 +142,13 @@ class Mesh:
                 dist.all_reduce(x, group=self.process_group(over.axes))
         return x
 
+    def most_(self, x: Tensor, at: str) -> Tensor:
+        """The most that any rank has of each number, in place."""
+        if self.axes.world > 1:
+            with waiting_at(at):
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=self.process_group(DENSE))
+        return x
+
     def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "a gathering of rows") -> Tensor:
         """The rows `[n, ...]` of every rank of `axes`, in their order. `n` is the same on all ranks. No gradients."""
         size = self.size_of(axes)

@@ -341,7 +341,8 @@ def _write(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dt
     """Random weights, all away from values such as 0 and 1 that would hide a mistake."""
     recipe = at.with_name(f"{at.name}'s recipe")
     recipe.mkdir(parents=True)
-    (recipe / "config.json").write_text(json.dumps(dict(like.config)))
+    plain = {name: value for name, value in like.config.items() if name != "quantization_config"}
+    (recipe / "config.json").write_text(json.dumps(plain))
     model = init(recipe, Mesh(device="cpu"), head=like.head, dtype=torch.float32, seed=seed, tower=like.tower)
     g = torch.Generator().manual_seed(seed + 1)
     for name, stored in model.stored().items():

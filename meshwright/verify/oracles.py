@@ -253,7 +253,7 @@ def e1_export(run: Run) -> Findings:
     source = run.model.keymap.source
     assert source is not None
     names = []
-    for name, tensor in stream(run.model):
+    for name, tensor in stream(run.model, format="source"):
         names.append(name)
         if name in source.entries and not _same_bits(tensor, raw_tensor(source, name)):
             yield Finding("E1", name, f"{_differs(tensor, raw_tensor(source, name))} from the source")

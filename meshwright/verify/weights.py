@@ -168,6 +168,16 @@ class _Comparison:
         return Difference(name, self.key, str(self.box), rank, self.num_wrong, self.box.size, moved, self.checksums)
 
 
+def _scaled(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Whole, block by block, and not as loading does it."""
+    wide, (rows, columns) = scales.float(), numbers.shape[-2:]
+    if scales.dtype == torch.uint8:  # powers of two
+        wide = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+    wide = wide.view(*numbers.shape[:-2], -1, -(-columns // min(block[1], columns)))
+    wide = wide.repeat_interleave(min(block[0], rows), -2).repeat_interleave(min(block[1], columns), -1)
+    return numbers.float() * wide[..., :rows, :columns]
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """NaN is NaN, and 0 is not -0."""
     return tensor.view(_BITS[tensor.itemsize])
@@ -209,4 +219,5 @@ class _Mapped:
                 f"it was {entry.shape}; put the old file back"
             )
         self.num_bytes += num_elements * found.itemsize
-        return found
+        scale = self.source.scales.get(key)
+        return found if scale is None else _scaled(found, self.tensor(scale.key, found.numel()), scale.block)

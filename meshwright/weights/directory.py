@@ -23,7 +23,9 @@ from ..log import Advance, progress
 from ..mesh import Mesh
 from .header import DTYPES, read_json
 from .keymap import KeyMap
+from .rescale import scales_for, write_scales
 from .rows import whole_rows
+from .scales import Places, as_numbers, values_of
 from .source import CONFIG, INDEX, Source
 from .streaming import StoredModel
 from .target import Target, atomic_directory, check_target
@@ -75,8 +77,9 @@ def write_directory(stored_model: StoredModel, export: Export) -> None:
     """Write the model. Every rank calls it, and writes what it holds; rank 0 makes and places the directory."""
     mesh = stored_model.mesh
     with contextlib.ExitStack() as made:
+        scales = scales_for(stored_model, export.keymap)
         whole = _made(mesh, export, made)
-        _write_all(stored_model, export, whole)
+        _write_all(stored_model, export, whole, scales)
         failure = _failure_of(export, made.close)
     mesh.all_or_none(failure, f"the export to {export.directory}", ExportError)
 
@@ -100,7 +103,7 @@ def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
     return path
 
 
-def _write_all(stored_model: StoredModel, export: Export, folder: Path) -> None:
+def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: Mapping[str, Tensor]) -> None:
     """What this rank holds, and its share of what is copied. After a failure it still exchanges rows with the others;
     then all raise."""
     mesh = stored_model.mesh
@@ -108,7 +111,7 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path) -> None:
     label = f"export to {export.directory} on rank {mesh.rank}"
     with (
         interrupted_later() as interrupts,
-        Files(folder, export.keymap) as files,
+        Files(folder, export.keymap, scales=scales) as files,
         progress(label, _num_written(stored_model), "elements", enabled=mesh.rank == 0) as advance,
     ):
         for act in _acts(stored_model, files, advance):
@@ -125,7 +128,9 @@ def _acts(stored_model: StoredModel, files: Files, advance: Advance) -> Iterator
 
     for piece, values in whole_rows(stored_model):
         yield functools.partial(write, piece, values)
-    yield functools.partial(copy_carried, files, stored_model.mesh.rank, stored_model.mesh.axes.world)
+    mine = (files, stored_model.mesh.rank, stored_model.mesh.axes.world)
+    yield functools.partial(copy_carried, *mine)
+    yield functools.partial(write_scales, *mine)
     yield files.to_disk
 
 
@@ -140,8 +145,17 @@ def copy_carried(files: Files, rank: int = 0, world: int = 1) -> None:
     keymap = files.keymap
     for number, name in enumerate(sorted(keymap.carried)):
         if number % world == rank:
-            assert keymap.source is not None
-            files.copy(keymap.keys[name], raw_bytes(keymap.source, name))
+            files.copy(keymap.keys[name], _carried_bytes(keymap, name))
+
+
+def _carried_bytes(keymap: KeyMap, name: str) -> Iterator[bytes]:
+    """As they are; as values, where their scales are not written."""
+    assert keymap.source is not None
+    if name not in keymap.source.scales or name in keymap.scales:
+        yield from raw_bytes(keymap.source, name)
+        return
+    values = whole_values(keymap.source, name).to(DTYPES[keymap.keys[name].dtype])
+    yield values.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @contextlib.contextmanager
@@ -177,6 +191,15 @@ def raw_tensor(source: Source, key: str) -> Tensor:
     flat = torch.frombuffer(bytearray(b"".join(raw_bytes(source, key))) or bytearray(1), dtype=torch.uint8)
     flat = flat[: entry.stop - entry.start]
     return flat.view(DTYPES[entry.dtype]).view(entry.shape) if entry.dtype in DTYPES else flat
+
+
+def whole_values(source: Source, key: str) -> Tensor:
+    """A tensor of the source; numbers times their scales, in float32, where it has some."""
+    found, scale = raw_tensor(source, key), source.scales.get(key)
+    if scale is None:
+        return found
+    places = Places.of(found, found.shape, scale)
+    return values_of(found, places.take(as_numbers(raw_tensor(source, scale.key)).view(scale.grid(found.shape))))
 
 
 def small_files(beside: Path, keymap: KeyMap) -> Iterator[Path]:
@@ -233,10 +256,12 @@ def _total(keymap: KeyMap) -> int:
     return sum(k.num_bytes for k in keymap.keys.values())
 
 
-def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """The source's config; a stated dtype where the export was asked to change it."""
+def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, *, as_source: bool = False) -> dict[str, Any]:
+    """The source's config; a stated dtype where the export was asked to change it. Only what is written as the source
+    has it is still quantised."""
+    config = {name: value for name, value in config.items() if as_source or name != "quantization_config"}
     if dtype is None:
-        return dict(config)
+        return config
     name = str(dtype).removeprefix("torch.")
     out = {k: v for k, v in config.items() if k != "torch_dtype"}
     if isinstance(out.get("text_config"), dict):

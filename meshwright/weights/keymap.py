@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..layout import Block, Param, Table
 from .header import DTYPES, NAMES, TRAINABLE, num_bytes
 from .load import Choice, carried_keys, chosen
+from .scales import Scale
 from .source import Source
 
 _MAX_FILE_BYTES = 5_000_000_000
@@ -57,6 +58,7 @@ class KeyMap:
     fresh: frozenset[str] = frozenset()  # parameters that the source lacks: they are drawn
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by file
     source: Source | None = None  # the files; new weights have none
+    scales: Mapping[str, Scale] = field(default_factory=dict)  # of keys that are written as 8-bit numbers
 
     @property
     def files(self) -> list[str]:
@@ -76,9 +78,12 @@ class KeyMap:
         return {key: start for head in self.heads.values() for key, start in head.starts.items()}
 
     def file_dtype(self, param: Param) -> torch.dtype:
-        """The narrowest dtype that holds all that the files say of a parameter: several keys may differ."""
-        keys = chosen(param, self.choice).keys
-        return widest(DTYPES[self.keys[key].dtype] for key in keys if key in self.keys)
+        """The narrowest dtype that holds all that the files say of a parameter: several keys may differ. A number times
+        its scale needs float32."""
+        keys, scaled = chosen(param, self.choice).keys, self.source.scales if self.source else ()
+        return widest(
+            torch.float32 if key in scaled else DTYPES[self.keys[key].dtype] for key in keys if key in self.keys
+        )
 
     def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> KeyMap:
         """The same, with another dtype for every key that is trained. It must not round the keys in `exact`."""
@@ -95,6 +100,19 @@ class KeyMap:
         keys = {k.name: replace(k, dtype=named(k)) for k in self.keys.values()}
         return replace(self, keys=keys)
 
+    def as_source(self) -> KeyMap:
+        """The same in the dtypes of the source, with its scales."""
+        if self.source is None or not self.source.scales:
+            return self
+        scales = {key: scale for key, scale in self.source.scales.items() if key in self.keys}
+        wanted = {*self.keys, *(scale.key for scale in scales.values())}
+        keys = {name: key for name, key in keys_of(self.source).items() if name in wanted}
+        keys |= {name: key for name, key in self.keys.items() if name not in keys}
+        place = {file: number for number, file in enumerate(self.source.files)}
+        ordered = sorted(keys.values(), key=lambda key: place[key.file])
+        carried = {scales[key].key for key in self.carried if key in scales} | self.carried
+        return replace(self, keys={key.name: key for key in ordered}, carried=frozenset(carried), scales=scales)
+
     def without(self, name: str) -> KeyMap:
         """The same, less one key: header, index and their sizes follow."""
         keys = {k.name: k for k in self.keys.values() if k.name != name}
@@ -105,10 +123,18 @@ def keys_of(source: Source) -> dict[str, Key]:
     return {e.key: Key(e.key, e.dtype, e.shape, e.file) for e in source.entries.values()}
 
 
-def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]) -> KeyMap:
-    """As the source has it. Parameters that it lacks (a new value head) go beside its last key."""
-    carried = carried_keys(table, source, choice)
-    keys = keys_of(source)
+def _values_of(source: Source, dtype: torch.dtype) -> dict[str, Key]:
+    """Its keys. Matrices that have scales are in `dtype`, without them."""
+    scales = {scale.key for scale in source.scales.values()}
+    keys = {name: key for name, key in keys_of(source).items() if name not in scales}
+    return {name: replace(key, dtype=NAMES[dtype]) if name in source.scales else key for name, key in keys.items()}
+
+
+def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str], dtype: torch.dtype) -> KeyMap:
+    """As the source has it; in `dtype` where that is numbers and scales. Parameters that it lacks (a new value head) go
+    beside its last key."""
+    keys = _values_of(source, dtype)
+    carried = [key for key in carried_keys(table, source, choice) if key in keys]
     last = list(keys.values())[-1]
     for name in fresh:
         for key, shape in chosen(table[name], choice).keys.items():

@@ -16,6 +16,7 @@ from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKe
 from ..layout import Block, Box, Layout, Param, Piece, Table, interval
 from .header import DTYPES, TRAINABLE, Entry
 from .runs import Checks
+from .scales import Places, as_numbers, values_of
 from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
@@ -74,6 +75,7 @@ def _nearest(group: str, spelled: Mapping[str, list[str]], source: Source) -> st
 def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
     """Keys that are kept and not trained. Every other key must be one of ours: neither more nor fewer."""
     ours = {k for p in table for k in chosen(p, choice).keys}
+    ours |= {source.scales[key].key for key in ours if key in source.scales}
     rest = [k for k in source.entries if k not in ours]
     unknown = [k for k in rest if not any(fnmatch.fnmatchcase(k, pattern) for pattern in table.carried)]
     if unknown:
@@ -105,7 +107,7 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
                     f"({', '.join(f'{dim}={size}' for dim, size in param.dims.items())}); correct config.json, or "
                     "fetch the file of this model"
                 )
-            if entry.dtype not in TRAINABLE:
+            if entry.dtype not in TRAINABLE and key not in source.scales:
                 raise MismatchedKey(
                     f"{entry.file}: {key} is {entry.dtype}; {param.name} needs {' or '.join(TRAINABLE)}; "
                     "fetch the unquantised model, or convert the file"
@@ -132,6 +134,7 @@ class Reader:
     def __post_init__(self) -> None:
         self._open: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._scales = "", torch.empty(0, device="cpu")  # of the key that was read last
 
     def __enter__(self) -> Reader:
         return self
@@ -161,9 +164,9 @@ class Reader:
 
     def check_copies(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Keys that hold a parameter once more must hold the same (a tied head stored twice)."""
-        first = DTYPES[self.source.entries[layout.blocks[0].key].dtype]
+        first = self._kind(layout.blocks[0].key)
         for copy in (copy for copy in layout.copies if copy.key in self.source.entries):
-            both = (first, DTYPES[self.source.entries[copy.key].dtype])
+            both = (first, self._kind(copy.key))
             narrow = min(both, key=lambda dtype: dtype.itemsize)  # a trained one is rounded to it in one of the two
             for box, view in piece.views(stored):
                 if not all(torch.equal(a.to(b.device, narrow), b.to(narrow)) for a, b in self._staged(copy, box, view)):
@@ -171,6 +174,10 @@ class Reader:
                         f"{copy.key} and {layout.blocks[0].key} differ, but config.json ties them "
                         "(tie_word_embeddings); set it to false or store one of them"
                     )
+
+    def _kind(self, key: str) -> torch.dtype:
+        """Of the values of a key."""
+        return torch.float32 if key in self.source.scales else DTYPES[self.source.entries[key].dtype]
 
     def _staged(self, block: Block, common: Box, ours: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Part by part: ours, and what the source has for it until the next part is read."""
@@ -182,7 +189,25 @@ class Reader:
                 yield ours[part.within(common).slices], self.read(entry, block, part)
 
     def read(self, entry: Entry, block: Block, part: Box) -> Tensor:
-        """A box of ours, in the dtype of the source: in the buffer, so until the next read."""
+        """A box of ours, in the dtype of the source; in float32, where it has scales. It may lie in the buffer, so it
+        stands until the next read."""
+        if entry.key not in self.source.scales:
+            return self._raw(entry, block, part)
+        scales = self.scales(entry.key)
+        places = Places.of(_view(block, entry, part), entry.shape, self.source.scales[entry.key])
+        return values_of(self._raw(entry, block, part), places.take(scales))
+
+    def scales(self, key: str) -> Tensor:
+        """Those of a matrix, in float32, by blocks."""
+        if self._scales[0] != key:
+            scale, shape = self.source.scales[key], self.source.entries[key].shape
+            entry = self.source.entries[scale.key]
+            stored = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
+            self._read_into(entry, stored.view(-1).view(torch.uint8), 0)
+            self._scales = key, as_numbers(stored).view(scale.grid(shape))
+        return self._scales[1]
+
+    def _raw(self, entry: Entry, block: Block, part: Box) -> Tensor:
         dtype, wanted = DTYPES[entry.dtype], _view(block, entry, part)
         strips = _Strips.of(wanted)
         if block.turned or strips.together(dtype.itemsize):  # a matrix at a time is turned in memory

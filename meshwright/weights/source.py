@@ -6,12 +6,13 @@ import contextlib
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import BrokenFile, LoadError
 from .header import Entry, read_header, read_stamped_json, short
+from .scales import Scale, scales_of
 from .stamp import Opened, Stamp, open_file
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -30,11 +31,16 @@ class Source:
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by file
     index: Mapping[str, Any] | None = None  # of the index file, where there is one
     stamps: Mapping[str, Stamp] = field(default_factory=dict)  # by file, as its header or its fields were read
+    scales: Mapping[str, Scale] = field(default_factory=dict)  # by the key of a matrix of 8-bit numbers
 
     @property
     def has_headers(self) -> bool:
         """Not only an index, which knows keys but neither shapes nor dtypes."""
         return bool(self.stamps)
+
+    def scaled_by(self, config: Mapping[str, Any]) -> Source:
+        """The same, with the scales that its `config.json` tells of."""
+        return replace(self, scales=scales_of(config, self.entries)) if self.has_headers else self
 
     @property
     def files(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from .header import DTYPES
 from .keymap import Key, KeyMap
 from .load import chosen, contiguous
 from .runs import Runs
+from .scales import Places, numbers_of
 
 _STAGED_ELEMENTS = 1 << 20  # converted at a time
 
@@ -25,11 +26,15 @@ _STAGED_ELEMENTS = 1 << 20  # converted at a time
 class Files:
     """All files of a key map, which are there in their whole size. Every rank writes parts of them.
 
-    They lie in `root` or in a folder of it, `inside`. `runs` gets what is written here, if it is wanted.
+    They lie in `root` or in a folder of it, `inside`. `runs` gets what is written here, if it is wanted. `scales`: with
+    which values are made 8-bit numbers, by the key of these.
     """
 
-    def __init__(self, root: Path, keymap: KeyMap, runs: Runs | None = None, inside: str = "") -> None:
-        self.root, self.keymap, self.runs, self.inside = root, keymap, runs, inside
+    def __init__(
+        self, root: Path, keymap: KeyMap, runs: Runs | None = None, inside: str = "", *,
+        scales: Mapping[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.root, self.keymap, self.runs, self.inside, self.scales = root, keymap, runs, inside, scales or {}
         self._open: dict[str, int] = {}
         self._start = keymap.starts
 
@@ -72,10 +77,13 @@ class Files:
         key = self.keymap.keys[block.key]
         dtype = DTYPES[key.dtype]
         whole = block.view(torch.empty(key.shape, device="meta"))
-        for part in _staged(block, common):
+        for part in staged(block, common):
             wanted, at = whole[part.within(block.ours).slices], 0
             order = as_it_lies(wanted)
             wanted, ours = wanted.permute(order), values[part.within(common).slices].permute(order)
+            if block.key in self.keymap.scales:
+                places = Places.of(wanted, key.shape, self.keymap.scales[block.key])
+                ours = numbers_of(ours.to("cpu"), places.take(self.scales[block.key]))
             flat = ours.to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
             for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
                 size = length * dtype.itemsize
@@ -121,7 +129,7 @@ def _begin_to_disk(fd: int, start: int, num_bytes: int) -> None:
         sync(fd, ctypes.c_int64(start), ctypes.c_int64(num_bytes), begin)  # a file system that cannot says so: no harm
 
 
-def _staged(block: Block, box: Box) -> Iterator[Box]:
+def staged(block: Block, box: Box) -> Iterator[Box]:
     """Parts of a box, each of which lies in a few long runs: one matrix at a time, where these are turned."""
     num = box.size // box.shape[0] if block.turned else _STAGED_ELEMENTS
     for lo in range(0, box.size, num):

@@ -1,0 +1,200 @@
+"""Matrices of 8-bit floating point numbers: every block of one has a scale, in a tensor beside it.
+
+    value = number * scale of its block
+
+Values are never kept in 8 bits: they are made when a file is read, and numbers and scales again when one is written. So
+no scale is state. config.json says how large blocks are. The shape of the scales does not: 192 rows in two blocks are
+128 and 64, not 96 and 96.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LoadError, MismatchedKey
+from .header import DTYPES, Entry
+
+NUMBERS = torch.float8_e4m3fn
+PAYLOAD = "F8_E4M3"
+LARGEST = torch.finfo(NUMBERS).max
+_FLOATS, _POWERS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")  # of two; U8 is how some spell it
+_WHOLE = 1 << 62  # of a block without end
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where the scales of a matrix are, and the rows and columns of a block."""
+
+    key: str
+    block: tuple[int, int]
+
+    def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """How many blocks a matrix has, or each of several matrices."""
+        rows, columns = self.block
+        return (*shape[:-2], ceil(shape[-2] / rows), ceil(shape[-1] / columns))
+
+
+def scales_of(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Scale]:
+    """By the key of a matrix. What cannot be read is refused by its name."""
+    given = config.get("quantization_config")
+    numbers = [key for key, entry in entries.items() if entry.dtype == PAYLOAD]
+    if given is None:
+        if numbers:
+            raise LoadError(
+                f"{numbers[0]} is {PAYLOAD}, and config.json has no quantization_config, which says how large the "
+                "blocks of its scales are; fetch the config.json of these files"
+            )
+        return {}
+    suffix, block = _told(given)
+    found = {key: Scale(key + suffix, block) for key in numbers}
+    for key, scale in found.items():
+        _check(key, scale, entries)
+    return found
+
+
+def _told(given: Any) -> tuple[str, tuple[int, int]]:
+    """How the key of scales ends, and how large a block is."""
+    if not isinstance(given, Mapping):
+        raise LoadError(f"config.json: quantization_config is {given!r:.200}, not an object of fields")
+    method = given.get("quant_method")
+    if method == "fp8":
+        if given.get("fmt", "e4m3") != "e4m3" or given.get("activation_scheme", "dynamic") != "dynamic":
+            raise LoadError(
+                f"config.json: fp8 with fmt={given.get('fmt')!r}, activation_scheme={given.get('activation_scheme')!r} "
+                "is not read, but e4m3 with dynamic scales of activations; fetch another version of the model"
+            )
+        return "_scale_inv", _block(given.get("weight_block_size"), "weight_block_size")
+    if method == "compressed-tensors":
+        return "_scale", _compressed(given)
+    raise LoadError(
+        f"config.json: weights that {method!r:.100} quantised are not read, but those of fp8 and of compressed-tensors "
+        "in 8-bit floating point; fetch the model without quantization, or in fp8"
+    )
+
+
+def _block(given: Any, name: str) -> tuple[int, int]:
+    if given is None:
+        return _WHOLE, _WHOLE
+    sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise LoadError(f"config.json: {name}={given!r:.100} must be rows and columns of a block, or null")
+    return sizes[0], sizes[1]
+
+
+def _compressed(given: Mapping[str, Any]) -> tuple[int, int]:
+    groups = given.get("config_groups")
+    kinds = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    blocks = {_compressed_block(kind, given.get("format")) for kind in kinds}
+    if len(blocks) != 1:
+        raise LoadError(
+            f"config.json: compressed-tensors with {len(blocks)} kinds of blocks is not read, but with one; fetch the "
+            "model without quantization, or in fp8"
+        )
+    return blocks.pop()
+
+
+def _compressed_block(kind: Any, form: Any) -> tuple[int, int]:
+    told = kind if isinstance(kind, Mapping) else {}
+    strategy = told.get("strategy")
+    if (told.get("type"), told.get("num_bits")) != ("float", 8) or strategy not in ("tensor", "channel", "block"):
+        raise LoadError(
+            f"config.json: compressed-tensors in {told.get('num_bits')} bits of {told.get('type')!r:.50}, strategy "
+            f"{strategy!r:.50}, format {form!r:.50}, is not read, but 8-bit floating point with a scale for each "
+            "tensor, channel or block; fetch the model without quantization, or in fp8"
+        )
+    if not told.get("symmetric", True):
+        raise LoadError("config.json: compressed-tensors with symmetric=false is not read; fetch another version")
+    if strategy == "block":
+        return _block(told.get("block_structure"), "block_structure")
+    return (_WHOLE, _WHOLE) if strategy == "tensor" else (1, _WHOLE)
+
+
+def _check(key: str, scale: Scale, entries: Mapping[str, Entry]) -> None:
+    matrix, found = entries[key], entries.get(scale.key)
+    if found is None:
+        raise MismatchedKey(f"{matrix.file}: {key} is {PAYLOAD}, and {scale.key} is not there; fetch the file with it")
+    if len(matrix.shape) < 2:
+        raise MismatchedKey(f"{matrix.file}: {key} {matrix.shape} is {PAYLOAD}, and only matrices have such scales")
+    grid = scale.grid(matrix.shape)
+    if found.shape != grid and not (prod(grid) == 1 and found.shape in ((), (1,))):
+        rows, columns = (min(block, size) for block, size in zip(scale.block, matrix.shape[-2:], strict=True))
+        raise MismatchedKey(
+            f"{found.file}: {scale.key} is {found.shape}, but {key} {matrix.shape} has {grid} blocks of {rows} x "
+            f"{columns}, as config.json says; correct its quantization_config, or fetch the file of this model"
+        )
+    if found.dtype not in (*_FLOATS, *_POWERS):
+        raise MismatchedKey(
+            f"{found.file}: {scale.key} is {found.dtype}; scales must be {', '.join((*_FLOATS, *_POWERS))}"
+        )
+
+
+def as_numbers(scales: Tensor) -> Tensor:
+    """Scales of a file, in float32."""
+    powers = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    return powers.to(torch.float32)
+
+
+def as_stored(scales: Tensor, dtype: str) -> Tensor:
+    """Scales in the dtype of a file: rounded, and never to 0; up, where it holds powers of two."""
+    if dtype not in _POWERS:
+        found = scales.to(DTYPES[dtype])
+        return torch.where((found == 0) & (scales > 0), torch.finfo(found.dtype).tiny, found)
+    mantissa, exponent = torch.frexp(scales)
+    up = torch.where(mantissa == 0.5, exponent - 1, exponent)  # 0.5 * 2**n is a power of two already
+    return (up + 127).clamp(0, 254).to(torch.uint8).view(DTYPES[dtype])
+
+
+def needed(most: Tensor) -> Tensor:
+    """The scales with which the largest numbers stand for values as large as these; 1 where all are zero."""
+    return torch.where(most > 0, most / LARGEST, torch.ones_like(most))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which scale each element of a view has: indices that broadcast to the shape of the view."""
+
+    rows: Tensor
+    columns: Tensor
+
+    @staticmethod
+    def of(view: Tensor, shape: Sequence[int], scale: Scale) -> Places:
+        """`view`: of a tensor of `shape`, in any order; its strides say where its elements lie."""
+        num_rows, num_columns = shape[-2:]
+        first_row, first_column = divmod(int(view.storage_offset()), num_columns)
+        rows, columns = torch.tensor(first_row), torch.tensor(first_column)
+        for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+            at = torch.arange(size).view(-1, *[1] * (view.dim() - dim - 1))
+            if stride % num_columns == 0:
+                rows = rows + at * (stride // num_columns)
+            else:
+                columns = columns + at * stride
+        height, width = (min(block, size) for block, size in zip(scale.block, (num_rows, num_columns), strict=True))
+        grid_rows = ceil(num_rows / height)
+        return Places(rows // num_rows * grid_rows + rows % num_rows // height, columns // width)
+
+    def take(self, scales: Tensor) -> Tensor:
+        """The scale of each element."""
+        return scales.view(-1, scales.shape[-1])[self.rows, self.columns]
+
+    def into(self, grid: Tensor, values: Tensor) -> None:
+        """The most of the values of each block, and of what the grid has."""
+        width = grid.shape[-1]
+        where = (self.rows * width + self.columns).expand(values.shape).reshape(-1)
+        grid.view(-1).scatter_reduce_(0, where, values.reshape(-1), "amax")
+
+
+def values_of(numbers: Tensor, scales: Tensor) -> Tensor:
+    """In float32: exact where scales are bfloat16."""
+    return numbers.to(torch.float32) * scales
+
+
+def numbers_of(values: Tensor, scales: Tensor) -> Tensor:
+    """Divided by the scales as they are stored. Of a block whose scale is 0 all numbers are."""
+    wide = torch.where(scales == 0, torch.zeros_like(scales), values.to(torch.float32) / scales)
+    return wide.clamp(-LARGEST, LARGEST).to(NUMBERS)

@@ -1,0 +1,201 @@
+"""Directories in 8-bit numbers, written by a slow writer that shares no code with the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+KEPT = ("embed", "lm_head", "norm", "mlp.gate.weight", "in_proj_a", "in_proj_b", "conv1d", "shared_expert_gate", "bias")
+BLOCK = (16, 12)  # of sizes that are no multiples of it
+
+
+def is_kept(key: str, tensor: Tensor) -> bool:
+    """What Qwen's files leave as it is."""
+    return tensor.dim() < 2 or any(part in key for part in KEPT)
+
+
+def blocks(shape: torch.Size, block: tuple[int, int]) -> list[list[tuple[slice, slice]]]:
+    (rows, columns), (height, width) = shape[-2:], block
+    return [
+        [(slice(r, min(r + height, rows)), slice(c, min(c + width, columns))) for c in range(0, columns, width)]
+        for r in range(0, rows, height)
+    ]
+
+
+def by_two(scale: float) -> float:
+    power = 2.0**-127
+    while power < scale:
+        power *= 2
+    return power
+
+
+def scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of one block, `[1]`."""
+    most = float(values.double().abs().max()) if values.numel() else 0.0
+    wanted = torch.tensor([most / 448 if most else 1.0], dtype=torch.float64).float()
+    if dtype in (torch.uint8, torch.float8_e8m0fnu):
+        exponent = round(torch.log2(torch.tensor(by_two(float(wanted)), dtype=torch.float64)).item())
+        return torch.tensor([exponent + 127], dtype=torch.uint8).view(dtype)
+    return wanted.to(dtype)
+
+
+def read_scale(stored: Tensor) -> float:
+    if stored.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return 2.0 ** (int(stored.view(torch.uint8)) - 127)
+    return float(stored.double())
+
+
+def quantise(matrix: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Numbers and scales of a matrix, or of each of several matrices."""
+    if matrix.dim() > 2:
+        each = [quantise(part, block, dtype) for part in matrix]
+        return torch.stack([q for q, _ in each]), torch.stack([s.view(torch.uint8) for _, s in each]).view(dtype)
+    numbers, rows = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn), []
+    for line in blocks(matrix.shape, block):
+        row = []
+        for where in line:
+            row.append(scale_of(matrix[where], dtype))
+            wide = (matrix[where].float() / torch.tensor(read_scale(row[-1])).float()).clamp(-448, 448)
+            numbers[where] = wide.to(torch.float8_e4m3fn)
+        rows.append(torch.cat([each.view(torch.uint8) for each in row]))
+    return numbers, torch.stack(rows).view(dtype)
+
+
+def dequantise(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """In float64."""
+    if numbers.dim() > 2:
+        return torch.stack([dequantise(q, s, block) for q, s in zip(numbers, scales, strict=True)])
+    out = torch.empty(numbers.shape, dtype=torch.float64)
+    for r, line in enumerate(blocks(numbers.shape, block)):
+        for c, where in enumerate(line):
+            out[where] = numbers[where].double() * read_scale(scales.reshape(-1)[r * len(line) + c])
+    return out
+
+
+@dataclass(frozen=True)
+class Format:
+    """How matrices are written in 8 bits. `make`: numbers and scales of one."""
+
+    block: tuple[int, int]
+    make: Callable[[Tensor], tuple[Tensor, Tensor]]
+    config: Mapping[str, Any]
+    suffix: str = "_scale_inv"
+    fits: bool = False  # only what its blocks divide is in 8 bits
+
+
+def ours(dtype: torch.dtype, block: tuple[int, int] = BLOCK) -> Format:
+    return Format(block, lambda matrix: quantise(matrix, block, dtype), fp8(block))
+
+
+def fp8(block: tuple[int, int] | None) -> dict[str, Any]:
+    sizes = list(block) if block else None
+    return {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": sizes,
+        "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+
+
+def a_scale_a_tensor() -> Format:
+    def make(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        numbers, scales = quantise(matrix, (1000, 1000), torch.float32)
+        return numbers, scales.view(1) if matrix.dim() == 2 else scales
+
+    return Format((1000, 1000), make, fp8(None))
+
+
+def by_transformers(scale_fmt: str = "float") -> Format:
+    """As `save_pretrained` quantises."""
+    config = FineGrainedFP8Config(weight_block_size=(4, 4), scale_fmt=scale_fmt)
+    writer = Fp8Quantize(SimpleNamespace(quantization_config=config))
+
+    def make(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        made = writer.convert({"a.weight": matrix})
+        return made["a.weight"], made["a.weight_scale_inv"]
+
+    return Format((4, 4), make, {**fp8((4, 4)), "scale_fmt": scale_fmt}, fits=True)
+
+
+def by_compressed_tensors(strategy: str) -> Format:
+    block = {"tensor": (1000, 1000), "channel": (1, 1000), "block": (4, 4)}[strategy]
+    structure = [4, 4] if strategy == "block" else None
+    told = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=structure)
+
+    def make(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        cut = blocks(matrix.shape, block)
+        low, high = (
+            torch.stack([torch.stack([most(matrix[w]) for w in line]) for line in cut])
+            for most in (torch.min, torch.max)
+        )
+        scales, zeros = calculate_qparams(low, high, told)
+        scales = scales.view(1) if strategy == "tensor" else scales
+        return quantize(matrix, scales, zeros.view(scales.shape), told, dtype=torch.float8_e4m3fn), scales.to(
+            torch.bfloat16
+        ).float()
+
+    group = {"targets": ["Linear"], "weights": told.model_dump(), "input_activations": None}
+    config = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "quantization_status": "compressed",
+    }  # fmt: skip
+    return Format(block, make, config, "_scale", fits=strategy == "block")
+
+
+FORMATS: dict[str, Format] = {
+    "bfloat16": ours(torch.bfloat16),
+    "float32": ours(torch.float32),
+    "float16": ours(torch.float16, (5, 7)),
+    "powers of two": ours(torch.float8_e8m0fnu),
+    "powers of two, as bytes": ours(torch.uint8),
+    "a scale a tensor": a_scale_a_tensor(),
+    "transformers": by_transformers(),
+    "transformers, powers of two": by_transformers("ue8m0"),
+    "compressed, tensor": by_compressed_tensors("tensor"),
+    "compressed, channel": by_compressed_tensors("channel"),
+    "compressed, block": by_compressed_tensors("block"),
+}
+
+
+def directory(source: Path, out: Path, form: Format) -> Path:
+    """`source`, whose matrices are plain, in 8 bits. One block of the first holds only zeros."""
+    out.mkdir(parents=True, exist_ok=True)
+    told = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (out / "config.json").write_text(json.dumps(told | {"quantization_config": form.config}, indent=2) + "\n")
+    zero = True
+    for file in source.glob("*.safetensors"):
+        made: dict[str, Tensor] = {}
+        for key, tensor in load_file(file).items():
+            fits = all(size % cut == 0 for size, cut in zip(tensor.shape[-2:], form.block, strict=False))
+            if is_kept(key, tensor) or (form.fits and not fits):
+                made[key] = tensor.to(torch.bfloat16) if tensor.dim() > 1 else tensor
+                continue
+            if zero:
+                tensor[..., : form.block[0] % 100, : form.block[1] % 100], zero = 0.0, False
+            made[key], made[key + form.suffix] = form.make(tensor)
+        save_file(made, out / file.name, metadata={"format": "pt"})
+    return out
+
+
+def tensors(at: Path) -> dict[str, Tensor]:
+    return {key: tensor for file in at.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def values(at: Path, form: Format) -> dict[str, Tensor]:
+    """What a directory holds, in float64."""
+    found = tensors(at)
+    return {
+        key: dequantise(tensor, found[key + form.suffix], form.block) if tensor.dtype == torch.float8_e4m3fn
+        else tensor.double() for key, tensor in found.items() if not key.endswith(form.suffix)
+    }  # fmt: skip

@@ -1,0 +1,305 @@
+"""Files in 8-bit numbers: loaded exactly, exported to the byte, by writers that share no code with ours."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import meshwright as mw
+from meshwright.errors import LoadError, RankError
+from meshwright.weights import load, scales, whole_tensors
+from tests import parts, quantised, tiny, trials, worlds
+from tests.quantised import FORMATS
+from tests.trials import named, world_of
+
+MESHES: list[dict[str, int]] = [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2), dict(pp=2)]
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen2", "qwen3_5_moe", "qwen3_tied")
+CASES = [(family, form) for form in FORMATS for family in FAMILIES]
+Case = tuple[str, str]
+KEY, DOWN = "model.layers.0.mlp.down_proj.weight", "layers.0.mlp.down.weight"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    at = tmp_path_factory.mktemp("fp8")
+    plain = functools.cache(lambda family: tiny.directory(at / family, family))
+    return functools.cache(
+        lambda family, form: quantised.directory(plain(family), at / f"{family}, {form}", FORMATS[form])
+    )
+
+
+def cases_on(mesh: Mapping[str, int]) -> list[Case]:
+    cases = parts.every(7, CASES, MESHES.index(dict(mesh)))
+    return [case for case in cases if "moe" in case[0]] if "ep" in mesh else cases
+
+
+def whole(model: mw.Model) -> dict[str, Tensor]:
+    """As wide as they are kept, on rank 0."""
+    keys = [key for key in model.keymap.keys.values() if key.name not in model.keymap.carried]
+    stored = model.stored_model(model.stored())
+    return {key.name: t.clone() for key, t in whole_tensors(stored, model.keymap, keys, dtypes=model.kept)}
+
+
+def untouched(at: Path, mesh: Mapping[str, int], out: Path, train: str) -> dict[str, Any]:
+    model = mw.load(at, trials.mesh_of(mesh), dtype=torch.float32, train=train)
+    assert mw.check_weights(model).ok
+    mw.export(model, out)
+    streamed = {name: sealed(t) for name, t in mw.stream(model, format="source")}
+    return {"values": whole(model), "streamed": streamed, "bf16": mw.gather(model)}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=named)
+def test_loaded_exactly_and_exported_to_the_byte(
+    directory: Callable[[str, str], Path], tmp_path: Path, mesh: dict[str, int]
+) -> None:
+    """Whether it could be trained or not."""
+    cases = cases_on(mesh)
+    acts = {
+        case: functools.partial(untouched, directory(*case), mesh, tmp_path / f"{n}", ("**", "layers.1.*")[n % 2])
+        for n, case in enumerate(cases)
+    }
+    for n, (case, answers) in enumerate(worlds.in_turn(world_of(mesh), acts).items()):
+        at, found = directory(*case), answers[0]
+        expected, files = quantised.values(at, FORMATS[case[1]]), quantised.tensors(at)
+        assert found["values"].keys() == expected.keys(), case
+        for key, values in expected.items():
+            assert torch.equal(found["values"][key].float(), values.float()), (case, key)
+            assert torch.equal(found["bf16"][key].float(), values.float().to(found["bf16"][key].dtype).float())
+        assert found["streamed"].keys() == files.keys(), case
+        assert all(torch.equal(found["streamed"][key][1], bits(files[key])) for key in files), case
+        assert all(found["streamed"][key][0] == sealed(files[key])[0] for key in files), case
+        for file in at.iterdir():
+            assert (tmp_path / f"{n}" / file.name).read_bytes() == file.read_bytes(), (case, file.name)
+
+
+def sealed(tensor: Tensor) -> tuple[str, Tensor]:
+    """What ranks can tell each other of a tensor in 8 bits."""
+    return f"{tensor.dtype} {tuple(tensor.shape)}", bits(tensor).clone()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def trained(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, Tensor]:
+    model = mw.load(at, trials.mesh_of(mesh), dtype=torch.float32, train="layers.1.*")
+    engine = mw.Engine(model, lr=1e-2)
+    engine.step(tiny.batches(model.mesh.data_rank))
+    mw.export(model, out / "as it was")
+    mw.export(model, out / "plain", dtype=torch.bfloat16)
+    mw.save(engine, out / "steps")
+    mw.resume(engine, out / "steps")
+    mw.export(model, out / "resumed")
+    return whole(model)
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2, tp=2), dict(pp=2)], ids=named)
+@pytest.mark.parametrize("case", [("qwen3_5_moe", "bfloat16"), ("qwen3", "powers of two")], ids=str)
+def test_a_step_changes_what_was_trained_alone(
+    directory: Callable[[str, str], Path], tmp_path: Path, mesh: dict[str, int], case: Case
+) -> None:
+    at, form = directory(*case), FORMATS[case[1]]
+    values = worlds.run(world_of(mesh), trained, at, mesh, tmp_path)[0]
+    before, after = quantised.tensors(at), quantised.tensors(tmp_path / "as it was")
+    assert before.keys() == after.keys()
+    for key, tensor in after.items():
+        if ".layers.1." not in key:
+            assert same_bits(tensor, before[key]), key
+        elif tensor.dtype == torch.float8_e4m3fn:
+            numbers, grid = form.make(values[key].float())
+            assert same_bits(tensor, numbers), key
+            assert same_bits(after[key + form.suffix], grid), key
+    for name in ("plain", "steps/step-000001"):
+        assert "quantization_config" not in json.loads((tmp_path / name / "config.json").read_text())
+        plain = quantised.tensors(tmp_path / name)
+        assert all(same_bits(tensor, values[key].to(tensor.dtype)) for key, tensor in plain.items())
+    resumed = quantised.tensors(tmp_path / "resumed")
+    assert all(same_bits(tensor, after[key]) for key, tensor in resumed.items())
+
+
+def one_element(at: Path, out: Path) -> None:
+    model = mw.load(at, mw.Mesh(device="cpu"))
+    model.stored()[DOWN].view(-1)[0] = 0.5
+    mw.export(model, out)
+
+
+def test_one_element_changes_one_block(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    at, form = directory("qwen3", "float32"), FORMATS["float32"]
+    worlds.run(1, one_element, at, tmp_path / "out")
+    before, after = quantised.tensors(at), quantised.tensors(tmp_path / "out")
+    moved = {key for key in before if not same_bits(before[key], after[key])}
+    assert moved == {KEY, KEY + form.suffix}
+    assert (before[KEY + form.suffix] != after[KEY + form.suffix]).nonzero().tolist() == [[0, 0]]
+    rows, columns = (before[KEY].float() != after[KEY].float()).nonzero().T
+    assert rows.max() < form.block[0]
+    assert columns.max() < form.block[1]
+
+
+def test_transformers_reads_what_was_trained(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """It makes values of the numbers as we do, where blocks divide the sizes."""
+    worlds.run(1, trained, directory("qwen3", "transformers"), {}, tmp_path)
+    ours = worlds.run(1, rounded, tmp_path / "as it was")[0]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "as it was", dtype=torch.bfloat16).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(same_bits(theirs[key].bfloat16(), tensor.bfloat16()) for key, tensor in ours.items())
+
+
+def rounded(at: Path) -> dict[str, Tensor]:
+    return mw.gather(mw.load(at, mw.Mesh(device="cpu")))
+
+
+def rewritten(at: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> Path:
+    out.mkdir()
+    config, files = json.loads((at / "config.json").read_text()), quantised.tensors(at)
+    change(config, files)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(files, out / "model.safetensors")
+    return out
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = {
+    "no scales": (lambda c, f: f.pop(KEY + "_scale_inv"), "down_proj.weight_scale_inv is not there"),
+    "no numbers": (lambda c, f: f.update({KEY: f[KEY].float()}), "which no parameter of the model is made of"),
+    "blocks of another size": (lambda c, f: f.update({KEY + "_scale_inv": torch.ones(2, 2)}), "blocks of 16 x 12"),
+    "turned": (lambda c, f: f.update({KEY + "_scale_inv": f[KEY + "_scale_inv"].T.contiguous()}), "blocks of 16 x 12"),
+    "whole numbers": (lambda c, f: f.update({KEY + "_scale_inv": f[KEY + "_scale_inv"].long()}), "I64; scales must be"),
+    "no config": (lambda c, f: c.pop("quantization_config"), "which says how large the blocks"),
+    "another method": (lambda c, f: c["quantization_config"].update(quant_method="gptq"), "'gptq' quantised"),
+    "awq": (lambda c, f: c["quantization_config"].update(quant_method="awq"), "'awq' quantised"),
+    "bitsandbytes": (lambda c, f: c["quantization_config"].update(quant_method="bitsandbytes"), "'bitsandbytes'"),
+    "static": (lambda c, f: c["quantization_config"].update(activation_scheme="static"), "activation_scheme='static'"),
+    "e5m2": (lambda c, f: c["quantization_config"].update(fmt="e5m2"), "fmt='e5m2'"),
+    "a bad block": (lambda c, f: c["quantization_config"].update(weight_block_size=[128]), "rows and columns"),
+    "four bits": (
+        lambda c, f: c["quantization_config"].update(
+            quant_method="compressed-tensors", format="nvfp4-pack-quantized",
+            config_groups={"a": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group"}}},
+        ), "4 bits of 'float'"),
+}  # fmt: skip
+
+
+def test_what_is_refused(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """Before anything is made, by its name."""
+    at = {name: rewritten(directory("qwen3", "float32"), tmp_path / name, REFUSED[name][0]) for name in REFUSED}
+    found = worlds.in_turn(1, {name: functools.partial(refused, each) for name, each in at.items()})
+    for name, (_, expected) in REFUSED.items():
+        ((kind, told),) = found[name]
+        assert issubclass(kind, LoadError), name
+        assert expected in told, name
+
+
+def refused(at: Path) -> tuple[type, str]:
+    with pytest.raises(mw.MeshwrightError) as error:
+        mw.load(at, mw.Mesh(device="cpu"))
+    return type(error.value), str(error.value)
+
+
+def test_odd_rows_are_not_read_in_even_blocks(tmp_path: Path) -> None:
+    """192 rows are two blocks of 128: of 128 and of 64 rows."""
+    at = tiny.directory(tmp_path / "plain", "qwen3", intermediate_size=192)
+    form = quantised.ours(torch.bfloat16, (128, 128))
+    made = quantised.directory(at, tmp_path / "q", form)
+    found = worlds.run(1, untouched, made, {}, tmp_path / "out", "**")[0]["values"]
+    for key, values in quantised.values(made, form).items():
+        assert torch.equal(found[key].float(), values.float()), key
+
+
+def halves(view: Tensor, shape: Any, scale: scales.Scale) -> scales.Places:
+    """Blocks as large as the shape of the grid lets them seem."""
+    rows, columns = (-(-size // count) for size, count in zip(shape[-2:], scale.grid(shape)[-2:], strict=True))
+    return right_places(view, shape, scales.Scale(scale.key, (rows, columns)))
+
+
+def from_the_first_row(view: Tensor, shape: Any, scale: scales.Scale) -> scales.Places:
+    """Of a piece, as if it began where the matrix does."""
+    return right_places(view.as_strided(view.shape, view.stride(), 0), shape, scale)
+
+
+right_places = scales.Places.of
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "scales divide": (load, "values_of", lambda numbers, grid: numbers.float() / grid),
+    "no scales": (load, "values_of", lambda numbers, grid: numbers.float()),
+    "scales of another block": (scales.Places, "of", staticmethod(halves)),
+    "scales of the first rows": (scales.Places, "of", staticmethod(from_the_first_row)),
+}
+
+
+def compared(at: Path, plant: str) -> bool:
+    where, name, wrong = PLANTED[plant]
+    right = vars(where)[name]
+    setattr(where, name, wrong)
+    try:
+        return mw.check_weights(mw.load(at, mw.Mesh(fsdp=2, device="cpu"), dtype=torch.float32)).ok
+    finally:
+        setattr(where, name, right)
+
+
+def test_planted_bugs_are_seen(directory: Callable[[str, str], Path]) -> None:
+    """By the comparison of what is stored with the files, which reads them in its own way."""
+    at = directory("qwen3", "bfloat16")
+    acts = {plant: functools.partial(compared, at, plant) for plant in PLANTED}
+    found = worlds.in_turn(2, acts)
+    assert not any(any(answers) for answers in found.values()), found
+
+
+def own_rows_alone(grid: Tensor, at: str) -> Tensor:
+    return grid
+
+
+def three_times(at: Path, out: Path, plant: bool) -> None:
+    """What the second rank has."""
+    mesh = mw.Mesh(fsdp=2, device="cpu")
+    model = mw.load(at, mesh, dtype=torch.float32)
+    if mesh.rank == 1:
+        model.stored()[DOWN].mul_(3)
+    if plant:
+        mesh.most_ = own_rows_alone  # type: ignore[method-assign] # the planted bug
+    mw.export(model, out)
+
+
+@pytest.mark.parametrize("plant", [False, True])
+def test_a_block_that_two_ranks_have_gets_one_scale(
+    directory: Callable[[str, str], Path], tmp_path: Path, plant: bool
+) -> None:
+    worlds.run(2, three_times, directory("qwen3", "bfloat16"), tmp_path / "out", plant)
+    expected = quantised.values(directory("qwen3", "bfloat16"), FORMATS["bfloat16"])[KEY]
+    expected[18:] *= 3
+    found = quantised.values(tmp_path / "out", FORMATS["bfloat16"])[KEY]
+    assert (bool(((found - expected).norm() / expected.norm()) < 0.04)) is not plant
+
+
+def test_nothing_that_is_not_finite(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=f"{DOWN} has values that are not finite"):
+        worlds.run(1, with_nan, directory("qwen3", "bfloat16"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def with_nan(at: Path, out: Path) -> None:
+    model = mw.load(at, mw.Mesh(device="cpu"))
+    model.stored()[DOWN].view(-1)[0] = float("nan")
+    mw.export(model, out)
+
+
+def test_what_is_kept_is_kept_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """Tensors that the model has no part for: byte for byte; as values, where plain values are written."""
+    numbers, grid = quantised.quantise(torch.randn(36, 50), quantised.BLOCK, torch.bfloat16)
+    kept = {"mtp.fc.weight": numbers, "mtp.fc.weight_scale_inv": grid}
+    at = rewritten(directory("qwen3_5", "bfloat16"), tmp_path / "m", lambda config, files: files.update(kept))
+    worlds.run(1, trained, at, {}, tmp_path)
+    as_it_was, plain = quantised.tensors(tmp_path / "as it was"), quantised.tensors(tmp_path / "plain")
+    assert all(same_bits(as_it_was[key], tensor) for key, tensor in kept.items())
+    assert "mtp.fc.weight_scale_inv" not in plain
+    assert same_bits(plain["mtp.fc.weight"], quantised.dequantise(numbers, grid, quantised.BLOCK).bfloat16())
