@@ -303,3 +303,59 @@ def test_what_is_kept_is_kept_in_8_bits(directory: Callable[[str, str], Path], t
     assert all(same_bits(as_it_was[key], tensor) for key, tensor in kept.items())
     assert "mtp.fc.weight_scale_inv" not in plain
     assert same_bits(plain["mtp.fc.weight"], quantised.dequantise(numbers, grid, quantised.BLOCK).bfloat16())
+
+
+SIZES = dict(hidden_size=128, intermediate_size=256, head_dim=32, num_attention_heads=8, moe_intermediate_size=128)
+DELTA = dict(linear_num_key_heads=2, linear_key_head_dim=32, linear_num_value_heads=4, linear_value_head_dim=32)
+FIRST = quantised.ours(torch.float32, (128, 128))
+
+
+def in_fp8(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, tuple[str, Tensor]]:
+    model = mw.load(at, trials.mesh_of(mesh), dtype=torch.float32)
+    mw.export(model, out, format="fp8")
+    return {name: sealed(tensor) for name, tensor in mw.stream(model, format="fp8")}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"])
+def test_a_source_in_bfloat16_becomes_fp8(tmp_path: Path, family: str) -> None:
+    """What blocks divide, and nothing that Qwen leaves as it is; the same on any mesh, and transformers reads it."""
+    sizes = {**SIZES, **(DELTA if "qwen3_5" in family else {})}
+    at = tiny.directory(tmp_path / "plain", family, dtype=torch.bfloat16, **sizes)
+    mesh = dict(fsdp=2, tp=2)
+    streamed = worlds.run(1, in_fp8, at, {}, tmp_path / "one")[0]
+    worlds.run(world_of(mesh), in_fp8, at, mesh, tmp_path / "four")
+    before, after = quantised.tensors(at), quantised.tensors(tmp_path / "one")
+    assert streamed.keys() == after.keys()
+    in_8_bits = {key for key, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert in_8_bits == {key for key, tensor in before.items() if not quantised.is_kept(key, tensor) and fits(tensor)}
+    for key, tensor in before.items():
+        numbers, grid = FIRST.make(tensor) if key in in_8_bits else (tensor, None)
+        assert same_bits(after[key], numbers), key
+        assert torch.equal(streamed[key][1], bits(numbers)), key
+        assert grid is None or same_bits(after[key + "_scale_inv"], grid), key
+    for file in (tmp_path / "one").iterdir():
+        assert (tmp_path / "four" / file.name).read_bytes() == file.read_bytes()
+    ours = worlds.run(1, rounded, tmp_path / "one")[0]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype=torch.bfloat16).state_dict()
+    shared = ours.keys() & theirs.keys()  # experts may be spelled otherwise there
+    assert len(shared) > 10
+    assert all(same_bits(theirs[key].bfloat16(), ours[key].bfloat16()) for key in shared)
+
+
+def fits(tensor: Tensor) -> bool:
+    return all(size % 128 == 0 for size in tensor.shape[-2:])
+
+
+def test_formats_that_are_refused(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    worlds.run(1, refuses, directory("qwen3", "bfloat16"), tmp_path / "out")
+
+
+def refuses(at: Path, out: Path) -> None:
+    model = mw.load(at, mw.Mesh(device="cpu"))
+    with pytest.raises(mw.ConfigError, match="choose from 'values', 'source', 'fp8'"):
+        mw.export(model, out, format="int4")
+    with pytest.raises(mw.ConfigError, match="give one of them"):
+        mw.export(model, out, format="fp8", dtype=torch.bfloat16)
+    with pytest.raises(mw.ConfigError, match="only weights"):
+        next(mw.stream(model, "grad", format="fp8"))
+    assert not out.exists()

@@ -167,7 +167,7 @@ def _write_torch(state: State, target: Path, advance: Callable[[int], None]) -> 
 
 def _export(state: State, target: Path, dtype: torch.dtype | None) -> weights.Export:
     assert state.blueprint.directory is not None, "it was read from one"
-    keymap, config = state.keymap, weights.exported_config(state.blueprint.config, dtype)
+    keymap, config = state.keymap, weights.exported_config(state.blueprint.config, dtype, state.keymap)
     if dtype is not None:
         exact = {key for param in state.blueprint.table if param.float32 for key in _keys(state.blueprint, param)}
         keymap = keymap.recast(dtype, exact)

@@ -19,6 +19,8 @@ from ..watch import names_lost_ranks
 from .agreement import Proposal, agree, check_is_model
 from .model import Model
 
+FORMATS = ("values", "source", "fp8")
+
 
 def stream(
     model: Model,
@@ -31,8 +33,8 @@ def stream(
     All ranks must run through it; the others get nothing. It holds a few tensors (64 MiB) at a time. Weights come in
     the dtype of the source, gradients in float32. Tensors that are not trained (`mtp.*`) are left out.
 
-    Where the source is in 8 bits, weights are values in the dtype of `config.json`; with `format="source"` they are the
-    numbers and scales that `export` would write.
+    Where the source is in 8 bits, weights are values in the dtype of `config.json`. With `format="source"` or `"fp8"`
+    they are the numbers and scales that `export` would write.
     """
     with names_lost_ranks():
         yield from _streamed(model, which, format)
@@ -40,8 +42,10 @@ def stream(
 
 def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor]]:
     def propose() -> Proposal:
-        if form not in ("values", "source") or (form == "source" and which != "weight"):
-            raise ConfigError(f"stream(which={which!r}, format={form!r}): format is 'values', or 'source' for weights")
+        if which != "weight" and form != "values":
+            raise ConfigError(
+                f"stream(which={which!r}, format={form!r}): only weights have another format than 'values'"
+            )
         stored = _stored(model, which)
         _check_shapes(model, stored)
         if stored and which == "weight":
@@ -54,27 +58,24 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
     if which == "grad":  # as they are kept; of what is trained, on whatever rank
         made_of, trained, dtypes = weights.blocks_by_key(model.table, model.keymap.choice), {*model.trained}, model.kept
         keys = [k for k in keys if all(p.name in trained for p, _ in made_of[k.name])]
-    source = model.keymap.source
-    if form == "source" and source is not None and source.scales:
-        yield from _as_in_files(stored_model, model.keymap, keys, source)
-        return
-    for key, tensor in weights.whole_tensors(stored_model, model.keymap, keys, dtypes=dtypes):
-        yield key.name, tensor
-
-
-def _as_in_files(
-    stored_model: weights.StoredModel, keymap: weights.KeyMap, keys: list[weights.Key], source: weights.Source
-) -> Iterator[tuple[str, Tensor]]:
-    """With the numbers and scales of what the source has in 8 bits."""
-    wide = [replace(key, dtype="F32") if key.name in source.scales else key for key in keys]
-    with weights.Reader(source) as reader:
-        for key, tensor in weights.whole_tensors(stored_model, keymap, wide):
-            if key.name not in source.scales:
-                yield key.name, tensor
-                continue
-            numbers, scales = weights.numbers_and_scales(reader, key.name, tensor)
+    written = _in_format(model.keymap, model, form)
+    wide = [replace(key, dtype="F32") if key.name in written.scales else key for key in keys]
+    for key, tensor in weights.whole_tensors(stored_model, model.keymap, wide, dtypes=dtypes):
+        if key.name in written.scales:
+            numbers, scales = weights.numbers_and_scales(written, key.name, tensor)
             yield key.name, numbers
-            yield source.scales[key.name].key, scales
+            yield written.scales[key.name].key, scales
+        else:
+            yield key.name, tensor
+
+
+def _in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMap:
+    """As it is written."""
+    if form not in FORMATS:
+        raise ConfigError(f"format={form!r} is unknown; choose from {', '.join(map(repr, FORMATS))}")
+    if form == "source":
+        return keymap.as_source()
+    return keymap.in_fp8(model.table) if form == "fp8" else keymap
 
 
 def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
@@ -85,30 +86,29 @@ def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:
 @names_lost_ranks()
 def export(
     model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False,
-    keep_lm_head: bool = False,
+    keep_lm_head: bool = False, format: str | None = None,  # noqa: A002 - the word of users
 ) -> None:  # fmt: skip
     """Write a Hugging Face directory: files, keys, layouts and dtypes as in the source (or in `dtype`, which rounds
-    none of the float32 parameters).
+    none of the float32 parameters; or with `format="fp8"` matrices in 8 bits, in blocks of 128 x 128).
 
     It appears whole or not at all. With `overwrite`, it may take the place of an earlier export, which is kept until
     then. A critic that was made here of a language model says so, and its vocabulary head, which nobody trained, is
     left out unless `keep_lm_head`. All ranks call it.
     """
-    planned = _planned(model, "export", directory, Choices(dtype, overwrite, keep_lm_head, as_source=dtype is None))
+    planned = _planned(model, "export", directory, Choices(dtype, overwrite, keep_lm_head, _form(dtype, format)))
     weights.write_directory(model.stored_model(model.stored()), planned)
 
 
 @names_lost_ranks()
 def check_export(
     model: Model, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False,
-    keep_lm_head: bool = False,
+    keep_lm_head: bool = False, format: str | None = None,  # noqa: A002 - the word of users
 ) -> None:  # fmt: skip
     """Refuse at once, on all ranks, what `export` with the same arguments would refuse: call it before the training.
 
     It writes nothing. Only what the weights will be by then is not known.
     """
-    choices = Choices(dtype, overwrite, keep_lm_head, as_source=dtype is None)
-    planned = _planned(model, "check_export", directory, choices)
+    planned = _planned(model, "check_export", directory, Choices(dtype, overwrite, keep_lm_head, _form(dtype, format)))
     weights.check_export(model.mesh, planned)
 
 
@@ -117,7 +117,13 @@ class Choices:
     dtype: torch.dtype | None = None
     overwrite: bool = False
     keep_lm_head: bool = False
-    as_source: bool = False  # in 8 bits, where the source is
+    form: str = "values"  # or another of FORMATS
+
+
+def _form(dtype: torch.dtype | None, given: str | None) -> str:
+    if dtype is not None and given is not None:
+        raise ConfigError(f"dtype={dtype}, format={given!r}: give one of them; a dtype is for values")
+    return given or ("source" if dtype is None else "values")
 
 
 def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices: Choices) -> weights.Export:
@@ -170,7 +176,7 @@ def _keymap(model: Model, choices: Choices) -> weights.KeyMap:
     if _is_new_critic(model) and not choices.keep_lm_head:
         keymap = keymap.without(LM_HEAD)
     if choices.dtype is None:
-        return keymap.as_source() if choices.as_source else keymap
+        return _in_format(keymap, model, choices.form)
     made_of = weights.blocks_by_key(model.table, keymap.choice)
     exact = {key for key, parts in made_of.items() if any(param.float32 for param, _ in parts)}
     return keymap.recast(choices.dtype, exact)
@@ -186,7 +192,7 @@ def _is_new_critic(model: Model) -> bool:
 def _config(model: Model, choices: Choices) -> dict[str, Any]:
     """A new critic is no language model any more. It has one label unless its config says otherwise, which must then be
     stated, because others assume two. Where transformers has no class for it, no class is named."""
-    config = weights.exported_config(model.config, choices.dtype, as_source=choices.as_source)
+    config = weights.exported_config(model.config, choices.dtype, _keymap(model, choices))
     if not _is_new_critic(model):
         return config
     config["architectures"] = [classifier_of(model.config)]

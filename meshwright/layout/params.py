@@ -73,6 +73,7 @@ class Param:
     decay: bool = True
     init: Init = Init("normal", 0.02)
     optional: bool = False  # a source may lack it: it is then new
+    low: bool = False  # files may hold it in 8 bits, with a scale for each block
     name: str = ""
     layer: int | None = None  # that it belongs to; with it, it goes to a pipeline stage
     first: bool = False  # before the layers, on the first stage; what has no layer and is not first is on the last
@@ -116,7 +117,7 @@ class Declared(nn.Parameter):
 def weight(
     rows: Mapping[str, int], cols: Mapping[str, int] | None = None, *, key: str | None = None,
     layouts: Sequence[Layout] = (), group: str = "", float32: bool = False, decay: bool = True,
-    init: Init = Init("normal", 0.02), optional: bool = False,
+    init: Init = Init("normal", 0.02), optional: bool = False, low: bool = False,
 ) -> Declared:  # fmt: skip
     """Declare a parameter: with `key`, the source holds our matrix as it is; otherwise `layouts` say how."""
     if set(rows) & set(cols or {}):
@@ -125,7 +126,7 @@ def weight(
         )
     if key is not None:
         layouts = (plain(key, (*rows.values(), *(cols or {}).values()), len(rows)),)
-    return Declared(Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init, optional))
+    return Declared(Param(dict(rows), dict(cols or {}), tuple(layouts), group, float32, decay, init, optional, low))
 
 
 def plain(key: str, shape: Sequence[int], num_rows: int, name: str = "plain") -> Layout:

@@ -15,17 +15,25 @@ ALL = slice(None)
 class Linear(nn.Module):
     """`x @ weight.T + bias`. `key` is their name in the files, up to `.weight` or `.bias`; or `layouts` say it."""
 
+    low = True  # files may hold the weight in 8 bits
+
     def __init__(
         self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
         key: str = "", bias: bool = False, layouts: Sequence[Layout] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         at = None if layouts else key + ".weight"
-        self.weight = weight(rows, cols, key=at, layouts=layouts, init=Init("normal", std))
+        self.weight = weight(rows, cols, key=at, layouts=layouts, init=Init("normal", std), low=self.low)
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
+
+
+class WideLinear(Linear):
+    """One that nobody writes in 8 bits."""
+
+    low = False
 
 
 def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..layout import DELTA, ENTER, LEAVE, Declared, Door, Init, Join, Span, Swap, segments, weight
 from .config import Json, divides, listed, refuse, take
 from .decoder import Decoder, Layer, Rope, Shape
-from .linear import ALL, Linear, joined
+from .linear import ALL, Linear, WideLinear, joined
 from .qwen3 import MLP, PLAIN, Attention, heads_of, shape_of
 from .rope import rotary_of
 
@@ -132,8 +132,8 @@ class DeltaNet(nn.Module):
         self.qkv = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, layouts=[spelled])
         self.conv = Conv(shape, delta, cuts, at + "conv1d.weight")
         self.z = Linear({"key": G, "value": R * V}, {"embed": D}, shape.std, key=at + "in_proj_z")
-        self.a = Linear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_a")
-        self.b = Linear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_b")
+        self.a = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_a")
+        self.b = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_b")
         self.gates = Gates(delta, at)
         self.norm = GatedNorm(shape.eps, V, at + "norm.weight")
         self.out = Linear({"embed": D}, {"key": G, "value": R * V}, shape.std, key=at + "out_proj")

@@ -100,8 +100,10 @@ class Experts(nn.Module):
         if routing.turned:
             pairs, downs = [pairs[1], turned(pairs[1])], [downs[1], turned(downs[1])]
         rows, width = {"expert": E, "half": 2, "expert_ffn": F_}, {"embed": D}
-        self.gate_up = weight(rows, width, layouts=pairs, group="experts", init=init)
-        self.down = weight({"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init)
+        self.gate_up = weight(rows, width, layouts=pairs, group="experts", init=init, low=True)
+        self.down = weight(
+            {"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init, low=True
+        )
         self.dispatch = Dispatch(E, D, routing.top_k)
 
     def forward(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..layout import Block, Box, Init, Insert, Layout, belongs_to, weight
 from .config import Json, divides, group, listed, refuse, take
-from .linear import Linear
+from .linear import WideLinear
 
 _EPS = 1e-6  # of its norms, whatever the config says of those of the text
 _FIXED: dict[str, tuple[object, ...]] = {
@@ -166,11 +166,11 @@ class TowerBlock(nn.Module):
         self.heads, self.head = H, K
         self.norm = LayerNorm({"eye": E}, at + "norm1")
         qkv, wide = {"part": 3, "eye_heads": H, "eye_head": K}, {"eye_ffn": shape.ffn}
-        self.qkv = Linear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True)
-        self.proj = Linear({"eye": E}, {"eye_heads": H, "eye_head": K}, shape.std, key=at + "attn.proj", bias=True)
+        self.qkv = WideLinear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True)
+        self.proj = WideLinear({"eye": E}, {"eye_heads": H, "eye_head": K}, shape.std, key=at + "attn.proj", bias=True)
         self.mlp_norm = LayerNorm({"eye": E}, at + "norm2")
-        self.fc1 = Linear(wide, {"eye": E}, shape.std, key=at + "mlp.linear_fc1", bias=True)
-        self.fc2 = Linear({"eye": E}, wide, shape.std, key=at + "mlp.linear_fc2", bias=True)
+        self.fc1 = WideLinear(wide, {"eye": E}, shape.std, key=at + "mlp.linear_fc1", bias=True)
+        self.fc2 = WideLinear({"eye": E}, wide, shape.std, key=at + "mlp.linear_fc2", bias=True)
         self.run: Callable[[Tensor, Tables, ops.Documents], Tensor] = self.block  # `parallel.recompute` may exchange it
 
     def forward(self, x_PE: Tensor, tables: Tables, docs: ops.Documents) -> Tensor:
@@ -191,8 +191,8 @@ class Merger(nn.Module):
         super().__init__()
         four, self.late = ops.MERGED**2 * shape.width, late
         self.norm = LayerNorm({"four_eye": four} if late else {"eye": shape.width}, at + "norm")
-        self.fc1 = Linear({"four_eye_out": four}, {"four_eye": four}, shape.std, key=at + "linear_fc1", bias=True)
-        self.fc2 = Linear({"embed": width}, {"four_eye": four}, shape.std, key=at + "linear_fc2", bias=True)
+        self.fc1 = WideLinear({"four_eye_out": four}, {"four_eye": four}, shape.std, key=at + "linear_fc1", bias=True)
+        self.fc2 = WideLinear({"embed": width}, {"four_eye": four}, shape.std, key=at + "linear_fc2", bias=True)
 
     def forward(self, x_PE: Tensor) -> Tensor:
         four = ops.MERGED**2 * x_PE.shape[1]

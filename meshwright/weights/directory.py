@@ -25,7 +25,7 @@ from .header import DTYPES, read_json
 from .keymap import KeyMap
 from .rescale import scales_for, write_scales
 from .rows import whole_rows
-from .scales import Places, as_numbers, values_of
+from .scales import Places, as_numbers, config_of, values_of
 from .source import CONFIG, INDEX, Source
 from .streaming import StoredModel
 from .target import Target, atomic_directory, check_target
@@ -256,10 +256,15 @@ def _total(keymap: KeyMap) -> int:
     return sum(k.num_bytes for k in keymap.keys.values())
 
 
-def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, *, as_source: bool = False) -> dict[str, Any]:
-    """The source's config; a stated dtype where the export was asked to change it. Only what is written as the source
-    has it is still quantised."""
-    config = {name: value for name, value in config.items() if as_source or name != "quantization_config"}
+def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, keymap: KeyMap) -> dict[str, Any]:
+    """The source's config; a stated dtype where the export was asked to change it. It tells of scales where some are
+    written."""
+    config = dict(config)
+    quantised = config.pop("quantization_config", None)
+    if keymap.scales:
+        before = keymap.source.scales if keymap.source is not None else {}
+        as_source = keymap.scales.items() <= before.items()
+        config["quantization_config"] = quantised if as_source else config_of(_plain_modules(keymap))
     if dtype is None:
         return config
     name = str(dtype).removeprefix("torch.")
@@ -267,3 +272,10 @@ def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, *, as_
     if isinstance(out.get("text_config"), dict):
         out["text_config"] = {**{k: v for k, v in out["text_config"].items() if k != "torch_dtype"}, "dtype": name}
     return {**out, "dtype": name}
+
+
+def _plain_modules(keymap: KeyMap) -> list[str]:
+    """Whose matrices are not in 8 bits."""
+    scales = {scale.key for scale in keymap.scales.values()}
+    plain = [key for key in keymap.keys.values() if key.name not in keymap.scales and key.name not in scales]
+    return [key.name.removesuffix(".weight") for key in plain if len(key.shape) > 1 and key.name.endswith(".weight")]

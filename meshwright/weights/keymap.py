@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..layout import Block, Param, Table
 from .header import DTYPES, NAMES, TRAINABLE, num_bytes
 from .load import Choice, carried_keys, chosen
-from .scales import Scale
+from .scales import BLOCK, PAYLOAD, Scale
 from .source import Source
 
 _MAX_FILE_BYTES = 5_000_000_000
@@ -112,6 +112,19 @@ class KeyMap:
         ordered = sorted(keys.values(), key=lambda key: place[key.file])
         carried = {scales[key].key for key in self.carried if key in scales} | self.carried
         return replace(self, keys={key.name: key for key in ordered}, carried=frozenset(carried), scales=scales)
+
+    def in_fp8(self, table: Table) -> KeyMap:
+        """The same with matrices in 8 bits, as Qwen writes them: of products, if blocks divide their sides."""
+        made_of = blocks_by_key(table, self.choice)
+        low = [key for key, parts in made_of.items() if key in self.keys and all(param.low for param, _ in parts)]
+        fits = [key for key in low if all(size % BLOCK[0] == 0 for size in self.keys[key].shape[-2:])]
+        scales = {key: Scale(key + "_scale_inv", BLOCK) for key in fits}
+        keys: dict[str, Key] = {}
+        for name, key in self.keys.items():
+            keys[name] = replace(key, dtype=PAYLOAD) if name in scales else key
+            if name in scales:
+                keys[scales[name].key] = Key(scales[name].key, "F32", scales[name].grid(key.shape), key.file)
+        return replace(self, keys=keys, scales=scales)
 
     def without(self, name: str) -> KeyMap:
         """The same, less one key: header, index and their sizes follow."""

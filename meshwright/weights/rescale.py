@@ -7,7 +7,8 @@ the most of all counts: that is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,57 +27,60 @@ Grids = dict[str, Tensor]  # by the key of a matrix: a number for each block
 
 def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
     """By the key of what is written in 8 bits. All ranks call it, and get the same."""
-    if not keymap.scales:
+    trained = [key for key in sorted(keymap.scales) if key not in keymap.carried]
+    if not trained:
         return {}
-    assert keymap.source is not None
-    mesh, trained = stored_model.mesh, [key for key in sorted(keymap.scales) if key not in keymap.carried]
-    with Reader(keymap.source) as reader:
-        looked = _Look(reader, {key: torch.zeros_like(reader.scales(key), device="cpu") for key in trained})
-        failure = failure_in(lambda: looked.at(stored_model, keymap), ExportError, "nothing was exported")
+    mesh = stored_model.mesh
+    with contextlib.ExitStack() as files:
+        looked = Look(keymap, trained, files)
+        failure = failure_in(lambda: looked.at(stored_model), ExportError, "nothing was exported")
         mesh.all_or_none(failure, "the comparison with the source", ExportError)
-        most, changed = (mesh.most_(_flat(grids).to(mesh.device), "scales").cpu() for grids in looked.found)
-        sizes = [looked.most[key].numel() for key in trained]
-        parts = zip(trained, most.split(sizes), changed.split(sizes), strict=True)
-        return {key: _chosen(reader, key, of_block, moved) for key, of_block, moved in parts}
+        for grids in (looked.most, looked.changed):
+            found = mesh.most_(torch.cat([grids[key].view(-1) for key in trained]).to(mesh.device), "scales").cpu()
+            parts = found.split([grids[key].numel() for key in trained])
+            grids.update({key: part.view(grids[key].shape) for key, part in zip(trained, parts, strict=True)})
+        return {key: looked.chosen(key) for key in trained}
 
 
-def numbers_and_scales(reader: Reader, key: str, values: Tensor) -> tuple[Tensor, Tensor]:
+def numbers_and_scales(keymap: KeyMap, key: str, values: Tensor) -> tuple[Tensor, Tensor]:
     """A whole tensor as a file would hold it."""
-    scale, whole = reader.source.scales[key], Box.whole(values.shape)
-    looked = _Look(reader, {key: torch.zeros_like(reader.scales(key))})
-    looked.block(Block(whole, key, tuple(values.shape), whole), whole, values)
-    grid = _chosen(reader, key, looked.most[key], looked.changed[key])
-    entry = reader.source.entries[scale.key]
+    scale, whole = keymap.scales[key], Box.whole(values.shape)
+    with contextlib.ExitStack() as files:
+        looked = Look(keymap, [key], files)
+        looked.block(Block(whole, key, tuple(values.shape), whole), whole, values)
+        grid = looked.chosen(key)
     numbers = numbers_of(values, Places.of(values, values.shape, scale).take(grid))
-    return numbers, as_stored(grid, entry.dtype).view(entry.shape)
+    stored = keymap.keys[scale.key]
+    return numbers, as_stored(grid, stored.dtype).view(stored.shape)
 
 
-def _flat(grids: Grids) -> Tensor:
-    return torch.cat([torch.empty(0), *(grid.view(-1) for grid in grids.values())])
+class Look:
+    """What a rank has of each block: its largest value, and whether any differs from the source, if that has the same
+    blocks."""
 
+    def __init__(self, keymap: KeyMap, keys: Sequence[str], files: contextlib.ExitStack) -> None:
+        self.keymap = keymap
+        self.most = {key: torch.zeros(keymap.scales[key].grid(keymap.keys[key].shape)) for key in keys}
+        self.changed = {key: torch.zeros_like(grid) for key, grid in self.most.items()}
+        self.reader = files.enter_context(Reader(keymap.source)) if keymap.source is not None else None
 
-def _chosen(reader: Reader, key: str, most: Tensor, changed: Tensor) -> Tensor:
-    before, dtype = reader.scales(key), reader.source.entries[reader.source.scales[key].key].dtype
-    new = as_numbers(as_stored(needed(most.view(before.shape)), dtype))
-    return torch.where(changed.view(before.shape) > 0, new, before)
+    def before(self, key: str) -> Reader | None:
+        """Who reads what the source has for a key in the same blocks."""
+        same = self.reader is not None and self.reader.source.scales.get(key) == self.keymap.scales[key]
+        return self.reader if same else None
 
+    def chosen(self, key: str) -> Tensor:
+        """The scales with which a matrix is written."""
+        stored = self.keymap.keys[self.keymap.scales[key].key]
+        new, reader = as_numbers(as_stored(needed(self.most[key]), stored.dtype)), self.before(key)
+        return new if reader is None else torch.where(self.changed[key] > 0, new, reader.scales(key))
 
-class _Look:
-    """What a rank has of each block: its largest value, and whether any differs from the source."""
-
-    def __init__(self, reader: Reader, grids: Grids) -> None:
-        self.reader, self.most = reader, grids
-        self.changed = {key: torch.zeros_like(grid) for key, grid in grids.items()}
-
-    @property
-    def found(self) -> tuple[Grids, Grids]:
-        return self.most, self.changed
-
-    def at(self, stored_model: StoredModel, keymap: KeyMap) -> None:
-        spec, mesh = stored_model.spec, stored_model.mesh
+    def at(self, stored_model: StoredModel) -> None:
+        """All that this rank stores."""
+        spec, mesh, keymap = stored_model.spec, stored_model.mesh, self.keymap
         held = [(param, stored_model.stored[param.name].detach()) for param in _scaled(stored_model, keymap)]
         total = sum(stored.numel() for _, stored in held)
-        label = f"compare with {self.reader.source.directory} on rank {mesh.rank}"
+        label = f"choose scales on rank {mesh.rank}"
         with progress(label, total, "elements", enabled=mesh.rank == 0) as advance:
             for param, stored in held:
                 if not bool(stored.isfinite().all()):
@@ -90,14 +94,14 @@ class _Look:
                 advance(stored.numel())
 
     def block(self, block: Block, common: Box, ours: Tensor) -> None:
-        source = self.reader.source
-        whole = block.view(torch.empty(block.shape, device="meta"))
+        whole, reader = block.view(torch.empty(block.shape, device="meta")), self.before(block.key)
         for part in staged(block, common):
             values = ours[part.within(common).slices].cpu()
-            places = Places.of(whole[part.within(block.ours).slices], block.shape, source.scales[block.key])
-            before = self.reader.read(source.entries[block.key], block, part).to(values.dtype)
+            places = Places.of(whole[part.within(block.ours).slices], block.shape, self.keymap.scales[block.key])
             places.into(self.most[block.key], values.float().abs())
-            places.into(self.changed[block.key], (values != before).float())
+            if reader is not None:
+                before = reader.read(reader.source.entries[block.key], block, part).to(values.dtype)
+                places.into(self.changed[block.key], (values != before).float())
 
 
 def _scaled(stored_model: StoredModel, keymap: KeyMap) -> Iterator[Param]:

@@ -22,6 +22,7 @@ from .header import DTYPES, Entry
 
 NUMBERS = torch.float8_e4m3fn
 PAYLOAD = "F8_E4M3"
+BLOCK = (128, 128)  # of what is written in 8 bits here first
 LARGEST = torch.finfo(NUMBERS).max
 _FLOATS, _POWERS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")  # of two; U8 is how some spell it
 _WHOLE = 1 << 62  # of a block without end
@@ -56,6 +57,14 @@ def scales_of(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[s
     for key, scale in found.items():
         _check(key, scale, entries)
     return found
+
+
+def config_of(kept: Sequence[str]) -> dict[str, Any]:
+    """What `config.json` says of matrices in `BLOCK`s. `kept`: modules whose matrices are not in 8 bits."""
+    return {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK),
+        "modules_to_not_convert": list(kept),
+    }  # fmt: skip
 
 
 def _told(given: Any) -> tuple[str, tuple[int, int]]:
