@@ -183,6 +183,9 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], 
     "static": (lambda c, f: c["quantization_config"].update(activation_scheme="static"), "activation_scheme='static'"),
     "e5m2": (lambda c, f: c["quantization_config"].update(fmt="e5m2"), "fmt='e5m2'"),
     "a bad block": (lambda c, f: c["quantization_config"].update(weight_block_size=[128]), "rows and columns"),
+    "no groups": (
+        lambda c, f: c["quantization_config"].update(quant_method="compressed-tensors", config_groups={"a": "x"}),
+        "None bits"),
     "four bits": (
         lambda c, f: c["quantization_config"].update(
             quant_method="compressed-tensors", format="nvfp4-pack-quantized",
@@ -305,7 +308,10 @@ def test_what_is_kept_is_kept_in_8_bits(directory: Callable[[str, str], Path], t
     assert same_bits(plain["mtp.fc.weight"], quantised.dequantise(numbers, grid, quantised.BLOCK).bfloat16())
 
 
-SIZES = dict(hidden_size=128, intermediate_size=256, head_dim=32, num_attention_heads=8, moe_intermediate_size=128)
+SIZES = dict(
+    hidden_size=128, intermediate_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4,
+    moe_intermediate_size=128, shared_expert_intermediate_size=64,
+)  # fmt: skip
 DELTA = dict(linear_num_key_heads=2, linear_key_head_dim=32, linear_num_value_heads=4, linear_value_head_dim=32)
 FIRST = quantised.ours(torch.float32, (128, 128))
 
@@ -327,7 +333,11 @@ def test_a_source_in_bfloat16_becomes_fp8(tmp_path: Path, family: str) -> None:
     before, after = quantised.tensors(at), quantised.tensors(tmp_path / "one")
     assert streamed.keys() == after.keys()
     in_8_bits = {key for key, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn}
-    assert in_8_bits == {key for key, tensor in before.items() if not quantised.is_kept(key, tensor) and fits(tensor)}
+    due = {key for key, tensor in before.items() if not quantised.is_kept(key, tensor)}
+    assert in_8_bits == {key for key in due if "shared_expert" not in key}  # 64 is no multiple of 128
+    plain = json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    wide = {key.removesuffix(".weight") for key, tensor in before.items() if tensor.dim() > 1 and key not in in_8_bits}
+    assert {*plain} == {"lm_head", *wide}
     for key, tensor in before.items():
         numbers, grid = FIRST.make(tensor) if key in in_8_bits else (tensor, None)
         assert same_bits(after[key], numbers), key
@@ -340,10 +350,6 @@ def test_a_source_in_bfloat16_becomes_fp8(tmp_path: Path, family: str) -> None:
     shared = ours.keys() & theirs.keys()  # experts may be spelled otherwise there
     assert len(shared) > 10
     assert all(same_bits(theirs[key].bfloat16(), ours[key].bfloat16()) for key in shared)
-
-
-def fits(tensor: Tensor) -> bool:
-    return all(size % 128 == 0 for size in tensor.shape[-2:])
 
 
 def test_formats_that_are_refused(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
@@ -359,3 +365,85 @@ def refuses(at: Path, out: Path) -> None:
     with pytest.raises(mw.ConfigError, match="only weights"):
         next(mw.stream(model, "grad", format="fp8"))
     assert not out.exists()
+
+
+def configs(at: Mapping[str, Path], out: Path) -> None:
+    """What the config of an export says of scales, whatever it is an export of."""
+
+    def told(name: str, **choices: Any) -> dict[str, Any]:
+        head = "value" if name == "critic" else "lm"
+        mw.export(mw.load(at[name], mw.Mesh(device="cpu"), head=head), out / name, **choices)
+        found: dict[str, Any] = json.loads((out / name / "config.json").read_text())["quantization_config"]
+        return found
+
+    tied = told("tied", format="fp8")
+    assert "lm_head" in tied["modules_to_not_convert"]  # it is no key of the files, and a module of readers
+    critic = told("critic")
+    assert critic["modules_to_not_convert"] == ["lm_head", "score"]
+    other = told("other blocks", format="fp8")
+    assert other["weight_block_size"] == [128, 128]
+    ragged = told("experts", format="fp8")
+    assert "model.layers.0.mlp.experts" in ragged["modules_to_not_convert"]
+    assert not any(".experts." in key for key in quantised.tensors(out / "experts") if key.endswith("_scale_inv"))
+
+
+def test_the_config_tells_what_is_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    at = {
+        "tied": tiny.directory(tmp_path / "tied", "qwen3_tied", **SIZES),
+        "critic": directory("qwen3", "bfloat16"),
+        "other blocks": quantised.directory(
+            tiny.directory(tmp_path / "plain", "qwen3", **SIZES), tmp_path / "q", FORMATS["float32"]
+        ),
+        "experts": tiny.directory(tmp_path / "moe", "qwen3_moe", **{**SIZES, "moe_intermediate_size": 192}),
+    }
+    worlds.run(1, configs, at, tmp_path / "out")
+
+
+def goes_on(at: Path, out: Path) -> None:
+    """From files alone, with their scales; and what only rank 0 would find out too late is refused before."""
+    mesh = mw.Mesh(fsdp=2, device="cpu")
+    engine = mw.Engine(mw.load(at, mesh, dtype=torch.float32), lr=1e-2)
+    engine.step(tiny.batches(mesh.data_rank))
+    mw.resume(engine, at)
+    assert mw.check_weights(engine.model).ok
+    engine.model.stored()[DOWN].view(-1)[:1] = torch.inf if mesh.rank == 1 else 0.0
+    with pytest.raises(mw.MeshwrightError, match="not finite"):
+        dict(mw.stream(engine.model, format="source"))
+    mw.resume(engine, at)
+    torch.distributed.barrier()
+    if mesh.rank == 0:
+        (at / "model.safetensors").rename(at / "gone")
+    torch.distributed.barrier()
+    for call in (lambda: mw.check_export(engine.model, out), lambda: dict(mw.stream(engine.model, format="source"))):
+        with pytest.raises(mw.MeshwrightError, match=r"model\.safetensors"):
+            call()
+        torch.distributed.barrier()
+
+
+def test_a_source_that_is_read_again(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    at = rewritten(directory("qwen3", "bfloat16"), tmp_path / "m", lambda config, files: None)
+    worlds.run(2, goes_on, at, tmp_path / "out")
+
+
+def heads(at: Path) -> None:
+    for head in ("lm", "value", "none"):
+        assert mw.check_weights(mw.load(at, mw.Mesh(device="cpu"), head=head)).ok
+
+
+def test_a_head_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """That is used, or kept."""
+
+    def change(config: dict[str, Any], files: dict[str, Tensor]) -> None:
+        numbers, grid = quantised.quantise(files["lm_head.weight"], quantised.BLOCK, torch.bfloat16)
+        files |= {"lm_head.weight": numbers, "lm_head.weight_scale_inv": grid}
+
+    worlds.run(1, heads, rewritten(directory("qwen3", "bfloat16"), tmp_path / "m", change))
+
+
+@pytest.mark.parametrize("most", [1e-9, 2e-7, 6.5e-7, 4e-5, 1e-3, 0.3, 20.0])
+def test_small_values_keep_their_size(most: float) -> None:
+    """Also where float16 has few digits left for their scale."""
+    grid = scales.as_numbers(scales.as_stored(scales.needed(torch.tensor([[most]])), "F16"))
+    value = torch.tensor([[most]])
+    found = scales.values_of(scales.numbers_of(value, grid), grid)
+    assert abs(float(found) / most - 1) < (0.07 if most > 1e-7 else 1)

@@ -26,7 +26,10 @@ from .engine import Engine
 from .export import Choices, check_pieces, exported, refuse_overflow
 from .model import Model
 
-_NO_MATTER = ("architectures", "dtype", "torch_dtype", "num_labels", "transformers_version", "id2label", "label2id")
+_NO_MATTER = (
+    "architectures", "dtype", "torch_dtype", "num_labels", "transformers_version", "id2label", "label2id",
+    "quantization_config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,7 @@ def _weights_alone(engine: Engine, source: weights.Source) -> Resumed:
 
     def read() -> None:
         plan = list(weights.plan_reads(spec, model.mesh.axes, alone, blueprint.keymap))
-        weights.fill(model.stored(), model.mesh, plan, alone, source)
+        weights.fill(model.stored(), model.mesh, plan, alone, blueprint.keymap.source or source)
 
     with _replacing(engine, source.directory):
         failure = failure_in(read, CheckpointError, f"{source.directory} cannot be resumed")

@@ -46,8 +46,10 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
             raise ConfigError(
                 f"stream(which={which!r}, format={form!r}): only weights have another format than 'values'"
             )
-        stored = _stored(model, which)
+        stored, written = _stored(model, which), _in_format(model.keymap, model, form)
         _check_shapes(model, stored)
+        if written.scales:
+            weights.check_scaled(model.stored_model(stored), written)
         if stored and which == "weight":
             _refuse_overflow(model, model.keymap)
         return Proposal()

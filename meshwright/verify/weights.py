@@ -200,9 +200,12 @@ class _Mapped:
     def __init__(self, source: Source) -> None:
         self.source, self.num_bytes = source, 0
         self.files: dict[str, Any] = {}
+        self._last = "", torch.empty(0)  # that had scales, multiplied out
 
     def tensor(self, key: str, num_elements: int) -> Tensor:
         """Of which `num_elements` will be looked at."""
+        if key == self._last[0]:
+            return self._last[1]
         entry = self.source.entries[key]
         try:
             if self.num_bytes > _MAPPED_BYTES:
@@ -220,4 +223,7 @@ class _Mapped:
             )
         self.num_bytes += num_elements * found.itemsize
         scale = self.source.scales.get(key)
-        return found if scale is None else _scaled(found, self.tensor(scale.key, found.numel()), scale.block)
+        if scale is None:
+            return found
+        self._last = key, _scaled(found, self.tensor(scale.key, found.numel()), scale.block)
+        return self._last[1]

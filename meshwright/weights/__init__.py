@@ -20,7 +20,7 @@ from .init import fill_fresh
 from .keymap import Key, KeyMap, blocks_by_key, keys_of, of_source, of_table, widest
 from .load import Choice, Reader, carried_keys, check_keys, choose, chosen
 from .read_plan import Read, fill, load_bill, plan_reads
-from .rescale import numbers_and_scales
+from .rescale import check_scaled, numbers_and_scales
 from .rows import whole_rows
 from .runs import Checks, Run, Runs, checksum, runs_of_json
 from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config

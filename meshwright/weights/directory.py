@@ -25,7 +25,7 @@ from .header import DTYPES, read_json
 from .keymap import KeyMap
 from .rescale import scales_for, write_scales
 from .rows import whole_rows
-from .scales import Places, as_numbers, config_of, values_of
+from .scales import Places, as_numbers, values_of
 from .source import CONFIG, INDEX, Source
 from .streaming import StoredModel
 from .target import Target, atomic_directory, check_target
@@ -154,7 +154,10 @@ def _carried_bytes(keymap: KeyMap, name: str) -> Iterator[bytes]:
     if name not in keymap.source.scales or name in keymap.scales:
         yield from raw_bytes(keymap.source, name)
         return
-    values = whole_values(keymap.source, name).to(DTYPES[keymap.keys[name].dtype])
+    wide = whole_values(keymap.source, name)
+    values = wide.to(DTYPES[keymap.keys[name].dtype])
+    if bool((wide.isfinite() & ~values.isfinite()).any()):
+        raise ExportError(f"{name} has values that {values.dtype} cannot hold; export with a wider dtype=")
     yield values.view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -221,7 +224,9 @@ def check_readable(export: Export) -> None:
 
 def _check_carried(keymap: KeyMap) -> None:
     if keymap.source is not None:
-        files = sorted({keymap.source.entries[key].file for key in keymap.carried})
+        of_source = {key: scale for key, scale in keymap.source.scales.items() if key in keymap.scales}
+        read = {*keymap.carried, *of_source, *(scale.key for scale in of_source.values())}
+        files = sorted({keymap.source.entries[key].file for key in read})
         keymap.source.check_unchanged(files, _PUT_BACK)
 
 
@@ -259,12 +264,9 @@ def _total(keymap: KeyMap) -> int:
 def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, keymap: KeyMap) -> dict[str, Any]:
     """The source's config; a stated dtype where the export was asked to change it. It tells of scales where some are
     written."""
-    config = dict(config)
-    quantised = config.pop("quantization_config", None)
+    config = {name: value for name, value in config.items() if name != "quantization_config"}
     if keymap.scales:
-        before = keymap.source.scales if keymap.source is not None else {}
-        as_source = keymap.scales.items() <= before.items()
-        config["quantization_config"] = quantised if as_source else config_of(_plain_modules(keymap))
+        config["quantization_config"] = keymap.quantization
     if dtype is None:
         return config
     name = str(dtype).removeprefix("torch.")
@@ -272,10 +274,3 @@ def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, keymap
     if isinstance(out.get("text_config"), dict):
         out["text_config"] = {**{k: v for k, v in out["text_config"].items() if k != "torch_dtype"}, "dtype": name}
     return {**out, "dtype": name}
-
-
-def _plain_modules(keymap: KeyMap) -> list[str]:
-    """Whose matrices are not in 8 bits."""
-    scales = {scale.key for scale in keymap.scales.values()}
-    plain = [key for key in keymap.keys.values() if key.name not in keymap.scales and key.name not in scales]
-    return [key.name.removesuffix(".weight") for key in plain if len(key.shape) > 1 and key.name.endswith(".weight")]

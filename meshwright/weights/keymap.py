@@ -8,6 +8,7 @@ import struct
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from ..errors import ConfigError
 from ..layout import Block, Param, Table
 from .header import DTYPES, NAMES, TRAINABLE, num_bytes
 from .load import Choice, carried_keys, chosen
-from .scales import BLOCK, PAYLOAD, Scale
+from .scales import BLOCK, PAYLOAD, Scale, also_plain, config_of
 from .source import Source
 
 _MAX_FILE_BYTES = 5_000_000_000
@@ -59,6 +60,7 @@ class KeyMap:
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by file
     source: Source | None = None  # the files; new weights have none
     scales: Mapping[str, Scale] = field(default_factory=dict)  # of keys that are written as 8-bit numbers
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # what `config.json` is to tell of them
 
     @property
     def files(self) -> list[str]:
@@ -93,7 +95,7 @@ class KeyMap:
             raise ConfigError(f"dtype={dtype!r} cannot hold weights; choose from {choices}")
 
         def named(key: Key) -> str:
-            if key.name in self.carried:
+            if key.name in self.carried and not (self.source and key.name in self.source.scales):
                 return key.dtype
             return NAMES[torch.promote_types(DTYPES[key.dtype], dtype)] if key.name in exact else name
 
@@ -111,25 +113,48 @@ class KeyMap:
         place = {file: number for number, file in enumerate(self.source.files)}
         ordered = sorted(keys.values(), key=lambda key: place[key.file])
         carried = {scales[key].key for key in self.carried if key in scales} | self.carried
-        return replace(self, keys={key.name: key for key in ordered}, carried=frozenset(carried), scales=scales)
+        told = also_plain(self.source.quantization, _modules(key for key in ordered if key.name in self.fresh_keys))
+        return replace(
+            self, keys={key.name: key for key in ordered}, carried=frozenset(carried), scales=scales, quantization=told
+        )
+
+    @property
+    def fresh_keys(self) -> set[str]:
+        """Those that the source lacks."""
+        return set(self.keys) - set(self.source.entries if self.source else ())
 
     def in_fp8(self, table: Table) -> KeyMap:
-        """The same with matrices in 8 bits, as Qwen writes them: of products, if blocks divide their sides."""
+        """The same with matrices in 8 bits, as Qwen writes them: of products, if blocks divide their sides, and those
+        of all others of the same module, since readers join them."""
         made_of = blocks_by_key(table, self.choice)
         low = [key for key, parts in made_of.items() if key in self.keys and all(param.low for param, _ in parts)]
-        fits = [key for key in low if all(size % BLOCK[0] == 0 for size in self.keys[key].shape[-2:])]
-        scales = {key: Scale(key + "_scale_inv", BLOCK) for key in fits}
+        ragged = {_parent(key) for key in low if any(size % BLOCK[0] for size in self.keys[key].shape[-2:])}
+        scales = {key: Scale(key + "_scale_inv", BLOCK) for key in low if _parent(key) not in ragged}
         keys: dict[str, Key] = {}
         for name, key in self.keys.items():
             keys[name] = replace(key, dtype=PAYLOAD) if name in scales else key
             if name in scales:
                 keys[scales[name].key] = Key(scales[name].key, "F32", scales[name].grid(key.shape), key.file)
-        return replace(self, keys=keys, scales=scales)
+        plain = ["lm_head", *_modules(key for key in self.keys.values() if key.name not in scales)]
+        return replace(self, keys=keys, scales=scales, quantization=config_of(list(dict.fromkeys(plain))))
 
     def without(self, name: str) -> KeyMap:
         """The same, less one key: header, index and their sizes follow."""
         keys = {k.name: k for k in self.keys.values() if k.name != name}
         return replace(self, keys=keys, carried=self.carried - {name})
+
+
+def _parent(key: str) -> str:
+    """The module of which a key's own is a part: attention, an MLP, the experts."""
+    return key.removesuffix(".weight").rpartition(".")[0]
+
+
+def _modules(keys: Iterable[Key]) -> list[str]:
+    """The modules of matrices. Experts are one module."""
+    matrices = [key.name for key in keys if len(key.shape) > 1]
+    names = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
+    experts = [f"{name.split('.experts.')[0]}.experts" for name in matrices if ".experts." in name]
+    return list(dict.fromkeys([*names, *experts]))
 
 
 def keys_of(source: Source) -> dict[str, Key]:

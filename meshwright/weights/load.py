@@ -77,7 +77,10 @@ def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
     ours = {k for p in table for k in chosen(p, choice).keys}
     ours |= {source.scales[key].key for key in ours if key in source.scales}
     rest = [k for k in source.entries if k not in ours]
-    unknown = [k for k in rest if not any(fnmatch.fnmatchcase(k, pattern) for pattern in table.carried)]
+    scales = {scale.key for scale in source.scales.values()}
+    unknown = [
+        k for k in rest if k not in scales and not any(fnmatch.fnmatchcase(k, pattern) for pattern in table.carried)
+    ]
     if unknown:
         raise UnknownKey(
             f"{source.entries[unknown[0]].file} holds {unknown[0]}, which no parameter of the model is made of "

@@ -47,6 +47,7 @@ def numbers_and_scales(keymap: KeyMap, key: str, values: Tensor) -> tuple[Tensor
     scale, whole = keymap.scales[key], Box.whole(values.shape)
     with contextlib.ExitStack() as files:
         looked = Look(keymap, [key], files)
+        looked.read_scales()
         looked.block(Block(whole, key, tuple(values.shape), whole), whole, values)
         grid = looked.chosen(key)
     numbers = numbers_of(values, Places.of(values, values.shape, scale).take(grid))
@@ -62,6 +63,7 @@ class Look:
         self.keymap = keymap
         self.most = {key: torch.zeros(keymap.scales[key].grid(keymap.keys[key].shape)) for key in keys}
         self.changed = {key: torch.zeros_like(grid) for key, grid in self.most.items()}
+        self.earlier: Grids = {}  # scales of the source
         self.reader = files.enter_context(Reader(keymap.source)) if keymap.source is not None else None
 
     def before(self, key: str) -> Reader | None:
@@ -72,19 +74,27 @@ class Look:
     def chosen(self, key: str) -> Tensor:
         """The scales with which a matrix is written."""
         stored = self.keymap.keys[self.keymap.scales[key].key]
-        new, reader = as_numbers(as_stored(needed(self.most[key]), stored.dtype)), self.before(key)
-        return new if reader is None else torch.where(self.changed[key] > 0, new, reader.scales(key))
+        new = as_numbers(as_stored(needed(self.most[key]), stored.dtype))
+        if bool(new.isinf().any()):  # on all ranks alike
+            raise ExportError(f"{key} has values for which {stored.dtype}, the dtype of its scales, is too small")
+        return torch.where(self.changed[key] > 0, new, self.earlier[key]) if key in self.earlier else new
+
+    def read_scales(self) -> None:
+        """Of all keys, also of those of which this rank has nothing."""
+        for key in self.most:
+            if (reader := self.before(key)) is not None:
+                self.earlier[key] = reader.scales(key)
 
     def at(self, stored_model: StoredModel) -> None:
         """All that this rank stores."""
+        check_scaled(stored_model, self.keymap)
+        self.read_scales()
         spec, mesh, keymap = stored_model.spec, stored_model.mesh, self.keymap
         held = [(param, stored_model.stored[param.name].detach()) for param in _scaled(stored_model, keymap)]
         total = sum(stored.numel() for _, stored in held)
         label = f"choose scales on rank {mesh.rank}"
         with progress(label, total, "elements", enabled=mesh.rank == 0) as advance:
             for param, stored in held:
-                if not bool(stored.isfinite().all()):
-                    raise ExportError(f"{param.name} has values that are not finite; nothing was exported")
                 layout = chosen(param, keymap.choice)
                 for box, view in piece(param, spec.rules, mesh.axes, mesh.coords).views(stored):
                     for block in (*layout.blocks, *layout.copies):
@@ -102,6 +112,17 @@ class Look:
             if reader is not None:
                 before = reader.read(reader.source.entries[block.key], block, part).to(values.dtype)
                 places.into(self.changed[block.key], (values != before).float())
+
+
+def check_scaled(stored_model: StoredModel, keymap: KeyMap) -> None:
+    """What this rank stores can be written in 8 bits, and what it is compared with is as it was loaded."""
+    for param in _scaled(stored_model, keymap):
+        if not bool(stored_model.stored[param.name].isfinite().all()):
+            raise ExportError(f"{param.name} has values that are not finite; nothing was written")
+    if keymap.source is not None:
+        read = [*keymap.scales, *(scale.key for scale in keymap.scales.values())]
+        entries = keymap.source.entries
+        keymap.source.check_unchanged(sorted({entries[key].file for key in read if key in entries}))
 
 
 def _scaled(stored_model: StoredModel, keymap: KeyMap) -> Iterator[Param]:

@@ -68,6 +68,15 @@ def config_of(kept: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def also_plain(told: Mapping[str, Any], modules: Sequence[str]) -> Mapping[str, Any]:
+    """The same, of a model that has more modules whose matrices are not in 8 bits."""
+    if not modules:
+        return told
+    usual = "ignore" if told.get("quant_method") == "compressed-tensors" else "modules_to_not_convert"
+    name = "ignored_layers" if "ignored_layers" in told else usual
+    return {**told, name: [*(told.get(name) or []), *modules]}
+
+
 def _told(given: Any) -> tuple[str, tuple[int, int]]:
     """How the key of scales ends, and how large a block is."""
     if not isinstance(given, Mapping):
@@ -76,7 +85,8 @@ def _told(given: Any) -> tuple[str, tuple[int, int]]:
     if method == "fp8":
         if given.get("fmt", "e4m3") != "e4m3" or given.get("activation_scheme", "dynamic") != "dynamic":
             raise LoadError(
-                f"config.json: fp8 with fmt={given.get('fmt')!r}, activation_scheme={given.get('activation_scheme')!r} "
+                f"config.json: fp8 with fmt={given.get('fmt')!r:.50}, "
+                f"activation_scheme={given.get('activation_scheme')!r:.50} "
                 "is not read, but e4m3 with dynamic scales of activations; fetch another version of the model"
             )
         return "_scale_inv", _block(given.get("weight_block_size"), "weight_block_size")
@@ -99,7 +109,8 @@ def _block(given: Any, name: str) -> tuple[int, int]:
 
 def _compressed(given: Mapping[str, Any]) -> tuple[int, int]:
     groups = given.get("config_groups")
-    kinds = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    given_groups = groups.values() if isinstance(groups, Mapping) else []
+    kinds = [group.get("weights") if isinstance(group, Mapping) else None for group in given_groups]
     blocks = {_compressed_block(kind, given.get("format")) for kind in kinds}
     if len(blocks) != 1:
         raise LoadError(
@@ -151,10 +162,13 @@ def as_numbers(scales: Tensor) -> Tensor:
 
 
 def as_stored(scales: Tensor, dtype: str) -> Tensor:
-    """Scales in the dtype of a file: rounded, and never to 0; up, where it holds powers of two."""
+    """Scales in the dtype of a file: rounded; up, where it holds powers of two, or few digits of what is this small."""
+    if dtype == "F16":
+        found = scales.to(torch.float16)
+        above = (found.view(torch.int16) + 1).view(torch.float16)
+        return torch.where(found.float() < 0.99 * scales, above, found)
     if dtype not in _POWERS:
-        found = scales.to(DTYPES[dtype])
-        return torch.where((found == 0) & (scales > 0), torch.finfo(found.dtype).tiny, found)
+        return scales.to(DTYPES[dtype])
     mantissa, exponent = torch.frexp(scales)
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)  # 0.5 * 2**n is a power of two already
     return (up + 127).clamp(0, 254).to(torch.uint8).view(DTYPES[dtype])

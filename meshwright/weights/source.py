@@ -32,6 +32,7 @@ class Source:
     index: Mapping[str, Any] | None = None  # of the index file, where there is one
     stamps: Mapping[str, Stamp] = field(default_factory=dict)  # by file, as its header or its fields were read
     scales: Mapping[str, Scale] = field(default_factory=dict)  # by the key of a matrix of 8-bit numbers
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # what `config.json` tells of them
 
     @property
     def has_headers(self) -> bool:
@@ -40,7 +41,8 @@ class Source:
 
     def scaled_by(self, config: Mapping[str, Any]) -> Source:
         """The same, with the scales that its `config.json` tells of."""
-        return replace(self, scales=scales_of(config, self.entries)) if self.has_headers else self
+        scales = scales_of(config, self.entries) if self.has_headers else {}
+        return replace(self, scales=scales, quantization=config["quantization_config"]) if scales else self
 
     @property
     def files(self) -> list[str]:
