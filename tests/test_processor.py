@@ -50,7 +50,7 @@ def test_patches_are_those_of_transformers(directory: Path, tmp_path: Path, mode
     for number, size in enumerate(SIZES):
         file = noise(tmp_path / f"{number}.png", *size, mode)
         view = processor(directory, tmp_path).picture(file.name)
-        due = theirs(Image.open(file).convert("RGB"), return_tensors="pt")
+        due = theirs(Image.open(file), return_tensors="pt")
         assert list(view.grid) == due["image_grid_thw"][0].tolist()
         mine = (processor(directory, tmp_path).pixels(view).float() - 127.5) / 127.5
         torch.testing.assert_close(mine, due["pixel_values"], rtol=0, atol=3e-7)
@@ -197,3 +197,31 @@ def test_a_picture_that_has_changed(directory: Path, tmp_path: Path) -> None:
     noise(file, 16, 16)
     with pytest.raises(mw.DataError, match=r"had .* bytes when the data were read"):
         found.pixels(view)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_black_on_nothing_is_black_on_white(directory: Path, tmp_path: Path, mode: str) -> None:
+    """As processors and servers show it, and not black on black."""
+    clear = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    clear.paste((0, 0, 0, 255), (16, 16, 32, 48))
+    clear.convert(mode).save(tmp_path / "a.png")
+    pixels = processor(directory, tmp_path).pixels(processor(directory, tmp_path).picture("a.png")).float()
+    assert 200 < pixels.mean() < 250
+
+
+def test_names_that_no_file_can_have(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(mw.DataError, match="is no path of a file"):
+        processor(directory, tmp_path).picture("a" * 5000)
+
+
+def test_a_damaged_clip(directory: Path, tmp_path: Path) -> None:
+    pictures = [Image.new("RGB", (64, 64), (n * 40, 0, 0)) for n in range(4)]
+    pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:], duration=100)
+    whole = (tmp_path / "a.gif").read_bytes()
+    for stop in range(10, len(whole), 7):
+        (tmp_path / "b.gif").write_bytes(whole[:stop])
+        try:
+            seen = processor(directory, tmp_path)
+            seen.pixels(seen.video("b.gif", None))
+        except mw.DataError:
+            continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.data import Chat, Marks, Processor, Wishes
 from meshwright.data.views import Grid
-from meshwright.train import toml
+from meshwright.train import sources, toml
+from meshwright.train.config import DataSection
 from meshwright.train.launch import prepared
-from tests import parts, runs, shown, worlds
+from tests import parts, runs, seeing, shown, worlds
 from tests.trials import named
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -195,3 +197,20 @@ def _theirs(export: Path, ids: list[int], pixels: Tensor, grid: Grid, place: int
 def _ours(export: Path, ids: list[int], pixels: Tensor, grid: Grid, places: tuple[int, int]) -> Tensor:
     it = mw.load(export, mw.Mesh(device="cpu"), dtype=torch.float32, tower=True)
     return mw.logits(it, mw.pack([ids], images=[[(pixels, grid)]], placeholders=places))
+
+
+def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
+    """Of a model that sees, in a source of words: told before the run, and so are ids beyond its vocabulary."""
+    model = seeing.directory(tmp_path / "m", "qwen3_vl")
+    config = json.loads((model / "config.json").read_text())
+    place, vocab = config["image_token_id"], config["text_config"]["vocab_size"]
+    section = DataSection(path="a.jsonl", kind="tokens")
+    make, told = sources._maker(section, sources.Reader(model, tmp_path, tower=True))
+    assert str(place) in told
+    assert len(make({"ids": [5, 6, 7]})) == 1
+    with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for a picture"):
+        make({"ids": [5, place, 7]})
+    with pytest.raises(mw.DataError, match=f"from 0 to {vocab - 1}"):
+        make({"ids": [5, vocab]})
+    blind, _ = sources._maker(section, sources.Reader(model, tmp_path))
+    assert len(blind({"ids": [5, place, 7]})) == 1

@@ -412,3 +412,59 @@ def test_a_tower_in_checkpoints(tmp_path: Path) -> None:
     assert {p.name: p.read_bytes() for p in (tmp_path / "plain").iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "hf").iterdir()
     }
+
+
+NOT_OF_A_PROCESSOR: dict[str, tuple[dict[str, Any], str]] = {
+    "no grids": ({"image_grid_thw": None}, "image_grid_thw"),
+    "a grid of others": ({"image_grid_thw": torch.tensor([[1, 2, 8]])}, "for 8 patches"),
+    "a grid alone": ({"image_grid_thw": torch.tensor([1, 2, 4])}, "for 8 patches"),
+    "kinds of others": ({"mm_token_type_ids": torch.tensor([[0, 1]])}, "2 mm_token_type_ids for 4 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OF_A_PROCESSOR)
+def test_what_no_processor_makes(name: str) -> None:
+    change, told = NOT_OF_A_PROCESSOR[name]
+    made = {
+        "input_ids": torch.tensor([[5, IMAGE, IMAGE, 6]]), "mm_token_type_ids": torch.tensor([[0, 1, 1, 0]]),
+        "pixel_values": torch.randn(8, 96), "image_grid_thw": torch.tensor([[1, 2, 4]]),
+    }  # fmt: skip
+    assert mw.pack([made]).frames
+    changed = {key: value for key, value in {**made, **change}.items() if value is not None}
+    with pytest.raises(DataError, match=told):
+        mw.pack([changed])
+
+
+@pytest.mark.parametrize(
+    ("images", "placeholders", "told"),
+    [
+        ([None], [IMAGE], "list of lists"),
+        (5, [IMAGE], "list of lists"),
+        ([[(torch.randn(8, 96), (1.9, 2, 4))]], [IMAGE], "must be .pixels"),
+        ([[(torch.randn(8, 96), (1, 2, float("inf")))]], [IMAGE], "must be .pixels"),
+        ([[(torch.randn(8, 96), (1, 2, 4))]], IMAGE, "must be a list of token ids"),
+        ([[(torch.randn(8, 96), (1, 2, 4))]], [IMAGE, 6], "If 6 is a word of this model"),
+    ],
+)
+def test_pictures_that_are_none(images: Any, placeholders: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        mw.pack([[5, IMAGE, IMAGE, 6]], images=images, placeholders=placeholders)
+
+
+def test_placeholders_may_be_a_tensor() -> None:
+    pictures = [[(torch.randn(8, 96), torch.tensor([1, 2, 4]))]]
+    batch = mw.pack([[5, IMAGE, IMAGE, 6]], images=pictures, placeholders=torch.tensor([IMAGE]))
+    assert batch.labels.tolist() == [-100, -100, -100, -100]
+
+
+def no_picture_is_written(at: Path) -> None:
+    engine = mw.Engine(mw.load(at, mw.Mesh(device="cpu"), tower=True), lr=1e-3)
+    with pytest.raises(DataError, match=f"the label {IMAGE} at position 1 stands for a picture"):
+        engine.evaluate([mw.pack([[5, 6]], labels=[[6, IMAGE]])])
+    with pytest.raises(DataError, match=f"prompt 1 has the token {IMAGE}, which stands for a picture"):
+        mw.sample(engine.model, [[5, 6], [5, IMAGE, 6]], tokens=2)
+
+
+def test_no_picture_is_written(tmp_path: Path) -> None:
+    """Nor seen by a sample."""
+    worlds.run(1, no_picture_is_written, seeing.directory(tmp_path / "m", "qwen3_vl"))

@@ -6,6 +6,7 @@ run of places of its own; a picture is one frame. Four patches take one place.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -109,6 +110,8 @@ def images_of(
     documents: Sequence[Sequence[int]], images: Sequence[Sequence[Picture]], placeholders: Sequence[int]
 ) -> Images | None:
     """The pictures of all documents, each in the places of its own."""
+    if not isinstance(images, list | tuple) or not all(isinstance(each, list | tuple) for each in images):
+        raise DataError("images must be a list of lists: of each document its pictures, [] where it has none")
     if len(images) != len(documents):
         raise DataError(
             f"images: {counted(len(images), 'list')} for {counted(len(documents), 'document')}; give one for each "
@@ -133,7 +136,7 @@ def _checked(number: int, pictures: Sequence[Picture]) -> tuple[list[Tensor], li
         name = f"picture {which} of document {number}"
         try:
             pixels, grid = picture
-            pixels, (time, height, width) = torch.as_tensor(pixels), (int(each) for each in grid)
+            pixels, (time, height, width) = torch.as_tensor(pixels), (operator.index(each) for each in _plain(grid))
         except (TypeError, ValueError):
             raise DataError(f"{name} must be (pixels, (time, height, width)), as a processor gives them") from None
         if time < 1 or min(height, width) < _MERGED or height % _MERGED or width % _MERGED:
@@ -152,6 +155,19 @@ def _checked(number: int, pictures: Sequence[Picture]) -> tuple[list[Tensor], li
         patches.append(pixels)
         sizes += [(height, width)] * time
     return patches, sizes
+
+
+def _plain(grid: Any) -> Any:
+    """Whole numbers also where they are those of numpy or torch."""
+    return grid.tolist() if hasattr(grid, "tolist") else grid
+
+
+def ids_of(placeholders: Any) -> tuple[int, ...]:
+    """The tokens that stand for pictures."""
+    try:
+        return tuple(operator.index(token) for token in _plain(placeholders))
+    except TypeError:
+        raise DataError(f"placeholders={placeholders!r:.80} must be a list of token ids") from None
 
 
 def runs_of(document: Sequence[int], placeholders: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -176,7 +192,8 @@ def _placed(
                 raise DataError(
                     f"document {number} has {counted(num, 'place')} for a picture at token {start}, and "
                     f"{counted(len(sizes), 'frame')}, none of which is left for {at}; give all its pictures, in the "
-                    "order of their places"
+                    f"order of their places. If {document[at]} is a word of this model, name the tokens that are none: "
+                    "placeholders="
                 )
             frame = Frame(*waiting.pop(), at)
             if frame.stop > start + num:
@@ -216,13 +233,15 @@ def of_processor(made: Mapping[str, Any], number: int) -> tuple[list[int], list[
         raise DataError(f"document {number} is padded (attention_mask); give each document alone, without padding=")
     tokens, kinds = (_row(made.get(name), number) for name in ("input_ids", "mm_token_type_ids"))
     pictures = {
-        1: _pictures(made, "pixel_values", "image_grid_thw"),
-        2: _pictures(made, "pixel_values_videos", "video_grid_thw"),
+        1: _pictures(made, number, "pixel_values", "image_grid_thw"),
+        2: _pictures(made, number, "pixel_values_videos", "video_grid_thw"),
     }
     if not kinds:
         if any(pictures.values()):
             raise DataError(f"document {number} has pictures, but no mm_token_type_ids; ask the processor for them")
         return tokens, [], set()
+    if len(kinds) != len(tokens):
+        raise DataError(f"document {number} has {len(kinds)} mm_token_type_ids for {counted(len(tokens), 'token')}")
     ids = {kind: {token for token, each in zip(tokens, kinds, strict=True) if each == kind} for kind in (1, 2)}
     return tokens, list(_in_order(number, tokens, ids, pictures)), ids[1] | ids[2]
 
@@ -239,12 +258,17 @@ def _row(values: Any, number: int) -> list[int]:
     return out
 
 
-def _pictures(made: Mapping[str, Any], pixels: str, grids: str) -> list[Picture]:
+def _pictures(made: Mapping[str, Any], number: int, pixels: str, grids: str) -> list[Picture]:
     if made.get(pixels) is None:
         return []
-    each = [tuple(grid) for grid in torch.as_tensor(made[grids]).tolist()]
-    parts = torch.as_tensor(made[pixels]).split([t * h * w for t, h, w in each])
-    return list(zip(parts, each, strict=True))
+    shapes, values = torch.as_tensor(made.get(grids, [])), torch.as_tensor(made[pixels])
+    if shapes.dim() != 2 or shapes.shape[1] != 3 or int(shapes.prod(1).sum()) != len(values):
+        raise DataError(
+            f"document {number} has {grids} {shapes.tolist()!s:.80} for {counted(len(values), 'patch', 'patches')} of "
+            f"{pixels}; give both as the processor made them"
+        )
+    each = [(int(t), int(h), int(w)) for t, h, w in shapes.tolist()]
+    return list(zip(values.split([t * h * w for t, h, w in each]), each, strict=True))
 
 
 def _in_order(

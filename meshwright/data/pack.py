@@ -23,7 +23,7 @@ from .arguments import (
     warn_of_padding,
 )
 from .batch import IGNORE, Batch
-from .images import PLACEHOLDERS, Picture, are_of_processor, images_of, joined_images, of_processor
+from .images import PLACEHOLDERS, Picture, are_of_processor, ids_of, images_of, joined_images, of_processor
 from .values import joined
 
 
@@ -56,7 +56,7 @@ def pack(
     [-100, 7, 8, -100]
     """
     check_named(_others)
-    documents, images, placeholders = _from_processor(documents, images, placeholders)
+    documents, images, placeholders = _from_processor(documents, images, ids_of(placeholders))
     check_documents(documents, fields, labels=labels, trained=trained)
     if labels is not None and trained is not None:
         raise DataError("labels and trained say the same in two ways; give one of them")

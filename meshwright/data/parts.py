@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -57,7 +58,7 @@ class Shown:
             raise DataError(f"message {number} holds {part.get('type')!r}; text, pictures and videos can be trained on")
         named = [_unwrapped(part[name]) for name in (*_NESTED, *_PATHS[kind]) if part.get(name)]
         path = _path(named[0] if named else self.next(kind, number), kind, number)
-        more = {"fps": float(part["fps"])} if kind == "video" and part.get("fps") else {}
+        more = {"fps": _rate(part["fps"], number)} if kind == "video" and part.get("fps") else {}
         return [{"type": kind, kind: path, **more}]
 
     def _in_text(self, text: str, number: int) -> Any:
@@ -70,6 +71,12 @@ class Shown:
             path = _path(self.next(kind, number), kind, number) if kind else piece
             found.append({"type": kind, kind: path} if kind else {"type": "text", "text": piece})
         return found
+
+
+def _rate(given: Any, number: int) -> float:
+    if not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise DataError(f"message {number} shows a video with fps={given!r:.50}; it must be a number above 0")
+    return float(given)
 
 
 def _listed(row: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:

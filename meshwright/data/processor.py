@@ -146,7 +146,11 @@ class Processor:
         found = self.wishes.root / path.removeprefix("file://")
         if "://" in path.removeprefix("file://") or path.startswith("data:"):
             raise DataError(f"{path:.80} is no path of a file; fetch pictures before the run, and name their files")
-        if not found.is_file():
+        try:
+            there = found.is_file()
+        except OSError as error:  # a name that no file can have
+            raise DataError(f"{path:.80} is no path of a file: {error.strerror}") from error
+        if not there:
             raise DataError(f"there is no file {found}; relative paths begin at the data, or at pictures.root")
         return found.absolute()
 

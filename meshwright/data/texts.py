@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,20 @@ class Texts:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         end = self.tokenizer.eos_token_id
         return [tokens([*ids, *([] if end is None else [end])], [(0, len(ids) + (end is not None))])] if ids else []
+
+
+@dataclass(frozen=True)
+class Unseeing:
+    """Documents that show nothing, for a model that sees. `places`: tokens that stand for what is shown."""
+
+    make: Callable[[Mapping[str, Any]], list[Tokens]]
+    places: tuple[int, ...]
+
+    def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
+        made = self.make(row)
+        for found in (token for each in made for token in each.ids.tolist() if token in self.places):
+            raise DataError(f"it has the token {found}, which stands for a picture, and no picture; write it otherwise")
+        return made
 
 
 @dataclass(frozen=True)

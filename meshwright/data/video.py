@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ _TURNED = (5, 6, 7, 8)  # ways in which a camera was held on its side
 _ORIENTATION = 0x0112
 _STILL = {".gif", ".webp", ".png", ".apng"}  # files of pictures that may be several
 _MOVING = ("GIF", "WEBP", "PNG")  # which Pillow counts
+# What it says of files that are broken.
+_OF_PILLOW = (OSError, ValueError, SyntaxError, IndexError, TypeError, RuntimeError, EOFError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def open_picture(file: Path) -> Iterator[Any]:
     try:
         with Image.open(file) as picture:
             yield picture
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow says of bad files
+    except (*_OF_PILLOW, Image.DecompressionBombError) as error:
         raise DataError(f"{file} cannot be read as a picture: {error}") from error
 
 
@@ -67,7 +70,7 @@ def pictures_of(files: Sequence[Path], taken: Sequence[int]) -> Iterator[Any]:
         with open_picture(files[0]) as picture:
             for number in taken:
                 picture.seek(number)
-                yield picture.convert("RGB")
+                yield _in_colours(picture)
     else:
         yield from _decoded(files[0], taken)
 
@@ -75,7 +78,17 @@ def pictures_of(files: Sequence[Path], taken: Sequence[int]) -> Iterator[Any]:
 def _upright(picture: Any) -> Any:
     from PIL import ImageOps
 
-    return ImageOps.exif_transpose(picture).convert("RGB")
+    return _in_colours(ImageOps.exif_transpose(picture))
+
+
+def _in_colours(picture: Any) -> Any:
+    """On white where one sees through it, as servers show it: black on nothing would be black on black."""
+    from PIL import Image
+
+    if "A" not in picture.getbands() and "transparency" not in picture.info:
+        return picture.convert("RGB")
+    seen = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
 
 
 @contextmanager

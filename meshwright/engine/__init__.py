@@ -3,7 +3,7 @@
 from ..layout import Context, Pipeline
 from ..parallel import Savings
 from . import losses
-from .arguments import check_prompts
+from .arguments import check_no_places, check_prompts
 from .batches import batches
 from .checkpoint import Resumed, resume, save
 from .engine import Engine, StepRecord

@@ -187,7 +187,7 @@ def _difference(ranks: Sequence[int], settings: Sequence[Mapping[str, str]]) -> 
 def data_of(model: Model, batches: Sequence[Batch], want: str) -> Data:
     """What this rank brings, checked. It reads values on the host: batches go to the device after it."""
     check_batches(batches, model.blueprint.vocab, model.mesh.axes.cp * model.mesh.axes.tp)
-    check_pictures(batches, model.blueprint.module.tower)
+    check_pictures(batches, model.blueprint.module.tower, words=want != "values")
     if want != "values":  # labels of a value head are classes, or mark where there is a term
         check_shifted(*batches)
     masks = [b.is_target_T for b in batches]

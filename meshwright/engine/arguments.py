@@ -194,6 +194,13 @@ def check_prompts(prompts: object, tokens: object, vocab: int, longest: int | No
             )
 
 
+def check_no_places(prompts: Sequence[Sequence[int]], places: Sequence[int]) -> None:
+    """Nothing shows a sample a picture: the model would read the embedding of the token that stands for one."""
+    for number, prompt in enumerate(prompts):
+        if found := sorted({*prompt} & {*places}):
+            raise DataError(f"prompt {number} has the token {found[0]}, which stands for a picture; samples see none")
+
+
 def check_top_p(top_p: object) -> None:
     if top_p is not None and (not within(top_p, 0) or not 0 < top_p <= 1):  # type: ignore[operator] # `within` has looked
         raise ConfigError(

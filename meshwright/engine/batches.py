@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data import IGNORE, PLACEHOLDERS, Batch, Picture, cut, pack
 from ..errors import DataError, counted
@@ -68,9 +69,13 @@ def _settings(whole: Batch, length: int) -> dict[str, object]:
         "length of batches()": length,
         "what batches() is to share out (all ranks give the documents of all; a rank's own go to mw.pack)": documents,
         "the checksum of labels or trained": checksum([whole.labels]),
-        "the checksum of images": checksum([] if whole.images is None else [whole.images.patches_PC]),
+        "the checksum of images": checksum([] if whole.images is None else [whole.images.patches_PC, _frames(whole)]),
         **{f"the checksum of the field {name!r}": checksum([whole.fields[name]]) for name in sorted(whole.fields)},
     }
+
+
+def _frames(whole: Batch) -> Tensor:
+    return torch.tensor([(frame.height, frame.width, frame.start) for frame in whole.frames])
 
 
 def _bins(sizes: Sequence[int], length: int) -> list[list[int]]:

@@ -47,8 +47,8 @@ def as_all_see(batches: Sequence[Batch], mask: int, tower: Tower | None) -> list
     return [seen(number, batch) for number, batch in enumerate(batches)]
 
 
-def check_pictures(batches: Sequence[Batch], tower: Tower | None) -> None:
-    """Every place of a picture has one, and every picture is in such places."""
+def check_pictures(batches: Sequence[Batch], tower: Tower | None, *, words: bool) -> None:
+    """Every place of a picture has one, and every picture is in such places. `words`: labels are words, not classes."""
     for batch in batches:
         if tower is None:
             if batch.frames:
@@ -74,6 +74,12 @@ def check_pictures(batches: Sequence[Batch], tower: Tower | None) -> None:
             raise DataError(
                 f"token {token} at position {at} {what}; pictures go to the tokens {list(tower.ids)} of config.json: "
                 "give mw.pack all of them, and placeholders= if these are others; a text that was sampled has none"
+            )
+        if words and (named := tower.is_place(batch.labels)).any():
+            at = int(named.nonzero()[0])
+            raise DataError(
+                f"the label {int(batch.labels[at])} at position {at} stands for a picture, and no model writes one; "
+                "set it to -100"
             )
 
 

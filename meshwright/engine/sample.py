@@ -17,7 +17,7 @@ from ..errors import StateError
 from ..models import text_config
 from ..watch import doing, names_lost_ranks
 from .agreement import Proposal, agree
-from .arguments import check_prompts, check_top_p
+from .arguments import check_no_places, check_prompts, check_top_p
 from .forward import over_vocabulary, vocab_width
 from .model import Model
 
@@ -43,6 +43,8 @@ def sample(
             raise StateError('the head of this model scores no words; load it with head="lm"')
         config = text_config(model.config)
         check_prompts(prompts, tokens, model.blueprint.vocab, config.get("max_position_embeddings"))
+        tower = model.blueprint.module.tower
+        check_no_places(prompts, tower.ids if tower is not None else ())
         check_top_p(top_p)
         told = json.dumps([*map(list, prompts)]).encode()
         settings = {"the checksum of the prompts": zlib.crc32(told), "tokens": tokens, "top_p": top_p}

@@ -141,6 +141,11 @@ def placeholders_of(config: Json) -> tuple[int, int]:
     return picture, video
 
 
+def placeholders_in(config: Json) -> tuple[int, ...]:
+    """The same of any model: none, where it has no tower."""
+    return placeholders_of(config) if _kind(config) in _SECTIONS else ()
+
+
 def _give_tower(model: Decoder, config: Json) -> None:
     """Make the tower that a config describes, and let RoPE see height and width."""
     ids = placeholders_of(config)

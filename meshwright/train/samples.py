@@ -11,9 +11,9 @@ import torch
 
 from ..checkpoint import newest_whole
 from ..data import generation_config_of, stop_ids_of, tokenizer_of
-from ..engine import Engine, Model, check_prompts, load, sample
+from ..engine import Engine, Model, check_no_places, check_prompts, load, sample
 from ..errors import CheckpointError, DataError
-from ..models import text_config
+from ..models import placeholders_in, text_config
 from ..weights import path_of, read_config
 from .config import Config, SampleSection, SourceSection
 from .position import CHECKPOINTS, CONFIG
@@ -47,6 +47,7 @@ def prompts_of(section: SampleSection, source: SourceSection, directory: Path) -
         make, about = prompter(source, directory, tokenizer), text_config(read_config(directory))
         ids = [make(text) for text in section.prompts]
         check_prompts(ids, section.tokens, int(about["vocab_size"]), about.get("max_position_embeddings"))
+        check_no_places(ids, placeholders_in(read_config(directory)))
     except DataError as error:
         raise DataError(f"the prompts of a sample: {error}") from error
     return Prompts(section.prompts, ids, stop_ids_of(tokenizer, generation_config_of(directory)), tokenizer)

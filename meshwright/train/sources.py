@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -15,6 +15,7 @@ from ..data import (
     ChatOptions,
     Documents,
     Feed,
+    Make,
     Marks,
     Part,
     Plan,
@@ -22,7 +23,7 @@ from ..data import (
     Ready,
     Recipe,
     Texts,
-    Tokens,
+    Unseeing,
     Wishes,
     fetched_files,
     files_of,
@@ -37,7 +38,7 @@ from ..data import (
 )
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
-from ..models import patch_of, placeholders_of
+from ..models import patch_of, placeholders_of, text_config
 from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .contradictions import num_tokens
@@ -122,19 +123,26 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
     ]
 
 
-def _maker(section: SourceSection, reader: Reader) -> tuple[Callable[[Mapping[str, Any]], list[Tokens]], str]:
+def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str]:
     """What turns a row into documents, and all that it depends on."""
     directory = reader.directory
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":
-        vocab_size = read_config(directory).get("vocab_size", 1 << 31)
-        return Ready(int(vocab_size), section.fields).documents, f"{told} {vocab_size}"
+        vocab_size = text_config(read_config(directory)).get("vocab_size", 1 << 31)
+        return _unseeing(Ready(int(vocab_size), section.fields).documents, f"{told} {vocab_size}", reader)
     tokenizer, told = tokenizer_of(directory), told + fingerprint_of(directory)
     if section.kind == "text":
-        return Texts(tokenizer, section.fields).documents, told
+        return _unseeing(Texts(tokenizer, section.fields).documents, told, reader)
     template, processor = _template(section.template), reader.processor(section)
     told += template + (processor.told if processor else "")
     return _chat(section, directory, tokenizer, template, processor).documents, told
+
+
+def _unseeing(make: Make, told: str, reader: Reader) -> tuple[Make, str]:
+    if not reader.tower:
+        return make, told
+    places = placeholders_of(read_config(reader.directory))
+    return Unseeing(make, places).documents, f"{told} {places}"
 
 
 def _chat(
