@@ -52,9 +52,9 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
             weights.check_scaled(model.stored_model(stored), written)
         if stored and which == "weight":
             _refuse_overflow(model, model.keymap)
-        return Proposal()
+        return Proposal(settings={"format=": form})
 
-    agree(model, f"stream(which={which!r}, format={form!r})", propose)
+    agree(model, f"stream(which={which!r})", propose)
     stored_model, dtypes = model.stored_model(_stored(model, which)), None
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
     if which == "grad":  # as they are kept; of what is trained, on whatever rank

@@ -43,15 +43,11 @@ class Scale:
 
 
 def scales_of(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Scale]:
-    """By the key of a matrix. What cannot be read is refused by its name."""
+    """By the key of a matrix. What cannot be read is refused by its name. Where the config tells nothing there are
+    none, and 8-bit numbers can only be kept as they are."""
     given = config.get("quantization_config")
     numbers = [key for key, entry in entries.items() if entry.dtype == PAYLOAD]
     if given is None:
-        if numbers:
-            raise LoadError(
-                f"{numbers[0]} is {PAYLOAD}, and config.json has no quantization_config, which says how large the "
-                "blocks of its scales are; fetch the config.json of these files"
-            )
         return {}
     suffix, block = _told(given)
     found = {key: Scale(key + suffix, block) for key in numbers}
