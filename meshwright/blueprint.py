@@ -6,7 +6,7 @@ Whoever wants to know something of a model asks its blueprint: loading, the bill
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,10 @@ class Blueprint:
     def in_context(self, context: Context) -> Blueprint:
         """The same model, whose mixers come to the tokens of other ranks in this way."""
         return replace(self, spec=replace(self.spec, context=context))
+
+    def in_fp8(self, names: Collection[str]) -> Blueprint:
+        """The same model, in which products with these parameters are in 8 bits."""
+        return replace(self, spec=replace(self.spec, fp8=frozenset(names)))
 
 
 def draw(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
-from ..layout import LATE, Context, Pipeline
+from ..layout import LATE, Context, Pipeline, Table
 from ..mesh import Mesh
 from ..optim import within
 from ..parallel import Savings
@@ -44,6 +44,22 @@ def check_loading(
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
 
 
+def in_fp8(fp8: object, skip: object, table: Table) -> list[str]:
+    """The parameters whose products are in 8 bits, as `fp8=` and `fp8_skip=` of a caller say."""
+    if fp8 not in (None, "block"):
+        raise ConfigError(f"fp8={fp8!r:.80} is unknown; give fp8='block', or leave it out for products in dtype=")
+    patterns = patterns_of(skip, "fp8_skip")
+    if fp8 is None:
+        if patterns:
+            raise ConfigError(f"fp8_skip={patterns} skips nothing without fp8='block'; give both, or leave it out")
+        return []
+    low = [param.name for param in table if param.low]
+    skipped = {name for pattern in patterns for name in matching(pattern, low, "fp8_skip")}
+    if not {*low} - skipped:
+        raise ConfigError(f"fp8_skip={patterns} leaves no product in 8 bits; leave fp8='block' out instead")
+    return [name for name in low if name not in skipped]
+
+
 def check_tower(tower: object) -> None:
     if not isinstance(tower, bool):
         raise ConfigError(f"tower={tower!r} must be True or False")
@@ -65,11 +81,11 @@ def check_late(pipeline: Pipeline, savings: Savings) -> None:
         )
 
 
-def patterns_of(train: object) -> list[str]:
-    """`train=` of a caller, one pattern or several, as a list."""
-    patterns = [train] if isinstance(train, str) else train
+def patterns_of(given: object, argument: str = "train") -> list[str]:
+    """Patterns of names of a caller, one or several, as a list."""
+    patterns = [given] if isinstance(given, str) else given
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError(f"train={train!r} must be a pattern of names, or a list of them, such as 'layers.*'")
+        raise ConfigError(f"{argument}={given!r} must be a pattern of names, or a list of them, such as 'layers.*'")
     return list(patterns)
 
 

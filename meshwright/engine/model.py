@@ -47,7 +47,7 @@ from ..weights import (
     read_config,
     read_stamped_config,
 )
-from .arguments import check_loading, check_tower, check_unquantised, matching, patterns_of
+from .arguments import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of, with_hold
 from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
 
@@ -216,6 +216,8 @@ def load(
     savings: Savings = Savings(),
     pipeline: Pipeline = Pipeline(),
     context: Context = Context(),
+    fp8: str | None = None,
+    fp8_skip: str | Sequence[str] = (),
 ) -> Model:
     """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
 
@@ -227,6 +229,8 @@ def load(
     `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
     node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time. `pipeline`: how
     layers are shared out, where the mesh has pp. `context`: how they come to the tokens of other ranks of cp.
+    `fp8`: "block" for products of 8-bit numbers with a scale for each block (docs/fp8.md), but for the parameters that
+    match a pattern of `fp8_skip`.
     """
     check_loading(mesh, dtype, savings, read, pipeline, context)
     check_tower(tower)
@@ -238,6 +242,7 @@ def load(
     blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
     blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
     blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
+    blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
     model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
     node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
     plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap))
@@ -261,6 +266,8 @@ def init(
     savings: Savings = Savings(),
     pipeline: Pipeline = Pipeline(),
     context: Context = Context(),
+    fp8: str | None = None,
+    fp8_skip: str | Sequence[str] = (),
 ) -> Model:
     """The same from `config.json` alone, with random weights that do not depend on the mesh."""
     check_loading(mesh, dtype, savings, pipeline=pipeline, context=context)
@@ -270,6 +277,7 @@ def init(
     check_unquantised(config)
     blueprint = replace(draw(config, head=head, tower=tower, directory=directory), origin=f"seed {seed}")
     blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
+    blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
     model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
     _fill_fresh(model, model.pieces, seed)
     return model

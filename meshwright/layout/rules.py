@@ -83,6 +83,7 @@ class ShardingSpec:
     reshard: bool = True  # units are freed between forward and backward
     pipeline: Pipeline = field(default_factory=Pipeline)
     context: Context = field(default_factory=Context)
+    fp8: frozenset[str] = frozenset()  # parameters whose products are in 8 bits
     _lines: dict[int, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
     _stages: dict[int, tuple[Stage, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -15,7 +15,8 @@ ALL = slice(None)
 class Linear(nn.Module):
     """`x @ weight.T + bias`. `key` is their name in the files, up to `.weight` or `.bias`; or `layouts` say it."""
 
-    low = True  # files may hold the weight in 8 bits
+    low = True  # files may hold the weight in 8 bits, and products may be made of them
+    in_fp8: frozenset[str] = frozenset()  # "weight", where they are; `parallel.fp8` says it
 
     def __init__(
         self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
@@ -27,7 +28,7 @@ class Linear(nn.Module):
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, fp8="weight" in self.in_fp8)
 
 
 class WideLinear(Linear):
@@ -39,8 +40,17 @@ class WideLinear(Linear):
 def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
     """Some rows of several linear layers of the same input, as one product: small products are slow.
 
-    All of them have a bias, or none has.
+    All of them have a bias, or none has. Those in 8 bits are a product of their own.
     """
+    low = [bool(linear.in_fp8) for linear, _ in parts]
+    products = []
+    for fp8 in (False, True):
+        alike = [part for part, is_low in zip(parts, low, strict=True) if is_low == fp8]
+        products.append(iter(_joined(x, alike, fp8) if alike else ()))
+    return tuple(next(products[is_low]) for is_low in low)
+
+
+def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tuple[Tensor, ...]:
     weights = [linear.weight if rows == ALL else linear.weight[rows] for linear, rows in parts]
     biases = [linear.bias[rows] for linear, rows in parts if linear.bias is not None]
-    return ops.linears(x, weights, biases or None)
+    return ops.linears(x, weights, biases or None, fp8=fp8)

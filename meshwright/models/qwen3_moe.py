@@ -90,6 +90,8 @@ class MoE(nn.Module):
 class Experts(nn.Module):
     """A unit of its own: its parameters live on the expert mesh."""
 
+    in_fp8: frozenset[str] = frozenset()  # of the two, whose products are in 8 bits
+
     def __init__(self, shape: Shape, routing: Routing, at: str) -> None:
         super().__init__()
         E, D, F_ = routing.experts, shape.width, routing.ffn
@@ -113,7 +115,8 @@ class Experts(nn.Module):
         back_N = order_N.argsort()
         rows_ND, here_E, back = self.dispatch(ops.reordered(x_TD, order_N, back_N), counts_E)
         gate_up_ERD, down_EDF = (w.view(len(here_E), -1, w.shape[-1]) for w in (self.gate_up, self.down))
-        y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E))
+        fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
+        y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E, fp8=fp8))
         y_TkD = ops.reordered(y_ND, back_N, order_N).unflatten(0, expert_Tk.shape)
         return (y_TkD * weight_Tk[..., None].to(y_TkD.dtype)).sum(1)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.ops.fp8 import fp8_linear
 from meshwright.ops.kernels import uncompiled
 from meshwright.ops.late import is_late, left_for_later
 from meshwright.ops.memory import fresh, give_back_before
@@ -29,17 +30,20 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
 
 
 @uncompiled
-def experts(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
+def experts(
+    x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor, *, fp8: tuple[bool, bool] = (False, False)
+) -> Tensor:
     """SwiGLU experts on rows sorted by expert, counts_E (int64) of them each; R = 2F rows, [gate; up]. -> y_ND
 
-    An expert without rows, or all of them, still get gradients: zeros, never None.
+    An expert without rows, or all of them, still get gradients: zeros, never None. `fp8`: whether the products with
+    `gate_up` and `down` are in 8 bits. A scale is of one row, or of one expert, so no routing moves it.
     """
     if counts_E.device.type == "cpu" and int(counts_E.sum()) != x_ND.shape[0]:
         # the grouped kernel would leave the rows beyond the counts uninitialised, here and in dX
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
-    if can_group(x_ND, down_EDF):
+    if can_group(x_ND, down_EDF) and not any(fp8):  # no grouped kernel has scales for such blocks
         return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E)
-    return _looped(x_ND, gate_up_ERD, down_EDF, counts_E)
+    return _looped(x_ND, gate_up_ERD, down_EDF, counts_E, fp8)
 
 
 def can_group(x_ND: Tensor, down_EDF: Tensor) -> bool:
@@ -139,11 +143,13 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.contiguous() if x.numel() else x.clone(memory_format=torch.contiguous_format)
 
 
-def _looped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
+def _looped(
+    x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor, fp8: tuple[bool, bool] = (False, False)
+) -> Tensor:
     """One expert after the other. Needs the counts on the host: on a GPU it waits for the device."""
     counts = counts_E.tolist()
-    hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts)
-    y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR), down_EDF, counts)
+    hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts, fp8[0])
+    y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR), down_EDF, counts, fp8[1])
     return y_ND
 
 
@@ -151,18 +157,18 @@ class _LoopedLinear(torch.autograd.Function):
     """Each expert's product written where it belongs: no gradient of one expert's weight is held beside that of all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, counts: list[int], fp8: bool) -> Tensor:
         ctx.save_for_backward(x, weight_EOI)
-        ctx.counts, ctx.weights = counts, (weight_EOI,) if is_late() else ()
+        ctx.counts, ctx.fp8, ctx.weights = counts, fp8, (weight_EOI,) if is_late() else ()
         y = x.new_empty(len(x), weight_EOI.shape[1])
         for rows, into, weight in zip(x.split(counts), y.split(counts), weight_EOI, strict=True):
             if len(rows):
-                into.copy_((_factor(rows) @ operand(weight, x).mT)[: len(rows)])
+                into.copy_(_times(rows, operand(weight, x), fp8))
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight_EOI = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
         if need_weight and left_for_later(ctx.weights, lambda: [_of_weights(x, d, weight_EOI, ctx.counts)]):
@@ -174,12 +180,16 @@ class _LoopedLinear(torch.autograd.Function):
         end = 0
         for expert, count in enumerate(ctx.counts):
             rows, end = slice(end, end + count), end + count
-            factor = _factor(d[rows])
             if dx is not None and count:
-                dx[rows] = (factor @ operand(weight_EOI[expert], x))[:count]
+                dx[rows] = _times(d[rows], operand(weight_EOI[expert], x).mT, ctx.fp8)
             if d_weight_EOI is not None:
-                d_weight_EOI[expert] = factor.mT @ _factor(x[rows]) if count else 0
-        return dx, d_weight_EOI, None
+                d_weight_EOI[expert] = _factor(d[rows]).mT @ _factor(x[rows]) if count else 0
+        return dx, d_weight_EOI, None, None
+
+
+def _times(rows: Tensor, weight_OI: Tensor, fp8: bool) -> Tensor:
+    """rows @ weight.T"""
+    return fp8_linear(rows, weight_OI) if fp8 else (_factor(rows) @ weight_OI.mT)[: len(rows)]
 
 
 def _of_weights(x: Tensor, d: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:

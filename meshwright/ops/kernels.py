@@ -51,7 +51,7 @@ def fastest(
         return plain
     key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
     if key not in _agreed:
-        _agreed[key] = _apart(lambda: agrees(kernel, plain, inputs, real, lengths), inputs[0].device)
+        _agreed[key] = apart(lambda: agrees(kernel, plain, inputs, real, lengths), inputs[0].device)
     return kernel if _agreed[key] else plain
 
 
@@ -61,7 +61,7 @@ def takes(kernel: Op, argument: str) -> bool:
     return argument in inspect.signature(kernel).parameters
 
 
-def _apart(trial: Callable[[], bool], device: torch.device) -> bool:
+def apart(trial: Callable[[], bool], device: torch.device) -> bool:
     """In a thread of its own: a layer that is to be recomputed hooks what its thread saves, and a trial is no part of
     the layer."""
 

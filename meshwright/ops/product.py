@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.ops.fp8 import fp8_linear
 from meshwright.ops.late import is_late, left_for_later
 
 
@@ -25,17 +26,19 @@ def _cpu_has_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, in x.dtype."""
-    if product_dtype(x) == x.dtype and not is_late():
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
+    """x @ weight.T + bias, in x.dtype; with `fp8` of operands that are rounded to 8 bits, in blocks (ops/fp8.py)."""
+    if product_dtype(x) == x.dtype and not is_late() and not fp8:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    return linears(x, [weight], None if bias is None else [bias])[0]
+    return linears(x, [weight], None if bias is None else [bias], fp8=fp8)[0]
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, *, fp8: bool = False
+) -> tuple[Tensor, ...]:
     """`linear` of the same x with each of the weights, as one product: small ones are slow."""
     bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
-    y: Tensor = _Linears.apply(x, bias, *weights)  # torch leaves apply untyped
+    y: Tensor = _Linears.apply(x, bias, fp8, *weights)  # torch leaves apply untyped
     return y.split([len(w) for w in weights], -1)
 
 
@@ -45,25 +48,29 @@ def operand(weight: Tensor, x: Tensor) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """Keeps its operands as they came: neither their joined copy nor wide ones."""
+    """Keeps its operands as they came: neither their joined copy nor wide or rounded ones."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
-        ctx.weights = weights if is_late() else ()
+        ctx.fp8, ctx.weights = fp8, weights if is_late() else ()
+        joined = _joined(weights, x)
+        if fp8:
+            y = fp8_linear(x, joined)
+            return (y if bias is None else y + bias).to(x.dtype)
         wide = product_dtype(x)
-        return F.linear(x.to(wide), _joined(weights, x), None if bias is None else bias.to(wide)).to(x.dtype)
+        return F.linear(x.to(wide), joined, None if bias is None else bias.to(wide)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        wide, (need_x, need_bias, *need_weights) = product_dtype(x), ctx.needs_input_grad
+        wide, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
+        dx = _of_input(d, _joined(weights, x), x, ctx.fp8) if need_x else None
         d = d.to(wide)
-        dx = (d @ _joined(weights, x)).to(x.dtype) if need_x else None
         if not any(need_weights):
-            return dx, d_bias, *(None for _ in weights)
+            return dx, d_bias, None, *(None for _ in weights)
         kinds = [(len(w), w.dtype) for w in weights]
 
         def gradients() -> list[Tensor]:
@@ -71,8 +78,12 @@ class _Linears(torch.autograd.Function):
             return [part.to(dtype) for part, (_, dtype) in zip(dw, kinds, strict=True)]
 
         if left_for_later(ctx.weights, gradients):
-            return dx, d_bias, *(None for _ in weights)
-        return dx, d_bias, *gradients()
+            return dx, d_bias, None, *(None for _ in weights)
+        return dx, d_bias, None, *gradients()
+
+
+def _of_input(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
+    return (fp8_linear(d, joined.mT) if fp8 else d.to(joined.dtype) @ joined).to(x.dtype)
 
 
 def _joined(weights: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ..layout import (
     Stage,
     axes_left_to_sum,
     check_context,
+    check_fp8,
     cut,
     deals,
     find,
@@ -46,7 +47,9 @@ def distribute(
     """Turn a model on the meta device into this rank's part of it, with uninitialised parameters: its pipeline stages.
     `stored`: the dtype of each parameter."""
     check_context(spec, mesh.axes)
+    check_fp8(spec, mesh.axes)
     _make_groups(spec, mesh)
+    _tell_fp8(spec)
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
         span.start, span.stop = start, stop
     stages = tuple(spec.stages(mesh.axes, mesh.rank))
@@ -55,6 +58,14 @@ def distribute(
         _place(stage, spec, mesh, compute, stored, savings)
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
     return stages
+
+
+def _tell_fp8(spec: ShardingSpec) -> None:
+    """Tell each module which of its products are in 8 bits."""
+    for name in spec.fp8:
+        owner, _, last = name.rpartition(".")
+        module = spec.module.get_submodule(owner)
+        module.in_fp8 |= {last}
 
 
 def _place(

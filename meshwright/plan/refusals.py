@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from math import gcd
@@ -16,7 +16,7 @@ from ..blueprint import Blueprint
 from ..engine.arguments import check_late
 from ..engine.fit import Need, widths_of
 from ..errors import ConfigError, LayoutError, MeshError
-from ..layout import Held, Rules, check_context, place, program_of
+from ..layout import Held, Rules, ShardingSpec, check_context, check_fp8, place, program_of
 from ..mesh import memory_of
 
 RANKS_A_CORE = 16
@@ -98,7 +98,8 @@ def objections(blueprint: Blueprint, sizes: Mapping[str, int], num_batches: int 
     # tp and ep alone cut dims, and here ep divides: so dims are looked at even where the mesh itself cannot be
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
     found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
-    ways = (*_of_parameters(blueprint, cuts), *_of_context(blueprint, Axes(tp=asked["tp"], cp=asked["cp"])))
+    of_spec, checks = Axes(tp=asked["tp"], cp=asked["cp"]), (check_context, check_fp8)
+    ways = (*_of_parameters(blueprint, cuts), *(each for c in checks for each in _refused(c, blueprint, of_spec)))
     return [*found, *(() if found else ways), *_of_stages(blueprint, asked["pp"], num_batches)]
 
 
@@ -151,9 +152,9 @@ def _of_parameters(blueprint: Blueprint, cuts: Axes) -> Iterator[str]:
         yield str(error)
 
 
-def _of_context(blueprint: Blueprint, axes: Axes) -> Iterator[str]:
+def _refused(check: Callable[[ShardingSpec, Axes], None], blueprint: Blueprint, axes: Axes) -> Iterator[str]:
     try:
-        check_context(blueprint.spec, axes)
+        check(blueprint.spec, axes)
     except LayoutError as error:
         yield str(error)
 

@@ -1,5 +1,6 @@
 """Slow, obvious forms of every op: loops over documents, tokens, heads and experts, nothing shared with the ops."""
 
+from bisect import bisect
 from itertools import pairwise
 
 import torch
@@ -158,3 +159,43 @@ def token_stats(x, weight, labels):
     target = [row[label] if 0 <= label < len(weight) else row[0] * 0 for row, label in zip(logits, labels, strict=True)]
     minus_entropy = (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
     return torch.stack([logits.exp().sum(-1).log(), torch.stack(target), minus_entropy], dim=-1)
+
+
+# What 8 bits (E4M3) can be: a sign, four bits of exponent and three of fraction; no infinities, and zero twice.
+_FP8 = sorted(
+    {k / 8 * 2.0**-6 for k in range(8)} | {(1 + k / 8) * 2.0**e for e in range(-6, 9) for k in range(8)} - {480.0}
+)
+_IS_EVEN = {value: index % 2 == 0 for index, value in enumerate(_FP8)}
+
+
+def fp8_number(value):
+    """The nearest, of two that are equally near the even one."""
+    if value != value:
+        return value
+    size = min(abs(value), 448.0)
+    at = bisect(_FP8, size)
+    near = _FP8[max(0, at - 1) : at + 1]
+    nearest = min(near, key=lambda known: (abs(size - known), not _IS_EVEN[known]))
+    return nearest * (-1 if value < 0 else 1)
+
+
+def fp8_block(block):
+    """Rounded to 8 bits with a scale of its own, which is as wide as the sums."""
+    wide = block.to(torch.promote_types(block.dtype, torch.float32))
+    scale = wide.abs().max() / 448
+    if not scale > 0:
+        scale = torch.ones_like(scale)
+    quotients = (wide / scale).float() if wide.dtype == torch.float64 else wide / scale
+    numbers = [fp8_number(value) for value in quotients.flatten().tolist()]
+    return torch.tensor(numbers, dtype=wide.dtype).view(block.shape) * scale
+
+
+def fp8_rows(x):
+    runs = [fp8_block(run) for row in x for run in row.split(128)]
+    return torch.cat(runs).view(x.shape) if runs else x
+
+
+def fp8_matrix(weight):
+    return torch.cat(
+        [torch.cat([fp8_block(block) for block in rows.split(128, 1)], 1) for rows in weight.split(128, 0)], 0
+    )

@@ -1,0 +1,78 @@
+"""Which products are in 8 bits, and whether a mesh leaves their blocks whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import gcd, prod
+
+from ..axes import Axes
+from ..errors import LayoutError
+from ..ops.fp8 import BLOCK
+from .params import Block, Param
+from .rules import ShardingSpec
+
+_APART = ("half", "expert")  # dims whose indices are matrices of their own in files: each has its own blocks
+
+
+def check_fp8(spec: ShardingSpec, axes: Axes) -> None:
+    """Refuse a mesh on which a rank rounds other blocks than one process does, or only its share of a sum."""
+    found = _misfits(spec, axes.tp)
+    if not found:
+        return
+    name, what = next(iter(found.items()))
+    skipped = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each) for each in found)
+    out = f"leave it out with fp8_skip={[*skipped]}"
+    choices = ", ".join(str(n) for n in _sizes(spec) if not _misfits(spec, n))
+    if choices:
+        out = f"choose tp from {choices}, or {out}"
+    where = f", with tp={axes.tp}" if axes.tp > 1 else ""
+    raise LayoutError(f"fp8='block' rounds whole blocks of {BLOCK} x {BLOCK}, but a rank has {what} of {name}{where}; {out}")
+
+
+def _misfits(spec: ShardingSpec, tp: int) -> dict[str, str]:
+    """The parameters of which a rank has something else than whole blocks, and what it has."""
+    found, known = dict[str, str](), dict[object, str]()
+    for name, param in spec.table.params.items():
+        if name in spec.fp8:
+            kind = (*param.dims.items(), *(len(layout.blocks) for layout in param.layouts))
+            if kind not in known:
+                known[kind] = _misfit(param, spec, Axes(tp=tp))
+            if known[kind]:
+                found[name] = known[kind]
+    return found
+
+
+def _misfit(param: Param, spec: ShardingSpec, axes: Axes) -> str:
+    split = spec.rules.split(param.dims, axes, param.name)
+    shared = [dim for dim in param.dims if axes.tp > 1 and spec.rules.axis.get(dim) == "tp" and dim not in split]
+    if shared:  # several ranks have parts of one gradient, and rounded parts are not the rounded sum
+        return f"no {shared[0]} of its own"
+    here = {dim: size // axes.size_of(split[dim]) if dim in split else size for dim, size in param.dims.items()}
+    cols = prod(here[dim] for dim in param.cols)
+    if cols % BLOCK:
+        return f"{cols} columns"
+    rows = {_run(param, block, here) for layout in param.layouts for block in layout.blocks}
+    return next((f"{each} rows" for each in sorted(rows) if each % BLOCK), "")
+
+
+def _run(param: Param, block: Block, here: Mapping[str, int]) -> int:
+    """How many rows of a rank stand one after the other in a matrix of the file, at least."""
+    rows = 1
+    for at, (dim, size) in reversed(list(enumerate(param.rows.items()))):
+        extent = block.ours.shape[at]
+        if dim in _APART:
+            break
+        rows *= here[dim] if extent == size else extent
+        if extent < size:
+            break
+    return rows
+
+
+def _sizes(spec: ShardingSpec) -> list[int]:
+    """The sizes of tp that divide what they must."""
+    rules = spec.rules
+    freely = rules.whole | rules.uneven
+    cut = {size for p in spec.table for dim, size in p.dims.items() if rules.axis.get(dim) == "tp" and dim not in freely}
+    common = gcd(*cut)
+    return [n for n in range(1, common + 1) if common % n == 0]

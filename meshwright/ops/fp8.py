@@ -1,0 +1,107 @@
+"""Products in 8-bit floating point: `y = Q1(x) @ Q2(W).T`, with a scale for each block.
+
+Q1 rounds each 128 features of a token, Q2 each 128 x 128 of a matrix, to E4M3. No cut of a mesh falls inside of a block
+(`layout.check_fp8`), so a block has the same scale on every mesh, and no scale needs another rank. Scales are made from
+the values at each product and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.log import logger
+from meshwright.ops.kernels import NARROW, SLOW, apart
+
+BLOCK = 128
+NUMBERS = torch.float8_e4m3fn
+LARGEST = torch.finfo(NUMBERS).max
+_TOLERANCE = 2e-3  # of a norm: what is rounded to bfloat16 after sums in another order
+
+
+def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
+    """Q1(x) @ Q2(W).T. The gradient of x is the same product, with W.mT: the grid of W serves both."""
+    misfits = [size for size in weight_NK.shape if size % BLOCK]
+    if misfits:
+        raise ValueError(f"a product in 8 bits has blocks of {BLOCK}, and a matrix {tuple(weight_NK.shape)} none that fit")
+    if x.device.type not in SLOW and x.dtype in NARROW and _has_kernel(x.device, x.dtype):
+        return _by_kernel(x, weight_NK)
+    return emulated(x, weight_NK)
+
+
+def emulated(x: Tensor, weight_NK: Tensor) -> Tensor:
+    """What the numbers of such a product are, in at least float32. A kernel may sum in another order, and no more."""
+    return F.linear(rounded_rows(x), rounded_matrix(weight_NK))
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """Q1(x), in at least float32."""
+    numbers, scales = _quantised_rows(x)
+    return (numbers.to(scales.dtype) * scales).flatten(-2)
+
+
+def rounded_matrix(weight_NK: Tensor) -> Tensor:
+    """Q2(W), in at least float32."""
+    numbers, scales = _quantised_matrix(weight_NK)
+    return (numbers.to(scales.dtype) * scales).flatten(2).flatten(0, 1)
+
+
+def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., K / 128, 128], and scales [..., K / 128, 1]."""
+    return _quantised(x.unflatten(-1, (-1, BLOCK)), (-1,))
+
+
+def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """[N / 128, 128, K / 128, 128], and scales [N / 128, 1, K / 128, 1]."""
+    return _quantised(weight_NK.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
+
+
+def _quantised(blocks: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Numbers, and the scale of each block. A block of zeros has the scale 1."""
+    wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
+    scales = wide.abs().amax(dims, keepdim=True) / LARGEST
+    scales = scales.where(scales > 0, 1.0)
+    # some devices make NaN of what is too large
+    return (wide / scales).clamp(-LARGEST, LARGEST).to(NUMBERS), scales
+
+
+def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
+    """torch's. It wants a multiple of 4 tokens, their scales by column, and a multiple of 4 scales in a row of W."""
+    rows_MK = x.flatten(0, -2)
+    num_rows, (num, width) = len(rows_MK), weight_NK.shape
+    numbers, scales = _quantised_rows(F.pad(rows_MK, (0, 0, 0, -num_rows % 4)))
+    of_weight, weight_scales = _quantised_matrix(weight_NK)
+    grid = F.pad(weight_scales.view(num // BLOCK, width // BLOCK), (0, -(width // BLOCK) % 4))
+    y: Tensor = F.scaled_mm(
+        numbers.flatten(1), of_weight.reshape(num, width).t(),
+        scales.squeeze(-1).t().contiguous().t(), F.ScalingType.BlockWise1x128,
+        grid.t(), F.ScalingType.BlockWise128x128, output_dtype=x.dtype,
+    )  # fmt: skip
+    return y[:num_rows].view(*x.shape[:-1], num)
+
+
+@functools.cache
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's kernel agrees with what is emulated here. It is tried once, and waits for the device."""
+    return apart(lambda: _agrees(device, dtype), device)
+
+
+def _agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    noise = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 384, generator=noise) for rows in (67, 256))
+    x[:, :128] *= torch.logspace(-4, 4, 67)[:, None]  # each block needs a scale of its own
+    x, weight = x.to(device, dtype), weight.to(device, dtype)
+    try:
+        found = _by_kernel(x, weight)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises, ours works
+        logger.warning("no kernel for products in 8 bits on %s (%s); they are emulated, which is slow", device, error)
+        return False
+    due = emulated(x, weight).to(dtype)
+    off = ((found.float() - due.float()).norm(dim=1) / due.float().norm(dim=1)).max().item()
+    if not off <= _TOLERANCE:  # NaN too
+        logger.warning("the kernel for products in 8 bits is off by %.1e of the norm on %s; it is not used", off, device)
+    return off <= _TOLERANCE

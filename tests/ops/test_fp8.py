@@ -1,0 +1,191 @@
+"""Numbers and scales bit by bit; products and gradients; what a kernel must do before it is used."""
+
+import pytest
+import torch
+
+from meshwright.ops import fp8, late, linear, linears
+from meshwright.ops import experts as experts_of
+from tests.ops.references import compare, fp8_block, fp8_matrix, fp8_rows, rand
+
+WIDE = [torch.float64, torch.float32, torch.bfloat16]
+CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+FINITE = CODES[CODES.isfinite()]
+
+
+def bits(x):
+    return x.contiguous().view(torch.uint8)
+
+
+def special(*shape, dtype):
+    """Blocks of zeros, of subnormals, of ties, of what is too small for a scale, and one value far above the rest."""
+    x = rand(*shape, seed=3, grad=False)
+    flat = x.view(-1, 128)
+    flat[0] = 0
+    flat[1, :120] = torch.arange(120) * 2.0**-10
+    flat[1, 120] = 448.0  # the scale is 1: halves of the smallest number are ties
+    flat[2, :126] = ((FINITE[1:127] + FINITE[:126]) / 2)[:126]
+    flat[2, 126:] = 448.0
+    flat[3] *= 1e-30
+    flat[4] = 1e-45
+    flat[5, 7] = -1e6
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_rows_bit_by_bit(dtype):
+    x = special(5, 384, dtype=dtype)
+    assert torch.equal(bits(fp8.rounded_rows(x)), bits(fp8_rows(x)))
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_matrices_bit_by_bit(dtype):
+    weight = special(256, 384, dtype=dtype)
+    assert torch.equal(bits(fp8.rounded_matrix(weight)), bits(fp8_matrix(weight)))
+
+
+def test_every_code_stays_as_it_is():
+    row = torch.cat([FINITE, FINITE[:2]]).view(2, 128)
+    assert torch.equal(fp8.rounded_rows(row), row)
+
+
+def test_the_grid_of_a_turned_matrix_is_the_turned_grid():
+    weight = rand(256, 384, grad=False)
+    assert torch.equal(fp8.rounded_matrix(weight.mT), fp8.rounded_matrix(weight).mT)
+
+
+@pytest.mark.parametrize("worst", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_is_seen(worst):
+    x = rand(2, 128, grad=False)
+    x[1, 5] = worst
+    y = linear(x, rand(128, 128, seed=1, grad=False), fp8=True)
+    assert y[0].isfinite().all()
+    assert not y[1].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (1, 128), (2, 3, 128)])
+def test_any_number_of_tokens(shape):
+    x = rand(*shape)
+    y = linear(x, rand(256, 128, seed=1), fp8=True)
+    y.sum().backward()
+    assert (*y.shape, x.grad.shape) == (*shape[:-1], 256, x.shape)
+
+
+class Slow(torch.autograd.Function):
+    """One product by its definition: the gradient of the weight is of operands that are not rounded."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return fp8_rows(x) @ fp8_matrix(weight).mT
+
+    @staticmethod
+    def backward(ctx, d):
+        x, weight = ctx.saved_tensors
+        return fp8_rows(d) @ fp8_matrix(weight), d.mT @ x
+
+
+def weights():
+    return [rand(rows, 256, seed=rows) for rows in (128, 384)]
+
+
+def test_product_and_gradients():
+    biases = [rand(len(w), seed=len(w) + 1) for w in weights()]
+    compare(
+        lambda x, *given: torch.cat(linears(x, given[:2], given[2:], fp8=True), -1),
+        lambda x, *given: torch.cat([Slow.apply(x, w) + b for w, b in zip(given[:2], given[2:], strict=True)], -1),
+        [rand(7, 256), *weights(), *biases],
+    )
+
+
+def test_bfloat16_is_rounded_first():
+    """A master is gathered in the compute dtype: its blocks are of what comes, not of what is stored."""
+    x, master = rand(7, 256, dtype=torch.bfloat16), weights()[0].detach().float()
+    due = (fp8_rows(x.detach()) @ fp8_matrix(master.bfloat16()).mT).bfloat16()
+    assert torch.equal(linear(x, master, fp8=True), due)
+
+
+def test_late_weights_get_the_same_gradients():
+    def gradients(jobs):
+        given = [rand(7, 256), *weights()]
+        if jobs is None:
+            torch.cat(linears(given[0], given[1:], fp8=True), -1).square().sum().backward()
+        else:
+            with late.weights_late(jobs):
+                torch.cat(linears(given[0], given[1:], fp8=True), -1).square().sum().backward()
+            for job in jobs:
+                job()
+        return [g.grad for g in given]
+
+    for now, later in zip(gradients(None), gradients([]), strict=True):
+        assert torch.equal(now, later)
+
+
+def test_a_matrix_without_whole_blocks_is_refused():
+    with pytest.raises(ValueError, match="blocks of 128"):
+        linear(rand(3, 192), rand(128, 192), fp8=True)
+
+
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)])
+def test_experts(which):
+    counts = torch.tensor([3, 0, 4])
+
+    def slow(x, gate_up, down):
+        out = []
+        for rows, pair, back in zip(x.split(counts.tolist()), gate_up, down, strict=True):
+            both = Slow.apply(rows, pair) if which[0] else rows @ pair.mT
+            gate, up = both.chunk(2, -1)
+            hidden = torch.nn.functional.silu(gate) * up
+            out.append(Slow.apply(hidden, back) if which[1] else hidden @ back.mT)
+        return torch.cat(out)
+
+    given = [rand(7, 128), rand(3, 512, 128, seed=1), rand(3, 128, 256, seed=2)]
+    compare(lambda *args: experts_of(*args, counts, fp8=which), slow, given)
+
+
+def test_a_row_has_the_same_numbers_in_any_company():
+    """No routing, no packing and no mesh changes what an expert says of a token."""
+    pairs = rand(2, 256, 128, seed=1, grad=False), rand(2, 128, 128, seed=2, grad=False)
+    x = rand(6, 128, grad=False)
+    both = experts_of(x, *pairs, torch.tensor([3, 3]), fp8=(True, True))
+    alone = experts_of(x[2:3], *pairs, torch.tensor([1, 0]), fp8=(True, True))
+    assert (both[2:3] - alone).abs().max() <= 1e-12 * alone.abs().max()
+
+
+def test_a_kernel_gets_what_torch_wants_of_it(monkeypatch):
+    """Hopper's: tokens in fours, their scales by column, four scales in a row of the matrix. Here it is made by hand."""
+    seen = {}
+
+    def kernel(a, b, scale_a, of_a, scale_b, of_b, output_dtype):
+        seen.update(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+        assert (of_a, of_b) == (fp8.F.ScalingType.BlockWise1x128, fp8.F.ScalingType.BlockWise128x128)
+        x = a.float().unflatten(1, (-1, 128)) * scale_a[:, :, None]
+        grid = scale_b[: a.shape[1] // 128].t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (x.flatten(1) @ (b.t().float() * grid).t()).to(output_dtype)
+
+    monkeypatch.setattr(fp8.F, "scaled_mm", kernel)
+    fp8._has_kernel.cache_clear()
+    assert fp8._agrees(torch.device("cpu"), torch.bfloat16)
+    assert seen["a"].shape == (68, 384)  # 67 rows
+    assert seen["a"].is_contiguous() and seen["b"].t().is_contiguous()
+    assert seen["scale_a"].shape == (68, 3) and seen["scale_a"].stride() == (1, 68)
+    assert seen["scale_b"].shape == (4, 2) and seen["scale_b"].stride() == (1, 4)
+    x, weight = rand(2, 3, 384, dtype=torch.bfloat16, grad=False), rand(256, 384, dtype=torch.bfloat16, grad=False)
+    assert torch.equal(fp8._by_kernel(x, weight), fp8.emulated(x, weight).bfloat16())
+
+
+@pytest.mark.parametrize("wrong", ["raises", "is off"])
+def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch, caplog, wrong):
+    def kernel(a, b, *_, **__):
+        if wrong == "raises":
+            raise RuntimeError("no such scaling")
+        return torch.zeros(len(a), b.shape[1])
+
+    monkeypatch.setattr(fp8.F, "scaled_mm", kernel)
+    assert not fp8._agrees(torch.device("cpu"), torch.bfloat16)
+    assert ("no such scaling" if wrong == "raises" else "of the norm") in caplog.text
+
+
+def test_the_slow_form_by_hand():
+    """The reference itself: 3 of 448 is a scale of 3 / 448; 1 becomes 149.3, which lies between 144 and 160."""
+    block = torch.tensor([3.0, 1.0, 0.0, -3.0], dtype=torch.float64)
+    assert torch.allclose(fp8_block(block), torch.tensor([3.0, 144 * 3 / 448, 0.0, -3.0], dtype=torch.float64))
