@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   meshwright verify path/to/Qwen3-8B --mesh pp=2 --schedule v          a pipeline, with its schedule
   meshwright verify path/to/Qwen3.5-9B --mesh cp=4 --context delta=1   states of the delta net are passed on
   meshwright verify path/to/Qwen3-VL-4B --mesh fsdp=2,tp=2 --tower     its tower too, with pictures on some ranks
+  meshwright verify path/to/Qwen3-8B --mesh fsdp=2,tp=2 --fp8          products of 8-bit numbers
   meshwright verify my-critic --mesh fsdp=2 --head value --json
   meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    what it looks like when an oracle fails
   meshwright verify --list
@@ -205,6 +206,8 @@ def _add_mesh(command: argparse.ArgumentParser) -> None:
         "--context", default="", metavar="MIXER=N,...",
         help="where --mesh has cp: so many neighbours swap tokens for heads, of attention or delta (default: by heads)",
     )  # fmt: skip
+    command.add_argument("--fp8", action="store_true", help="products of 8-bit numbers, in blocks of 128 (docs/fp8.md)")
+    command.add_argument("--fp8-skip", default="", metavar="NAME,...", help="patterns of parameters it leaves out")
     group = command.add_argument_group("how a pipeline runs, where --mesh has pp")
     group.add_argument("--schedule", choices=["1f1b", "zero-bubble", "v"], help="the order of its work (default 1f1b)")
     group.add_argument("--stages", type=_positive, metavar="N", help="of each rank (default 1; of v it is 2)")
@@ -433,9 +436,8 @@ def _plan(options: argparse.Namespace) -> int:
     target = plan.check_target(options.html) if options.html else None
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
-    pipeline, context = plan.ways_of(vars(options), sizes)
-    blueprint = plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower)
-    blueprint = blueprint.run_by(pipeline, reshard=True).in_context(context)
+    laid_out = plan.laid_out(vars(options), sizes)
+    blueprint = laid_out(plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower))
     refused = plan.objections(blueprint, sizes, options.micro_batches)
     if refused:
         if options.json:
@@ -470,6 +472,7 @@ def _verify(options: argparse.Namespace) -> int:
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
         options.against, options.seed, options.plant, *planning.ways_of(vars(options), sizes), options.tower,
+        *planning.fp8_of(vars(options)),
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import meshwright as mw
+from meshwright.ops.fp8 import rounded_matrix
 from meshwright.verify import Finding
 from tests import parts, tiny, trials, worlds
 
@@ -60,9 +62,7 @@ def findings(sources: dict[str, Path], group: list[Case]) -> dict[Case, list[Fin
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("aligned")
-    return {
-        name: tiny.directory(at / name, name, dtype=torch.bfloat16, **tiny.ALIGNED[name]) for name in tiny.ALIGNED
-    }
+    return {name: tiny.directory(at / name, name, dtype=torch.bfloat16, **tiny.ALIGNED[name]) for name in tiny.ALIGNED}
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +81,30 @@ def test_float64(found: Found, case: Case) -> None:
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: f"{case}-{case.dtype}")
 def test_rounded(found: Found, case: Case) -> None:
     assert found(case) == []
+
+
+def in_blocks(name: str, stored: torch.Tensor, config: dict[str, object]) -> torch.Tensor:
+    """What products see of a parameter, expert by expert."""
+    num = config["num_experts"] if ".experts." in name else 1
+    matrices = stored.bfloat16().float().view(num, -1, stored.shape[-1])
+    return torch.stack([rounded_matrix(each) for each in matrices]).view(stored.shape)
+
+
+def seen_and_written(source: Path, at: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    mesh = mw.Mesh(device="cpu")
+    model = mw.load(source, mesh, fp8="block")
+    mw.Engine(model, lr=1e-2).step(tiny.batches(0))
+    mw.export(model, at / "as-fp8", format="fp8")
+    mw.export(model, at / "as-is")
+    read = mw.load(at / "as-fp8", mesh, dtype=torch.float32).stored()
+    low = sorted(model.blueprint.spec.fp8)
+    return {name: (in_blocks(name, model.stored()[name], model.config), read[name]) for name in low}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen2"])
+def test_what_is_served_is_what_was_trained(sources: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """The blocks of products are those of the files, and both are of what bfloat16 leaves of the masters."""
+    (found,) = worlds.run(1, seen_and_written, sources[name], tmp_path)
+    assert found
+    for low, (seen, written) in found.items():
+        assert torch.equal(seen, written), low

@@ -163,7 +163,9 @@ def identity(model: Model) -> dict[str, str]:
         **{f"the saving {name}": str(value) for name, value in asdict(model.savings).items()},
         **{f"the pipeline's {name}": str(value) for name, value in asdict(model.blueprint.spec.pipeline).items()},
         **{f"{name} of mw.Context": str(value) for name, value in asdict(model.blueprint.spec.context).items()},
-        "the checksum of the names of parameters in fp8": str(zlib.crc32(" ".join(sorted(model.blueprint.spec.fp8)).encode())),
+        "the checksum of the names of parameters in fp8": str(
+            zlib.crc32(" ".join(sorted(model.blueprint.spec.fp8)).encode())
+        ),
         "the origin of the weights": model.blueprint.origin,
         "the model (numbered in the order in which all ranks first used them, 0 if never)": str(model.calls.shared_id),
         "tower=": str(model.blueprint.tower),

@@ -72,9 +72,11 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
 
 
 def _in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMap:
-    """As it is written."""
+    """As it is written. 8-bit numbers are made of what products see of a weight: whoever reads them has what was
+    trained."""
     if form not in FORMATS:
         raise ConfigError(f"format={form!r} is unknown; choose from {', '.join(map(repr, FORMATS))}")
+    keymap = replace(keymap, used=model.dtype)
     if form == "source":
         return keymap.as_source()
     return keymap.in_fp8(model.table) if form == "fp8" else keymap

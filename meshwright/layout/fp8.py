@@ -21,13 +21,19 @@ def check_fp8(spec: ShardingSpec, axes: Axes) -> None:
     if not found:
         return
     name, what = next(iter(found.items()))
+    if axes.tp == 1 and len(found) == len(spec.fp8):
+        raise LayoutError(
+            f"fp8='block' rounds whole blocks of {BLOCK} x {BLOCK}, which no matrix of this model has; leave it out"
+        )
     skipped = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each) for each in found)
     out = f"leave it out with fp8_skip={[*skipped]}"
     choices = ", ".join(str(n) for n in _sizes(spec) if not _misfits(spec, n))
     if choices:
         out = f"choose tp from {choices}, or {out}"
     where = f", with tp={axes.tp}" if axes.tp > 1 else ""
-    raise LayoutError(f"fp8='block' rounds whole blocks of {BLOCK} x {BLOCK}, but a rank has {what} of {name}{where}; {out}")
+    raise LayoutError(
+        f"fp8='block' rounds whole blocks of {BLOCK} x {BLOCK}, but a rank has {what} of {name}{where}; {out}"
+    )
 
 
 def _misfits(spec: ShardingSpec, tp: int) -> dict[str, str]:
@@ -47,7 +53,7 @@ def _misfit(param: Param, spec: ShardingSpec, axes: Axes) -> str:
     split = spec.rules.split(param.dims, axes, param.name)
     shared = [dim for dim in param.dims if axes.tp > 1 and spec.rules.axis.get(dim) == "tp" and dim not in split]
     if shared:  # several ranks have parts of one gradient, and rounded parts are not the rounded sum
-        return f"no {shared[0]} of its own"
+        return "only a share of the gradient"
     here = {dim: size // axes.size_of(split[dim]) if dim in split else size for dim, size in param.dims.items()}
     cols = prod(here[dim] for dim in param.cols)
     if cols % BLOCK:
@@ -73,6 +79,8 @@ def _sizes(spec: ShardingSpec) -> list[int]:
     """The sizes of tp that divide what they must."""
     rules = spec.rules
     freely = rules.whole | rules.uneven
-    cut = {size for p in spec.table for dim, size in p.dims.items() if rules.axis.get(dim) == "tp" and dim not in freely}
+    cut = {
+        size for p in spec.table for dim, size in p.dims.items() if rules.axis.get(dim) == "tp" and dim not in freely
+    }
     common = gcd(*cut)
     return [n for n in range(1, common + 1) if common % n == 0]

@@ -8,7 +8,6 @@ the values at each product and kept nowhere.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,9 @@ def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
     """Q1(x) @ Q2(W).T. The gradient of x is the same product, with W.mT: the grid of W serves both."""
     misfits = [size for size in weight_NK.shape if size % BLOCK]
     if misfits:
-        raise ValueError(f"a product in 8 bits has blocks of {BLOCK}, and a matrix {tuple(weight_NK.shape)} none that fit")
+        raise ValueError(
+            f"a product in 8 bits has blocks of {BLOCK}, and a matrix {tuple(weight_NK.shape)} none that fit"
+        )
     if x.device.type not in SLOW and x.dtype in NARROW and _has_kernel(x.device, x.dtype):
         return _by_kernel(x, weight_NK)
     return emulated(x, weight_NK)
@@ -60,7 +61,7 @@ def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     return _quantised(weight_NK.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
 
 
-def _quantised(blocks: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Numbers, and the scale of each block. A block of zeros has the scale 1."""
     wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     scales = wide.abs().amax(dims, keepdim=True) / LARGEST
@@ -84,9 +85,14 @@ def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
     return y[:num_rows].view(*x.shape[:-1], num)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's kernel agrees with what is emulated here. It is tried once, and waits for the device."""
+    return _tried(device, dtype)
+
+
+@functools.cache
+def _tried(device: torch.device, dtype: torch.dtype) -> bool:
     return apart(lambda: _agrees(device, dtype), device)
 
 
@@ -103,5 +109,7 @@ def _agrees(device: torch.device, dtype: torch.dtype) -> bool:
     due = emulated(x, weight).to(dtype)
     off = ((found.float() - due.float()).norm(dim=1) / due.float().norm(dim=1)).max().item()
     if not off <= _TOLERANCE:  # NaN too
-        logger.warning("the kernel for products in 8 bits is off by %.1e of the norm on %s; it is not used", off, device)
+        logger.warning(
+            "the kernel for products in 8 bits is off by %.1e of the norm on %s; it is not used", off, device
+        )
     return off <= _TOLERANCE

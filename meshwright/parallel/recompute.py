@@ -27,6 +27,7 @@ _COSTLY = [  # "selective" keeps products, attention, and what came from other r
     _aten.mm.default,
     _aten.addmm.default,
     _aten._grouped_mm.default,
+    _aten._scaled_mm_v2.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

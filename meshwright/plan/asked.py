@@ -1,12 +1,14 @@
-"""What options of the command line ask for: a mesh, a pipeline, ways of context parallelism."""
+"""What options of the command line ask for: a mesh, a pipeline, ways of context parallelism, products in 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
 from ..axes import OTHER_NAMES, Axes
+from ..blueprint import Blueprint
+from ..engine.arguments import in_fp8
 from ..errors import ConfigError
 from ..layout import Context, Pipeline
 
@@ -32,6 +34,17 @@ def mesh_of(text: str) -> dict[str, int]:
 def ways_of(options: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Pipeline, Context]:
     """How a model is laid onto a mesh of these sizes."""
     return _pipeline_of(options, sizes), _context_of(options["context"], sizes)
+
+
+def fp8_of(options: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+    """`fp8` and `fp8_skip` of `mw.load`."""
+    return "block" if options["fp8"] else None, [*filter(None, options["fp8_skip"].split(","))]
+
+
+def laid_out(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Callable[[Blueprint], Blueprint]:
+    """What lays a model onto a mesh of these sizes."""
+    (pipeline, context), asked = ways_of(options, sizes), fp8_of(options)
+    return lambda found: found.run_by(pipeline, reshard=True).in_context(context).in_fp8(in_fp8(*asked, found.table))
 
 
 def _pipeline_of(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Pipeline:

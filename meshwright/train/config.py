@@ -160,6 +160,10 @@ class TrainSection(Section):
     the weights of the tower are kept as they are."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """What products are computed in. Weights and moments are kept in float32, or in float64 with that."""
+    fp8: Literal["block"] | None = None
+    """"block": products of 8-bit numbers with a scale for each block of 128, which Hopper GPUs make fast."""
+    fp8_skip: str | list[str] = []
+    """Patterns of parameters whose products stay in `dtype`."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward, to save memory: whole layers, or only what is cheap."""
     reshard: bool = True

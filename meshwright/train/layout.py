@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..axes import Axes
 from ..engine import Context
+from ..engine.arguments import in_fp8
 from ..errors import MeshError
 from ..log import logger
 from ..plan import Figures, find, objections, told, work_of
@@ -15,6 +16,7 @@ def layout_of(config: Config) -> Figures:
     blueprint = find(config.model, "lm", weights=False, say=logger.info, tower=config.train.tower)
     blueprint = blueprint.run_by(config.pipeline.settings(), reshard=config.train.reshard)
     blueprint = blueprint.in_context(Context(**config.context.model_dump()))
+    blueprint = blueprint.in_fp8(in_fp8(config.train.fp8, config.train.fp8_skip, blueprint.table))
     sizes = config.mesh.model_dump()
     num_batches = config.train.streams_per_step // config.mesh.num_data_ranks
     refused = objections(blueprint, sizes, num_batches)

@@ -60,7 +60,7 @@ class Trainer:
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
             tower=config.train.tower,
             savings=Savings(**config.train.model_dump(include={*_SAVINGS})), pipeline=config.pipeline.settings(),
-            context=Context(**config.context.model_dump()),
+            context=Context(**config.context.model_dump()), fp8=config.train.fp8, fp8_skip=config.train.fp8_skip,
         )  # fmt: skip
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)

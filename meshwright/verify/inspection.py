@@ -18,11 +18,13 @@ import torch.distributed as dist
 from ..axes import Axes
 from ..blueprint import Blueprint, draw
 from ..engine import export, init, load
+from ..engine.arguments import in_fp8
 from ..errors import ConfigError, RankError, counted
 from ..layout import Context, Pipeline
 from ..log import quiet
 from ..mesh import Mesh
 from ..models import text_config
+from ..ops.fp8 import BLOCK
 from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
 from ..weights import of_table
 from .against import compare
@@ -32,6 +34,7 @@ from .examine import ORACLES, examine
 from .findings import Finding, Margin, Notes, read_notes
 from .peer import Document, Documents
 from .planted import bug, check_felt
+from .price import price
 from .published import damaged_files, published_sums, strange_weights
 from .ranks import run_ranks
 from .recorder import Recorder
@@ -46,6 +49,7 @@ RUN = "RUN"  # the finding where a run stopped before its end
 WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
 FULL, SHRUNK = "full", "shrunk"
 TRANSFORMERS = "transformers"  # the run that compares one process with it
+FP8 = "fp8"  # the run that says what products in 8 bits cost
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Options:
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
     tower: bool = False  # of a model that sees, with pictures
+    fp8: str | None = None  # as `mw.load` takes it
+    fp8_skip: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -118,7 +124,9 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     """Everything that can be refused is refused here, before any process starts."""
     check_devices(axes, options.device, model)
     if options.plant:
-        check_felt(options.plant, axes, options.kind != WEIGHTS, options.tower)
+        check_felt(
+            options.plant, axes, training=options.kind != WEIGHTS, sees=options.tower, in_fp8=options.fp8 is not None
+        )
     runs = blueprint = _found(model, options, weights=False, say=say)
     check_layout(blueprint, axes, 2 * axes.pp)
     training = options.kind != WEIGHTS
@@ -136,7 +144,11 @@ def _found(model: str, options: Options, *, weights: bool, say: Say) -> Blueprin
     found = find(model, options.head, weights=weights, say=say, tower=options.tower).run_by(
         options.pipeline, reshard=True
     )
-    return found.in_context(options.context)
+    return _in_fp8(found.in_context(options.context), options)
+
+
+def _in_fp8(blueprint: Blueprint, options: Options) -> Blueprint:
+    return blueprint.in_fp8(in_fp8(options.fp8, options.fp8_skip, blueprint.table))
 
 
 def _small(blueprint: Blueprint, axes: Axes, options: Options) -> Blueprint:
@@ -146,10 +158,10 @@ def _small(blueprint: Blueprint, axes: Axes, options: Options) -> Blueprint:
     num_stages = axes.pp * pipeline.stages if axes.pp > 1 else 1
 
     def laid_out(blueprint: Blueprint) -> Blueprint:
-        return blueprint.run_by(pipeline, reshard=True).in_context(options.context)
+        return _in_fp8(blueprint.run_by(pipeline, reshard=True).in_context(options.context), options)
 
-    small = partial(shrink, blueprint.config, axes.tp, num_stages=num_stages)
-    if options.device == "cpu":
+    small = partial(shrink, blueprint.config, axes.tp, num_stages=num_stages, block=BLOCK if options.fp8 else 0)
+    if options.device == "cpu" and not options.fp8:
         with contextlib.suppress(ConfigError):
             return laid_out(draw(small(width=ODD), head=options.head, tower=options.tower))
     return laid_out(draw(small(), head=options.head, tower=options.tower))
@@ -162,7 +174,18 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
     with quiet(), tempfile.TemporaryDirectory() as folder:
         source = source_of(plan, Path(folder), say)
         runs = [_run(plan, dtype, source, Path(folder), say) for dtype in plan.options.dtypes]
+        runs += [_price(plan, source, say)] if plan.options.fp8 and plan.kind == FULL else []
         return runs + ([_against(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
+
+
+def _price(plan: Plan, source: Path, say: Say) -> RunResult:
+    began, low = time.monotonic(), trial_of(plan, "bfloat16", source)
+    say("fp8: one process beside itself in bfloat16")
+    try:
+        notes, told = run_ranks(1, price, replace(low, fp8=None, fp8_skip=()), low, seconds=plan.options.seconds)[0]
+    except RankError as error:
+        return RunResult(FP8, time.monotonic() - began, [_stopped(1, error)], ("P1",), ended=())
+    return RunResult(FP8, time.monotonic() - began, notes.findings, ("P1",), told, notes.margins)
 
 
 def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
@@ -216,7 +239,8 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     return Trial(
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
         context=plan.options.context,
-        router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small,
+        router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
+        fp8_skip=plan.options.fp8_skip,
     )  # fmt: skip
 
 
@@ -246,7 +270,8 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
 def asked_of(trial: Trial) -> list[str]:
     """M1 has a run of its own. Where weights are not kept after every step, nobody can add up their updates."""
     adds_up = trial.dtype == torch.float64 and trial.keeps_all
-    return [oracle for oracle in ORACLES if oracle != "M1" and (adds_up or oracle != "O1")]
+    left_out = {"M1", "P1", *(() if adds_up else ["O1"]), *(() if trial.asks_products else ["Q1"])}
+    return [oracle for oracle in ORACLES if oracle not in left_out]
 
 
 def _stopped(num_ranks: int, error: RankError) -> Finding:

@@ -20,6 +20,7 @@ from ..weights import chosen
 from .diagnose.forward import scores_of
 from .diagnose.routers import watched_routers
 from .findings import Finding, Margin, Notes
+from .products import q1_products
 
 if TYPE_CHECKING:
     from .trial import StepOf, Trial
@@ -35,6 +36,8 @@ def notes_of(
     notes = Notes()
     notes.findings += [*_labels(trial, notes), *_mean(steps[0].loss, sums, aux, trial, notes)]
     notes.findings += [*_loads(trial, engine, steps, notes), *_rounded(engine, steps[0].grads)]
+    if trial.asks_products:
+        notes.found("Q1", q1_products(engine, trial.data(0, 0)[:1], notes))
     if steps[-1].weights and before and steps[0].grads:
         notes.found("O1", o1_updates(engine, before, steps, notes))
     return notes

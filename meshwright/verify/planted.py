@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops, parallel
@@ -20,6 +22,8 @@ from ..engine import terms
 from ..errors import ConfigError
 from ..layout import TOWER
 from ..models import decoder, tower
+from ..ops import fp8, product
+from ..ops.fp8 import BLOCK, rounded_matrix, rounded_rows
 from ..optim import AdamW
 from ..parallel import passes
 from ..weights import load as loading
@@ -33,6 +37,7 @@ class Bug:
     plant: Callable[[], None]
     loading: bool = False  # it shows in what is loaded
     tower: bool = False  # it shows in models that see, with pictures
+    fp8: bool = False  # it shows in products in 8 bits
 
 
 def _sum_left_out() -> None:
@@ -128,6 +133,29 @@ def _tower_left_out() -> None:
     passes.sum_replicas = lambda *_, **__: None
 
 
+def _sideways() -> None:
+    real = product._of_input
+
+    def sideways(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
+        turned = F.pad(d.flatten(0, -2).mT, (0, -d.flatten(0, -2).shape[0] % BLOCK))
+        along = rounded_rows(turned).mT[: d.flatten(0, -2).shape[0]].view_as(d)
+        return (along @ rounded_matrix(joined)).to(x.dtype) if fp8 else real(d, joined, x, fp8)
+
+    product._of_input = sideways
+
+
+def _scale_of_shard() -> None:
+    real = fp8.rounded_matrix
+
+    def rounded(weight: Tensor) -> Tensor:
+        halves = weight.unflatten(0, (-1, 2, BLOCK // 2))
+        return torch.stack(
+            [real(F.pad(half, (0, 0, 0, BLOCK // 2)))[: BLOCK // 2] for half in halves.flatten(0, 1)]
+        ).view_as(weight)
+
+    fp8.rounded_matrix = rounded  # type: ignore[assignment]
+
+
 BUGS: dict[str, Bug] = {
     "sum-left-out": Bug("gradients that FSDP does not sum are left unsummed", ("tp",), _sum_left_out),
     "averaged": Bug("they are averaged instead of summed", ("tp",), _averaged),
@@ -148,12 +176,16 @@ BUGS: dict[str, Bug] = {
         _tower_left_out,
         tower=True,
     ),
+    "fp8-sideways": Bug("gradients are rounded to 8 bits along their tokens", (), _sideways, fp8=True),
+    "fp8-scale-of-shard": Bug("half a block of 128 rows has a scale of its own", (), _scale_of_shard, fp8=True),
 }
 
 
-def check_felt(name: str, axes: Axes, training: bool, sees: bool) -> None:
+def check_felt(name: str, axes: Axes, *, training: bool, sees: bool, in_fp8: bool) -> None:
     """Refuse a bug that may change nothing: that it is not found would mean nothing."""
     wanted = bug(name).axes
+    if bug(name).fp8 and not in_fp8:
+        raise ConfigError(f"--plant {name} changes nothing without products in 8 bits; add --fp8")
     if bug(name).tower and not sees:
         raise ConfigError(f"--plant {name} changes nothing without the tower of a model that sees; add --tower")
     if wanted and not any(axes.size_of(axis) > 1 for axis in wanted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 Json = Mapping[str, Any]
@@ -16,19 +17,30 @@ _WIDTHS = {
 }
 
 
-def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1) -> dict[str, Any]:
+def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: int = 0) -> dict[str, Any]:
     """Widths and depth become small. Head counts, experts and everything else stay. `width` 0: one that every family
-    can have."""
+    can have. `block`: in the sides of matrices, as many of it as tp cuts."""
     if "text_config" not in config:
-        return _shrink(config, tp, width, num_stages)
+        return _in_blocks(_shrink(config, tp, width, num_stages), tp, block)
     num_taps = _num_taps(config)
-    text = _with_sections(_shrink(config["text_config"], tp, width, num_stages, num_taps + 1))
+    text = _in_blocks(_shrink(config["text_config"], tp, width, num_stages, num_taps + 1), tp, block)
+    text = _with_sections(text)
     small = {**config, "text_config": text}
     if config.get("vision_config"):
         small |= {"vision_config": _shrink_tower(config["vision_config"], text["hidden_size"], num_taps)}
         # words of the small vocabulary
         small |= {f"{name}_token_id": text["vocab_size"] - 5 - at for at, name in enumerate(("image", "video"))}
     return small
+
+
+def _in_blocks(text: dict[str, Any], tp: int, block: int) -> dict[str, Any]:
+    """Heads and experts of one block, MLPs of one a rank, and two or more in the width."""
+    if not block:
+        return text
+    step = lcm(text["num_attention_heads"], block)
+    wide = {"hidden_size": -(-2 * block // step) * step, "head_dim": block}
+    wide |= {"intermediate_size": block * tp} if "intermediate_size" in text else {}
+    return {**text, **wide, **{name: block for name in _WIDTHS if name in text}}
 
 
 def _num_taps(config: Json) -> int:
@@ -55,7 +67,7 @@ def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
         return text
     partial = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor")
     share = partial or (0.25 if "linear_key_head_dim" in text else 1.0)
-    text["head_dim"] = 24 if share == 0.25 else text["head_dim"]
+    text["head_dim"] = max(24, text["head_dim"]) if share == 0.25 else text["head_dim"]
     num = int(text["head_dim"] * share) // 2
     sections = [num - 2 * (num // 3), num // 3, num // 3]
     if group:

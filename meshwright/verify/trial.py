@@ -43,13 +43,10 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(0.3, 5e-3, 0.2),  # a smoke, A_log is the noisiest: the float64 run is the proof
 }
 
-# In 8 bits a value next to the middle of two numbers falls to either side by the last bit of a sum: in float64 so rarely
-# that the proof stands, else often.
-FP8_TOLERANCES = {
-    **TOLERANCES,
-    torch.float32: Tolerance(2e-2, 1e-3, 2e-2),
-    torch.bfloat16: Tolerance(0.3, 5e-3, 0.2),
-}
+# In 8 bits a value in the middle of two numbers falls to either side by the last bit of a sum, and may send a token to
+# other experts: in float64 so rarely that the proof stands, else often, so that the others are a smoke.
+_SMOKE = Tolerance(0.6, 2e-2, 1.0)
+FP8_TOLERANCES = {**TOLERANCES, torch.float32: _SMOKE, torch.bfloat16: _SMOKE}
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,11 @@ class Trial:
     @property
     def tolerance(self) -> Tolerance:
         return (FP8_TOLERANCES if self.fp8 else TOLERANCES)[self.dtype]
+
+    @property
+    def asks_products(self) -> bool:
+        """Whether each product in 8 bits is held against its definition."""
+        return self.fp8 is not None and self.dtype == torch.float64 and self.keeps_all
 
     @property
     def loss(self) -> losses.Loss:

@@ -61,6 +61,7 @@ class KeyMap:
     source: Source | None = None  # the files; new weights have none
     scales: Mapping[str, Scale] = field(default_factory=dict)  # of keys that are written as 8-bit numbers
     quantization: Mapping[str, Any] = field(default_factory=dict)  # what `config.json` is to tell of them
+    used: torch.dtype = torch.float32  # what products see of a weight, of which 8-bit numbers are made
 
     @property
     def files(self) -> list[str]:

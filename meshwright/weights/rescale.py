@@ -50,7 +50,7 @@ def numbers_and_scales(keymap: KeyMap, key: str, values: Tensor) -> tuple[Tensor
         looked.read_scales()
         looked.block(Block(whole, key, tuple(values.shape), whole), whole, values)
         grid = looked.chosen(key)
-    numbers = numbers_of(values, Places.of(values, values.shape, scale).take(grid))
+    numbers = numbers_of(values.to(keymap.used), Places.of(values, values.shape, scale).take(grid))
     stored = keymap.keys[scale.key]
     return numbers, as_stored(grid, stored.dtype).view(stored.shape)
 
@@ -108,7 +108,7 @@ class Look:
         for part in staged(block, common):
             values = ours[part.within(common).slices].cpu()
             places = Places.of(whole[part.within(block.ours).slices], block.shape, self.keymap.scales[block.key])
-            places.into(self.most[block.key], values.float().abs())
+            places.into(self.most[block.key], values.to(self.keymap.used).float().abs())
             if reader is not None:
                 before = reader.read(reader.source.entries[block.key], block, part).to(values.dtype)
                 places.into(self.changed[block.key], (values != before).float())

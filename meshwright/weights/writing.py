@@ -83,7 +83,7 @@ class Files:
             wanted, ours = wanted.permute(order), values[part.within(common).slices].permute(order)
             if block.key in self.keymap.scales:
                 places = Places.of(wanted, key.shape, self.keymap.scales[block.key])
-                ours = numbers_of(ours.to("cpu"), places.take(self.scales[block.key]))
+                ours = numbers_of(ours.to("cpu", self.keymap.used), places.take(self.scales[block.key]))
             flat = ours.to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
             for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
                 size = length * dtype.itemsize

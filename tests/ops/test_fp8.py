@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from meshwright.ops import fp8, late, linear, linears
 from meshwright.ops import experts as experts_of
+from meshwright.ops import fp8, late, linear, linears
 from tests.ops.references import compare, fp8_block, fp8_matrix, fp8_rows, rand
 
 WIDE = [torch.float64, torch.float32, torch.bfloat16]
@@ -152,7 +152,7 @@ def test_a_row_has_the_same_numbers_in_any_company():
 
 
 def test_a_kernel_gets_what_torch_wants_of_it(monkeypatch):
-    """Hopper's: tokens in fours, their scales by column, four scales in a row of the matrix. Here it is made by hand."""
+    """Hopper's: tokens in fours, their scales by column, four scales in a row of the matrix. Made by hand here."""
     seen = {}
 
     def kernel(a, b, scale_a, of_a, scale_b, of_b, output_dtype):
@@ -163,12 +163,14 @@ def test_a_kernel_gets_what_torch_wants_of_it(monkeypatch):
         return (x.flatten(1) @ (b.t().float() * grid).t()).to(output_dtype)
 
     monkeypatch.setattr(fp8.F, "scaled_mm", kernel)
-    fp8._has_kernel.cache_clear()
     assert fp8._agrees(torch.device("cpu"), torch.bfloat16)
     assert seen["a"].shape == (68, 384)  # 67 rows
-    assert seen["a"].is_contiguous() and seen["b"].t().is_contiguous()
-    assert seen["scale_a"].shape == (68, 3) and seen["scale_a"].stride() == (1, 68)
-    assert seen["scale_b"].shape == (4, 2) and seen["scale_b"].stride() == (1, 4)
+    assert seen["a"].is_contiguous()
+    assert seen["b"].t().is_contiguous()
+    assert seen["scale_a"].shape == (68, 3)
+    assert seen["scale_a"].stride() == (1, 68)
+    assert seen["scale_b"].shape == (4, 2)
+    assert seen["scale_b"].stride() == (1, 4)
     x, weight = rand(2, 3, 384, dtype=torch.bfloat16, grad=False), rand(256, 384, dtype=torch.bfloat16, grad=False)
     assert torch.equal(fp8._by_kernel(x, weight), fp8.emulated(x, weight).bfloat16())
 
@@ -189,3 +191,15 @@ def test_the_slow_form_by_hand():
     """The reference itself: 3 of 448 is a scale of 3 / 448; 1 becomes 149.3, which lies between 144 and 160."""
     block = torch.tensor([3.0, 1.0, 0.0, -3.0], dtype=torch.float64)
     assert torch.allclose(fp8_block(block), torch.tensor([3.0, 144 * 3 / 448, 0.0, -3.0], dtype=torch.float64))
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator():
+    """Numbers and scales to the bit, and products by whichever way is taken."""
+    device = torch.accelerator.current_accelerator()
+    x, weight = special(67, 384, dtype=torch.bfloat16), special(256, 384, dtype=torch.bfloat16)
+    assert torch.equal(bits(fp8.rounded_rows(x.to(device)).cpu()), bits(fp8.rounded_rows(x)))
+    assert torch.equal(bits(fp8.rounded_matrix(weight.to(device)).cpu()), bits(fp8.rounded_matrix(weight)))
+    found = fp8.fp8_linear(x.to(device), weight.to(device)).cpu().double()
+    due = fp8.emulated(x, weight).double()
+    assert (found - due).norm() <= 5e-3 * due.norm()

@@ -1,0 +1,244 @@
+"""Products in 8 bits, each held against its definition, on one process and on every rank.
+
+All run the same code, so what it does wrong everywhere would not show between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..data import Batch
+from ..engine import Engine, Model
+from ..ops.experts import _LoopedLinear
+from ..ops.late import is_late
+from ..ops.product import _Linears
+from .findings import Finding, Margin, Notes
+
+_ALLOWED = 1e-9  # of a norm
+_ALIKE = 1e-6  # of a norm, to a product with a known mistake
+_SIZES = [k / 8 * 2.0**-6 for k in range(8)] + [(1 + k / 8) * 2.0**e for e in range(-6, 9) for k in range(8)][:-1]
+_VALUES = torch.tensor(_SIZES, dtype=torch.float64, device="cpu")  # of E4M3, without their sign
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def nearest(quotients: Tensor) -> Tensor:
+    """The E4M3 value nearest to each; of two that are equally near, the even one."""
+    size = quotients.float().double().abs().clamp(max=_SIZES[-1])
+    above = torch.searchsorted(_VALUES, size).clamp(max=len(_SIZES) - 1)
+    below = (above - 1).clamp(min=0)
+    up, down = _VALUES[above] - size, size - _VALUES[below]
+    takes_up = (up < down) | ((up == down) & (above % 2 == 0))
+    return torch.where(takes_up, _VALUES[above], _VALUES[below]).copysign(quotients)
+
+
+def rounded(x: Tensor, block: tuple[int, int], *, multiplied: bool = False) -> Tensor:
+    """What 8 bits keep of a matrix in blocks of so many rows and columns."""
+    out, (height, width) = torch.empty_like(x), block
+    for rows, into_rows in zip(x.split(height), out.split(height), strict=True):
+        for part, into in zip(rows.split(width, 1), into_rows.split(width, 1), strict=True):
+            scale = float(part.abs().max()) / _SIZES[-1] or 1.0
+            into.copy_(nearest(part * scale if multiplied else part / scale) * scale)
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A scale for each 128 features of a token. All tokens at once: there are many."""
+    scales = x.abs().unflatten(1, (-1, 128)).amax(2) / _SIZES[-1]
+    scales = scales.where(scales > 0, 1.0).repeat_interleave(128, 1)
+    return nearest(x / scales) * scales
+
+
+def _columns(x: Tensor) -> Tensor:
+    """Along the wrong side: blocks of 128 tokens, each of one feature."""
+    return rounded(x.mT, (1, 128)).mT
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return rounded(weight, (128, 128))
+
+
+def _shard(weight: Tensor) -> Tensor:
+    return rounded(weight, (64, 128))
+
+
+def _multiplied(weight: Tensor) -> Tensor:
+    return rounded(weight, (128, 128), multiplied=True)
+
+
+_MISTAKES: tuple[tuple[str, Rounding, Rounding], ...] = (
+    ("nothing is rounded", _plain, _plain),
+    ("the weight is not rounded", _rows, _plain),
+    ("{} is not rounded", _plain, _matrix),
+    ("{} is rounded along the wrong side", _columns, _matrix),
+    ("scales multiply where they divide", _rows, _multiplied),
+    ("half a block has a scale of its own, as of a shard", _rows, _shard),
+)
+
+
+_OF_WEIGHT = (("its operands are rounded, and should not be", _rows, _rows),)
+
+
+@dataclass
+class Product:
+    """One that was made in 8 bits: its operands, and the gradients that came and went."""
+
+    name: str  # of the parameter; of several that are joined, of the first
+    x: Tensor
+    weight: Tensor
+    y: Tensor  # without a bias
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of "y", "x" and "weight", where they came
+
+
+def q1_products(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Iterator[Finding]:
+    """Products in 8 bits are those that were asked for, and are what their definition says, back and forth."""
+    asked = engine.model.blueprint.spec.fp8 & engine.model.pieces.keys()
+    with watched(engine.model) as seen:
+        engine.backward(batches)
+        engine.discard()
+    for name in sorted(seen.names - asked):
+        yield Finding(
+            "Q1", name, "its product is in 8 bits, which was not asked for", "a product takes no notice of fp8="
+        )
+    for name in sorted(asked - seen.names):
+        yield Finding("Q1", name, "its product is not in 8 bits, as was asked for", "a product takes no notice of fp8=")
+    worst, where, num = 0.0, "", 0
+    for product in seen.products():
+        for what, found, due, with_mistake in _compared(product):
+            num, error = num + 1, _off(found, due)
+            worst, where = max((worst, where), (error, f"{what} of {product.name}"))
+            if not error <= _ALLOWED:
+                guesses = (
+                    text.format(what) for text, q1, q2 in _MISTAKES if _off(found, with_mistake(q1, q2)) < _ALIKE
+                )
+                yield Finding("Q1", product.name, f"{what} is off by {error:.1e} of its norm", next(guesses, ""))
+    notes.measured(Margin("Q1", "products in 8 bits and their gradients", num, worst, _ALLOWED, where))
+
+
+def _off(found: Tensor, due: Tensor) -> float:
+    return float((found - due).norm() / (due.norm() or 1.0))
+
+
+def _compared(product: Product) -> Iterator[tuple[str, Tensor, Tensor, Callable[[Rounding, Rounding], Tensor]]]:
+    """What it is, what was found, what is due, and what it would be of operands that are rounded in another way."""
+    x, weight, given = product.x, product.weight, product.gradients
+    yield "y", product.y, _rows(x) @ _matrix(weight).mT, lambda q1, q2: q1(x) @ q2(weight).mT
+    d = given.get("y")
+    if d is None:
+        return
+    if "x" in given:
+        yield "dx", given["x"], _rows(d) @ _matrix(weight), lambda q1, q2: q1(d) @ q2(weight)
+    if "weight" in given:
+        yield "dW", given["weight"], d.mT @ x, lambda q1, _: q1(d).mT @ q1(x)
+
+
+@dataclass
+class _Call:
+    names: Sequence[str]
+    x: Tensor
+    weights: Sequence[Tensor]
+    bias: Tensor | None
+    counts: Sequence[int] | None  # of rows for each expert
+    y: Tensor = field(init=False)
+    gradients: dict[object, Tensor] = field(default_factory=dict)  # of "y", "x" and the weights by their number
+
+    def watch(self, name: object, tensor: Tensor) -> Tensor:
+        """The same, where its gradient of this product alone is kept."""
+        if not tensor.requires_grad:
+            return tensor
+        seen = tensor.view_as(tensor)
+        seen.register_hook(lambda grad: self.gradients.__setitem__(name, grad.clone()))
+        return seen
+
+    def products(self) -> Iterator[Product]:
+        x, y, grads = self.x.flatten(0, -2), self.y.flatten(0, -2), dict(self.gradients)
+        y = y if self.bias is None else y - self.bias
+        for name in {"x", "y"} & grads.keys():
+            grads[name] = grads[name].flatten(0, -2)
+        if self.counts is None:
+            weights = [grads.get(i, torch.zeros_like(w)) for i, w in enumerate(self.weights)]
+            whole = {"weight": torch.cat(weights)} if grads.keys() - {"x", "y"} else {}
+            yield Product(self.names[0], x, torch.cat([*self.weights]), y, {**_named(grads), **whole})
+            return
+        end = 0
+        for expert, count in enumerate(self.counts):
+            rows, end = slice(end, end + count), end + count
+            mine = {name: grad[rows] for name, grad in _named(grads).items()}
+            mine |= {"weight": grads[0][expert]} if 0 in grads else {}
+            if count:
+                yield Product(f"{self.names[0]} of expert {expert}", x[rows], self.weights[0][expert], y[rows], mine)
+
+
+def _named(gradients: Mapping[object, Tensor]) -> dict[str, Tensor]:
+    return {name: grad for name, grad in gradients.items() if isinstance(name, str)}
+
+
+def _home(tensor: Tensor) -> int:
+    """Where it lies; a parameter that lies in shards has no one place."""
+    return 0 if isinstance(tensor, DTensor) else tensor.untyped_storage().data_ptr()
+
+
+class Seen:
+    """What was made in 8 bits while it was watched."""
+
+    def __init__(self, model: Model) -> None:
+        self._parts = model.parts
+        self._calls: list[_Call] = []
+
+    @property
+    def names(self) -> set[str]:
+        return {name for call in self._calls for name in call.names}
+
+    def products(self) -> Iterator[Product]:
+        for call in self._calls:
+            yield from call.products()
+
+    def linears(self, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Tensor) -> Tensor:
+        if not fp8:
+            return _LINEARS(x, bias, fp8, *weights)
+        call = self._call(x, weights, bias, None)
+        given = [weight if is_late() else call.watch(number, weight) for number, weight in enumerate(weights)]
+        return self._made(call, _LINEARS(call.watch("x", x), bias, fp8, *given))
+
+    def experts(self, x: Tensor, weight: Tensor, counts: list[int], fp8: bool) -> Tensor:
+        if not fp8:
+            return _EXPERTS(x, weight, counts, fp8)
+        call = self._call(x, [weight], None, counts)
+        return self._made(
+            call, _EXPERTS(call.watch("x", x), weight if is_late() else call.watch(0, weight), counts, fp8)
+        )
+
+    def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
+        gathered = {_home(held): name for part in self._parts for name, held in part.named_parameters()}
+        names = [gathered.get(_home(weight), "something else") for weight in weights]
+        kept = [weight.detach().clone() for weight in weights]  # FSDP frees what it has gathered
+        self._calls.append(_Call(names, x.detach(), kept, None if bias is None else bias.detach(), counts))
+        return self._calls[-1]
+
+    def _made(self, call: _Call, y: Tensor) -> Tensor:
+        call.y = y.detach()
+        return call.watch("y", y)
+
+
+_LINEARS, _EXPERTS = _Linears.apply, _LoopedLinear.apply
+
+
+@contextmanager
+def watched(model: Model) -> Iterator[Seen]:
+    """The products of a model."""
+    seen = Seen(model)
+    _Linears.apply, _LoopedLinear.apply = seen.linears, seen.experts  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        _Linears.apply, _LoopedLinear.apply = _LINEARS, _EXPERTS  # type: ignore[method-assign]
