@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import meshwright as mw
+from meshwright import ops, parallel
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.engine.arguments import in_fp8
+from meshwright.errors import LayoutError
+from meshwright.layout import check_fp8
+from meshwright.ops import fp8, product
 from meshwright.ops.fp8 import rounded_matrix
 from meshwright.verify import Finding
+from meshwright.verify.findings import Notes
+from meshwright.verify.planted import BUGS
+from meshwright.verify.products import q1_products
 from tests import parts, tiny, trials, worlds
+from tests.words import words
 
 BOTH = dict(fsdp=2, tp=2)
 
@@ -31,16 +48,21 @@ class Case(NamedTuple):
 ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *trials.EXPERT_MESHES]
 
 
-def families(number: int, mesh: dict[str, int]) -> list[str]:
-    names = [name for name in tiny.ALIGNED if "moe" in name or "ep" not in mesh]
-    return names if mesh == BOTH else parts.every(4, names, number)
-
-
-CASES = [Case(name, (*mesh.items(),)) for number, mesh in enumerate(ALL) for name in families(number, mesh)]
+FULL = [Case(name, (*mesh.items(),)) for mesh in ALL for name in tiny.ALIGNED if "moe" in name or "ep" not in mesh]
+FEW = [
+    Case("qwen2", ()),
+    Case("qwen3_5", (("tp", 4),)),
+    Case("qwen3_5_moe", (("fsdp", 2), ("tp", 2))),
+    Case("qwen3_tied", (("replicate", 2), ("fsdp", 2))),
+    Case("qwen3", (("fsdp", 2), ("cp", 2))),
+    Case("qwen3_5", (("pp", 2), ("tp", 2))),
+    Case("qwen3_moe", (("fsdp", 2), ("tp", 2), ("ep", 4))),
+]
+CASES = FULL if parts.ALL else FEW
 ROUNDED = [
     Case(name, (*BOTH.items(),), dtype)
     for dtype in (torch.float32, torch.bfloat16)
-    for name in parts.every(3, tiny.ALIGNED, 1)
+    for name in (tiny.ALIGNED if parts.ALL else ["qwen3_5_moe"])
 ]
 Found = Callable[[Case], list[Finding]]
 
@@ -54,7 +76,8 @@ def findings(sources: dict[str, Path], group: list[Case]) -> dict[Case, list[Fin
     def tried(case: Case) -> trials.Trial:
         mesh = dict(case.mesh)
         plain = trials.trial(sources[case.name], mesh, "lm", case.dtype)
-        return replace(plain, fp8="block", fp8_skip=skipped(mesh))
+        steps = plain.steps if parts.ALL else 1
+        return replace(plain, fp8="block", fp8_skip=skipped(mesh), steps=steps)
 
     return trials.findings_in_turn({case: tried(case) for case in group})
 
@@ -81,6 +104,167 @@ def test_float64(found: Found, case: Case) -> None:
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: f"{case}-{case.dtype}")
 def test_rounded(found: Found, case: Case) -> None:
     assert found(case) == []
+
+
+# Bugs, planted in one process and in a mesh: what finds them, and how they are named.
+
+
+def router_rounded(patch: pytest.MonkeyPatch) -> None:
+    real = ops.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
+        wide = F.pad(weight, (0, 0, 0, -len(weight) % 128))
+        return real(x, weight, bias, fp8=fp8) if len(weight) != 8 else real(x, wide, fp8=True)[:, :8]
+
+    patch.setattr(ops, "linear", linear)
+
+
+def multiplied(patch: pytest.MonkeyPatch) -> None:
+    def rounded(weight: Tensor) -> Tensor:
+        numbers, scales = fp8._quantised_matrix(weight)
+        wide = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        return ((wide * scales).clamp(-448, 448).to(numbers.dtype).to(wide.dtype) * scales).flatten(2).flatten(0, 1)
+
+    patch.setattr(fp8, "rounded_matrix", rounded)
+
+
+def from_planted(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda _: BUGS[name].plant()
+
+
+def not_rounded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fp8, "rounded_rows", lambda x: x)
+
+
+def gradient_rounded(patch: pytest.MonkeyPatch) -> None:
+    real = product._Linears.backward
+
+    def backward(ctx: Any, d: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        dx, d_bias, _, *_ = real(ctx, d)
+        dw = (
+            (fp8.rounded_rows(d).mT @ fp8.rounded_rows(x)).split([len(w) for w in weights])
+            if ctx.fp8
+            else real(ctx, d)[3:]
+        )
+        return dx, d_bias, None, *dw
+
+    patch.setattr(product._Linears, "backward", staticmethod(backward))
+
+
+PLANTED = {
+    "router": (router_rounded, "layers.0.mlp.router", "not asked for"),
+    "multiplied": (multiplied, "layers.0.mixer.q.weight", "scales multiply where they divide"),
+    "sideways": (from_planted("fp8-sideways"), "layers.0.mixer.q.weight", "dy is rounded along the wrong side"),
+    "shard": (from_planted("fp8-scale-of-shard"), "layers.0.mixer.q.weight", "half a block has a scale of its own"),
+    "x as it is": (not_rounded, "layers.0.mixer.q.weight", "x is not rounded"),
+    "dW": (gradient_rounded, "layers.0.mixer.q.weight", "its operands are rounded, and should not be"),
+}
+
+
+def products_with(bug: str, source: Path) -> list[str]:
+    """What Q1 says of one process in which a bug is planted."""
+    tried = replace(trials.trial(source, {}), fp8="block")
+    with pytest.MonkeyPatch.context() as patch:
+        if bug:
+            PLANTED[bug][0](patch)
+        engine = tried.engine(mw.Mesh(device="cpu"))
+        return [str(each) for each in q1_products(engine, tried.data(0, 0)[:1], Notes())]
+
+
+def test_planted_bugs_are_named(sources: dict[str, Path]) -> None:
+    said = {bug: worlds.run(1, products_with, bug, sources["qwen3_moe"])[0] for bug in ["", *PLANTED]}
+    assert said[""] == []
+    for bug, (_, name, cause) in PLANTED.items():
+        assert [line for line in said[bug] if name in line and cause in line], (bug, said[bug][:3])
+
+
+@contextmanager
+def unchecked(_: object) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "check_fp8", lambda *_: None)
+        yield
+
+
+def test_a_cut_inside_of_a_block_is_found_where_nobody_refuses_it(tmp_path: Path) -> None:
+    """192 rows of a gate on each of two ranks: a block is half of the gate's and half of another's."""
+    config = {**tiny.ALIGNED["qwen3"], "intermediate_size": 384}
+    source = tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16, **config)
+    tried = replace(trials.trial(source, dict(tp=2)), fp8="block", fp8_skip=["*.down.weight"])
+    (found,) = trials.findings_in_turn({"it": tried}, unchecked).values()
+    assert {each.oracle for each in found} >= {"S1", "G1"}
+    assert any("gate_proj" in each.name for each in found)
+
+
+def refused(config: dict[str, Any], axes: Axes, skip: Sequence[str] = ()) -> str:
+    blueprint = draw(config)
+    low = [name for name in in_fp8("block", [], blueprint.table) if not any(fnmatch(name, each) for each in skip)]
+    try:
+        check_fp8(blueprint.in_fp8(low).spec, axes)
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+REAL = dict(
+    model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+)  # fmt: skip
+
+
+def test_a_mesh_that_cuts_blocks_is_refused_with_those_that_fit() -> None:
+    began = time.monotonic()
+    told = refused(REAL, Axes(tp=8))
+    assert time.monotonic() - began < 5
+    assert re.search(words("1216 rows", r"layers\.0\.mlp\.gate_up\.weight", "tp=8", "choose tp from 1, 2, 4, or"), told)
+    assert "fp8_skip=['layers.*.mlp.gate_up.weight', 'layers.*.mlp.down.weight']" in told
+    assert refused(REAL, Axes(tp=8), ["*.mlp.*"]) == ""
+    assert refused(REAL, Axes(fsdp=64, tp=4)) == ""
+    assert "share of the gradient" in refused(REAL, Axes(tp=16), ["*.mlp.*"])
+
+
+def test_sides_without_whole_blocks_are_refused_on_any_mesh() -> None:
+    assert "which no matrix of this model has" in refused(tiny.ODD["qwen3"], Axes())
+    odd = {**tiny.ALIGNED["qwen3_5"], "linear_key_head_dim": 96}
+    wanted = words("96 rows", r"layers\.0\.mixer\.qkv\.weight", r"fp8_skip=\['layers\.\*\.mixer\.qkv")
+    assert re.search(wanted, refused(odd, Axes()))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (dict(fp8="rowwise"), words("fp8='rowwise'", "fp8='block'")),
+        (dict(fp8=True), words("fp8=True", "fp8='block'")),
+        (dict(fp8_skip="layers.*"), words("skips nothing", "fp8='block'")),
+        (dict(fp8="block", fp8_skip="nothing.*"), words("matches no parameter", "fp8_skip")),
+        (dict(fp8="block", fp8_skip=["*"]), words("leaves no product")),
+        (dict(fp8="block", fp8_skip=7), words("fp8_skip=7", "pattern")),
+    ],
+)
+def test_what_is_refused(sources: dict[str, Path], given: dict[str, Any], told: str) -> None:
+    with pytest.raises(mw.ConfigError, match=told):
+        mw.load(sources["qwen3"], **given)
+
+
+def trained(source: Path, fp8: str | None, num: int) -> list[float]:
+    """On documents in which each word leaves four for the next: none can be learnt by heart."""
+    engine = mw.Engine(mw.load(source, mw.Mesh(device="cpu"), fp8=fp8), lr=lambda step: 2e-3 * (1 - step / num))
+    g, losses = torch.Generator().manual_seed(5), []
+    for _ in range(num):
+        steps_DT = torch.randint(0, 4, (4, 24), generator=g) ** 2 + 3
+        losses.append(engine.step([mw.pack((steps_DT.cumsum(1) % 131).tolist())]).loss)
+    return losses
+
+
+def test_a_run_ends_where_that_of_bfloat16_ends(tmp_path: Path) -> None:
+    """Of a tiny model with experts, float32 masters on both sides."""
+    small = {**tiny.ALIGNED["qwen3_moe"], "num_hidden_layers": 2, "num_experts": 4, "mlp_only_layers": []}
+    source = tiny.directory(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, **small)
+    runs = worlds.in_turn(1, {fp8: partial(trained, source, fp8, 200) for fp8 in (None, "block")})
+    (wide,), (low,) = runs[None], runs["block"]
+    ends = [sum(losses[-10:]) / 10 for losses in (wide, low)]
+    assert ends[0] < 0.4 * wide[0]
+    assert abs(ends[1] / ends[0] - 1) < 0.01, (ends, wide[0])
 
 
 def in_blocks(name: str, stored: torch.Tensor, config: dict[str, object]) -> torch.Tensor:

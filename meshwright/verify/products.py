@@ -40,24 +40,21 @@ def nearest(quotients: Tensor) -> Tensor:
 
 def rounded(x: Tensor, block: tuple[int, int], *, multiplied: bool = False) -> Tensor:
     """What 8 bits keep of a matrix in blocks of so many rows and columns."""
-    out, (height, width) = torch.empty_like(x), block
-    for rows, into_rows in zip(x.split(height), out.split(height), strict=True):
-        for part, into in zip(rows.split(width, 1), into_rows.split(width, 1), strict=True):
-            scale = float(part.abs().max()) / _SIZES[-1] or 1.0
-            into.copy_(nearest(part * scale if multiplied else part / scale) * scale)
-    return out
+    (rows, columns), (height, width) = x.shape, block
+    scales = x.abs().view(rows // height, height, columns // width, width).amax((1, 3)) / _SIZES[-1]
+    scales = scales.where(scales > 0, 1.0).repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return nearest(x * scales if multiplied else x / scales) * scales
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A scale for each 128 features of a token. All tokens at once: there are many."""
-    scales = x.abs().unflatten(1, (-1, 128)).amax(2) / _SIZES[-1]
-    scales = scales.where(scales > 0, 1.0).repeat_interleave(128, 1)
-    return nearest(x / scales) * scales
+    """A scale for each 128 features of a token."""
+    return rounded(x, (1, 128))
 
 
 def _columns(x: Tensor) -> Tensor:
     """Along the wrong side: blocks of 128 tokens, each of one feature."""
-    return rounded(x.mT, (1, 128)).mT
+    short = -len(x) % 128
+    return rounded(torch.nn.functional.pad(x, (0, 0, 0, short)), (128, 1))[: len(x)]
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -118,10 +115,10 @@ def q1_products(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Itera
             num, error = num + 1, _off(found, due)
             worst, where = max((worst, where), (error, f"{what} of {product.name}"))
             if not error <= _ALLOWED:
-                guesses = (
-                    text.format(what) for text, q1, q2 in _MISTAKES if _off(found, with_mistake(q1, q2)) < _ALIKE
-                )
-                yield Finding("Q1", product.name, f"{what} is off by {error:.1e} of its norm", next(guesses, ""))
+                known = _OF_WEIGHT if what == "dW" else _MISTAKES
+                alike = (text for text, q1, q2 in known if _off(found, with_mistake(q1, q2)) < _ALIKE)
+                guess = next(alike, "").format("x" if what == "y" else "dy")
+                yield Finding("Q1", product.name, f"{what} is off by {error:.1e} of its norm", guess)
     notes.measured(Margin("Q1", "products in 8 bits and their gradients", num, worst, _ALLOWED, where))
 
 
@@ -183,11 +180,6 @@ def _named(gradients: Mapping[object, Tensor]) -> dict[str, Tensor]:
     return {name: grad for name, grad in gradients.items() if isinstance(name, str)}
 
 
-def _home(tensor: Tensor) -> int:
-    """Where it lies; a parameter that lies in shards has no one place."""
-    return 0 if isinstance(tensor, DTensor) else tensor.untyped_storage().data_ptr()
-
-
 class Seen:
     """What was made in 8 bits while it was watched."""
 
@@ -218,9 +210,16 @@ class Seen:
             call, _EXPERTS(call.watch("x", x), weight if is_late() else call.watch(0, weight), counts, fp8)
         )
 
+    def _name(self, weight: Tensor) -> str:
+        """Of the parameter that it is, or is a copy of the rows of."""
+        held = {name: p for part in self._parts for name, p in part.named_parameters() if not isinstance(p, DTensor)}
+        home = weight.untyped_storage().data_ptr()
+        alike = (name for name, p in held.items() if p.untyped_storage().data_ptr() == home)
+        copies = (n for n, p in held.items() if p.shape[1:] == weight.shape[1:] and torch.equal(p, weight[: len(p)]))
+        return next(alike, "") or next(copies, "something else")
+
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
-        gathered = {_home(held): name for part in self._parts for name, held in part.named_parameters()}
-        names = [gathered.get(_home(weight), "something else") for weight in weights]
+        names = [self._name(weight) for weight in weights]
         kept = [weight.detach().clone() for weight in weights]  # FSDP frees what it has gathered
         self._calls.append(_Call(names, x.detach(), kept, None if bias is None else bias.detach(), counts))
         return self._calls[-1]
