@@ -2,6 +2,7 @@
 
     python -m bench.step                     # all three models, float32 and bfloat16
     python -m bench.step --models qwen3 --dtypes float32 --rounds 5
+    python -m bench.step --fp8 --device cuda --width 4096    # products in 8 bits beside those in bfloat16
 
 The models are those of the field's usual small comparison: 8 layers, width 512, vocabulary 32000, 1024 tokens of one
 document. Each step has another document, as in training, the same on both sides. Times are medians of the alternating
@@ -96,6 +97,39 @@ def their_step(model: Any, documents: Iterator[list[int]]) -> Step:
     return step
 
 
+def in_blocks(name: str, width: int) -> dict[str, Any]:
+    """The same model of another width, in whole blocks of 128."""
+    config = {**MODELS[name], "hidden_size": width, "intermediate_size": 3 * width, "head_dim": 128}
+    config |= {"num_attention_heads": width // 128, "num_key_value_heads": max(1, width // 512)}
+    if "moe_intermediate_size" in config:
+        config |= {"moe_intermediate_size": max(128, width // 2)}
+    if "linear_key_head_dim" in config:
+        config |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "rope_parameters": None}
+    return config
+
+
+def measure_fp8(name: str, rounds: int, device: str, width: int) -> str:
+    """A step of ours in bfloat16 and in 8 bits by turns, on any device."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        (directory / "config.json").write_text(json.dumps({**in_blocks(name, width), "dtype": "bfloat16"}))
+        mesh, times = mw.Mesh(device=device), {fp8: list[float]() for fp8 in (None, "block")}
+        models = {fp8: mw.init(directory, mesh, fp8=fp8) for fp8 in times}
+        steps = {fp8: our_step(model, map(document, count(1))) for fp8, model in models.items()}
+        losses = [step() for step in steps.values()]
+        for _ in range(rounds):
+            for fp8, step in steps.items():
+                mesh.settle()
+                begin = time.perf_counter()
+                step()  # its loss is a number on the host: the device has finished
+                times[fp8].append(time.perf_counter() - begin)
+        num = sum(p.numel for p in models[None].table)
+    wide, low = (statistics.median(each) for each in times.values())
+    return (
+        f"| {name}, {num / 1e6:.0f}M | {wide:.3f} | {low:.3f} | {wide / low:.2f} | {losses[0]:.5f} | {losses[1]:.5f} |"
+    )
+
+
 SIDES = {"meshwright": ours, "transformers": theirs}
 
 
@@ -188,9 +222,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--fp8", action="store_true", help="products in 8 bits beside those in bfloat16, both ours")
+    parser.add_argument("--device", default="cpu", help="of --fp8 (default cpu, where 8 bits are emulated)")
+    parser.add_argument("--width", type=int, default=512, help="of the models of --fp8 (default 512)")
     parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
+    if options.fp8:
+        print("| model | bfloat16 s | fp8 s | ratio | loss in bfloat16 | in fp8 |\n|---|---|---|---|---|---|")
+        for name in options.models:
+            print(measure_fp8(name, options.rounds, options.device, options.width), flush=True)
+        return
     lines = [HEADER]
     print(HEADER)
     for name in options.models:

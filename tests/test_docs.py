@@ -83,6 +83,7 @@ def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
     """In the order of the page, in a directory that holds what a reader has: this README, and the model it names."""
     for directory, name in SOURCES.items():
         tiny.directory(tmp_path / directory, name, dtype=torch.bfloat16)
+    tiny.directory(tmp_path / "Qwen3-4B", "qwen3", dtype=torch.bfloat16, **tiny.ALIGNED["qwen3"])
     quantised.directory(tmp_path / "Qwen3-8B", tmp_path / "Qwen3-8B-FP8", quantised.FORMATS["bfloat16"])
     seeing.directory(tmp_path / "Qwen3-VL-4B", "qwen3_vl", dtype=torch.bfloat16)
     tiny.classifier(tmp_path / "my-classifier", "qwen3", "Sequence", num_labels=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import ops, parallel
+from meshwright import cli, ops, parallel
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.engine.arguments import in_fp8
@@ -292,3 +293,23 @@ def test_what_is_served_is_what_was_trained(sources: dict[str, Path], tmp_path: 
     assert found
     for low, (seen, written) in found.items():
         assert torch.equal(seen, written), low
+
+
+def test_from_the_command_line(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of real weights: every product, and what they cost."""
+    given = ["verify", str(sources["qwen3"]), "--mesh", "tp=2", "--fp8", "--full", "--dtypes", "float64"]
+    cli.main([*given, "--against", "none", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    wide, fp8_run = found["runs"]
+    assert {row: lines for row, lines in wide["oracles"].items() if lines} == {}
+    assert fp8_run["dtype"] == "fp8"
+    assert all(re.search(p, " ".join(fp8_run["notes"])) for p in (r"loss \d", r"nats of KL", "cosine of gradients 0.9"))
+
+
+def test_a_small_model_in_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**REAL, "num_attention_heads": 4, "num_key_value_heads": 2}))
+    given = ["verify", str(tmp_path / "config.json"), "--mesh", "fsdp=2", "--fp8", "--fp8-skip", "*.k.weight"]
+    assert cli.main([*given, "--dtypes", "float64", "--against", "none", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["oracles"]["Q1"] == []
+    assert run["margins"]["Q1"][0]["count"] > 0

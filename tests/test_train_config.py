@@ -120,6 +120,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + 'output_dir = "x"\n', "did you mean out at the top?"),
         (PLAIN + "[train]\nxyz = 1\n", "there is no such field; there are length, "),
         (PLAIN + '[train]\ncompiled = true\nrecompute = "selective"\n', "which compiled = true fuses"),
+        (PLAIN + '[train]\nfp8_skip = "layers.0.*"\n', 'take fp8 = "block" too'),
         (PLAIN + "[optim]\nwarmup = 1.5\n", "it should be a whole number, or a number below 1, not 1.5"),
         (PLAIN + "[optim]\nbetas = [0.9, 2]\n", "a number below 1"),
         (PLAIN + "[optim]\nbetas = [0.9]\n", "it should be a list of 2, not [0.9]"),
@@ -213,9 +214,11 @@ VALUES = {  # where the default says nothing of what else there may be
     "schedule": "wsd", "early_stopping": "3", "prompts": '["Hello"]', "top_p": "0.9", "state_dtype": "bfloat16",
     "sample.tokens": "9", "pipeline.schedule": "v", "ends": "[2, 4]", "hold": "true",
     "context": "1", "max_pixels": "7", "max_video_pixels": "7", "fps": "3.5",
+    "fp8": "block", "fp8_skip": '"layers.0.*"',
 }  # fmt: skip
 BESIDE = {  # what a field needs that it makes sense, by its name or its section
     "split": ["{section}.kind=text"], "share": ["train.steps=9"], "decay": ["optim.schedule=wsd"], "ep": ["mesh.tp=2"],
+    "fp8_skip": ["train.fp8=block"],
     "early_stopping": ["eval.path=y"], "eval": ["eval.path=y"], "sample": ['sample.prompts=["x"]'],
     "eval.sets.0": ["eval.sets.0.path=y", "eval.sets.0.name=y"], "best": ["eval.path=y"],
     "fewer": ["launch.max_restarts=1"], "pipeline": ["mesh.pp=2"], "eval.pictures": ["eval.path=y"],

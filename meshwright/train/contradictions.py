@@ -200,6 +200,8 @@ def _of_memory(config: Config) -> Told:
             'recompute = "selective" chooses among the operations of a layer, which compiled = true fuses; '
             'take recompute = "full" or "none", or leave compiled out',
         )
+    if train.fp8_skip and train.fp8 is None:
+        yield ("train", "fp8_skip"), 'it leaves out of fp8, which is not asked for; take fp8 = "block" too'
     if config.optim.state_dtype == "bfloat16" and max(config.optim.betas) > 0.98:
         yield (
             ("optim", "state_dtype"),
