@@ -87,9 +87,8 @@ def draw(
 
     `tower`: with the tower of a model that sees. `stored` is the dtype in which parameters are kept.
     """
+    source = source.scaled_by(config) if source is not None else None
     keys = source.entries if source is not None else {}
-    if source is not None:
-        source = source.scaled_by(config)
     module, table = describe(config, prefix_of(config, keys or None), head, keys, tower=tower)
     spec = ShardingSpec(table, Rules(), module)
     return Blueprint(config, module, spec, _keymap(table, config, source, stored), head, tower, directory)

@@ -64,9 +64,7 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
     wide = [replace(key, dtype="F32") if key.name in written.scales else key for key in keys]
     for key, tensor in weights.whole_tensors(stored_model, model.keymap, wide, dtypes=dtypes):
         if key.name in written.scales:
-            numbers, scales = weights.numbers_and_scales(written, key.name, tensor)
-            yield key.name, numbers
-            yield written.scales[key.name].key, scales
+            yield from weights.numbers_and_scales(written, key.name, tensor).items()
         else:
             yield key.name, tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..blueprint import Blueprint, draw
-from ..errors import StateError
+from ..errors import ConfigError, StateError
 from ..layout import (
     Charge,
     Context,
@@ -288,6 +288,7 @@ def put_on_mesh(
 ) -> Model:
     """Place a model: its parameters have memory then, and no values."""
     trained = _freeze(blueprint, train)
+    _refuse_only_read(blueprint, trained)
     blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
     stored = blueprint.stored_dtypes(compute, trained)
     weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(stored))
@@ -310,6 +311,19 @@ def _freeze(blueprint: Blueprint, patterns: Sequence[str]) -> set[str]:
     for name in blueprint.table.params:
         blueprint.module.get_parameter(name).requires_grad_(name in trained)
     return trained
+
+
+def _refuse_only_read(blueprint: Blueprint, trained: Container[str]) -> None:
+    """An export would have to write what was trained, and nothing here writes such a format."""
+    for param in blueprint.table:
+        found = blueprint.keymap.only_read(param)
+        if found is not None and param.name in trained:
+            key, form = found
+            raise ConfigError(
+                f"{key} is {form}, in which weights are read and not trained, but train= takes in {param.name}; give "
+                "patterns of what is to be trained of the rest, such as train=['*norm*'], or train=[] for nothing, or "
+                "fetch the model in bfloat16 or FP8"
+            )
 
 
 def _refuse_state_dict(*_: object) -> None:

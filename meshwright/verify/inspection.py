@@ -322,12 +322,14 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
 
 def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     wide = "F64" in {key.dtype for key in plan.blueprint.keymap.keys.values()}
-    mesh = mesh_of(plan)
+    mesh, blueprint = mesh_of(plan), plan.blueprint
+    frozen = {param.name for param in blueprint.table if blueprint.keymap.only_read(param) is not None}
+    train = [name for name in blueprint.table.params if name not in frozen] if frozen else "**"
     _plant(plan)
     with Recorder() as recorder:
         model = load(
             plan.directory, mesh, head=plan.options.head, dtype=torch.float64 if wide else None,
-            pipeline=plan.options.pipeline, context=plan.options.context, tower=plan.options.tower,
+            pipeline=plan.options.pipeline, context=plan.options.context, tower=plan.options.tower, train=train,
         )  # fmt: skip
     return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)
 

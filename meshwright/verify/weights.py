@@ -178,6 +178,14 @@ def _scaled(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     return numbers.float() * wide[..., :rows, :columns]
 
 
+def _four_bits(packed: Tensor) -> Tensor:
+    """A sign, two bits of an exponent and one of a mantissa, spelled out; the first number is in the low bits."""
+    codes = torch.stack([packed.int() % 16, packed.int() // 16], -1).flatten(-2)
+    exponent, half = codes % 8 // 2, codes % 2
+    sizes = torch.where(exponent == 0, half * 0.5, torch.ldexp(1 + half * 0.5, exponent - 1))
+    return torch.where(codes >= 8, -sizes, sizes)
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """NaN is NaN, and 0 is not -0."""
     return tensor.view(_BITS[tensor.itemsize])
@@ -206,6 +214,18 @@ class _Mapped:
         """Of which `num_elements` will be looked at."""
         if key == self._last[0]:
             return self._last[1]
+        scale = self.source.scales.get(key)
+        if scale is None:
+            return self._of_file(key, num_elements)
+        numbers = self._of_file(scale.packed or key, num_elements)
+        numbers = _four_bits(numbers) if scale.packed else numbers
+        scales = self._of_file(scale.key, num_elements)
+        if scale.divisor:
+            scales = scales.float() / self._of_file(scale.divisor, 1).float()
+        self._last = key, _scaled(numbers, scales, scale.block)
+        return self._last[1]
+
+    def _of_file(self, key: str, num_elements: int) -> Tensor:
         entry = self.source.entries[key]
         try:
             if self.num_bytes > _MAPPED_BYTES:
@@ -222,8 +242,4 @@ class _Mapped:
                 f"it was {entry.shape}; put the old file back"
             )
         self.num_bytes += num_elements * found.itemsize
-        scale = self.source.scales.get(key)
-        if scale is None:
-            return found
-        self._last = key, _scaled(found, self.tensor(scale.key, found.numel()), scale.block)
-        return self._last[1]
+        return found

@@ -25,7 +25,7 @@ from .header import DTYPES, read_json
 from .keymap import KeyMap
 from .rescale import scales_for, write_scales
 from .rows import whole_rows
-from .scales import Places, as_numbers, values_of
+from .scales import Places, as_numbers, unpacked, values_of
 from .source import CONFIG, INDEX, Source
 from .streaming import StoredModel
 from .target import Target, atomic_directory, check_target
@@ -198,11 +198,13 @@ def raw_tensor(source: Source, key: str) -> Tensor:
 
 def whole_values(source: Source, key: str) -> Tensor:
     """A tensor of the source; numbers times their scales, in float32, where it has some."""
-    found, scale = raw_tensor(source, key), source.scales.get(key)
+    found, scale, shape = raw_tensor(source, key), source.scales.get(key), source.entries[key].shape
     if scale is None:
         return found
-    places = Places.of(found, found.shape, scale)
-    return values_of(found, places.take(as_numbers(raw_tensor(source, scale.key)).view(scale.grid(found.shape))))
+    found = unpacked(found).view(shape) if scale.packed else found
+    scales = as_numbers(raw_tensor(source, scale.key)).view(scale.grid(shape))
+    scales = scales / raw_tensor(source, scale.divisor) if scale.divisor else scales
+    return values_of(found, Places.of(found, shape, scale).take(scales))
 
 
 def small_files(beside: Path, keymap: KeyMap) -> Iterator[Path]:
@@ -225,7 +227,7 @@ def check_readable(export: Export) -> None:
 def _check_carried(keymap: KeyMap) -> None:
     if keymap.source is not None:
         of_source = {key: scale for key, scale in keymap.source.scales.items() if key in keymap.scales}
-        read = {*keymap.carried, *of_source, *(scale.key for scale in of_source.values())}
+        read = {*keymap.carried, *of_source, *(key for scale in of_source.values() for key in scale.beside)}
         files = sorted({keymap.source.entries[key].file for key in read})
         keymap.source.check_unchanged(files, _PUT_BACK)
 

@@ -88,6 +88,12 @@ class KeyMap:
             torch.float32 if key in scaled else DTYPES[self.keys[key].dtype] for key in keys if key in self.keys
         )
 
+    def only_read(self, param: Param) -> tuple[str, str] | None:
+        """A key of a parameter in a format that is only read, and the format: it cannot be trained."""
+        scales = self.source.scales if self.source is not None else {}
+        found = [(key, scales[key].form) for key in chosen(param, self.choice).keys if key in scales]
+        return next((each for each in found if each[1]), None)
+
     def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> KeyMap:
         """The same, with another dtype for every key that is trained. It must not round the keys in `exact`."""
         name = NAMES.get(dtype)
@@ -108,12 +114,14 @@ class KeyMap:
         if self.source is None or not self.source.scales:
             return self
         scales = {key: scale for key, scale in self.source.scales.items() if key in self.keys}
-        wanted = {*self.keys, *(scale.key for scale in scales.values())}
+        wanted = {*self.keys, *(beside for scale in scales.values() for beside in scale.beside)}
+        wanted -= {key for key, scale in scales.items() if scale.packed}
         keys = {name: key for name, key in keys_of(self.source).items() if name in wanted}
-        keys |= {name: key for name, key in self.keys.items() if name not in keys}
+        keys |= {name: self.keys[name] for name in self.keys if name in wanted and name not in keys}
         place = {file: number for number, file in enumerate(self.source.files)}
         ordered = sorted(keys.values(), key=lambda key: place[key.file])
-        carried = {scales[key].key for key in self.carried if key in scales} | self.carried
+        kept = [key for key, scale in scales.items() if scale.form or key in self.carried]
+        carried = {*self.carried, *kept, *(beside for key in kept for beside in scales[key].beside)} & keys.keys()
         told = also_plain(self.source.quantization, _modules(key for key in ordered if key.name in self.fresh_keys))
         return replace(
             self, keys={key.name: key for key in ordered}, carried=frozenset(carried), scales=scales, quantization=told
@@ -164,8 +172,8 @@ def keys_of(source: Source) -> dict[str, Key]:
 
 def _values_of(source: Source, dtype: torch.dtype) -> dict[str, Key]:
     """Its keys. Matrices that have scales are in `dtype`, without them."""
-    scales = {scale.key for scale in source.scales.values()}
-    keys = {name: key for name, key in keys_of(source).items() if name not in scales}
+    beside = {key for scale in source.scales.values() for key in scale.beside}
+    keys = {name: key for name, key in keys_of(source).items() if name not in beside}
     return {name: replace(key, dtype=NAMES[dtype]) if name in source.scales else key for name, key in keys.items()}
 
 

@@ -16,7 +16,7 @@ from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKe
 from ..layout import Block, Box, Layout, Param, Piece, Table, interval
 from .header import DTYPES, TRAINABLE, Entry
 from .runs import Checks
-from .scales import Places, as_numbers, values_of
+from .scales import NUMBERS, PACKED, Places, as_numbers, unpacked, values_of
 from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
@@ -75,11 +75,11 @@ def _nearest(group: str, spelled: Mapping[str, list[str]], source: Source) -> st
 def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
     """Keys that are kept and not trained. Every other key must be one of ours: neither more nor fewer."""
     ours = {k for p in table for k in chosen(p, choice).keys}
-    ours |= {source.scales[key].key for key in ours if key in source.scales}
+    ours |= {beside for key in ours if key in source.scales for beside in source.scales[key].beside}
     rest = [k for k in source.entries if k not in ours]
-    scales = {scale.key for scale in source.scales.values()}
+    known = {beside for scale in source.scales.values() for beside in scale.beside}
     unknown = [
-        k for k in rest if k not in scales and not any(fnmatch.fnmatchcase(k, pattern) for pattern in table.carried)
+        k for k in rest if k not in known and not any(fnmatch.fnmatchcase(k, pattern) for pattern in table.carried)
     ]
     if unknown:
         raise UnknownKey(
@@ -137,7 +137,7 @@ class Reader:
     def __post_init__(self) -> None:
         self._open: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._scales = "", torch.empty(0, device="cpu")  # of the key that was read last
+        self._scales = "", range(0), torch.empty(0, device="cpu")  # of the rows of blocks that were read last
 
     def __enter__(self) -> Reader:
         return self
@@ -158,7 +158,7 @@ class Reader:
         """Straight into its memory where it lies in the file as it lies there; else through the buffer."""
         entry = self.source.entries[block.key]
         wanted = _view(block, entry, common)
-        if DTYPES[entry.dtype] == ours.dtype and wanted.is_contiguous() and ours.is_contiguous() and ours.is_cpu:
+        if DTYPES.get(entry.dtype) == ours.dtype and wanted.is_contiguous() and ours.is_contiguous() and ours.is_cpu:
             into = ours.view(-1).view(torch.uint8)
             self._read_into(entry, into, int(wanted.storage_offset()) * ours.element_size())
             return
@@ -186,7 +186,7 @@ class Reader:
         """Part by part: ours, and what the source has for it until the next part is read."""
         entry = self.source.entries[block.key]
         strips = _Strips.of(_view(block, entry, common))
-        num = common.size // common.shape[0] if block.turned else strips.at_a_time(DTYPES[entry.dtype].itemsize)
+        num = common.size // common.shape[0] if block.turned else strips.at_a_time(_dtype(entry).itemsize)
         for lo in range(0, common.size, num):
             for part in interval(common, lo, min(lo + num, common.size)):
                 yield ours[part.within(common).slices], self.read(entry, block, part)
@@ -196,23 +196,43 @@ class Reader:
         stands until the next read."""
         if entry.key not in self.source.scales:
             return self._raw(entry, block, part)
-        scales = self.scales(entry.key)
         places = Places.of(_view(block, entry, part), entry.shape, self.source.scales[entry.key])
-        return values_of(self._raw(entry, block, part), places.take(scales))
+        rows = places.rows_of_blocks
+        return values_of(self._raw(entry, block, part), places.below(rows.start).take(self._some(entry.key, rows)))
 
     def scales(self, key: str) -> Tensor:
         """Those of a matrix, in float32, by blocks."""
-        if self._scales[0] != key:
-            scale, shape = self.source.scales[key], self.source.entries[key].shape
-            entry = self.source.entries[scale.key]
-            stored = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
-            self._read_into(entry, stored.view(-1).view(torch.uint8), 0)
-            self._scales = key, as_numbers(stored).view(scale.grid(shape))
-        return self._scales[1]
+        grid = self.source.scales[key].grid(self.source.entries[key].shape)
+        return self._some(key, range(prod(grid[:-1]))).view(grid)
+
+    def as_it_is(self, key: str) -> Tensor:
+        """A whole tensor of a file."""
+        entry = self.source.entries[key]
+        return self._flat(entry, 0, prod(entry.shape)).view(entry.shape)
+
+    def _some(self, key: str, rows: range) -> Tensor:
+        """Its scales in some rows of blocks: a rank reads none of which it has no element."""
+        last, read, found = self._scales
+        if last != key or not (read.start <= rows.start and rows.stop <= read.stop):
+            scale, read = self.source.scales[key], rows
+            entry, width = self.source.entries[scale.key], scale.grid(self.source.entries[key].shape)[-1]
+            found = as_numbers(self._flat(entry, rows.start * width, len(rows) * width).view(-1, width))
+            if scale.divisor:
+                found = found / self._flat(self.source.entries[scale.divisor], 0, 1)
+            self._scales = key, read, found
+        return found[rows.start - read.start : rows.stop - read.start]
+
+    def _flat(self, entry: Entry, first: int, num: int) -> Tensor:
+        """Some elements as they lie in the file, in memory of their own."""
+        out = torch.empty(num, dtype=DTYPES[entry.dtype], device="cpu")
+        self._read_into(entry, out.view(torch.uint8), first * out.itemsize)
+        return out
 
     def _raw(self, entry: Entry, block: Block, part: Box) -> Tensor:
-        dtype, wanted = DTYPES[entry.dtype], _view(block, entry, part)
+        dtype, wanted = _dtype(entry), _view(block, entry, part)
         strips = _Strips.of(wanted)
+        if entry.dtype == PACKED:
+            return self._unpacked(entry, wanted, strips, block.turned or strips.together(dtype.itemsize))
         if block.turned or strips.together(dtype.itemsize):  # a matrix at a time is turned in memory
             self._read_into(entry, self._room(strips.span * dtype.itemsize), strips.first * dtype.itemsize)
             return self._buffer[: strips.span * dtype.itemsize].view(dtype).as_strided(wanted.shape, wanted.stride(), 0)
@@ -222,6 +242,20 @@ class Reader:
             self._read_into(entry, out[at : at + num], offset * dtype.itemsize)
             at += num
         return out.view(dtype).view(part.shape)
+
+    def _unpacked(self, entry: Entry, wanted: Tensor, strips: _Strips, together: bool) -> Tensor:
+        """Numbers of 4 bits as such of 8 bits."""
+        if together:
+            return self._nibbles(entry, strips.first, strips.span).as_strided(wanted.shape, wanted.stride())
+        runs = contiguous(wanted.shape, wanted.stride(), strips.first)
+        parts = [self._nibbles(entry, first, num).view(torch.uint8) for first, num in runs]
+        return torch.cat(parts).view(NUMBERS).view(wanted.shape)
+
+    def _nibbles(self, entry: Entry, first: int, num: int) -> Tensor:
+        """It may begin and end within a byte."""
+        into = self._room((first + num + 1) // 2 - first // 2)
+        self._read_into(entry, into, first // 2)
+        return unpacked(into)[first % 2 :][:num]
 
     def _room(self, num_bytes: int) -> Tensor:
         if len(self._buffer) < num_bytes:
@@ -263,6 +297,11 @@ class Reader:
                     part = memoryview(bytearray(run.stop - run.start))
                     self._fetch(entry, part, run.start)
                 checks.check(entry.file, run, part, entry.key)
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    """In which its elements are read."""
+    return NUMBERS if entry.dtype == PACKED else DTYPES[entry.dtype]
 
 
 def _view(block: Block, entry: Entry, part: Box) -> Tensor:

@@ -2,13 +2,13 @@
 
 A block that is as it was gets the scale of the source, with which its numbers are those of the source again. A block
 that was trained gets the scale that it needs. Ranks cut blocks anywhere, so each says what it has of every block, and
-the most of all counts: that is exact.
+the most of all counts: that is exact. A matrix in a format that is only read must be as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ Grids = dict[str, Tensor]  # by the key of a matrix: a number for each block
 
 def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
     """By the key of what is written in 8 bits. All ranks call it, and get the same."""
-    trained = [key for key in sorted(keymap.scales) if key not in keymap.carried]
+    trained = [key for key, scale in sorted(keymap.scales.items()) if scale.form or key not in keymap.carried]
     if not trained:
         return {}
     mesh = stored_model.mesh
@@ -39,20 +39,24 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
             found = mesh.most_(torch.cat([grids[key].view(-1) for key in trained]).to(mesh.device), "scales").cpu()
             parts = found.split([grids[key].numel() for key in trained])
             grids.update({key: part.view(grids[key].shape) for key, part in zip(trained, parts, strict=True)})
-        return {key: looked.chosen(key) for key in trained}
+        looked.refuse_changed()
+        return {key: looked.chosen(key) for key in trained if not keymap.scales[key].form}
 
 
-def numbers_and_scales(keymap: KeyMap, key: str, values: Tensor) -> tuple[Tensor, Tensor]:
+def numbers_and_scales(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, Tensor]:
     """A whole tensor as a file would hold it."""
     scale, whole = keymap.scales[key], Box.whole(values.shape)
     with contextlib.ExitStack() as files:
         looked = Look(keymap, [key], files)
         looked.read_scales()
         looked.block(Block(whole, key, tuple(values.shape), whole), whole, values)
+        looked.refuse_changed()
+        if scale.form:
+            return looked.as_they_are(key)
         grid = looked.chosen(key)
     numbers = numbers_of(values.to(keymap.used), Places.of(values, values.shape, scale).take(grid))
     stored = keymap.keys[scale.key]
-    return numbers, as_stored(grid, stored.dtype).view(stored.shape)
+    return {key: numbers, scale.key: as_stored(grid, stored.dtype).view(stored.shape)}
 
 
 class Look:
@@ -61,7 +65,9 @@ class Look:
 
     def __init__(self, keymap: KeyMap, keys: Sequence[str], files: contextlib.ExitStack) -> None:
         self.keymap = keymap
-        self.most = {key: torch.zeros(keymap.scales[key].grid(keymap.keys[key].shape)) for key in keys}
+        # Of what is only read it is enough to know whether anything differs, and groups of 16 would take much memory.
+        self.scales = {key: s.as_one if s.form else s for key, s in keymap.scales.items() if key in keys}
+        self.most = {key: torch.zeros(self.scales[key].grid(_shape(keymap, key))) for key in keys}
         self.changed = {key: torch.zeros_like(grid) for key, grid in self.most.items()}
         self.earlier: Grids = {}  # scales of the source
         self.reader = files.enter_context(Reader(keymap.source)) if keymap.source is not None else None
@@ -79,10 +85,25 @@ class Look:
             raise ExportError(f"{key} has values for which {stored.dtype}, the dtype of its scales, is too small")
         return torch.where(self.changed[key] > 0, new, self.earlier[key]) if key in self.earlier else new
 
+    def refuse_changed(self) -> None:
+        """What is only read is written as the source has it, so it must not be anything else."""
+        for key, scale in self.scales.items():
+            if scale.form and bool(self.changed[key].any()):
+                raise ExportError(
+                    f"{key} is no longer what the source holds, and {scale.form} is not written here; "
+                    "give dtype=, which writes values, or load the model again"
+                )
+
+    def as_they_are(self, key: str) -> dict[str, Tensor]:
+        """What the source has of a matrix."""
+        assert self.reader is not None, "it was read from there"
+        names = [key, *self.scales[key].beside]
+        return {name: self.reader.as_it_is(name) for name in names if name in self.keymap.keys}
+
     def read_scales(self) -> None:
         """Of all keys, also of those of which this rank has nothing."""
         for key in self.most:
-            if (reader := self.before(key)) is not None:
+            if not self.scales[key].form and (reader := self.before(key)) is not None:
                 self.earlier[key] = reader.scales(key)
 
     def at(self, stored_model: StoredModel) -> None:
@@ -107,7 +128,7 @@ class Look:
         whole, reader = block.view(torch.empty(block.shape, device="meta")), self.before(block.key)
         for part in staged(block, common):
             values = ours[part.within(common).slices].cpu()
-            places = Places.of(whole[part.within(block.ours).slices], block.shape, self.keymap.scales[block.key])
+            places = Places.of(whole[part.within(block.ours).slices], block.shape, self.scales[block.key])
             places.into(self.most[block.key], values.to(self.keymap.used).float().abs())
             if reader is not None:
                 before = reader.read(reader.source.entries[block.key], block, part).to(values.dtype)
@@ -123,6 +144,12 @@ def check_scaled(stored_model: StoredModel, keymap: KeyMap) -> None:
         read = [*keymap.scales, *(scale.key for scale in keymap.scales.values())]
         entries = keymap.source.entries
         keymap.source.check_unchanged(sorted({entries[key].file for key in read if key in entries}))
+
+
+def _shape(keymap: KeyMap, key: str) -> Sequence[int]:
+    if key in keymap.keys or keymap.source is None:
+        return keymap.keys[key].shape
+    return keymap.source.entries[key].shape  # of packed numbers, which no file has under this key
 
 
 def _scaled(stored_model: StoredModel, keymap: KeyMap) -> Iterator[Param]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import BrokenFile, LoadError
 from .header import Entry, read_header, read_stamped_json, short
-from .scales import Scale, scales_of
+from .scales import Scale, scales_of, with_matrices
 from .stamp import Opened, Stamp, open_file
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -40,9 +40,11 @@ class Source:
         return bool(self.stamps)
 
     def scaled_by(self, config: Mapping[str, Any]) -> Source:
-        """The same, with the scales that its `config.json` tells of."""
-        scales = scales_of(config, self.entries) if self.has_headers else {}
-        return replace(self, scales=scales, quantization=config["quantization_config"]) if scales else self
+        """The same, with the scales that its `config.json` tells of, and the matrices of packed numbers as entries."""
+        entries = with_matrices(config, self.entries)
+        scales = scales_of(config, entries) if self.has_headers else {}
+        found = replace(self, entries=entries)
+        return replace(found, scales=scales, quantization=config["quantization_config"]) if scales else found
 
     @property
     def files(self) -> list[str]:

@@ -59,7 +59,7 @@ class Files:
         for box, view in piece.views(values):
             for block in (*layout.blocks, *layout.copies):
                 common = block.ours.meet(box)
-                if common is not None and block.key in self.keymap.keys:
+                if common is not None and block.key in self.keymap.keys and block.key not in self.keymap.carried:
                     self._write_box(block, common, view[common.within(box).slices])
 
     def put(self, name: str, data: bytes | memoryview, offset: int) -> None:

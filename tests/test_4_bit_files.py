@@ -1,0 +1,423 @@
+"""Files in NVFP4, MXFP4 and MXFP8, as compressed-tensors writes them: read exactly, kept to the byte, never trained."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import save_file
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.blueprint import draw
+from meshwright.engine import model as engine_model
+from meshwright.errors import LoadError, MismatchedKey, RankError
+from meshwright.layout import Block, Box
+from meshwright.weights import Reader, load, open_index, open_source, scales, whole_tensors
+from tests import parts, quantised, tiny, trials, worlds
+from tests.quantised import is_kept, tensors
+from tests.test_fp8_files import bits, from_the_first_row, rewritten, same_bits, sealed
+from tests.trials import named, world_of
+
+FORMS = {"NVFP4": "nvfp4-pack-quantized", "MXFP4": "mxfp4-pack-quantized", "MXFP8": "mxfp8-quantized"}
+GROUP = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}
+FAMILIES = ("qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
+MESHES: list[dict[str, int]] = [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)]
+# In groups of 32; but not the columns of the delta net's `out_proj`: 80, which two ranks cut within a group of 16.
+SIZES = dict(
+    hidden_size=64, intermediate_size=96, head_dim=16, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+)  # fmt: skip
+Case = tuple[str, str]
+KEY, NAME = "model.layers.0.mlp.down_proj.weight", "layers.0.mlp.down.weight"
+
+
+def written(key: str, matrix: Tensor, form: str) -> dict[str, Tensor]:
+    """What compressed-tensors makes of a matrix, by keys."""
+    scheme = preset_name_to_scheme(form, ["Linear"])
+    groups, least = matrix.unflatten(-1, (-1, GROUP[form])), matrix.abs().max()
+    whole = generate_gparam(-least, least) if form == "NVFP4" else None
+    grid, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, whole)
+    module = {"weight": matrix, "weight_scale": grid, "weight_zero_point": zeros}
+    if whole is not None:
+        module |= {"weight_global_scale": whole, "input_global_scale": torch.tensor([3.5])}
+    made = BaseCompressor.get_value_from_registry(FORMS[form]).compress(module, scheme)
+    return {key.removesuffix("weight") + name: tensor.clone() for name, tensor in made.items()}
+
+
+def told(form: str) -> dict[str, Any]:
+    found: dict[str, Any] = QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme(form, ["Linear"])}, format=FORMS[form], ignore=["lm_head"],
+        quantization_status=QuantizationStatus.COMPRESSED,
+    ).to_dict()  # fmt: skip
+    return found
+
+
+def quantise(source: Path, out: Path, form: str) -> Path:
+    out.mkdir(parents=True)
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (out / "config.json").write_text(json.dumps(config | {"quantization_config": told(form)}, default=str))
+    made: dict[str, Tensor] = {}
+    for key, tensor in tensors(source).items():
+        if is_kept(key, tensor) or tensor.shape[-1] % GROUP[form]:
+            made[key] = tensor.to(torch.bfloat16) if tensor.dim() > 1 else tensor
+        else:
+            tensor[0] = 0  # a group of zeros
+            tensor[1] = -tensor[1].abs() * 1e-3  # some of which become -0
+            made |= written(key, tensor, form)
+    save_file(made, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def values(at: Path) -> dict[str, Tensor]:
+    """What a directory holds, in float64, one number after the other."""
+    found, out = tensors(at), {}
+    for key, tensor in found.items():
+        base, _, last = key.rpartition(".")
+        if last == "weight_packed":
+            rows = [[E2M1[n] for byte in row for n in (byte & 15, byte >> 4)] for row in tensor.tolist()]
+            out[f"{base}.weight"] = scaled(torch.tensor(rows, dtype=torch.float64), found, f"{base}.weight")
+        elif last == "weight" and f"{key}_scale" in found:
+            out[key] = scaled(tensor.double(), found, key)
+        elif not last.endswith("_scale"):
+            out[key] = tensor.double()
+    return out
+
+
+def scaled(numbers: Tensor, found: Mapping[str, Tensor], key: str) -> Tensor:
+    """Every value is exact in float32; in NVFP4 the scale and the value are rounded to it, as the library does."""
+    grid = found[f"{key}_scale"]
+    if grid.dtype == torch.uint8:
+        by_group = [[2.0 ** (u - 127) for u in row] for row in grid.tolist()]
+    else:
+        divisor = float(found[f"{key}_global_scale"])
+        by_group = (torch.tensor(grid.double().tolist(), dtype=torch.float64) / divisor).float().tolist()
+    size = 32 if grid.dtype == torch.uint8 else 16
+    each = [[number * row[c // size] for c, number in enumerate(line)]
+            for line, row in zip(numbers.tolist(), by_group, strict=True)]  # fmt: skip
+    return torch.tensor(each, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    at = tmp_path_factory.mktemp("4bit")
+    plain = functools.cache(lambda family: tiny.directory(at / family, family, **SIZES))
+    return functools.cache(lambda family, form: quantise(plain(family), at / f"{family}, {form}", form))
+
+
+expected = functools.cache(values)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_our_reading_is_the_library_s(directory: Callable[[str, str], Path], form: str) -> None:
+    """Which rounds what it hands out to bfloat16, where numbers are in 4 bits."""
+    at = directory("qwen3", form)
+    found, reader = tensors(at), BaseCompressor.get_value_from_registry(FORMS[form])
+    base = KEY.removesuffix("weight")
+    module = {key.removeprefix(base): tensor for key, tensor in found.items() if key.startswith(base)}
+    theirs = reader.decompress(module, preset_name_to_scheme(form, ["Linear"]))["weight"]
+    assert same_bits(theirs, expected(at)[KEY].float().to(theirs.dtype))
+    if form != "NVFP4":
+        assert torch.equal(expected(at)[KEY].float().double(), expected(at)[KEY])
+
+
+def cases_on(mesh: Mapping[str, int]) -> list[Case]:
+    """Every format on every mesh; a family of its own, or all of them."""
+    families = FAMILIES if parts.ALL else [FAMILIES[MESHES.index(dict(mesh))]]
+    families = ["qwen3_5"] if mesh == dict(tp=2) and not parts.ALL else families
+    return [(family, form) for family in families for form in FORMS if "ep" not in mesh or "moe" in family]
+
+
+def untouched(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, Any]:
+    model = mw.load(at, trials.mesh_of(dict(mesh)), dtype=torch.float32, train="*norm*")
+    assert mw.check_weights(model).ok
+    mw.export(model, out)
+    keys = [key for key in model.keymap.keys.values() if key.name not in model.keymap.carried]
+    stored = model.stored_model(model.stored())
+    whole = {key.name: t.clone() for key, t in whole_tensors(stored, model.keymap, keys, dtypes=model.kept)}
+    streamed = {name: sealed(tensor) for name, tensor in mw.stream(model, format="source")}
+    return {"values": whole, "streamed": streamed, "bf16": mw.gather(model)}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=named)
+def test_read_exactly_and_kept_to_the_byte(
+    directory: Callable[[str, str], Path], tmp_path: Path, mesh: dict[str, int]
+) -> None:
+    cases = cases_on(mesh)
+    acts = {case: functools.partial(untouched, directory(*case), mesh, tmp_path / case[1]) for case in cases}
+    for case, answers in worlds.in_turn(world_of(mesh), acts).items():
+        at, found = directory(*case), answers[0]
+        due, files = expected(at), tensors(at)
+        assert found["values"].keys() == due.keys(), case
+        for key, whole in due.items():
+            assert same_bits(found["values"][key].float(), whole.float()), (case, key)
+            assert same_bits(found["bf16"][key], whole.float().to(found["bf16"][key].dtype)), (case, key)
+        assert found["streamed"].keys() == files.keys(), case
+        assert all(found["streamed"][key][0] == sealed(files[key])[0] for key in files), case
+        assert all(torch.equal(found["streamed"][key][1], bits(files[key])) for key in files), case
+        for file in at.iterdir():
+            assert (tmp_path / case[1] / file.name).read_bytes() == file.read_bytes(), (case, file.name)
+
+
+def trained(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, int]:
+    model = mw.load(at, trials.mesh_of(dict(mesh)), dtype=torch.float32, train=["*norm*", "*router*"])
+    read = model.bytes_read
+    engine = mw.Engine(model, lr=1e-2)
+    engine.step(tiny.batches(model.mesh.data_rank))
+    mw.export(model, out / "as it was")
+    mw.export(model, out / "plain", dtype=torch.float32)
+    mw.save(engine, out / "steps")
+    before = {name: tensor.clone() for name, tensor in model.stored().items()}
+    again = mw.Engine(mw.load(at, model.mesh, dtype=torch.float32, train=["*norm*", "*router*"]), lr=1e-2)
+    mw.resume(again, out / "steps")
+    assert all(same_bits(tensor, before[name]) for name, tensor in again.model.stored().items())
+    mw.export(again.model, out / "resumed")
+    return {"read": read, "frozen": len(before) - len(model.trainable)}
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2, tp=2)], ids=named)
+@pytest.mark.parametrize("case", [("qwen3_5_moe", "NVFP4"), ("qwen3_moe", "MXFP8")], ids=str)
+def test_what_is_frozen_stays(
+    directory: Callable[[str, str], Path], tmp_path: Path, mesh: dict[str, int], case: Case
+) -> None:
+    """Whatever else is trained, saved, and resumed."""
+    at = directory(*case)
+    worlds.run(world_of(mesh), trained, at, mesh, tmp_path)
+    before, after = tensors(at), tensors(tmp_path / "as it was")
+    assert before.keys() == after.keys()
+    moved = {key for key in before if not same_bits(before[key], after[key])}
+    assert moved
+    assert all("norm" in key or "mlp.gate.weight" in key for key in moved), moved
+    config, as_it_was = (json.loads((p / "config.json").read_text()) for p in (at, tmp_path / "as it was"))
+    assert config == as_it_was
+    for name in ("plain", "steps/step-000001"):
+        assert "quantization_config" not in json.loads((tmp_path / name / "config.json").read_text())
+        assert tensors(tmp_path / name).keys() == expected(at).keys()
+    plain = tensors(tmp_path / "plain")
+    assert all(same_bits(plain[key], expected(at)[key].float()) for key in expected(at).keys() - moved)
+    for file in (tmp_path / "as it was").iterdir():
+        assert (tmp_path / "resumed" / file.name).read_bytes() == file.read_bytes()
+
+
+def bytes_read(at: Path) -> tuple[int, int]:
+    """Of the files, on a rank that stores half of each matrix."""
+    model = mw.load(at, mw.Mesh(fsdp=2, device="cpu"), train=[])
+    return model.bytes_read, (at / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rank_reads_its_bytes_alone(directory: Callable[[str, str], Path], form: str) -> None:
+    read, sizes = zip(*worlds.run(2, bytes_read, directory("qwen3", form)), strict=True)
+    assert sum(read) < 1.01 * sizes[0]
+    assert max(read) < 0.52 * sizes[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_box(directory: Callable[[str, str], Path], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may begin and end within a byte, and within a group; short strips may be read together or each alone."""
+    at = directory("qwen3", form)
+    source = open_source(at).scaled_by(json.loads((at / "config.json").read_text()))
+    entry, due = source.entries[KEY], expected(at)[KEY].float()
+    whole = Box.whole(entry.shape)
+    for together in (True, False):
+        monkeypatch.setattr(load, "_SHORT_BYTES", (64 << 10) * together)
+        with Reader(source) as reader:
+            for first, last in ((0, 96), (1, 96), (0, 95), (7, 8), (15, 17), (31, 66), (33, 63), (48, 96)):
+                part = Box((3, first), (61, last))
+                found = reader.read(entry, Block(whole, KEY, entry.shape, whole), part)
+                assert same_bits(found, due[part.slices]), (together, part)
+
+
+def refuses(at: Path, plain: Path) -> None:
+    mesh = mw.Mesh(device="cpu")
+    for train in ("**", "layers.1.*", ["*norm*", NAME]):
+        with pytest.raises(mw.ConfigError, match=r"_proj\.weight is NVFP4.* and not trained.*train=\['\*norm\*'") as e:
+            mw.load(at, mesh, train=train)
+        assert "FP8" in str(e.value)
+    mw.load(plain, mesh)  # the same model, which fits
+
+
+def not_read(*_: Any) -> int:
+    raise AssertionError("weights were read")
+
+
+def test_training_is_refused_before_anything_is_read(
+    directory: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_model, "fill", not_read)
+    with pytest.raises(RankError, match="weights were read"):
+        worlds.run(1, refuses, directory("qwen3", "NVFP4"), directory("qwen3", "NVFP4").parent / "qwen3")
+
+
+def changed(at: Path, out: Path) -> None:
+    """By hand, on the second rank alone."""
+    mesh = mw.Mesh(fsdp=2, device="cpu")
+    model = mw.load(at, mesh, dtype=torch.float32, train=[])
+    if mesh.rank == 1:
+        model.stored()[NAME][-1, -1] += 1
+    with pytest.raises(mw.MeshwrightError, match=r"down_proj\.weight is no longer.*MXFP4 is not written.*dtype="):
+        mw.export(model, out)
+    assert not out.exists()
+    mw.export(model, out, dtype=torch.float32)
+
+
+def test_what_changed_is_not_written_as_it_was(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    at = directory("qwen3", "MXFP4")
+    worlds.run(2, changed, at, tmp_path / "out")
+    assert int((tensors(tmp_path / "out")[KEY] != expected(at)[KEY].float()).sum()) == 1
+
+
+def in_fp8(at: Path, out: Path) -> None:
+    mw.export(mw.load(at, mw.Mesh(device="cpu"), dtype=torch.float32, train=[]), out, format="fp8")
+
+
+def test_it_may_be_written_in_fp8(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=128, intermediate_size=128, head_dim=32)
+    at = quantise(tiny.directory(tmp_path / "plain", "qwen3", **sizes), tmp_path / "q", "NVFP4")
+    worlds.run(1, in_fp8, at, tmp_path / "out")
+    found = tensors(tmp_path / "out")
+    assert found.keys() == {*expected(at), *(f"{key}_scale_inv" for key in expected(at) if f"{key}_scale_inv" in found)}
+    numbers, grid = quantised.quantise(expected(at)[KEY].float(), (128, 128), torch.float32)
+    assert same_bits(found[KEY], numbers)
+    assert same_bits(found[KEY + "_scale_inv"], grid)
+
+
+def kept(at: Path, out: Path) -> None:
+    model = mw.load(at, mw.Mesh(device="cpu"), train=[])
+    mw.export(model, out / "as it was")
+    mw.export(model, out / "plain", dtype=torch.bfloat16)
+
+
+def test_what_the_model_has_no_part_for(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    extra = written("mtp.fc.weight", torch.randn(8, 64), "NVFP4")
+    at = rewritten(directory("qwen3_5", "NVFP4"), tmp_path / "m", lambda config, files: files.update(extra))
+    worlds.run(1, kept, at, tmp_path)
+    before, after = tensors(at), tensors(tmp_path / "as it was")
+    assert before.keys() == after.keys()
+    assert all(same_bits(tensor, after[key]) for key, tensor in before.items())
+    plain = tensors(tmp_path / "plain")
+    assert plain.keys() == values(at).keys()
+    assert same_bits(plain["mtp.fc.weight"], values(at)["mtp.fc.weight"].float().bfloat16())
+
+
+Files = dict[str, Tensor]
+PACKED, SCALE, GLOBAL = KEY + "_packed", KEY + "_scale", KEY + "_global_scale"
+
+
+def weights_told(config: dict[str, Any], **changes: Any) -> None:
+    config["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+
+
+def of(config: dict[str, Any], **changes: Any) -> None:
+    config["quantization_config"].update(changes)
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any], Files], object], type, str]] = {
+    "no scale": (lambda c, f: f.pop(SCALE), MismatchedKey, f"{PACKED} is U8, and {SCALE} is not there"),
+    "no global scale": (lambda c, f: f.pop(GLOBAL), MismatchedKey, f"{PACKED} is U8, and {GLOBAL} is not there"),
+    "no numbers": (lambda c, f: f.pop(PACKED), LoadError, "down_proj"),
+    "a grid of groups of 32": (lambda c, f: f.update({SCALE: f[SCALE][:, ::2].clone()}), MismatchedKey,
+        "is (64, 3), but model.layers.0.mlp.down_proj.weight (64, 96) has (64, 6) blocks of 1 x 16"),
+    "bytes": (lambda c, f: f.update({SCALE: bits(f[SCALE]).view(64, 6).clone()}), MismatchedKey,
+        "U8; scales must be F8_E4M3"),
+    "two global scales": (lambda c, f: f.update({GLOBAL: torch.ones(2)}), MismatchedKey, "F32 (2,), but must be one"),
+    "narrow": (
+        lambda c, f: f.update({PACKED: f[PACKED][:, :40].clone(), SCALE: f[SCALE][:, :5].clone()}), MismatchedKey,
+        "down_proj.weight is (64, 80), but layers.0.mlp.down.weight needs (64, 96)"),
+    "twice": (lambda c, f: f.update({KEY: torch.ones(64, 96)}), LoadError, "remove one of them"),
+    "no config": (lambda c, f: c.pop("quantization_config"), LoadError, "has no model.layers.0.self_attn.q_proj"),
+    "groups of 64": (lambda c, f: weights_told(c, group_size=64), LoadError, "group_size 64"),
+    "whole numbers": (lambda c, f: weights_told(c, type="int"), LoadError, "4 bits of 'int'"),
+    "zero points": (lambda c, f: weights_told(c, symmetric=False), LoadError, "symmetric=false"),
+    "6 bits": (lambda c, f: of(c, format="mxfp6-pack-quantized"), LoadError, "'mxfp6-pack-quantized', is not read"),
+    "int4": (lambda c, f: of(c, format="pack-quantized"), LoadError, "format 'pack-quantized', is not read"),
+    "no format": (lambda c, f: of(c, format=None), LoadError, "format None"),
+    "transformed": (lambda c, f: of(c, transform_config={"config_groups": {}}), LoadError, "transform_config"),
+    "two formats": (lambda c, f: c["quantization_config"]["config_groups"].update(
+        group_1=told("MXFP4")["config_groups"]["group_0"] | {"format": FORMS["MXFP4"]}), LoadError, "2 kinds"),
+    **{method: (lambda c, f, m=method: of(c, quant_method=m), LoadError, f"{method!r} quantised are not read")
+       for method in ("modelopt", "gptq", "awq", "bitsandbytes", "mxfp4")},
+}  # fmt: skip
+
+
+def test_what_is_refused(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    acts = {
+        name: functools.partial(refused, rewritten(directory("qwen3", "NVFP4"), tmp_path / name, BROKEN[name][0]))
+        for name in BROKEN
+    }
+    for name, ((kind, said),) in worlds.in_turn(1, acts).items():
+        assert issubclass(kind, BROKEN[name][1]), (name, kind, said)
+        assert BROKEN[name][2] in said, (name, said)
+
+
+def refused(at: Path) -> tuple[type, str]:
+    with pytest.raises(mw.MeshwrightError) as error:
+        mw.load(at, mw.Mesh(device="cpu"), train=[])
+    return type(error.value), str(error.value)
+
+
+def high_first(packed: Tensor) -> Tensor:
+    return right_unpacked(packed.bitwise_left_shift(4) | packed.bitwise_right_shift(4))
+
+
+def multiplied(self: Reader, key: str, rows: range) -> Tensor:
+    divisor = self.source.scales[key].divisor
+    return right_some(self, key, rows) * (self.as_it_is(divisor) ** 2 if divisor else 1)
+
+
+def groups_of_32(view: Tensor, shape: Any, scale: scales.Scale) -> scales.Places:
+    return right_places(view, shape, scales.Scale(scale.key, (1, 32)))
+
+
+right_places, right_unpacked, right_some = scales.Places.of, scales.unpacked, Reader._some
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "the high four bits first": (load, "unpacked", high_first),
+    "the global scale multiplies": (Reader, "_some", multiplied),
+    "scales of other groups": (scales.Places, "of", staticmethod(groups_of_32)),
+    "scales of the first rows": (scales.Places, "of", staticmethod(from_the_first_row)),
+}
+
+
+def compared(at: Path, plant: str) -> bool:
+    where, name, wrong = PLANTED[plant]
+    right = vars(where)[name]
+    setattr(where, name, wrong)
+    try:
+        return mw.check_weights(mw.load(at, mw.Mesh(fsdp=2, device="cpu"), train=[])).ok
+    finally:
+        setattr(where, name, right)
+
+
+def test_planted_bugs_are_seen(directory: Callable[[str, str], Path]) -> None:
+    """By the comparison of what is stored with the files, which reads them in its own way."""
+    at = directory("qwen3", "NVFP4")
+    found = worlds.in_turn(2, {plant: functools.partial(compared, at, plant) for plant in PLANTED})
+    assert not any(any(answers) for answers in found.values()), found
+
+
+def test_the_command(directory: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """It trains nothing."""
+    at = directory("qwen3_5", "NVFP4")
+    assert cli.main(["verify", str(at), "--mesh", "tp=2", "--weights", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert not any(run["oracles"].values())
+
+
+def test_an_index_alone_tells_how_files_spell_it(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """No header says what is packed."""
+    at = directory("qwen3_moe", "NVFP4")
+    keys = dict.fromkeys(tensors(at), "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": keys}))
+    found = draw(json.loads((at / "config.json").read_text()), open_index(tmp_path))
+    assert found.keymap.choice == {"experts": "per-expert"}
