@@ -210,17 +210,18 @@ def test_what_is_frozen_stays(
         assert (tmp_path / "resumed" / file.name).read_bytes() == file.read_bytes()
 
 
-def bytes_read(at: Path) -> tuple[int, int]:
-    """Of the files, on a rank that stores half of each matrix."""
-    model = mw.load(at, mw.Mesh(fsdp=2, device="cpu"), train=[])
-    return model.bytes_read, (at / "model.safetensors").stat().st_size
+def bytes_read(at: Path) -> int:
+    """On a rank that stores half of each matrix."""
+    return mw.load(at, mw.Mesh(fsdp=2, device="cpu"), train=[]).bytes_read
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rank_reads_its_bytes_alone(directory: Callable[[str, str], Path], form: str) -> None:
-    read, sizes = zip(*worlds.run(2, bytes_read, directory("qwen3", form)), strict=True)
-    assert sum(read) < 1.01 * sizes[0]
-    assert max(read) < 0.52 * sizes[0]
+    """But for global scales, which both may need."""
+    at = directory("qwen3", form)
+    size = sum(tensor.nbytes for key, tensor in tensors(at).items() if not key.endswith("global_scale"))
+    num = sum(key.endswith("weight_global_scale") for key in tensors(at))
+    assert size <= sum(worlds.run(2, bytes_read, at)) - 4 * num <= size + 4 * num
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -138,6 +138,7 @@ class Reader:
         self._open: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._scales = "", range(0), torch.empty(0, device="cpu")  # of the rows of blocks that were read last
+        self._divisors: dict[str, Tensor] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -218,9 +219,14 @@ class Reader:
             entry, width = self.source.entries[scale.key], scale.grid(self.source.entries[key].shape)[-1]
             found = as_numbers(self._flat(entry, rows.start * width, len(rows) * width).view(-1, width))
             if scale.divisor:
-                found = found / self._flat(self.source.entries[scale.divisor], 0, 1)
+                found = found / self._divisor(scale.divisor)
             self._scales = key, read, found
         return found[rows.start - read.start : rows.stop - read.start]
+
+    def _divisor(self, key: str) -> Tensor:
+        if key not in self._divisors:
+            self._divisors[key] = self._flat(self.source.entries[key], 0, 1)
+        return self._divisors[key]
 
     def _flat(self, entry: Entry, first: int, num: int) -> Tensor:
         """Some elements as they lie in the file, in memory of their own."""
