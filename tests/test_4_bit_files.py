@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from safetensors.torch import save_file
+from compressed_tensors.quantization import preset_name_to_scheme
 from torch import Tensor
 
 import meshwright as mw
@@ -24,57 +22,14 @@ from meshwright.errors import LoadError, MismatchedKey, RankError
 from meshwright.layout import Block, Box
 from meshwright.weights import Reader, load, open_index, open_source, scales, whole_tensors
 from tests import parts, quantised, tiny, trials, worlds
-from tests.quantised import is_kept, tensors
+from tests.quantised import FORMS, SIZES, in_groups, tensors, told, written
 from tests.test_fp8_files import bits, from_the_first_row, rewritten, same_bits, sealed
 from tests.trials import named, world_of
 
-FORMS = {"NVFP4": "nvfp4-pack-quantized", "MXFP4": "mxfp4-pack-quantized", "MXFP8": "mxfp8-quantized"}
-GROUP = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}
 FAMILIES = ("qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
 MESHES: list[dict[str, int]] = [dict(), dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)]
-# In groups of 32; but not the columns of the delta net's `out_proj`: 80, which two ranks cut within a group of 16.
-SIZES = dict(
-    hidden_size=64, intermediate_size=96, head_dim=16, moe_intermediate_size=32, shared_expert_intermediate_size=32,
-)  # fmt: skip
 Case = tuple[str, str]
 KEY, NAME = "model.layers.0.mlp.down_proj.weight", "layers.0.mlp.down.weight"
-
-
-def written(key: str, matrix: Tensor, form: str) -> dict[str, Tensor]:
-    """What compressed-tensors makes of a matrix, by keys."""
-    scheme = preset_name_to_scheme(form, ["Linear"])
-    groups, least = matrix.unflatten(-1, (-1, GROUP[form])), matrix.abs().max()
-    whole = generate_gparam(-least, least) if form == "NVFP4" else None
-    grid, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, whole)
-    module = {"weight": matrix, "weight_scale": grid, "weight_zero_point": zeros}
-    if whole is not None:
-        module |= {"weight_global_scale": whole, "input_global_scale": torch.tensor([3.5])}
-    made = BaseCompressor.get_value_from_registry(FORMS[form]).compress(module, scheme)
-    return {key.removesuffix("weight") + name: tensor.clone() for name, tensor in made.items()}
-
-
-def told(form: str) -> dict[str, Any]:
-    found: dict[str, Any] = QuantizationConfig(
-        config_groups={"group_0": preset_name_to_scheme(form, ["Linear"])}, format=FORMS[form], ignore=["lm_head"],
-        quantization_status=QuantizationStatus.COMPRESSED,
-    ).to_dict()  # fmt: skip
-    return found
-
-
-def quantise(source: Path, out: Path, form: str) -> Path:
-    out.mkdir(parents=True)
-    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (out / "config.json").write_text(json.dumps(config | {"quantization_config": told(form)}, default=str))
-    made: dict[str, Tensor] = {}
-    for key, tensor in tensors(source).items():
-        if is_kept(key, tensor) or tensor.shape[-1] % GROUP[form]:
-            made[key] = tensor.to(torch.bfloat16) if tensor.dim() > 1 else tensor
-        else:
-            tensor[0] = 0  # a group of zeros
-            tensor[1] = -tensor[1].abs() * 1e-3  # some of which become -0
-            made |= written(key, tensor, form)
-    save_file(made, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -113,7 +68,7 @@ def scaled(numbers: Tensor, found: Mapping[str, Tensor], key: str) -> Tensor:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     at = tmp_path_factory.mktemp("4bit")
     plain = functools.cache(lambda family: tiny.directory(at / family, family, **SIZES))
-    return functools.cache(lambda family, form: quantise(plain(family), at / f"{family}, {form}", form))
+    return functools.cache(lambda family, form: in_groups(plain(family), at / f"{family}, {form}", form))
 
 
 expected = functools.cache(values)
@@ -285,7 +240,7 @@ def in_fp8(at: Path, out: Path) -> None:
 
 def test_it_may_be_written_in_fp8(tmp_path: Path) -> None:
     sizes = dict(hidden_size=128, intermediate_size=128, head_dim=32)
-    at = quantise(tiny.directory(tmp_path / "plain", "qwen3", **sizes), tmp_path / "q", "NVFP4")
+    at = in_groups(tiny.directory(tmp_path / "plain", "qwen3", **sizes), tmp_path / "q", "NVFP4")
     worlds.run(1, in_fp8, at, tmp_path / "out")
     found = tensors(tmp_path / "out")
     assert found.keys() == {*expected(at), *(f"{key}_scale_inv" for key in expected(at) if f"{key}_scale_inv" in found)}

@@ -85,6 +85,8 @@ def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
         tiny.directory(tmp_path / directory, name, dtype=torch.bfloat16)
     tiny.directory(tmp_path / "Qwen3-4B", "qwen3", dtype=torch.bfloat16, **tiny.ALIGNED["qwen3"])
     quantised.directory(tmp_path / "Qwen3-8B", tmp_path / "Qwen3-8B-FP8", quantised.FORMATS["bfloat16"])
+    wide = tiny.directory(tmp_path / "wide", "qwen3", **quantised.SIZES)
+    quantised.in_groups(wide, tmp_path / "Qwen3-8B-NVFP4", "NVFP4")
     seeing.directory(tmp_path / "Qwen3-VL-4B", "qwen3_vl", dtype=torch.bfloat16)
     tiny.classifier(tmp_path / "my-classifier", "qwen3", "Sequence", num_labels=3)
     (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
