@@ -110,7 +110,7 @@ def test_read_exactly_and_kept_to_the_byte(
     directory: Callable[[str, str], Path], tmp_path: Path, mesh: dict[str, int]
 ) -> None:
     cases = cases_on(mesh)
-    acts = {case: functools.partial(untouched, directory(*case), mesh, tmp_path / case[1]) for case in cases}
+    acts = {case: functools.partial(untouched, directory(*case), mesh, tmp_path / " ".join(case)) for case in cases}
     for case, answers in worlds.in_turn(world_of(mesh), acts).items():
         at, found = directory(*case), answers[0]
         due, files = expected(at), tensors(at)
@@ -122,7 +122,7 @@ def test_read_exactly_and_kept_to_the_byte(
         assert all(found["streamed"][key][0] == sealed(files[key])[0] for key in files), case
         assert all(torch.equal(found["streamed"][key][1], bits(files[key])) for key in files), case
         for file in at.iterdir():
-            assert (tmp_path / case[1] / file.name).read_bytes() == file.read_bytes(), (case, file.name)
+            assert (tmp_path / " ".join(case) / file.name).read_bytes() == file.read_bytes(), (case, file.name)
 
 
 def trained(at: Path, mesh: Mapping[str, int], out: Path) -> dict[str, int]:
