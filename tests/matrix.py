@@ -3,6 +3,7 @@
     make matrix                                     # all of it: hours on two cores, it says how many
     python -m tests.matrix --ranks 1 2 4            # of these sizes
     python -m tests.matrix --only qwen3_moe fsdp=2,tp=2,ep=2 full
+    python -m tests.matrix --fp8 --only none reshard untied       # products in 8 bits, of models in whole blocks
     python -m tests.matrix --ranks 8 --after 1200   # go on where one was interrupted that had said "1200 of 1680 runs"
 
 A run loads a model and makes a step of 1 micro-batch and then, on updated weights, one of 3. After each, every
@@ -50,6 +51,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {**_DELTA, "intermediate_size": 40},
     "qwen3_5_moe": {**_DELTA, **_AUX},
 }
+# The same in whole blocks of 128 on each of 8 ranks of tp: what products in 8 bits want.
+_BLOCKS = dict(hidden_size=256, head_dim=128, num_key_value_heads=8)
+_BLOCKS_OF: dict[str, int] = {
+    "intermediate_size": 1024, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+
+
+def in_blocks(family: str) -> dict[str, Any]:
+    sizes = {name: size for name, size in _BLOCKS_OF.items() if name in tiny.ODD[family]}
+    rope = {"rope_parameters": tiny.ALIGNED[family]["rope_parameters"]} if "rope_parameters" in tiny.ODD[family] else {}
+    return {**FAMILIES[family], **_BLOCKS, **sizes, **rope}
 
 
 @dataclass(frozen=True)
@@ -155,12 +168,13 @@ class Course:
     head: str
     num_data_ranks: int
     router_aux: str = "pooled"
+    fp8: str | None = None
 
     def trial(self, num: int, run: Dials | None = None) -> Trial:
         data = Data(num=num, target=self.head == "value")
         axes = Axes(replicate=self.num_data_ranks) if run is None else run.axes
         savings = mw.Savings() if run is None else mw.Savings(recompute=run.recompute, reshard=run.reshard)
-        return Trial(self.source, axes, data, self.head, savings=savings, router_aux=self.router_aux)
+        return Trial(self.source, axes, data, self.head, savings=savings, router_aux=self.router_aux, fp8=self.fp8)
 
 
 def refer(course: Course) -> list[Reference]:
@@ -206,8 +220,8 @@ def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.M
 class Matrix:
     """Runs, by mesh; sources and references are made once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.references = folder, dict[Course, list[Reference]]()
+    def __init__(self, folder: Path, fp8: str | None = None) -> None:
+        self.folder, self.fp8, self.references = folder, fp8, dict[Course, list[Reference]]()
 
     def courses(self, runs: Sequence[Dials]) -> list[Course]:
         """Of each run; the references that are lacking are made in one world."""
@@ -222,10 +236,10 @@ class Matrix:
         tied = run.kind == "tied"
         at = self.folder / f"{run.family}{'-tied' if tied else ''}"
         if not at.exists():
-            changes = {**FAMILIES[run.family], "tie_word_embeddings": tied}
+            changes = {**(in_blocks(run.family) if self.fp8 else FAMILIES[run.family]), "tie_word_embeddings": tied}
             tiny.directory(at, run.family, dtype=torch.bfloat16, **changes)
         aux = "previous" if run.pp > 1 else "pooled"  # which pipelines cannot pool
-        return Course(at, "value" if run.kind == "value" else "lm", run.axes.num_data_ranks, aux)
+        return Course(at, "value" if run.kind == "value" else "lm", run.axes.num_data_ranks, aux, self.fp8)
 
     def findings(self, runs: Sequence[Dials]) -> list[list[str]]:
         """Of each run, on all ranks together. The runs are of one mesh."""
@@ -248,6 +262,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], choices=[1, 2, 4, 8])
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs in whose name all these stand")
     parser.add_argument("--after", type=int, default=0, metavar="N", help="leave out the first N runs, in their order")
+    parser.add_argument("--fp8", action="store_true", help="products in 8 bits, of models in whole blocks of 128")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs = [run for run in everything(options.ranks) if set(options.only) <= set(str(run).split())]
@@ -256,7 +271,7 @@ def main() -> int:
     total, runs = len(runs), [run for group in by_mesh(runs) for run in group][options.after :]
     began, done, wrong = time.monotonic(), options.after, 0
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(Path(folder))
+        matrix = Matrix(Path(folder), "block" if options.fp8 else None)
         for group in by_mesh(runs):
             try:
                 found = matrix.findings(group)
