@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .errors import ConfigError
+from .ops import codes
 
 _PART = 1 << 24  # elements that are updated together: narrow moments are widened a part at a time
+_STATES = (torch.float32, torch.bfloat16, torch.uint8)
 _TINY = torch.finfo(torch.float32).tiny  # a smaller eps would be 0
 _MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while the true one moves by 20% and more
 
 Slice = tuple[str, slice]  # of a parameter, flat
+Moments = dict[str, tuple[Tensor, Tensor]]  # by parameter, the first and the second
 
 
 def within(value: object, low: float, high: float = math.inf) -> bool:
@@ -41,12 +45,12 @@ class Settings:
             raise ConfigError(f"eps={self.eps!r} must be a number of {_TINY:.2g} or more")
         if not within(self.weight_decay, 0):
             raise ConfigError(f"weight_decay={self.weight_decay!r} must be a number of 0 or more")
-        if self.state not in (None, torch.bfloat16, torch.float32):
-            raise ConfigError(f"state_dtype={self.state} is not offered; choose torch.bfloat16 or torch.float32")
+        if self.state not in (None, *_STATES):
+            raise ConfigError(f"state_dtype={self.state} is not offered; choose from {', '.join(map(str, _STATES))}")
         if self.state == torch.bfloat16 and max(self.betas) > _MOST_BETA:
             raise ConfigError(
                 f"state_dtype=torch.bfloat16 with betas={self.betas}: the change of a moment in a step would be "
-                f"rounded away; choose betas of at most {_MOST_BETA}, or torch.float32"
+                f"rounded away; choose betas of at most {_MOST_BETA}, or torch.float32 or torch.uint8"
             )
 
 
@@ -60,20 +64,43 @@ def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.de
     return total
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the stored rows of a matrix lie in the whole one. Its moments are rounded by that, so they are the same on
+    every mesh."""
+
+    rows: Callable[[torch.device], Tensor]  # their numbers
+    first_col: int
+
+
 class AdamW:
     """Keeps the moments of the parameters that are trained. The parameters themselves are given to every step: so an
-    update is written where the next forward reads."""
+    update is written where the next forward reads.
 
-    def __init__(self, decayed: Container[str], settings: Settings) -> None:
-        self.settings, self.decayed, self.steps = settings, decayed, 0
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}  # made by the first step: until then none takes memory
+    `coded`: the matrices whose moments are codes of 8 bits. Beside their moments, which are `uint8`, are the scales of
+    these, `NAME.scales`.
+    """
+
+    def __init__(self, decayed: Container[str], settings: Settings, coded: Mapping[str, Place] | None = None) -> None:
+        self.settings, self.decayed, self.steps, self.coded = settings, decayed, 0, coded or {}
+        self.moments: Moments = {}  # made by the first step: until then none takes memory
 
     def make_moments(self, stored: Mapping[str, Tensor]) -> None:
         """Those that are not there yet. An empty piece has none."""
-        kind = self.settings.state
+        self.moments |= self.new_moments({name: t for name, t in stored.items() if name not in self.moments})
+
+    def new_moments(self, stored: Mapping[str, Tensor], *, empty: bool = False) -> Moments:
+        """Zeros. `empty`: of the empty pieces alone, else of all others."""
+        state, made = self.settings.state, Moments()
+        wide = None if state == torch.uint8 else state
         for name, tensor in stored.items():
-            if tensor.numel() and name not in self.moments:
-                self.moments[name] = (torch.zeros_like(tensor, dtype=kind), torch.zeros_like(tensor, dtype=kind))
+            if empty == bool(tensor.numel()):
+                continue
+            if name in self.coded:
+                made |= zero_codes(name, tensor)
+            else:
+                made[name] = (torch.zeros_like(tensor, dtype=wide), torch.zeros_like(tensor, dtype=wide))
+        return made
 
     @torch.no_grad()
     def step(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
@@ -81,7 +108,8 @@ class AdamW:
         stored = {name: t for name, t in stored.items() if name in grads and t.numel()}
         self.make_moments(stored)
         for decays, decay in ((True, self.settings.weight_decay), (False, 0.0)):
-            for part in _parts({name: t for name, t in stored.items() if (name in self.decayed) == decays}):
+            some = {name: t for name, t in stored.items() if (name in self.decayed) == decays}
+            for part in _parts(some, self.coded):
                 self._update(part, stored, grads, lr, decay)
         self.steps += 1
 
@@ -89,8 +117,7 @@ class AdamW:
         self, part: list[Slice], stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, decay: float
     ) -> None:
         views = [stored[name].view(-1)[at] for name, at in part]
-        kept = [[m.view(-1)[at] for m in self.moments[name]] for name, at in part]
-        moments = [[m.to(view.dtype) for m in both] for view, both in zip(views, kept, strict=True)]
+        moments = [self._wide(name, at, view.dtype) for view, (name, at) in zip(views, part, strict=True)]
         beta1, beta2 = self.settings.betas
         steps = [torch.full((), self.steps, dtype=torch.float32, device=view.device) for view in views]
         adamw(
@@ -98,19 +125,72 @@ class AdamW:
             [], steps, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=self.settings.eps,
             fused=True, amsgrad=False, maximize=False,
         )  # fmt: skip
-        for narrow, wide in zip(kept, moments, strict=True):
-            for at, moment in zip(narrow, wide, strict=True):
-                if at is not moment:
-                    at.copy_(moment)
+        for (name, at), wide in zip(part, moments, strict=True):
+            self._keep(name, at, wide, self.steps)
+
+    def _wide(self, name: str, at: slice, dtype: torch.dtype) -> list[Tensor]:
+        """Both moments of a slice: live memory, if they are kept in this dtype."""
+        if name not in self.coded:
+            return [moment.view(-1)[at].to(dtype) for moment in self.moments[name]]
+        rows = self._rows(name, at)
+        both = zip(self.moments[name], self.moments[name + codes.SCALES], codes.CODES, strict=True)
+        return [codes.decode(kept[rows], scales[rows], code).reshape(-1).to(dtype) for kept, scales, code in both]
+
+    def _keep(self, name: str, at: slice, wide: Sequence[Tensor], step: int) -> None:
+        if name in self.coded:
+            self._encode(name, self._rows(name, at), wide, step)
+            return
+        for kept, moment in zip((m.view(-1)[at] for m in self.moments[name]), wide, strict=True):
+            if kept.data_ptr() != moment.data_ptr():
+                kept.copy_(moment)
+
+    def _encode(self, name: str, rows: slice, wide: Sequence[Tensor], step: int) -> None:
+        first, place = self.moments[name][0], self.coded[name]
+        width, numbers = first.shape[1], place.rows(first.device)[rows]
+        num_cols = codes.num_blocks(width) * codes.BLOCK
+        for which, (moment, code) in enumerate(zip(wide, codes.CODES, strict=True)):
+            seed = zlib.crc32(name.encode()) | which << 32 | step << 33
+            dice = codes.dice(seed, numbers, place.first_col, num_cols)
+            new = codes.encode(moment.view(-1, width), code, dice)
+            for kept, found in zip((name, name + codes.SCALES), new, strict=True):
+                self.moments[kept][which][rows] = found
+
+    def _rows(self, name: str, at: slice) -> slice:
+        """Those of a slice of whole rows."""
+        width = self.moments[name][0].shape[1]
+        return slice(at.start // width, at.stop // width)
+
+    def encode(self, name: str, wide: Sequence[Tensor]) -> None:
+        """Keep moments that were reckoned elsewhere, as if the last step had made them."""
+        size = _size(wide[0], rows=True)
+        for start in range(0, wide[0].numel(), size):
+            at = slice(start, min(start + size, wide[0].numel()))
+            self._keep(name, at, [moment.view(-1)[at] for moment in wide], self.steps - 1)
 
 
-def _parts(stored: Mapping[str, Tensor]) -> Iterator[list[Slice]]:
-    """Slices of flat parameters: of one device, and at most `_PART` elements together."""
+def zero_codes(name: str, stored: Tensor) -> Moments:
+    """Moments in 8 bits, and their scales."""
+    grid = (len(stored), codes.num_blocks(stored.shape[1]))
+    first, second = (torch.zeros_like(stored, dtype=torch.uint8) for _ in range(2))
+    return {name: (first, second),
+            name + codes.SCALES: (stored.new_zeros(grid, dtype=torch.float32),
+                                  stored.new_zeros(grid, dtype=torch.float32))}  # fmt: skip
+
+
+def _size(tensor: Tensor, *, rows: bool) -> int:
+    """How many elements of a parameter are updated together: whole rows of a matrix in codes."""
+    width = tensor.shape[1] if rows else 1
+    return max(_PART - _PART % width, width)
+
+
+def _parts(stored: Mapping[str, Tensor], coded: Container[str] = ()) -> Iterator[list[Slice]]:
+    """Slices of flat parameters: of one device, and at most `_PART` elements together, or one row of codes."""
     part: list[Slice] = []
     left, device = 0, None
     for name, view in stored.items():
-        for start in range(0, view.numel(), _PART):
-            stop = min(start + _PART, view.numel())
+        size = _size(view, rows=name in coded)
+        for start in range(0, view.numel(), size):
+            stop = min(start + size, view.numel())
             if part and (stop - start > left or view.device != device):
                 yield part
                 part = []

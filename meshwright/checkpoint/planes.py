@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..layout import Table
+from ..ops.codes import SCALES
 from ..weights import DTYPES, NAMES, Key, KeyMap, chosen, widest
 
 WEIGHTS, MASTER, FIRST, SECOND = "weights", "master", "exp_avg", "exp_avg_sq"
@@ -32,7 +33,8 @@ class Plane:
 
 
 def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[Plane]:
-    """`stored`: in which dtype each parameter is kept; `moments`: those of the optimizer, of what is trained."""
+    """`stored`: in which dtype each parameter is kept; `moments`: those of the optimizer, of what is trained. Where
+    these are codes, `moments` and `table` have the scales too."""
     keys = {name: _keys(table, keymap, name) for name in table.params}
     rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
     planes, others = [Plane(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
@@ -41,7 +43,7 @@ def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> 
         if dtypes:
             alike = frozenset(dtypes.items())
             if alike not in made:
-                made[alike] = _spelled_as(keymap, keys, dtypes)
+                made[alike] = _and_scales(_spelled_as(keymap, keys, dtypes), table, dtypes)
             planes.append(Plane(name, made[alike]))
     return planes
 
@@ -67,6 +69,16 @@ def _spelled_as(keymap: KeyMap, keys_of: Mapping[str, Sequence[str]], dtypes: Dt
         kept = [(key, of_key[key.name]) for key in keymap.keys.values() if key.name in of_key]
         keys = {key.name: Key(key.name, NAMES[widest(kinds)], key.shape, key.file) for key, kinds in kept}
     return KeyMap(keymap.choice, keys)
+
+
+def _and_scales(keymap: KeyMap, table: Table, dtypes: Dtypes) -> KeyMap:
+    """Scales lie in the file of their matrix, behind all that the weights have there."""
+    keys = dict(keymap.keys)
+    for name in dtypes:
+        if name + SCALES in dtypes:
+            [block], file = table[name + SCALES].layouts[0].blocks, keys[_keys(table, keymap, name)[0]].file
+            keys[block.key] = Key(block.key, NAMES[dtypes[name + SCALES]], block.shape, file)
+    return replace(keymap, keys=keys)
 
 
 @contextmanager

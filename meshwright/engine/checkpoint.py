@@ -25,6 +25,7 @@ from .agreement import Data, Proposal, agree, check_ready, compare, identity
 from .engine import Engine
 from .export import Choices, check_pieces, exported, refuse_overflow
 from .model import Model
+from .moments import coded_in, dtypes_of, scales_of, spec_with, take_moments, to_be_read
 
 _NO_MATTER = (
     "architectures", "dtype", "torch_dtype", "num_labels", "transformers_version", "id2label", "label2id",
@@ -75,7 +76,7 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
         check_ready(model, engine.trained)
         _check_keep(keep)
         for values in _values(engine).values():
-            check_pieces(model, values)
+            check_pieces(model, values, engine.kept.pieces)
         refuse_overflow(model, choices)
         text = _json(state)
         given = {"directory": str(folder), "dtype": choices.dtype, **asdict(keep), "state": text, "step": engine.steps}
@@ -83,12 +84,11 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
 
     agree(model, "save", propose)
     at = exported(model, folder, choices)
-    moments = dict.fromkeys(engine.trained, engine.optimizer.settings.state) if engine.optimizer.steps else {}
-    kept = {name: kind or model.kept[name] for name, kind in moments.items()}
+    kept = dtypes_of(model, engine.optimizer, engine.kept) if engine.optimizer.steps else {}
     return Content(
         step=engine.steps,
-        spec=model.blueprint.spec,
-        planes=disk.planes_of(model.table, at.keymap, model.kept, kept),
+        spec=engine.kept.spec,
+        planes=disk.planes_of(engine.kept.spec.table, at.keymap, model.kept, kept),
         values=_values(engine),
         export=at,
         trainer={**_trainer(engine), "state": state},
@@ -140,10 +140,9 @@ def _json(state: object) -> str:
 
 def _values(engine: Engine) -> Mapping[str, Mapping[str, Tensor]]:
     """This rank's pieces. A moment of an empty piece was never made."""
-    stored, moments = engine.model.stored(), engine.optimizer.moments
-    trained = [name for name in engine.trained if name in stored]
-    none = {name: (stored[name], stored[name]) for name in trained if not stored[name].numel()}
-    both = {**none, **moments}
+    stored, optimizer = engine.model.stored(), engine.optimizer
+    trained = {name: stored[name] for name in engine.trained if name in stored}
+    both = {**optimizer.new_moments(trained, empty=True), **optimizer.moments}
     first, second = ({name: pair[at] for name, pair in both.items()} for at in (0, 1))
     return {WEIGHTS: stored, MASTER: stored, FIRST: first, SECOND: second}
 
@@ -211,16 +210,21 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
     _check_tower(model, source.directory, trainer.get("tower", False))
     blueprint = _drawn(model, source.planes[WEIGHTS], trainer["head"])
     _check_same(engine, source, blueprint, trainer)
-    moments = _new_moments(engine) if FIRST in source.planes else {}
+    trained = {*engine.trained}
+    stored = {name: tensor for name, tensor in model.stored().items() if name in trained}
+    coded = coded_in(source, engine.trained) if FIRST in source.planes else []
+    moments = to_be_read(engine.optimizer, stored, coded) if FIRST in source.planes else {}
+    spec = replace(model.blueprint.spec, table=blueprint.table)
+    spec = spec_with(spec, model.mesh, coded, f"resume {source.directory.name} on another mesh")
     wanted = [Wanted(source.parameters, model.stored(), frozenset(model.table.params))]
     for at, name in enumerate((FIRST, SECOND)):
         if name in source.planes:
             pieces = {param: both[at] for param, both in moments.items()}
-            wanted.append(Wanted(source.planes[name], pieces, frozenset(engine.trained)))
-    spec = replace(model.blueprint.spec, table=blueprint.table)
+            wanted.append(Wanted(source.planes[name], pieces, frozenset(trained.union(scales_of(coded)))))
     with _replacing(engine, source.directory):
         disk.restore(source, spec, blueprint.keymap.choice, wanted, model.mesh)
-    _set(engine, source, moments)
+    _set(engine, source)
+    take_moments(engine.optimizer, moments, stored, coded)
     return Resumed(source.directory, engine.steps, engine.tokens, trainer["state"])
 
 
@@ -301,13 +305,6 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[
     return [(name, now.get(name), then.get(name)) for name in names]
 
 
-def _new_moments(engine: Engine) -> dict[str, tuple[Tensor, Tensor]]:
-    stored, kind = engine.model.stored(), engine.optimizer.settings.state
-    trained = [name for name in engine.trained if name in stored]
-    both = {name: (stored[name], stored[name]) for name in trained if stored[name].numel()}
-    return {name: (torch.zeros_like(a, dtype=kind), torch.zeros_like(b, dtype=kind)) for name, (a, b) in both.items()}
-
-
 @contextlib.contextmanager
 def _replacing(engine: Engine, directory: Path) -> Iterator[None]:
     """A model that is replaced in part is worth nothing, until a resume goes through."""
@@ -319,10 +316,10 @@ def _replacing(engine: Engine, directory: Path) -> Iterator[None]:
     engine.model.blueprint = replace(engine.model.blueprint, origin=f"the checkpoint {directory}")
 
 
-def _set(engine: Engine, checkpoint: Checkpoint, moments: dict[str, tuple[Tensor, Tensor]]) -> None:
+def _set(engine: Engine, checkpoint: Checkpoint) -> None:
     trainer = checkpoint.trainer
     engine.steps = engine.optimizer.steps = trainer["step"]
-    engine.tokens, engine.optimizer.moments = trainer["tokens"], moments
+    engine.tokens = trainer["tokens"]
     engine.router.resume(trainer["router_load"])
     rows = checkpoint.random_rows(engine.model.mesh)
     if rows:

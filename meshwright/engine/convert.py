@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from .. import weights
 from ..blueprint import Blueprint, draw
 from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Plane
 from ..errors import CheckpointError, ConfigError
-from ..layout import Param
+from ..layout import Param, Table, coded_of, with_scales
 from ..log import progress
 from ..models import VISUAL
 from ..weights import DTYPES, Files, KeyMap, Runs
 from .checkpoint import about_model
+from .moments import key_of, named, scales_of
 from .state_dict import COUNTERS
 
 HF, TORCH, OURS = "hf", "dcp", "meshwright"
@@ -99,32 +100,34 @@ def _read_torch(source: Path, like: Path | None) -> State:
     found, files = disk.TorchFiles(source), weights.open_source(like)
     names = {name.split(".", 1)[0] for name in found.shapes}
     planes: dict[str, Tensors] = {}
+    shapes: dict[str, Mapping[str, tuple[int, ...]]] = {}
     for plane in names & {WEIGHTS, FIRST, SECOND}:
-        keys = {name.split(".", 1)[1]: name for name in found.shapes if name.startswith(f"{plane}.")}
+        keys = {key_of(name.split(".", 1)[1]): name for name in found.shapes if name.startswith(f"{plane}.")}
+        shapes[plane] = {key: found.shapes[name] for key, name in keys.items()}
         planes[plane] = {key: lambda name=name: found.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
     tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
     blueprint = draw(weights.read_config(like), files, head=head, tower=tower, directory=like)
-    _check(source, found.shapes, planes, blueprint)
+    _check(source, found.shapes, shapes, blueprint)
     numbers = {name: found.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
     load = tuple(tuple(row) for row in numbers["router_load"].tolist())
     return State(TORCH, blueprint, planes, int(numbers["step"]), int(numbers["tokens"]), load)
 
 
-def _check(source: Path, shapes: Mapping[str, Any], planes: Mapping[str, Tensors], blueprint: Blueprint) -> None:
-    """That it is a state of this model."""
-    keymap, lacking = blueprint.keymap, ({*_trained_keys(blueprint)} - {*planes.get(WEIGHTS, {})})
-    if lacking or not {f"{COUNTERS}.{name}" for name in ("step", "tokens", "router_load")} <= {*shapes}:
+def _check(source: Path, names: Iterable[str], planes: Mapping[str, Mapping[str, Any]], blueprint: Blueprint) -> None:
+    """That it is a state of this model. `planes`: the shapes."""
+    lacking = {*_trained_keys(blueprint)} - {*planes.get(WEIGHTS, {})}
+    if lacking or not {f"{COUNTERS}.{name}" for name in ("step", "tokens", "router_load")} <= {*names}:
         raise CheckpointError(
             f"{source} lacks {f'weights.{min(lacking)}' if lacking else COUNTERS}; give what "
             "torch.distributed.checkpoint.save wrote of engine.state_dict(), and --like of the same model"
         )
-    for plane, keys in planes.items():
-        for key in keys:
-            if key not in keymap.keys or shapes[f"{plane}.{key}"] != keymap.keys[key].shape:
-                there = keymap.keys[key].shape if key in keymap.keys else "nothing"
+    due = {name: key.shape for name, key in blueprint.keymap.keys.items()} | _shapes_of_scales(blueprint)
+    for plane, shapes in planes.items():
+        for key, shape in shapes.items():
+            if shape != due.get(key):
                 raise CheckpointError(
-                    f"{plane}.{key} is {shapes[f'{plane}.{key}']} in {source}, and {there} in {blueprint.directory}; "
+                    f"{plane}.{key} is {shape} in {source}, and {due.get(key, 'nothing')} in {blueprint.directory}; "
                     "give --like of the same model"
                 )
 
@@ -135,13 +138,22 @@ def _trained_keys(blueprint: Blueprint) -> Iterator[str]:
         yield from _keys(blueprint, param)
 
 
+def _shapes_of_scales(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
+    """Of all moments that may be codes."""
+    coded = coded_of(blueprint.table, blueprint.table.params)
+    table = with_scales(blueprint.table, coded)
+    return {name: table[name].matrix for name in scales_of(coded)}
+
+
 def _keys(blueprint: Blueprint, param: Param) -> list[str]:
     return [block.key for block in weights.chosen(param, blueprint.keymap.choice).blocks]
 
 
 def _mapped(source: weights.Source, blueprint: Blueprint) -> Tensors:
-    """The tensors of parameters in the files. They are mapped, so they take no memory until somebody reads them."""
-    keys = [key for key in source.entries if key in {*_trained_keys(blueprint)}]
+    """The tensors of parameters in the files, and scales of moments. They are mapped, so they take no memory until
+    somebody reads them."""
+    wanted = {*_trained_keys(blueprint), *_shapes_of_scales(blueprint)}
+    keys = [key for key in source.entries if key in wanted]
     return {key: lambda key=key: _tensor(source, key) for key in keys}  # type: ignore[misc] # mypy misses the default
 
 
@@ -158,7 +170,8 @@ def _tensor(source: weights.Source, key: str) -> Tensor:
 def _write_torch(state: State, target: Path, advance: Callable[[int], None]) -> Path:
     numbers = {"step": torch.tensor(state.step), "tokens": torch.tensor(state.tokens)}
     numbers["router_load"] = torch.tensor([list(row) for row in state.router_load], dtype=torch.float64)
-    tensors = {plane: {key: make() for key, make in keys.items()} for plane, keys in state.planes.items()}
+    made = {plane: {key: make() for key, make in keys.items()} for plane, keys in state.planes.items()}
+    tensors = {plane: {named(key, each.dtype): each for key, each in keys.items()} for plane, keys in made.items()}
     with weights.atomic_directory(weights.Target(target.absolute(), 0, frozenset(), target)) as whole:
         disk.write_torch_files(whole, {**tensors, COUNTERS: numbers})
     advance(sum(map(len, state.planes.values())))
@@ -202,14 +215,24 @@ def _copies(blueprint: Blueprint) -> dict[str, str]:
     return {copy.key: layout.blocks[0].key for layout in layouts for copy in layout.copies}
 
 
+def _moments(state: State, trained: Sequence[str]) -> tuple[Table, dict[str, torch.dtype]]:
+    """A table with the scales that were found, and the dtypes of moments and scales: all that are wide have one."""
+    blueprint, found = state.blueprint, state.planes[FIRST]
+    coded = [name for name in trained if scales_of([name])[0] in found]
+    keys_of_wide = (_keys(blueprint, blueprint.table[name])[0] for name in trained if name not in coded)
+    wide = next((found[key]().dtype for key in keys_of_wide), torch.float32)
+    moments = {name: torch.uint8 if name in coded else wide for name in trained}
+    return with_scales(blueprint.table, coded), moments | dict.fromkeys(scales_of(coded), torch.float32)
+
+
 def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
     """A step in the folder `target`."""
     blueprint, runs = state.blueprint, Runs()
     trained = [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= {*state.planes[FIRST]}]
     stored = blueprint.stored_dtypes(torch.float32, {*trained})
-    moments = {name: next(iter(state.planes[FIRST].values()))().dtype for name in trained}
+    table, moments = _moments(state, trained)
     export = _export(state, target, dtype)
-    planes = disk.planes_of(blueprint.table, export.keymap, stored, moments)
+    planes = disk.planes_of(table, export.keymap, stored, moments)
     about = about_model(blueprint) | {"mesh": "none: it was converted", "compute": "none"}
     trainer = {
         "step": state.step, "tokens": state.tokens, "head": blueprint.head, "tower": blueprint.tower,

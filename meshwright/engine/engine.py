@@ -45,6 +45,7 @@ from .arguments import (
 from .fit import refuse_too_large
 from .losses import Loss, cross_entropy
 from .model import Model
+from .moments import kept_by
 from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
 from .pictures import as_all_see, at_least, give_zeros, unused_in
 from .router import Router, refuse_pooled
@@ -74,7 +75,7 @@ class Engine:
 
     `entropy=True` gives the loss `scores["entropy"]` too. `router_aux`: "pooled" or "previous", which
     engine/router.py explains. `state_dtype`: of both moments of AdamW, as stored; torch.bfloat16 takes 4 bytes a
-    parameter instead of 8.
+    parameter instead of 8, torch.uint8 about 2.
 
     `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, AdamW).
     """
@@ -98,6 +99,7 @@ class Engine:
         check_inference_mode()
         check_engine(lr, loss, entropy)
         settings = Settings(betas, eps, weight_decay, state_dtype)
+        self.kept = kept_by(model, state_dtype)  # the moments
         refuse_too_large(model.need(state_dtype), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
         self.steps = self.tokens = 0  # that were trained
@@ -107,7 +109,7 @@ class Engine:
             known = ", ".join(model.blueprint.scores)
             raise ConfigError(f"entropy=True, but the head of this model gives only {known}")
         self.router = Router(model.blueprint.balance, model.mesh, router_aux)
-        self.optimizer = AdamW({p.name for p in model.table if p.decay}, settings)
+        self.optimizer = AdamW({p.name for p in model.table if p.decay}, settings, self.kept.places())
         self._terms, self.trained = Terms(model, self.want), model.trained
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
@@ -212,7 +214,7 @@ class Engine:
         check_ready(self.model, self.trained)
         numbers = {"step": torch.tensor(self.steps), "tokens": torch.tensor(self.tokens)}
         numbers |= {"router_load": self.router.trained_load.clone()}
-        return {**planes_in_memory(self.model, self.optimizer, self.trained), COUNTERS: numbers}
+        return {**planes_in_memory(self.model, self.optimizer, self.kept), COUNTERS: numbers}
 
     @names_lost_ranks()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:

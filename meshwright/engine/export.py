@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import weights
 from ..errors import ConfigError, ExportError, StateError
-from ..layout import check_written
+from ..layout import Piece, check_written
 from ..models import LM_HEAD, SCORE, classifier_of
 from ..watch import names_lost_ranks
 from .agreement import Proposal, agree, check_is_model
@@ -47,7 +47,7 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
                 f"stream(which={which!r}, format={form!r}): only weights have another format than 'values'"
             )
         stored, written = _stored(model, which), _in_format(model.keymap, model, form)
-        _check_shapes(model, stored)
+        _check_shapes(stored, model.pieces)
         if written.scales:
             weights.check_scaled(model.stored_model(stored), written)
         if stored and which == "weight":
@@ -135,7 +135,7 @@ def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices
         raise ExportError(f"{directory!r} is no path; give the directory to write")
 
     def propose() -> Proposal:
-        check_pieces(model, model.stored())
+        check_pieces(model, model.stored(), model.pieces)
         refuse_overflow(model, choices)
         return Proposal(settings={f"{name}=": value for name, value in asdict(choices).items()})
 
@@ -148,22 +148,22 @@ def exported(model: Model, at: Path, choices: Choices) -> weights.Export:
     return weights.Export(_keymap(model, choices), _config(model, choices), model.directory, at, choices.overwrite)
 
 
-def check_pieces(model: Model, values: Mapping[str, Tensor]) -> None:
-    """Before a byte is written: this rank holds what the table says, and what the ranks write tiles each parameter.
+def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
+    """Before a byte is written: this rank holds what `pieces` say, and what the ranks write tiles each parameter.
 
     The second is arithmetic and the same on all ranks, so each of them proves a share of it.
     """
     spec, mesh = model.blueprint.spec, model.mesh
-    _check_shapes(model, values)
+    _check_shapes(values, pieces)
     for name in sorted(model.table.params)[mesh.rank :: mesh.axes.world]:
         check_written(model.table[name], spec, mesh.axes)
 
 
-def _check_shapes(model: Model, values: Mapping[str, Tensor]) -> None:
+def _check_shapes(values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
     for name, held in values.items():
-        if held.shape != model.pieces[name].shape:
+        if held.shape != pieces[name].shape:
             raise ExportError(
-                f"{name} is stored as {tuple(held.shape)}, and {model.pieces[name].shape} is this rank's piece of it; "
+                f"{name} is stored as {tuple(held.shape)}, and {pieces[name].shape} is this rank's piece of it; "
                 "nothing was written. Something has replaced the parameter: load the model again"
             )
 

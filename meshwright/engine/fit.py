@@ -34,8 +34,10 @@ class Need:
 
 
 def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
+    """Of moments that are not in 8 bits."""
     stored = torch.promote_types(compute, torch.float32)
-    return Widths(stored.itemsize, compute.itemsize, (state or stored).itemsize)
+    moment = stored if state in (None, torch.uint8) else state
+    return Widths(stored.itemsize, compute.itemsize, moment.itemsize)
 
 
 def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:

@@ -25,6 +25,7 @@ from ..layout import (
     Placement,
     Stage,
     Table,
+    coded_of,
     owned,
     pieces,
     place,
@@ -172,7 +173,8 @@ class Model:
     def need(self, state_dtype: torch.dtype | None = None) -> Need:
         """The memory that training takes here."""
         widths, narrow = widths_of(self.dtype, state_dtype), _narrow(self.kept)
-        held = Held(widths, frozenset(self.trained), self.savings.offload, narrow)
+        coded = coded_of(self.table, self.trained) if state_dtype == torch.uint8 else ()
+        held = Held(widths, frozenset(self.trained), self.savings.offload, narrow, coded)
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:

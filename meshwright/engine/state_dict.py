@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,26 +13,26 @@ from ..checkpoint import FIRST, SECOND, WEIGHTS, Sharded
 from ..errors import CheckpointError, ConfigError
 from ..optim import AdamW
 from .model import Model
+from .moments import Kept, named, scales_of
 
 StateDict = dict[str, dict[str, Any]]
 COUNTERS = "counters"
 
 
-def planes_in_memory(model: Model, optimizer: AdamW, trained: Sequence[str]) -> dict[str, dict[str, Sharded]]:
+def planes_in_memory(model: Model, optimizer: AdamW, kept: Kept) -> dict[str, dict[str, Sharded]]:
     """By plane and key: what this rank holds, live, in the dtype in which it is held. Moments that no step has made yet
     are made: they are zero, and may be about to be filled."""
-    stored, out = model.stored(), dict[str, dict[str, Sharded]]()
-    trained = [name for name in trained if name in stored]
-    optimizer.make_moments({name: stored[name] for name in trained})
-    both = {
-        name: optimizer.moments.get(name, (stored[name], stored[name])) for name in trained
-    }  # of an empty piece none
+    stored, out, owned = model.stored(), dict[str, dict[str, Sharded]](), model.owned.union(scales_of(model.owned))
+    trained = {name: stored[name] for name in model.trained if name in stored}
+    optimizer.make_moments(trained)
+    both = {**optimizer.moments, **optimizer.new_moments(trained, empty=True)}
     values = {WEIGHTS: stored, FIRST: {n: m[0] for n, m in both.items()}, SECOND: {n: m[1] for n, m in both.items()}}
     moments = {name: pair[0].dtype for name, pair in both.items()}
-    for plane in disk.planes_of(model.table, model.keymap, {}, moments):
+    for plane in disk.planes_of(kept.spec.table, model.keymap, {}, moments):
         held = disk.with_zeros(values[plane.name], plane, model.table, stored)
         held = {name: held[name] if name in values[plane.name] else held[name].contiguous() for name in held}
-        out[plane.name] = disk.sharded(held, model.pieces, model.owned, plane.keymap)
+        found = disk.sharded(held, kept.pieces, owned, plane.keymap)
+        out[plane.name] = {named(key, tensor.dtype): tensor for key, tensor in found.items()}
     return out
 
 

@@ -2,6 +2,7 @@
 
 from .bill import Charge, Pictures, Work, bill, padded
 from .boxes import Box, check_tiling, chunk, interval
+from .coded import check_coded, coded_of, with_scales
 from .deals import check_context, deals, ways
 from .doors import (
     DELTA,

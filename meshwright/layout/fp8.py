@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import gcd, prod
+from math import prod
 
 from ..axes import Axes
 from ..errors import LayoutError
 from ..ops.fp8 import BLOCK
 from .params import Block, Param
-from .rules import ShardingSpec
+from .rules import ShardingSpec, sizes_here, tp_sizes
 
 _APART = ("half", "expert")  # dims whose indices are matrices of their own in files: each has its own blocks
 
@@ -27,7 +27,7 @@ def check_fp8(spec: ShardingSpec, axes: Axes) -> None:
         )
     skipped = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each) for each in found)
     out = f"leave it out with fp8_skip={[*skipped]}"
-    choices = ", ".join(str(n) for n in _sizes(spec) if not _misfits(spec, n))
+    choices = ", ".join(str(n) for n in tp_sizes(spec) if not _misfits(spec, n))
     if choices:
         out = f"choose tp from {choices}, or {out}"
     where = f", with tp={axes.tp}" if axes.tp > 1 else ""
@@ -54,7 +54,7 @@ def _misfit(param: Param, spec: ShardingSpec, axes: Axes) -> str:
     shared = [dim for dim in param.dims if axes.tp > 1 and spec.rules.axis.get(dim) == "tp" and dim not in split]
     if shared:  # several ranks have parts of one gradient, and rounded parts are not the rounded sum
         return "only a share of the gradient"
-    here = {dim: size // axes.size_of(split[dim]) if dim in split else size for dim, size in param.dims.items()}
+    here = sizes_here(param, spec.rules, axes)
     cols = prod(here[dim] for dim in param.cols)
     if cols % BLOCK:
         return f"{cols} columns"
@@ -73,14 +73,3 @@ def _run(param: Param, block: Block, here: Mapping[str, int]) -> int:
         if extent < size:
             break
     return rows
-
-
-def _sizes(spec: ShardingSpec) -> list[int]:
-    """The sizes of tp that divide what they must."""
-    rules = spec.rules
-    freely = rules.whole | rules.uneven
-    cut = {
-        size for p in spec.table for dim, size in p.dims.items() if rules.axis.get(dim) == "tp" and dim not in freely
-    }
-    common = gcd(*cut)
-    return [n for n in range(1, common + 1) if common % n == 0]

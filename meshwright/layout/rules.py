@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..axes import DENSE, ENDS, EXPERT, Axes
@@ -109,10 +110,33 @@ class ShardingSpec:
         line = self.line(axes.pp)
         return {line.rank_of(stage) for stage in stages_of_param(param, line)}
 
+    def beside(self, table: Table, pp: int) -> ShardingSpec:
+        """Another table of parameters that lie where those of this one do: what it has more moves no stage."""
+        out = replace(self, table=table)
+        out._lines[pp] = self.line(pp)
+        return out
+
     def params(self, axes: Axes, rank: int) -> list[Param]:
         """Those of which a rank holds a piece, which may be empty."""
         at = axes.coords(rank)["pp"]
         return [param for param in self.table if at in self.places(param, axes)]
+
+
+def sizes_here(param: Param, rules: Rules, axes: Axes) -> dict[str, int]:
+    """Of the dims of a parameter, on a rank; a last uneven piece may be smaller."""
+    split = rules.split(param.dims, axes, param.name)
+    return {dim: size // axes.size_of(split[dim]) if dim in split else size for dim, size in param.dims.items()}
+
+
+def tp_sizes(spec: ShardingSpec) -> list[int]:
+    """The sizes of tp that divide what they must."""
+    rules = spec.rules
+    freely = rules.whole | rules.uneven
+    cut = {
+        size for p in spec.table for dim, size in p.dims.items() if rules.axis.get(dim) == "tp" and dim not in freely
+    }
+    common = gcd(*cut)
+    return [n for n in range(1, common + 1) if common % n == 0]
 
 
 @dataclass(frozen=True)
@@ -184,6 +208,20 @@ class Piece:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def first_col(self) -> int:
+        """In the matrix of the whole parameter, if its columns follow each other there."""
+        at = 0
+        for start, size in zip(self.box.start[len(self.param.rows) :], self.param.cols.values(), strict=True):
+            at = at * size + start
+        return at
+
+    def row_numbers(self, device: torch.device) -> Tensor:
+        """Of the stored rows, in the matrix of the whole parameter."""
+        num_dims = len(self.param.rows)
+        numbers = torch.arange(self.param.matrix[0], device=device).view(*self.param.rows.values())
+        return torch.cat([numbers[box.slices[:num_dims]].reshape(-1) for box in self.boxes])
 
 
 def pieces(spec: ShardingSpec, axes: Axes, rank: int) -> dict[str, Piece]:

@@ -7,9 +7,12 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import torch
+
 from ..axes import Axes
+from ..ops.codes import num_blocks
 from .bill import padded
-from .rules import ShardingSpec, piece
+from .rules import Piece, ShardingSpec, piece
 from .units import Unit
 
 WHOLE = "whole gradients of the stages"
@@ -28,12 +31,13 @@ class Widths:
 @dataclass(frozen=True)
 class Held:
     """What is held, beside the model: `trained` are the parameters that have gradients and moments. `narrow`: bytes of
-    an element, of the parameters that are not stored as wide as the others."""
+    an element, of the parameters that are not stored as wide as the others. `coded`: those with moments in 8 bits."""
 
     widths: Widths
     trained: Container[str]
     offload: bool = False
     narrow: Mapping[str, int] = field(default_factory=dict)
+    coded: Container[str] = ()
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,21 @@ def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Store
     coords, widths = axes.coords(rank), held.widths
     num_bytes: Counter[tuple[str, bool]] = Counter()
     for param in spec.params(axes, rank):
-        num, host = piece(param, spec.rules, axes, coords).numel, held.offload and not param.float32
+        mine, host = piece(param, spec.rules, axes, coords), held.offload and not param.float32
+        num = mine.numel
         num_bytes["parameters", host] += num * held.narrow.get(param.name, widths.stored)
         if param.name in held.trained:
             num_bytes["gradients", host] += num * widths.stored
-            num_bytes["moments", host] += num * 2 * widths.moment
+            coded = param.name in held.coded
+            num_bytes["moments", host] += 2 * (codes_bytes(mine) if coded else num * widths.moment)
     out = [Stored(what, num, host) for (what, host), num in num_bytes.items()]
     return [s for s in (*out, *_passing(spec, axes, rank, held)) if s.num_bytes]
+
+
+def codes_bytes(piece: Piece) -> int:
+    """Of one moment in 8 bits, with a scale in float32 for each block."""
+    rows, cols = piece.shape
+    return rows * (cols + num_blocks(cols) * torch.float32.itemsize)
 
 
 def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[Stored]:

@@ -213,8 +213,9 @@ class OptimSection(Section):
     """Of AdamW. Norms and biases do not decay."""
     max_norm: Annotated[float, Field(gt=0)] | Literal[False] = 1.0
     """Gradients are scaled down to this norm; false does not scale them."""
-    state_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of both moments, as stored; by default that of the weights. "bfloat16" takes 4 bytes a parameter, not 8."""
+    state_dtype: Literal["float32", "bfloat16", "uint8"] | None = None
+    """Of both moments, as stored; by default that of the weights. "bfloat16" takes 4 bytes a parameter, not 8, and
+    "uint8" about 2."""
 
 
 class HeldOutSection(SourceSection):

@@ -206,5 +206,5 @@ def _of_memory(config: Config) -> Told:
         yield (
             ("optim", "state_dtype"),
             f"with betas = {written(config.optim.betas)} the change of a moment in a step would be rounded away; "
-            'take betas of at most 0.98, or "float32"',
+            'take betas of at most 0.98, or "float32" or "uint8"',
         )

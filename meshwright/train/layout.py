@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..axes import Axes
 from ..engine import Context
-from ..engine.arguments import in_fp8
+from ..engine.arguments import in_fp8, matching, patterns_of
 from ..errors import MeshError
+from ..layout import check_coded, coded_of
 from ..log import logger
 from ..plan import Figures, find, objections, told, work_of
 from .config import Config
@@ -23,4 +24,9 @@ def layout_of(config: Config) -> Figures:
     if refused:
         raise MeshError(told(refused))
     axes = Axes(**sizes)
+    if config.optim.state_dtype == "uint8":
+        names = blueprint.table.params
+        trained = {name for each in patterns_of(config.train.train) for name in matching(each, names, "train")}
+        coded = coded_of(blueprint.table, [name for name in names if name in trained])
+        check_coded(blueprint.spec, axes, coded, 'state_dtype = "bfloat16"')
     return Figures(config.model, blueprint, axes, work_of(axes, config.train.length, num_batches))
