@@ -96,5 +96,5 @@ def take_moments(optimizer: AdamW, read: Moments, stored: Mapping[str, Tensor], 
             optimizer.encode(name, both)
         else:
             three = zip(both, read.pop(name + codes.SCALES), codes.CODES, strict=True)
-            first, second = (codes.decode(*each).to(state or stored[name].dtype) for each in three)
+            first, second = (codes.decode(*each).to(state or stored[name].dtype).contiguous() for each in three)
             read[name] = (first, second)

@@ -21,6 +21,7 @@ from torch import Tensor
 BLOCK = 256
 SCALES = ".scales"  # behind the name of a matrix
 _LARGEST = torch.finfo(torch.float32).max
+_ONE = 0x3F80  # the upper 16 bits of 1.0
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ def decode(codes_RC: Tensor, scales_RB: Tensor, code: Code) -> Tensor:
     """In float32."""
     rungs = ladder(code, codes_RC.device)
     values = torch.cat([rungs, -rungs]) if code.signed else rungs
-    found_RC = values.index_select(0, codes_RC.reshape(-1).int()).view(codes_RC.shape)
-    return (_in_blocks(found_RC) * scales_RB[..., None]).flatten(1)[:, : codes_RC.shape[1]]
+    return (_in_blocks(_at(values, codes_RC.int())) * scales_RB[..., None]).flatten(1)[:, : codes_RC.shape[1]]
 
 
 def encode(wide_RC: Tensor, code: Code, dice_RC: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,15 +61,35 @@ def encode(wide_RC: Tensor, code: Code, dice_RC: Tensor) -> tuple[Tensor, Tensor
     sizes_RBK = wide_RBK.abs()
     scales_RB = sizes_RBK.amax(-1).clamp(max=_LARGEST)
     parts_RBK = (sizes_RBK / scales_RB.where(scales_RB > 0, 1.0)[..., None]).clamp(max=1)
-    # looked up and not reckoned: a logarithm may differ in its last bit with the length of a vector
-    low = torch.bucketize(parts_RBK, rungs, right=True, out_int32=True).sub_(1).clamp_(0, code.num - 1)
-    under, over = (rungs.index_select(0, (low + up).view(-1)).view(low.shape) for up in (0, 1))
+    low = _rungs_below(parts_RBK, code)
+    under, over = _at(rungs, low), _at(rungs, low + 1)
     low += dice_RC.view(low.shape) < parts_RBK.sub_(under).div_(over.sub_(under))
     if code.signed:
         low += (wide_RBK < 0).logical_and_(low > 0).int().mul_(code.num + 1)
     else:  # what is divided by must not become 0
         low = torch.maximum(low, (sizes_RBK > 0).int())
     return low.flatten(1)[:, : wide_RC.shape[1]].to(torch.uint8), scales_RB
+
+
+def _rungs_below(parts: Tensor, code: Code) -> Tensor:
+    """The highest rung that is not above each of `parts`, from 0 to 1, but never the highest of all. Looked up, and not
+    reckoned: a logarithm may differ in its last bit with the length of a vector. A search takes five times as long."""
+    device = parts.device
+    low = _at(_rungs_by_bits(code, device), (parts.view(torch.int32) >> 16).clamp_(max=_ONE))  # NaN is above
+    low += parts >= _at(ladder(code, device), low + 1)
+    return low.clamp_(max=code.num - 1)
+
+
+@functools.cache
+def _rungs_by_bits(code: Code, device: torch.device) -> Tensor:
+    """By the upper 16 bits of a number, for the least number that has them: no other is two rungs higher."""
+    least = (torch.arange(_ONE + 1, dtype=torch.int32) << 16).view(torch.float32)
+    found = torch.bucketize(least, ladder(code, torch.device("cpu")), right=True, out_int32=True) - 1
+    return found.clamp_(0, code.num - 1).to(device)
+
+
+def _at(table: Tensor, places: Tensor) -> Tensor:
+    return table.index_select(0, places.reshape(-1)).view(places.shape)
 
 
 def _in_blocks(rows_RC: Tensor) -> Tensor:

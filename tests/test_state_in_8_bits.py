@@ -1,0 +1,440 @@
+"""Moments of AdamW in 8 bits: a code that says as much of small numbers as of large ones, rounded without bias, and the
+same bits on every mesh, in memory and in checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import cli, optim
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.layout import Piece, coded_of, pieces
+from meshwright.ops.codes import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, ladder, num_blocks
+from meshwright.optim import AdamW, Place, Settings
+from tests import tiny, worlds
+from tests.test_checkpoint import bytes_of, same, state_of, world_of
+from tests.test_checkpoint_broken import error_of
+from tests.words import words
+
+HERE = torch.device("cpu")
+# The last block of a row of 304 columns has 48. Between 512 columns tp=2 cuts where a block ends, and tp=4 does not.
+SIZES: dict[str, Any] = dict(
+    hidden_size=304, intermediate_size=512, head_dim=128, num_attention_heads=4, num_hidden_layers=2
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": SIZES,
+    "qwen3_tied": SIZES,
+    "qwen3_moe": {**SIZES, "moe_intermediate_size": 272, "mlp_only_layers": [1]},
+    "qwen3_5_moe": {
+        **tiny.ALIGNED["qwen3_5_moe"], "hidden_size": 304, "shared_expert_intermediate_size": 512,
+        "moe_intermediate_size": 256, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+Whole = dict[str, list[Tensor]]
+
+
+def directory(at: Path, name: str) -> Path:
+    return tiny.directory(at, name, dtype=torch.bfloat16, **FAMILIES[name])
+
+
+def engine_of(source: Path, mesh: Mapping[str, int], state: torch.dtype | None = torch.uint8) -> mw.Engine:
+    model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float32)
+    return mw.Engine(model, lr=lambda step: 1e-3 * (step + 1), state_dtype=state)
+
+
+def train(engine: mw.Engine, num: int) -> list[float]:
+    return [engine.step(tiny.batches(100 * engine.steps)[:1]).loss for _ in range(num)]
+
+
+def some(num_rows: int, num_cols: int, code: Code = FIRST, seed: int = 0) -> Tensor:
+    """Numbers of many sizes."""
+    g = torch.Generator().manual_seed(seed)
+    found = torch.randn(num_rows, num_cols, generator=g) * 10 ** torch.randn(num_rows, num_cols, generator=g)
+    return found if code.signed else found.square()
+
+
+@pytest.mark.parametrize("code", CODES, ids=["first", "second"])
+def test_every_code_comes_back(code: Code) -> None:
+    """Whatever the dice say, also in a short last block. Scales are powers of 2, so that a rung is itself again."""
+    every_RC = torch.arange(256).repeat(3, 2)[:, :300].to(torch.uint8)
+    every_RC[:, 128] = code.num if code.signed else 128  # 128 would be minus zero, which is never written
+    every_RC[:, 256] = code.num
+    scales_RB = torch.tensor([[1.0, 2.0**-30], [2.0**20, 0.5], [4.0, 2.0**-60]])
+    wide_RC = decode(every_RC, scales_RB, code)
+    for at in (0.0, 0.3, 0.999):
+        found_RC, scales = encode(wide_RC, code, torch.full((3, 512), at))
+        assert torch.equal(found_RC, every_RC)
+        assert torch.equal(scales, scales_RB)
+
+
+@pytest.mark.parametrize("code", CODES, ids=["first", "second"])
+def test_the_error_is_as_large_as_a_step_of_the_ladder(code: Code) -> None:
+    """And none at all of the largest of a block, of zero, and in the mean."""
+    wide_RC = some(500, 300, code)
+    wide_RC[:7] = 0
+    codes_RC, scales_RB = encode(wide_RC, code, dice(5, torch.arange(500), 0, 512))
+    found_RC = decode(codes_RC, scales_RB, code)
+    step = 10 ** (code.decades / (code.num - 1)) - 1
+    least_RC = scales_RB.repeat_interleave(BLOCK, 1)[:, :300] * 10**-code.decades
+    within = (found_RC - wide_RC).abs() <= torch.maximum(1.001 * step * wide_RC.abs(), 1.001 * least_RC)
+    assert step < 0.116
+    assert bool(within.all())
+    assert torch.equal(found_RC[:7], wide_RC[:7])
+    assert torch.equal(found_RC[:, :256].abs().amax(1), wide_RC[:, :256].abs().amax(1))
+    assert abs(float((found_RC - wide_RC).sum() / wide_RC.abs().sum())) < 5e-4
+
+
+def test_a_second_moment_above_zero_stays_above() -> None:
+    wide_RC = torch.full((1, 256), 1e-30)
+    wide_RC[0, 0], wide_RC[0, 1] = 1.0, 0.0
+    codes_RC, scales_RB = encode(wide_RC, SECOND, torch.full((1, 256), 0.999))
+    assert codes_RC.tolist() == [[255, 0, *[1] * 254]]
+    assert float(decode(codes_RC, scales_RB, SECOND)[0, 2]) > 0
+
+
+def test_what_is_infinite_stays_in_its_place() -> None:
+    wide_RC = some(1, 512, SECOND)
+    wide_RC[0, 3] = torch.inf
+    found_RC = decode(*encode(wide_RC, SECOND, torch.full((1, 512), 0.5)), SECOND)
+    assert bool(found_RC.isfinite().all())
+
+
+def followed(beta: float, target: Tensor, start: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """A moving average in 8 bits, and the true one."""
+    true, held, scales = start.clone(), *encode(start, SECOND, torch.full_like(start, 0.5))
+    rows = torch.arange(len(start))
+    for step in range(num):
+        true = beta * true + (1 - beta) * target
+        wide = beta * decode(held, scales, SECOND) + (1 - beta) * target
+        held, scales = encode(wide, SECOND, dice(step, rows, 0, start.shape[1]))
+    return decode(held, scales, SECOND), true
+
+
+@pytest.mark.parametrize("beta", [0.95, 0.999])
+def test_a_moving_average_follows(beta: float) -> None:
+    """A step changes it by less than a tenth of a rung. To the nearest it would stay where it began."""
+    start = torch.full((16, 256), 1.0)
+    start[:, 0] = 1e4  # the scale stays
+    target = start * 0.2
+    target[:, 0] = 1e4
+    found, true = followed(beta, target, start, 1500)
+    assert float(found[:, 1:].mean()) == pytest.approx(float(true[:, 1:].mean()), rel=0.02)
+    assert float(true[:, 1:].mean()) < 0.5
+
+
+def test_dice() -> None:
+    """Even, and independent of those beside them, of another step and of another moment."""
+    rows = torch.arange(700)
+    seeds = [1, 2, 1 | 1 << 32, 1 | 1 << 33]
+    found = [dice(seed, rows, 0, 512) for seed in seeds]
+    assert all(float(each.min()) >= 0 and float(each.max()) < 1 for each in found)
+    beside = [found[0][:-1], found[0][1:], found[0][:-1].roll(1, 1), *(each[:-1] for each in found[1:])]
+    related = torch.corrcoef(torch.stack([each.flatten() for each in beside])) - torch.eye(len(beside))
+    assert float(related.abs().max()) < 0.01
+    counts = torch.histc(found[0], 100, 0, 1) / found[0].numel()
+    assert float((counts - 0.01).abs().max()) < 0.0005
+    assert torch.equal(dice(1, rows[300:], 256, 256), found[0][300:, 256:])
+
+
+def cut(piece: Piece, whole: Tensor) -> Tensor:
+    """Of a matrix, or of its scales, what a rank has."""
+    first, width = piece.first_col, piece.shape[1]
+    if whole.shape[1] != piece.param.matrix[1]:
+        first, width = first // BLOCK, num_blocks(width)
+    return whole[piece.row_numbers(HERE), first : first + width]
+
+
+CONFIG = {**tiny.of("qwen3_moe"), **FAMILIES["qwen3_moe"]}
+some_whole = functools.cache(some)
+
+
+def updated(axes: Axes) -> list[dict[str, list[Tensor]]]:
+    """Weights, codes and scales after three updates, by rank and name: weights and gradients are cut from the same
+    whole matrices, whatever the mesh."""
+    blueprint, out = draw(CONFIG), []
+    for rank in range(axes.world):
+        held = pieces(blueprint.spec, axes, rank)
+        coded = {name: held[name] for name in coded_of(blueprint.table, held)}
+        places = {name: Place(piece.row_numbers, piece.first_col) for name, piece in coded.items()}
+        adam = AdamW({"head.weight"}, Settings(state=torch.uint8, betas=(0.9, 0.999)), places)
+        weights, *grads = [
+            {name: cut(each, some_whole(*each.param.matrix, seed=step)).clone() for name, each in coded.items()}
+            for step in range(4)
+        ]
+        for each in grads:
+            adam.step(weights, each, 1e-2)
+        out.append({
+            name: [weights[name], *adam.moments.get(name, ()), *adam.moments.get(f"{name}.scales", ())]
+            for name in coded
+        })  # fmt: skip
+    return out
+
+
+@functools.cache
+def on_one() -> dict[str, list[Tensor]]:
+    return updated(Axes())[0]
+
+
+def differing(axes: Axes) -> list[str]:
+    """Names of what is not on every rank as on one process."""
+    expected, wrong = on_one(), list[str]()
+    for rank, found in enumerate(updated(axes)):
+        held = pieces(draw(CONFIG).spec, axes, rank)
+        wrong += [
+            each for each, tensors in found.items()
+            if tensors[0].numel() and not same(tensors, [cut(held[each], whole) for whole in expected[each]])
+        ]  # fmt: skip
+    return wrong
+
+
+@pytest.mark.parametrize("axes", [dict(fsdp=2), dict(fsdp=3), dict(tp=2), dict(fsdp=2, ep=2)], ids=str)
+def test_every_mesh_keeps_the_same_bits(axes: dict[str, int]) -> None:
+    assert len(on_one()) > 8
+    assert differing(Axes(**axes)) == []
+
+
+def test_parts_of_an_update_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_one()
+    monkeypatch.setattr(optim, "_PART", 70_000)
+    assert differing(Axes()) == []
+
+
+def test_no_generator_is_drawn_from() -> None:
+    before = torch.get_rng_state()
+    adam = AdamW({"a"}, Settings(state=torch.uint8), {"a": Place(lambda device: torch.arange(3, device=device), 0)})
+    adam.step({"a": some(3, 256)}, {"a": some(3, 256)}, 0.1)
+    assert adam.moments["a"][0].dtype == torch.uint8
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def one_process(source: Path, out: Path) -> Whole:
+    engine = engine_of(source, {})
+    train(engine, 2)
+    mw.save(engine, out)
+    return {name: list(both) for name, both in engine.optimizer.moments.items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, Whole]]:
+    """Of a family: its source, a checkpoint that one process saved after two steps, and the moments in its memory."""
+
+    @functools.cache
+    def make(name: str) -> tuple[Path, Path, Whole]:
+        at = tmp_path_factory.mktemp(name)
+        source = directory(at / "source", name)
+        [moments] = worlds.run(1, one_process, source, at / "runs")
+        return source, at / "runs" / "step-000002", moments
+
+    return make
+
+
+def there_and_back(source: Path, reference: Path, whole: Whole, mesh: Mapping[str, int], out: Path) -> list[str]:
+    """What is not as one process has it, in the memory of this rank; then it is saved again."""
+    engine = engine_of(source, mesh)
+    mw.resume(engine, reference)
+    wrong = []
+    for name, both in engine.optimizer.moments.items():
+        piece = engine.model.pieces[name.removesuffix(".scales")]
+        due = [cut(piece, each) for each in whole[name]] if piece.param.cols else None
+        if due is not None and not same(list(both), due):
+            wrong.append(name)
+    mw.save(engine, out)
+    return wrong
+
+
+MESHES: dict[str, list[dict[str, int]]] = {
+    "qwen3_tied": [dict(fsdp=3), dict(tp=2), dict(pp=2)],
+    "qwen3_5_moe": [dict(fsdp=2, tp=2, ep=2), dict(cp=2)],
+    "qwen3_moe": [dict(fsdp=2, ep=2)],
+}
+
+
+@pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for name in MESHES for mesh in MESHES[name]], ids=str)
+def test_every_mesh_resumes_and_saves_the_same(saved: Any, tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
+    source, reference, whole = saved(name)
+    assert worlds.run(world_of(mesh), there_and_back, source, reference, whole, mesh, tmp_path) == [[]] * world_of(mesh)
+    assert bytes_of(tmp_path / "step-000002") == bytes_of(reference)
+
+
+def test_what_lies_in_the_files(saved: Any) -> None:
+    _, at, whole = saved("qwen3_moe")
+    first = load_file(at / "exp_avg" / "model.safetensors")
+    codes, scales = first["model.layers.1.mlp.down_proj.weight"], first["layers.1.mlp.down.weight.scales"]
+    assert (codes.dtype, tuple(codes.shape), scales.dtype, tuple(scales.shape)) == (
+        torch.uint8, (304, 512), torch.float32, (304, 2)
+    )  # fmt: skip
+    assert torch.equal(scales, whole["layers.1.mlp.down.weight.scales"][0])
+    assert {t.dtype for key, t in first.items() if key.endswith("norm.weight")} == {torch.float32}
+    assert not any(key.endswith(".scales") for key in load_file(at / "model.safetensors"))
+    assert cli.main(["inspect", str(at), "--verify"]) == 0
+
+
+def interrupted(source: Path, out: Path, resume: bool) -> tuple[list[float], Any]:
+    engine = engine_of(source, dict(fsdp=2))
+    if resume:
+        mw.resume(engine, out)
+    else:
+        train(engine, 1)
+        mw.save(engine, out, wait=False)
+    return train(engine, 2), state_of(engine)
+
+
+def test_as_if_never_interrupted(tmp_path: Path) -> None:
+    source = directory(tmp_path / "m", "qwen3")
+    before = worlds.run(2, interrupted, source, tmp_path / "run", False)
+    assert same(worlds.run(2, interrupted, source, tmp_path / "run", True), before)
+
+
+def by_torch(source: Path, out: Path, mesh: Mapping[str, int], load: bool) -> None:
+    engine = engine_of(source, mesh)
+    if load:
+        state = engine.state_dict()
+        dcp.load(state, checkpoint_id=out / "dcp")
+        engine.load_state_dict(state)
+        mw.save(engine, out / "again")
+    else:
+        train(engine, 2)
+        dcp.save(engine.state_dict(), checkpoint_id=out / "dcp")
+        mw.save(engine, out / "ours")
+
+
+def said(act: Callable[[], object]) -> str:
+    """Whoever refuses it, torch or we."""
+    try:
+        act()
+    except BaseException as error:  # noqa: BLE001 - that of torch is no Exception
+        return str(error)
+    return ""
+
+
+def refused_by_torch(source: Path, out: Path) -> list[str]:
+    """Codes are no wide moments, and wide moments no codes."""
+    wide, coded = (engine_of(source, {}, state) for state in (None, torch.uint8))
+    train(wide, 1)
+    dcp.save(wide.state_dict(), checkpoint_id=out / "wide")
+    return [
+        said(lambda: dcp.load(wide.state_dict(), checkpoint_id=out / "dcp")),
+        said(lambda: dcp.load(coded.state_dict(), checkpoint_id=out / "wide")),
+        said(lambda: wide.load_state_dict(coded.state_dict())),
+    ]
+
+
+def test_through_torch_and_back(tmp_path: Path) -> None:
+    """From mesh to mesh by torch.distributed.checkpoint, and between the kinds by `meshwright convert`."""
+    source, step = directory(tmp_path / "m", "qwen3_5_moe"), "step-000002"
+    worlds.run(4, by_torch, source, tmp_path, dict(fsdp=2, tp=2, ep=2), False)
+    ours = bytes_of(tmp_path / "ours" / step)
+    convert = ["convert", str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "meshwright", "--like", str(source)]
+    assert cli.main(convert) == 0
+    assert bytes_of(tmp_path / "back" / step) == ours
+    assert cli.main(["convert", str(tmp_path / "back"), str(tmp_path / "dcp2"), "--to", "dcp"]) == 0
+    (tmp_path / "dcp").rename(tmp_path / "dcp1")
+    (tmp_path / "dcp2").rename(tmp_path / "dcp")
+    worlds.run(3, by_torch, source, tmp_path, dict(fsdp=3), True)
+    assert bytes_of(tmp_path / "again" / step) == ours
+    for message in worlds.run(1, refused_by_torch, source, tmp_path)[0]:
+        assert re.search(words(r"exp_avg"), message), message
+
+
+def of_other_kinds(source: Path, out: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """From float32 to codes and back: what each engine holds."""
+    found = {}
+    for name, state in {"codes": torch.uint8, "float32": None, "bfloat16": torch.bfloat16}.items():
+        engine = engine_of(source, mesh, state)
+        mw.resume(engine, out)
+        found[name] = {each: [m.clone() for m in both] for each, both in engine.optimizer.moments.items()}
+        train(engine, 1)
+    return found
+
+
+def save_wide(source: Path, out: Path) -> Whole:
+    engine = engine_of(source, {}, None)
+    train(engine, 2)
+    mw.save(engine, out)
+    return {name: list(both) for name, both in engine.optimizer.moments.items()}
+
+
+def test_another_state_dtype_is_made_of_it(saved: Any, tmp_path: Path) -> None:
+    source, reference, whole = saved("qwen3")
+    name = "layers.0.mlp.down.weight"
+    [true] = worlds.run(1, save_wide, source, tmp_path)
+    [from_wide] = worlds.run(1, of_other_kinds, source, tmp_path, {})
+    [from_codes] = worlds.run(1, of_other_kinds, source, reference, {})
+    for at, code in enumerate(CODES):
+        exact = decode(whole[name][at], whole[f"{name}.scales"][at], code)
+        assert torch.equal(from_codes["codes"][name][at], whole[name][at])
+        assert torch.equal(from_codes["float32"][name][at], exact)
+        assert torch.equal(from_codes["bfloat16"][name][at], exact.bfloat16())
+        assert torch.equal(from_wide["float32"][name][at], true[name][at])
+        coded = decode(from_wide["codes"][name][at], from_wide["codes"][f"{name}.scales"][at], code)
+        assert float(((coded - true[name][at]).abs() / (true[name][at].abs() + 1e-6 * true[name][at].max())).max()) < 1
+        assert float((coded - true[name][at]).norm() / true[name][at].norm()) < 0.1
+    assert from_wide["float32"].keys() < from_wide["codes"].keys()
+
+
+def course(source: Path, state: torch.dtype | None) -> tuple[list[float], int, int]:
+    rate = lambda step: 1e-3 * (1 - step / 100)  # noqa: E731 - one line reads better
+    engine = mw.Engine(mw.load(source, dtype=torch.float32), lr=rate, betas=(0.9, 0.999), state_dtype=state)
+    losses = [engine.step(tiny.batches(step % 32)[:1]).loss for step in range(100)]
+    held = sum(m.nbytes for both in engine.optimizer.moments.values() for m in both)
+    [told] = [stored.num_bytes for stored in engine.model.need(state).stored() if stored.what == "moments"]
+    return losses, held, told
+
+
+def test_a_course_of_100_steps(tmp_path: Path) -> None:
+    """And the bytes of memory, as `need` tells them."""
+    small = dict(hidden_size=256, intermediate_size=256, num_attention_heads=2, num_hidden_layers=1)
+    source = tiny.directory(tmp_path / "m", "qwen3", **{**SIZES, **small})
+    [(wide, wide_bytes, wide_told)] = worlds.run(1, course, source, None)
+    [(narrow, narrow_bytes, narrow_told)] = worlds.run(1, course, source, torch.uint8)
+    assert wide[0] == narrow[0]
+    assert sum(wide[-8:]) < 0.6 * sum(wide[:8])
+    assert sum(narrow[-8:]) == pytest.approx(sum(wide[-8:]), rel=0.01)
+    assert (wide_told, narrow_told) == (wide_bytes, narrow_bytes)
+    assert 0.25 < narrow_bytes / wide_bytes < 0.26
+
+
+def refused(source: Path) -> list[str]:
+    model = mw.load(source, mw.Mesh(tp=4), dtype=torch.float32)
+    found = [error_of(lambda: mw.Engine(model, lr=1e-3, state_dtype=torch.uint8))]
+    mw.Engine(model, lr=1e-3, state_dtype=torch.bfloat16)
+    return found
+
+
+def resumed_where_blocks_are_cut(source: Path, reference: Path) -> str:
+    engine = engine_of(source, dict(tp=4), None)
+    return error_of(lambda: mw.resume(engine, reference))
+
+
+def test_a_mesh_that_cuts_a_block_is_refused(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, reference, _ = saved("qwen3")
+    told = words(
+        "LayoutError", r"blocks of 256 columns", r"128 of the 512 columns of layers\.0", "tp=4", r"tp from 1, 2,"
+    )
+    for messages in worlds.run(4, refused, source):
+        assert all(re.search(told, message) for message in messages), messages
+        assert "state_dtype=torch.bfloat16" in messages[0]
+    for message in worlds.run(4, resumed_where_blocks_are_cut, source, reference):
+        assert re.search(told, message), message
+    run = f'model = "{source}"\nout = "out"\n[[data]]\npath = "x"\n[mesh]\ntp = 4\n[optim]\nstate_dtype = "uint8"\n'
+    (tmp_path / "run.toml").write_text(run)
+    assert cli.main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 2
+    assert re.search(words("256 columns", "tp=4", 'state_dtype = "bfloat16"'), capsys.readouterr().err)
+
+
+def test_betas_have_no_limit_and_dtypes_have_names() -> None:
+    assert Settings(state=torch.uint8, betas=(0.99, 0.9999)).state == torch.uint8
+    with pytest.raises(mw.ConfigError, match=words(r"torch\.int8", r"torch\.bfloat16", r"torch\.uint8")):
+        Settings(state=torch.int8)
+    assert len(ladder(FIRST, HERE)) == 128
