@@ -95,6 +95,19 @@ def test_the_error_is_as_large_as_a_step_of_the_ladder(code: Code) -> None:
     assert abs(float((found_RC - wide_RC).sum() / wide_RC.abs().sum())) < 5e-4
 
 
+@pytest.mark.parametrize("code", CODES, ids=["first", "second"])
+def test_the_mean_is_right_between_two_rungs(code: Code) -> None:
+    """In the value: dice for the logarithm would be off by more than a thousandth. Below all rungs too, but for a
+    second moment, which must not become 0."""
+    rungs = ladder(code, HERE)
+    for at in [20, code.num - 1] + [0] * code.signed:
+        value = float(rungs[at] + rungs[at + 1]) / 2
+        wide_RC = torch.full((1600, 256), value)
+        wide_RC[:, 0] = 1.0
+        found_RC = decode(*encode(wide_RC, code, dice(7, torch.arange(1600), 0, 256)), code)
+        assert float(found_RC[:, 1:].double().mean()) == pytest.approx(value, rel=4e-4 if at else 0.01)
+
+
 def test_a_second_moment_above_zero_stays_above() -> None:
     wide_RC = torch.full((1, 256), 1e-30)
     wide_RC[0, 0], wide_RC[0, 1] = 1.0, 0.0
