@@ -15,6 +15,8 @@ from .errors import ConfigError
 from .ops import codes
 
 _PART = 1 << 24  # elements that are updated together: narrow moments are widened a part at a time
+_CODES = 1 << 22  # elements that become codes together, which takes a dozen buffers of their size
+_CODES_HOST = 1 << 19  # buffers that stay in the cache: larger ones took four times as long
 _STATES = (torch.float32, torch.bfloat16, torch.uint8)
 _TINY = torch.finfo(torch.float32).tiny  # a smaller eps would be 0
 _MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while the true one moves by 20% and more
@@ -179,8 +181,10 @@ def zero_codes(name: str, stored: Tensor) -> Moments:
 
 def _size(tensor: Tensor, *, rows: bool) -> int:
     """How many elements of a parameter are updated together: whole rows of a matrix in codes."""
-    width = tensor.shape[1] if rows else 1
-    return max(_PART - _PART % width, width)
+    if not rows:
+        return _PART
+    width, most = tensor.shape[1], min(_PART, _CODES_HOST if tensor.is_cpu else _CODES)
+    return max(most - most % width, width)
 
 
 def _parts(stored: Mapping[str, Tensor], coded: Container[str] = ()) -> Iterator[list[Slice]]:

@@ -98,8 +98,9 @@ def with_zeros(
     values: Mapping[str, Tensor], plane: Plane, table: Table, stored: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Also of parameters that have no value for a plane, but a part of its keys: every byte of a file is written."""
-    out = dict(values)
+    out, keys = dict(values), plane.keymap.keys
     for name, tensor in stored.items():
-        if name not in values and not plane.keymap.keys.keys().isdisjoint(_keys(table, plane.keymap, name)):
-            out[name] = tensor.new_zeros(()).expand(tensor.shape)
+        shared = [] if name in values else [key for key in _keys(table, plane.keymap, name) if key in keys]
+        if shared:
+            out[name] = tensor.new_zeros((), dtype=DTYPES[keys[shared[0]].dtype]).expand(tensor.shape)
     return out
