@@ -6,7 +6,7 @@ Whoever wants to know something of a model asks its blueprint: loading, the bill
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class Blueprint:
         """The same model, whose mixers come to the tokens of other ranks in this way."""
         return replace(self, spec=replace(self.spec, context=context))
 
-    def in_fp8(self, names: Collection[str]) -> Blueprint:
+    def in_fp8(self, names: Iterable[str]) -> Blueprint:
         """The same model, in which products with these parameters are in 8 bits."""
         return replace(self, spec=replace(self.spec, fp8=frozenset(names)))
 

@@ -93,7 +93,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def found(sources: dict[str, Path]) -> Found:
     worlds_of: dict[object, list[Case]] = {}
     for case in [*CASES, *ROUNDED]:
-        worlds_of.setdefault((case.mesh, case.dtype), []).append(case)
+        worlds_of.setdefault((case.mesh, case.dtype, case.name), []).append(case)
     return worlds.Shared([*worlds_of.values()], partial(findings, sources))
 
 
@@ -238,6 +238,7 @@ def test_sides_without_whole_blocks_are_refused_on_any_mesh() -> None:
         (dict(fp8=True), words("fp8=True", "fp8='block'")),
         (dict(fp8_skip="layers.*"), words("skips nothing", "fp8='block'")),
         (dict(fp8="block", fp8_skip="nothing.*"), words("matches no parameter", "fp8_skip")),
+        (dict(fp8="block", fp8_skip="embed*"), words("matches only parameters", "embed")),
         (dict(fp8="block", fp8_skip=["*"]), words("leaves no product")),
         (dict(fp8="block", fp8_skip=7), words("fp8_skip=7", "pattern")),
     ],
@@ -296,19 +297,29 @@ def test_what_is_served_is_what_was_trained(sources: dict[str, Path], tmp_path: 
 
 
 def test_from_the_command_line(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of real weights: every product, and what they cost."""
+    """Of real weights, and what products in 8 bits cost them."""
     given = ["verify", str(sources["qwen3"]), "--mesh", "tp=2", "--fp8", "--full", "--dtypes", "float64"]
     cli.main([*given, "--against", "none", "--json"])
     found = json.loads(capsys.readouterr().out)
     wide, fp8_run = found["runs"]
     assert {row: lines for row, lines in wide["oracles"].items() if lines} == {}
+    assert fp8_run["oracles"] == {"RUN": [], "P1": []}
+    assert any("Q1" in line for line in found["untried"])
     assert fp8_run["dtype"] == "fp8"
     assert all(re.search(p, " ".join(fp8_run["notes"])) for p in (r"loss \d", r"nats of KL", "cosine of gradients 0.9"))
 
 
 def test_a_small_model_in_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**REAL, "num_attention_heads": 4, "num_key_value_heads": 2}))
-    given = ["verify", str(tmp_path / "config.json"), "--mesh", "fsdp=2", "--fp8", "--fp8-skip", "*.k.weight"]
+    given = [
+        "verify",
+        str(tmp_path / "config.json"),
+        "--mesh",
+        "fsdp=2",
+        "--fp8",
+        "--fp8-skip",
+        "layers.0.mixer.k.*,layers.35.*",
+    ]
     assert cli.main([*given, "--dtypes", "float64", "--against", "none", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["oracles"]["Q1"] == []

@@ -54,7 +54,12 @@ def in_fp8(fp8: object, skip: object, table: Table) -> list[str]:
             raise ConfigError(f"fp8_skip={patterns} skips nothing without fp8='block'; give both, or leave it out")
         return []
     low = [param.name for param in table if param.low]
-    skipped = {name for pattern in patterns for name in matching(pattern, low, "fp8_skip")}
+    for pattern in patterns:
+        if matching(pattern, table.params, "fp8_skip") and not fnmatch.filter(low, pattern):
+            raise ConfigError(
+                f"fp8_skip={pattern!r} matches only parameters of which no product is in 8 bits; leave it out"
+            )
+    skipped = {name for pattern in patterns for name in fnmatch.filter(low, pattern)}
     if not {*low} - skipped:
         raise ConfigError(f"fp8_skip={patterns} leaves no product in 8 bits; leave fp8='block' out instead")
     return [name for name in low if name not in skipped]

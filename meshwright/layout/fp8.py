@@ -41,7 +41,8 @@ def _misfits(spec: ShardingSpec, tp: int) -> dict[str, str]:
     found, known = dict[str, str](), dict[object, str]()
     for name, param in spec.table.params.items():
         if name in spec.fp8:
-            kind = (*param.dims.items(), *(len(layout.blocks) for layout in param.layouts))
+            forms = {block.ours.shape for layout in param.layouts for block in layout.blocks}
+            kind = (*param.rows.items(), None, *param.cols.items(), frozenset(forms))
             if kind not in known:
                 known[kind] = _misfit(param, spec, Axes(tp=tp))
             if known[kind]:

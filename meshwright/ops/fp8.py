@@ -71,14 +71,15 @@ def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
-    """torch's. It wants a multiple of 4 tokens, their scales by column, and a multiple of 4 scales in a row of W."""
+    """torch's. It wants rows that lie one after the other on both sides, whatever strides came (W.mT has others), a
+    multiple of 4 tokens, their scales by column, and a multiple of 4 scales in a row of W."""
     rows_MK = x.flatten(0, -2)
     num_rows, (num, width) = len(rows_MK), weight_NK.shape
     numbers, scales = _quantised_rows(F.pad(rows_MK, (0, 0, 0, -num_rows % 4)))
     of_weight, weight_scales = _quantised_matrix(weight_NK)
     grid = F.pad(weight_scales.view(num // BLOCK, width // BLOCK), (0, -(width // BLOCK) % 4))
     y: Tensor = F.scaled_mm(
-        numbers.flatten(1), of_weight.reshape(num, width).t(),
+        numbers.flatten(1).contiguous(), of_weight.reshape(num, width).contiguous().t(),
         scales.squeeze(-1).t().contiguous().t(), F.ScalingType.BlockWise1x128,
         grid.t(), F.ScalingType.BlockWise128x128, output_dtype=x.dtype,
     )  # fmt: skip
@@ -101,12 +102,13 @@ def _agrees(device: torch.device, dtype: torch.dtype) -> bool:
     x, weight = (torch.randn(rows, 384, generator=noise) for rows in (67, 256))
     x[:, :128] *= torch.logspace(-4, 4, 67)[:, None]  # each block needs a scale of its own
     x, weight = x.to(device, dtype), weight.to(device, dtype)
+    turned = weight.mT.contiguous().mT  # as the weight of a backward comes
     try:
-        found = _by_kernel(x, weight)
+        found = torch.cat([_by_kernel(x, weight), _by_kernel(x.mT.contiguous().mT, turned)])
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises, ours works
         logger.warning("no kernel for products in 8 bits on %s (%s); they are emulated, which is slow", device, error)
         return False
-    due = emulated(x, weight).to(dtype)
+    due = emulated(x, weight).to(dtype).repeat(2, 1)
     off = ((found.float() - due.float()).norm(dim=1) / due.float().norm(dim=1)).max().item()
     if not off <= _TOLERANCE:  # NaN too
         logger.warning(

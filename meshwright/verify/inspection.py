@@ -151,16 +151,22 @@ def _in_fp8(blueprint: Blueprint, options: Options) -> Blueprint:
     return blueprint.in_fp8(in_fp8(options.fp8, options.fp8_skip, blueprint.table))
 
 
-def _small(blueprint: Blueprint, axes: Axes, options: Options) -> Blueprint:
+def _left_out(blueprint: Blueprint) -> list[str]:
+    """Parameters whose products might be in 8 bits and are not, by their names."""
+    return [p.name for p in blueprint.table if p.low and p.name not in blueprint.spec.fp8] if blueprint.spec.fp8 else []
+
+
+def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
     """Of odd width, where the family can be: some want their heads to divide it, and kernels of devices 16 bytes. Its
     stages end elsewhere than those of a deep model."""
     pipeline = replace(options.pipeline, ends=None)
     num_stages = axes.pp * pipeline.stages if axes.pp > 1 else 1
 
     def laid_out(blueprint: Blueprint) -> Blueprint:
-        return _in_fp8(blueprint.run_by(pipeline, reshard=True).in_context(options.context), options)
+        placed, low = blueprint.run_by(pipeline, reshard=True).in_context(options.context), of_all.spec.fp8
+        return placed.in_fp8(name for name in placed.table.params if name in low)  # it lacks some layers
 
-    small = partial(shrink, blueprint.config, axes.tp, num_stages=num_stages, block=BLOCK if options.fp8 else 0)
+    small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=BLOCK if options.fp8 else 0)
     if options.device == "cpu" and not options.fp8:
         with contextlib.suppress(ConfigError):
             return laid_out(draw(small(width=ODD), head=options.head, tower=options.tower))
@@ -240,7 +246,7 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
         context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
-        fp8_skip=plan.options.fp8_skip,
+        fp8_skip=_left_out(plan.runs),
     )  # fmt: skip
 
 

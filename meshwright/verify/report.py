@@ -191,6 +191,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield "the head beside transformers: M1 takes a language model"
     if plan.kind == FULL:
         yield "gradients after the first step, weights before the last update, O1 and new weights (--full)"
+        yield from ["Q1, each product in 8 bits (--full)"] if options.fp8 else []
         yield "these weights beside transformers: M1 takes a small random model of the family"
 
 

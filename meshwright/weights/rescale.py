@@ -18,7 +18,7 @@ from ..layout import Block, Box, Param, piece
 from ..log import progress
 from .keymap import KeyMap
 from .load import Reader, chosen
-from .scales import Places, as_numbers, as_stored, needed, numbers_of
+from .scales import Places, as_numbers, as_stored, as_used, needed, numbers_of
 from .streaming import StoredModel
 from .writing import Files, staged
 
@@ -54,7 +54,7 @@ def numbers_and_scales(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str,
         if scale.form:
             return looked.as_they_are(key)
         grid = looked.chosen(key)
-    numbers = numbers_of(values.to(keymap.used), Places.of(values, values.shape, scale).take(grid))
+    numbers = numbers_of(as_used(values, keymap.used), Places.of(values, values.shape, scale).take(grid))
     stored = keymap.keys[scale.key]
     return {key: numbers, scale.key: as_stored(grid, stored.dtype).view(stored.shape)}
 
@@ -129,7 +129,7 @@ class Look:
         for part in staged(block, common):
             values = ours[part.within(common).slices].cpu()
             places = Places.of(whole[part.within(block.ours).slices], block.shape, self.scales[block.key])
-            places.into(self.most[block.key], values.to(self.keymap.used).float().abs())
+            places.into(self.most[block.key], as_used(values, self.keymap.used).float().abs())
             if reader is not None:
                 before = reader.read(reader.source.entries[block.key], block, part).to(values.dtype)
                 places.into(self.changed[block.key], (values != before).float())

@@ -325,6 +325,13 @@ def values_of(numbers: Tensor, scales: Tensor) -> Tensor:
     return _VALUES.index_select(0, codes).view(numbers.shape) * scales
 
 
+def as_used(values: Tensor, used: torch.dtype) -> Tensor:
+    """What products see of values; the values themselves at the ends of the range of `used`, where they would become
+    infinite, or something else."""
+    rounded = values.to(used).to(values.dtype)
+    return torch.where((rounded - values).abs() <= values.abs() * 2.0**-7, rounded, values)
+
+
 def numbers_of(values: Tensor, scales: Tensor) -> Tensor:
     """Divided by the scales as they are stored. Of a block whose scale is 0 all numbers are."""
     wide = torch.where(scales == 0, torch.zeros_like(scales), values.to(torch.float32) / scales)

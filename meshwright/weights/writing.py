@@ -18,7 +18,7 @@ from .header import DTYPES
 from .keymap import Key, KeyMap
 from .load import chosen, contiguous
 from .runs import Runs
-from .scales import Places, numbers_of
+from .scales import Places, as_used, numbers_of
 
 _STAGED_ELEMENTS = 1 << 20  # converted at a time
 
@@ -83,7 +83,7 @@ class Files:
             wanted, ours = wanted.permute(order), values[part.within(common).slices].permute(order)
             if block.key in self.keymap.scales:
                 places = Places.of(wanted, key.shape, self.keymap.scales[block.key])
-                ours = numbers_of(ours.to("cpu", self.keymap.used), places.take(self.scales[block.key]))
+                ours = numbers_of(as_used(ours.to("cpu"), self.keymap.used), places.take(self.scales[block.key]))
             flat = ours.to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
             for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
                 size = length * dtype.itemsize

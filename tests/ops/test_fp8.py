@@ -157,6 +157,8 @@ def test_a_kernel_gets_what_torch_wants_of_it(monkeypatch):
 
     def kernel(a, b, scale_a, of_a, scale_b, of_b, output_dtype):
         seen.update(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()  # as torch refuses others
         assert (of_a, of_b) == (fp8.F.ScalingType.BlockWise1x128, fp8.F.ScalingType.BlockWise128x128)
         x = a.float().unflatten(1, (-1, 128)) * scale_a[:, :, None]
         grid = scale_b[: a.shape[1] // 128].t().repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -165,14 +167,14 @@ def test_a_kernel_gets_what_torch_wants_of_it(monkeypatch):
     monkeypatch.setattr(fp8.F, "scaled_mm", kernel)
     assert fp8._agrees(torch.device("cpu"), torch.bfloat16)
     assert seen["a"].shape == (68, 384)  # 67 rows
-    assert seen["a"].is_contiguous()
-    assert seen["b"].t().is_contiguous()
     assert seen["scale_a"].shape == (68, 3)
     assert seen["scale_a"].stride() == (1, 68)
     assert seen["scale_b"].shape == (4, 2)
     assert seen["scale_b"].stride() == (1, 4)
     x, weight = rand(2, 3, 384, dtype=torch.bfloat16, grad=False), rand(256, 384, dtype=torch.bfloat16, grad=False)
     assert torch.equal(fp8._by_kernel(x, weight), fp8.emulated(x, weight).bfloat16())
+    turned, column = weight.mT.contiguous().mT, x.mT.contiguous().mT
+    assert torch.equal(fp8._by_kernel(column, turned), fp8.emulated(x, weight).bfloat16())
 
 
 @pytest.mark.parametrize("wrong", ["raises", "is off"])
@@ -200,6 +202,9 @@ def test_on_an_accelerator():
     x, weight = special(67, 384, dtype=torch.bfloat16), special(256, 384, dtype=torch.bfloat16)
     assert torch.equal(bits(fp8.rounded_rows(x.to(device)).cpu()), bits(fp8.rounded_rows(x)))
     assert torch.equal(bits(fp8.rounded_matrix(weight.to(device)).cpu()), bits(fp8.rounded_matrix(weight)))
-    found = fp8.fp8_linear(x.to(device), weight.to(device)).cpu().double()
-    due = fp8.emulated(x, weight).double()
-    assert (found - due).norm() <= 5e-3 * due.norm()
+    given = [x.to(device).requires_grad_(), weight.to(device).requires_grad_()]
+    y = linear(*given, fp8=True)
+    y.backward(torch.ones_like(y))
+    due = [fp8.emulated(x, weight), fp8.emulated(torch.ones(67, 256), weight.mT)]
+    for found, wanted in zip((y, given[0].grad), due, strict=True):
+        assert (found.cpu().double() - wanted.double()).norm() <= 5e-3 * wanted.double().norm()
