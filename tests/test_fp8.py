@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
@@ -324,3 +325,15 @@ def test_a_small_model_in_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFix
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["oracles"]["Q1"] == []
     assert run["margins"]["Q1"][0]["count"] > 0
+
+
+def written_without(source: Path, at: Path) -> list[str]:
+    model = mw.load(source, mw.Mesh(device="cpu"), fp8="block", fp8_skip=["layers.0.*", "*.k.weight"])
+    mw.export(model, at, format="fp8")
+    return [name for name in load_file(at / "model.safetensors") if name.endswith("scale_inv")]
+
+
+def test_an_export_leaves_out_what_products_leave_out(sources: dict[str, Path], tmp_path: Path) -> None:
+    """And the other matrices of the same modules, which readers join."""
+    (found,) = worlds.run(1, written_without, sources["qwen3"], tmp_path / "out")
+    assert found == [f"model.layers.1.mlp.{name}_proj.weight_scale_inv" for name in ("down", "gate", "up")]

@@ -447,3 +447,26 @@ def test_small_values_keep_their_size(most: float) -> None:
     value = torch.tensor([[most]])
     found = scales.values_of(scales.numbers_of(value, grid), grid)
     assert abs(float(found) / most - 1) < (0.07 if most > 1e-7 else 1)
+
+
+def kept_to_the_byte(source: Path, at: Path) -> bool:
+    model = mw.load(source, mw.Mesh(device="cpu"))  # products see bfloat16 of it
+    mw.export(model, at)
+    return (at / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-38, 3e-38, 0.01, 7.59e35])
+def test_an_untouched_block_is_kept_at_the_ends_of_the_range(
+    directory: Callable[[str, str], Path], tmp_path: Path, scale: float
+) -> None:
+    """Where bfloat16 has few digits, or makes infinity of the largest: every number with such a scale."""
+
+    def change(config: dict[str, Any], files: dict[str, Tensor]) -> None:
+        key = "model.layers.0.mlp.down_proj.weight"
+        codes = torch.arange(256, dtype=torch.uint8)
+        codes = codes[(codes & 127) < 127].repeat(files[key].numel() // 254 + 1)[: files[key].numel()]
+        files[key] = codes.view(files[key].shape).view(torch.float8_e4m3fn)
+        files[key + "_scale_inv"] = torch.full_like(files[key + "_scale_inv"], scale)
+
+    source = rewritten(directory("qwen3", "float32"), tmp_path / "m", change)
+    assert worlds.run(1, kept_to_the_byte, source, tmp_path / "out") == [True]
