@@ -77,9 +77,7 @@ def _in_format(keymap: weights.KeyMap, model: Model, form: str) -> weights.KeyMa
     keymap = replace(keymap, used=model.dtype)
     if form == "source":
         return keymap.as_source()
-    low = model.blueprint.spec.fp8
-    left_out = {p.name for p in model.table if p.low and p.name not in low} if low else set[str]()  # by fp8_skip
-    return keymap.in_fp8(model.table, left_out) if form == "fp8" else keymap
+    return keymap.in_fp8(model.table, model.blueprint.spec.fp8_left_out) if form == "fp8" else keymap
 
 
 def gather(model: Model, which: str = "weight") -> dict[str, Tensor]:

@@ -88,6 +88,11 @@ class ShardingSpec:
     _lines: dict[int, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
     _stages: dict[int, tuple[Stage, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def fp8_left_out(self) -> list[str]:
+        """Where some products are in 8 bits: the parameters whose products could be, and are not."""
+        return [param.name for param in self.table if param.low and param.name not in self.fp8] if self.fp8 else []
+
     def line(self, pp: int) -> Line:
         """Where the stages end on so many ranks, and which of them hold what."""
         if pp not in self._lines:

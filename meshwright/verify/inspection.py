@@ -151,11 +151,6 @@ def _in_fp8(blueprint: Blueprint, options: Options) -> Blueprint:
     return blueprint.in_fp8(in_fp8(options.fp8, options.fp8_skip, blueprint.table))
 
 
-def _left_out(blueprint: Blueprint) -> list[str]:
-    """Parameters whose products might be in 8 bits and are not, by their names."""
-    return [p.name for p in blueprint.table if p.low and p.name not in blueprint.spec.fp8] if blueprint.spec.fp8 else []
-
-
 def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
     """Of odd width, where the family can be: some want their heads to divide it, and kernels of devices 16 bytes. Its
     stages end elsewhere than those of a deep model."""
@@ -246,7 +241,7 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
         context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
-        fp8_skip=_left_out(plan.runs),
+        fp8_skip=plan.runs.spec.fp8_left_out,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ..mesh import Mesh
 from .findings import Finding, Margin, Notes
 from .trial import Trial
 
-_ALARM = 0.9  # of the cosine of all gradients. Models with experts, some of which change, come to 0.985 and are well
+_ALARM = 0.9  # of the cosine of all gradients: where some tokens go to other experts, 0.985 is usual
 
 
 @dataclass(frozen=True)

@@ -132,13 +132,14 @@ class KeyMap:
         """Those that the source lacks."""
         return set(self.keys) - set(self.source.entries if self.source else ())
 
-    def in_fp8(self, table: Table, left_out: Container[str] = ()) -> KeyMap:
+    def in_fp8(self, table: Table, left_out: Iterable[str] = ()) -> KeyMap:
         """The same with matrices in 8 bits, as Qwen writes them: of products, if blocks divide their sides, and those
         of all others of the same module, since readers join them. `left_out`: parameters that stay as they are."""
         made_of = blocks_by_key(table, self.choice)
         low = [key for key, parts in made_of.items() if key in self.keys and all(param.low for param, _ in parts)]
         ragged = {_parent(key) for key in low if any(size % BLOCK[0] for size in self.keys[key].shape[-2:])}
-        ragged |= {_parent(key) for key in low if any(param.name in left_out for param, _ in made_of[key])}
+        apart = set(left_out)
+        ragged |= {_parent(key) for key in low if any(param.name in apart for param, _ in made_of[key])}
         scales = {key: Scale(key + "_scale_inv", BLOCK) for key in low if _parent(key) not in ragged}
         keys: dict[str, Key] = {}
         for name, key in self.keys.items():
