@@ -50,7 +50,7 @@ class Blueprint:
         return self.module.shape.vocab
 
     def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
-        """The dtype in which each parameter is kept. What is trained, drawn, or never rounded is wide; what is frozen
+        """The dtype of the values that are kept of each parameter. What is trained, drawn, or never rounded is wide; what is frozen
         stays as its files have it, since widening it would take memory and change no number.
 
         The vocabulary of the head is the exception while anything is trained: a large one that is cast for a product is
@@ -64,6 +64,11 @@ class Blueprint:
             return keymap.file_dtype(param) if frozen else wide
 
         return {param.name: stored(param) for param in self.table}
+
+    def in_numbers(self, trained: Set[str]) -> frozenset[str]:
+        """Frozen matrices that are kept as files in FP8 have them: as 8-bit numbers, with their scales beside them."""
+        frozen = (param for param in self.table if param.name not in trained)
+        return frozenset(param.name for param in frozen if self.keymap.in_numbers(param))
 
     def run_by(self, pipeline: Pipeline, *, reshard: bool) -> Blueprint:
         """The same model; without `reshard`, what forward has gathered stays until backward."""

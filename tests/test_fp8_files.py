@@ -45,7 +45,7 @@ def cases_on(mesh: Mapping[str, int]) -> list[Case]:
 def whole(model: mw.Model) -> dict[str, Tensor]:
     """As wide as they are kept, on rank 0."""
     keys = [key for key in model.keymap.keys.values() if key.name not in model.keymap.carried]
-    stored = model.stored_model(model.stored())
+    stored = model.stored_model(model.values())
     return {key.name: t.clone() for key, t in whole_tensors(stored, model.keymap, keys, dtypes=model.kept)}
 
 

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..axes import Axes
 from ..layout import ShardingSpec, written
-from ..weights import Export, Key, KeyMap
+from ..weights import Export, Key, KeyMap, Values
 from .planes import WEIGHTS, Plane, with_zeros
 
 RANDOM, _STATES = "random", "states.safetensors"
 RANDOM_FILE = f"{RANDOM}/{_STATES}"
 
-Group = tuple[Mapping[str, Tensor], list[Plane]]
+Group = tuple[Values, list[Plane]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Content:
     step: int
     spec: ShardingSpec
     planes: Sequence[Plane]
-    values: Mapping[str, Mapping[str, Tensor]]
+    values: Mapping[str, Values]
     export: Export
     trainer: Mapping[str, Any]
     random: Mapping[str, bytes]

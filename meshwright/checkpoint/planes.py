@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layout import Table
 from ..ops.codes import SCALES
-from ..weights import DTYPES, NAMES, Key, KeyMap, chosen, widest
+from ..weights import DTYPES, NAMES, Key, KeyMap, Values, chosen, widest
 
 WEIGHTS, MASTER, FIRST, SECOND = "weights", "master", "exp_avg", "exp_avg_sq"
 Dtypes = Mapping[str, torch.dtype]  # by parameter, of the whole model
@@ -94,13 +94,11 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def with_zeros(
-    values: Mapping[str, Tensor], plane: Plane, table: Table, stored: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def with_zeros(values: Values, plane: Plane, table: Table, stored: Values) -> Values:
     """Also of parameters that have no value for a plane, but a part of its keys: every byte of a file is written."""
-    out, keys = dict(values), plane.keymap.keys
-    for name, tensor in stored.items():
+    zeros, keys = dict[str, Tensor](), plane.keymap.keys
+    for name, tensor in stored.stored.items():
         shared = [] if name in values else [key for key in _keys(table, plane.keymap, name) if key in keys]
         if shared:
-            out[name] = tensor.new_zeros((), dtype=DTYPES[keys[shared[0]].dtype]).expand(tensor.shape)
-    return out
+            zeros[name] = tensor.new_zeros((), dtype=DTYPES[keys[shared[0]].dtype]).expand(tensor.shape)
+    return values.beside(zeros)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from ..weights import (
     Run,
     Runs,
     Source,
+    Values,
+    check_same,
     chosen,
     fill,
     keys_of,
@@ -106,11 +108,13 @@ def _plane(directory: Path, folder: str) -> Source:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What this rank fills from a source, by parameter. `names`: what some rank fills from it."""
+    """What this rank fills from a source, by parameter. `names`: what some rank fills from it, or compares. `same`:
+    what must be there already, because it is frozen and takes no other values."""
 
     source: Source
     pieces: Mapping[str, Tensor]
     names: frozenset[str]
+    same: Values = field(default_factory=lambda: Values({}))
 
 
 def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh) -> None:
@@ -126,6 +130,8 @@ def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: 
             alone = range(mesh.rank, mesh.rank + 1)
             reads = plan_reads(spec, mesh.axes, alone, keymap, each.pieces)
             fill(each.pieces, mesh, list(reads), alone, each.source, checks)
+            compared = plan_reads(spec, mesh.axes, alone, keymap, each.same)
+            check_same(each.same, mesh.rank, list(compared), each.source, checks)
         for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
             check_run(checkpoint, file, run)
 

@@ -110,8 +110,8 @@ class Share:
 
     def _acts(self, groups: Iterable[Group], wanted: Callable[[str], bool], keep: bool) -> Iterator[Act]:
         for values, planes in groups:
-            some = {name: tensor for name, tensor in values.items() if wanted(name)}
-            for piece, rows in whole_rows(StoredModel(self.content.spec, self.mesh, some), keep=keep):
+            some = StoredModel(self.content.spec, self.mesh, values.only(wanted))
+            for piece, rows in whole_rows(some, keep=keep):
                 yield functools.partial(self._write, planes, piece, rows)
 
     def _write(self, planes: Iterable[Plane], piece: Piece, rows: Tensor) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import checkpoint as disk
 from .. import weights
@@ -76,7 +75,7 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
         check_ready(model, engine.trained)
         _check_keep(keep)
         for values in _values(engine).values():
-            check_pieces(model, values, engine.kept.pieces)
+            check_pieces(model, values.stored, engine.kept.pieces)
         refuse_overflow(model, choices)
         text = _json(state)
         given = {"directory": str(folder), "dtype": choices.dtype, **asdict(keep), "state": text, "step": engine.steps}
@@ -138,13 +137,13 @@ def _json(state: object) -> str:
         ) from error
 
 
-def _values(engine: Engine) -> Mapping[str, Mapping[str, Tensor]]:
+def _values(engine: Engine) -> Mapping[str, weights.Values]:
     """This rank's pieces. A moment of an empty piece was never made."""
-    stored, optimizer = engine.model.stored(), engine.optimizer
-    trained = {name: stored[name] for name in engine.trained if name in stored}
+    values, optimizer = engine.model.values(), engine.optimizer
+    trained = {name: values[name] for name in engine.trained if name in values}
     both = {**optimizer.new_moments(trained, empty=True), **optimizer.moments}
-    first, second = ({name: pair[at] for name, pair in both.items()} for at in (0, 1))
-    return {WEIGHTS: stored, MASTER: stored, FIRST: first, SECOND: second}
+    first, second = (weights.Values({name: pair[at] for name, pair in both.items()}) for at in (0, 1))
+    return {WEIGHTS: values, MASTER: values, FIRST: first, SECOND: second}
 
 
 def _trainer(engine: Engine) -> dict[str, Any]:
@@ -216,7 +215,8 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
     moments = to_be_read(engine.optimizer, stored, coded) if FIRST in source.planes else {}
     spec = replace(model.blueprint.spec, table=blueprint.table)
     spec = spec_with(spec, model.mesh, coded, f"resume {source.directory.name} on another mesh")
-    wanted = [Wanted(source.parameters, model.stored(), frozenset(model.table.params))]
+    live, same = model.values().apart
+    wanted = [Wanted(source.parameters, live, frozenset(model.table.params), same)]
     for at, name in enumerate((FIRST, SECOND)):
         if name in source.planes:
             pieces = {param: both[at] for param, both in moments.items()}
@@ -337,8 +337,11 @@ def _weights_alone(engine: Engine, source: weights.Source) -> Resumed:
     alone = range(model.mesh.rank, model.mesh.rank + 1)
 
     def read() -> None:
+        live, same = model.values().apart
+        found = blueprint.keymap.source or source
         plan = list(weights.plan_reads(spec, model.mesh.axes, alone, blueprint.keymap))
-        weights.fill(model.stored(), model.mesh, plan, alone, blueprint.keymap.source or source)
+        weights.fill(live, model.mesh, [each for each in plan if each.piece.param.name in live], alone, found)
+        weights.check_same(same, model.mesh.rank, [each for each in plan if each.piece.param.name in same], found)
 
     with _replacing(engine, source.directory):
         failure = failure_in(read, CheckpointError, f"{source.directory} cannot be resumed")

@@ -98,7 +98,7 @@ def export(
     left out unless `keep_lm_head`. All ranks call it.
     """
     planned = _planned(model, "export", directory, Choices(dtype, overwrite, keep_lm_head, _form(dtype, format)))
-    weights.write_directory(model.stored_model(model.stored()), planned)
+    weights.write_directory(model.stored_model(model.values()), planned)
 
 
 @names_lost_ranks()
@@ -160,7 +160,8 @@ def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str
 
 
 def _check_shapes(values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
-    for name, held in values.items():
+    live = values.stored if isinstance(values, weights.Values) else values  # no values are made to see their shapes
+    for name, held in live.items():
         if held.shape != pieces[name].shape:
             raise ExportError(
                 f"{name} is stored as {tuple(held.shape)}, and {pieces[name].shape} is this rank's piece of it; "
@@ -205,11 +206,14 @@ def _config(model: Model, choices: Choices) -> dict[str, Any]:
 
 
 def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
-    made_of, stored = weights.blocks_by_key(model.table, keymap.choice), model.stored()
+    made_of, stored = weights.blocks_by_key(model.table, keymap.choice), model.values()
     for key in keymap.keys.values():
         for part, _ in [] if key.name in keymap.scales else made_of.get(key.name, []):
-            held, dtype = stored.get(part.name), weights.DTYPES[key.dtype]
-            if held is None or not held.numel() or torch.finfo(dtype).max > torch.finfo(held.dtype).max / 2:
+            dtype = weights.DTYPES[key.dtype]
+            if torch.finfo(dtype).max > torch.finfo(model.kept[part.name]).max / 2:
+                continue
+            held = stored.get(part.name)
+            if held is None or not held.numel():
                 continue
             most = torch.linalg.vector_norm(held, torch.inf)
             if most.isfinite() and not most.to(dtype).float().isfinite():
@@ -218,9 +222,9 @@ def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
                 )
 
 
-def _stored(model: Model, which: str) -> dict[str, Tensor]:
+def _stored(model: Model, which: str) -> Mapping[str, Tensor]:
     if which == "weight":
-        return model.stored()
+        return model.values()
     if which != "grad":
         raise ConfigError(f"stream(model, {which!r}): choose 'weight' or 'grad'")
     grads = model.grads()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..layout import (
     Stage,
     Table,
     coded_of,
+    cut,
     owned,
     pieces,
     place,
@@ -33,20 +34,27 @@ from ..layout import (
     ways,
 )
 from ..mesh import Mesh
-from ..models import Decoder
+from ..models import Decoder, Low
 from ..parallel import Savings
 from ..weights import (
+    BYTES,
     CONFIG,
     KeyMap,
+    Reader,
+    Source,
     StoredModel,
+    Values,
+    chosen,
     fill,
     fill_fresh,
+    grid_of,
     load_bill,
     local_directory,
     open_source,
     plan_reads,
     read_config,
     read_stamped_config,
+    rows_of,
 )
 from .arguments import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of, with_hold
@@ -120,8 +128,13 @@ class Model:
 
     @cached_property
     def kept(self) -> Mapping[str, torch.dtype]:
-        """The dtype in which each parameter is stored, on whatever rank."""
+        """The dtype of the values that are stored of each parameter, on whatever rank."""
         return self.blueprint.stored_dtypes(self.dtype, {*self.trained})
+
+    @cached_property
+    def numbers(self) -> frozenset[str]:
+        """Parameters that are stored as 8-bit numbers, on whatever rank."""
+        return self.blueprint.in_numbers({*self.trained})
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -155,8 +168,22 @@ class Model:
         return [name for name, parameter in self._parameters().items() if parameter.requires_grad]
 
     def stored(self) -> dict[str, Tensor]:
-        """What this rank stores of every parameter: live memory, not copies."""
+        """What this rank stores of every parameter: live memory, not copies. Of a frozen matrix that stays in 8 bits
+        these are its numbers, as uint8, without their scales."""
         return {name: parallel.local(parameter).detach() for name, parameter in self._parameters().items()}
+
+    def values(self) -> Values:
+        """The same; but values of what is in 8 bits, which are made when they are asked for."""
+        stored = self.stored()
+        grids = {name: holder.grids[last] for name, holder, last in self._in_numbers()}
+        here = {n: rows_of(self.pieces[n], grid).to(stored[n].device) for n, grid in grids.items()}
+        return Values(stored, here)
+
+    def _in_numbers(self) -> Iterator[tuple[str, Low, str]]:
+        for name, holder, last in self._places if self.numbers else []:
+            if name in self.numbers:
+                assert isinstance(holder, Low), "only such a module knows of scales"
+                yield name, holder, last
 
     def grads(self) -> dict[str, Tensor]:
         """This rank's part of every gradient that is there."""
@@ -174,7 +201,7 @@ class Model:
         """The memory that training takes here."""
         widths, narrow = widths_of(self.dtype, state_dtype), _narrow(self.kept)
         coded = coded_of(self.table, self.trained) if state_dtype == torch.uint8 else ()
-        held = Held(widths, frozenset(self.trained), self.savings.offload, narrow, coded)
+        held = Held(widths, frozenset(self.trained), self.savings.offload, narrow, coded, self.numbers)
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
@@ -247,10 +274,11 @@ def load(
     blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
     model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
     node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
-    plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap))
+    plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap, numbers=model.numbers))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
     assert blueprint.keymap.source is not None
-    model.bytes_read = fill(model.stored(), model.mesh, plan, node, blueprint.keymap.source)
+    num_bytes = _give_grids(model, blueprint.keymap.source)
+    model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, blueprint.keymap.source)
     _fill_fresh(model, blueprint.keymap.fresh, seed=0)
     return model
 
@@ -292,10 +320,11 @@ def put_on_mesh(
     trained = _freeze(blueprint, train)
     _refuse_only_read(blueprint, trained)
     blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
-    stored = blueprint.stored_dtypes(compute, trained)
-    weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(stored))
+    values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.in_numbers(trained)
+    weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(values), numbers=numbers)
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
+    stored = {**values, **dict.fromkeys(numbers, BYTES)}
     stages = parallel.distribute(blueprint.spec, mesh, compute, stored, savings)
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
@@ -303,8 +332,8 @@ def put_on_mesh(
     return Model(mesh, blueprint, stages, compute, savings, tuple(n for n in blueprint.table.params if n in trained))
 
 
-def _narrow(stored: Mapping[str, torch.dtype]) -> dict[str, int]:
-    return {name: dtype.itemsize for name, dtype in stored.items()}
+def _narrow(values: Mapping[str, torch.dtype]) -> dict[str, int]:
+    return {name: dtype.itemsize for name, dtype in values.items()}
 
 
 def _freeze(blueprint: Blueprint, patterns: Sequence[str]) -> set[str]:
@@ -333,6 +362,17 @@ def _refuse_state_dict(*_: object) -> None:
     raise StateError(
         "a state dict of a part holds pieces; use mw.gather(model), mw.stream(model), mw.export or mw.load"
     )
+
+
+def _give_grids(model: Model, source: Source) -> int:
+    """Read the scales of what stays in 8 bits, of all that FSDP gathers here. How many bytes they are."""
+    spec, mesh, keymap = model.blueprint.spec, model.mesh, model.keymap
+    with Reader(source) as reader:
+        for name, holder, last in model._in_numbers():
+            param = model.table[name]
+            box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
+            holder.grids[last] = grid_of(param, box, chosen(param, keymap.choice), reader).to(mesh.device)
+        return reader.num_bytes
 
 
 def _fill_fresh(model: Model, names: Iterable[str], seed: int) -> None:

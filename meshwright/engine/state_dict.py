@@ -12,6 +12,7 @@ from .. import checkpoint as disk
 from ..checkpoint import FIRST, SECOND, WEIGHTS, Sharded
 from ..errors import CheckpointError, ConfigError
 from ..optim import AdamW
+from ..weights import Values
 from .model import Model
 from .moments import Kept, named, scales_of
 
@@ -22,16 +23,18 @@ COUNTERS = "counters"
 def planes_in_memory(model: Model, optimizer: AdamW, kept: Kept) -> dict[str, dict[str, Sharded]]:
     """By plane and key: what this rank holds, live, in the dtype in which it is held. Moments that no step has made yet
     are made: they are zero, and may be about to be filled."""
-    stored, out, owned = model.stored(), dict[str, dict[str, Sharded]](), model.owned.union(scales_of(model.owned))
-    trained = {name: stored[name] for name in model.trained if name in stored}
+    live, _ = model.values().apart  # what stays in 8 bits is of the source, and takes nothing
+    stored, out, owned = Values(live), dict[str, dict[str, Sharded]](), model.owned.union(scales_of(model.owned))
+    trained = {name: live[name] for name in model.trained if name in live}
     optimizer.make_moments(trained)
     both = {**optimizer.moments, **optimizer.new_moments(trained, empty=True)}
-    values = {WEIGHTS: stored, FIRST: {n: m[0] for n, m in both.items()}, SECOND: {n: m[1] for n, m in both.items()}}
+    first, second = (Values({name: pair[at] for name, pair in both.items()}) for at in (0, 1))
+    values = {WEIGHTS: stored, FIRST: first, SECOND: second}
     moments = {name: pair[0].dtype for name, pair in both.items()}
     for plane in disk.planes_of(kept.spec.table, model.keymap, {}, moments):
         held = disk.with_zeros(values[plane.name], plane, model.table, stored)
-        held = {name: held[name] if name in values[plane.name] else held[name].contiguous() for name in held}
-        found = disk.sharded(held, kept.pieces, owned, plane.keymap)
+        whole = {name: held[name] if name in values[plane.name] else held[name].contiguous() for name in held}
+        found = disk.sharded(whole, kept.pieces, owned, plane.keymap)
         out[plane.name] = {named(key, tensor.dtype): tensor for key, tensor in found.items()}
     return out
 

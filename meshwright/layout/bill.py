@@ -53,6 +53,7 @@ class Work:
     # Of each micro-batch the frames of this data rank; None where nobody has any, and the tower does not run.
     pictures: Pictures = ()
     frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
+    numbers: frozenset[str] = frozenset()  # of those, the ones that stay in 8 bits
 
     @property
     def num_seeing(self) -> int:
@@ -159,16 +160,25 @@ def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]
     return num
 
 
+def gathered_bytes(
+    unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], compute_bytes: int, numbers: Collection[str]
+) -> int:
+    """What each rank brings when a unit is gathered: in the dtype of products, but for numbers in 8 bits."""
+    wide = padded(unit, spec, axes, coords, numbers)
+    return wide * compute_bytes + padded(unit, spec, axes, coords) - wide
+
+
 def _unit(
     unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: Counter[str]
 ) -> Iterator[Charge]:
     """What is frozen is gathered alone, a second time only for a gradient that comes through."""
-    mine, parts = padded(unit, spec, axes, coords), prod(axes.sizes(unit.shard))
+    mine = gathered_bytes(unit, spec, axes, coords, work.compute_bytes, work.numbers)
+    parts = prod(axes.sizes(unit.shard))
     learns, name = padded(unit, spec, axes, coords, work.frozen), unit.name or "root"
     seen = work.num_seeing if unit.name.startswith(TOWER) else work.num_batches
     n, back = (min(num, 1) if spec.holds(axes.pp) else num for num in (seen, passes[part_of(unit.name)]))
     if mine and n:
-        yield Charge(name, "all_gather", unit.shard, mine * parts * work.compute_bytes, n + unit.again * back)
+        yield Charge(name, "all_gather", unit.shard, mine * parts, n + unit.again * back)
     if learns and n:
         yield Charge(name, "reduce_scatter", unit.shard, learns * parts * work.stored_bytes, n)
         yield Charge(name, "all_reduce", ("replicate",), learns * work.stored_bytes, 1)

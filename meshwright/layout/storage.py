@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -11,7 +11,7 @@ import torch
 
 from ..axes import Axes
 from ..ops.codes import num_blocks
-from .bill import padded
+from .bill import gathered_bytes, padded
 from .rules import Piece, ShardingSpec, piece
 from .units import Unit
 
@@ -31,13 +31,15 @@ class Widths:
 @dataclass(frozen=True)
 class Held:
     """What is held, beside the model: `trained` are the parameters that have gradients and moments. `narrow`: bytes of
-    an element, of the parameters that are not stored as wide as the others. `coded`: those with moments in 8 bits."""
+    an element, of the parameters that are not stored as wide as the others. `coded`: those with moments in 8 bits.
+    `numbers`: those that are stored, and gathered, as numbers in 8 bits."""
 
     widths: Widths
     trained: Container[str]
     offload: bool = False
     narrow: Mapping[str, int] = field(default_factory=dict)
     coded: Container[str] = ()
+    numbers: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Store
     for param in spec.params(axes, rank):
         mine, host = piece(param, spec.rules, axes, coords), held.offload and not param.float32
         num = mine.numel
-        num_bytes["parameters", host] += num * held.narrow.get(param.name, widths.stored)
+        item = 1 if param.name in held.numbers else held.narrow.get(param.name, widths.stored)
+        num_bytes["parameters", host] += num * item
         if param.name in held.trained:
             num_bytes["gradients", host] += num * widths.stored
             coded = param.name in held.coded
@@ -85,9 +88,14 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     def whole(some: Sequence[Unit]) -> list[int]:
         return [num * prod(axes.sizes(u.shard)) for num, u in zip(mine(some), some, strict=True)]
 
-    stay, pass_by = whole([u for u in wrapped if not u.again]), sorted(whole([u for u in wrapped if u.again]))[-2:]
+    def gathered(some: Sequence[Unit]) -> list[int]:
+        own = [gathered_bytes(u, spec, axes, coords, widths.compute, held.numbers) for u in some]
+        return [num * prod(axes.sizes(u.shard)) for num, u in zip(own, some, strict=True)]
+
+    stay = gathered([u for u in wrapped if not u.again])
+    pass_by = sorted(gathered([u for u in wrapped if u.again]))[-2:]
     waiting = sum(mine(learning)) if held.offload and axes.replicate > 1 else 0
-    yield Stored("gathered parameters", (sum(stay) + sum(pass_by)) * widths.compute)
+    yield Stored("gathered parameters", sum(stay) + sum(pass_by))
     once = sum(whole(learning)) * widths.stored if spec.holds(axes.pp) else 0
     yield Stored(WHOLE, once)
     yield Stored("gradients on their way", max(whole(learning), default=0) * (widths.compute + widths.stored))

@@ -16,6 +16,7 @@ from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl
 from .balance import Balance
 from .config import LABELS, Json, group, take
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
+from .linear import Low
 from .rope import GROUPS, sections_of
 from .tower import Sight, Tower, TowerBlock, TowerShape, patch_of, tower_shape_of
 

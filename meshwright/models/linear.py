@@ -12,11 +12,24 @@ from ..layout import Init, Layout, weight
 ALL = slice(None)
 
 
-class Linear(nn.Module):
+class Low(nn.Module):
+    """What holds matrices that may be in 8 bits: as products are made of them, or as they are stored."""
+
+    in_fp8: frozenset[str] = frozenset()  # those whose products are made of 8-bit numbers; `parallel` says it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grids: dict[str, ops.Grid] = {}  # of those that are frozen and stored as numbers; loading says it
+
+    def meant(self, name: str, stored: Tensor) -> ops.Weight:
+        """A parameter as products take it: numbers with their scales."""
+        return ops.Numbers(stored, self.grids[name]) if name in self.grids else stored
+
+
+class Linear(Low):
     """`x @ weight.T + bias`. `key` is their name in the files, up to `.weight` or `.bias`; or `layouts` say it."""
 
     low = True  # files may hold the weight in 8 bits, and products may be made of them
-    in_fp8: frozenset[str] = frozenset()  # "weight", where they are; `parallel.fp8` says it
 
     def __init__(
         self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
@@ -28,7 +41,11 @@ class Linear(nn.Module):
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, fp8="weight" in self.in_fp8)
+        return ops.linear(x, self.matrix, self.bias, fp8="weight" in self.in_fp8)
+
+    @property
+    def matrix(self) -> ops.Weight:
+        return self.meant("weight", self.weight)
 
 
 class WideLinear(Linear):
@@ -51,6 +68,6 @@ def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
 
 
 def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tuple[Tensor, ...]:
-    weights = [linear.weight if rows == ALL else linear.weight[rows] for linear, rows in parts]
+    weights = [linear.matrix if rows == ALL else linear.matrix[rows] for linear, rows in parts]
     biases = [linear.bias[rows] for linear, rows in parts if linear.bias is not None]
     return ops.linears(x, weights, biases or None, fp8=fp8)

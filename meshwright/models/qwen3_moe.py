@@ -14,6 +14,7 @@ from ..layout import Block, Box, Dispatch, Init, Layout, weight
 from .balance import Balance
 from .config import Json, listed, refuse, refuse_endless, take
 from .decoder import Decoder, Layer, Shape
+from .linear import Low
 from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, shape_of
 from .rope import THETA, rotary_of
 
@@ -87,10 +88,8 @@ class MoE(nn.Module):
         return self.experts(x_TD, weight_Tk, expert_Tk)
 
 
-class Experts(nn.Module):
+class Experts(Low):
     """A unit of its own: its parameters live on the expert mesh."""
-
-    in_fp8: frozenset[str] = frozenset()  # of the two, whose products are in 8 bits
 
     def __init__(self, shape: Shape, routing: Routing, at: str) -> None:
         super().__init__()
@@ -114,7 +113,8 @@ class Experts(nn.Module):
         counts_E = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
         back_N = order_N.argsort()
         rows_ND, here_E, back = self.dispatch(ops.reordered(x_TD, order_N, back_N), counts_E)
-        gate_up_ERD, down_EDF = (w.view(len(here_E), -1, w.shape[-1]) for w in (self.gate_up, self.down))
+        matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
+        gate_up_ERD, down_EDF = (w.unflatten(0, (len(here_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
         y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E, fp8=fp8))
         y_TkD = ops.reordered(y_ND, back_N, order_N).unflatten(0, expert_Tk.shape)

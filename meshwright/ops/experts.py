@@ -15,6 +15,7 @@ from meshwright.ops.kernels import uncompiled
 from meshwright.ops.late import is_late, left_for_later
 from meshwright.ops.memory import fresh, give_back_before
 from meshwright.ops.norms import swiglu, upcast
+from meshwright.ops.numbers import Weight, kept, restored
 from meshwright.ops.product import operand, product_dtype
 
 _TILE = 16  # rows that CPUs with matrix registers multiply at once
@@ -31,7 +32,7 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
 
 @uncompiled
 def experts(
-    x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor, *, fp8: tuple[bool, bool] = (False, False)
+    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, *, fp8: tuple[bool, bool] = (False, False)
 ) -> Tensor:
     """SwiGLU experts on rows sorted by expert, counts_E (int64) of them each; R = 2F rows, [gate; up]. -> y_ND
 
@@ -46,7 +47,7 @@ def experts(
     return _looped(x_ND, gate_up_ERD, down_EDF, counts_E, fp8)
 
 
-def can_group(x_ND: Tensor, down_EDF: Tensor) -> bool:
+def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
     """Whether grouped_mm takes these, in backward too: it has no float64, and wants strides of whole 16 bytes.
 
     The strides are D, 2F and F elements; an F that does not fit passes forward and fails only in backward. On a CPU
@@ -66,36 +67,40 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return found
 
 
-def _grouped(x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor) -> Tensor:
+def _grouped(x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor) -> Tensor:
     ends_E = counts_E.cumsum(0).to(torch.int32)
-    gate_up_ERD, down_EDF = (w.to(x_ND.dtype) for w in (gate_up_ERD, down_EDF))
-    if is_late():
-        hidden_NR = _LateGroups.apply(x_ND, gate_up_ERD, counts_E, ends_E)
-        return _LateGroups.apply(swiglu(hidden_NR), down_EDF, counts_E, ends_E)
-    gate_up_ERD, down_EDF = (_ZeroGradient.apply(w, counts_E) for w in (gate_up_ERD, down_EDF))
-    return _grouped_linear(swiglu(_grouped_linear(x_ND, gate_up_ERD, ends_E)), down_EDF, ends_E)
+    hidden_NR = _grouped_linear(x_ND, gate_up_ERD, counts_E, ends_E)
+    return _grouped_linear(swiglu(hidden_NR), down_EDF, counts_E, ends_E)
 
 
-def _grouped_linear(x: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
-    y: Tensor = F.grouped_mm(_contiguous(x), weight.contiguous().mT, offs=ends_E)
-    return _ContiguousGradient.apply(y)  # torch leaves apply untyped
+def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
+    if isinstance(weight_EOI, Tensor):
+        weight_EOI = weight_EOI.to(x.dtype)
+    if is_late() or not isinstance(weight_EOI, Tensor):
+        return _LateGroups.apply(x, weight_EOI, counts_E, ends_E)  # torch leaves apply untyped
+    used_EOI: Tensor = _ZeroGradient.apply(weight_EOI, counts_E)
+    y: Tensor = F.grouped_mm(_contiguous(x), used_EOI.contiguous().mT, offs=ends_E)
+    return _ContiguousGradient.apply(y)
 
 
 class _LateGroups(torch.autograd.Function):
-    """`_grouped_linear` with a backward that can leave the gradient of the weights for later."""
+    """The same with a backward that can leave the gradient of the weights for later. Of weights in 8 bits it keeps
+    these, and makes their values again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, counts_E: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_EOI, counts_E, ends_E)
+    def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
+        tensors, ctx.grids = kept([weight_EOI])
+        ctx.save_for_backward(x, counts_E, ends_E, *tensors)
         ctx.weights = (weight_EOI,)
-        return F.grouped_mm(_contiguous(x), weight_EOI.contiguous().mT, offs=ends_E)
+        return F.grouped_mm(_contiguous(x), weight_EOI.to(x.dtype).contiguous().mT, offs=ends_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight_EOI, counts_E, ends_E = ctx.saved_tensors
+        x, counts_E, ends_E, *tensors = ctx.saved_tensors
+        (weight_EOI,) = restored(tensors, ctx.grids)
         d, (need_x, need_weight, *_) = _contiguous(d), ctx.needs_input_grad
-        dx = F.grouped_mm(d, weight_EOI.contiguous(), offs=ends_E) if need_x else None
+        dx = F.grouped_mm(d, weight_EOI.to(x.dtype).contiguous(), offs=ends_E) if need_x else None
 
         def gradients() -> list[Tensor]:
             return [without_unused(F.grouped_mm(d.mT, _contiguous(x), offs=ends_E), counts_E)]
@@ -144,7 +149,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _looped(
-    x_ND: Tensor, gate_up_ERD: Tensor, down_EDF: Tensor, counts_E: Tensor, fp8: tuple[bool, bool] = (False, False)
+    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, fp8: tuple[bool, bool] = (False, False)
 ) -> Tensor:
     """One expert after the other. Needs the counts on the host: on a GPU it waits for the device."""
     counts = counts_E.tolist()
@@ -157,8 +162,9 @@ class _LoopedLinear(torch.autograd.Function):
     """Each expert's product written where it belongs: no gradient of one expert's weight is held beside that of all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EOI: Tensor, counts: list[int], fp8: bool) -> Tensor:
-        ctx.save_for_backward(x, weight_EOI)
+    def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts: list[int], fp8: bool) -> Tensor:
+        tensors, ctx.grids = kept([weight_EOI])
+        ctx.save_for_backward(x, *tensors)
         ctx.counts, ctx.fp8, ctx.weights = counts, fp8, (weight_EOI,) if is_late() else ()
         y = x.new_empty(len(x), weight_EOI.shape[1])
         for rows, into, weight in zip(x.split(counts), y.split(counts), weight_EOI, strict=True):
@@ -169,14 +175,15 @@ class _LoopedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight_EOI = ctx.saved_tensors
+        x, kept_EOI = ctx.saved_tensors  # numbers, where the weight is in 8 bits: then it needs no gradient
+        (weight_EOI,) = restored([kept_EOI], ctx.grids)
         need_x, need_weight = ctx.needs_input_grad[:2]
-        if need_weight and left_for_later(ctx.weights, lambda: [_of_weights(x, d, weight_EOI, ctx.counts)]):
+        if need_weight and left_for_later(ctx.weights, lambda: [_of_weights(x, d, kept_EOI, ctx.counts)]):
             need_weight = False
         if need_weight and product_dtype(x) != x.dtype:  # wide copies of activations have left large holes
-            give_back_before(weight_EOI)
+            give_back_before(kept_EOI)
         dx = torch.empty_like(x) if need_x else None
-        d_weight_EOI = fresh(torch.empty_like(weight_EOI)) if need_weight else None
+        d_weight_EOI = fresh(torch.empty_like(kept_EOI)) if need_weight else None
         end = 0
         for expert, count in enumerate(ctx.counts):
             rows, end = slice(end, end + count), end + count

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from meshwright.ops.numbers import Weight
+
 Jobs = list[Callable[[], None]]
 _now: Jobs | None = None  # not by thread: on a GPU backward runs in another one
 
@@ -31,7 +33,7 @@ def is_late() -> bool:
     return _now is not None
 
 
-def left_for_later(weights: Sequence[Tensor], gradients: Callable[[], Sequence[Tensor]]) -> bool:
+def left_for_later(weights: Sequence[Weight], gradients: Callable[[], Sequence[Tensor | None]]) -> bool:
     """Whether the gradients of these weights are left for later. `weights` must be the tensors that forward was given:
     a checkpoint hands out others, which lead to no parameter."""
     if _now is None:
@@ -39,7 +41,8 @@ def left_for_later(weights: Sequence[Tensor], gradients: Callable[[], Sequence[T
 
     def job() -> None:
         with torch.no_grad():
-            wanted = [(w, grad) for w, grad in zip(weights, gradients(), strict=True) if w.requires_grad]
+            pairs = zip(weights, gradients(), strict=True)
+            wanted = [(w, grad) for w, grad in pairs if isinstance(w, Tensor) and w.requires_grad]
         torch.autograd.backward([w for w, _ in wanted], [grad for _, grad in wanted])
 
     _now.append(job)

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ops.fp8 import fp8_linear
+from meshwright.ops.kernels import uncompiled
 from meshwright.ops.late import is_late, left_for_later
+from meshwright.ops.numbers import Numbers, Weight, kept, restored
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -26,23 +28,30 @@ def _cpu_has_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
     """x @ weight.T + bias, in x.dtype; with `fp8` of operands that are rounded to 8 bits, in blocks (ops/fp8.py)."""
-    if product_dtype(x) == x.dtype and not is_late() and not fp8:
+    if product_dtype(x) == x.dtype and not is_late() and not fp8 and isinstance(weight, Tensor):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return linears(x, [weight], None if bias is None else [bias], fp8=fp8)[0]
 
 
 def linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, *, fp8: bool = False
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None, *, fp8: bool = False
 ) -> tuple[Tensor, ...]:
     """`linear` of the same x with each of the weights, as one product: small ones are slow."""
     bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
-    y: Tensor = _Linears.apply(x, bias, fp8, *weights)  # torch leaves apply untyped
+    apply = _of_numbers if any(isinstance(weight, Numbers) for weight in weights) else _Linears.apply
+    y: Tensor = apply(x, bias, fp8, *weights)  # torch leaves apply untyped
     return y.split([len(w) for w in weights], -1)
 
 
-def operand(weight: Tensor, x: Tensor) -> Tensor:
+@uncompiled  # it takes tensors alone for operands
+def _of_numbers(x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+    y: Tensor = _Linears.apply(x, bias, fp8, *weights)
+    return y
+
+
+def operand(weight: Weight, x: Tensor) -> Tensor:
     """A parameter as it meets x in a product: rounded to x.dtype, then as wide as the product."""
     return weight.to(x.dtype).to(product_dtype(x))
 
@@ -51,8 +60,9 @@ class _Linears(torch.autograd.Function):
     """Keeps its operands as they came: neither their joined copy nor wide or rounded ones."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+        tensors, ctx.grids = kept(weights)
+        ctx.save_for_backward(x, *tensors)
         ctx.fp8, ctx.weights = fp8, weights if is_late() else ()
         joined = _joined(weights, x)
         if fp8:
@@ -64,18 +74,19 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *tensors = ctx.saved_tensors
+        weights = restored(tensors, ctx.grids)
         wide, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
         dx = _of_input(d, _joined(weights, x), x, ctx.fp8) if need_x else None
         d = d.to(wide)
         if not any(need_weights):
             return dx, d_bias, None, *(None for _ in weights)
-        kinds = [(len(w), w.dtype) for w in weights]
+        kinds = [(len(w), w.dtype if isinstance(w, Tensor) else None) for w in weights]
 
-        def gradients() -> list[Tensor]:
+        def gradients() -> list[Tensor | None]:
             dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).split([rows for rows, _ in kinds])
-            return [part.to(dtype) for part, (_, dtype) in zip(dw, kinds, strict=True)]
+            return [None if dtype is None else part.to(dtype) for part, (_, dtype) in zip(dw, kinds, strict=True)]
 
         if left_for_later(ctx.weights, gradients):
             return dx, d_bias, None, *(None for _ in weights)
@@ -86,5 +97,5 @@ def _of_input(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
     return (fp8_linear(d, joined.mT) if fp8 else d.to(joined.dtype) @ joined).to(x.dtype)
 
 
-def _joined(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+def _joined(weights: Sequence[Weight], x: Tensor) -> Tensor:
     return operand(weights[0], x) if len(weights) == 1 else torch.cat([operand(w, x) for w in weights])

@@ -23,7 +23,7 @@ OUTLANDISH = 1e4  # no weight of a published model is as large; one flipped bit 
 
 def strange_weights(model: Model) -> Iterator[Finding]:
     """What this rank holds and no model does."""
-    for name, tensor in model.stored().items():
+    for name, tensor in model.values().items():
         yield from _strange(name, tensor, model.mesh.rank)
 
 

@@ -191,7 +191,7 @@ def _step(trial: Trial, engine: Engine, step: int) -> StepOf:
 def unrounded(model: Model) -> dict[str, Tensor]:
     """Whole weights on rank 0, as `gather` gives them, but as wide as they are stored."""
     keys = [k for k in model.keymap.keys.values() if k.name not in model.keymap.carried]
-    streamed = whole_tensors(model.stored_model(model.stored()), model.keymap, keys, dtypes=model.kept)
+    streamed = whole_tensors(model.stored_model(model.values()), model.keymap, keys, dtypes=model.kept)
     return {key.name: tensor for key, tensor in streamed}
 
 

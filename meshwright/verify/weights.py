@@ -107,7 +107,7 @@ def _everywhere(model: Model, mine: Any) -> list[Any]:
 def differences(model: Model, names: Sequence[str], advance: Advance | None = None) -> Iterator[Difference]:
     """Of what this rank holds of `names`. Keys that hold a parameter once more are compared too."""
     assert model.keymap.source is not None
-    files, stored = _Mapped(model.keymap.source), model.stored()
+    files, stored = _Mapped(model.keymap.source), model.values()
     for name in names:
         if name in model.keymap.fresh:
             continue

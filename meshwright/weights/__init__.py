@@ -14,6 +14,7 @@ from .directory import (
     write_directory,
     write_small,
 )
+from .grids import Values, check_same, grid_of, rows_of
 from .header import DTYPES, NAMES, Entry, read_header, read_json, read_stamped_json, short
 from .hub import download, is_hub_id, local_directory
 from .init import fill_fresh
@@ -23,6 +24,7 @@ from .read_plan import Read, fill, load_bill, plan_reads
 from .rescale import check_scaled, numbers_and_scales
 from .rows import whole_rows
 from .runs import Checks, Run, Runs, checksum, runs_of_json
+from .scales import BYTES
 from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config
 from .stamp import opened
 from .streaming import StoredModel, whole_tensors

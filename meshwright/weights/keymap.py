@@ -88,6 +88,15 @@ class KeyMap:
             torch.float32 if key in scaled else DTYPES[self.keys[key].dtype] for key in keys if key in self.keys
         )
 
+    def in_numbers(self, param: Param) -> bool:
+        """Whether it can be kept as its files have it, in 8 bits: whole rows of matrices that are not turned."""
+        source, blocks = self.source, chosen(param, self.choice).blocks
+        if source is None or not param.low or param.matrix[1] == 1:
+            return False
+        scales = [source.scales.get(block.key) for block in blocks]
+        kept = all(scale is not None and not scale.form for scale in scales)
+        return kept and not any(block.turned or block.theirs.shape[-1] != param.matrix[1] for block in blocks)
+
     def only_read(self, param: Param) -> tuple[str, str] | None:
         """A key of a parameter in a format that is only read, and the format: it cannot be trained."""
         scales = self.source.scales if self.source is not None else {}

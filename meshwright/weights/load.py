@@ -16,7 +16,7 @@ from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKe
 from ..layout import Block, Box, Layout, Param, Piece, Table, interval
 from .header import DTYPES, TRAINABLE, Entry
 from .runs import Checks
-from .scales import NUMBERS, PACKED, Places, as_numbers, unpacked, values_of
+from .scales import BYTES, NUMBERS, PACKED, Places, as_numbers, unpacked, values_of
 from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
@@ -148,8 +148,8 @@ class Reader:
             os.close(fd)
 
     def fill(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
-        """Every stored element of a piece, from the blocks that its boxes meet."""
-        for box, view in piece.views(stored):
+        """Every stored element of a piece, from the blocks that its boxes meet: values, or numbers in 8 bits."""
+        for box, view in piece.views(stored.view(NUMBERS) if stored.dtype == BYTES else stored):
             for block in layout.blocks:
                 common = block.ours.meet(box)
                 if common is not None:
@@ -190,16 +190,23 @@ class Reader:
         num = common.size // common.shape[0] if block.turned else strips.at_a_time(_dtype(entry).itemsize)
         for lo in range(0, common.size, num):
             for part in interval(common, lo, min(lo + num, common.size)):
-                yield ours[part.within(common).slices], self.read(entry, block, part)
+                read = self._raw if ours.dtype == NUMBERS else self.read
+                yield ours[part.within(common).slices], read(entry, block, part)
 
     def read(self, entry: Entry, block: Block, part: Box) -> Tensor:
         """A box of ours, in the dtype of the source; in float32, where it has scales. It may lie in the buffer, so it
         stands until the next read."""
         if entry.key not in self.source.scales:
             return self._raw(entry, block, part)
-        places = Places.of(_view(block, entry, part), entry.shape, self.source.scales[entry.key])
+        places, scales = self.scales_of(block, part)
+        return values_of(self._raw(entry, block, part), places.take(scales))
+
+    def scales_of(self, block: Block, part: Box) -> tuple[Places, Tensor]:
+        """Which scale each element of a box of ours has, and these scales."""
+        entry = self.source.entries[block.key]
+        places = Places.of(_view(block, entry, part), entry.shape, self.source.scales[block.key])
         rows = places.rows_of_blocks
-        return values_of(self._raw(entry, block, part), places.below(rows.start).take(self._some(entry.key, rows)))
+        return places.below(rows.start), self._some(block.key, rows)
 
     def scales(self, key: str) -> Tensor:
         """Those of a matrix, in float32, by blocks."""

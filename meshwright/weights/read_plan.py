@@ -21,6 +21,7 @@ from ..watch import names_lost_ranks
 from .keymap import KeyMap
 from .load import Reader, chosen
 from .runs import Checks
+from .scales import BYTES
 from .source import Source
 
 
@@ -39,9 +40,11 @@ class Read:
 
 
 def plan_reads(
-    spec: ShardingSpec, axes: Axes, node: range, keymap: KeyMap, names: Container[str] | None = None
-) -> Iterator[Read]:
-    """Every piece that the ranks of a node store, once, with the ranks that store it. `names`: of these alone."""
+    spec: ShardingSpec, axes: Axes, node: range, keymap: KeyMap, names: Container[str] | None = None,
+    numbers: Container[str] = (),
+) -> Iterator[Read]:  # fmt: skip
+    """Every piece that the ranks of a node store, once, with the ranks that store it. `names`: of these alone.
+    `numbers`: those that are kept as numbers in 8 bits."""
     assert keymap.source is not None, "there are files to read"
     held = {rank: pieces(spec, axes, rank) for rank in node}
     for param in spec.table:
@@ -52,8 +55,9 @@ def plan_reads(
             piece = held[rank].get(param.name)
             if piece is not None and piece.numel:
                 takers.setdefault((piece.box, piece.lo, piece.hi), []).append(rank)
+        dtype = BYTES if param.name in numbers else keymap.file_dtype(param)
         for ranks in takers.values():
-            yield Read(held[ranks[0]][param.name], layout, keymap.file_dtype(param), tuple(ranks))
+            yield Read(held[ranks[0]][param.name], layout, dtype, tuple(ranks))
 
 
 def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:

@@ -111,13 +111,13 @@ class Look:
         check_scaled(stored_model, self.keymap)
         self.read_scales()
         spec, mesh, keymap = stored_model.spec, stored_model.mesh, self.keymap
-        held = [(param, stored_model.stored[param.name].detach()) for param in _scaled(stored_model, keymap)]
-        total = sum(stored.numel() for _, stored in held)
+        held = [piece(param, spec.rules, mesh.axes, mesh.coords) for param in _scaled(stored_model, keymap)]
+        total = sum(each.numel for each in held)
         label = f"choose scales on rank {mesh.rank}"
         with progress(label, total, "elements", enabled=mesh.rank == 0) as advance:
-            for param, stored in held:
-                layout = chosen(param, keymap.choice)
-                for box, view in piece(param, spec.rules, mesh.axes, mesh.coords).views(stored):
+            for each in held:
+                layout, stored = chosen(each.param, keymap.choice), stored_model.stored[each.param.name].detach()
+                for box, view in each.views(stored):
                     for block in (*layout.blocks, *layout.copies):
                         common = block.ours.meet(box)
                         if common is not None and block.key in self.most:

@@ -1,0 +1,234 @@
+"""Frozen matrices of files in FP8 stay in 8 bits, a byte for each number, and change no number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import ops
+from meshwright.blueprint import Blueprint
+from meshwright.weights import chosen, grids
+from tests import parts, quantised, tiny, trials, worlds
+from tests.test_frozen import BF16, EXPERTS, F32, F64, FSDP, ONE, REPLICAS, SOME, TP, Case, same, told_by
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
+TRAINED = {**SOME, "qwen3_5_moe": ["layers.*.mixer.qkv*", "layers.1.mlp.experts.down", "layers.2.*", "head.*"]}
+CASES = parts.every(
+    3,
+    [
+        *(Case(name, ONE, dtype) for name, dtype in zip(FAMILIES, (F32, BF16, F64, F32, BF16), strict=True)),
+        *(Case(name, mesh) for name in ("qwen2", "qwen3_5") for mesh in (FSDP, TP)),
+        *(Case("qwen3_tied", mesh, F32) for mesh in (FSDP, TP, REPLICAS)),
+        *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
+        *(Case("qwen3_5_moe", mesh) for mesh in (EXPERTS, dict(fsdp=3), dict(pp=2), dict(fsdp=2, cp=2))),
+        *(Case("qwen3_5", mesh, savings=mw.Savings(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
+        Case("qwen3_moe", EXPERTS, savings=mw.Savings(recompute="selective", reshard=False)),
+        Case("qwen3_moe", FSDP, F32, savings=mw.Savings(compiled=True)),
+    ],
+)
+
+
+def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """With frozen matrices as their numbers, and as values in float32."""
+    load = functools.partial(mw.load, source, mw.Mesh(**case.mesh), dtype=case.dtype, savings=case.savings)
+    model = load(train=TRAINED[case.name])
+    stored = model.stored()
+    codes = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8}
+    assert codes == model.numbers & stored.keys()
+    narrow = told_by(model, out / "narrow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blueprint, "in_numbers", lambda *_: frozenset())
+        model = load(train=TRAINED[case.name])
+        assert not any(t.dtype == torch.uint8 for t in model.stored().values())
+        return narrow, told_by(model, out / "wide"), codes
+
+
+def form_of(name: str) -> quantised.Format:
+    forms = [*quantised.FORMATS]
+    return quantised.FORMATS[forms[FAMILIES.index(name) if name in FAMILIES else -1]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    at = tmp_path_factory.mktemp("sources")
+    return functools.cache(
+        lambda name: quantised.directory(tiny.directory(at / name, name), at / f"{name} in 8 bits", form_of(name))
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, source: Callable[[str], Path]) -> Callable[[str], Any]:
+    """Cases of one mesh share a world."""
+    at = tmp_path_factory.mktemp("frozen")
+    by_name = {str(case): case for case in CASES}
+    meshes = {str(case.mesh): case.mesh for case in CASES}
+    groups = [[name for name, case in by_name.items() if case.mesh == mesh] for mesh in meshes.values()]
+
+    def run(group: Any) -> Any:
+        acts = {c: functools.partial(both, by_name[c], source(by_name[c].name), at / f"out-{c}") for c in group}
+        found = worlds.in_turn(trials.world_of(dict(by_name[group[0]].mesh)), acts, seconds=120)
+        return {case: (found[case], at / f"out-{case}") for case in group}
+
+    return worlds.Shared(groups, run)
+
+
+@pytest.mark.parametrize("case", [str(case) for case in CASES])
+def test_a_byte_for_each_number(ran: Callable[[str], Any], case: str) -> None:
+    ranks, out = ran(case)
+    for narrow, wide, _ in ranks:
+        for what in wide:
+            assert same(narrow[what], wide[what]), f"{what} differs"
+    assert any(codes for _, _, codes in ranks)
+    for path in (out / "wide").iterdir():
+        assert (out / "narrow" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("recompute", parts.every(2, ["none", "full"]))
+def test_every_oracle(source: Callable[[str], Path], recompute: str) -> None:
+    """Gradients in float64, and every collective with its bytes."""
+    trial = replace(
+        trials.trial(source("qwen3_moe"), dict(fsdp=2, tp=2, ep=2)),
+        train=["layers.1.*", "head.*"], savings=mw.Savings(recompute=recompute),
+    )  # fmt: skip
+    assert not trials.findings(trial)
+
+
+def of_nodes(source: Path) -> None:
+    """One rank reads for its node, and sends bytes."""
+    mesh = mw.Mesh(fsdp=2, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        model = mw.load(source, mw.Mesh(fsdp=2, device="cpu"), train="layers.1.*", read="node")
+    assert mw.check_weights(model).ok
+    sent = {charge.what: charge.num_bytes for charge in model.load_bill}
+    assert {name for name in sent if sent[name] == model.pieces[name].numel} >= model.numbers & sent.keys() != set()
+    assert mesh.axes == model.mesh.axes
+
+
+def test_read_by_one_rank_for_all(source: Callable[[str], Path]) -> None:
+    worlds.run(2, of_nodes, source("qwen3_moe"))
+
+
+def kept_for_backward(source: Path) -> None:
+    """Numbers, and never their values."""
+    model = mw.load(source, mw.Mesh(device="cpu"), dtype=F32, train=["*norm*"])
+    engine, kept = mw.Engine(model, lr=1e-2), list[tuple[int, torch.dtype]]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append((tensor.numel(), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.backward(tiny.batches(0)[:1])
+    sizes = {model.pieces[name].numel for name in model.numbers}
+    sizes -= {model.pieces[name].numel for name in model.pieces.keys() - model.numbers}
+    kinds = [dtype for num, dtype in kept if num in sizes]
+    assert kinds and set(kinds) == {torch.uint8}
+
+
+def test_backward_makes_values_again(source: Callable[[str], Path]) -> None:
+    for name in ("qwen3", "qwen3_moe"):
+        worlds.run(1, kept_for_backward, source(name))
+
+
+def saves(source: Path, out: Path) -> dict[str, Any]:
+    model = mw.load(source, mw.Mesh(fsdp=2, tp=2, device="cpu"), dtype=F32, train="layers.1.*")
+    engine = mw.Engine(model, lr=1e-2)
+    engine.step(tiny.batches(model.mesh.data_rank))
+    mw.save(engine, out / "steps")
+    mw.save(engine, out / "wide", dtype=F32)
+    mw.save(engine, out / "beside", wait=False)
+    engine.wait()
+    return mw.gather(model)
+
+
+def resumes(source: Path, at: Path, out: Path) -> dict[str, Any]:
+    model = mw.load(source, mw.Mesh(fsdp=3, device="cpu"), dtype=F32, train="layers.1.*")
+    engine, told = mw.Engine(model, lr=1e-2), []
+    for name in ("steps", "wide", "beside"):
+        mw.resume(engine, at / name)
+        told.append(mw.gather(model))
+    assert all(same(each, told[0]) for each in told)
+    mw.resume(engine, source)
+    assert mw.check_weights(model).ok
+    with pytest.raises(mw.CheckpointError, match="frozen and in 8 bits"):
+        mw.resume(engine, out)
+    state = engine.state_dict()
+    frozen = {key for name in model.numbers for key in keys_of(model, name)}
+    assert frozen and frozen.isdisjoint(state["weights"])
+    engine.load_state_dict(state)
+    return told[0]
+
+
+def keys_of(model: mw.Model, name: str) -> list[str]:
+    return [block.key for block in chosen(model.table[name], model.keymap.choice).blocks]
+
+
+def another(source: Path, out: Path) -> None:
+    """The same model, of which a frozen matrix has other values."""
+    model = mw.load(source, mw.Mesh(device="cpu"))
+    model.stored()["layers.0.mixer.q.weight"].mul_(1.5)
+    mw.export(model, out)
+
+
+def test_from_one_mesh_to_another(source: Callable[[str], Path], tmp_path: Path) -> None:
+    at = source("qwen3_5_moe")
+    worlds.run(1, another, source("qwen3"), tmp_path / "other")
+    at = source("qwen3")
+    saved = worlds.run(4, saves, at, tmp_path / "out")[0]
+    resumed = worlds.run(3, resumes, at, tmp_path / "out", tmp_path / "other")[0]
+    assert same(saved, resumed)
+
+
+def planted(source: Path, bug: str) -> tuple[bool, bool]:
+    """Whether W1, and the logits, are those of values in float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blueprint, "in_numbers", lambda *_: frozenset())
+        due = mw.load(source, mw.Mesh(fsdp=2, tp=2, device="cpu"), dtype=F32, train=[])
+        batch = tiny.batches(due.mesh.data_rank)[0]
+        logits = mw.logits(due, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        BUGS[bug](patch)
+        model = mw.load(source, mw.Mesh(fsdp=2, tp=2, device="cpu"), dtype=F32, train=[])
+        return mw.check_weights(model).ok, torch.equal(mw.logits(model, batch), logits)
+
+
+def of_own_rows(patch: pytest.MonkeyPatch) -> None:
+    """The rows that a rank stores get the scales of the first."""
+    patch.setattr("meshwright.engine.model.rows_of", lambda piece, grid: grid[: piece.hi - piece.lo])
+
+
+def of_whole_columns(patch: pytest.MonkeyPatch) -> None:
+    """The columns that tp leaves get the scales of the first."""
+    made = grids.grid_of
+
+    def shifted(*args: Any) -> ops.Grid:
+        grid = made(*args)
+        return replace(grid, columns=grid.columns - grid.columns.min())
+
+    patch.setattr("meshwright.engine.model.grid_of", shifted)
+
+
+def divided(patch: pytest.MonkeyPatch) -> None:
+    values = ops.Grid.values
+    patch.setattr(ops.Grid, "values", lambda grid, *rest: values(replace(grid, scales=1 / grid.scales), *rest))
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "": lambda _: None, "own rows": of_own_rows, "columns": of_whole_columns, "divided": divided,
+}  # fmt: skip
+
+
+def test_planted_bugs_are_seen(source: Callable[[str], Path]) -> None:
+    acts = {bug: functools.partial(planted, source("qwen3"), bug) for bug in BUGS}
+    found = {bug: {all(told) for told in zip(*ranks, strict=True)} for bug, ranks in worlds.in_turn(4, acts).items()}
+    assert found.pop("") == {True}
+    assert all(False in each for each in found.values()), found
