@@ -63,7 +63,7 @@ def _row(group: Sequence[Param], line: ParameterLine, trained: Set[str], model: 
         "name": line.name,
         "count": len(group),
         "shape": list(group[0].shape),
-        "dtype": str(model.kept[group[0].name]).removeprefix("torch."),
+        "dtype": str(torch.uint8 if group[0].name in model.numbers else model.kept[group[0].name])[6:],
         "trained": any(param.name in trained for param in group),
         "cut": ", ".join(filter(None, cuts)) or "whole on every rank",
         "bytes_per_rank": line.most_bytes * len(group),
