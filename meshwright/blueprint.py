@@ -50,8 +50,8 @@ class Blueprint:
         return self.module.shape.vocab
 
     def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
-        """The dtype of the values that are kept of each parameter. What is trained, drawn, or never rounded is wide; what
-        is frozen stays as its files have it, since widening it would take memory and change no number.
+        """The dtype of the values that are kept of each parameter. What is trained, drawn, or never rounded is wide;
+        what is frozen stays as its files have it, since widening it would take memory and change no number.
 
         The vocabulary of the head is the exception while anything is trained: a large one that is cast for a product is
         cast part by part (ops/loss.py), and gradients on their way through it would be summed in another order.

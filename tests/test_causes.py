@@ -381,7 +381,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> TrialOf:
     return of
 
 
-TRIED = {name: PLANTS[name] for name in parts.every(2, PLANTS)}
+TRIED = {name: PLANTS[name] for name in parts.every(3, PLANTS)}
 OTHERWISE = {f"{p.model} {p.mesh} {p.changes}": p for p in TRIED.values() if p.changes}  # others: test_meshes.py
 LATER = {*[*TRIED][1::2]}  # in worlds of their own, which `make test` leaves to CI
 STOPPED = [name for name, bug in TRIED.items() if bug.first.startswith("RUN")]  # ranks: each has a world of its own

@@ -101,6 +101,29 @@ def test_every_oracle(source: Callable[[str], Path], recompute: str) -> None:
     assert not trials.findings(trial)
 
 
+def multiplied_in_8_bits(plain: Path, at: Path) -> None:
+    """Frozen matrices in 8 bits, in products of 8-bit numbers, between trained ones."""
+    mw.export(mw.load(plain, mw.Mesh(device="cpu")), at, format="fp8")
+    load = functools.partial(mw.load, at, mw.Mesh(device="cpu"), train=["layers.1.mixer.*", "*norm*"], fp8="block")
+    batches, said = tiny.batches(0), []
+    for kept in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not kept:
+                patch.setattr(Blueprint, "in_numbers", lambda *_: frozenset())
+            model = load()
+            assert bool(model.numbers) == kept
+            engine = mw.Engine(model, lr=1e-2)
+            engine.backward(batches)
+            said.append({"grad": mw.gather(model, "grad"), "logits": mw.logits(model, batches[0])})
+    assert same(*said)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_moe"])
+def test_products_in_8_bits(tmp_path: Path, name: str) -> None:
+    plain = tiny.directory(tmp_path / "m", name, dtype=BF16, **tiny.ALIGNED[name])
+    worlds.run(1, multiplied_in_8_bits, plain, tmp_path / "out")
+
+
 def of_nodes(source: Path) -> None:
     """One rank reads for its node, and sends bytes."""
     mesh = mw.Mesh(fsdp=2, device="cpu")

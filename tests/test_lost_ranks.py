@@ -216,7 +216,7 @@ LOST: list[tuple[str, dict[str, int], Callable[[mw.Engine], None], list[str], bo
     ("an error outside of our calls", TP, ends_between_steps, ["rank 1: raised an error: KeyError: 'label'"], True),
     ("an error of its own", TP, raises, ["rank 1 failed in the loss of step 1: ValueError: a label is missing"], True),
 ]  # fmt: skip
-TRIED = parts.every(2, LOST)
+TRIED = parts.every(3, LOST)
 
 
 @pytest.mark.parametrize(

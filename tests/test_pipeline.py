@@ -53,7 +53,7 @@ ALL_RUNS: list[Run] = [
     ("qwen3_tied", dict(pp=4), {}, {}, 6),
     ("qwen3_5_moe", dict(pp=4), dict(schedule="zero-bubble"), {}, 4),
 ]
-RUNS = parts.every(2, ALL_RUNS)
+RUNS = parts.every(3, ALL_RUNS)
 
 
 def named(run: Run) -> str:

@@ -50,7 +50,7 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("name", parts.every(2, (name for name, bug in BUGS.items() if not (bug.tower or bug.fp8))))
+@pytest.mark.parametrize("name", parts.every(3, (name for name, bug in BUGS.items() if not (bug.tower or bug.fp8))))
 def test_found(source: Path, name: str) -> None:
     mesh = {BUGS[name].axes[0]: 2} if BUGS[name].axes else dict(fsdp=2)
     found = trials.findings_in_turn({name: trials.trial(source, mesh)}, planted)[name]

@@ -54,7 +54,7 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(2, OFFLOADED), ids=str)
+@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(3, OFFLOADED), ids=str)
 def test_offloaded(source: Callable[..., Path], name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
     assert trials.findings(tried(source(name), mesh, offload=True, **more)) == []
 

@@ -141,7 +141,7 @@ MESHES = {trials.named(mesh): mesh for mesh in (dict(replicate=2), dict(fsdp=2, 
 # On four ranks what shards, experts and columns may change, on replicas the others.
 FOUR = ("no gradient, no update", "logits", "weights of tokens are only counted", "the state is lost after 64 tokens")
 ALL_CASES = [(mesh, name) for mesh, sizes in MESHES.items() for name in PLANTS if (name in FOUR) == ("tp" in sizes)]
-CASES = parts.every(2, ALL_CASES)
+CASES = parts.every(3, ALL_CASES)
 Planted = tuple[str, str]  # of these names
 
 

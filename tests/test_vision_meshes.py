@@ -161,7 +161,7 @@ ALL_ORACLES: list[Tried] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tried", parts.every(3, ORACLES_ON, 1), ids=str)
+@pytest.mark.parametrize("tried", parts.every(4, ORACLES_ON, 1), ids=str)
 def test_every_oracle(source: Callable[[str], Path], tried: Tried) -> None:
     """Also the bill of the tower: what it gathers, sums and sends, in number and bytes, and what is frozen does not."""
     family, mesh, *how = tried
@@ -169,7 +169,7 @@ def test_every_oracle(source: Callable[[str], Path], tried: Tried) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tried", parts.every(32, ALL_ORACLES), ids=str)
+@pytest.mark.parametrize("tried", parts.every(48, ALL_ORACLES), ids=str)
 def test_every_oracle_on_all_meshes(source: Callable[[str], Path], tried: Tried) -> None:
     test_every_oracle(source, tried)
 
