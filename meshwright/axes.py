@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TypeVar
+
+from torch import Tensor
 
 from .errors import MeshError
 
@@ -21,6 +24,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("sp", "tensor_parallel", "tp_size", "model_parallel"), "tp"),
     **dict.fromkeys(("expert_parallel", "ep_size"), "ep"),
 }
+
+Ranks = TypeVar("Ranks", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ class Axes:
         if not 0 <= rank < self.world:
             raise MeshError(f"there is no rank {rank} among {self.world} ({self})")
 
-    def data_rank(self, rank: int) -> int:
-        """Ranks that differ only in cp, tp, pp read the same stream."""
+    def data_rank(self, rank: Ranks) -> Ranks:
+        """Ranks that differ only in cp, tp, pp read the same stream. Of one rank, or of a tensor of them."""
         return rank // (self.cp * self.tp) % self.num_data_ranks
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:

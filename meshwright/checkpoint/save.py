@@ -58,7 +58,7 @@ class Together:
 
     def parts(self, failure: BaseException | None, part: Part) -> list[Part]:
         rows = self.mesh.all_or_none(failure, self.at, CheckpointError, part.numbers())
-        return [Part.of_numbers(rank, row) for rank, row in enumerate(rows)]
+        return [Part.of_numbers(rank, row) for rank, row in enumerate(rows.tolist())]
 
     def end(self, failure: BaseException | None) -> None:
         self.mesh.all_or_none(failure, self.at, CheckpointError)

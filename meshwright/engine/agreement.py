@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..axes import DENSE, Axes
+from ..axes import DENSE
 from ..data import WEIGHT, Batch, check_shifted
 from ..errors import ConfigError, DataError, RankError, StateError, counted
 from ..log import logger
@@ -47,6 +47,40 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What the ranks of a call bring, a row for each, in their order. There may be thousands, and each step asks: no
+    loop of Python runs over them."""
+
+    rows: Tensor  # [ranks, fields of Data], float64, on the host
+    data_ranks: Tensor  # of each
+
+    def column(self, name: str) -> Tensor:
+        return self.rows[:, _FIELDS.index(name)]
+
+    def __getitem__(self, at: int) -> Data:
+        weight, *numbers = self.rows[at].tolist()
+        return Data(weight, *map(int, numbers))
+
+    @property
+    def pictures(self) -> int:
+        """A bit for each micro-batch in which any rank has some."""
+        return functools.reduce(operator.or_, map(int, self.column("pictures").unique().tolist()))
+
+    @functools.cached_property
+    def firsts(self) -> Tensor:
+        """By data rank, where its first rank is."""
+        num, device = len(self.rows), self.rows.device
+        firsts = torch.full((int(self.data_ranks.max()) + 1,), num, device=device)
+        return firsts.scatter_reduce_(0, self.data_ranks, torch.arange(num, device=device), "amin")
+
+    @property
+    def once(self) -> Told:
+        """Of each data rank one row."""
+        there = self.firsts[self.firsts < len(self.rows)]
+        return Told(self.rows[there], self.data_ranks[there])
+
+
+@dataclass(frozen=True)
 class Proposal:
     """What a rank is about to do. All but its data must be the same on all ranks."""
 
@@ -71,7 +105,8 @@ class Step:
     router_loss: float = 0.0  # known when backward is over
 
 
-NUMBERS = 2 + len(fields(Data))  # that each rank tells: whether it fails, a checksum of its settings, and its data
+_FIELDS = [each.name for each in fields(Data)]
+NUMBERS = 2 + len(_FIELDS)  # that each rank tells: whether it fails, a checksum of its settings, and its data
 
 
 def place(call: str) -> str:
@@ -80,7 +115,7 @@ def place(call: str) -> str:
 
 def agree(
     model: Model, call: str, propose: Callable[[], Proposal], axes: tuple[str, ...] = DENSE
-) -> tuple[Proposal, list[Data]]:
+) -> tuple[Proposal, Told]:
     """This rank's proposal, and the data of each rank of `axes`.
 
     If a rank refuses, or is about to do something else, every rank raises.
@@ -107,7 +142,7 @@ def compare(
     call: str,
     prepare: Callable[[], tuple[Made, Mapping[str, object], Data]],
     axes: tuple[str, ...] = DENSE,
-) -> tuple[Made, list[Data]]:
+) -> tuple[Made, Told]:
     """What `prepare` made, and the data of each rank. What it says of settings must be the same on all.
 
     All calls tell equally many numbers, so ranks that are at different calls meet here, and each learns of the other.
@@ -122,10 +157,10 @@ def compare(
         failure = error
     told = (zlib.crc32(json.dumps(settings).encode()), *astuple(data))
     rows = mesh.all_or_none(failure, place(call), numbers=told, axes=axes)
-    if any(row[0] != rows[0][0] for row in rows):
-        ranks = mesh.axes.group(mesh.rank, axes)
-        raise RankError(_difference(ranks, mesh.gather_objects(settings, axes)))
-    return made[0], [Data(row[1], *map(int, row[2:])) for row in rows]
+    ranks = mesh.ranks_over(axes)
+    if bool((rows[:, 0] != rows[0, 0]).any()):
+        raise RankError(_difference(ranks.tolist(), mesh.gather_objects(settings, axes)))
+    return made[0], Told(rows[:, 1:], mesh.axes.data_rank(ranks))
 
 
 def check_is_model(model: object) -> None:
@@ -220,20 +255,21 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     return crc
 
 
-def check_same_data(told: Sequence[Data], ranks: Sequence[int], axes: Axes) -> None:
+def check_same_data(told: Told, mesh: Mesh, axes: tuple[str, ...] = DENSE) -> None:
     """The ranks of one data rank bring the same data."""
-    first: dict[int, int] = {}
-    for at, rank in enumerate(ranks):
-        other = first.setdefault(axes.data_rank(rank), at)
-        if told[at] != told[other]:
-            raise RankError(
-                f"ranks {ranks[other]} and {rank} are one data rank ({axes}), but were given different batches"
-            )
+    other = (told.rows != told.rows[told.firsts[told.data_ranks]]).any(1)
+    if bool(other.any()):
+        at, ranks = int(other.int().argmax()), mesh.ranks_over(axes)
+        first = int(ranks[told.firsts[told.data_ranks[at]]])
+        raise RankError(
+            f"ranks {first} and {int(ranks[at])} are one data rank ({mesh.axes}), but were given different batches"
+        )
 
 
-def warn_of_same_data(told: Sequence[Data], num_data_ranks: int) -> None:
+def warn_of_same_data(told: Told, num_data_ranks: int) -> None:
     """It is no error, but most of the machine works for nothing."""
-    if num_data_ranks > 1 and told[0].num_targets and len({data.checksum for data in told}) == 1:
+    checksums = told.column("checksum")
+    if num_data_ranks > 1 and told[0].num_targets and bool((checksums == checksums[0]).all()):
         _warn_of_same_data(num_data_ranks)
 
 
@@ -246,18 +282,20 @@ def _warn_of_same_data(num: int) -> None:
     )  # fmt: skip
 
 
-def whole_step(proposal: Proposal, told: Sequence[Data], axes: Axes) -> Step:
+def whole_step(proposal: Proposal, told: Told, mesh: Mesh) -> Step:
     """The step that all data ranks make together. They must bring equally much, and something to learn from."""
-    for rank, data in enumerate(told):
-        if (data.num_batches, data.num_tokens) != (told[0].num_batches, told[0].num_tokens):
-            raise RankError(
-                f"rank {rank} has {counted(data.num_batches, 'batch', 'batches')} of "
-                f"{counted(data.num_tokens, 'token')}, rank 0 {told[0].num_batches:,} of {told[0].num_tokens:,}; "
-                "all ranks need the same number of batches and tokens"
-            )
-    check_same_data(told, range(axes.world), axes)
-    first = {axes.data_rank(rank): data for rank, data in reversed(list(enumerate(told)))}.values()
-    weight, num_targets = sum(d.weight for d in first), sum(d.num_targets for d in first)
+    sizes = torch.stack([told.column("num_batches"), told.column("num_tokens")], 1)
+    if bool((sizes != sizes[0]).any()):
+        rank, first = int((sizes != sizes[0]).any(1).int().argmax()), told[0]
+        data = told[rank]
+        raise RankError(
+            f"rank {rank} has {counted(data.num_batches, 'batch', 'batches')} of "
+            f"{counted(data.num_tokens, 'token')}, rank 0 {first.num_batches:,} of {first.num_tokens:,}; "
+            "all ranks need the same number of batches and tokens"
+        )
+    check_same_data(told, mesh)
+    once = told.once  # sums of Python, in the order of ranks: those of torch may depend on the processor
+    weight, num_targets = sum(once.column("weight").tolist()), int(once.column("num_targets").sum())
     if not num_targets:
         raise DataError(
             "no token of the step has a label, so there is nothing to learn from. If trained= came from a chat "
@@ -265,10 +303,5 @@ def whole_step(proposal: Proposal, told: Sequence[Data], axes: Axes) -> Step:
         )
     if weight <= 0:
         raise DataError(f"the step's {num_targets} targets weigh {weight}; there is nothing to learn from")
-    num_tokens = sum(d.num_real for d in first)
-    pictures = seen_by_any(told)
-    return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, told[0].num_batches, pictures)
-
-
-def seen_by_any(told: Sequence[Data]) -> int:
-    return functools.reduce(operator.or_, (data.pictures for data in told))
+    num_tokens, num_batches = int(once.column("num_real").sum()), told[0].num_batches
+    return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, num_batches, told.pictures)

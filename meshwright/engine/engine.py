@@ -284,7 +284,7 @@ class Engine:
         proposal, told = agree(self.model, call, propose)
         if not self.model.mesh.rank:
             warn_of_same_data(told, self.model.mesh.num_data_ranks)
-        step = whole_step(proposal, told, self.model.mesh.axes)
+        step = whole_step(proposal, told, self.model.mesh)
         runs = at_least(self.model, step.num_batches) if call == STEP else 0
         return replace(step, pictures=step.pictures | runs, owner=self)
 

@@ -10,7 +10,7 @@ from ..axes import REPLICA, Sum
 from ..data import IGNORE, Batch
 from ..errors import StateError
 from ..watch import names_lost_ranks
-from .agreement import Proposal, agree, check_same_data, data_of, seen_by_any
+from .agreement import Proposal, agree, check_same_data, data_of
 from .model import Model
 from .pictures import as_all_see
 
@@ -56,8 +56,8 @@ def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tens
         return Proposal(data_of(model, [batch], want))
 
     _, told = agree(model, call, propose, REPLICA)
-    check_same_data(told, model.mesh.axes.group(model.mesh.rank, REPLICA), model.mesh.axes)
-    (seen,) = as_all_see([batch], seen_by_any(told), model.blueprint.module.tower)
+    check_same_data(told, model.mesh, REPLICA)
+    (seen,) = as_all_see([batch], told.pictures, model.blueprint.module.tower)
     here = seen.to(model.mesh.device)
     found = parallel.run_forward(model, [here], want, lambda _batch, scores: scores[0])
     return _of_last_stage(model, found, _shape(model, len(batch), want))

@@ -133,7 +133,17 @@ class Mesh:
         return self.process_group(axes).group_name
 
     def size_of(self, axes: tuple[str, ...]) -> int:
-        return len(self.axes.group(self.rank, axes))
+        return len(self.ranks_over(axes))
+
+    def ranks_over(self, axes: tuple[str, ...]) -> Tensor:
+        """The ranks that differ from this one at most on `axes`, in order. They are reckoned once: they may be many."""
+        if axes not in self._ranks_over:
+            self._ranks_over[axes] = torch.tensor(self.axes.group(self.rank, axes), device=self.host)
+        return self._ranks_over[axes]
+
+    @cached_property
+    def _ranks_over(self) -> dict[tuple[str, ...], Tensor]:
+        return {}
 
     def sum_(self, x: Tensor, over: Sum) -> Tensor:
         """Sum `x` in place over the ranks that `over` names."""
@@ -195,22 +205,23 @@ class Mesh:
     def all_or_none(
         self, failure: BaseException | None, at: str, error: type[MeshwrightError] | None = None,
         numbers: Sequence[float] = (), axes: tuple[str, ...] | None = None,
-    ) -> list[list[float]]:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """If a rank failed, every rank raises: that rank its `failure`, the others an error that names it, and why.
 
-        So no rank waits for one that has given up. Otherwise it returns the `numbers` that each rank told. `error`: the
-        class that the others raise, RankError by default. `axes`: between which ranks, all by default.
+        So no rank waits for one that has given up. Otherwise it returns the `numbers` that each rank told, a row for
+        each, on the host. `error`: the class that the others raise, RankError by default. `axes`: between which ranks,
+        all by default.
         """
         axes = DENSE if axes is None else axes
         mine = torch.tensor([[float(failure is not None), *numbers]], dtype=torch.float64, device=self.device)
-        rows = self.gather_rows(mine, axes, at).tolist()
-        if any(row[0] for row in rows):
+        rows = self.gather_rows(mine, axes, at).to(self.host)
+        if bool(rows[:, 0].any()):
             reason = None if failure is None else f"{type(failure).__name__}: {failure!s:.1000}"
-            told = zip(self.axes.group(self.rank, axes), self.gather_objects(reason, axes), strict=True)
+            told = zip(self.ranks_over(axes).tolist(), self.gather_objects(reason, axes), strict=True)
             raise failure or (error or RankError)(
                 next(f"rank {rank} failed in {at}: {why}" for rank, why in told if why)
             )
-        return [row[1:] for row in rows]
+        return rows[:, 1:]
 
     def settle(self) -> None:
         """Wait for the device. NCCL times a send from when it is queued, so a queue that is long would time out."""

@@ -67,12 +67,11 @@ def agree(mesh: Mesh, reading: Reading, at: str) -> Told:
     """Every rank calls it, and gets the same."""
     own = (*reading[:4], float(_peak_bytes(mesh.device)), *reading.sources)
     rows = mesh.all_or_none(None, at, RankError, [float(number) for number in own])
-    columns = list(zip(*rows, strict=True))
-    signals, waits, times, squares, peaks, *sources = columns
-    sums = [sum(column) for column in sources]  # a rank has the terms of its own tokens alone
+    signal, wait, time, _, peak, *_ = rows.amax(0).tolist()
+    _, _, _, squares, _, *sums = rows.sum(0).tolist()  # a rank has the terms of its own tokens alone
     return Told(
-        int(max(signals)), max(waits), max(times), sum(squares) * mesh.num_data_ranks / len(rows), int(max(peaks)),
-        peaks.index(max(peaks)), tuple(zip(sums[::2], sums[1::2], strict=True)),
+        int(signal), wait, time, squares * mesh.num_data_ranks / len(rows), int(peak), int(rows[:, 4].argmax()),
+        tuple(zip(sums[::2], sums[1::2], strict=True)),
     )  # fmt: skip
 
 
