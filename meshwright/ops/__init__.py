@@ -17,5 +17,6 @@ from meshwright.ops.lookup import lookup, reordered
 from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
 from meshwright.ops.numbers import Grid, Numbers, Weight
+from meshwright.ops.once import Choices
 from meshwright.ops.product import linear, linears
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate

@@ -16,6 +16,7 @@ from meshwright.ops.late import is_late, left_for_later
 from meshwright.ops.memory import fresh, give_back_before
 from meshwright.ops.norms import swiglu, upcast
 from meshwright.ops.numbers import Weight, kept, restored
+from meshwright.ops.once import once
 from meshwright.ops.product import operand, product_dtype
 
 _TILE = 16  # rows that CPUs with matrix registers multiply at once
@@ -24,7 +25,9 @@ _TILE = 16  # rows that CPUs with matrix registers multiply at once
 @uncompiled
 def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """(weights_Tk in at least float32, indices_Tk): softmax over all experts, then the k largest."""
-    weights_Tk, indices_Tk = upcast(logits_TE).softmax(-1).topk(k, dim=-1)
+    shares_TE = upcast(logits_TE).softmax(-1)
+    indices_Tk = once(lambda: shares_TE.detach().topk(k, dim=-1).indices)
+    weights_Tk = shares_TE.gather(-1, indices_Tk)
     if renormalise:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
     return weights_Tk, indices_Tk

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.attention.varlen  # its operation is known from then on
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from .. import ops
 from ..errors import ConfigError
 from ..layout import Dispatch, Door, Join, Swap, find
 from ..mesh.collectives import OPS
@@ -19,9 +21,6 @@ from .savings import Savings
 
 _aten = torch.ops.aten
 
-# A token is routed once, whatever is recomputed: a tie that fell the other way the second time would send other numbers
-# of rows to the experts. What a layer reports to `Balance` twice is the same.
-_ROUTING = [_aten.topk.default]
 _COSTLY = [  # "selective" keeps products, attention, and what came from other ranks
     *OPS,
     _aten.mm.default,
@@ -55,8 +54,7 @@ def arm(model: Decoder, savings: Savings) -> None:
 
 
 def _recomputed(run: Callable[..., Tensor], savings: Savings) -> Callable[..., Tensor]:
-    kept = _ROUTING + (_COSTLY if savings.recompute == "selective" else [])
-    return functools.partial(_checkpointed, run, kept)
+    return functools.partial(_checkpointed, run, _COSTLY if savings.recompute == "selective" else [])
 
 
 def _mark(layer: Layer) -> None:
@@ -72,6 +70,26 @@ def _mark(layer: Layer) -> None:
 
 
 def _checkpointed(run: Callable[..., Tensor], kept: list[Any], *args: Any) -> Tensor:
-    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    contexts = functools.partial(_contexts, kept)
     out: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return out
+
+
+def _contexts(kept: list[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Of forward, and of what backward runs again. A token is routed once, whatever is recomputed; what a layer reports
+    to `Balance` twice is the same. To keep operations, torch must look at each of them in Python, which more than
+    doubles the time of a layer on the host: only where there are some to keep."""
+    choices = ops.Choices()
+    both = choices.made(), choices.taken()
+    if not kept:
+        return both
+    selective = create_selective_checkpoint_contexts(kept)
+    return _within(selective[0], both[0]), _within(selective[1], both[1])
+
+
+@contextmanager
+def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield

@@ -1,0 +1,87 @@
+"""Host time: what a rank does between the operations of a step, measured where arithmetic is nearly nothing.
+
+    python -m bench.host                  # one process: forward and backward a layer, the update a parameter
+    python -m bench.host --rounds 20
+
+Layers are real in number and narrow: 32 features, 64 tokens. So nearly all of the time is Python, dispatch and
+autograd, which a GPU would have to wait for. Medians of rounds that alternate between the kinds; single threaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshwright as mw
+
+LAYERS, TOKENS = 24, 64
+COMMON = dict(
+    vocab_size=128, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, intermediate_size=48, tie_word_embeddings=False, max_position_embeddings=4096,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": dict(model_type="qwen3", **COMMON),
+    "experts": dict(
+        model_type="qwen3_moe", **COMMON, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=32,
+        norm_topk_prob=True,
+    ),
+}  # fmt: skip
+KINDS = {"none": mw.Savings(), "selective": mw.Savings(recompute="selective"), "full": mw.Savings(recompute="full")}
+
+
+class Timed:
+    """The two halves of a step, in milliseconds."""
+
+    def __init__(self, recipe: Path, savings: mw.Savings) -> None:
+        self.engine = mw.Engine(mw.init(recipe, mw.Mesh(device="cpu"), savings=savings, dtype=torch.float32), lr=1e-3)
+        self.num = sum(1 for _ in self.engine.model.trainable)
+        self.batch = mw.pack([[n % 128 for n in range(TOKENS)]])
+        self.both: list[float] = []
+        self.update: list[float] = []
+
+    def step(self) -> None:
+        self.both.append(_ms(lambda: self.engine.backward([self.batch])))
+        self.update.append(_ms(self.engine.update))
+
+
+def _ms(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def measured(at: Path, rounds: int) -> Mapping[tuple[str, str], Timed]:
+    runs = {}
+    for name, config in MODELS.items():
+        (at / name).mkdir()
+        (at / name / "config.json").write_text(json.dumps(config))
+        runs |= {(name, kind): Timed(at / name, savings) for kind, savings in KINDS.items()}
+    for _ in range(rounds + 2):
+        for run in runs.values():
+            run.step()
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as at:
+        runs = measured(Path(at), options.rounds)
+    print("| model | recompute | forward + backward, ms a layer | update, us a parameter |\n|---|---|---|---|")
+    for (name, kind), run in runs.items():
+        both, update = (statistics.median(times[2:]) for times in (run.both, run.update))
+        print(f"| {name} | {kind} | {both / LAYERS:.2f} | {1e3 * update / run.num:.1f} ({run.num}) |")
+
+
+if __name__ == "__main__":
+    main()
