@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from .errors import ConfigError
 from .ops import codes
@@ -59,10 +58,10 @@ class Settings:
 def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.device) -> Tensor:
     """Sum of squares of the gradient elements that this rank owns, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for name, grad in grads.items():
-        if name in owned:
-            parts = [part.double().square().sum() for part in grad.reshape(-1).split(_PART)]
-            total += torch.stack(parts).sum().to(device)
+    mine = [grad for name, grad in grads.items() if name in owned and grad.numel()]
+    for home in dict.fromkeys(grad.device for grad in mine):
+        norms = torch._foreach_norm([grad for grad in mine if grad.device == home], 2.0, torch.float64)
+        total += torch.stack(norms).square().sum().to(device)
     return total
 
 
@@ -118,33 +117,34 @@ class AdamW:
     def _update(
         self, part: list[Slice], stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, decay: float
     ) -> None:
-        views = [stored[name].view(-1)[at] for name, at in part]
-        moments = [self._wide(name, at, view.dtype) for view, (name, at) in zip(views, part, strict=True)]
+        views = [_of(stored[name], at) for name, at in part]
+        moments = [self._wide(name, at, view) for view, (name, at) in zip(views, part, strict=True)]
         beta1, beta2 = self.settings.betas
-        steps = [torch.full((), self.steps, dtype=torch.float32, device=view.device) for view in views]
-        adamw(
-            views, [grads[name].reshape(-1)[at] for name, at in part], [m for m, _ in moments], [v for _, v in moments],
-            [], steps, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=self.settings.eps,
-            fused=True, amsgrad=False, maximize=False,
+        step = torch.full((), self.steps + 1, dtype=torch.float32, device=views[0].device)
+        torch._fused_adamw_(  # as torch's optimizer calls it, after it has sorted all that it was given
+            views, [_of(grads[name].contiguous(), at) for name, at in part],
+            [m for m, _ in moments], [v for _, v in moments], [], [step] * len(views),
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=self.settings.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
         for (name, at), wide in zip(part, moments, strict=True):
             self._keep(name, at, wide, self.steps)
 
-    def _wide(self, name: str, at: slice, dtype: torch.dtype) -> list[Tensor]:
-        """Both moments of a slice: live memory, if they are kept in this dtype."""
+    def _wide(self, name: str, at: slice, like: Tensor) -> list[Tensor]:
+        """Both moments of a slice, like what they are of: live memory, if they are kept in this dtype."""
         if name not in self.coded:
-            return [moment.view(-1)[at].to(dtype) for moment in self.moments[name]]
+            return [_of(moment, at).to(like.dtype) for moment in self.moments[name]]
         rows = self._rows(name, at)
         both = zip(self.moments[name], self.moments[name + codes.SCALES], codes.CODES, strict=True)
-        return [codes.decode(kept[rows], scales[rows], code).reshape(-1).to(dtype) for kept, scales, code in both]
+        wide = [codes.decode(kept[rows], scales[rows], code) for kept, scales, code in both]
+        return [moment.contiguous().view(like.shape).to(like.dtype) for moment in wide]
 
     def _keep(self, name: str, at: slice, wide: Sequence[Tensor], step: int) -> None:
         if name in self.coded:
             self._encode(name, self._rows(name, at), wide, step)
             return
-        for kept, moment in zip((m.view(-1)[at] for m in self.moments[name]), wide, strict=True):
-            if kept.data_ptr() != moment.data_ptr():
-                kept.copy_(moment)
+        for kept, moment in zip(self.moments[name], wide, strict=True):
+            if kept.dtype != moment.dtype:
+                _of(kept, at).copy_(moment)
 
     def _encode(self, name: str, rows: slice, wide: Sequence[Tensor], step: int) -> None:
         first, place = self.moments[name][0], self.coded[name]
@@ -170,6 +170,11 @@ class AdamW:
             self._keep(name, at, [moment.view(-1)[at] for moment in wide], self.steps - 1)
 
 
+def _of(tensor: Tensor, at: slice) -> Tensor:
+    """Some of the elements of a tensor, flat; itself, if these are all. Views take longer than what they are for."""
+    return tensor if at.stop - at.start == tensor.numel() else tensor.view(-1)[at]
+
+
 def zero_codes(name: str, stored: Tensor) -> Moments:
     """Moments in 8 bits, and their scales."""
     grid = (len(stored), codes.num_blocks(stored.shape[1]))
@@ -188,17 +193,17 @@ def _size(tensor: Tensor, *, rows: bool) -> int:
 
 
 def _parts(stored: Mapping[str, Tensor], coded: Container[str] = ()) -> Iterator[list[Slice]]:
-    """Slices of flat parameters: of one device, and at most `_PART` elements together, or one row of codes."""
+    """Slices of flat parameters: of one kind, and at most `_PART` elements together, or one row of codes."""
     part: list[Slice] = []
-    left, device = 0, None
+    left, kind = 0, None
     for name, view in stored.items():
-        size = _size(view, rows=name in coded)
+        size, its_kind = _size(view, rows=name in coded), (view.device, view.dtype)
         for start in range(0, view.numel(), size):
             stop = min(start + size, view.numel())
-            if part and (stop - start > left or view.device != device):
+            if part and (stop - start > left or its_kind != kind):
                 yield part
                 part = []
-            left, device = (left if part else _PART) - (stop - start), view.device
+            left, kind = (left if part else _PART) - (stop - start), its_kind
             part.append((name, slice(start, stop)))
     if part:
         yield part

@@ -262,7 +262,8 @@ def test_a_run_ends_where_that_of_bfloat16_ends(tmp_path: Path) -> None:
     """Of a tiny model with experts, float32 masters on both sides."""
     small = {**tiny.ALIGNED["qwen3_moe"], "num_hidden_layers": 2, "num_experts": 4, "mlp_only_layers": []}
     source = tiny.directory(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, **small)
-    runs = worlds.in_turn(1, {fp8: partial(trained, source, fp8, 200) for fp8 in (None, "block")})
+    acts = {fp8: partial(trained, source, fp8, 200) for fp8 in (None, "block")}
+    runs = worlds.in_turn(1, acts, seconds=200)
     (wide,), (low,) = runs[None], runs["block"]
     ends = [sum(losses[-10:]) / 10 for losses in (wide, low)]
     assert ends[0] < 0.4 * wide[0]

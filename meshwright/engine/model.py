@@ -153,7 +153,9 @@ class Model:
         return [(name, names[name].get_submodule(owner), last) for name, owner, last in split]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return {name: holder.get_parameter(last) for name, holder, last in self._places}
+        """Straight from where a module keeps them: each step walks over all of them several times."""
+        found = ((name, holder._parameters[last]) for name, holder, last in self._places)
+        return {name: parameter for name, parameter in found if parameter is not None}
 
     def parameter(self, name: str) -> nn.Parameter:
         """This rank's piece of a parameter, as the module holds it."""

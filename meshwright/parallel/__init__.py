@@ -139,8 +139,8 @@ def spans(spec: ShardingSpec, axes: Axes, rank: int) -> Iterator[tuple[Span, int
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank stores of a parameter (or of a gradient), sharing its memory."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """What this rank stores of a parameter (or of a gradient): its memory. `to_local` would note a derivative."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def local_grad(parameter: Tensor) -> Tensor | None:

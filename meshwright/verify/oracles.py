@@ -189,7 +189,7 @@ def n1_norm(run: Run, step: int = 0) -> Findings:
 
 
 def _norm_of_ones(run: Run) -> Findings:
-    ones = {name: torch.ones_like(t) for name, t in run.model.stored().items()}
+    ones = {name: torch.ones_like(t, dtype=torch.float32) for name, t in run.model.stored().items()}
     expected = sum(p.numel for p in run.model.table)
     squared = run.engine.norm(ones) ** 2
     if not abs(squared - expected) <= 0.5:

@@ -149,7 +149,7 @@ class Reader:
 
     def fill(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Every stored element of a piece, from the blocks that its boxes meet: values, or numbers in 8 bits."""
-        for box, view in piece.views(stored.view(NUMBERS) if stored.dtype == BYTES else stored):
+        for box, view in piece.views(stored):
             for block in layout.blocks:
                 common = block.ours.meet(box)
                 if common is not None:
@@ -159,6 +159,8 @@ class Reader:
         """Straight into its memory where it lies in the file as it lies there; else through the buffer."""
         entry = self.source.entries[block.key]
         wanted = _view(block, entry, common)
+        if ours.dtype == BYTES and block.key in self.source.scales:
+            ours = ours.view(NUMBERS)
         if DTYPES.get(entry.dtype) == ours.dtype and wanted.is_contiguous() and ours.is_contiguous() and ours.is_cpu:
             into = ours.view(-1).view(torch.uint8)
             self._read_into(entry, into, int(wanted.storage_offset()) * ours.element_size())
