@@ -132,7 +132,8 @@ class AdamW:
     def _wide(self, name: str, at: slice, like: Tensor) -> list[Tensor]:
         """Both moments of a slice, like what they are of: live memory, if they are kept in this dtype."""
         if name not in self.coded:
-            return [_of(moment, at).to(like.dtype) for moment in self.moments[name]]
+            both = [_of(moment, at) for moment in self.moments[name]]
+            return both if both[0].dtype == like.dtype else [moment.to(like.dtype) for moment in both]
         rows = self._rows(name, at)
         both = zip(self.moments[name], self.moments[name + codes.SCALES], codes.CODES, strict=True)
         wide = [codes.decode(kept[rows], scales[rows], code) for kept, scales, code in both]
@@ -142,8 +143,9 @@ class AdamW:
         if name in self.coded:
             self._encode(name, self._rows(name, at), wide, step)
             return
-        for kept, moment in zip(self.moments[name], wide, strict=True):
-            if kept.dtype != moment.dtype:
+        both = self.moments[name]
+        if both[0].dtype != wide[0].dtype:
+            for kept, moment in zip(both, wide, strict=True):
                 _of(kept, at).copy_(moment)
 
     def _encode(self, name: str, rows: slice, wide: Sequence[Tensor], step: int) -> None:

@@ -168,8 +168,7 @@ class Engine:
             norm = self._finite(self.norm(grads), "gradient norm")
         with self._marked_half_updated():
             if step.max_norm is not None and norm > step.max_norm:
-                for grad in grads.values():
-                    grad.mul_(step.max_norm / norm)
+                torch._foreach_mul_([*grads.values()], step.max_norm / norm)
             self.optimizer.step(self.model.stored(), grads, step.lr)
             self.router.trained()
             self.discard()
