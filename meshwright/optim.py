@@ -135,8 +135,8 @@ class AdamW:
             both = [_of(moment, at) for moment in self.moments[name]]
             return both if both[0].dtype == like.dtype else [moment.to(like.dtype) for moment in both]
         rows = self._rows(name, at)
-        both = zip(self.moments[name], self.moments[name + codes.SCALES], codes.CODES, strict=True)
-        wide = [codes.decode(kept[rows], scales[rows], code) for kept, scales, code in both]
+        three = zip(self.moments[name], self.moments[name + codes.SCALES], codes.CODES, strict=True)
+        wide = [codes.decode(kept[rows], scales[rows], code) for kept, scales, code in three]
         return [moment.contiguous().view(like.shape).to(like.dtype) for moment in wide]
 
     def _keep(self, name: str, at: slice, wide: Sequence[Tensor], step: int) -> None:

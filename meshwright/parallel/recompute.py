@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # its operation is known from then on
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .. import ops
 from ..errors import ConfigError
 from ..layout import Dispatch, Door, Join, Swap, find
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
+from .again import Context, saved_by_running_again
 from .savings import Savings
 
 _aten = torch.ops.aten
@@ -70,26 +71,25 @@ def _mark(layer: Layer) -> None:
 
 
 def _checkpointed(run: Callable[..., Tensor], kept: list[Any], *args: Any) -> Tensor:
-    contexts = functools.partial(_contexts, kept)
-    out: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-    return out
+    first, again = _contexts(kept)
+    if not torch.is_grad_enabled():
+        return run(*args)
+    with first(), saved_by_running_again(run, args, again):
+        return run(*args)
 
 
-def _contexts(kept: list[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(kept: list[Any]) -> tuple[Context, Context]:
     """Of forward, and of what backward runs again. A token is routed once, whatever is recomputed; what a layer reports
     to `Balance` twice is the same. To keep operations, torch must look at each of them in Python, which more than
     doubles the time of a layer on the host: only where there are some to keep."""
     choices = ops.Choices()
-    both = choices.made(), choices.taken()
     if not kept:
-        return both
-    selective = create_selective_checkpoint_contexts(kept)
-    return _within(selective[0], both[0]), _within(selective[1], both[1])
+        return choices.made, choices.taken
+    first, again = create_selective_checkpoint_contexts(kept)
+    return functools.partial(_both, first, choices.made), functools.partial(_both, again, choices.taken)
 
 
 @contextmanager
-def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
+def _both(outer: AbstractContextManager[Any], inner: Context) -> Iterator[None]:
+    with outer, inner():
         yield

@@ -1,0 +1,86 @@
+"""Tensors for backward that are not kept, but made once more, by running what has made them.
+
+torch's own checkpoint does the same, with much that no layer here needs: random states, nested checkpoints, graphs
+within graphs. That takes the host half a millisecond a layer and more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..errors import StateError
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def saved_by_running_again(run: Callable[..., Any], args: tuple[Any, ...], context: Context) -> saved_tensors_hooks:
+    """Within it `run(*args)` saves places in the stead of tensors. Backward runs it once more, within `context`."""
+    again = _Again(run, args, context)
+    return saved_tensors_hooks(again.save, again.give)
+
+
+class _Place:
+    """Stands for a saved tensor: which one it was, and of what kind."""
+
+    __slots__ = ("__weakref__", "kind", "number")
+
+    def __init__(self, number: int, tensor: Tensor) -> None:
+        self.number, self.kind = number, (tensor.shape, tensor.dtype)
+
+
+class _EnoughError(Exception):
+    """All that was saved is there again. What would come after it, nobody needs."""
+
+
+class _Again:
+    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], context: Context) -> None:
+        self.run, self.args, self.context = run, args, context
+        self.places: list[weakref.ref[_Place]] = []  # a place dies with the step of backward that wanted it
+        self.found: dict[int, Tensor] = {}
+
+    def save(self, tensor: Tensor) -> _Place:
+        place = _Place(len(self.places), tensor)
+        self.places.append(weakref.ref(place))
+        return place
+
+    def give(self, place: _Place) -> Tensor:
+        """To the step of backward that wants it, and to nobody else: so it is forgotten here."""
+        if place.number not in self.found:
+            self._run()
+        return self.found.pop(place.number)
+
+    def _run(self) -> None:
+        numbers = count()
+        keep = functools.partial(self._keep, numbers)
+        with contextlib.suppress(_EnoughError), self.context(), saved_tensors_hooks(keep, _same), torch.enable_grad():
+            self.run(*self.args)
+        if (num := next(numbers)) != len(self.places):
+            raise StateError(f"a layer saved {len(self.places)} tensors for backward, and {num} when it ran again")
+
+    def _keep(self, numbers: Iterator[int], tensor: Tensor) -> Tensor:
+        number = next(numbers)
+        place = self.places[number]()
+        if place is not None:
+            if place.kind != (tensor.shape, tensor.dtype):
+                (was, dtype), (shape, now) = place.kind, (tensor.shape, tensor.dtype)
+                raise StateError(
+                    f"a layer saved {tuple(was)} in {dtype} for backward, and {tuple(shape)} in {now} when it ran again"
+                )
+            self.found[number] = tensor.detach()
+        if number == len(self.places) - 1:
+            raise _EnoughError
+        return tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
