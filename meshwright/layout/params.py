@@ -211,16 +211,20 @@ def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = No
 def check_cover(table: Table) -> None:
     """Blocks tile our tensors, and whatever layouts are chosen, the keys, exactly once."""
     keys: dict[str, dict[tuple[str, str], list[Block]]] = {}  # by key, then by (group, layout)
-    viewed: set[tuple[Sequence[int], ...]] = set()
+    viewed: set[tuple[object, ...]] = set()
+    tiled: set[tuple[object, ...]] = set()  # layers of one kind have the same boxes: what holds of one, holds of all
     for param in table:
         if not param.layouts or (len(param.layouts) > 1 and not param.group):
             raise LayoutError(
                 f"{param.name} has {len(param.layouts)} layouts and group {param.group!r}; a choice needs a group"
             )
         for layout in param.layouts:
-            check_tiling([b.ours for b in layout.blocks], param.shape, f"{param.name} ({layout.name})")
+            boxes = tuple(b.ours for b in layout.blocks)
+            if (boxes, param.shape) not in tiled:
+                check_tiling(boxes, param.shape, f"{param.name} ({layout.name})")
+                tiled.add((boxes, param.shape))
             for block in (*layout.blocks, *layout.copies):
-                form = (block.shape, block.theirs.shape, block.ours.shape)
+                form = (block.shape, block.theirs, block.ours)
                 if form not in viewed:
                     _check_view(param, block)
                     viewed.add(form)
@@ -246,10 +250,12 @@ def _check_view(param: Param, block: Block) -> None:
 
 
 def _check_key(key: str, by_choice: Mapping[tuple[str, str], Sequence[Block]]) -> None:
-    groups = {group for group, _ in by_choice}
+    groups = {group for group, _ in by_choice} if len(by_choice) > 1 else ()
     if len(groups) > 1:
         raise LayoutError(f"{key} is made of parameters of several groups {sorted(groups)}; put them into one")
     for blocks in by_choice.values():
+        if len(blocks) == 1 and blocks[0].theirs == Box.whole(blocks[0].shape):
+            continue  # the key is one block, as nearly all are
         shapes = {b.shape for b in blocks}
         if len(shapes) > 1:
             raise LayoutError(f"{key} is declared with several shapes: {sorted(shapes)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -123,14 +124,19 @@ class Experts(Low):
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:
     """Keys `experts.3.up_proj.weight`, one a matrix."""
-    blocks = []
-    for e in range(experts):
-        for i, name in enumerate(names):
-            start, stop = (
-                ((e, i, 0, 0), (e + 1, i + 1, rows, cols)) if len(names) > 1 else ((e, 0, 0), (e + 1, rows, cols))
-            )
-            blocks.append(Block(Box(start, stop), f"{at}{e}.{name}.weight", (rows, cols), Box.whole((rows, cols))))
+    shape, whole, blocks = (rows, cols), Box.whole((rows, cols)), []
+    for (e, i), ours in _boxes(experts, len(names), shape).items():
+        blocks.append(Block(ours, f"{at}{e}.{names[i]}.weight", shape, whole))
     return Layout("per-expert", tuple(blocks))
+
+
+@functools.cache  # all layers have the same
+def _boxes(experts: int, halves: int, shape: tuple[int, int]) -> dict[tuple[int, int], Box]:
+    """Of each matrix of each expert."""
+    numbers = [(e, i) for e in range(experts) for i in range(halves)]
+    if halves == 1:
+        return {(e, i): Box((e, 0, 0), (e + 1, *shape)) for e, i in numbers}
+    return {(e, i): Box((e, i, 0, 0), (e + 1, i + 1, *shape)) for e, i in numbers}
 
 
 def fused(key: str, shape: tuple[int, int, int, int]) -> Layout:

@@ -184,7 +184,7 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "device_bytes": figures.device,
         "fits": said.ok,
         "way_out": figures.ways_out if said.ok is False else None,
-        "step": {**asdict(work), "frozen": sorted(work.frozen)},
+        "step": {**asdict(work), "frozen": sorted(work.frozen), "numbers": sorted(work.numbers)},
         "traffic": [asdict(row) for row in figures.traffic],
         "total_count": sum(row.count for row in figures.traffic),
         "total_bytes": sum(row.num_bytes for row in figures.traffic),
