@@ -362,12 +362,14 @@ def test_planted_bugs_are_seen(directory: Callable[[str, str], Path]) -> None:
     assert not any(any(answers) for answers in found.values()), found
 
 
-def test_the_command(directory: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """It trains nothing."""
-    at = directory("qwen3_5", "NVFP4")
-    assert cli.main(["verify", str(at), "--mesh", "tp=2", "--weights", "--json"]) == 0
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
-    assert not any(run["oracles"].values())
+@pytest.mark.parametrize(("name", "option"), [("qwen3_5", "--weights"), ("qwen3", "--full")])
+def test_the_command(
+    directory: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str], name: str, option: str
+) -> None:
+    """It trains what can be trained."""
+    at = directory(name, "NVFP4")
+    assert cli.main(["verify", str(at), "--mesh", "fsdp=2" if option == "--full" else "tp=2", option, "--json"]) == 0
+    assert not any(any(run["oracles"].values()) for run in json.loads(capsys.readouterr().out)["runs"])
 
 
 def test_an_index_alone_tells_how_files_spell_it(directory: Callable[[str, str], Path], tmp_path: Path) -> None:

@@ -241,8 +241,14 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
         context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
-        fp8_skip=plan.runs.spec.fp8_left_out,
+        fp8_skip=plan.runs.spec.fp8_left_out, train=("**",) if small else trainable(plan.blueprint),
     )  # fmt: skip
+
+
+def trainable(blueprint: Blueprint) -> Sequence[str]:
+    """Patterns of all but the matrices in formats that are only read."""
+    frozen = {param.name for param in blueprint.table if blueprint.keymap.only_read(param) is not None}
+    return [name for name in blueprint.table.params if name not in frozen] if frozen else ("**",)
 
 
 def vision_of(blueprint: Blueprint) -> Vision | None:
@@ -323,9 +329,7 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
 
 def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     wide = "F64" in {key.dtype for key in plan.blueprint.keymap.keys.values()}
-    mesh, blueprint = mesh_of(plan), plan.blueprint
-    frozen = {param.name for param in blueprint.table if blueprint.keymap.only_read(param) is not None}
-    train = [name for name in blueprint.table.params if name not in frozen] if frozen else "**"
+    mesh, train = mesh_of(plan), trainable(plan.blueprint)
     _plant(plan)
     with Recorder() as recorder:
         model = load(
