@@ -133,7 +133,7 @@ def on_paper(directory: Path, pipeline: mw.Pipeline, pp: int) -> tuple[float, fl
     """The bubble if stages cost the same, and if they cost what they multiply."""
     from meshwright.blueprint import draw
 
-    blueprint = draw(json.loads((directory / "config.json").read_text())).run_by(pipeline, reshard=True)
+    blueprint = draw(json.loads((directory / "config.json").read_text())).run_by(pipeline)
     line = blueprint.spec.line(pp)
     costs = costs_of_stages(blueprint.table, blueprint.module, line)
 

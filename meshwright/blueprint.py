@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
-from .layout import Context, Param, Pipeline, Rules, ShardingSpec, Table
+from .layout import Context, Param, Pipeline, Rules, ShardingSpec, Table, Traffic
 from .models import Balance, Decoder, describe, prefix_of, text_config
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
+
+_USUAL = Traffic()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +72,9 @@ class Blueprint:
         frozen = (param for param in self.table if param.name not in trained)
         return frozenset(param.name for param in frozen if self.keymap.in_numbers(param))
 
-    def run_by(self, pipeline: Pipeline, *, reshard: bool) -> Blueprint:
-        """The same model; without `reshard`, what forward has gathered stays until backward."""
-        return replace(self, spec=replace(self.spec, reshard=reshard, pipeline=pipeline))
+    def run_by(self, pipeline: Pipeline, traffic: Traffic = _USUAL) -> Blueprint:
+        """The same model on its way through stages, with so much traffic."""
+        return replace(self, spec=replace(self.spec, traffic=traffic, pipeline=pipeline))
 
     def in_context(self, context: Context) -> Blueprint:
         """The same model, whose mixers come to the tokens of other ranks in this way."""

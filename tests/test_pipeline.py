@@ -352,7 +352,7 @@ def test_what_cannot_be_is_refused(sources: dict[str, Path]) -> None:
     ]  # fmt: skip
     for wrong in wrongs:
         with pytest.raises(mw.MeshwrightError):
-            blueprint.run_by(mw.Pipeline(**wrong), reshard=True).spec.line(2)
+            blueprint.run_by(mw.Pipeline(**wrong)).spec.line(2)
 
 
 def groups_that_torch_counts(source: Path) -> int:

@@ -12,7 +12,7 @@ from meshwright import cli
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.engine.bill import engine_bill
-from meshwright.layout import Pipeline
+from meshwright.layout import Pipeline, Traffic
 from meshwright.plan import Figures, objections, plan_page, work_of
 from meshwright.plan.pipeline import notes, place_lines, timetable
 from tests import tiny
@@ -33,7 +33,7 @@ def figures_of(
     config: dict[str, Any], pipeline: Pipeline = Pipeline(), num: int = 8, device: int | None = None, **mesh: int
 ) -> Figures:
     axes = Axes(**mesh)
-    blueprint = draw(config).run_by(pipeline, reshard=True)
+    blueprint = draw(config).run_by(pipeline)
     return Figures("a model", blueprint, axes, work_of(axes, None, num), device)
 
 
@@ -96,9 +96,9 @@ def test_hold_is_decided_as_a_run_decides_it() -> None:
     assert [held(Pipeline(), size) for size in (None, 10_000, 10**9)] == [False, False, True]
     assert [held(Pipeline(hold=hold), 10**9) for hold in (True, False)] == [True, False]
     assert held(Pipeline("v"), None), "it needs it"
-    alone = draw(EVEN).run_by(Pipeline("v"), reshard=False)
+    alone = draw(EVEN).run_by(Pipeline("v"), Traffic(reshard=False))
     spec = Figures("it", alone, Axes(fsdp=2), work_of(Axes(), None, 1)).blueprint.spec
-    assert (spec.pipeline, spec.reshard) == (Pipeline(), False), "with one place it says nothing"
+    assert (spec.pipeline, spec.traffic.reshard) == (Pipeline(), False), "with one place it says nothing"
 
 
 def test_what_is_kept_of_weights_that_are_in_no_shards() -> None:
@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused_with_what_can(
 
 
 def test_a_step_that_is_too_small_for_its_stages() -> None:
-    blueprint = draw(EVEN).run_by(Pipeline(stages=2), reshard=True)
+    blueprint = draw(EVEN).run_by(Pipeline(stages=2))
     assert objections(blueprint, dict(pp=2)) == [], "of a mesh alone"
     assert len(objections(blueprint, dict(pp=2), 3)) == 1
     assert objections(blueprint, dict(pp=2), 4) == []

@@ -59,6 +59,53 @@ def test_offloaded(source: Callable[..., Path], name: str, mesh: dict[str, int],
     assert trials.findings(tried(source(name), mesh, offload=True, **more)) == []
 
 
+ONCE = [
+    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), dict(sum_once=True, recompute="full")),
+    ("qwen3_moe", dict(fsdp=4, ep=2), dict(sum_once=True, gather_once=True)),
+    ("qwen3_tied", dict(replicate=2, fsdp=2), dict(sum_once=True, reshard=False)),
+    ("qwen3_5", dict(fsdp=2, cp=2), dict(gather_once=True)),
+    ("qwen3_moe", dict(replicate=2, fsdp=2), dict(gather_once=True, recompute="selective")),
+    ("qwen3", dict(pp=2, fsdp=2), dict(sum_once=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(2, ONCE), ids=str)
+def test_once_a_step(source: Callable[..., Path], name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
+    """And every collective with its bytes: fewer gatherings, fewer sums."""
+    assert trials.findings(tried(source(name), mesh, **more)) == []
+
+
+def after_failures(directory: Path, more: dict[str, bool]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after two steps; and after two before which another has failed in its second micro-batch."""
+    found = []
+    for fails in (False, True):
+        model = mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float64, savings=mw.Savings(**more))
+        engine, batches, calls = mw.Engine(model, lr=1e-2), tiny.batches(model.mesh.data_rank), list[int]()
+
+        def loss(scores: Any, fields: Any, real: Any = engine.loss, calls: Any = calls) -> Tensor:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ValueError("planted")
+            return real(scores, fields)
+
+        if fails:
+            engine.loss, real = loss, engine.loss
+            with pytest.raises((ValueError, mw.MeshwrightError)):
+                engine.backward(batches)
+            engine.loss = real
+        for _ in range(2):
+            mw.logprobs(engine.model, batches[0])
+            engine.step(batches)
+        found.append(mw.gather(engine.model))
+    return found[0], found[1]
+
+
+def test_a_failed_step_leaves_nothing_that_waits(source: Callable[..., Path]) -> None:
+    for more in (dict(sum_once=True), dict(gather_once=True), dict(sum_once=True, gather_once=True)):
+        whole, after = worlds.run(2, after_failures, source("qwen3_moe"), more)[0]
+        assert all(torch.equal(whole[key], after[key]) for key in whole), more
+
+
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 
 

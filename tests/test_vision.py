@@ -354,9 +354,9 @@ def test_other_models_have_no_tower() -> None:
 def test_the_first_layers_stay_together() -> None:
     """The tower adds to the first two what it sees, and features do not travel."""
     blueprint = draw(seeing.of("qwen3_vl", num_hidden_layers=5), tower=True)
-    assert blueprint.run_by(Pipeline(), reshard=True).spec.line(2).ends[0] >= 2
+    assert blueprint.run_by(Pipeline()).spec.line(2).ends[0] >= 2
     with pytest.raises(MeshError, match=r"the first 2 layers take what the tower sees.*choose ends="):
-        blueprint.run_by(Pipeline(ends=(1, 5)), reshard=True).spec.line(2)
+        blueprint.run_by(Pipeline(ends=(1, 5))).spec.line(2)
 
 
 def said_by_engine(source: Path) -> dict[str, str]:

@@ -178,3 +178,19 @@ def test_every_oracle_on_all_meshes(source: Callable[[str], Path], tried: Tried)
 @pytest.mark.parametrize("mesh", LARGE, ids=named)
 def test_all_axes_at_once(source: Callable[[str], Path], mesh: dict[str, int]) -> None:
     check(source, mesh, cases_on(mesh))
+
+
+ONCE = [
+    ("qwen3_vl", dict(replicate=2, fsdp=2), "all", dict(sum_once=True)),
+    ("qwen3_vl_moe", dict(fsdp=2, tp=2, ep=2), "parts", dict(sum_once=True, gather_once=True)),
+    ("qwen3_5", dict(fsdp=2), "all", dict(gather_once=True)),
+    ("qwen3_5_moe", dict(fsdp=2), "its merger", dict(sum_once=True)),
+]
+
+
+@pytest.mark.parametrize("tried", parts.every(3, ONCE), ids=str)
+def test_once_a_step(source: Callable[[str], Path], tried: tuple[str, dict[str, int], str, dict[str, bool]]) -> None:
+    """In the last micro-batch, after which all is summed, nobody has pictures."""
+    family, mesh, trained, once = tried
+    trial = seen_by(family, source(family), mesh, trained)
+    assert not trials.findings(replace(trial, savings=mw.Savings(**once)))

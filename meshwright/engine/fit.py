@@ -43,19 +43,19 @@ def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
 def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:
     """What a run leaves open of its pipeline is decided by the least memory that any rank has. Without one, nothing of
     it holds."""
-    pipeline, reshard = blueprint.spec.pipeline, savings.reshard
+    pipeline, traffic = blueprint.spec.pipeline, savings.traffic
     if axes.pp == 1:
-        return blueprint.run_by(Pipeline(), reshard=reshard)
+        return blueprint.run_by(Pipeline(), traffic)
     check_late(pipeline, savings)
     if pipeline.hold is not None:
         return blueprint
-    held = blueprint.run_by(replace(pipeline, hold=True), reshard=reshard)
+    held = blueprint.run_by(replace(pipeline, hold=True), traffic)
     trained = frozenset(blueprint.table.params)
     stored = Need(held.spec, axes, Held(widths_of(compute), trained, savings.offload)).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
     if pipeline.schedule in LATE or 3 * once < device_bytes:
         return held
-    return blueprint.run_by(replace(pipeline, hold=False), reshard=reshard)
+    return blueprint.run_by(replace(pipeline, hold=False), traffic)
 
 
 def refuse_too_large(need: Need, memory: Memory) -> None:

@@ -99,9 +99,14 @@ class Model:
         return self.blueprint.spec.pipeline
 
     @property
-    def holds(self) -> bool:
-        """Whether parameters are gathered and gradients summed once a step."""
-        return self.blueprint.spec.holds(self.mesh.axes.pp)
+    def gathers_once(self) -> bool:
+        """Whether parameters are gathered once a step, and not for each micro-batch."""
+        return self.blueprint.spec.gathers_once(self.mesh.axes.pp)
+
+    @property
+    def sums_once(self) -> bool:
+        """Whether gradients are summed once a step, after the last micro-batch."""
+        return self.blueprint.spec.sums_once(self.mesh.axes.pp)
 
     @cached_property
     def trained_from(self) -> int:
@@ -272,7 +277,7 @@ def load(
     stored = torch.promote_types(compute, torch.float32)
     blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
     blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
-    blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
+    blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
     blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
     model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
     node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
@@ -308,7 +313,7 @@ def init(
     config = read_config(directory)
     check_unquantised(config)
     blueprint = replace(draw(config, head=head, tower=tower, directory=directory), origin=f"seed {seed}")
-    blueprint = blueprint.run_by(pipeline, reshard=savings.reshard).in_context(context)
+    blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
     blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
     model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
     _fill_fresh(model, model.pieces, seed)

@@ -47,6 +47,7 @@ from .rules import (
     Placement,
     Rules,
     ShardingSpec,
+    Traffic,
     across,
     axes_left_to_sum,
     check_written,

@@ -176,11 +176,13 @@ def _unit(
     parts = prod(axes.sizes(unit.shard))
     learns, name = padded(unit, spec, axes, coords, work.frozen), unit.name or "root"
     seen = work.num_seeing if unit.name.startswith(TOWER) else work.num_batches
-    n, back = (min(num, 1) if spec.holds(axes.pp) else num for num in (seen, passes[part_of(unit.name)]))
-    if mine and n:
-        yield Charge(name, "all_gather", unit.shard, mine * parts, n + unit.again * back)
-    if learns and n:
-        yield Charge(name, "reduce_scatter", unit.shard, learns * parts * work.stored_bytes, n)
+    back = passes[part_of(unit.name)]
+    gathers = min(seen, 1) if spec.gathers_once(axes.pp) else seen + unit.again * back
+    sums = min(seen, 1) if spec.sums_once(axes.pp) else seen
+    if mine and seen:
+        yield Charge(name, "all_gather", unit.shard, mine * parts, gathers)
+    if learns and seen:
+        yield Charge(name, "reduce_scatter", unit.shard, learns * parts * work.stored_bytes, sums)
         yield Charge(name, "all_reduce", ("replicate",), learns * work.stored_bytes, 1)
 
 

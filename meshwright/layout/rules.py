@@ -75,13 +75,23 @@ def _reaches_all(size: int, parts: int) -> bool:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """How often FSDP sends. `reshard`: units are freed between forward and backward. `gather_once`: they stay gathered
+    from one micro-batch to the next. `sum_once`: gradients are summed after the last micro-batch alone."""
+
+    reshard: bool = True
+    gather_once: bool = False
+    sum_once: bool = False
+
+
+@dataclass(frozen=True)
 class ShardingSpec:
     """A model and the rules of a run: pieces, bytes and collectives on any mesh follow from it."""
 
     table: Table
     rules: Rules
     module: Any = field(default_factory=nn.Module)  # a models.Decoder: its doors, and the parts that stages are
-    reshard: bool = True  # units are freed between forward and backward
+    traffic: Traffic = field(default_factory=Traffic)
     pipeline: Pipeline = field(default_factory=Pipeline)
     context: Context = field(default_factory=Context)
     fp8: frozenset[str] = frozenset()  # parameters whose products are in 8 bits
@@ -103,12 +113,20 @@ class ShardingSpec:
         """Those that a rank holds."""
         line = self.line(axes.pp)
         if axes.pp not in self._stages:
-            self._stages[axes.pp] = stages_of(self.module, line, reshard=self.reshard and not self.holds(axes.pp))
+            self._stages[axes.pp] = stages_of(
+                self.module, line, reshard=self.traffic.reshard and not self.gathers_once(axes.pp)
+            )
         return [self._stages[axes.pp][number] for number in line.stages_of(axes.coords(rank)["pp"])]
 
     def holds(self, pp: int) -> bool:
-        """Whether units are gathered and summed once a step."""
+        """Whether units are gathered and summed once a step because a pipeline does so."""
         return pp > 1 and bool(self.pipeline.hold)
+
+    def gathers_once(self, pp: int) -> bool:
+        return self.traffic.gather_once or self.holds(pp)
+
+    def sums_once(self, pp: int) -> bool:
+        return self.traffic.sum_once or self.holds(pp)
 
     def places(self, param: Param, axes: Axes) -> set[int]:
         """The places on the axis pp that hold a parameter."""

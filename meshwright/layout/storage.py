@@ -16,7 +16,7 @@ from .rules import Piece, ShardingSpec, piece
 from .units import Unit
 
 WHOLE = "whole gradients of the stages"
-HELD = ("gathered parameters", WHOLE)  # what a pipeline that holds them needs more
+HELD = ("gathered parameters", WHOLE)  # what is needed more where both are once a step
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     pass_by = sorted(gathered([u for u in wrapped if u.again]))[-2:]
     waiting = sum(mine(learning)) if held.offload and axes.replicate > 1 else 0
     yield Stored("gathered parameters", sum(stay) + sum(pass_by))
-    once = sum(whole(learning)) * widths.stored if spec.holds(axes.pp) else 0
+    once = sum(whole(learning)) * widths.stored if spec.sums_once(axes.pp) else 0
     yield Stored(WHOLE, once)
     yield Stored("gradients on their way", max(whole(learning), default=0) * (widths.compute + widths.stored))
     yield Stored("gradients of a replica", waiting * widths.stored)

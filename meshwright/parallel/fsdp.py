@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -65,16 +66,26 @@ def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Col
                 nearest[in_tower] = module
 
 
-def before_backward(part: nn.Module, *, last: bool, hold: bool, late: bool) -> None:
-    """Replicas are summed once a step, after the last micro-batch. With `hold` so is all else, and what is gathered
-    stays until then. `late`: gradients of weights come after the last backward, so `sum_late` sums."""
+class Sends(Protocol):
+    """How often a model is gathered and its gradients are summed."""
+
+    @property
+    def gathers_once(self) -> bool: ...
+    @property
+    def sums_once(self) -> bool: ...
+
+
+def before_backward(part: nn.Module, model: Sends, *, last: bool, late: bool) -> None:
+    """Replicas are summed once a step, after the last micro-batch. So is all else, and what is gathered stays until
+    then, if the model says so. `late`: gradients of weights come after the last backward, so `sum_late` sums."""
     if isinstance(part, FSDPModule):
+        done = last and not late
         part.set_requires_all_reduce(last)
-        if hold:
-            sums = last and not late
-            part.set_requires_gradient_sync(sums)
-            part.set_reshard_after_backward(sums)
-            part.set_is_last_backward(sums)
+        if model.sums_once:
+            part.set_requires_gradient_sync(done)
+            part.set_is_last_backward(done)
+        if model.gathers_once:
+            part.set_reshard_after_backward(done)
 
 
 def sum_replicas(tower: nn.Module | None, *, now: bool) -> None:

@@ -40,7 +40,9 @@ class Staged(Protocol):
     @property
     def pipeline(self) -> Pipeline: ...
     @property
-    def holds(self) -> bool: ...
+    def gathers_once(self) -> bool: ...
+    @property
+    def sums_once(self) -> bool: ...
     @property
     def trained_from(self) -> int: ...
 
@@ -148,8 +150,8 @@ class _Passes:
     def backward(self, step: Action) -> None:
         number, is_last = step.stage, step.batch == len(self.batches) - 1
         self._count(self.batches[step.batch], number)  # what is recomputed leaves out the filler of its own batch
-        before_backward(self.parts[number], last=is_last, hold=self.model.holds, late=self._late)
-        if not self.model.holds:  # else all is summed at the end, whatever ran last
+        before_backward(self.parts[number], self.model, last=is_last, late=self._late)
+        if not self.model.sums_once:  # else all is summed at the end, whatever ran last
             sum_replicas(self.parts[number].tower, now=step.batch == self._last_seen)
         gradient = None if number == self.model.line.last else self.post.take(BACK, number, step.batch)
         with self._waiting_with_weights(step):

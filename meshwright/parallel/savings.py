@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..layout import Traffic
 
 KINDS = ("none", "selective", "full")
 
@@ -18,6 +19,9 @@ class Savings:
     enters it and the choice of experts. It costs a third more products, and the doors of forward twice.
     `reshard`: free gathered parameters after forward and gather them again for backward. False saves that all-gather
     and keeps the whole model in the compute dtype.
+    `gather_once`, `sum_once`: where a step has several micro-batches, FSDP gathers parameters, or sums gradients, once
+    and not for each of them. The first keeps the whole model in the compute dtype, the second its gradients as wide as
+    they are summed.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
     when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
     do gradients until the last micro-batch, after which replicas are summed.
@@ -30,10 +34,22 @@ class Savings:
     reshard: bool = True
     offload: bool = False
     compiled: bool = False
+    gather_once: bool = False
+    sum_once: bool = False
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self.reshard, self.gather_once, self.sum_once)
 
     def __post_init__(self) -> None:
         if self.recompute not in KINDS:
             raise ConfigError(f"recompute={self.recompute!r} is unknown; choose from {', '.join(KINDS)}")
+        once = "gather_once" if self.gather_once else "sum_once" if self.sum_once else ""
+        if self.offload and once:
+            raise ConfigError(
+                f"offload=True takes parameters and gradients off the device, where {once}=True keeps those of the "
+                "whole model; choose one of them"
+            )
         if self.compiled and self.recompute == "selective":
             raise ConfigError(
                 'recompute="selective" chooses among the operations of a layer, which compiled=True fuses; '

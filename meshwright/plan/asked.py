@@ -44,7 +44,7 @@ def fp8_of(options: Mapping[str, Any]) -> tuple[str | None, list[str]]:
 def laid_out(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Callable[[Blueprint], Blueprint]:
     """What lays a model onto a mesh of these sizes."""
     (pipeline, context), asked = ways_of(options, sizes), fp8_of(options)
-    return lambda found: found.run_by(pipeline, reshard=True).in_context(context).in_fp8(in_fp8(*asked, found.table))
+    return lambda found: found.run_by(pipeline).in_context(context).in_fp8(in_fp8(*asked, found.table))
 
 
 def _pipeline_of(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Pipeline:

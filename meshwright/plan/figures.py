@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -101,7 +101,7 @@ class Figures:
     def __post_init__(self) -> None:
         """What is left open of the pipeline is decided as `mw.load` decides it. A device of unknown size holds
         nothing."""
-        savings = Savings(reshard=self.blueprint.spec.reshard)
+        savings = Savings(**asdict(self.blueprint.spec.traffic))
         settled = with_hold(self.blueprint, self.axes, COMPUTE, savings, self.device or 0)
         object.__setattr__(self, "blueprint", settled)
 

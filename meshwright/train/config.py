@@ -168,6 +168,10 @@ class TrainSection(Section):
     """What is computed again in the backward, to save memory: whole layers, or only what is cheap."""
     reshard: bool = True
     """Gathered parameters are freed after the forward; false is faster, and keeps the whole model in `dtype`."""
+    gather_once: bool = False
+    """Gather parameters once a step and not for each micro-batch; keeps the whole model in `dtype`."""
+    sum_once: bool = False
+    """Sum gradients once a step and not after each micro-batch; keeps those of the whole model."""
     offload: bool = False
     """Keep parameters, gradients and moments in host memory."""
     compiled: bool = False

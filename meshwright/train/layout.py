@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from ..axes import Axes
-from ..engine import Context
+from ..engine import Context, Savings
 from ..engine.arguments import in_fp8, matching, patterns_of
 from ..errors import MeshError
 from ..layout import check_coded, coded_of
 from ..log import logger
 from ..plan import Figures, find, objections, told, work_of
-from .config import Config
+from .config import Config, TrainSection
+
+_SAVINGS = ("recompute", "reshard", "offload", "compiled", "gather_once", "sum_once")
+
+
+def savings_of(section: TrainSection) -> Savings:
+    return Savings(**section.model_dump(include={*_SAVINGS}))
 
 
 def layout_of(config: Config) -> Figures:
     """Where its parameters lie and what a step sends. A mesh that cannot be is refused, with those that can."""
     blueprint = find(config.model, "lm", weights=False, say=logger.info, tower=config.train.tower)
-    blueprint = blueprint.run_by(config.pipeline.settings(), reshard=config.train.reshard)
+    blueprint = blueprint.run_by(config.pipeline.settings(), savings_of(config.train).traffic)
     blueprint = blueprint.in_context(Context(**config.context.model_dump()))
     blueprint = blueprint.in_fp8(in_fp8(config.train.fp8, config.train.fp8_skip, blueprint.table))
     sizes = config.mesh.model_dump()

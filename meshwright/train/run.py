@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..engine import Context, Engine, Model, Savings, StepRecord, check_export, export, load, losses
+from ..engine import Context, Engine, Model, StepRecord, check_export, export, load, losses
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..weights import path_of
@@ -16,6 +16,7 @@ from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
 from .held_out import held_out
+from .layout import savings_of
 from .loop import EARLY, Habits, Loop, Speed
 from .metrics import JsonLines, Lines, Sink
 from .position import position_of
@@ -28,7 +29,6 @@ from .sources import Data, data_of, model_directory
 from .stop import listening
 
 EXPORT = "export"
-_SAVINGS = ("recompute", "reshard", "offload", "compiled")
 
 
 class Trainer:
@@ -59,7 +59,7 @@ class Trainer:
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
             tower=config.train.tower,
-            savings=Savings(**config.train.model_dump(include={*_SAVINGS})), pipeline=config.pipeline.settings(),
+            savings=savings_of(config.train), pipeline=config.pipeline.settings(),
             context=Context(**config.context.model_dump()), fp8=config.train.fp8, fp8_skip=config.train.fp8_skip,
         )  # fmt: skip
         if config.save.export:

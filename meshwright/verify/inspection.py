@@ -141,9 +141,7 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
 
 
 def _found(model: str, options: Options, *, weights: bool, say: Say) -> Blueprint:
-    found = find(model, options.head, weights=weights, say=say, tower=options.tower).run_by(
-        options.pipeline, reshard=True
-    )
+    found = find(model, options.head, weights=weights, say=say, tower=options.tower).run_by(options.pipeline)
     return _in_fp8(found.in_context(options.context), options)
 
 
@@ -158,7 +156,7 @@ def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
     num_stages = axes.pp * pipeline.stages if axes.pp > 1 else 1
 
     def laid_out(blueprint: Blueprint) -> Blueprint:
-        placed, low = blueprint.run_by(pipeline, reshard=True).in_context(options.context), of_all.spec.fp8
+        placed, low = blueprint.run_by(pipeline).in_context(options.context), of_all.spec.fp8
         return placed.in_fp8(name for name in placed.table.params if name in low)  # it lacks some layers
 
     small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=BLOCK if options.fp8 else 0)
