@@ -127,6 +127,7 @@ def agree(
         check_inference_mode()
         check_autocast(model.mesh.device.type)
         model.check_whole()
+        model.low.check()
         proposal = propose()
         more = {**proposal.settings, "lr of this step": proposal.lr, "max_norm": proposal.max_norm}
         return proposal, {**identity(model), **more}, proposal.data

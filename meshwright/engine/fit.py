@@ -10,9 +10,9 @@ import torch
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import MeshError, counted
-from ..layout import HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, storage
+from ..layout import HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_low, storage
 from ..mesh import Memory
-from ..parallel import Savings
+from ..parallel import Savings, gathers_wide
 from .arguments import check_late
 
 _MOST = 4096  # the largest fsdp that is tried as a way out
@@ -51,7 +51,8 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: S
         return blueprint
     held = blueprint.run_by(replace(pipeline, hold=True), traffic)
     trained = frozenset(blueprint.table.params)
-    stored = Need(held.spec, axes, Held(widths_of(compute), trained, savings.offload)).stored()
+    low = gathered_low(held.spec, trained, wide=gathers_wide(savings))
+    stored = Need(held.spec, axes, Held(widths_of(compute), trained, savings.offload, low=low)).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
     if pipeline.schedule in LATE or 3 * once < device_bytes:
         return held

@@ -27,6 +27,7 @@ from ..layout import (
     Table,
     coded_of,
     cut,
+    gathered_low,
     owned,
     pieces,
     place,
@@ -78,6 +79,7 @@ class Model:
     mesh: Mesh
     blueprint: Blueprint
     stages: tuple[Stage, ...]  # the pipeline stages of this rank
+    low: parallel.LowGathers  # the parameters that come to them in 8 bits
     dtype: torch.dtype
     savings: Savings
     trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
@@ -208,7 +210,7 @@ class Model:
         """The memory that training takes here."""
         widths, narrow = widths_of(self.dtype, state_dtype), _narrow(self.kept)
         coded = coded_of(self.table, self.trained) if state_dtype == torch.uint8 else ()
-        held = Held(widths, frozenset(self.trained), self.savings.offload, narrow, coded, self.numbers)
+        held = Held(widths, frozenset(self.trained), self.savings.offload, narrow, coded, self.numbers, self.low.names)
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
@@ -328,15 +330,18 @@ def put_on_mesh(
     _refuse_only_read(blueprint, trained)
     blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
     values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.in_numbers(trained)
-    weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(values), numbers=numbers)
+    low = gathered_low(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
+    weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(values), (), numbers, low)
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
     stored = {**values, **dict.fromkeys(numbers, BYTES)}
-    stages = parallel.distribute(blueprint.spec, mesh, compute, stored, savings)
+    stages, gathers = parallel.distribute(blueprint.spec, mesh, compute, stored, savings)
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
-    return Model(mesh, blueprint, stages, compute, savings, tuple(n for n in blueprint.table.params if n in trained))
+    return Model(
+        mesh, blueprint, stages, gathers, compute, savings, tuple(n for n in blueprint.table.params if n in trained)
+    )
 
 
 def _narrow(values: Mapping[str, torch.dtype]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from .doors import (
 )
 from .extremes import extreme_ranks
 from .flow import in_order, part_of, passed
-from .fp8 import check_fp8
+from .fp8 import SCALES, check_fp8, gathered_low
 from .frames import Placed, Route, route, share
 from .line import Line, balanced, even
 from .params import (

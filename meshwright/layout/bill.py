@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -13,6 +13,7 @@ from ..axes import DATA_RANK, Axes, Sum
 from .deals import deals
 from .doors import Dispatch, Door, Insert, Join, Swap, find
 from .flow import part_of, passed
+from .fp8 import SCALES, num_scales
 from .frames import Placed, route
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
@@ -53,7 +54,7 @@ class Work:
     # Of each micro-batch the frames of this data rank; None where nobody has any, and the tower does not run.
     pictures: Pictures = ()
     frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
-    numbers: frozenset[str] = frozenset()  # of those, the ones that stay in 8 bits
+    numbers: frozenset[str] = frozenset()  # names of those that are gathered as 8-bit numbers
 
     @property
     def num_seeing(self) -> int:
@@ -64,14 +65,16 @@ class Work:
 def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
     """What `rank` pays for one step. An axis of size 1 costs nothing."""
     coords, charges = axes.coords(rank), list[Charge]()
-    for stage in spec.stages(axes, rank):
+    stages = spec.stages(axes, rank)
+    for stage in stages:
         passes = _passes(stage, spec, axes, work)
         charges += _doors(stage.module, axes, work, passes)
         charges += _swaps(stage.module, spec, axes, coords, work, passes)
         charges += _inserts(stage.module, axes, rank, work, passes)
         for unit in stage.units:
             charges += _unit(unit, spec, axes, coords, work, passes)
-    charges += [*_transfers(spec, axes, coords, work), *_last_sums(spec, axes, rank, work)]
+    charges += [*_scales(stages, spec, axes, coords, work), *_transfers(spec, axes, coords, work)]
+    charges += _last_sums(spec, axes, rank, work)
     return [c for c in charges if c.count and prod(axes.sizes(c.axes)) > 1]
 
 
@@ -184,6 +187,17 @@ def _unit(
     if learns and seen:
         yield Charge(name, "reduce_scatter", unit.shard, learns * parts * work.stored_bytes, sums)
         yield Charge(name, "all_reduce", ("replicate",), learns * work.stored_bytes, 1)
+
+
+def _scales(
+    stages: Sequence[Stage], spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work
+) -> Iterator[Charge]:
+    """Before a step ranks find the scales of what is trained and gathered as numbers. Frozen numbers have theirs."""
+    low, sizes = work.numbers - work.frozen, Counter[tuple[str, ...]]()
+    for unit in (unit for stage in stages for unit in stage.units):
+        sizes[unit.shard] += num_scales(unit, spec, axes, coords, low)
+    for shard, num in sizes.items():
+        yield Charge(SCALES, "all_reduce", shard, num * work.stored_bytes, int(num > 0))
 
 
 def _last_sums(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> Iterator[Charge]:

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from math import prod
 
 from ..axes import Axes
 from ..errors import LayoutError
 from ..ops.fp8 import BLOCK
-from .params import Block, Param
-from .rules import ShardingSpec, sizes_here, tp_sizes
+from .params import Block, Param, matrix_shape
+from .rules import ShardingSpec, cut, place, sizes_here, tp_sizes
+from .units import Unit
 
+SCALES = "the scales of what is gathered in 8 bits"  # what errors and the bill call their all-reduce
 _APART = ("half", "expert")  # dims whose indices are matrices of their own in files: each has its own blocks
+
+
+def gathered_low(spec: ShardingSpec, trained: Container[str], *, wide: bool = False) -> frozenset[str]:
+    """The trained parameters that are gathered as 8-bit numbers, where they are stored in several shards. `wide`: the
+    run gathers values all the same."""
+    return frozenset() if wide else frozenset(name for name in spec.fp8 if name in trained)
+
+
+def num_scales(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], low: Collection[str]) -> int:
+    """Of those parameters of a unit that are among `low`, as tp and ep cut them."""
+    num = 0
+    for name in unit.params:
+        if name in low:
+            param = spec.table[name]
+            rows, cols = matrix_shape(param, cut(param, place(param, spec.rules, axes), axes, coords).shape)
+            num += rows // BLOCK * (cols // BLOCK)
+    return num
 
 
 def check_fp8(spec: ShardingSpec, axes: Axes) -> None:

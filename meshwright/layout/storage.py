@@ -12,6 +12,7 @@ import torch
 from ..axes import Axes
 from ..ops.codes import num_blocks
 from .bill import gathered_bytes, padded
+from .fp8 import num_scales
 from .rules import Piece, ShardingSpec, piece
 from .units import Unit
 
@@ -32,7 +33,7 @@ class Widths:
 class Held:
     """What is held, beside the model: `trained` are the parameters that have gradients and moments. `narrow`: bytes of
     an element, of the parameters that are not stored as wide as the others. `coded`: those with moments in 8 bits.
-    `numbers`: those that are stored, and gathered, as numbers in 8 bits."""
+    `numbers`: those that are stored, and gathered, as numbers in 8 bits. `low`: those that are only gathered so."""
 
     widths: Widths
     trained: Container[str]
@@ -40,6 +41,7 @@ class Held:
     narrow: Mapping[str, int] = field(default_factory=dict)
     coded: Container[str] = ()
     numbers: Collection[str] = ()
+    low: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,19 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     def whole(some: Sequence[Unit]) -> list[int]:
         return [num * prod(axes.sizes(u.shard)) for num, u in zip(mine(some), some, strict=True)]
 
+    def numbers(unit: Unit) -> Collection[str]:
+        """What has one shard alone is copied, and its copy is wide."""
+        return {*held.numbers, *(held.low if prod(axes.sizes(unit.shard)) > 1 else ())}
+
     def gathered(some: Sequence[Unit]) -> list[int]:
-        own = [gathered_bytes(u, spec, axes, coords, widths.compute, held.numbers) for u in some]
+        own = [gathered_bytes(u, spec, axes, coords, widths.compute, numbers(u)) for u in some]
         return [num * prod(axes.sizes(u.shard)) for num, u in zip(own, some, strict=True)]
 
     stay = gathered([u for u in wrapped if not u.again])
     pass_by = sorted(gathered([u for u in wrapped if u.again]))[-2:]
     waiting = sum(mine(learning)) if held.offload and axes.replicate > 1 else 0
-    yield Stored("gathered parameters", sum(stay) + sum(pass_by))
+    scales = sum(num_scales(u, spec, axes, coords, numbers(u)) for u in learning) * widths.stored
+    yield Stored("gathered parameters", sum(stay) + sum(pass_by) + scales)
     once = sum(whole(learning)) * widths.stored if spec.sums_once(axes.pp) else 0
     yield Stored(WHOLE, once)
     yield Stored("gradients on their way", max(whole(learning), default=0) * (widths.compute + widths.stored))

@@ -152,11 +152,12 @@ class Mesh:
                 dist.all_reduce(x, group=self.process_group(over.axes))
         return x
 
-    def most_(self, x: Tensor, at: str) -> Tensor:
-        """The most that any rank has of each number, in place."""
-        if self.axes.world > 1:
+    def most_(self, x: Tensor, at: str, axes: tuple[str, ...] | None = None) -> Tensor:
+        """The most that any rank of `axes` has of each number, in place; by default any rank at all."""
+        axes = DENSE if axes is None else axes
+        if self.size_of(axes) > 1:
             with waiting_at(at):
-                dist.all_reduce(x, dist.ReduceOp.MAX, group=self.process_group(DENSE))
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=self.process_group(axes))
         return x
 
     def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "a gathering of rows") -> Tensor:

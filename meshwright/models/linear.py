@@ -68,6 +68,11 @@ def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
 
 
 def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tuple[Tensor, ...]:
-    weights = [linear.matrix if rows == ALL else linear.matrix[rows] for linear, rows in parts]
+    weights = [_rows_of(linear, rows) for linear, rows in parts]
     biases = [linear.bias[rows] for linear, rows in parts if linear.bias is not None]
     return ops.linears(x, weights, biases or None, fp8=fp8)
+
+
+def _rows_of(linear: Linear, rows: slice) -> ops.Weight:
+    """The matrix itself where these are all of its rows, as they are of what comes in 8 bits."""
+    return linear.matrix if rows in (ALL, slice(0, len(linear.weight))) else linear.matrix[rows]

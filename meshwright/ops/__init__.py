@@ -19,4 +19,5 @@ from meshwright.ops.norms import gated_rms_norm, layer_norm, rms_norm, swiglu, u
 from meshwright.ops.numbers import Grid, Numbers, Weight
 from meshwright.ops.once import Choices
 from meshwright.ops.product import linear, linears
+from meshwright.ops.quantised import Quantised
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate

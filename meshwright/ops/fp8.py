@@ -1,13 +1,15 @@
 """Products in 8-bit floating point: `y = Q1(x) @ Q2(W).T`, with a scale for each block.
 
 Q1 rounds each 128 features of a token, Q2 each 128 x 128 of a matrix, to E4M3. No cut of a mesh falls inside of a block
-(`layout.check_fp8`), so a block has the same scale on every mesh, and no scale needs another rank. Scales are made from
-the values at each product and kept nowhere.
+(`layout.check_fp8`), so a block has the same scale on every mesh, and no scale of a product needs another rank. Scales
+are made from the values at each product; or a matrix comes as numbers already, where ranks have sent each other these
+in the place of values (`Quantised`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from meshwright.log import logger
 from meshwright.ops.kernels import NARROW, SLOW, apart
+from meshwright.ops.quantised import Quantised
 
 BLOCK = 128
 NUMBERS = torch.float8_e4m3fn
@@ -58,16 +61,60 @@ def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """[N / 128, 128, K / 128, 128], and scales [N / 128, 1, K / 128, 1]."""
-    return _quantised(weight_NK.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
+    if isinstance(weight_NK, Quantised):
+        return _in_blocks(weight_NK.codes.view(NUMBERS)), weight_NK.scales[:, None, :, None]
+    return _quantised(_in_blocks(weight_NK), (1, 3))
+
+
+def _in_blocks(weight_NK: Tensor) -> Tensor:
+    return weight_NK.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
 
 
 def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Numbers, and the scale of each block. A block of zeros has the scale 1."""
     wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
-    scales = wide.abs().amax(dims, keepdim=True) / LARGEST
-    scales = scales.where(scales > 0, 1.0)
+    scales = scales_of(wide.abs().amax(dims, keepdim=True))
+    return _numbers(wide, scales), scales
+
+
+def scales_of(largest: Tensor) -> Tensor:
+    """Of blocks with these largest values."""
+    scales = largest / LARGEST
+    return scales.where(scales > 0, 1.0)
+
+
+def _numbers(wide: Tensor, scales: Tensor) -> Tensor:
     # some devices make NaN of what is too large
-    return (wide / scales).clamp(-LARGEST, LARGEST).to(NUMBERS), scales
+    return (wide / scales).clamp(-LARGEST, LARGEST).to(NUMBERS)
+
+
+def largest_of(rows_RK: Tensor, first: int) -> Tensor:
+    """The largest value of each block of a matrix that these rows meet, as far as they are in it. They are some of its
+    rows, from row `first` on."""
+    wide = rows_RK.to(torch.promote_types(rows_RK.dtype, torch.float32))
+    of_rows = wide.abs().unflatten(1, (-1, BLOCK)).amax(2)
+    whole = F.pad(of_rows, (0, 0, first % BLOCK, -(first + len(rows_RK)) % BLOCK))
+    return whole.unflatten(0, (-1, BLOCK)).amax(1)
+
+
+def codes_of(rows_RK: Tensor, first: int, scales: Tensor) -> Tensor:
+    """The numbers of some rows of a matrix, from row `first` on; `scales` are those of all of its blocks."""
+    at = torch.arange(first, first + len(rows_RK), device=scales.device) // BLOCK
+    blocks = rows_RK.to(scales.dtype).unflatten(1, (-1, BLOCK))
+    return _numbers(blocks, scales[at][..., None]).flatten(1).view(torch.uint8)
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    """Several matrices as one. If one of them came as numbers, so do the others, each in blocks of its own."""
+    if not any(isinstance(weight, Quantised) for weight in weights):
+        return torch.cat([*weights])
+    low = [weight if isinstance(weight, Quantised) else _as_numbers(weight) for weight in weights]
+    return Quantised(torch.cat([w.codes for w in low]), torch.cat([w.scales for w in low]), low[0].dtype)
+
+
+def _as_numbers(weight_NK: Tensor) -> Quantised:
+    numbers, scales = _quantised_matrix(weight_NK)
+    return Quantised(numbers.reshape(weight_NK.shape).view(torch.uint8), scales[:, 0, :, 0], weight_NK.dtype)
 
 
 def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
@@ -77,7 +124,7 @@ def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
     num_rows, (num, width) = len(rows_MK), weight_NK.shape
     numbers, scales = _quantised_rows(F.pad(rows_MK, (0, 0, 0, -num_rows % 4)))
     of_weight, weight_scales = _quantised_matrix(weight_NK)
-    grid = F.pad(weight_scales.view(num // BLOCK, width // BLOCK), (0, -(width // BLOCK) % 4))
+    grid = F.pad(weight_scales.view(num // BLOCK, width // BLOCK), (0, -(width // BLOCK) % 4)).contiguous()
     y: Tensor = F.scaled_mm(
         numbers.flatten(1).contiguous(), of_weight.reshape(num, width).contiguous().t(),
         scales.squeeze(-1).t().contiguous().t(), F.ScalingType.BlockWise1x128,

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops.fp8 import fp8_linear
+from meshwright.ops.fp8 import fp8_linear, joined
 from meshwright.ops.kernels import uncompiled
 from meshwright.ops.late import is_late, left_for_later
 from meshwright.ops.numbers import Numbers, Weight, kept, restored
+from meshwright.ops.quantised import Quantised
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -40,7 +41,8 @@ def linears(
 ) -> tuple[Tensor, ...]:
     """`linear` of the same x with each of the weights, as one product: small ones are slow."""
     bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
-    apply = _of_numbers if any(isinstance(weight, Numbers) for weight in weights) else _Linears.apply
+    in_numbers = any(isinstance(weight, Numbers) for weight in weights)
+    apply = _of_numbers if in_numbers else _Linears.apply
     y: Tensor = apply(x, bias, fp8, *weights)  # torch leaves apply untyped
     return y.split([len(w) for w in weights], -1)
 
@@ -52,7 +54,9 @@ def _of_numbers(x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> 
 
 
 def operand(weight: Weight, x: Tensor) -> Tensor:
-    """A parameter as it meets x in a product: rounded to x.dtype, then as wide as the product."""
+    """A parameter as it meets x in a product: rounded to x.dtype, then as wide as the product. Or it is in 8 bits."""
+    if isinstance(weight, Quantised):
+        return weight
     return weight.to(x.dtype).to(product_dtype(x))
 
 
@@ -64,12 +68,12 @@ class _Linears(torch.autograd.Function):
         tensors, ctx.grids = kept(weights)
         ctx.save_for_backward(x, *tensors)
         ctx.fp8, ctx.weights = fp8, weights if is_late() else ()
-        joined = _joined(weights, x)
+        whole = _as_one(weights, x)
         if fp8:
-            y = fp8_linear(x, joined)
+            y = fp8_linear(x, whole)
             return (y if bias is None else y + bias).to(x.dtype)
         wide = product_dtype(x)
-        return F.linear(x.to(wide), joined, None if bias is None else bias.to(wide)).to(x.dtype)
+        return F.linear(x.to(wide), whole, None if bias is None else bias.to(wide)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -78,7 +82,7 @@ class _Linears(torch.autograd.Function):
         weights = restored(tensors, ctx.grids)
         wide, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
-        dx = _of_input(d, _joined(weights, x), x, ctx.fp8) if need_x else None
+        dx = _of_input(d, _as_one(weights, x), x, ctx.fp8) if need_x else None
         d = d.to(wide)
         if not any(need_weights):
             return dx, d_bias, None, *(None for _ in weights)
@@ -97,5 +101,5 @@ def _of_input(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
     return (fp8_linear(d, joined.mT) if fp8 else d.to(joined.dtype) @ joined).to(x.dtype)
 
 
-def _joined(weights: Sequence[Weight], x: Tensor) -> Tensor:
-    return operand(weights[0], x) if len(weights) == 1 else torch.cat([operand(w, x) for w in weights])
+def _as_one(weights: Sequence[Weight], x: Tensor) -> Tensor:
+    return operand(weights[0], x) if len(weights) == 1 else joined([operand(w, x) for w in weights])

@@ -1,7 +1,8 @@
 """The only place that knows the order in which parallelisms compose.
 
 1. tell the model its ranges; then for each pipeline stage of this rank: 2. cut every parameter to what tp and ep give;
-3. arm the doors, and let layers recompute; 4. store what is left in shards (FSDP2), on the device or in host memory.
+3. arm the doors, and let layers recompute; 4. store what is left in shards (FSDP2), on the device or in host memory;
+5. have FSDP gather in 8 bits what products take in 8 bits.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from ..layout import (
     cut,
     deals,
     find,
+    gathered_low,
     matrix_shape,
     pieces,
     place,
 )
 from ..mesh import Mesh
 from . import context, expert, fsdp, recompute, tensor, tower
+from .fp8_gather import LowGathers
 from .fsdp import reset_after_forward
 from .passes import Scores, run, run_forward
-from .savings import Savings
+from .savings import Savings, gathers_wide
 from .sums import finish
 
 _AXES = (  # between which ranks meet in a step, beside the last sums
@@ -43,9 +46,9 @@ _AXES = (  # between which ranks meet in a step, beside the last sums
 
 def distribute(
     spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype], savings: Savings
-) -> tuple[Stage, ...]:
-    """Turn a model on the meta device into this rank's part of it, with uninitialised parameters: its pipeline stages.
-    `stored`: the dtype of each parameter."""
+) -> tuple[tuple[Stage, ...], LowGathers]:
+    """Turn a model on the meta device into this rank's part of it, with uninitialised parameters: its pipeline stages,
+    and what is gathered in 8 bits. `stored`: the dtype of each parameter."""
     check_context(spec, mesh.axes)
     check_fp8(spec, mesh.axes)
     _make_groups(spec, mesh)
@@ -57,7 +60,8 @@ def distribute(
     for stage in stages:
         _place(stage, spec, mesh, compute, stored, savings)
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
-    return stages
+    low = gathered_low(spec, trained, wide=gathers_wide(savings))
+    return stages, LowGathers(stages, spec, mesh, compute, low)
 
 
 def _tell_fp8(spec: ShardingSpec) -> None:

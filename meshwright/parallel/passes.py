@@ -21,6 +21,7 @@ from ..layout.stages import LATE
 from ..mesh import Mesh
 from ..models import Decoder
 from ..watch import doing
+from .fp8_gather import LowGathers
 from .fsdp import before_backward, reset_after_forward, sum_late, sum_replicas
 from .pipeline import Post
 from .tower import sight_of
@@ -34,6 +35,7 @@ class Staged(Protocol):
     stages: tuple[Stage, ...]  # of this rank
     mesh: Mesh
     dtype: torch.dtype
+    low: LowGathers
 
     @property
     def line(self) -> Line: ...
@@ -58,6 +60,7 @@ def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: st
     total: Tensor | None = None
     program = program_of(model.line, model.pipeline.schedule, len(batches), model.trained_from)
     with passes.post:
+        model.low.begin()
         for step in program[model.mesh.coords["pp"]]:
             passes.tell(task, step)
             if isinstance(step, Transfer):
@@ -86,6 +89,7 @@ def run_forward(
     passes, found = _Passes(model, batches, want), dict[int, Tensor]()
     try:
         with passes.post:
+            model.low.begin()
             for step in forward_program(model.line, len(batches))[model.mesh.coords["pp"]]:
                 if isinstance(step, Transfer):
                     passes.transfer(step)

@@ -55,3 +55,9 @@ class Savings:
                 'recompute="selective" chooses among the operations of a layer, which compiled=True fuses; '
                 'choose recompute="full" or "none", or compiled=False'
             )
+
+
+def gathers_wide(savings: Savings) -> bool:
+    """Whether FSDP gathers values of what products take in 8 bits. It does from host memory, since the hooks that make
+    numbers are lost in the copy on the device; and for compiled layers, whose graphs would be split by numbers."""
+    return savings.offload or savings.compiled

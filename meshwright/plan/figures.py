@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..layout import (
     Stored,
     Work,
     extreme_ranks,
+    gathered_low,
     most_kept,
     padded,
     program_of,
@@ -104,6 +105,7 @@ class Figures:
         savings = Savings(**asdict(self.blueprint.spec.traffic))
         settled = with_hold(self.blueprint, self.axes, COMPUTE, savings, self.device or 0)
         object.__setattr__(self, "blueprint", settled)
+        object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_low))
 
     @property
     def name(self) -> str:
@@ -143,8 +145,12 @@ class Figures:
         return "previous" if self.axes.pp > 1 else "pooled"
 
     @property
+    def gathered_low(self) -> frozenset[str]:
+        return gathered_low(self.blueprint.spec, self.blueprint.table.params)
+
+    @property
     def need(self) -> Need:
-        held = Held(widths_of(COMPUTE), frozenset(self.blueprint.table.params))
+        held = Held(widths_of(COMPUTE), frozenset(self.blueprint.table.params), low=self.gathered_low)
         return Need(self.blueprint.spec, self.axes, held)
 
     @property

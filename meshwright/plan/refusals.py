@@ -16,7 +16,7 @@ from ..blueprint import Blueprint
 from ..engine.arguments import check_late
 from ..engine.fit import Need, widths_of
 from ..errors import ConfigError, LayoutError, MeshError
-from ..layout import Held, Rules, ShardingSpec, check_context, check_fp8, place, program_of
+from ..layout import Held, Rules, ShardingSpec, check_context, check_fp8, gathered_low, place, program_of
 from ..mesh import memory_of
 
 RANKS_A_CORE = 16
@@ -182,7 +182,8 @@ def check_memory(
     here = torch.device(device)
     if here.type != "cpu":
         return
-    held = Held(widths_of(dtype), frozenset(blueprint.table.params if training else ()))
+    low = gathered_low(blueprint.spec, blueprint.table.params)
+    held = Held(widths_of(dtype), frozenset(blueprint.table.params if training else ()), low=low)
     a_rank, alone = (
         PROCESS_BYTES + sum(s.num_bytes for s in Need(blueprint.spec, mesh, held).stored()) for mesh in (axes, Axes())
     )

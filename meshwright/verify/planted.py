@@ -24,6 +24,7 @@ from ..layout import TOWER
 from ..models import decoder, tower
 from ..ops import fp8, product
 from ..ops.fp8 import BLOCK, rounded_matrix, rounded_rows
+from ..ops.quantised import Quantised
 from ..optim import AdamW
 from ..parallel import passes
 from ..weights import load as loading
@@ -148,6 +149,7 @@ def _scale_of_shard() -> None:
     real = fp8.rounded_matrix
 
     def rounded(weight: Tensor) -> Tensor:
+        weight = real(weight) if isinstance(weight, Quantised) else weight
         halves = weight.unflatten(0, (-1, 2, BLOCK // 2))
         return torch.stack(
             [real(F.pad(half, (0, 0, 0, BLOCK // 2)))[: BLOCK // 2] for half in halves.flatten(0, 1)]

@@ -18,6 +18,7 @@ from ..engine import Engine, Model
 from ..ops.experts import _LoopedLinear
 from ..ops.late import is_late
 from ..ops.product import _Linears
+from ..ops.quantised import Quantised
 from .findings import Finding, Margin, Notes
 
 _ALLOWED = 1e-9  # of a norm
@@ -186,6 +187,9 @@ class Seen:
     def __init__(self, model: Model) -> None:
         self._parts = model.parts
         self._calls: list[_Call] = []
+        parameters = {name: p for part in model.parts for name, p in part.named_parameters()}
+        # In the order of the model: it takes a collective for each. What is gathered as numbers has no values.
+        self._values = {name: _whole(p).to(model.dtype) for name, p in parameters.items() if name in model.low.names}
 
     @property
     def names(self) -> set[str]:
@@ -213,20 +217,38 @@ class Seen:
     def _name(self, weight: Tensor) -> str:
         """Of the parameter that it is, or is a copy of the rows of."""
         held = {name: p for part in self._parts for name, p in part.named_parameters() if not isinstance(p, DTensor)}
-        home = weight.untyped_storage().data_ptr()
-        alike = (name for name, p in held.items() if p.untyped_storage().data_ptr() == home)
-        copies = (n for n, p in held.items() if p.shape[1:] == weight.shape[1:] and torch.equal(p, weight[: len(p)]))
+        home = _codes(weight).untyped_storage().data_ptr()
+        alike = (name for name, p in held.items() if _codes(p).untyped_storage().data_ptr() == home)
+        plain = ((n, p) for n, p in held.items() if not isinstance(p, Quantised) and p.shape[1:] == weight.shape[1:])
+        copies = (name for name, p in plain if torch.equal(p, weight[: len(p)]))
         return next(alike, "") or next(copies, "something else")
+
+    def _values_of(self, name: str, weight: Tensor) -> Tensor:
+        """Before they were rounded to 8 bits. Of numbers that FSDP has gathered, those that ranks store."""
+        if not isinstance(weight, Quantised):
+            return weight.detach().clone()  # FSDP frees what it has gathered
+        first = weight.codes.storage_offset() // weight.shape[-1]
+        return self._values[name][first : first + weight.shape[:-1].numel()].view(weight.shape)
 
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
         names = [self._name(weight) for weight in weights]
-        kept = [weight.detach().clone() for weight in weights]  # FSDP frees what it has gathered
+        kept = [self._values_of(name, weight) for name, weight in zip(names, weights, strict=True)]
         self._calls.append(_Call(names, x.detach(), kept, None if bias is None else bias.detach(), counts))
         return self._calls[-1]
 
     def _made(self, call: _Call, y: Tensor) -> Tensor:
         call.y = y.detach()
         return call.watch("y", y)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    found: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return found.detach().clone()
+
+
+def _codes(weight: Tensor) -> Tensor:
+    """Memory that it shares with its parameter."""
+    return weight.codes if isinstance(weight, Quantised) else weight
 
 
 _LINEARS, _EXPERTS = _Linears.apply, _LoopedLinear.apply

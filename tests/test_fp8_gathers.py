@@ -1,0 +1,368 @@
+"""What products take in 8 bits is gathered in 8 bits, and no number differs from quantising after the gather."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.engine.bill import engine_bill
+from meshwright.layout import SCALES
+from meshwright.mesh import Mesh
+from meshwright.ops import Quantised, fp8
+from meshwright.parallel import fp8_gather
+from meshwright.plan.figures import Figures, work_of
+from meshwright.verify import Recorder
+from tests import parts, tiny, trials, worlds
+from tests.words import words
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+SAVED: dict[str, dict[str, Any]] = {
+    "": {}, "full": dict(recompute="full"), "selective": dict(recompute="selective"), "kept": dict(reshard=False),
+    "host": dict(offload=True), "compiled": dict(compiled=True),
+}  # fmt: skip
+USUAL = ("", "full", "selective", "kept")
+SHAPES = {
+    "": mw.Pipeline(),
+    "at each use": mw.Pipeline(hold=False),
+    "late": mw.Pipeline(schedule="zero-bubble"),
+    "v": mw.Pipeline(schedule="v", stages=2),
+}
+
+
+def small(name: str, layers: int) -> dict[str, Any]:
+    """A layer of each kind in whole blocks."""
+    changes = dict(
+        hidden_size=128, num_hidden_layers=layers, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[],
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    config = tiny.ALIGNED[name]
+    return {**config, **{key: value for key, value in changes.items() if key in config}}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    mesh: Mapping[str, int]
+    dtype: torch.dtype = BF16
+    saved: str = ""
+    shape: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        more = [self.saved, self.shape, *self.more]
+        return "-".join(filter(None, [self.name, trials.named(dict(self.mesh)), str(self.dtype)[6:], *more]))
+
+
+HSDP = dict(replicate=2, fsdp=2)
+ALL = [
+    *(Case("qwen3", dict(fsdp=2), dtype, saved) for dtype, saved in itertools.product((BF16, F64, F32), USUAL)),
+    *(Case("qwen3_moe", dict(fsdp=3), dtype, saved) for dtype, saved in itertools.product((F32, BF16, F64), USUAL)),
+    *(Case("qwen3_5", dict(fsdp=2, tp=2), dtype) for dtype in (F64, BF16)),
+    *(Case("qwen3", HSDP, dtype, saved) for dtype, saved in ((F64, "kept"), (BF16, "full"))),
+    *(Case("qwen3_5", dict(fsdp=2, cp=2), dtype, "selective") for dtype in (BF16, F64)),
+    *(Case(name, dict(fsdp=2, ep=2), F32) for name in ("qwen3_5_moe", "qwen3_moe")),
+    *(Case(name, dict(fsdp=4, ep=2), saved=saved) for name, saved in (("qwen3_moe", ""), ("qwen3_5_moe", "full"))),
+    *(Case("qwen3_moe", dict(pp=2, fsdp=2), shape=shape) for shape in ("late", "", "at each use", "v")),
+    Case("qwen3_tied", dict(replicate=2), F32),  # the shards are one rank: nothing is gathered
+    Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
+    Case("qwen3_moe", dict(fsdp=2), F32, more=dict(fp8_skip=["*.k.*", "*.experts.down", "layers.0.mixer*"])),
+    Case("qwen3", dict(fsdp=2), F32, "compiled"),  # so is it
+]  # fmt: skip
+FEW = [
+    Case("qwen3", dict(fsdp=2), BF16, "full"),
+    Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
+    Case("qwen3", dict(fsdp=2), F32, "host"),  # as it was
+    Case("qwen3_5_moe", dict(fsdp=3)),
+    Case("qwen3_5", dict(fsdp=2, tp=2), F64),
+    Case("qwen3", HSDP, F32, "kept"),
+    Case("qwen3_5", dict(fsdp=2, cp=2), BF16, "selective"),
+    Case("qwen3_moe", dict(fsdp=4, ep=2), F32),
+    Case("qwen3_moe", dict(pp=2, fsdp=2), shape="late"),
+]
+CASES = {str(case): case for case in (*FEW, *(ALL if parts.ALL else []))}
+
+
+def load(case: Case, source: Path) -> mw.Model:
+    saved = mw.Savings(**SAVED[case.saved])
+    options = {"savings": saved, "pipeline": SHAPES[case.shape], **case.more}
+    return mw.load(source, trials.mesh_of(dict(case.mesh)), dtype=case.dtype, fp8="block", **options)
+
+
+def told_by(model: mw.Model) -> dict[str, Tensor]:
+    """All that two steps of three micro-batches say, and what is said of weights that were written into."""
+    engine, said = mw.Engine(model, lr=1e-2, router_aux="previous"), dict[str, Tensor]()
+    batches = [*tiny.batches(model.mesh.data_rank), *tiny.batches(model.mesh.data_rank + 8)][:3]
+    for step in range(2):
+        said[f"logprobs before {step}"] = mw.logprobs(model, batches[0])
+        said[f"loss {step}"] = torch.tensor(engine.backward(batches))
+        said |= {f"gradient {step} of {name}": grad.clone() for name, grad in model.grads().items()}
+        engine.update()
+        said |= {f"{name} after {step}": stored.clone() for name, stored in model.stored().items()}
+    for stored in model.stored().values():
+        stored.mul_(1.25)
+    said["logprobs of other weights"] = mw.logprobs(model, batches[1])
+    said["loss of other weights"] = torch.tensor(engine.evaluate(batches))
+    return said
+
+
+@contextmanager
+def after_the_gather() -> Iterator[None]:
+    """Products round what FSDP has gathered in the compute dtype."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8_gather, "_hang_hooks", lambda _: None)
+        patch.setattr(fp8_gather.LowGathers, "check", lambda _: None)
+        yield
+
+
+def both(case: Case, source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """What is said of numbers that were gathered, and of gathered values; and the bytes that all-gathers took."""
+    seen, _ = [], trials.mesh_of(dict(case.mesh))  # made before, since its making is no gather of weights
+    for around in (trials.nullcontext(), after_the_gather()):
+        with around, Recorder() as recorder:
+            said = told_by(load(case, source))
+        seen.append((said, sum(each.num_bytes for each in recorder.seen if each.op == "all_gather")))
+    (low, low_bytes), (wide, wide_bytes) = seen
+    return low, wide, [low_bytes, wide_bytes]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    at = tmp_path_factory.mktemp("sources")
+    return functools.cache(
+        lambda name, layers=2: tiny.directory(at / f"{name}-{layers}", name, dtype=BF16, **small(name, layers))
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(source: Callable[..., Path]) -> Callable[[str], Any]:
+    """Cases of one mesh share a world."""
+    groups: dict[str, list[str]] = {}
+    for name, case in CASES.items():
+        groups.setdefault(str(case.mesh), []).append(name)
+
+    def run(group: Any) -> Any:
+        cases = {name: CASES[name] for name in group}
+        layers = 4 if "pp" in cases[group[0]].mesh else 2  # as many as stages
+        acts = {name: functools.partial(both, case, source(case.name, layers)) for name, case in cases.items()}
+        return worlds.in_turn(trials.world_of(dict(CASES[group[0]].mesh)), acts, seconds=120)
+
+    return worlds.Shared([*groups.values()], run)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_not_a_bit_differs(ran: Callable[[str], Any], case: str) -> None:
+    for low, wide, _ in ran(case):
+        assert low.keys() == wide.keys()
+        for what in low:
+            assert torch.equal(low[what], wide[what]), what
+    plain = any(text in case for text in ("replicate=2-", "host", "compiled"))
+    for _, _, (low_bytes, wide_bytes) in ran(case):
+        assert low_bytes == wide_bytes if plain else low_bytes < 0.9 * wide_bytes
+
+
+BILLED = parts.every(
+    6,
+    [
+        Case("qwen3_5_moe", dict(fsdp=2, ep=2), BF16, "full"),
+        Case("qwen3", dict(fsdp=2, tp=2), F64),
+        Case("qwen3_moe", dict(fsdp=3), F64, "kept"),
+        Case("qwen3_moe", dict(pp=2, fsdp=2), F64, shape="late"),
+        Case("qwen3_5", dict(fsdp=2, cp=2), BF16, "selective"),
+        Case("qwen3_tied", HSDP, F64),
+    ],
+    first=1,
+)
+
+
+def trial(case: Case, source: Path) -> trials.Trial:
+    made = trials.trial(source, dict(case.mesh), "lm", case.dtype)
+    savings, pipeline = mw.Savings(**SAVED[case.saved]), SHAPES[case.shape]
+    return replace(made, fp8="block", savings=savings, pipeline=pipeline, router_aux="previous", steps=1)
+
+
+@pytest.mark.parametrize("case", BILLED, ids=str)
+def test_every_oracle(source: Callable[[str], Path], case: Case) -> None:
+    """Every product is what its definition makes of what ranks store; every collective has the bytes of the bill."""
+    assert trials.findings(trial(case, source(case.name))) == []
+
+
+def test_plan_counts_bytes() -> None:
+    """Of a layer of a real size: a byte for each element of its matrices, and of the rest two."""
+    config = dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    )  # fmt: skip
+    blueprint, axes = draw(config), Axes(fsdp=64)
+    low = [param.name for param in blueprint.table if param.low]
+    plans = [Figures("a model", each, axes, work_of(axes, None, 1)) for each in (blueprint, blueprint.in_fp8(low))]
+    wide_bytes, low_bytes = (
+        {c.what: c.num_bytes for c in engine_bill(each.blueprint, axes, 0, each.work) if c.op != "reduce_scatter"}
+        for each in plans
+    )
+    numel = sum(blueprint.table[name].numel for name in low)
+    assert low_bytes[SCALES] == numel // 128**2 * 4
+    assert wide_bytes["layers.0"] - low_bytes["layers.0"] == numel // 36
+    gathered = [{s.what: s.num_bytes for s in each.need.stored()}["gathered parameters"] for each in plans]
+    assert gathered[0] - gathered[1] == numel // 36 - low_bytes[SCALES]  # the largest two: embedding and a layer
+
+
+# Bugs: what is planted changes what a run says, or its bill.
+
+
+def of_own_rows(patch: pytest.MonkeyPatch) -> None:
+    """The largest value of a block is that of a rank's own rows."""
+    patch.setattr(Mesh, "most_", lambda _mesh, x, *_: x)
+
+
+def of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:
+    begin, begun = fp8_gather.LowGathers.begin, set[int]()
+
+    def once(low: fp8_gather.LowGathers) -> None:
+        if id(low) not in begun:
+            begin(low)
+        begun.add(id(low))
+
+    patch.setattr(fp8_gather.LowGathers, "begin", once)
+
+
+def of_unrounded(patch: pytest.MonkeyPatch) -> None:
+    """Scales are those of the masters in float32."""
+    find = fp8_gather._Matrix.find_largest
+    patch.setattr(fp8_gather._Matrix, "find_largest", lambda matrix: find(replace(matrix, compute=F32)))
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "": lambda _: None,
+    "own rows": of_own_rows,
+    "an earlier step": of_an_earlier_step,
+    "unrounded": of_unrounded,
+}
+
+
+PLANTED = Case("qwen3", dict(fsdp=2))
+
+
+@functools.cache
+def of_gathered_values(source: Path) -> dict[str, Tensor]:
+    with after_the_gather():
+        return told_by(load(PLANTED, source))
+
+
+def with_bug(bug: str, source: Path) -> bool:
+    """Whether all is as it is of gathered values."""
+    due = of_gathered_values(source)
+    with pytest.MonkeyPatch.context() as patch:
+        BUGS[bug](patch)
+        said = told_by(load(PLANTED, source))
+    return all(torch.equal(said[what], due[what]) for what in due)
+
+
+def test_planted_bugs_are_seen(source: Callable[[str], Path]) -> None:
+    found = worlds.in_turn(2, {bug: functools.partial(with_bug, bug, source("qwen3")) for bug in BUGS})
+    assert found.pop("") == [True] * 2
+    assert not any(all(of_ranks) for of_ranks in found.values()), found
+
+
+def test_a_gather_of_values_is_not_in_the_bill(source: Callable[[str], Path]) -> None:
+    tried = trial(Case("qwen3", dict(fsdp=2), BF16), source("qwen3"))
+    (found,) = trials.findings_in_turn({"it": tried}, lambda _: after_the_gather()).values()
+    assert {(each.oracle, each.name) for each in found} == {("K1", "all_gather")}
+
+
+def told_of_lost_hooks(source: Path) -> list[str]:
+    """On the last rank alone: every rank must hear of it."""
+    model = load(Case("qwen3", dict(fsdp=2)), source)
+    engine, batches = mw.Engine(model, lr=1e-2), tiny.batches(model.mesh.data_rank)
+    engine.step(batches)
+    if model.mesh.rank:
+        local = model.parameter("layers.1.mixer.o.weight")._local_tensor  # type: ignore[attr-defined] # a DTensor
+        vars(local).clear()
+    told = []
+    for call in (lambda: engine.step(batches), lambda: mw.logprobs(model, batches[0])):
+        with pytest.raises(mw.MeshwrightError) as raised:
+            call()
+        told.append(str(raised.value))
+    return told
+
+
+def test_a_lost_hook_is_an_error_on_every_rank(source: Callable[[str], Path]) -> None:
+    for of_rank in worlds.run(2, told_of_lost_hooks, source("qwen3")):
+        for told in of_rank:
+            assert re.search(words(r"layers\.1\.mixer\.o\.weight was replaced", r"model\.stored\(\)"), told)
+
+
+# One matrix, without ranks.
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 48, 300])
+@pytest.mark.parametrize("compute", [BF16, F32, F64])
+def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is cut, also in more shards than it has rows: numbers and scales are those of the whole."""
+    monkeypatch.setattr(fp8_gather, "_PART", 128 * 128)
+    wide = torch.promote_types(compute, F32)
+    whole = torch.randn(256, 384, generator=torch.Generator().manual_seed(3), dtype=wide).exp()
+    whole[:128, 128:256] = 0  # a block of zeros
+    chunks = whole.chunk(num_shards)
+    chunks = (*chunks, *[whole[:0]] * (num_shards - len(chunks)))
+    bounds = [0, *itertools.accumulate(map(len, chunks))]
+    scales = [torch.zeros(2, 3, dtype=wide) for _ in chunks]
+    made = [
+        fp8_gather._Matrix(SimpleNamespace(rows=rows, first=first), compute, each)  # type: ignore[arg-type] # a stand-in
+        for rows, first, each in zip(chunks, bounds, scales, strict=False)
+    ]
+    for each in made:
+        each.find_largest()
+    found = fp8.scales_of(torch.stack(scales).amax(0))
+    sent = []
+    for each in made:
+        each.scales.copy_(found)
+        ((codes,), _) = each.send(SimpleNamespace(size=lambda: num_shards), whole.shape, None, None, None)
+        sent.append(codes)
+    assert {tuple(codes.shape) for codes in sent} == {(-(-256 // num_shards), 384)}
+    got = made[0].receive((torch.cat(sent),), None, compute)
+    assert got is not None
+    due = whole.to(compute)
+    assert (got[0].shape, got[0].dtype) == (due.shape, compute)
+    assert torch.equal(fp8.rounded_matrix(got[0]), fp8.rounded_matrix(due))
+    x = torch.randn(5, 384, generator=torch.Generator().manual_seed(4)).to(compute)
+    assert torch.equal(fp8.fp8_linear(x, got[0]), fp8.fp8_linear(x, due))
+    assert torch.equal(fp8.fp8_linear(x[:, :256], got[0].mT), fp8.fp8_linear(x[:, :256], due.mT))
+    assert torch.equal(
+        fp8.rounded_matrix(fp8.joined([due[:128], got[0]])), fp8.rounded_matrix(torch.cat([due[:128], due]))
+    )
+
+
+def test_what_is_gathered_is_taken_for_nothing_else() -> None:
+    codes, scales = torch.zeros(256, 128, dtype=torch.uint8), torch.ones(2, 1)
+    weight = torch.nn.Parameter(Quantised(codes, scales, BF16))
+    experts = weight.unflatten(0, (2, -1))
+    assert [type(each) for each in (*experts, weight.mT, weight.detach())] == [Quantised] * 4
+    assert type(torch.empty_like(weight)) is Tensor
+    for wrong in (
+        lambda: F.linear(torch.ones(1, 128, dtype=BF16), weight),
+        lambda: weight.to(F32),
+        lambda: weight + 1,
+        lambda: torch.ones(256, 128, dtype=BF16).copy_(weight),
+        lambda: torch.cat([weight, weight]),
+        lambda: weight[:128],
+    ):
+        with pytest.raises(ValueError, match=words("8-bit numbers", "fp8_skip")):
+            wrong()
+    for cut in (lambda: weight.view(4, 64, 128), lambda: weight.view(128, 256)):
+        with pytest.raises(ValueError, match="blocks"):
+            cut()
