@@ -33,9 +33,9 @@ from tests.words import words
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 SAVED: dict[str, dict[str, Any]] = {
     "": {}, "full": dict(recompute="full"), "selective": dict(recompute="selective"), "kept": dict(reshard=False),
-    "host": dict(offload=True), "compiled": dict(compiled=True),
+    "once": dict(gather_once=True, sum_once=True), "host": dict(offload=True), "compiled": dict(compiled=True),
 }  # fmt: skip
-USUAL = ("", "full", "selective", "kept")
+USUAL = ("", "full", "selective", "kept", "once")
 SHAPES = {
     "": mw.Pipeline(),
     "at each use": mw.Pipeline(hold=False),
@@ -87,9 +87,9 @@ FEW = [
     Case("qwen3", dict(fsdp=2), BF16, "full"),
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
     Case("qwen3", dict(fsdp=2), F32, "host"),  # as it was
-    Case("qwen3_5_moe", dict(fsdp=3)),
+    Case("qwen3_5_moe", dict(fsdp=3), BF16, "kept"),
     Case("qwen3_5", dict(fsdp=2, tp=2), F64),
-    Case("qwen3", HSDP, F32, "kept"),
+    Case("qwen3", HSDP, F32, "once"),
     Case("qwen3_5", dict(fsdp=2, cp=2), BF16, "selective"),
     Case("qwen3_moe", dict(fsdp=4, ep=2), F32),
     Case("qwen3_moe", dict(pp=2, fsdp=2), shape="late"),
