@@ -343,7 +343,7 @@ def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: 
     assert torch.equal(fp8.fp8_linear(x, got[0]), fp8.fp8_linear(x, due))
     assert torch.equal(fp8.fp8_linear(x[:, :256], got[0].mT), fp8.fp8_linear(x[:, :256], due.mT))
     assert torch.equal(
-        fp8.rounded_matrix(fp8.joined([due[:128], got[0]])), fp8.rounded_matrix(torch.cat([due[:128], due]))
+        fp8.rounded_matrix(fp8.stacked([due[:128], got[0]])), fp8.rounded_matrix(torch.cat([due[:128], due]))
     )
 
 

@@ -104,7 +104,7 @@ def codes_of(rows_RK: Tensor, first: int, scales: Tensor) -> Tensor:
     return _numbers(blocks, scales[at][..., None]).flatten(1).view(torch.uint8)
 
 
-def joined(weights: Sequence[Tensor]) -> Tensor:
+def stacked(weights: Sequence[Tensor]) -> Tensor:
     """Several matrices as one. If one of them came as numbers, so do the others, each in blocks of its own."""
     if not any(isinstance(weight, Quantised) for weight in weights):
         return torch.cat([*weights])

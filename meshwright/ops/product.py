@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops.fp8 import fp8_linear, joined
+from meshwright.ops.fp8 import fp8_linear, stacked
 from meshwright.ops.kernels import uncompiled
 from meshwright.ops.late import is_late, left_for_later
 from meshwright.ops.numbers import Numbers, Weight, kept, restored
@@ -41,8 +41,7 @@ def linears(
 ) -> tuple[Tensor, ...]:
     """`linear` of the same x with each of the weights, as one product: small ones are slow."""
     bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
-    in_numbers = any(isinstance(weight, Numbers) for weight in weights)
-    apply = _of_numbers if in_numbers else _Linears.apply
+    apply = _of_numbers if any(isinstance(weight, Numbers) for weight in weights) else _Linears.apply
     y: Tensor = apply(x, bias, fp8, *weights)  # torch leaves apply untyped
     return y.split([len(w) for w in weights], -1)
 
@@ -68,12 +67,12 @@ class _Linears(torch.autograd.Function):
         tensors, ctx.grids = kept(weights)
         ctx.save_for_backward(x, *tensors)
         ctx.fp8, ctx.weights = fp8, weights if is_late() else ()
-        whole = _as_one(weights, x)
+        joined = _joined(weights, x)
         if fp8:
-            y = fp8_linear(x, whole)
+            y = fp8_linear(x, joined)
             return (y if bias is None else y + bias).to(x.dtype)
         wide = product_dtype(x)
-        return F.linear(x.to(wide), whole, None if bias is None else bias.to(wide)).to(x.dtype)
+        return F.linear(x.to(wide), joined, None if bias is None else bias.to(wide)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -82,7 +81,7 @@ class _Linears(torch.autograd.Function):
         weights = restored(tensors, ctx.grids)
         wide, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
-        dx = _of_input(d, _as_one(weights, x), x, ctx.fp8) if need_x else None
+        dx = _of_input(d, _joined(weights, x), x, ctx.fp8) if need_x else None
         d = d.to(wide)
         if not any(need_weights):
             return dx, d_bias, None, *(None for _ in weights)
@@ -101,5 +100,5 @@ def _of_input(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
     return (fp8_linear(d, joined.mT) if fp8 else d.to(joined.dtype) @ joined).to(x.dtype)
 
 
-def _as_one(weights: Sequence[Weight], x: Tensor) -> Tensor:
-    return operand(weights[0], x) if len(weights) == 1 else joined([operand(w, x) for w in weights])
+def _joined(weights: Sequence[Weight], x: Tensor) -> Tensor:
+    return operand(weights[0], x) if len(weights) == 1 else stacked([operand(w, x) for w in weights])

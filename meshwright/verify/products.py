@@ -188,8 +188,9 @@ class Seen:
         self._parts = model.parts
         self._calls: list[_Call] = []
         parameters = {name: p for part in model.parts for name, p in part.named_parameters()}
-        # In the order of the model: it takes a collective for each. What is gathered as numbers has no values.
-        self._values = {name: _whole(p).to(model.dtype) for name, p in parameters.items() if name in model.low.names}
+        stored = {n: p for n, p in parameters.items() if n in model.low.names and isinstance(p, DTensor)}
+        # What is gathered as numbers has no values. All ranks fetch them in the same order.
+        self._values = {name: p.full_tensor().detach().to(model.dtype) for name, p in stored.items()}
 
     @property
     def names(self) -> set[str]:
@@ -239,11 +240,6 @@ class Seen:
     def _made(self, call: _Call, y: Tensor) -> Tensor:
         call.y = y.detach()
         return call.watch("y", y)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    found: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return found.detach().clone()
 
 
 def _codes(weight: Tensor) -> Tensor:
