@@ -58,7 +58,9 @@ class Settings:
 def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.device) -> Tensor:
     """Sum of squares of the gradient elements that this rank owns, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    mine = [grad for name, grad in grads.items() if name in owned and grad.numel()]
+    whole = [grad for name, grad in grads.items() if name in owned and grad.numel()]
+    # on the host torch widens what it is given, all of it at once
+    mine = [part for grad in whole for part in (grad.reshape(-1).split(_PART) if grad.is_cpu else [grad])]
     for home in dict.fromkeys(grad.device for grad in mine):
         norms = torch._foreach_norm([grad for grad in mine if grad.device == home], 2.0, torch.float64)
         total += torch.stack(norms).square().sum().to(device)

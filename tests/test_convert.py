@@ -76,6 +76,20 @@ def test_torch_to_ours_and_back(made: tuple[Path, Path], tmp_path: Path) -> None
     assert same(there, back)
 
 
+def saved_dense(source: Path, at: Path) -> None:
+    engine = engine_of(source, {})
+    train(engine, 1)
+    mw.save(engine, at)
+
+
+def test_a_model_without_experts(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "source", "qwen3", dtype=torch.bfloat16)
+    worlds.run(1, saved_dense, source, tmp_path / "ours")
+    assert run(tmp_path / "ours", tmp_path / "dcp", "--to", "dcp") == 0
+    there, back = (worlds.run(1, loads, source, tmp_path / kind, kind, {}) for kind in ("ours", "dcp"))
+    assert same(there, back)
+
+
 def test_float32_weights_are_the_masters(made: tuple[Path, Path], tmp_path: Path) -> None:
     assert run(made[1] / "ours", tmp_path / "hf", "--to", "hf", "--dtype", "float32") == 0
     masters = load_file(made[1] / "ours" / "step-000002" / "master" / "model.safetensors")

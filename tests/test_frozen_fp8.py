@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import ops
+from meshwright import cli, ops
 from meshwright.blueprint import Blueprint
 from meshwright.weights import chosen, grids
 from tests import parts, quantised, tiny, trials, worlds
@@ -182,8 +183,9 @@ def resumes(source: Path, at: Path, out: Path) -> dict[str, Any]:
     assert all(same(each, told[0]) for each in told)
     mw.resume(engine, source)
     assert mw.check_weights(model).ok
-    with pytest.raises(mw.CheckpointError, match="frozen and in 8 bits"):
+    with pytest.raises(mw.CheckpointError, match=r"cannot be resumed: .*frozen and in 8 bits"):
         mw.resume(engine, out)
+    assert mw.check_weights(model).ok, "nothing was replaced"
     state = engine.state_dict()
     frozen = {key for name in model.numbers for key in keys_of(model, name)}
     assert frozen
@@ -210,6 +212,93 @@ def test_from_one_mesh_to_another(source: Callable[[str], Path], tmp_path: Path)
     saved = worlds.run(4, saves, at, tmp_path / "out")[0]
     resumed = worlds.run(3, resumes, at, tmp_path / "out", tmp_path / "other")[0]
     assert same(saved, resumed)
+
+
+def decoded(source: Path, out: Path) -> dict[str, float]:
+    """Of each number that is stored, how often its value was made."""
+    model = mw.load(source, mw.Mesh(device="cpu"), train="head.*")
+    stored, made, real = sum(model.pieces[name].numel for name in model.numbers), list[int](), ops.Grid.values
+
+    def values(grid: ops.Grid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        made.append(codes.numel())
+        return real(grid, codes, dtype)
+
+    times = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops.Grid, "values", values)
+        for name, act in {
+            "gather": lambda: mw.gather(model),
+            "W1": lambda: mw.check_weights(model),
+            "float16": lambda: mw.export(model, out, dtype=torch.float16),
+        }.items():
+            made.clear()
+            act()
+            times[name] = sum(made) / stored
+    return times
+
+
+def test_values_are_not_made_again_and_again(source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of a parameter with many keys only those that a key has."""
+    (times,) = worlds.run(1, decoded, source("qwen3_moe"), tmp_path / "out")
+    assert times["gather"] == times["W1"] == 1
+    assert times["float16"] <= 3
+
+
+def cannot_read(source: Path) -> str:
+    """A rank that reads no scale, where others wait for what it reads."""
+    mesh = mw.Mesh(fsdp=2, device="cpu", timeout_s=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        if mesh.rank == 0:
+            patch.setattr("meshwright.engine.model.grid_of", broken)
+        with pytest.raises(mw.LoadError) as error:
+            mw.load(source, mesh, train=[], read="node")
+    return str(error.value)
+
+
+def broken(*_: object) -> None:
+    raise mw.LoadError("the disk is broken")
+
+
+def test_all_hear_of_scales_that_cannot_be_read(source: Callable[[str], Path]) -> None:
+    for said in worlds.run(2, cannot_read, source("qwen3")):
+        assert "the disk is broken" in said
+
+
+def written_into(source: Path) -> None:
+    model = mw.load(source, mw.Mesh(fsdp=3, device="cpu"), train="layers.1.*", dtype=F32)
+    engine, batches = mw.Engine(model, lr=1e-2), tiny.batches(model.mesh.data_rank)
+    engine.step(batches)
+    mw.logprobs(model, batches[0])
+    model.stored()["layers.0.mixer.q.weight"].mul_(2)
+    with pytest.raises(mw.StateError, match=r"layers\.0\.mixer\.q\.weight is frozen and stays in 8 bits"):
+        engine.step(batches)
+
+
+def test_nobody_writes_into_numbers(source: Callable[[str], Path]) -> None:
+    worlds.run(3, written_into, source("qwen3"))
+
+
+def by_torch(source: Path, at: Path) -> dict[str, Tensor]:
+    model = mw.load(source, mw.Mesh(device="cpu"), train="layers.1.*", dtype=F32)
+    engine = mw.Engine(model, lr=1e-2)
+    engine.step(tiny.batches(0))
+    dcp.save(engine.state_dict(), checkpoint_id=at)
+    return mw.gather(model)
+
+
+def resumed(source: Path, at: Path) -> dict[str, Tensor]:
+    model = mw.load(source, mw.Mesh(device="cpu"), train="layers.1.*", dtype=F32)
+    mw.resume(mw.Engine(model, lr=1e-2), at)
+    return mw.gather(model)
+
+
+def test_from_torch_and_back(source: Callable[[str], Path], tmp_path: Path) -> None:
+    at = source("qwen3_moe")
+    (saved,) = worlds.run(1, by_torch, at, tmp_path / "dcp")
+    command = ["convert", str(tmp_path / "dcp"), str(tmp_path / "again"), "--to", "meshwright", "--like", str(at)]
+    assert cli.main(command) == 0
+    assert same(worlds.run(1, resumed, at, tmp_path / "again")[0], saved)
 
 
 def planted(source: Path, bug: str) -> tuple[bool, bool]:

@@ -258,6 +258,20 @@ def test_gradients_of_weights_that_come_late(dtype: torch.dtype) -> None:
         torch.testing.assert_close(b.grad, a.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
+def clipped(source: Path) -> tuple[int, float]:
+    engine = mw.Engine(
+        mw.load(source, trials.mesh_of(dict(pp=2)), dtype=torch.float64, train="head.*"), lr=1e-2, max_norm=1e-3
+    )
+    record = engine.step(tiny.batches(engine.model.mesh.data_rank))
+    return engine.steps, record.grad_norm
+
+
+def test_a_stage_that_trains_nothing_is_clipped_with_the_others(sources: dict[str, Path]) -> None:
+    one, other = worlds.run(2, clipped, sources["qwen3"])
+    assert one == other
+    assert one[0] == 1
+
+
 def looked_at(source: Path, train: str, hold: bool, reshard: bool) -> list[str]:
     """Weights that were others between backward and update, where the first stages make no backward."""
     model = mw.load(

@@ -6,7 +6,7 @@ from .folder import Draft, final_place, find, newest_whole
 from .look import check_bytes, differences, opened_at, summary
 from .manifest import write_part
 from .planes import FIRST, MASTER, SECOND, WEIGHTS, Plane, planes_of, with_zeros
-from .restore import Checkpoint, Wanted, open_checkpoint, restore
+from .restore import Checkpoint, Wanted, check_frozen, open_checkpoint, restore
 from .save import commit, save, write_beside
 from .sharded import Sharded, sharded, take
 from .store import copy_checkpoint, is_url

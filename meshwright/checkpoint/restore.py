@@ -117,6 +117,24 @@ class Wanted:
     same: Values = field(default_factory=lambda: Values({}))
 
 
+def check_frozen(
+    checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh
+) -> None:
+    """Before anything is replaced: what takes no other values is the same in the checkpoint. All ranks call it."""
+    checks = Checks(checkpoint.directory, checkpoint.runs.sorted())
+
+    def compare() -> None:
+        for each in wanted:
+            keymap = KeyMap(choice, keys_of(each.source), source=each.source)
+            alone = range(mesh.rank, mesh.rank + 1)
+            check_same(
+                each.same, mesh.rank, list(plan_reads(spec, mesh.axes, alone, keymap, each.same)), each.source, checks
+            )
+
+    failure = failure_in(compare, CheckpointError, f"{checkpoint.directory} cannot be resumed")
+    mesh.all_or_none(failure, f"the comparison with {checkpoint.directory}", CheckpointError)
+
+
 def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh) -> None:
     """Fill this rank's pieces, and check every byte of the checkpoint. All ranks call it; if one fails, all raise.
 
@@ -130,8 +148,6 @@ def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: 
             alone = range(mesh.rank, mesh.rank + 1)
             reads = plan_reads(spec, mesh.axes, alone, keymap, each.pieces)
             fill(each.pieces, mesh, list(reads), alone, each.source, checks)
-            compared = plan_reads(spec, mesh.axes, alone, keymap, each.same)
-            check_same(each.same, mesh.rank, list(compared), each.source, checks)
         for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
             check_run(checkpoint, file, run)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -221,6 +221,8 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
         if name in source.planes:
             pieces = {param: both[at] for param, both in moments.items()}
             wanted.append(Wanted(source.planes[name], pieces, frozenset(trained.union(scales_of(coded)))))
+    if model.numbers:
+        disk.check_frozen(source, spec, blueprint.keymap.choice, wanted, model.mesh)
     with _replacing(engine, source.directory):
         disk.restore(source, spec, blueprint.keymap.choice, wanted, model.mesh)
     _set(engine, source)
@@ -334,18 +336,24 @@ def _weights_alone(engine: Engine, source: weights.Source) -> Resumed:
     blueprint = _drawn(model, source, model.blueprint.head)
     _check_same_table(model, blueprint, source.directory)
     spec = replace(model.blueprint.spec, table=blueprint.table)
-    alone = range(model.mesh.rank, model.mesh.rank + 1)
+    alone, found = range(model.mesh.rank, model.mesh.rank + 1), blueprint.keymap.source or source
+    live, same = model.values().apart
+    keymap, axes, rank = blueprint.keymap, model.mesh.axes, model.mesh.rank
+
+    def compare() -> None:
+        weights.check_same(same, rank, list(weights.plan_reads(spec, axes, alone, keymap, same)), found)
 
     def read() -> None:
-        live, same = model.values().apart
-        found = blueprint.keymap.source or source
-        plan = list(weights.plan_reads(spec, model.mesh.axes, alone, blueprint.keymap))
-        weights.fill(live, model.mesh, [each for each in plan if each.piece.param.name in live], alone, found)
-        weights.check_same(same, model.mesh.rank, [each for each in plan if each.piece.param.name in same], found)
+        weights.fill(live, model.mesh, list(weights.plan_reads(spec, axes, alone, keymap, live)), alone, found)
 
-    with _replacing(engine, source.directory):
-        failure = failure_in(read, CheckpointError, f"{source.directory} cannot be resumed")
+    def together(act: Callable[[], None]) -> None:
+        failure = failure_in(act, CheckpointError, f"{source.directory} cannot be resumed")
         model.mesh.all_or_none(failure, f"the reading of {source.directory}", CheckpointError)
+
+    if model.numbers:
+        together(compare)
+    with _replacing(engine, source.directory):
+        together(read)
     engine.steps = engine.optimizer.steps = engine.tokens = 0
     engine.optimizer.moments = {}
     if model.mesh.rank == 0:

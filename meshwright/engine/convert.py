@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,10 +109,23 @@ def _read_torch(source: Path, like: Path | None) -> State:
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
     tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
     blueprint = draw(weights.read_config(like), files, head=head, tower=tower, directory=like)
+    _add_frozen(planes, shapes, blueprint)
     _check(source, found.shapes, shapes, blueprint)
     numbers = {name: found.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
     load = tuple(tuple(row) for row in numbers["router_load"].tolist())
     return State(TORCH, blueprint, planes, int(numbers["step"]), int(numbers["tokens"]), load)
+
+
+def _add_frozen(
+    planes: dict[str, Tensors], shapes: dict[str, Mapping[str, tuple[int, ...]]], blueprint: Blueprint
+) -> None:
+    """A state leaves out frozen matrices of files in 8 bits: they are those of the files."""
+    files, there = blueprint.keymap.source, planes.get(WEIGHTS, {})
+    lacking = [key for key in _trained_keys(blueprint) if key not in there]
+    frozen = [key for key in lacking if files is not None and key in files.scales]
+    if files is not None and frozen and WEIGHTS in planes:
+        planes[WEIGHTS] = {**there, **{key: functools.partial(weights.whole_values, files, key) for key in frozen}}
+        shapes[WEIGHTS] = {**shapes[WEIGHTS], **{key: files.entries[key].shape for key in frozen}}
 
 
 def _check(source: Path, names: Iterable[str], planes: Mapping[str, Mapping[str, Any]], blueprint: Blueprint) -> None:
@@ -169,7 +183,8 @@ def _tensor(source: weights.Source, key: str) -> Tensor:
 
 def _write_torch(state: State, target: Path, advance: Callable[[int], None]) -> Path:
     numbers = {"step": torch.tensor(state.step), "tokens": torch.tensor(state.tokens)}
-    numbers["router_load"] = torch.tensor([list(row) for row in state.router_load], dtype=torch.float64)
+    loads = torch.tensor([list(row) for row in state.router_load], dtype=torch.float64)
+    numbers["router_load"] = loads if len(loads) else loads.view(0, 0)  # of a model without experts
     made = {plane: {key: make() for key, make in keys.items()} for plane, keys in state.planes.items()}
     tensors = {plane: {named(key, each.dtype): each for key, each in keys.items()} for plane, keys in made.items()}
     with weights.atomic_directory(weights.Target(target.absolute(), 0, frozenset(), target)) as whole:

@@ -167,7 +167,7 @@ class Engine:
         with self._discards_on_error():
             norm = self._finite(self.norm(grads), "gradient norm")
         with self._marked_half_updated():
-            if step.max_norm is not None and norm > step.max_norm:
+            if grads and step.max_norm is not None and norm > step.max_norm:  # a stage may have none
                 torch._foreach_mul_([*grads.values()], step.max_norm / norm)
             self.optimizer.step(self.model.stored(), grads, step.lr)
             self.router.trained()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -207,15 +208,15 @@ def _config(model: Model, choices: Choices) -> dict[str, Any]:
 
 def _refuse_overflow(model: Model, keymap: weights.KeyMap) -> None:
     made_of, stored = weights.blocks_by_key(model.table, keymap.choice), model.values()
+    most_of = functools.cache(lambda name: torch.linalg.vector_norm(stored[name], torch.inf))  # of many keys
     for key in keymap.keys.values():
         for part, _ in [] if key.name in keymap.scales else made_of.get(key.name, []):
             dtype = weights.DTYPES[key.dtype]
             if torch.finfo(dtype).max > torch.finfo(model.kept[part.name]).max / 2:
                 continue
-            held = stored.get(part.name)
-            if held is None or not held.numel():
+            if part.name not in stored or not stored.stored[part.name].numel():
                 continue
-            most = torch.linalg.vector_norm(held, torch.inf)
+            most = most_of(part.name)
             if most.isfinite() and not most.to(dtype).float().isfinite():
                 raise ExportError(
                     f"{key.name} has a weight of {most:.6g}, which {dtype} cannot hold; export with a wider dtype="

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..blueprint import Blueprint, draw
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError, LoadError, StateError, failure_in
 from ..layout import (
     Charge,
     Context,
@@ -86,6 +86,7 @@ class Model:
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
     calls: Calls = field(default_factory=Calls)
+    _written: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # 8-bit numbers, and how often they had been
 
     @property
     def parts(self) -> tuple[Decoder, ...]:
@@ -219,6 +220,12 @@ class Model:
     def check_whole(self) -> None:
         if self.calls.half_updated:
             raise StateError(f"{self.calls.half_updated}; load the model again")
+        for name, (numbers, times) in self._written.items():
+            if numbers._version != times:
+                raise StateError(
+                    f"{name} is frozen and stays in 8 bits: what model.stored() has of it are numbers without their "
+                    "scales, and something has written into them. Load the model again, with train= that takes it in"
+                )
 
     def _refuse_copies(self, *_: object) -> NoReturn:
         raise StateError("a model is part of a run and cannot be copied; load it once more, or use mw.gather(model)")
@@ -286,9 +293,11 @@ def load(
     plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap, numbers=model.numbers))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
     assert blueprint.keymap.source is not None
-    num_bytes = _give_grids(model, blueprint.keymap.source)
+    num_bytes = _give_grids(model, blueprint.keymap.source, len(node) > 1)
     model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, blueprint.keymap.source)
     _fill_fresh(model, blueprint.keymap.fresh, seed=0)
+    held = model.stored()
+    model._written = {name: (held[name], held[name]._version) for name in held.keys() & model.numbers}
     return model
 
 
@@ -376,14 +385,23 @@ def _refuse_state_dict(*_: object) -> None:
     )
 
 
-def _give_grids(model: Model, source: Source) -> int:
-    """Read the scales of what stays in 8 bits, of all that FSDP gathers here. How many bytes they are."""
+def _give_grids(model: Model, source: Source, together: bool) -> int:
+    """Read the scales of what stays in 8 bits, of all that FSDP gathers here. How many bytes they are. `together`:
+    other ranks will wait for what this one reads, so all hear of a failure."""
     spec, mesh, keymap = model.blueprint.spec, model.mesh, model.keymap
     with Reader(source) as reader:
-        for name, holder, last in model._in_numbers():
-            param = model.table[name]
-            box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
-            holder.grids[last] = grid_of(param, box, chosen(param, keymap.choice), reader).to(mesh.device)
+
+        def read() -> None:
+            for name, holder, last in model._in_numbers():
+                param = model.table[name]
+                box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
+                holder.grids[last] = grid_of(param, box, chosen(param, keymap.choice), reader).to(mesh.device)
+
+        if together and model.numbers:
+            failure = failure_in(read, LoadError, "nothing was loaded")
+            mesh.all_or_none(failure, "the reading of scales", LoadError)
+        else:
+            read()
         return reader.num_bytes
 
 

@@ -61,6 +61,8 @@ def distribute(
         _place(stage, spec, mesh, compute, stored, savings)
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
     low = gathered_low(spec, trained, wide=gathers_wide(savings))
+    for stage in stages if low or torch.uint8 in stored.values() else ():
+        fsdp.pad_shards(stage.module)
     return stages, LowGathers(stages, spec, mesh, compute, low)
 
 

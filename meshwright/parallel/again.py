@@ -45,6 +45,7 @@ class _EnoughError(Exception):
 class _Again:
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], context: Context) -> None:
         self.run, self.args, self.context = run, args, context
+        self.versions = [arg._version for arg in args if isinstance(arg, Tensor)]
         self.places: list[weakref.ref[_Place]] = []  # a place dies with the step of backward that wanted it
         self.found: dict[int, Tensor] = {}
 
@@ -60,6 +61,11 @@ class _Again:
         return self.found.pop(place.number)
 
     def _run(self) -> None:
+        if self.versions != [arg._version for arg in self.args if isinstance(arg, Tensor)]:
+            raise StateError(
+                "what a layer was given was written into before backward runs it again; change a copy of it, or choose "
+                'recompute="none"'
+            )
         numbers = count()
         keep = functools.partial(self._keep, numbers)
         with contextlib.suppress(_EnoughError), self.context(), saved_tensors_hooks(keep, _same), torch.enable_grad():
@@ -79,7 +85,7 @@ class _Again:
             self.found[number] = tensor.detach()
         if number == len(self.places) - 1:
             raise _EnoughError
-        return tensor
+        return tensor.detach()  # a step that saves its own output would hold itself, and be in memory for ever
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import StateError
@@ -115,8 +114,6 @@ class LowGathers:
         self, stages: Sequence[Stage], spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, low: frozenset[str]
     ) -> None:
         self._mesh, self.names = mesh, low
-        for stage in stages if low else ():
-            _pad_shards(stage.module)
         places = dict[tuple[str, ...], list[_Place]]()
         for axes, place in _places(stages, spec, mesh, low):
             places.setdefault(axes, []).append(place)
@@ -166,14 +163,6 @@ def _kind(axes: tuple[str, ...], places: Sequence[_Place], mesh: Mesh, compute: 
     scales = torch.ones(sum(map(prod, grids)), dtype=wide, device=mesh.device)
     parts = zip(places, scales.split([prod(grid) for grid in grids]), grids, strict=True)
     return _Kind(axes, scales, [_Matrix(place, compute, part.view(grid)) for place, part, grid in parts])
-
-
-def _pad_shards(module: nn.Module) -> None:
-    """FSDP pads what a rank stores in the first forward, in a copy that would lack the hooks. So it does that now."""
-    for part in module.modules():
-        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-        for parameter in group.fsdp_params if group is not None else ():
-            parameter.reset_sharded_param()
 
 
 def _hang_hooks(matrix: _Matrix) -> None:

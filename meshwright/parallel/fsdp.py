@@ -49,6 +49,15 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
 
 
+def pad_shards(module: nn.Module) -> None:
+    """FSDP pads what a rank stores in the first forward, in a copy, which would lack what hangs on a tensor: hooks, or
+    a count of the times that it was written into. So it does that now."""
+    for part in module.modules():
+        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.reset_sharded_param()
+
+
 def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str]) -> None:
     """Backward gathers the next unit that it comes to beside the work of each, and no other.
 

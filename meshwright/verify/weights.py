@@ -19,7 +19,7 @@ from torch import Tensor
 from ..engine import Model
 from ..engine.arguments import matching
 from ..errors import LoadError, StateError
-from ..layout import Block, Box, Piece
+from ..layout import Block, Box
 from ..log import Advance, progress
 from ..weights import Source, chosen
 
@@ -112,8 +112,9 @@ def differences(model: Model, names: Sequence[str], advance: Advance | None = No
         if name in model.keymap.fresh:
             continue
         layout, piece = chosen(model.table[name], model.keymap.choice), model.pieces[name]
-        found = [c for block in layout.blocks for c in _compared(block, piece, stored[name], files)]
-        again = [c for block in layout.copies for c in _compared(block, piece, stored[name], files)]
+        views = list(stored.views(piece))
+        found = [c for block in layout.blocks for c in _compared(block, views, files)]
+        again = [c for block in layout.copies for c in _compared(block, views, files)]
         for comparisons in (found, again):
             moved = sum(c.excess for c in comparisons) % 2**64 == 0  # from one box to another
             yield from (c.difference(name, model.mesh.rank, moved) for c in comparisons)
@@ -121,9 +122,9 @@ def differences(model: Model, names: Sequence[str], advance: Advance | None = No
             advance(piece.numel)
 
 
-def _compared(block: Block, piece: Piece, stored: Tensor, files: _Mapped) -> Iterator[_Comparison]:
+def _compared(block: Block, views: Sequence[tuple[Box, Any]], files: _Mapped) -> Iterator[_Comparison]:
     """Of the boxes of a piece that meet a block, those that differ."""
-    for box, view in piece.views(stored):
+    for box, view in views:
         common = block.ours.meet(box)
         if common is None:
             continue

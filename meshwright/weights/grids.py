@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -58,6 +59,20 @@ class Values(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self.stored
 
+    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | NumbersView]]:
+        """What is stored of a parameter, as `piece.views` gives it; of numbers, values of what is asked for."""
+        stored, grid, num_rows = self.stored[piece.param.name], self.grids.get(piece.param.name), len(piece.param.rows)
+        at = 0
+        for box, view in piece.views(stored):
+            if grid is None:
+                yield box, view
+                continue
+            shape = box.shape
+            num = prod(shape[:num_rows])
+            rows = grid.rows[at : at + num].view(shape[:num_rows])
+            yield box, NumbersView(view, grid.scales, rows, grid.columns.view(shape[num_rows:]))
+            at += num
+
     def only(self, wanted: Callable[[str], bool]) -> Values:
         return replace(self, stored={name: tensor for name, tensor in self.stored.items() if wanted(name)})
 
@@ -71,6 +86,22 @@ class Values(Mapping[str, Tensor]):
         return live, self.only(lambda name: name in self.grids)
 
 
+@dataclass(frozen=True)
+class NumbersView:
+    """Numbers in the shape of a box, and the row and column of scales that they have."""
+
+    codes: Tensor
+    scales: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    def __getitem__(self, some: tuple[slice, ...]) -> Tensor:
+        num_rows, codes = self.rows.dim(), self.codes[some]
+        rows, columns = self.rows[some[:num_rows]].reshape(-1), self.columns[some[num_rows:]].reshape(-1)
+        matrix = codes.reshape(len(rows), len(columns))
+        return Grid(self.scales, rows, columns).values(matrix, torch.float32).view(codes.shape)
+
+
 def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source, checks: Checks | None = None) -> None:
     """Frozen matrices cannot take other values: those that this rank finds in a source must be the same."""
     total = sum(read.piece.numel for read in plan)
@@ -82,13 +113,18 @@ def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source, 
         for read in plan:
             name, found = read.piece.param.name, torch.empty(read.piece.shape, dtype=torch.float32, device="cpu")
             reader.fill(read.layout, read.piece, found)
-            if not torch.equal(found, values[name].cpu()):
+            if not _same(found, values[name].cpu()):
                 raise LoadError(
                     f"{source.directory} has other values of {name}, which is frozen and in 8 bits as the files of the "
                     "model have it; load the model from there, or train what was trained"
                 )
             advance(read.piece.numel)
     source.check_unchanged(source.stamps)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """NaN is NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def rows_of(piece: Piece, grid: Grid) -> Grid:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..layout import Block, Box, Param, Piece, ShardingSpec, owned
 from ..mesh import Mesh
+from .grids import NumbersView, Values
 from .header import DTYPES
 from .keymap import Key, KeyMap, blocks_by_key, widest
 
@@ -28,6 +29,11 @@ class StoredModel:
     spec: ShardingSpec
     mesh: Mesh
     stored: Mapping[str, Tensor]
+
+    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | NumbersView]]:
+        """Of what this rank stores of a parameter, each box."""
+        stored = self.stored
+        yield from stored.views(piece) if isinstance(stored, Values) else piece.views(stored[piece.param.name])
 
 
 def whole_tensors(
@@ -95,8 +101,7 @@ def _packed(parts: list[_Overlap], stored_model: StoredModel, dtypes: _Dtypes) -
     """The elements of the parts one after the other, a buffer for each dtype."""
     flat: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
-        stored = stored_model.stored[part.piece.param.name]
-        for box, view in part.piece.views(stored):
+        for box, view in stored_model.views(part.piece):
             if box.meet(part.ours) == part.ours:
                 values = view[part.ours.within(box).slices].detach().flatten()
                 dtype = dtypes[part.key.name]
