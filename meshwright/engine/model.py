@@ -70,6 +70,9 @@ class Calls:
     pending: object | None = None  # the step whose gradients lie on the parameters
     half_updated: str = ""  # which update was cut off: the parameters are then worth nothing
     in_loss: bool = False  # its loss is being computed, which must not run it
+    loaded: dict[str, tuple[Tensor, int]] = field(
+        default_factory=dict
+    )  # 8-bit numbers, and how often they were written
 
 
 @dataclass(eq=False)
@@ -86,7 +89,6 @@ class Model:
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
     calls: Calls = field(default_factory=Calls)
-    _written: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # 8-bit numbers, and how often they had been
 
     @property
     def parts(self) -> tuple[Decoder, ...]:
@@ -220,7 +222,7 @@ class Model:
     def check_whole(self) -> None:
         if self.calls.half_updated:
             raise StateError(f"{self.calls.half_updated}; load the model again")
-        for name, (numbers, times) in self._written.items():
+        for name, (numbers, times) in self.calls.loaded.items():
             if numbers._version != times:
                 raise StateError(
                     f"{name} is frozen and stays in 8 bits: what model.stored() has of it are numbers without their "
@@ -297,7 +299,7 @@ def load(
     model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, blueprint.keymap.source)
     _fill_fresh(model, blueprint.keymap.fresh, seed=0)
     held = model.stored()
-    model._written = {name: (held[name], held[name]._version) for name in held.keys() & model.numbers}
+    model.calls.loaded = {name: (held[name], held[name]._version) for name in held.keys() & model.numbers}
     return model
 
 
