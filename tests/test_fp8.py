@@ -55,7 +55,6 @@ FEW = [
     Case("qwen3_5", (("tp", 4),)),
     Case("qwen3_5_moe", (("fsdp", 2), ("tp", 2))),
     Case("qwen3", (("fsdp", 2), ("cp", 2))),
-    Case("qwen3_5", (("pp", 2), ("tp", 2))),
     Case("qwen3_moe", (("fsdp", 2), ("tp", 2), ("ep", 4))),
 ]
 CASES = FULL if parts.ALL else FEW
