@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import re
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,7 +23,7 @@ from meshwright.axes import Axes
 from meshwright.errors import ConfigError, MeshError
 from meshwright.layout.schedule import FORWARD, Action
 from meshwright.mesh import Memory
-from meshwright.parallel import again, recompute
+from meshwright.parallel import recompute
 from meshwright.verify import Recorder, Trial
 from tests import parts, tiny, trials, worlds
 from tests.words import words
@@ -478,38 +475,3 @@ def test_a_published_model_is_refused_where_it_cannot_fit() -> None:
     need = Need(blueprint.spec, Axes(fsdp=2, ep=2), held)
     with pytest.raises(MeshError, match=words("fsdp=2 ep=2", r"fsdp=8\b.*\b8 ranks")):
         refuse_too_large(need, Memory(80 * 10**9, 10**12, shared=False))
-
-
-def growth(directory: Path, recompute: str) -> list[int]:
-    """How many of the tensors that were made again are there after each step. And a changed input is refused."""
-    model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, savings=mw.Savings(recompute=recompute))
-    engine, seen, counts = mw.Engine(model, lr=1e-3), list[weakref.ref[Tensor]](), list[int]()
-    real = again._Again._keep
-
-    def keep(self: Any, numbers: Any, tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is not None:  # no parameter
-            seen.append(weakref.ref(tensor))
-        return real(self, numbers, tensor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(again._Again, "_keep", keep)
-        for _ in range(3):
-            engine.step(tiny.batches(0))
-            gc.collect()
-            counts.append(sum(each() is not None for each in seen))
-    x = torch.ones(4, requires_grad=True) * 2
-    with again.saved_by_running_again(torch.sin, (x,), nullcontext):
-        y = torch.sin(x)
-    with torch.no_grad():
-        x.mul_(2)
-    with pytest.raises(mw.StateError, match="written into"):
-        y.sum().backward()
-    return counts
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_nothing_stays_of_what_ran_again(source: Callable[..., Path], recompute: str) -> None:
-    """A step of backward that saves its own output would hold itself."""
-    for name in ("qwen3_moe", "qwen3_5"):
-        (counts,) = worlds.run(1, growth, source(name), recompute)
-        assert counts[0] >= counts[-1], counts
