@@ -26,7 +26,9 @@ from meshwright.mesh import Mesh
 from meshwright.ops import Quantised, fp8
 from meshwright.parallel import fp8_gather
 from meshwright.plan.figures import Figures, work_of
-from meshwright.verify import Recorder
+from meshwright.verify import Recorder, planted
+from meshwright.verify.findings import Notes
+from meshwright.verify.products import q1_products
 from tests import parts, tiny, trials, worlds
 from tests.words import words
 
@@ -276,6 +278,22 @@ def test_planted_bugs_are_seen(source: Callable[[str], Path]) -> None:
     found = worlds.in_turn(2, {bug: functools.partial(with_bug, bug, source("qwen3")) for bug in BUGS})
     assert found.pop("") == [True] * 2
     assert not any(all(of_ranks) for of_ranks in found.values()), found
+
+
+def named(bug: str, source: Path) -> list[str]:
+    """What Q1 says of a rank, where a bug is planted as a user plants it."""
+    if bug:
+        planted.BUGS[bug].plant()
+    tried = trial(Case("qwen3", dict(fsdp=2), F64), source)
+    engine = tried.engine(mw.Mesh(fsdp=2, device="cpu"))
+    return [str(each) for each in q1_products(engine, tried.batches(engine.model, 0), Notes())]
+
+
+def test_a_scale_of_a_shard_is_named(source: Callable[[str], Path]) -> None:
+    assert worlds.run(2, named, "", source("qwen3")) == [[], []]
+    for of_rank in worlds.run(2, named, "fp8-scale-of-shard", source("qwen3")):
+        told = next(line for line in of_rank if "layers.0.mixer.q.weight" in line)
+        assert re.search(words("scales are not those of the values", "some of its rows, as of a shard"), told)
 
 
 def test_a_gather_of_values_is_not_in_the_bill(source: Callable[[str], Path]) -> None:

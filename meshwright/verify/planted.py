@@ -26,7 +26,7 @@ from ..ops import fp8, product
 from ..ops.fp8 import BLOCK, rounded_matrix, rounded_rows
 from ..ops.quantised import Quantised
 from ..optim import AdamW
-from ..parallel import passes
+from ..parallel import fp8_gather, passes
 from ..weights import load as loading
 from .trial import weight_of
 
@@ -148,13 +148,21 @@ def _sideways() -> None:
 def _scale_of_shard() -> None:
     real = fp8.rounded_matrix
 
+    def of_own_rows(kind: fp8_gather._Kind, _: object) -> None:
+        kind.scales.zero_()
+        for matrix in kind.matrices:
+            matrix.find_largest()
+        kind.scales.copy_(fp8.scales_of(kind.scales))
+
     def rounded(weight: Tensor) -> Tensor:
-        weight = real(weight) if isinstance(weight, Quantised) else weight
+        if isinstance(weight, Quantised):
+            return real(weight)
         halves = weight.unflatten(0, (-1, 2, BLOCK // 2))
         return torch.stack(
             [real(F.pad(half, (0, 0, 0, BLOCK // 2)))[: BLOCK // 2] for half in halves.flatten(0, 1)]
         ).view_as(weight)
 
+    fp8_gather._Kind.find_scales = of_own_rows  # type: ignore[method-assign, assignment]
     fp8.rounded_matrix = rounded  # type: ignore[assignment]
 
 
@@ -179,7 +187,12 @@ BUGS: dict[str, Bug] = {
         tower=True,
     ),
     "fp8-sideways": Bug("gradients are rounded to 8 bits along their tokens", (), _sideways, fp8=True),
-    "fp8-scale-of-shard": Bug("half a block of 128 rows has a scale of its own", (), _scale_of_shard, fp8=True),
+    "fp8-scale-of-shard": Bug(
+        "half a block of 128 rows has a scale of its own, or the rows of a rank where 8-bit numbers are sent",
+        (),
+        _scale_of_shard,
+        fp8=True,
+    ),
 }
 
 

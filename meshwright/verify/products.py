@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..data import Batch
 from ..engine import Engine, Model
 from ..ops.experts import _LoopedLinear
+from ..ops.fp8 import largest_of, scales_of
 from ..ops.late import is_late
 from ..ops.product import _Linears
 from ..ops.quantised import Quantised
@@ -110,6 +111,7 @@ def q1_products(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Itera
         )
     for name in sorted(asked - seen.names):
         yield Finding("Q1", name, "its product is not in 8 bits, as was asked for", "a product takes no notice of fp8=")
+    yield from (_of_scales(name, *each) for name, each in seen.scales.items() if not torch.equal(*each))
     worst, where, num = 0.0, "", 0
     for product in seen.products():
         for what, found, due, with_mistake in _compared(product):
@@ -121,6 +123,13 @@ def q1_products(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Itera
                 guess = next(alike, "").format("x" if what == "y" else "dy")
                 yield Finding("Q1", product.name, f"{what} is off by {error:.1e} of its norm", guess)
     notes.measured(Margin("Q1", "products in 8 bits and their gradients", num, worst, _ALLOWED, where))
+
+
+def _of_scales(name: str, found: Tensor, due: Tensor) -> Finding:
+    """Of some rows of a block the largest value is at most that of all; of none of its rows the scale is 1."""
+    of_some = bool(((found <= due) | (found == 1)).all())
+    detail = f"{int((found != due).sum())} of {due.numel()} scales are not those of the values that ranks store"
+    return Finding("Q1", name, detail, "a block has the scale of some of its rows, as of a shard" if of_some else "")
 
 
 def _off(found: Tensor, due: Tensor) -> float:
@@ -189,7 +198,8 @@ class Seen:
         self._calls: list[_Call] = []
         parameters = {name: p for part in model.parts for name, p in part.named_parameters()}
         stored = {n: p for n, p in parameters.items() if n in model.low.names and isinstance(p, DTensor)}
-        # What is gathered as numbers has no values. All ranks fetch them in the same order.
+        self.scales: dict[str, tuple[Tensor, Tensor]] = {}  # of what is gathered as numbers: as they came, and are due
+        # Numbers come without their values. All ranks fetch these in the same order.
         self._values = {name: p.full_tensor().detach().to(model.dtype) for name, p in stored.items()}
 
     @property
@@ -229,7 +239,10 @@ class Seen:
         if not isinstance(weight, Quantised):
             return weight.detach().clone()  # FSDP frees what it has gathered
         first = weight.codes.storage_offset() // weight.shape[-1]
-        return self._values[name][first : first + weight.shape[:-1].numel()].view(weight.shape)
+        values = self._values[name][first : first + weight.shape[:-1].numel()]
+        found = weight.scales.reshape(-1, weight.scales.shape[-1])
+        self.scales.setdefault(name, (found.clone(), scales_of(largest_of(values, 0).to(found.dtype))))
+        return values.view(weight.shape)
 
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
         names = [self._name(weight) for weight in weights]
