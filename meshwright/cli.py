@@ -7,9 +7,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from .errors import ConfigError, MeshError, MeshwrightError
+from .cli_options import TINY, add_mesh, positive, print_json
+from .cli_plan import add_plan
+from .errors import ConfigError, MeshwrightError
 from .log import Clock
 
 EXAMPLES = """examples:
@@ -30,20 +32,6 @@ ABOUT = """Prove that a model on a mesh computes what one process computes: ever
 
 The model is shrunk to odd sizes (the same kinds of layers, head counts, experts and files; narrow and shallow) and
 filled with random weights, unless --full or --weights. The ranks of the mesh run as processes on this machine.
-"""
-PLAN_EXAMPLES = """examples:
-  meshwright plan path/to/Qwen3-30B-A3B --mesh fsdp=64,ep=8 --device 80GB
-  meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device H100 --tokens 16384     from the hub: only the config
-  meshwright plan path/to/config.json --mesh fsdp=32,tp=8,ep=64 --html plan.html    a page with a picture of the mesh
-  meshwright plan Qwen/Qwen3-8B --mesh pp=4,fsdp=2 --micro-batches 16 --schedule zero-bubble    how long ranks wait
-  meshwright plan my-critic --mesh fsdp=4 --head value --json
-  meshwright plan tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
-"""
-PLAN_ABOUT = """What a model needs on a mesh: bytes of every rank, every collective of a step, and whether it fits.
-
-It reads config.json (and the headers of the weights, where they are), starts no process and needs no device.
-Activations are not counted: what does not fit cannot run, what fits may still run out of memory.
-Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh is impossible, and why.
 """
 INSPECT_EXAMPLES = """examples:
   meshwright inspect runs/first                                    the newest whole checkpoint of a run
@@ -111,7 +99,6 @@ TRAIN_ABOUT = """Train what a file says: docs/train-config.md has its fields. Th
 The ranks of the mesh run as processes of this machine, unless torchrun has started this one. Ctrl-C ends the step,
 saves and exits; a second one exits at once. Exit codes: 0 trained, 2 something is wrong, 130 or 143 after a signal.
 """
-TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_copy(commands)
     _add_data(commands)
     _add_inspect(commands)
-    _add_plan(commands)
+    add_plan(commands)
     _add_report(commands)
     _add_sample(commands)
     _add_train(commands)
@@ -182,44 +169,6 @@ def _add_copy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     copy.add_argument("target", help="the folder for it: a directory, or a URL that fsspec knows")
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = commands.add_parser(
-        "plan", help="what a model needs on a mesh, with no process and no device", description=PLAN_ABOUT,
-        epilog=PLAN_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    plan.set_defaults(run=_plan)
-    plan.add_argument("model", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
-    plan.add_argument("--tokens", type=_positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
-    plan.add_argument("--micro-batches", type=_positive, default=1, metavar="N", help="in a step (default 1)")
-    _add_mesh(plan)
-    plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
-    plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
-
-
-def _add_mesh(command: argparse.ArgumentParser) -> None:
-    """The mesh, and how a model is laid onto it: `mw.Context`, and the fields of `mw.Pipeline`."""
-    command.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
-    command.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
-    command.add_argument("--tower", action="store_true", help="of a model that sees: its tower is trained too")
-    command.add_argument(
-        "--context", default="", metavar="MIXER=N,...",
-        help="where --mesh has cp: so many neighbours swap tokens for heads, of attention or delta (default: by heads)",
-    )  # fmt: skip
-    command.add_argument("--fp8", action="store_true", help="products of 8-bit numbers, in blocks of 128 (docs/fp8.md)")
-    command.add_argument("--fp8-skip", default="", metavar="NAME,...", help="patterns of parameters it leaves out")
-    group = command.add_argument_group("how a pipeline runs, where --mesh has pp")
-    group.add_argument("--schedule", choices=["1f1b", "zero-bubble", "v"], help="the order of its work (default 1f1b)")
-    group.add_argument("--stages", type=_positive, metavar="N", help="of each rank (default 1; of v it is 2)")
-    group.add_argument(
-        "--ends", type=_numbers, metavar="N,...", help="after how many layers each stage ends (default: at equal cost)"
-    )
-    group.add_argument(
-        "--hold", action=argparse.BooleanOptionalAction,
-        help="gather parameters and sum gradients once a step (default: where there is room)",
-    )  # fmt: skip
-
-
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     data = commands.add_parser(
         "data", help="prepare and look at the data of a run", description=DATA_ABOUT, epilog=DATA_EXAMPLES,
@@ -231,7 +180,7 @@ def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help="data.0.path=... ..."
     )
     data.add_argument(
-        "--show", type=_positive, default=0, metavar="N", help="documents of each source, learnt parts green"
+        "--show", type=positive, default=0, metavar="N", help="documents of each source, learnt parts green"
     )
 
 
@@ -254,7 +203,7 @@ def _add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     sample.add_argument("model", help="the directory of a run, a Hugging Face directory, a checkpoint, a hub id")
     sample.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what a user says")
     sample.add_argument("--text", action="store_true", help="prompts as they are, without a chat template")
-    sample.add_argument("--tokens", type=_positive, default=64, metavar="N", help="of each text at most (default 64)")
+    sample.add_argument("--tokens", type=positive, default=64, metavar="N", help="of each text at most (default 64)")
     sample.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest (default: the likeliest)")
     sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     sample.add_argument("--json", action="store_true", help="prompts and texts as JSON on standard output")
@@ -268,23 +217,11 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.set_defaults(run=_train)
     train.add_argument("config", help="a .toml file")
     train.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help="mesh.tp=2 ...")
-    train.add_argument(
-        "--nproc", type=_positive, metavar="N", help="ranks of this machine (default: those of the mesh)"
-    )
+    train.add_argument("--nproc", type=positive, metavar="N", help="ranks of this machine (default: those of the mesh)")
     train.add_argument(
         "--plain", action="store_true", help="lines instead of a live view, as where there is no terminal"
     )
     train.add_argument("--dry-run", action="store_true", help="prepare the data, say what will be trained, and end")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text[:12]) <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r:.50} is no number above 0")
-    return int(text)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(_positive, text.split(",")))
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -294,7 +231,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     verify.set_defaults(run=_verify)
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    _add_mesh(verify)
+    add_mesh(verify)
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
         help="float64 is the proof, the others show that the rest works (default all)",
@@ -342,7 +279,7 @@ def _inspect(options: argparse.Namespace) -> int:
     wrong = disk.check_bytes(found) if options.verify else None
     apart = list(disk.differences(found, other)) if other else None
     if options.json:
-        _print_json(show.as_json(found, wrong, apart))
+        print_json(show.as_json(found, wrong, apart))
     else:
         show.print_checkpoint(found, wrong, apart)
     return int(bool(wrong or apart))
@@ -428,33 +365,6 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace) -> int:
-    from . import plan  # imports torch: --help should not wait for it
-    from .axes import Axes
-    from .plan.show import as_json, print_plan
-
-    target = plan.check_target(options.html) if options.html else None
-    device = plan.device_bytes(options.device) if options.device else None
-    sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
-    laid_out = plan.laid_out(vars(options), sizes)
-    blueprint = laid_out(plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower))
-    refused = plan.objections(blueprint, sizes, options.micro_batches)
-    if refused:
-        if options.json:
-            _print_json({**origin, "model": options.model, "mesh": sizes, "refused": refused})
-        raise MeshError(plan.told(refused))
-    axes = Axes(**sizes)
-    work = plan.work_of(axes, options.tokens, options.micro_batches)
-    figures = plan.Figures(options.model, blueprint, axes, work, device, options.head)
-    if options.json:
-        _print_json(as_json(figures, origin))
-    else:
-        print_plan(figures)
-    if target:
-        plan.write_page(target, plan.plan_page(figures, origin))
-    return int(figures.fits is False)
-
-
 def _verify(options: argparse.Namespace) -> int:
     from . import plan as planning  # imports torch: --help should not wait for it
     from . import verify
@@ -478,17 +388,9 @@ def _verify(options: argparse.Namespace) -> int:
     parts = verify.inspect(plan, say)
     origin = planning.origin(options.command, options.seed)
     if options.json:
-        _print_json(report.as_json(options.model, plan, parts, origin))
+        print_json(report.as_json(options.model, plan, parts, origin))
     else:
         report.print_table(options.model, plan, parts)
     if target:
         planning.write_page(target, found.verify_page(plan, parts, origin))
     return int(any(part.findings for part in parts))
-
-
-def _print_json(found: Mapping[str, object]) -> None:
-    """A reader may stop early, as `head` does. That is no error, and the exit code stays that of the result."""
-    try:
-        print(json.dumps(found, indent=2), flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends

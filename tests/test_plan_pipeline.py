@@ -12,7 +12,8 @@ from meshwright import cli
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.engine.bill import engine_bill
-from meshwright.layout import Pipeline, Traffic
+from meshwright.layout import Pipeline
+from meshwright.parallel import Savings
 from meshwright.plan import Figures, objections, plan_page, work_of
 from meshwright.plan.pipeline import notes, place_lines, timetable
 from tests import tiny
@@ -96,8 +97,8 @@ def test_hold_is_decided_as_a_run_decides_it() -> None:
     assert [held(Pipeline(), size) for size in (None, 10_000, 10**9)] == [False, False, True]
     assert [held(Pipeline(hold=hold), 10**9) for hold in (True, False)] == [True, False]
     assert held(Pipeline("v"), None), "it needs it"
-    alone = draw(EVEN).run_by(Pipeline("v"), Traffic(reshard=False))
-    spec = Figures("it", alone, Axes(fsdp=2), work_of(Axes(), None, 1)).blueprint.spec
+    alone, savings = draw(EVEN).run_by(Pipeline("v")), Savings(reshard=False)
+    spec = Figures("it", alone, Axes(fsdp=2), work_of(Axes(), None, 1), savings=savings).blueprint.spec
     assert (spec.pipeline, spec.traffic.reshard) == (Pipeline(), False), "with one place it says nothing"
 
 

@@ -35,6 +35,7 @@ from . import context, expert, fsdp, recompute, tensor, tower
 from .fp8_gather import LowGathers
 from .fsdp import reset_after_forward
 from .passes import Scores, run, run_forward
+from .recompute import mark
 from .savings import Savings, gathers_wide
 from .sums import finish
 

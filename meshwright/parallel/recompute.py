@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # its operation is known from then on
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .. import ops
@@ -37,7 +37,8 @@ _COSTLY = [  # "selective" keeps products, attention, and what came from other r
 
 
 def arm(model: Decoder, savings: Savings) -> None:
-    """Let each layer run as asked for, and mark the doors that backward passes again, for the bill."""
+    """Let each layer run as asked for, and mark its doors for the bill."""
+    mark(model, savings)
     if savings.recompute == "none" and not savings.compiled:
         return
     for layer in model.layers.values():
@@ -47,8 +48,6 @@ def arm(model: Decoder, savings: Savings) -> None:
             layer.run = torch.compile(layer.run, dynamic=False)
         if savings.recompute != "none":
             layer.run = _recomputed(layer.run, savings)
-        if savings.recompute == "full":
-            _mark(layer)
     for block in model.tower.blocks.values() if model.tower is not None and savings.recompute != "none" else ():
         assert isinstance(block, TowerBlock)  # which has no doors, and is not compiled: each batch has other patches
         block.run = _recomputed(block.run, savings)
@@ -58,16 +57,22 @@ def _recomputed(run: Callable[..., Tensor], savings: Savings) -> Callable[..., T
     return functools.partial(_checkpointed, run, _COSTLY if savings.recompute == "selective" else [])
 
 
-def _mark(layer: Layer) -> None:
+def mark(model: Decoder, savings: Savings) -> None:
+    """Note which doors backward passes again, for the bill. A plan asks for several savings of one model in turn."""
+    for layer in model.layers.values():
+        _mark(layer, full=savings.recompute == "full")
+
+
+def _mark(layer: nn.Module, *, full: bool) -> None:
     """Backward passes all doors of the layer again but the last: it needs nothing behind that one, and stops there."""
     doors: list[Door | Dispatch] = [d for _, d in find(layer, Door)]
     doors += [d for _, d in find(layer, Dispatch)]  # the experts are last, but backward needs their rows
     for door in doors:
-        door.again = door is not doors[-1] or isinstance(door, Dispatch)
+        door.again = full and (door is not doors[-1] or isinstance(door, Dispatch))
     for _, swap in find(layer, Swap):  # no mixer is last
-        swap.again = True
+        swap.again = full
     for _, join in find(layer, Join):
-        join.again = True
+        join.again = full
 
 
 def _checkpointed(run: Callable[..., Tensor], kept: list[Any], *args: Any) -> Tensor:

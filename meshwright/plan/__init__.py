@@ -1,7 +1,7 @@
 """What is known of a model on a mesh without running it: where parameters lie, what a step sends, what cannot be."""
 
 from .about import origin, versions
-from .asked import fp8_of, laid_out, mesh_of, ways_of
+from .asked import coded_in, fp8_of, laid_out, mesh_of, savings_of, state_of, ways_of
 from .figures import Figures, device_bytes, work_of
 from .find import TINY, Say, find
 from .html import check_target, write_page

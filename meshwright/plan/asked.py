@@ -1,4 +1,4 @@
-"""What options of the command line ask for: a mesh, a pipeline, ways of context parallelism, products in 8 bits."""
+"""What options of the command line ask for: a mesh, a pipeline, ways of cp, savings, numbers of 8 bits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+import torch
+
 from ..axes import OTHER_NAMES, Axes
 from ..blueprint import Blueprint
 from ..engine.arguments import in_fp8
 from ..errors import ConfigError
-from ..layout import Context, Pipeline
+from ..layout import Context, Pipeline, coded_of
+from ..parallel import Savings
 
 _AXES = tuple(asdict(Axes()))
 
@@ -45,6 +48,22 @@ def laid_out(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Callable[[
     """What lays a model onto a mesh of these sizes."""
     (pipeline, context), asked = ways_of(options, sizes), fp8_of(options)
     return lambda found: found.run_by(pipeline).in_context(context).in_fp8(in_fp8(*asked, found.table))
+
+
+def savings_of(options: Mapping[str, Any]) -> Savings:
+    """An option for each field that a plan asks for."""
+    names = ("recompute", "offload", "gather_once", "sum_once")
+    return Savings(**{name: options[name] for name in names})
+
+
+def state_of(options: Mapping[str, Any]) -> torch.dtype | None:
+    """`state_dtype` of `mw.Engine`."""
+    return None if options["state_dtype"] is None else getattr(torch, options["state_dtype"])
+
+
+def coded_in(blueprint: Blueprint, state: torch.dtype | None) -> tuple[str, ...]:
+    """The parameters whose moments are in 8 bits."""
+    return coded_of(blueprint.table, blueprint.table.params) if state == torch.uint8 else ()
 
 
 def _pipeline_of(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Pipeline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..layout import (
     Stage,
     Stored,
     Work,
+    coded_of,
     extreme_ranks,
     gathered_low,
     most_kept,
@@ -32,11 +33,12 @@ from ..layout import (
 )
 from ..layout.schedule import Orders
 from ..mesh import Memory
-from ..parallel import Savings
+from ..parallel import Savings, gathers_wide, mark
 
 TOKENS = 8192  # of a micro-batch of a data rank, where none are given
 COMPUTE = torch.bfloat16  # as `mw.load` has it
 GB = 10**9
+ON_HOST = " on the host"
 
 # Memory as the maker names it: some bytes more are there, some of them taken before a run begins.
 DEVICES = {"H100": 80 * GB, "H200": 141 * GB, "B200": 180 * GB, "L40S": 48 * GB, "MI300X": 192 * GB}
@@ -76,6 +78,19 @@ class RankMemory:
     def num_bytes(self) -> int:
         return sum(s.num_bytes for s in self.stored)
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """By what they are, and where."""
+        return {s.what + ON_HOST * s.host: s.num_bytes for s in self.stored}
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(s.num_bytes for s in self.stored if s.host)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.num_bytes - self.host_bytes
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -90,7 +105,8 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """`device`: the bytes of a device, where one was named."""
+    """`device`: the bytes of a device, where one was named. `savings`: as `mw.load` takes them; what the blueprint
+    says of its traffic gives way to them. `state_dtype`: as `mw.Engine` takes it."""
 
     model: str  # as the user names it
     blueprint: Blueprint
@@ -98,12 +114,14 @@ class Figures:
     work: Work
     device: int | None = None
     head: str = "lm"
+    savings: Savings = Savings()
+    state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """What is left open of the pipeline is decided as `mw.load` decides it. A device of unknown size holds
         nothing."""
-        savings = Savings(**asdict(self.blueprint.spec.traffic))
-        settled = with_hold(self.blueprint, self.axes, COMPUTE, savings, self.device or 0)
+        asked = self.blueprint.run_by(self.blueprint.spec.pipeline, self.savings.traffic)
+        settled = with_hold(asked, self.axes, COMPUTE, self.savings, self.device or 0)
         object.__setattr__(self, "blueprint", settled)
         object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_low))
 
@@ -123,6 +141,8 @@ class Figures:
     def unsharded_bytes(self) -> int:
         """Of units that lie on one rank: there is no FSDP, and autograd may keep what their weights are cast to, for
         every micro-batch that is under way in their stage. Of the rank where that is most."""
+        if self.savings.offload:  # FSDP gathers them from the host all the same
+            return 0
         spec, ranks = self.blueprint.spec, self.axes.group(0, ("pp",))
         return max(sum(self._cast_bytes(stage, rank) for stage in spec.stages(self.axes, rank)) for rank in ranks)
 
@@ -146,11 +166,14 @@ class Figures:
 
     @property
     def gathered_low(self) -> frozenset[str]:
-        return gathered_low(self.blueprint.spec, self.blueprint.table.params)
+        return gathered_low(self.blueprint.spec, self.blueprint.table.params, wide=gathers_wide(self.savings))
 
     @property
     def need(self) -> Need:
-        held = Held(widths_of(COMPUTE), frozenset(self.blueprint.table.params), low=self.gathered_low)
+        """What `Model.need` says of a model that is trained as a whole."""
+        table, widths = self.blueprint.table, widths_of(COMPUTE, self.state_dtype)
+        coded = coded_of(table, table.params) if self.state_dtype == torch.uint8 else ()
+        held = Held(widths, frozenset(table.params), self.savings.offload, {}, coded, low=self.gathered_low)
         return Need(self.blueprint.spec, self.axes, held)
 
     @property
@@ -185,13 +208,14 @@ class Figures:
     @cached_property
     def sender(self) -> int:
         """The rank that pays most. The first of a place on pp has the largest part of all that its stages hold."""
-        return max(self.axes.group(0, ("pp",)), key=lambda rank: sum(c.count * c.num_bytes for c in self._bill(rank)))
+        return max(self.axes.group(0, ("pp",)), key=lambda rank: sum(c.count * c.num_bytes for c in self.bill(rank)))
 
     @cached_property
     def charges(self) -> list[Charge]:
-        return self._bill(self.sender)
+        return self.bill(self.sender)
 
-    def _bill(self, rank: int) -> list[Charge]:
+    def bill(self, rank: int) -> list[Charge]:
+        mark(self.blueprint.module, self.savings)
         return engine_bill(self.blueprint, self.axes, rank, self.work, self.router_aux)
 
     @cached_property

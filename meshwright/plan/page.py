@@ -78,7 +78,7 @@ def _memory(figures: Figures) -> str:
         f"No rank stores more than rank {memories[0].rank:,}, and none less than rank {memories[-1].rank:,}."
     )  # fmt: skip
     bars = (_memory_bar(memory, figures, whole) for memory in memories)
-    by_kind, unit = [{s.what: s.num_bytes for s in memory.stored} for memory in memories], unit_of(whole)
+    by_kind, unit = [memory.parts for memory in memories], unit_of(whole)
     rows = [
         [Cell(kind(what), f"key tint{n}"), *(_in(unit, of_rank.get(what, 0)) for of_rank in by_kind)]
         for n, what in enumerate(by_kind[0])
@@ -94,7 +94,7 @@ def _in(unit: Unit, num_bytes: int, style: str = "number") -> Cell:
 
 
 def _memory_bar(memory: RankMemory, figures: Figures, whole: int) -> str:
-    parts = ((s.num_bytes, f"{kind(s.what)}: {s.num_bytes:,} bytes") for s in memory.stored)
+    parts = ((num, f"{kind(what)}: {num:,} bytes") for what, num in memory.parts.items())
     rank = "each rank" if len(figures.memories) == 1 else f"rank {memory.rank:,}"
     device = f" of {nominal(figures.device)}" if figures.device else ""
     label = wrap("div", tag("span", rank), tag("span", size(memory.num_bytes) + device), kind="label")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from math import gcd
 
@@ -16,7 +17,7 @@ from ..blueprint import Blueprint
 from ..engine.arguments import check_late
 from ..engine.fit import Need, widths_of
 from ..errors import ConfigError, LayoutError, MeshError
-from ..layout import Held, Rules, ShardingSpec, check_context, check_fp8, gathered_low, place, program_of
+from ..layout import Held, Rules, ShardingSpec, check_coded, check_context, check_fp8, gathered_low, place, program_of
 from ..mesh import memory_of
 
 RANKS_A_CORE = 16
@@ -89,16 +90,20 @@ def told(refused: Sequence[str]) -> str:
     return "\n  - ".join([f"the mesh is impossible, for {len(refused)} reasons:", *refused])
 
 
-def objections(blueprint: Blueprint, sizes: Mapping[str, int], num_batches: int | None = None) -> list[str]:
+def objections(
+    blueprint: Blueprint, sizes: Mapping[str, int], num_batches: int | None = None, coded: Sequence[str] = ()
+) -> list[str]:
     """Why the model cannot lie on a mesh of these sizes, or go through its pipeline in a step of so many micro-batches:
-    all that is wrong, not what is wrong first."""
+    all that is wrong, not what is wrong first. `coded`: the parameters whose moments are in 8 bits."""
     asked = {**asdict(Axes()), **sizes}
     if min(asked.values()) < 1:
         return [f"{axis}={size} is not a size; give 1 or more" for axis, size in asked.items() if size < 1]
     # tp and ep alone cut dims, and here ep divides: so dims are looked at even where the mesh itself cannot be
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
     found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
-    of_spec, checks = Axes(tp=asked["tp"], cp=asked["cp"]), (check_context, check_fp8)
+    of_spec = Axes(tp=asked["tp"], cp=asked["cp"])
+    of_moments = partial(check_coded, coded=coded, instead="moments in bfloat16")
+    checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, of_moments)
     ways = (*_of_parameters(blueprint, cuts), *(each for c in checks for each in _refused(c, blueprint, of_spec)))
     return [*found, *(() if found else ways), *_of_stages(blueprint, asked["pp"], num_batches)]
 

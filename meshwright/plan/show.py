@@ -17,7 +17,7 @@ from ..layout import draw, ways
 from . import pipeline
 from .figures import Figures
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
-from .wording import NOT_COUNTED, in_unit, kind, large, size, span, unit_of, verdict
+from .wording import NOT_COUNTED, in_unit, kind, large, name_of, saved, size, span, unit_of, verdict
 
 
 def print_plan(figures: Figures) -> None:
@@ -50,6 +50,7 @@ def about(figures: Figures) -> str:
     parts = [counted(axes.world, "rank"), f"{large(figures.num_parameters)} parameters"]
     parts.append(counted(len(figures.blueprint.module.layers), "layer"))
     parts += [counted(experts, "expert")] if experts else []
+    parts += saved(figures)
     return ", ".join(parts)
 
 
@@ -129,7 +130,7 @@ def _memory(figures: Figures) -> Grid:
         grid.add_column(
             f"rank {memory.rank:,} ({which})" if len(figures.memories) > 1 else "each rank", justify="right"
         )
-    by_kind = [{s.what: s.num_bytes for s in memory.stored} for memory in figures.memories]
+    by_kind = [memory.parts for memory in figures.memories]
     for what in by_kind[0]:
         grid.add_row(kind(what), *(in_unit(of_rank.get(what, 0), unit) for of_rank in by_kind))
     grid.add_section()
@@ -169,14 +170,17 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "pipeline": pipeline.as_json(figures) if axes.pp > 1 else None,
         "num_parameters": figures.num_parameters,
         "head": figures.head,
+        "savings": asdict(figures.savings),
+        "state_dtype": None if figures.state_dtype is None else name_of(figures.state_dtype),
         "refused": [],
         "notes": notes(figures),
         "parameters": [asdict(line) for line in parameter_lines(figures)],
         "memory": [
             {
                 "rank": memory.rank,
-                "bytes": {s.what: s.num_bytes for s in memory.stored},
+                "bytes": memory.parts,
                 "total_bytes": memory.num_bytes,
+                "host_bytes": memory.host_bytes,
             }
             for memory in figures.memories
         ],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+import torch
 
 from ..errors import counted
-from .figures import GB, Figures
+from ..parallel import Savings
+from .figures import GB, ON_HOST, Figures
 
 Unit = tuple[str, int]  # its name, and how many bytes it has
 _UNITS = {"TB": 10**12, "GB": GB, "MB": 10**6, "kB": 10**3, "bytes": 1}
@@ -53,7 +56,20 @@ def large(number: int) -> str:
 
 
 def kind(what: str) -> str:
-    return _NAMES.get(what, what)
+    bare = what.removesuffix(ON_HOST)
+    return _NAMES.get(bare, bare) + what.removeprefix(bare)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def saved(figures: Figures) -> list[str]:
+    """What is asked for to save memory or time, as `mw.Savings` and `mw.Engine` call it."""
+    usual, asked = asdict(Savings()), asdict(figures.savings)
+    given = [f"{name}={value}" for name, value in asked.items() if value != usual[name]]
+    state = figures.state_dtype
+    return given + ([] if state is None else [f"state_dtype={name_of(state)}"])
 
 
 @dataclass(frozen=True)
@@ -69,11 +85,12 @@ NOT_COUNTED = "Activations are not counted, nor buffers of collectives and of th
 
 
 def verdict(figures: Figures) -> Verdict:
-    needed, device = figures.most.num_bytes, figures.device
+    needed, device, host = figures.most.device_bytes, figures.device, figures.most.host_bytes
+    beside, there = (f" and {size(host)} on the host", " on it") if host else ("", "")
     if device is None:
-        return Verdict(None, f"{size(needed)} a rank", NOT_COUNTED)
+        return Verdict(None, f"{size(needed)} a rank{beside}", NOT_COUNTED)
     if figures.fits:
-        left = f"A rank stores {size(needed)}, and {size(device - needed)} are left."
+        left = f"A rank stores {size(needed)}{beside}, and {size(device - needed)} are left{there}."
         return Verdict(True, f"fits {nominal(device)}", f"{left} {NOT_COUNTED}")
-    over = f"A rank stores {size(needed)}, which is {size(needed - device)} too much even without activations."
+    over = f"A rank stores {size(needed)}{there}, which is {size(needed - device)} too much even without activations."
     return Verdict(False, f"does not fit {nominal(device)}", f"{over} Way out: {figures.ways_out}.")

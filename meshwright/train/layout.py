@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..axes import Axes
 from ..engine import Context, Savings
 from ..engine.arguments import in_fp8, matching, patterns_of
@@ -35,4 +37,6 @@ def layout_of(config: Config) -> Figures:
         trained = {name for each in patterns_of(config.train.train) for name in matching(each, names, "train")}
         coded = coded_of(blueprint.table, [name for name in names if name in trained])
         check_coded(blueprint.spec, axes, coded, 'state_dtype = "bfloat16"')
-    return Figures(config.model, blueprint, axes, work_of(axes, config.train.length, num_batches))
+    state = getattr(torch, config.optim.state_dtype) if config.optim.state_dtype else None
+    work, savings = work_of(axes, config.train.length, num_batches), savings_of(config.train)
+    return Figures(config.model, blueprint, axes, work, savings=savings, state_dtype=state)

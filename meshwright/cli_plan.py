@@ -1,0 +1,84 @@
+"""The command `meshwright plan`: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+
+from .cli_options import TINY, add_mesh, positive, print_json
+from .errors import MeshError
+from .log import Clock
+
+EXAMPLES = """examples:
+  meshwright plan path/to/Qwen3-30B-A3B --mesh fsdp=64,ep=8 --device 80GB
+  meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device H100 --tokens 16384     from the hub: only the config
+  meshwright plan path/to/config.json --mesh fsdp=32,tp=8,ep=64 --html plan.html    a page with a picture of the mesh
+  meshwright plan Qwen/Qwen3-8B --mesh pp=4,fsdp=2 --micro-batches 16 --schedule zero-bubble    how long ranks wait
+  meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device 40GB --recompute full --state-dtype bfloat16    with savings
+  meshwright plan my-critic --mesh fsdp=4 --head value --json
+  meshwright plan tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
+"""
+ABOUT = """What a model needs on a mesh: bytes of every rank, every collective of a step, and whether it fits.
+
+It reads config.json (and the headers of the weights, where they are), starts no process and needs no device.
+Activations are not counted: what does not fit cannot run, what fits may still run out of memory.
+Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh is impossible, and why.
+"""
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan", help="what a model needs on a mesh, with no process and no device", description=ABOUT,
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    plan.set_defaults(run=_plan)
+    plan.add_argument("model", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
+    plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
+    plan.add_argument("--tokens", type=positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
+    plan.add_argument("--micro-batches", type=positive, default=1, metavar="N", help="in a step (default 1)")
+    add_mesh(plan)
+    _add_savings(plan)
+    plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
+    plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
+
+
+def _add_savings(command: argparse.ArgumentParser) -> None:
+    """As `mw.Savings` and `mw.Engine` name them."""
+    group = command.add_argument_group("what saves memory or time")
+    group.add_argument(
+        "--recompute", default="none", choices=["none", "selective", "full"],
+        help="what backward makes again instead of keeping it (default none)",
+    )  # fmt: skip
+    group.add_argument("--offload", action="store_true", help="parameters, gradients and moments lie on the host")
+    group.add_argument("--gather-once", action="store_true", help="parameters are gathered once a step")
+    group.add_argument("--sum-once", action="store_true", help="gradients are summed once a step")
+    group.add_argument(
+        "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from . import plan  # imports torch: --help should not wait for it
+    from .axes import Axes
+    from .plan.show import as_json, print_plan
+
+    target = plan.check_target(options.html) if options.html else None
+    device = plan.device_bytes(options.device) if options.device else None
+    sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
+    savings, state = plan.savings_of(vars(options)), plan.state_of(vars(options))
+    laid_out = plan.laid_out(vars(options), sizes)
+    blueprint = laid_out(plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower))
+    refused = plan.objections(blueprint, sizes, options.micro_batches, plan.coded_in(blueprint, state))
+    if refused:
+        if options.json:
+            print_json({**origin, "model": options.model, "mesh": sizes, "refused": refused})
+        raise MeshError(plan.told(refused))
+    axes = Axes(**sizes)
+    work = plan.work_of(axes, options.tokens, options.micro_batches)
+    figures = plan.Figures(options.model, blueprint, axes, work, device, options.head, savings, state)
+    if options.json:
+        print_json(as_json(figures, origin))
+    else:
+        print_plan(figures)
+    if target:
+        plan.write_page(target, plan.plan_page(figures, origin))
+    return int(figures.fits is False)

@@ -1,0 +1,120 @@
+"""`meshwright plan` with savings: its bytes and collectives are those of a model that is loaded with the same ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.engine.bill import step_bill
+from meshwright.layout import Charge, Pipeline, Stored
+from meshwright.parallel import Savings
+from meshwright.plan import Figures, work_of
+from tests import tiny, worlds
+from tests.words import words
+
+TOKENS, NUM_BATCHES = 64, 2
+Capture = pytest.CaptureFixture[str]
+CASES: dict[str, tuple[Savings, torch.dtype | None]] = {
+    "recompute selective": (Savings(recompute="selective"), None),
+    "recompute full": (Savings(recompute="full"), None),
+    "offload": (Savings(offload=True), None),
+    "gather once": (Savings(gather_once=True), None),
+    "sum once": (Savings(sum_once=True), None),
+    "both once, all again": (Savings("full", gather_once=True, sum_once=True), torch.bfloat16),
+    "moments in 8 bits": (Savings(), torch.uint8),
+    "moments in bfloat16, on the host": (Savings(offload=True), torch.bfloat16),
+}
+MESHES = {"fsdp=2,tp=2,ep=2": {"fsdp": 2, "tp": 2, "ep": 2}, "pp=2,cp=2": {"pp": 2, "cp": 2}}
+
+
+def _real(source: Path, mesh: dict[str, int], given: list[Any]) -> list[tuple[list[Stored], list[Charge]]]:
+    """Of this rank, with each of the savings."""
+    found = []
+    for savings, state in given:
+        held = mw.Mesh(**mesh, device="cpu")
+        model = mw.load(source, held, savings=savings, pipeline=Pipeline(hold=False if held.axes.pp > 1 else None))
+        bill = step_bill(model, TOKENS, NUM_BATCHES, "previous" if held.axes.pp > 1 else "pooled")
+        found.append((model.need(state).stored(held.rank), bill))
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+def test_a_plan_says_what_a_model_needs(tmp_path: Path, name: str, mesh: dict[str, int]) -> None:
+    """Every rank, and all savings of one blueprint in turn: none leaves anything behind for the next."""
+    wide = dict(hidden_size=256, moe_intermediate_size=512)  # matrices with blocks for 8 bits
+    source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16, **wide)
+    ranks = worlds.run(4, _real, source, mesh, list(CASES.values()))
+    axes = Axes(**mesh)
+    blueprint = draw(tiny.of(name, **wide)).run_by(Pipeline(hold=False if axes.pp > 1 else None))
+    work = work_of(axes, TOKENS, NUM_BATCHES)
+    for number, (savings, state) in enumerate(CASES.values()):
+        figures = Figures("it", blueprint, axes, work, savings=savings, state_dtype=state)
+        for rank, real in enumerate(ranks):
+            stored, charges = real[number]
+            assert figures.need.stored(rank) == stored, (rank, savings, state)
+            assert figures.bill(rank) == charges, (rank, savings)
+
+
+def planned(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = cli.main(["plan", "tiny-qwen3-moe", "--mesh", "fsdp=2,ep=2", "--micro-batches", "4", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_each_option_does_what_its_field_does(capsys: Capture) -> None:
+    _, usual = planned(capsys)
+    assert usual["savings"] == {
+        "recompute": "none", "reshard": True, "offload": False, "compiled": False, "gather_once": False,
+        "sum_once": False,
+    }  # fmt: skip
+    assert usual["state_dtype"] is None
+
+    def counts(found: dict[str, Any], op: str) -> int:
+        return sum(row["count"] for row in found["traffic"] if row["op"] == op)
+
+    _, full = planned(capsys, "--recompute", "full")
+    assert counts(full, "all_to_all") > counts(usual, "all_to_all"), "experts send their rows again"
+    _, gathered = planned(capsys, "--gather-once")
+    assert counts(gathered, "all_gather") < counts(usual, "all_gather")
+    _, summed = planned(capsys, "--sum-once")
+    assert counts(summed, "reduce_scatter") < counts(usual, "reduce_scatter")
+    assert "whole gradients of the stages" in summed["memory"][0]["bytes"]
+    code, moved = planned(capsys, "--offload", "--state-dtype", "bfloat16", "--device", "1MB")
+    assert (code, moved["fits"], moved["state_dtype"]) == (0, True, "bfloat16")
+    kept = moved["memory"][0]["bytes"]
+    assert kept["moments on the host"] * 2 == usual["memory"][0]["bytes"]["moments"]
+    assert moved["memory"][0]["host_bytes"] == sum(num for what, num in kept.items() if what.endswith("on the host"))
+
+
+def test_what_is_on_the_host_is_not_on_the_device(capsys: Capture) -> None:
+    command = ["plan", "tiny-qwen3", "--mesh", "fsdp=2", "--offload", "--recompute", "full"]
+    assert cli.main([*command, "--device", "1MB"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    wanted = ["recompute=full, offload=True", "parameters, float32 on the host", "fits 1 MB", "on the host, and"]
+    assert re.search(words(*wanted), said), said
+    assert cli.main([*command, "--device", "10kB"]) == 1
+    assert "Way out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--offload", "--gather-once"], r"offload=True\b.*\bgather_once=True\b.*choose one"),
+        (["--state-dtype", "uint8", "--mesh", "tp=2"], r"moments in 8 bits\b.*\btp=2; choose tp from 1\b.*bfloat16"),
+    ],
+)
+def test_what_a_run_refuses_is_refused(tmp_path: Path, capsys: Capture, options: list[str], told: str) -> None:
+    at = tmp_path / "a.json"
+    at.write_text(json.dumps(tiny.of("qwen3", hidden_size=256, intermediate_size=384)))
+    assert cli.main(["plan", str(at), *options]) == 2
+    err = capsys.readouterr().err
+    assert re.search(told, " ".join(err.split())), err
