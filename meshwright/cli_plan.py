@@ -20,7 +20,7 @@ EXAMPLES = """examples:
 ABOUT = """What a model needs on a mesh: bytes of every rank, every collective of a step, and whether it fits.
 
 It reads config.json (and the headers of the weights, where they are), starts no process and needs no device.
-Activations are not counted: what does not fit cannot run, what fits may still run out of memory.
+Buffers of collectives and of the allocator are not counted: leave a few GB.
 Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh is impossible, and why.
 """
 

@@ -48,20 +48,22 @@ def as_json(capsys: Capture, *arguments: str) -> dict[str, Any]:
     return json.loads(out)
 
 
-def figures_of(config: dict[str, Any], device: int | None = None, **mesh: int) -> Figures:
+def figures_of(config: dict[str, Any], device: int | None = None, tokens: int | None = None, **mesh: int) -> Figures:
     axes = Axes(**mesh)
-    return Figures("a model", draw(config), axes, work_of(axes, None, 1), device)
+    return Figures("a model", draw(config), axes, work_of(axes, tokens, 1), device)
 
 
-PUBLISHED = {  # by hand, from the published sizes: GB of a rank, and of the collectives of a step of 8192 tokens
+# By hand, from the published sizes: GB of a rank, and of the collectives of a step of 8192 tokens. Only activations are
+# not: 152 KiB a layer and token were once measured of the 30B in one process, which is 61 GB.
+PUBLISHED = {
     "30B-A3B": (
-        QWEN3_30B_A3B, "fsdp=64,ep=8", dict(parameters=1.908, gradients=1.908, moments=3.817), 1.396, 1.867, 10.9, 537,
+        QWEN3_30B_A3B, "fsdp=64,ep=8", dict(parameters=1.908, gradients=1.908, moments=3.817), 1.396, 1.867, 60.3, 537,
         {("efsdp=8", "all_gather"): (96, 14.50), ("efsdp=8", "reduce_scatter"): (48, 14.50)},
         {"layers.{i}": 3.675, "rows": 51.54},
     ),
     "235B-A22B": (
         QWEN3_235B_A22B, "fsdp=32,tp=8,ep=64", dict(parameters=3.722, gradients=3.722, moments=7.444), 0.387, 0.467,
-        15.7, 1426,
+        34.5, 1426,
         {("efsdp=4", "all_gather"): (188, 14.19), ("efsdp=4", "reduce_scatter"): (94, 14.19),
          ("tp=8", "all_reduce"): (1, 0.056)},
         {"layers.{i}": 4.931, "rows": 25.23},
@@ -70,18 +72,19 @@ PUBLISHED = {  # by hand, from the published sizes: GB of a rank, and of the col
 
 
 @pytest.mark.parametrize(
-    ("config", "mesh", "kept", "gathered", "passing", "total", "count", "traffic", "lines"), PUBLISHED.values(),
+    ("config", "mesh", "kept", "gathered", "passing", "activations", "count", "traffic", "lines"), PUBLISHED.values(),
     ids=PUBLISHED,
 )  # fmt: skip
 def test_figures_of_published_models(
     tmp_path: Path, capsys: Capture, config: dict[str, Any], mesh: str, kept: dict[str, float], gathered: float,
-    passing: float, total: float, count: int, traffic: dict[Any, Any], lines: dict[str, float],
+    passing: float, activations: float, count: int, traffic: dict[Any, Any], lines: dict[str, float],
 ) -> None:  # fmt: skip
     found = as_json(capsys, directory(tmp_path / "m", config), "--mesh", mesh, "--device", "80GB")
     stored = {what: num_bytes / 1e9 for what, num_bytes in found["memory"][0]["bytes"].items()}
     want = {**kept, "gathered parameters": gathered, "gradients on their way": passing}
+    assert round(stored.pop("activations"), 1) == activations
     assert {what: round(gb, 3) for what, gb in stored.items()} == want
-    assert round(found["memory"][0]["total_bytes"] / 1e9, 1) == total
+    assert round(found["memory"][0]["total_bytes"] / 1e9, 1) == round(sum(want.values()) + activations, 1)
     assert found["fits"] is True
     assert found["total_count"] == count
     by = {(row["over"], row["op"]): row for row in found["traffic"]}
@@ -158,21 +161,32 @@ def test_groups_of_a_large_mesh_take_no_time() -> None:
 
 def test_what_does_not_fit_is_told_with_a_way_out(tmp_path: Path, capsys: Capture) -> None:
     at = directory(tmp_path / "m", QWEN3_30B_A3B)
-    code, out, _ = planned(capsys, at, "--mesh", "fsdp=2,ep=2", "--device", "H100")
+    short = ["--tokens", "64"]
+    code, out, _ = planned(capsys, at, "--mesh", "fsdp=2,ep=2", "--device", "H100", *short)
     assert code == 1
     said = " ".join(out.split())
     assert re.search(
         words("does not fit 80 GB", r"\d GB too much", r"fsdp=8\b.*\b8 ranks", r"Savings\(offload=True\)"), said
     )
-    assert figures_of(QWEN3_30B_A3B, 80 * 10**9, fsdp=8, ep=2).fits, "the way out is one"
-    assert not figures_of(QWEN3_30B_A3B, 80 * 10**9, fsdp=4, ep=2).fits, "and the smallest"
-    assert planned(capsys, at, "--mesh", "fsdp=8,ep=2", "--device", "80GB")[0] == 0
+    assert figures_of(QWEN3_30B_A3B, 80 * 10**9, 64, fsdp=8, ep=2).fits, "the way out is one"
+    assert not figures_of(QWEN3_30B_A3B, 80 * 10**9, 64, fsdp=4, ep=2).fits, "and the smallest"
+    assert planned(capsys, at, "--mesh", "fsdp=8,ep=2", "--device", "80GB", *short)[0] == 0
     assert "fits" not in planned(capsys, at, "--mesh", "fsdp=8,ep=2")[1].replace("whether that fits", "")
 
 
-def test_activations_are_said_not_to_be_counted(capsys: Capture) -> None:
+def test_what_is_not_counted_is_said(capsys: Capture) -> None:
     for options in ([], ["--device", "80GB"]):
-        assert re.search("Activations are not counted", " ".join(planned(capsys, "tiny-qwen3", *options)[1].split()))
+        told = " ".join(planned(capsys, "tiny-qwen3", *options)[1].split())
+        assert re.search("Buffers of collectives and of the allocator are not counted", told)
+        assert re.search(r"activations [\d.]+ [kM]B", told)
+
+
+def test_recomputation_is_a_way_out(capsys: Capture, tmp_path: Path) -> None:
+    asked = [directory(tmp_path / "m", QWEN3_30B_A3B), "--mesh", "fsdp=16,ep=8", "--device", "H100"]
+    code, out, _ = planned(capsys, *asked, "--tokens", "16384")
+    assert code == 1
+    assert 'Savings(recompute="full")' in " ".join(out.split())
+    assert planned(capsys, *asked, "--tokens", "16384", "--recompute", "full")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -350,8 +364,6 @@ def test_what_changes_nothing_is_noted(capsys: Capture) -> None:
     assert "ep=2 changes nothing" in " ".join(out.split())
     assert "efsdp" not in out
     assert "changes nothing" not in planned(capsys, "tiny-qwen3-moe", "--mesh", "fsdp=2,ep=2")[1]
-    alone = " ".join(planned(capsys, "tiny-qwen3-moe", "--mesh", "fsdp=2,ep=2")[1].split())
-    assert re.search(r"also kept as bfloat16 .* not counted", alone), "experts on one rank are not stored in shards"
 
 
 def test_another_way_of_cp(capsys: Capture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,8 +13,10 @@ from ..errors import MeshError, counted
 from ..layout import HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_low, storage
 from ..mesh import Memory
 from ..parallel import Savings, gathers_wide
+from .activations import Passing, most_held
 from .arguments import check_late
 
+ACTIVATIONS = "activations"
 _MOST = 4096  # the largest fsdp that is tried as a way out
 
 
@@ -25,12 +27,24 @@ class Need:
     spec: ShardingSpec
     axes: Axes
     held: Held
+    passing: Passing | None = None  # None: activations are not counted
+    _activations: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # by place on pp
 
     def stored(self, rank: int | None = None) -> list[Stored]:
         """By default of the rank that stores most: the first of a place on pp."""
         ranks = self.axes.group(0, ("pp",)) if rank is None else (rank,)
-        found = (storage(self.spec, self.axes, each, self.held) for each in ranks)
+        found = ([*storage(self.spec, self.axes, each, self.held), *self._passing(each)] for each in ranks)
         return max(found, key=lambda stored: sum(s.num_bytes for s in stored))
+
+    def _passing(self, rank: int) -> list[Stored]:
+        """What passes through the ranks of a place is about the same, and most on the first."""
+        if self.passing is None:
+            return []
+        place = self.axes.coords(rank)["pp"]
+        if place not in self._activations:
+            first = self.axes.group(0, ("pp",))[place]
+            self._activations[place] = most_held(self.spec, self.axes, first, self.passing)
+        return [Stored(ACTIVATIONS, self._activations[place])]
 
 
 def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
@@ -60,7 +74,8 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: S
 
 
 def refuse_too_large(need: Need, memory: Memory) -> None:
-    """Activations are not counted: what is refused cannot run, and what is not may still fail."""
+    """Before the first step nobody knows how many tokens will come, so activations are not counted: what is refused
+    cannot run, and what is not may still fail."""
     stored = need.stored()
     if fits(stored, memory):
         return
@@ -87,6 +102,10 @@ def ways_out(need: Need, memory: Memory) -> str:
     enough = next((r.axes for r in larger if fits(r.stored(), memory)), None)
     if enough is not None:
         found.append(f"fsdp={enough.fsdp} ({counted(enough.world, 'rank')})")
+    passing = need.passing
+    if passing is not None and passing.savings.recompute != "full":
+        light = replace(need, passing=replace(passing, savings=replace(passing.savings, recompute="full")))
+        found += ['Savings(recompute="full")'] if fits(light.stored(), memory) else []
     offloaded = replace(need, held=replace(need.held, offload=True))
     if not need.held.offload and fits(offloaded.stored(), memory):
         host = sum(s.num_bytes for s in offloaded.stored() if s.host)

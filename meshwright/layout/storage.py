@@ -1,4 +1,5 @@
-"""The other half of the bill: the bytes that a rank holds in a step, whatever its data. Activations come on top."""
+"""The other half of the bill: the bytes that a rank holds in a step, whatever its data. Activations come on top
+(`engine/activations.py`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -197,7 +197,13 @@ class Decoder(nn.Module):
             belongs_to(layer, layer=int(number))
         self.scores = HEAD_OF[head].scores  # what a forward may be asked for
 
-    def part(self, layers: range, *, first: bool, last: bool) -> Decoder:
+    def with_layers(self, numbers: Iterable[int]) -> Decoder:
+        """The same, with these of its layers alone and without a tower: shared, not copied."""
+        part = self.part(numbers, first=True, last=True)
+        part.embed, part.head, part.tower = self.embed, self.head, None
+        return part
+
+    def part(self, layers: Iterable[int], *, first: bool, last: bool) -> Decoder:
         """A stage: some of the layers under their own numbers, so that names are those of the whole."""
         part = Decoder.__new__(Decoder)  # no copy: it would share the hooks that torch hangs on a module
         nn.Module.__init__(part)

@@ -18,6 +18,7 @@ from meshwright.ops.loss import combine_stats, token_stats
 from meshwright.ops.norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
 from meshwright.ops.numbers import Grid, Numbers, Weight
 from meshwright.ops.once import Choices
+from meshwright.ops.planned import on_host, planned_for
 from meshwright.ops.product import linear, linears
 from meshwright.ops.quantised import Quantised
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.ops import planned
 from meshwright.ops.documents import Documents, check_tokens
 from meshwright.ops.kernels import NARROW, SLOW, fastest, takes, uncompiled
 from meshwright.ops.product import product_dtype
@@ -31,13 +32,15 @@ def attention(
     if heads % kv_heads:
         raise ValueError(f"{kv_heads} kv heads do not divide {heads} query heads")
     if not causal:
-        op = fastest(_varlen_both_ways, _both_ways, (q_THK, k_TGK, v_TGK)) if num else _both_ways
+        given = (q_THK, k_TGK, v_TGK)
+        op = fastest(_varlen_both_ways, _both_ways, given, planned=planned.attention) if num else _both_ways
         return op(q_THK, k_TGK, v_TGK, docs)
     if num == whole:
-        return fastest(_varlen, _by_document, (q_THK, k_TGK, v_TGK))(q_THK, k_TGK, v_TGK, docs)
+        op = fastest(_varlen, _by_document, (q_THK, k_TGK, v_TGK), planned=planned.attention)
+        return op(q_THK, k_TGK, v_TGK, docs)
     start, docs = docs.reaching(first, first + num)
     k_TGK, v_TGK = (x[start : start + docs.bounds[-1]] for x in (k_TGK, v_TGK))
-    op = fastest(_varlen_late, _by_document, (q_THK, k_TGK, v_TGK), _late, lengths=(67, 130))
+    op = fastest(_varlen_late, _by_document, (q_THK, k_TGK, v_TGK), _late, (67, 130), planned.attention)
     return op(q_THK, k_TGK, v_TGK, docs)
 
 
@@ -91,6 +94,8 @@ def _of_one(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, causal: bool) -> Tensor
     if q_THK.device.type not in SLOW and q_THK.dtype not in NARROW:
         # no kernel of torch's shares kv heads in float32 there: it would hold all scores at once
         k_TGK, v_TGK = (x.repeat_interleave(q_THK.shape[1] // x.shape[1], dim=1) for x in (k_TGK, v_TGK))
+    if q_THK.device.type == "meta":
+        return planned.attention(q_THK, k_TGK, v_TGK)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_TGK, v_TGK))
     num, whole = len(q_THK), len(k_TGK)
     seen = (

@@ -17,8 +17,10 @@ from meshwright.ops.memory import fresh, give_back_before
 from meshwright.ops.norms import swiglu, upcast
 from meshwright.ops.numbers import Weight, kept, restored
 from meshwright.ops.once import once
+from meshwright.ops.planned import kind_of, on_host
 from meshwright.ops.product import operand, product_dtype
 
+_GROUPING = (9, 10)  # GPUs from Hopper to Blackwell
 _TILE = 16  # rows that CPUs with matrix registers multiply at once
 
 
@@ -57,15 +59,17 @@ def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
     it does not pad rows, which bf16 wants there (`_factor`). On a GPU it has a kernel for bf16 from Hopper to
     Blackwell; elsewhere it loops as we do, but waits for the device at each product.
     """
-    if x_ND.device.type == "cpu":
+    if kind_of(x_ND.device) == "cpu":
         kernel = x_ND.dtype == torch.float32
     else:
-        kernel = x_ND.dtype == torch.bfloat16 and _capability(x_ND.device)[0] in (9, 10)
+        kernel = x_ND.dtype == torch.bfloat16 and _capability(x_ND.device)[0] in _GROUPING
     return kernel and all(width * x_ND.element_size() % 16 == 0 for width in down_EDF.shape[1:])
 
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
+    if device.type == "meta":  # a GPU is planned for that has the kernel
+        return _GROUPING[0], 0
     found: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
     return found
 
@@ -155,7 +159,7 @@ def _looped(
     x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, fp8: tuple[bool, bool] = (False, False)
 ) -> Tensor:
     """One expert after the other. Needs the counts on the host: on a GPU it waits for the device."""
-    counts = counts_E.tolist()
+    counts = on_host(counts_E, len(x_ND))
     hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts, fp8[0])
     y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR), down_EDF, counts, fp8[1])
     return y_ND
@@ -217,7 +221,7 @@ def _factor(rows: Tensor) -> Tensor:
     number in every step.
     """
     wide = rows.to(product_dtype(rows))
-    if wide.dtype != torch.bfloat16 or rows.device.type != "cpu":
+    if wide.dtype != torch.bfloat16 or kind_of(rows.device) != "cpu":
         return wide
     step = max(_TILE, (1 << len(rows).bit_length()) >> 4)  # an eighth of the power of two below: few numbers, few zeros
     return F.pad(wide, (0, 0, 0, -len(rows) % step))

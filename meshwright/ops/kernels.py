@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshwright.log import logger
 from meshwright.ops.documents import Documents, documents
+from meshwright.ops.planned import kind_of
 
 Op = Callable[..., Tensor]
 Realism = Callable[[list[Tensor]], list[Tensor]]
@@ -39,16 +40,20 @@ def uncompiled(op: Plain) -> Plain:
 
 
 def fastest(
-    kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list, lengths: Sequence[int] = _LENGTHS
-) -> Op:
-    """`kernel` where it agrees with `plain` on inputs like these, `plain` elsewhere. Both take `(*inputs, docs)`.
+    kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list, lengths: Sequence[int] = _LENGTHS,
+    planned: Op | None = None,
+) -> Op:  # fmt: skip
+    """`kernel` where it agrees with `plain` on inputs like these, `plain` elsewhere. Both take `(*inputs, docs)`, and
+    so does what stands for the kernel on the meta device.
 
     `real` turns random normal numbers, of documents of these `lengths`, into such as the op is given. The first call
     for a device, dtype and head size tries both, and waits for the device. Only bfloat16 and float16: such kernels
     multiply float32 in TF32, which is a thousand times coarser.
     """
-    if inputs[0].device.type in SLOW or inputs[0].dtype not in NARROW:
+    if kind_of(inputs[0].device) in SLOW or inputs[0].dtype not in NARROW:
         return plain
+    if inputs[0].device.type == "meta":
+        return planned or plain
     key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
     if key not in _agreed:
         _agreed[key] = apart(lambda: agrees(kernel, plain, inputs, real, lengths), inputs[0].device)

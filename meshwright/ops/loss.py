@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.ops.memory import fresh
 from meshwright.ops.norms import at_least_float32, upcast
+from meshwright.ops.planned import kind_of
 from meshwright.ops.product import operand, product_dtype
 
 CHUNK = 1024  # tokens whose logits exist at once
@@ -125,7 +126,7 @@ def _local(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 
 def _few_rows(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same rows of all of them, as many as are widened together."""
-    at_once = _WIDENED_ON_CPU if logits_TV.device.type == "cpu" else _WIDENED
+    at_once = _WIDENED_ON_CPU if kind_of(logits_TV.device) == "cpu" else _WIDENED
     rows = max(1, at_once // max(1, logits_TV.shape[1]))
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
 

@@ -15,12 +15,13 @@ from meshwright.ops.fp8 import fp8_linear, stacked
 from meshwright.ops.kernels import uncompiled
 from meshwright.ops.late import is_late, left_for_later
 from meshwright.ops.numbers import Numbers, Weight, kept, restored
+from meshwright.ops.planned import kind_of
 from meshwright.ops.quantised import Quantised
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """x's own; but float32 for bf16 on a CPU that has no such instructions: there, it takes up to 100 times as long."""
-    slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _cpu_has_bf16()
+    slow = x.dtype == torch.bfloat16 and kind_of(x.device) == "cpu" and not _cpu_has_bf16()
     return torch.float32 if slow else x.dtype
 
 

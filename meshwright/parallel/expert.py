@@ -30,7 +30,7 @@ def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str, at: str) -> 
     with waiting_at(at, "the counts"):
         from_rank_RE = exchange(counts_E, even, even, group).view(size, -1)
     # The host must know the sizes of the pieces. This is the only place of a step that waits for the device.
-    sent, received = torch.stack([counts_E.view(size, -1).sum(1), from_rank_RE.sum(1)]).tolist()
+    sent, received = ops.on_host(torch.stack([counts_E.view(size, -1).sum(1), from_rank_RE.sum(1)]), len(x_ND))
     rows_ND = Exchange.apply(x_ND, received, sent, group, at)
     num_here = from_rank_RE.shape[1]
     expert_N = (

@@ -14,6 +14,7 @@ import torch
 
 from ..axes import DENSE, EXPERT, Axes
 from ..blueprint import Blueprint
+from ..engine.activations import Passing
 from ..engine.bill import engine_bill
 from ..engine.fit import Need, fits, ways_out, widths_of, with_hold
 from ..errors import ConfigError
@@ -21,14 +22,11 @@ from ..layout import (
     Action,
     Charge,
     Held,
-    Stage,
     Stored,
     Work,
     coded_of,
     extreme_ranks,
     gathered_low,
-    most_kept,
-    padded,
     program_of,
 )
 from ..layout.schedule import Orders
@@ -137,21 +135,6 @@ class Figures:
         views = (*DENSE, *EXPERT) if self.blueprint.balance.num_experts else DENSE
         return [axis for axis in dict.fromkeys(views) if self.axes.size_of(axis) > 1]
 
-    @property
-    def unsharded_bytes(self) -> int:
-        """Of units that lie on one rank: there is no FSDP, and autograd may keep what their weights are cast to, for
-        every micro-batch that is under way in their stage. Of the rank where that is most."""
-        if self.savings.offload:  # FSDP gathers them from the host all the same
-            return 0
-        spec, ranks = self.blueprint.spec, self.axes.group(0, ("pp",))
-        return max(sum(self._cast_bytes(stage, rank) for stage in spec.stages(self.axes, rank)) for rank in ranks)
-
-    def _cast_bytes(self, stage: Stage, rank: int) -> int:
-        axes, spec, at = self.axes, self.blueprint.spec, self.axes.coords(rank)
-        alone = [u for u in stage.units if prod(axes.sizes(("replicate", *u.shard))) == 1]
-        num_kept = most_kept([action for action in self.orders[at["pp"]] if action.stage == stage.number])
-        return num_kept * sum(padded(u, spec, axes, at) for u in alone) * self.work.compute_bytes
-
     @cached_property
     def orders(self) -> Orders:
         """What each place on pp does in a step, in its order."""
@@ -168,13 +151,20 @@ class Figures:
     def gathered_low(self) -> frozenset[str]:
         return gathered_low(self.blueprint.spec, self.blueprint.table.params, wide=gathers_wide(self.savings))
 
-    @property
+    @cached_property
     def need(self) -> Need:
         """What `Model.need` says of a model that is trained as a whole."""
         table, widths = self.blueprint.table, widths_of(COMPUTE, self.state_dtype)
         coded = coded_of(table, table.params) if self.state_dtype == torch.uint8 else ()
         held = Held(widths, frozenset(table.params), self.savings.offload, {}, coded, low=self.gathered_low)
-        return Need(self.blueprint.spec, self.axes, held)
+        return Need(self.blueprint.spec, self.axes, held, self.passing)
+
+    @property
+    def passing(self) -> Passing | None:
+        """None of a model that has memory already: a sketch is made of one that is only drawn."""
+        if not next(self.blueprint.module.parameters()).is_meta:
+            return None
+        return Passing(self.work.tokens, self.work.num_batches, COMPUTE, self.savings)
 
     @property
     def num_parameters(self) -> int:

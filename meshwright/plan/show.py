@@ -62,11 +62,6 @@ def notes(figures: Figures) -> list[str]:
         found.append(f"cp={figures.axes.cp}, by mixer: {way}. --context (mw.Context) chooses another way.")
     if figures.axes.ep > 1 and not figures.blueprint.balance.num_experts:
         found.append(f"ep={figures.axes.ep} changes nothing of this model: it has no experts.")
-    if figures.unsharded_bytes:
-        found.append(
-            f"What is not stored in shards is also kept as bfloat16 from forward to backward, up to "
-            f"{size(figures.unsharded_bytes)}: not counted."
-        )
     return found + (pipeline.notes(figures) if figures.axes.pp > 1 else [])
 
 

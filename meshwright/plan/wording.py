@@ -81,7 +81,7 @@ class Verdict:
     more: str
 
 
-NOT_COUNTED = "Activations are not counted, nor buffers of collectives and of the allocator: they come on top."
+NOT_COUNTED = "Buffers of collectives and of the allocator are not counted: they come on top."
 
 
 def verdict(figures: Figures) -> Verdict:
@@ -92,5 +92,5 @@ def verdict(figures: Figures) -> Verdict:
     if figures.fits:
         left = f"A rank stores {size(needed)}{beside}, and {size(device - needed)} are left{there}."
         return Verdict(True, f"fits {nominal(device)}", f"{left} {NOT_COUNTED}")
-    over = f"A rank stores {size(needed)}{there}, which is {size(needed - device)} too much even without activations."
+    over = f"A rank stores {size(needed)}{there}, which is {size(needed - device)} too much."
     return Verdict(False, f"does not fit {nominal(device)}", f"{over} Way out: {figures.ways_out}.")

@@ -1,0 +1,70 @@
+"""A rank's part of a model as it would run there, without memory and without other ranks: to see what it will hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..axes import Axes
+from ..layout import ShardingSpec, Span, Stage, cut, find, matrix_shape, place
+from ..models import Decoder
+from ..models.decoder import Embedding
+from . import context, expert, recompute, tensor
+from .savings import Savings
+
+
+class Paper:
+    """A mesh as far as doors ask it. On the meta device a collective has shapes alone, so no group is asked for."""
+
+    def __init__(self, axes: Axes, rank: int) -> None:
+        self.axes, self.coords = axes, axes.coords(rank)
+
+    def name_of(self, _: object) -> str:
+        return "nobody"
+
+
+def sketched(
+    spec: ShardingSpec, stage: Stage, paper: Any, compute: torch.dtype, savings: Savings, layers: Sequence[int]
+) -> Decoder:
+    """Some layers of a stage on the meta device, with what is before and behind all layers. Its doors are armed."""
+    of_stage: Decoder = stage.module
+    model = of_stage.with_layers(layers)
+    widths = dict(_widths(spec, stage, paper.axes, compute, savings))
+    given = {id(p): _shaped(p, name, spec, paper, widths[name]) for name, p in model.named_parameters()}
+    sketch = deepcopy(model, dict(given))
+    for name, span in find(sketch, Span):
+        span.start, span.stop = spec.rules.span(span.dim, span.size, paper.axes, paper.coords, name)
+    for name in spec.fp8 & {name for name, _ in sketch.named_parameters()}:
+        owner, _, last = name.rpartition(".")
+        sketch.get_submodule(owner).in_fp8 |= {last}  # type: ignore[operator]
+    if isinstance(sketch.embed, Embedding):
+        sketch.embed.compute = compute
+    tensor.arm(sketch, paper)
+    context.arm(replace(spec, module=sketch), sketch, paper)
+    expert.arm(sketch, paper)
+    recompute.arm(sketch, replace(savings, compiled=False))
+    return sketch
+
+
+def _widths(
+    spec: ShardingSpec, stage: Stage, axes: Axes, compute: torch.dtype, savings: Savings
+) -> Iterator[tuple[str, torch.dtype]]:
+    """As the work finds each parameter: what FSDP gathers is as narrow as the work, what it leaves is as stored."""
+    stored = torch.promote_types(compute, torch.float32)
+    for unit in stage.units:
+        wrapped = savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
+        for name in unit.params:
+            yield name, compute if wrapped and not spec.table[name].float32 else stored
+
+
+def _shaped(given: nn.Parameter, name: str, spec: ShardingSpec, paper: Any, dtype: torch.dtype) -> nn.Parameter:
+    param = spec.table[name]
+    box = cut(param, place(param, spec.rules, paper.axes), paper.axes, paper.coords)
+    made = torch.empty(matrix_shape(param, box.shape), device="meta", dtype=dtype)
+    return nn.Parameter(made, requires_grad=given.requires_grad)

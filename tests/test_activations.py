@@ -1,0 +1,129 @@
+"""What a step holds beside parameters: what is found on the meta device is what torch counts in a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from bench.memory import counted, said
+from bench.scale import QWEN3_5_397B
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.engine import activations
+from meshwright.engine.activations import Live, Passing, most_held
+from meshwright.engine.fit import ACTIVATIONS, Need, widths_of
+from meshwright.layout import Held
+from meshwright.ops import planned
+from tests import parts, tiny, trials
+
+F32, BF16 = torch.float32, torch.bfloat16
+TOKENS = 2048
+ALLOWED = {"none": 0.02, "full": 0.02, "selective": 0.06}  # the profiler also counts what the host makes of data
+CASES = [
+    *((name, {}, kind) for name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe") for kind in ("none", "full")),
+    *((name, {}, "selective") for name in ("qwen3_moe", "qwen3_5")),
+    *((name, dict(tp=2), kind) for name in ("qwen3_tied", "qwen3_5_moe") for kind in ("none", "full")),
+    *((name, dict(fsdp=2, ep=2), kind) for name in ("qwen3_moe", "qwen3_5_moe") for kind in ("none", "full")),
+    *((name, dict(cp=2), "none") for name in ("qwen3", "qwen3_5")),
+    *((name, dict(pp=2), kind) for name in ("qwen2", "qwen3_moe") for kind in ("none", "full")),
+]
+
+
+def case_id(case: Any) -> str:
+    name, mesh, kind = case
+    return f"{name}-{trials.named(mesh)}-{kind}"
+
+
+@pytest.mark.parametrize("case", parts.every(3, CASES), ids=case_id)
+def test_what_torch_counts(case: tuple[str, Mapping[str, int], str]) -> None:
+    name, mesh, kind = case
+    asked = (tiny.of(name), mesh, F32, mw.Savings(recompute=kind), TOKENS)
+    due = sum(said(*asked).values())
+    assert due / counted(*asked) == pytest.approx(1, abs=ALLOWED[kind])
+
+
+# One layer of each kind runs. The others are added.
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
+def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is to the byte what it is where all layers run."""
+    more = dict(num_hidden_layers=6, mlp_only_layers=[1, 4], layer_types=["linear_attention", "full_attention"] * 3)
+    config = tiny.of(name)
+    spec, work = draw({**config, **{k: v for k, v in more.items() if k in config}}).spec, passing(kind)
+    found = most_held(spec, Axes(tp=2), 0, work)
+    monkeypatch.setattr(activations, "_kinds", lambda _, stage: [[int(number)] for number in stage.module.layers])
+    assert most_held(spec, Axes(tp=2), 0, work) == found
+
+
+def passing(kind: str = "none", num_batches: int = 1, device: str = "cuda") -> Passing:
+    return Passing(256, num_batches, BF16, mw.Savings(recompute=kind), device)
+
+
+def test_what_is_freed_is_not_held() -> None:
+    known = torch.empty(100, device="meta")
+    with Live([known]) as live:
+        a = known + 1
+        b = a * 2
+        assert live.now == 800
+        view = b.view(10, 10)
+        del a, b
+        assert live.now == 400, "a view holds what it looks at"
+        del view
+        known.mul_(2)
+        assert (live.now, live.most) == (0, 800)
+
+
+# Devices that are not here.
+
+MESHES = [dict(fsdp=2, tp=2), dict(cp=2), dict(fsdp=2, ep=2), dict(pp=2), dict(fsdp=2, cp=2, tp=2, ep=4)]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+def test_a_gpu_is_planned_for_on_any_mesh(name: str) -> None:
+    for sizes in MESHES:
+        held = {kind: most_held(draw(tiny.of(name)).spec, Axes(**sizes), 0, passing(kind)) for kind in ("none", "full")}
+        assert 0 < held["full"] < 1.01 * held["none"], sizes  # of a stage with one layer it saves nothing
+
+
+def test_its_kernels_hold_no_scores() -> None:
+    """Of attention they keep operands and results, of the delta rule operands and a system for each chunk."""
+    T, heads, kv, K = 100, 8, 2, 16
+    q, k, v = (torch.empty(T, n, K, dtype=BF16, device="meta", requires_grad=True) for n in (heads, kv, kv))
+    with planned.planned_for("cuda"), Live([q, k, v]) as live:
+        o = mw.ops.attention(q, k, v, mw.ops.documents([60, 40], "meta"))
+        assert live.now == T * heads * (K * 2 + 4)
+        o.sum().backward()
+    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]  # type: ignore[union-attr]
+
+
+def test_a_late_schedule_holds_what_gradients_of_weights_need() -> None:
+    spec = draw(tiny.of("qwen3", num_hidden_layers=4)).spec
+    held = {
+        name: most_held(replace(spec, pipeline=mw.Pipeline(name)), Axes(pp=2), 0, passing(num_batches=4))
+        for name in ("1f1b", "zero-bubble")
+    }
+    one = most_held(spec, Axes(pp=2), 0, passing())
+    assert one < held["1f1b"] <= held["zero-bubble"]
+
+
+def test_a_rank_of_16384_is_planned_in_a_second() -> None:
+    spec, began = draw(QWEN3_5_397B).spec, time.process_time()
+    held = most_held(spec, Axes(fsdp=256, tp=8, ep=64, pp=8), 0, Passing(8192, 16))
+    assert time.process_time() - began < 2
+    assert 10**9 < held < 10**12
+
+
+def test_it_is_part_of_what_a_rank_needs() -> None:
+    blueprint = draw(tiny.of("qwen3"))
+    held = Held(widths_of(BF16), frozenset(blueprint.table.params))
+    without, need = (Need(blueprint.spec, Axes(fsdp=2), held, each).stored() for each in (None, passing()))
+    assert need[:-1] == without
+    assert (need[-1].what, need[-1].num_bytes) == (ACTIVATIONS, most_held(blueprint.spec, Axes(fsdp=2), 0, passing()))
