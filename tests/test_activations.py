@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,10 @@ from meshwright.engine import activations
 from meshwright.engine.activations import Live, Passing, most_held
 from meshwright.engine.fit import ACTIVATIONS, Need, widths_of
 from meshwright.layout import Held
+from meshwright.log import logger
+from meshwright.mesh import Memory
 from meshwright.ops import planned
+from meshwright.train.layout import warn_of_memory
 from tests import parts, tiny, trials
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -127,3 +132,24 @@ def test_it_is_part_of_what_a_rank_needs() -> None:
     without, need = (Need(blueprint.spec, Axes(fsdp=2), held, each).stored() for each in (None, passing()))
     assert need[:-1] == without
     assert (need[-1].what, need[-1].num_bytes) == (ACTIVATIONS, most_held(blueprint.spec, Axes(fsdp=2), 0, passing()))
+
+
+@pytest.mark.parametrize(("num_bytes", "warned"), [(10**9, False), (10**6, True)])
+def test_a_run_is_warned_before_it_loads(
+    num_bytes: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parameters would do, and what passes through them would not."""
+    monkeypatch.setattr(logger, "propagate", True)
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    config = mw.train.config_of(
+        model=str(source), out=str(tmp_path / "out"), data=[{"path": "a.jsonl"}], train={"length": 512}
+    )
+    mesh: Any = SimpleNamespace(rank=0, memory=Memory(num_bytes, num_bytes, shared=True))
+    warn_of_memory(config, mesh)
+    told = [record.getMessage() for record in caplog.records if "probably fail" in record.getMessage()]
+    assert len(told) == warned
+    assert all("activations" in each and "choose" in each for each in told)
+    for changed in (dict(train="*norm*"), dict(dtype="float32"), dict(compiled=True)):  # of which nothing is planned
+        caplog.clear()
+        warn_of_memory(config.model_copy(update={"train": config.train.model_copy(update=changed)}), mesh)
+        assert not caplog.records

@@ -76,11 +76,15 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: S
 def refuse_too_large(need: Need, memory: Memory) -> None:
     """Before the first step nobody knows how many tokens will come, so activations are not counted: what is refused
     cannot run, and what is not may still fail."""
+    if not fits(need.stored(), memory):
+        raise MeshError(too_large(need, memory))
+
+
+def too_large(need: Need, memory: Memory) -> str:
+    """By how much, and what would do."""
     stored = need.stored()
-    if fits(stored, memory):
-        return
     parts = ", ".join(f"{s.what} {_gb(s.num_bytes)}{' on the host' if s.host else ''}" for s in stored)
-    raise MeshError(
+    return (
         f"{need.axes} does not fit: a rank needs {_gb(sum(s.num_bytes for s in stored))} ({parts}) and has "
         f"{_gb(memory.device_bytes)}{'' if memory.shared else f', and {_gb(memory.host_bytes)} on the host'}; "
         f"{ways_out(need, memory)}"

@@ -7,10 +7,14 @@ import torch
 from ..axes import Axes
 from ..engine import Context, Savings
 from ..engine.arguments import in_fp8, matching, patterns_of
+from ..engine.fit import fits, too_large
 from ..errors import MeshError
 from ..layout import check_coded, coded_of
 from ..log import logger
+from ..mesh import Mesh
 from ..plan import Figures, find, objections, told, work_of
+from ..plan.figures import COMPUTE
+from ..plan.wording import name_of
 from .config import Config, TrainSection
 
 _SAVINGS = ("recompute", "reshard", "offload", "compiled", "gather_once", "sum_once")
@@ -18,6 +22,18 @@ _SAVINGS = ("recompute", "reshard", "offload", "compiled", "gather_once", "sum_o
 
 def savings_of(section: TrainSection) -> Savings:
     return Savings(**section.model_dump(include={*_SAVINGS}))
+
+
+def warn_of_memory(config: Config, mesh: Mesh) -> None:
+    """Say before minutes of loading that a step will hardly fit. It is no refusal: what FSDP gathers is counted as if
+    all of it were there at once. Nothing is said of what is not planned for: frozen parameters, compiled layers, or
+    another dtype."""
+    train = config.train
+    if mesh.rank or train.compiled or patterns_of(train.train) != ["**"] or train.dtype != name_of(COMPUTE):
+        return
+    need = layout_of(config).need
+    if not fits(need.stored(), mesh.memory):
+        logger.warning("a step will probably fail: %s", too_large(need, mesh.memory))
 
 
 def layout_of(config: Config) -> Figures:

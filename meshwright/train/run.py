@@ -16,7 +16,7 @@ from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
 from .held_out import held_out
-from .layout import savings_of
+from .layout import savings_of, warn_of_memory
 from .loop import EARLY, Habits, Loop, Speed
 from .metrics import JsonLines, Lines, Sink
 from .position import position_of
@@ -54,6 +54,7 @@ class Trainer:
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump(), timeout_s=config.launch.timeout_s)
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
+        warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
         self.data = data_of(config, directory, cache)
         self.model = load(
