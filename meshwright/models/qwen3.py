@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
@@ -118,7 +119,10 @@ class Attention(nn.Module):
         here = self.swap.deal.serving(serves)[self.swap.part]
         of_query = [here.index(head // serves) for head in self.swap.mine]
         even = len(of_query) % num == 0 and of_query == [i * num // len(of_query) for i in range(len(of_query))]
-        return x_TGK if even else x_TGK[:, of_query]
+        if even:
+            return x_TGK
+        of_TK = x_TGK.unbind(1)  # a list as an index would be copied to the device, for which the host waits
+        return torch.stack([of_TK[at] for at in of_query], 1)
 
 
 class SwiGLU(nn.Module):

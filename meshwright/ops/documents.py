@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshwright.ops.sending import sent
+
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
 class Documents:
@@ -93,7 +95,8 @@ def documents(lengths: Sequence[int], device: torch.device | str, padded: int | 
         torch.tensor(counts, dtype=torch.int64, device="cpu"),
     )
     cu_seqlens = torch.tensor(bounds + (total,) * (size - len(bounds)), dtype=torch.int32, device="cpu")
-    return Documents(bounds, cu_seqlens.to(device), (torch.arange(total, device="cpu") - starts_T).to(device))
+    positions_T = torch.arange(total, device="cpu") - starts_T
+    return Documents(bounds, sent(cu_seqlens, device), sent(positions_T, device))
 
 
 def check_tokens(docs: Documents, **streams: Tensor) -> None:

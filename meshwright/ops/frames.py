@@ -16,6 +16,7 @@ from meshwright.ops.documents import Documents, documents
 from meshwright.ops.lookup import lookup
 from meshwright.ops.norms import at_least_float32
 from meshwright.ops.rope import Rotary, rope_frequencies
+from meshwright.ops.sending import sent
 
 MERGED = 2  # patches of a side that become one token
 
@@ -33,7 +34,7 @@ class Frames:
         """Of each patch the number that its frame has."""
         lengths = torch.tensor(self.docs.lengths, dtype=torch.int64, device="cpu")
         each = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
-        return each.repeat_interleave(lengths).to(self.row_P.device)
+        return sent(each.repeat_interleave(lengths), self.row_P.device)
 
 
 def frames(sizes: Sequence[tuple[int, int]], device: torch.device | str) -> Frames:
@@ -42,7 +43,7 @@ def frames(sizes: Sequence[tuple[int, int]], device: torch.device | str) -> Fram
             raise ValueError(f"a frame has {height} x {width} patches; both must be even, and at least {MERGED}")
     places = [_places(*size) for size in sizes]
     none = torch.empty(0, dtype=torch.int64, device="cpu")
-    row_P, col_P = (torch.cat([none, *(each[at] for each in places)]).to(device) for at in (0, 1))
+    row_P, col_P = (sent(torch.cat([none, *(each[at] for each in places)]), device) for at in (0, 1))
     return Frames(tuple(sizes), documents([h * w for h, w in sizes], device), row_P, col_P)
 
 
