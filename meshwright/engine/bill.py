@@ -29,6 +29,7 @@ def engine_bill(blueprint: Blueprint, axes: Axes, rank: int, work: Work, router_
     """The same of any rank of any mesh, without devices and process groups."""
     charges = bill(blueprint.spec, axes, rank, work)
     if axes.world > 1:
+        # Between hosts. More than 32 ranks with accelerators make several of it, among few; the last is of this size.
         charges.append(Charge(place(STEP), "all_gather", DENSE, axes.world * NUMBERS * 8, 1))
         charges += [Charge.of(LOSS), Charge.of(NORM)]
         balance = blueprint.balance

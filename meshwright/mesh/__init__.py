@@ -24,6 +24,7 @@ from ..axes import DENSE, OTHER_NAMES, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError
 from ..watch import Watch, here, waiting_at
 from .collectives import gather
+from .hosts import rounds
 from .memory import Memory, memory_of
 
 
@@ -109,13 +110,26 @@ class Mesh:
             self._group_over[axes] = self._group_of[parts]
         return self._group_over[axes]
 
-    def _make(self, parts: Iterable[tuple[int, ...]], at: str) -> dist.ProcessGroup:
+    def host_groups(self, axes: tuple[str, ...]) -> list[dist.ProcessGroup]:
+        """Those between which the hosts of `axes` tell each other numbers, one for each round: on all ranks or on none,
+        as `process_group`."""
+        if self.device == self.host:
+            return [self.process_group(axes)]
+        if axes not in self._hosts_over:
+            at, parts_of = f"the making of the groups of hosts over {' x '.join(axes)}", rounds(self.axes.groups(axes))
+            for parts in parts_of:
+                if parts not in self._hosts_of:
+                    self._hosts_of[parts] = self._make(parts, at, "gloo")
+            self._hosts_over[axes] = [self._hosts_of[parts] for parts in parts_of]
+        return self._hosts_over[axes]
+
+    def _make(self, parts: Iterable[tuple[int, ...]], at: str, backend: str | None = None) -> dist.ProcessGroup:
         """Every rank makes every group, in the same order. The default group is the user's: his calls in a thread
         (torch's asynchronous save makes some) would meet ours in another order on each rank."""
         made: list[Any] = []
         for ranks in parts:
             with waiting_at(at):
-                group = dist.new_group(list(ranks), timeout=self.timeout)
+                group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
             if self.rank in ranks:
                 made.append(group)
         return made[0]
@@ -127,6 +141,14 @@ class Mesh:
     @cached_property
     def _group_of(self) -> dict[tuple[tuple[int, ...], ...], Any]:
         """By the groups of all ranks."""
+        return {}
+
+    @cached_property
+    def _hosts_over(self) -> dict[tuple[str, ...], list[Any]]:
+        return {}
+
+    @cached_property
+    def _hosts_of(self) -> dict[tuple[tuple[int, ...], ...], Any]:
         return {}
 
     def name_of(self, axes: tuple[str, ...]) -> str:
@@ -167,6 +189,24 @@ class Mesh:
             return x
         with waiting_at(at):
             return gather(x, size, self.name_of(axes))
+
+    def gather_on_hosts(self, numbers: Sequence[float], axes: tuple[str, ...], at: str) -> Tensor:
+        """What every rank of `axes` tells, a row for each, in float64 on the host. No device takes part: what is queued
+        there would have to be done first."""
+        rows = torch.tensor([list(numbers)], dtype=torch.float64, device=self.host)
+        groups = self.host_groups(axes) if self.size_of(axes) > 1 else []
+        with waiting_at(at):
+            for group in groups:
+                rows = gather(rows, group.size(), group.group_name)
+        return rows
+
+    def read(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """Numbers of the device, in float64 on the host. It is one copy, so the host waits once for all of them."""
+        flat = torch.cat([x.double().flatten() for x in found])
+        with waiting_at("what the device has found"):
+            here = flat.to(self.host)
+        parts = here.split([x.numel() for x in found])
+        return [part.view(x.shape) for part, x in zip(parts, found, strict=True)]
 
     def gather_objects(self, x: Any, axes: tuple[str, ...]) -> list[Any]:
         """An object of every rank of `axes`, by pickle. Slow: for what is done once, and for errors."""
@@ -214,8 +254,7 @@ class Mesh:
         all by default.
         """
         axes = DENSE if axes is None else axes
-        mine = torch.tensor([[float(failure is not None), *numbers]], dtype=torch.float64, device=self.device)
-        rows = self.gather_rows(mine, axes, at).to(self.host)
+        rows = self.gather_on_hosts((float(failure is not None), *numbers), axes, at)
         if bool(rows[:, 0].any()):
             reason = None if failure is None else f"{type(failure).__name__}: {failure!s:.1000}"
             told = zip(self.ranks_over(axes).tolist(), self.gather_objects(reason, axes), strict=True)

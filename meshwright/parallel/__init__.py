@@ -95,6 +95,7 @@ def _place(
 def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
     """All ranks make a group together, so all are made now: later, ranks of other stages or replicas are elsewhere."""
     mesh.process_group(REPLICA)
+    mesh.host_groups(REPLICA)
     if mesh.axes.pp == mesh.axes.replicate == 1:
         return  # its ranks come to each of the others together
     late = (axes_left_to_sum(param, spec.rules, mesh.axes) for param in spec.table)
