@@ -3,13 +3,18 @@
 It behaves as an accelerator does where code may forget it: an op that mixes its tensors with those of a CPU raises
 (but for numbers without dims), and data comes back only through `.cpu()`, `.item()` and the like. Call `install` in a
 process of its own: the renaming cannot be undone.
+
+`with Waits() as waits` notes every call at which the host would wait for the work that an accelerator has queued: what
+reads data, what makes a tensor of a size that depends on data, and what copies from memory that is not pinned.
 """
 
 from __future__ import annotations
 
+import traceback
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,6 +26,55 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 NAME = "moon"
 COPIES = ("aten::copy_", "aten::_to_copy")
+READS = (
+    "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
+    "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
+)  # fmt: skip
+_PINNED = "moon_pinned"  # an attribute of tensors on the host
+
+
+class Waits:
+    """Each with the line of meshwright that asked for it."""
+
+    def __init__(self) -> None:
+        self.at: list[str] = []
+
+    def __enter__(self) -> Self:
+        _WAITS.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _WAITS.remove(self)
+
+
+_WAITS: list[Waits] = []
+
+
+def _wait(what: str) -> None:
+    if _WAITS:
+        lines = [frame for frame in traceback.extract_stack() if "/meshwright/" in frame.filename]
+        at = f"{Path(lines[-1].filename).name} {lines[-1].name}" if lines else "?"
+        for waits in _WAITS:
+            waits.at.append(f"{what} at {at}")
+
+
+def _waits_for(func: Any, args: Any, kwargs: Any) -> str:
+    """Why the host would wait in this op; nothing, if it would not."""
+    name = func._schema.name
+    if name in READS:
+        return name
+    if name == "aten::_to_copy":
+        return "" if torch.device(kwargs.get("device") or NAME).type == NAME else "a copy to the host"
+    if name == "aten::copy_":
+        into, x = args[:2]
+        if not isinstance(into, Moon):
+            return "a copy to the host"
+        unpinned = not isinstance(x, Moon) and x.dim() and not (hasattr(x, _PINNED) and args[2:3] == (True,))
+        return "a copy from the host" if unpinned else ""
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None and len(args) == 1:
+        return name
+    masks = [x for x in pytree.tree_leaves(args[1:2]) if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    return f"{name} by a mask" if masks and name in ("aten::index", "aten::index_put_") else ""
 
 
 class Moon(Tensor):
@@ -40,6 +94,7 @@ class Moon(Tensor):
         return f"Moon({self.raw})"
 
     def tolist(self) -> Any:  # torch's own refuses every subclass
+        _wait("tolist")
         return self.raw.tolist()
 
     @classmethod
@@ -51,6 +106,8 @@ class Moon(Tensor):
             raise RuntimeError(
                 f"{func} mixes {NAME} with {astray[0].device}, a tensor of shape {tuple(astray[0].shape)}"
             )
+        if why := _waits_for(func, args, kwargs):
+            _wait(why)
         out = on_cpu(func, args, kwargs)
         if not func._schema.name.startswith("aten::"):  # of a process group
             return out
@@ -116,7 +173,19 @@ def install() -> None:
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         _kernels.impl(name, lambda *args, op=op, **kwargs: on_cpu(op, args, kwargs), "PrivateUse1")
     # `torch.tensor(..., device=)` copies without asking Python first.
-    _kernels.impl("_copy_from", lambda x, into, _=False: on_cpu(Tensor.copy_, (into, x), {}), "PrivateUse1")
+    _kernels.impl("_copy_from", _copy_from, "PrivateUse1")
+    Tensor.pin_memory = _pinned  # type: ignore[method-assign] # torch's own asks the device for such memory
+
+
+def _copy_from(x: Tensor, into: Tensor, _: bool = False) -> Any:
+    _wait("a tensor made of numbers")
+    return on_cpu(Tensor.copy_, (into, x), {})
+
+
+def _pinned(x: Tensor) -> Tensor:
+    made = x.clone()
+    setattr(made, _PINNED, True)
+    return made
 
 
 _kernels = torch.library.Library("aten", "IMPL")

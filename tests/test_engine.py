@@ -352,6 +352,55 @@ def test_pack_takes_whole_numbers_of_any_width(kind: Any) -> None:
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64
 
 
+def stepped(source: Path, mesh: dict[str, int], halves: bool) -> tuple[list[Any], dict[str, Tensor]]:
+    """Steps that clip, at once or by their two halves."""
+    engine, told = build(source, mesh, max_norm=0.01), list[Any]()
+    for _ in range(2):
+        if halves:
+            told += [engine.backward(mine(engine)), engine.update(), engine.router.load_LE.tolist()]
+        else:
+            record = engine.step(mine(engine))
+            assert record.expert_load is not None
+            told += [record.loss, record.grad_norm, record.expert_load.tolist()]
+    return told, _masters(engine)
+
+
+@pytest.mark.parametrize("mesh", parts.every(2, [dict(fsdp=2, tp=2), dict(fsdp=2, ep=2), dict()]), ids=trials.named)
+def test_a_step_is_its_two_halves(tmp_path: Path, mesh: dict[str, int]) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    whole, halves = (worlds.run(trials.world_of(mesh), stepped, source, mesh, each) for each in (False, True))
+    for (told, weights), (expected, due) in zip(whole, halves, strict=True):
+        assert told == expected
+        assert all(torch.equal(weights[name], due[name]) for name in due)
+
+
+def _spoil(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(float("inf"))
+
+
+def overflown(source: Path, mesh: dict[str, int]) -> str:
+    """The loss is a number, and the norm of its gradients is none."""
+    engine = build(source, mesh)
+    before = mw.gather(engine.model)
+    parameter = next(p for name, p in engine.model.parts[0].named_parameters() if "embed" in name)
+    hook = parameter.register_post_accumulate_grad_hook(_spoil)
+    with pytest.raises(mw.NonFiniteError) as told:
+        engine.step(mine(engine))
+    hook.remove()
+    after = mw.gather(engine.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert engine.step(mine(engine)).step == 1, "the next step finds no gradients"
+    return str(told.value)
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2)], ids=trials.named)
+def test_a_norm_that_is_no_number_changes_nothing(source: Path, mesh: dict[str, int]) -> None:
+    for said in worlds.run(trials.world_of(mesh), overflown, source, mesh):
+        assert said.startswith("the gradient norm of step 0 is ")
+        assert said.endswith("; no parameter was changed")
+
+
 def mended_rate(source: Path) -> tuple[float, float]:
     engine = build(source, {}, max_norm=0.01)
     agreed, engine.lr = engine.lr, -1.0

@@ -1,19 +1,25 @@
-"""The engine on a device of another name: no tensor is forgotten on the CPU, and every number is bitwise the CPU's."""
+"""The engine on a device of another name: no tensor is forgotten on the CPU, every number is bitwise the CPU's, and the
+host hardly waits."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import pickle  # noqa: TID251 - between two processes of this test
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright import ops
+from meshwright.axes import DENSE, REPLICA
+from meshwright.mesh.hosts import rounds
 from tests import parts, renamed, tiny, trials, worlds
 
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
@@ -134,3 +140,127 @@ def test_a_tensor_made_without_its_device_is_seen(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch, "arange", forgetful)
     with pytest.raises(mw.RankError, match="mixes moon with cpu"):
         worlds.run(1, compared, source, tmp_path / "o", {}, renamed.NAME, torch.float32, "lm")
+
+
+def waits() -> dict[str, int]:
+    renamed.install()
+    there, here = torch.ones(3, device=renamed.NAME), torch.ones(3)
+    acts: dict[str, Callable[[], object]] = {
+        "item": lambda: there.sum().item(), "tolist": there.tolist, "cpu": there.cpu, "bool": lambda: bool(there.sum()),
+        "copy_": lambda: here.copy_(there), "equal": lambda: torch.equal(there, there), "nonzero": there.nonzero,
+        "mask": lambda: there[there > 0], "made": lambda: torch.tensor([1.0], device=renamed.NAME),
+        "pageable": lambda: here.to(renamed.NAME, non_blocking=True), "pinned": lambda: ops.sent(here, renamed.NAME),
+        "blocking": lambda: here.pin_memory().to(renamed.NAME), "kernel": lambda: there.add_(2.0).sum(),
+        "filled": lambda: there.new_full((1,), 3.0),
+    }  # fmt: skip
+    found = {}
+    for name, act in acts.items():
+        with renamed.Waits() as seen:
+            act()
+        found[name] = len(seen.at)
+    return found
+
+
+def test_what_an_accelerator_would_wait_for_is_seen() -> None:
+    found = worlds.run(1, waits)[0]
+    assert found == {name: int(name not in ("pinned", "kernel", "filled")) for name in found}
+
+
+def waits_of_a_step(
+    source: Path, mesh: dict[str, int], options: dict[str, Any], recompute: Any, slips: bool
+) -> list[str]:
+    renamed.install()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        there = mw.Mesh(**mesh, device=renamed.NAME)
+        model = mw.load(source, there, dtype=torch.float32, savings=mw.Savings(recompute=recompute))
+        engine = mw.Engine(model, lr=1e-2, loss=_looks if slips else _entropic, entropy=True, **options)
+        batches = tiny.batches(there.data_rank)
+        engine.step(batches)  # what is made once is made now
+        with renamed.Waits() as seen:
+            engine.step(batches)
+    return seen.at
+
+
+def _looks(scores: Any, fields: Any) -> Tensor:
+    """A slip of a user, or of ours."""
+    scores["logprobs"].sum().item()
+    return _entropic(scores, fields)
+
+
+WAITING: list[tuple[str, dict[str, int], dict[str, Any], Any]] = [
+    ("qwen3", {}, {}, "none"),
+    ("qwen3", dict(fsdp=2), {}, "full"),
+    ("qwen3", dict(tp=2), dict(state_dtype=torch.uint8), "selective"),
+    ("qwen3", dict(pp=2), dict(state_dtype=torch.bfloat16), "none"),
+    ("qwen3_5_moe", dict(tp=2, ep=2), {}, "none"),
+    ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(router_aux="previous"), "full"),
+    ("qwen3_5_moe", {}, {}, "none"),
+    ("qwen3", dict(replicate=2, tp=2), {}, "none"),
+    ("qwen3", dict(cp=2), {}, "none"),
+]
+
+
+def waits_on_ranks(size: int, *args: Any) -> bytes:
+    torch.set_num_threads(1)
+    return pickle.dumps(worlds.run(size, waits_of_a_step, *args))
+
+
+@pytest.mark.parametrize(("name", "mesh", "options", "recompute"), parts.every(2, WAITING), ids=str)
+def test_a_step_waits_for_the_device_once(
+    fresh: ProcessPoolExecutor, tmp_path: Path, name: str, mesh: dict[str, int], options: dict[str, Any], recompute: str
+) -> None:
+    """And once more for each layer of experts and forward, which must know how many rows it sends."""
+    source = tiny.directory(tmp_path / "m", name, **MODELS[name])
+    args = trials.world_of(mesh), source, mesh, options, recompute, False
+    layers = 3 if "moe" in name else 0
+    num_forwards = 2 * (2 if recompute == "full" else 1)  # of 2 batches
+    for seen in pickle.loads(fresh.submit(waits_on_ranks, *args).result(timeout=100)):
+        assert len(seen) == 1 + layers * num_forwards, seen
+        assert [each for each in seen if "tolist" not in each] == ["a copy to the host at __init__.py read"]
+
+
+def test_one_wait_more_is_seen(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3", **MODELS["qwen3"])
+    run = fresh.submit(waits_on_ranks, 1, source, {}, {}, "none", True)
+    (seen,) = pickle.loads(run.result(timeout=100))
+    assert len(seen) == 3, "one for each of 2 batches"
+    assert sum("aten::_local_scalar_dense" in each for each in seen) == 2
+
+
+def told_between_hosts() -> tuple[list[Any], str]:
+    """As 2,048 ranks do it: in rounds, of which none is among all."""
+    renamed.install()
+    with patch("meshwright.mesh.rounds", functools.partial(rounds, most=2)):
+        mesh = mw.Mesh(replicate=2, fsdp=2, device=renamed.NAME)
+        with renamed.Waits() as seen:
+            rows = mesh.all_or_none(None, "a test", numbers=[mesh.rank, -mesh.rank])
+            here = mesh.all_or_none(None, "a test", numbers=[mesh.rank], axes=REPLICA)
+        assert not seen.at
+        assert [group.size() for group in mesh.host_groups(DENSE)] == [2, 2]
+        try:
+            mesh.all_or_none(ValueError("too much") if mesh.rank == 2 else None, "a test")
+        except (ValueError, mw.RankError) as error:
+            return [rows.tolist(), here.flatten().tolist()], str(error)
+    return [], "nothing"
+
+
+def test_hosts_tell_each_other_in_rounds() -> None:
+    for rank, ((rows, here), said) in enumerate(worlds.run(4, told_between_hosts)):
+        assert rows == [[0, 0], [1, -1], [2, -2], [3, -3]]
+        assert here == ([0, 1] if rank < 2 else [2, 3])
+        assert said == ("too much" if rank == 2 else "rank 2 failed in a test: ValueError: too much")
+
+
+@pytest.mark.parametrize(
+    ("num", "sizes"), [(8, [8]), (32, [32]), (1024, [32, 32]), (16384, [16, 32, 32]), (74, [37, 2])]
+)
+def test_rounds_of_hosts(num: int, sizes: list[int]) -> None:
+    """Each rank is in one group of each round, and what is gathered so lies in the order of ranks."""
+    all_ranks = list(range(3, 3 + num))
+    found = rounds([all_ranks])
+    assert [len(groups[0]) for groups in found] == sizes
+    known = {rank: [rank] for rank in all_ranks}
+    for groups in found:
+        assert sorted(rank for part in groups for rank in part) == all_ranks
+        known = {rank: [each for other in part for each in known[other]] for part in groups for rank in part}
+    assert all(ranks == all_ranks for ranks in known.values())

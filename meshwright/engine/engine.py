@@ -125,20 +125,35 @@ class Engine:
         lr = self.lr if isinstance(self.lr, int | float) else "a schedule"
         return f"Engine(step {self.steps}, lr {lr}, {self.model!r})"
 
+    @names_lost_ranks()
     def step(self, batches: Sequence[Batch]) -> StepRecord:
-        with region("forward and backward"):
-            loss = self.backward(batches)
-        step = self._pending()
+        """`backward` and `update`. The host waits for the device once, for all that it must know before the update."""
+        doing(f"step {self.steps}")
+        step = self._agree(STEP, batches)
+        with self._discards_on_error(), region("forward and backward"):
+            sums, grads = self._sum(self._backward(batches, step)), self.model.grads()
+            found = self.model.mesh.read([sums, self._norm(grads), self.router.load_LE])
+            of_terms, of_router = self._told(found[0])
+            loss = self._finite(of_terms + of_router, "loss")
+            norm = self._finite(found[1].item(), "gradient norm")
         with region("update"):
-            norm = self.update()
-        load = self.router.load_LE.to(self.model.mesh.host, copy=True) if self.router.balance.num_layers else None
-        return StepRecord(self.steps, loss, norm, step.lr, step.num_targets, step.num_tokens, load, step.router_loss)
+            self._apply(step, grads, norm)
+        load = found[2] if self.router.balance.num_layers else None
+        return StepRecord(self.steps, loss, norm, step.lr, step.num_targets, step.num_tokens, load, of_router)
 
     @names_lost_ranks()
     def backward(self, batches: Sequence[Batch]) -> float:
         """Gradients of the loss over all micro-batches of all data ranks, left on the parameters. Returns the loss."""
         doing(f"step {self.steps}")
         step = self._agree(STEP, batches)
+        with self._discards_on_error():
+            of_terms, of_router = self._summed(self._backward(batches, step))
+            loss = self._finite(of_terms + of_router, "loss")
+        self.model.calls.pending = replace(step, router_loss=of_router)
+        return loss
+
+    def _backward(self, batches: Sequence[Batch], step: Step) -> Tensor:
+        """The same up to the loss: this rank's shares of it, on the device."""
 
         def term(batch: Batch, scores: Scores | None) -> tuple[Tensor | None, Tensor]:
             aux = self.router.set_slope(step.num_tokens, step.num_batches)  # backward takes it from there
@@ -148,16 +163,12 @@ class Engine:
             check_trainable(loss)
             return loss, torch.stack([loss.detach().double(), aux])
 
-        with self._discards_on_error():
-            here = self._here(batches, step)
-            shares = parallel.run(self.model, here, self.want, term, f"step {self.steps}")
-            doing(f"step {self.steps}")
-            self._finish(step)
-            self.router.sum_load()
-            of_terms, of_router = self._summed(shares)
-            loss = self._finite(of_terms + of_router, "loss")
-        self.model.calls.pending = replace(step, router_loss=of_router)
-        return loss
+        here = self._here(batches, step)
+        shares = parallel.run(self.model, here, self.want, term, f"step {self.steps}")
+        doing(f"step {self.steps}")
+        self._finish(step)
+        self.router.sum_load()
+        return shares
 
     @names_lost_ranks()
     def update(self) -> float:
@@ -166,6 +177,10 @@ class Engine:
         check_complete(grads, self.model.trainable)
         with self._discards_on_error():
             norm = self._finite(self.norm(grads), "gradient norm")
+        self._apply(step, grads, norm)
+        return norm
+
+    def _apply(self, step: Step, grads: Mapping[str, Tensor], norm: float) -> None:
         with self._marked_half_updated():
             if grads and step.max_norm is not None and norm > step.max_norm:  # a stage may have none
                 torch._foreach_mul_([*grads.values()], step.max_norm / norm)
@@ -175,7 +190,6 @@ class Engine:
             self.steps += 1
             self.tokens += step.num_tokens
         doing(f"step {self.steps - 1} done")
-        return norm
 
     @names_lost_ranks()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -238,8 +252,12 @@ class Engine:
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
         """The norm of finished gradients, given as each rank stores them: every element of the model counts once."""
+        (norm,) = self.model.mesh.read([self._norm(grads)])
+        return norm.item()
+
+    def _norm(self, grads: Mapping[str, Tensor]) -> Tensor:
         mesh = self.model.mesh
-        return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt().item()
+        return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()
 
     def _finish(self, step: Step) -> None:
         """Make the sums that FSDP leaves out, once: a second time would multiply what copies hold."""
@@ -253,16 +271,25 @@ class Engine:
         return self._terms(self.loss, batch, scores).sum() / step.weight
 
     def _summed(self, shares: Tensor) -> list[float]:
-        """The shares of all ranks. Where the loss failed on a rank, every rank raises now: no rank waits any more."""
-        failed = shares.new_tensor([float(self._terms.failure is not None)])
-        *summed, num_failed = self.model.mesh.sum_(torch.cat([shares, failed]), LOSS).tolist()
+        """The shares of all ranks."""
+        (found,) = self.model.mesh.read([self._sum(shares)])
+        return self._told(found)
+
+    def _sum(self, shares: Tensor) -> Tensor:
+        """The shares of all ranks, and on how many ranks the loss has failed: on the device."""
+        failed = shares.new_full((1,), float(self._terms.failure is not None))
+        return self.model.mesh.sum_(torch.cat([shares, failed]), LOSS)
+
+    def _told(self, sums: Tensor) -> list[float]:
+        """The shares. Where the loss failed on a rank, every rank raises now: no rank waits any more."""
+        *summed, num_failed = sums.tolist()
         if num_failed:
             failure, self._terms.failure = self._terms.failure, None
             self.model.mesh.all_or_none(failure, f"the loss of step {self.steps}")
         return summed
 
     def _here(self, batches: Sequence[Batch], step: Step) -> list[Batch]:
-        """All batches on the device, before the first forward: a copy waits for everything that is queued before it."""
+        """All batches on the device."""
         seen = as_all_see(batches, step.pictures, self.model.blueprint.module.tower)
         return [batch.to(self.model.mesh.device) for batch in seen]
 

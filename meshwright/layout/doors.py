@@ -50,10 +50,12 @@ class Door:
 
 
 Back = Callable[[Tensor], Tensor]
+Came = tuple[Tensor, Tensor, list[int] | None, Back]
 
 
 class Dispatch:
-    """The door of a mixture of experts: rows sorted by expert -> rows of this rank's experts, and the way back.
+    """The door of a mixture of experts: rows sorted by expert -> rows of this rank's experts, how many each has (on the
+    device, and on the host if it knows), and the way back.
 
     Five all-to-alls when armed: the counts, rows there and back, and the two of backward. Three more when `again`.
     """
@@ -61,11 +63,11 @@ class Dispatch:
     def __init__(self, num_experts: int, width: int, top_k: int) -> None:
         self.num_experts, self.width, self.top_k = num_experts, width, top_k
         self.again = False
-        self.armed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]] | None = None
+        self.armed: Callable[[Tensor, Tensor], Came] | None = None
 
-    def __call__(self, x_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Back]:
+    def __call__(self, x_ND: Tensor, counts_E: Tensor) -> Came:
         if self.armed is None:
-            return x_ND, counts_E, lambda y_ND: y_ND
+            return x_ND, counts_E, None, lambda y_ND: y_ND
         return self.armed(x_ND, counts_E)
 
 

@@ -113,11 +113,11 @@ class Experts(Low):
         order_N = expert_N.argsort(stable=True)  # by expert; within one, by token
         counts_E = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
         back_N = order_N.argsort()
-        rows_ND, here_E, back = self.dispatch(ops.reordered(x_TD, order_N, back_N), counts_E)
+        rows_ND, here_E, here, back = self.dispatch(ops.reordered(x_TD, order_N, back_N), counts_E)
         matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(here_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
-        y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E, fp8=fp8))
+        y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E, here, fp8=fp8))
         y_TkD = ops.reordered(y_ND, back_N, order_N).unflatten(0, expert_Tk.shape)
         return (y_TkD * weight_Tk[..., None].to(y_TkD.dtype)).sum(1)
 

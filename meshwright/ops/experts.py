@@ -37,9 +37,12 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
 
 @uncompiled
 def experts(
-    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, *, fp8: tuple[bool, bool] = (False, False)
-) -> Tensor:
+    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, counts: list[int] | None = None, *,
+    fp8: tuple[bool, bool] = (False, False),
+) -> Tensor:  # fmt: skip
     """SwiGLU experts on rows sorted by expert, counts_E (int64) of them each; R = 2F rows, [gate; up]. -> y_ND
+
+    `counts`: the same on the host, if it knows them. Without, the loop over experts asks the device, and waits for it.
 
     An expert without rows, or all of them, still get gradients: zeros, never None. `fp8`: whether the products with
     `gate_up` and `down` are in 8 bits. A scale is of one row, or of one expert, so no routing moves it.
@@ -49,7 +52,8 @@ def experts(
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
     if can_group(x_ND, down_EDF) and not any(fp8):  # no grouped kernel has scales for such blocks
         return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E)
-    return _looped(x_ND, gate_up_ERD, down_EDF, counts_E, fp8)
+    known = on_host([counts_E], total=len(x_ND))[0] if counts is None else counts
+    return _looped(x_ND, gate_up_ERD, down_EDF, known, fp8)
 
 
 def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
@@ -156,10 +160,9 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _looped(
-    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, fp8: tuple[bool, bool] = (False, False)
+    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts: list[int], fp8: tuple[bool, bool] = (False, False)
 ) -> Tensor:
-    """One expert after the other. Needs the counts on the host: on a GPU it waits for the device."""
-    counts = on_host(counts_E, len(x_ND))
+    """One expert after the other."""
     hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts, fp8[0])
     y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR), down_EDF, counts, fp8[1])
     return y_ND

@@ -6,8 +6,9 @@ makes what they make, and keeps what they keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ def kind_of(device: torch.device) -> str:
     return _meant if device.type == "meta" else device.type
 
 
-def on_host(counts: Tensor, total: int) -> Any:
-    """Numbers of a tensor, for which the host waits. On the meta device they share the total in each row evenly."""
-    if counts.device.type != "meta":
-        return counts.tolist()
-    *rows, num = counts.shape
-    even = [total // num + (i < total % num) for i in range(num)]
-    return [list(even) for _ in range(rows[0])] if rows else even
+def on_host(counts: Sequence[Tensor], total: int) -> list[list[int]]:
+    """What they count, for which the host waits once. On the meta device each shares the total evenly."""
+    sizes = [len(each) for each in counts]
+    if counts[0].device.type == "meta":
+        return [[total // num + (i < total % num) for i in range(num)] for num in sizes]
+    told = iter(torch.cat([*counts]).tolist())
+    return [list(islice(told, num)) for num in sizes]
 
 
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, _docs: object = None) -> Tensor:

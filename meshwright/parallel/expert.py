@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layout import Dispatch, find
-from ..layout.doors import Back
+from ..layout.doors import Came
 from ..mesh import Mesh
 from ..mesh.collectives import Exchange, exchange
 from ..watch import waiting_at
@@ -24,15 +24,16 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
         door.armed = functools.partial(dispatch, size=size, group=group, at=name)
 
 
-def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str, at: str) -> tuple[Tensor, Tensor, Back]:
+def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str, at: str) -> Came:
     """`x_ND` sorted by expert, `counts_E` rows each -> rows of my experts by expert, their counts, the way back."""
     even = [len(counts_E) // size] * size
     with waiting_at(at, "the counts"):
         from_rank_RE = exchange(counts_E, even, even, group).view(size, -1)
-    # The host must know the sizes of the pieces. This is the only place of a step that waits for the device.
-    sent, received = ops.on_host(torch.stack([counts_E.view(size, -1).sum(1), from_rank_RE.sum(1)]), len(x_ND))
+    # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
+    here_E, num_here = from_rank_RE.sum(0), from_rank_RE.shape[1]
+    asked = [counts_E.view(size, -1).sum(1), from_rank_RE.sum(1), here_E]
+    sent, received, here = ops.on_host(asked, total=len(x_ND))
     rows_ND = Exchange.apply(x_ND, received, sent, group, at)
-    num_here = from_rank_RE.shape[1]
     expert_N = (
         torch.arange(num_here, device=x_ND.device)
         .repeat(size)
@@ -44,4 +45,4 @@ def dispatch(x_ND: Tensor, counts_E: Tensor, size: int, group: str, at: str) -> 
     def back(y_ND: Tensor) -> Tensor:
         return Exchange.apply(ops.reordered(y_ND, back_N, order_N), sent, received, group, f"{at}, the way back")
 
-    return ops.reordered(rows_ND, order_N, back_N), from_rank_RE.sum(0), back
+    return ops.reordered(rows_ND, order_N, back_N), here_E, here, back
