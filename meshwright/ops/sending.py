@@ -12,7 +12,7 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
     A copy from pageable memory waits until all is done that was queued before it. One from pinned memory does not, and
     torch keeps that memory until it was read. What the caller has pinned is copied too: he may write there again.
     """
-    if x.device.type != "cpu" or torch.device(device).type == "cpu":
+    if x.device.type != "cpu" or torch.device(device).type in ("cpu", "meta"):
         return x.to(device)
     ours = x.clone() if x.is_pinned() else x
     return ours.pin_memory().to(device, non_blocking=True)
