@@ -102,7 +102,7 @@ def _plane(directory: Path, folder: str) -> Source:
     source = open_source(directory / folder)
     if not folder:
         return source
-    entries = {key: replace(entry, file=f"{folder}/{entry.file}") for key, entry in source.entries.items()}
+    entries = {key: entry._replace(file=f"{folder}/{entry.file}") for key, entry in source.entries.items()}
     return Source(directory, entries, stamps={f"{folder}/{file}": stamp for file, stamp in source.stamps.items()})
 
 

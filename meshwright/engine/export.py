@@ -62,7 +62,7 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
         made_of, trained, dtypes = weights.blocks_by_key(model.table, model.keymap.choice), {*model.trained}, model.kept
         keys = [k for k in keys if all(p.name in trained for p, _ in made_of[k.name])]
     written = _in_format(model.keymap, model, form)
-    wide = [replace(key, dtype="F32") if key.name in written.scales else key for key in keys]
+    wide = [key._replace(dtype="F32") if key.name in written.scales else key for key in keys]
     for key, tensor in weights.whole_tensors(stored_model, model.keymap, wide, dtypes=dtypes):
         if key.name in written.scales:
             yield from weights.numbers_and_scales(written, key.name, tensor).items()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,7 @@ from ..errors import LayoutError
 from .boxes import Box, check_tiling
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):  # a large model has 100,000
     """A box of ours and the box of a source tensor that hold the same elements in the same row-major order; in that of
     the source with its last two dims exchanged, where it is `turned`."""
 
@@ -210,7 +210,7 @@ def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = No
 
 def check_cover(table: Table) -> None:
     """Blocks tile our tensors, and whatever layouts are chosen, the keys, exactly once."""
-    keys: dict[str, dict[tuple[str, str], list[Block]]] = {}  # by key, then by (group, layout)
+    keys: dict[str, list[tuple[str, str, Block]]] = {}  # by key: of which group and layout, and the block
     viewed: set[tuple[object, ...]] = set()
     tiled: set[tuple[object, ...]] = set()  # layers of one kind have the same boxes: what holds of one, holds of all
     for param in table:
@@ -228,10 +228,11 @@ def check_cover(table: Table) -> None:
                 if form not in viewed:
                     _check_view(param, block)
                     viewed.add(form)
-                choice = (param.group, layout.name if param.group else "")
-                keys.setdefault(block.key, {}).setdefault(choice, []).append(block)
-    for key, by_choice in keys.items():
-        _check_key(key, by_choice)
+                keys.setdefault(block.key, []).append((param.group, layout.name if param.group else "", block))
+    for key, made_of in keys.items():
+        (_, _, block), *others = made_of
+        if others or block.theirs.stop != block.shape or any(block.theirs.start):  # nearly all are one whole block
+            _check_key(key, made_of)
     _ = table.groups
 
 
@@ -249,13 +250,14 @@ def _check_view(param: Param, block: Block) -> None:
         ) from error
 
 
-def _check_key(key: str, by_choice: Mapping[tuple[str, str], Sequence[Block]]) -> None:
-    groups = {group for group, _ in by_choice} if len(by_choice) > 1 else ()
+def _check_key(key: str, made_of: Sequence[tuple[str, str, Block]]) -> None:
+    by_choice: dict[tuple[str, str], list[Block]] = {}
+    for group, layout, block in made_of:
+        by_choice.setdefault((group, layout), []).append(block)
+    groups = {group for group, _ in by_choice}
     if len(groups) > 1:
         raise LayoutError(f"{key} is made of parameters of several groups {sorted(groups)}; put them into one")
     for blocks in by_choice.values():
-        if len(blocks) == 1 and blocks[0].theirs == Box.whole(blocks[0].shape):
-            continue  # the key is one block, as nearly all are
         shapes = {b.shape for b in blocks}
         if len(shapes) > 1:
             raise LayoutError(f"{key} is declared with several shapes: {sorted(shapes)}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,10 +40,10 @@ _MAX_SIZE = 2**63 - 1
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_WHOLE = {int}  # True is one too, by class, and no size
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):  # a model has 37,000 of them
     """One tensor of a file: `start` and `stop` are byte offsets in it."""
 
     key: str
@@ -59,11 +59,12 @@ def short(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def num_bytes(dtype: str, shape: Iterable[int]) -> int:
+@functools.lru_cache(1 << 12)  # layers of a kind have the same
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """What a tensor takes in a file. Elements smaller than a byte are packed; they must fill whole bytes."""
     bits = math.prod(shape) * BITS[dtype]
     if bits % 8:
-        raise ValueError(f"{dtype} {tuple(shape)} takes {bits} bits, which are no whole bytes")
+        raise ValueError(f"{dtype} {shape} takes {bits} bits, which are no whole bytes")
     return bits // 8
 
 
@@ -84,7 +85,8 @@ def read_header(path: Path) -> tuple[list[Entry], Mapping[str, str], Stamp]:
         header = _object(path, _bytes_of(file, 8, length, "a header"))
     try:
         metadata = _metadata(header.pop("__metadata__", {}))
-        entries = [_entry(path.name, key, spec, 8 + length) for key, spec in header.items()]
+        name = path.name  # which is made anew at each call, and there may be tens of thousands
+        entries = [_entry(name, key, spec, 8 + length) for key, spec in header.items()]
     except ValueError as error:
         raise BrokenFile(f"{path}: malformed header: {error}; fetch or write the file again") from error
     entries.sort(key=lambda e: (e.start, e.stop))
@@ -146,7 +148,7 @@ def _metadata(found: Any) -> dict[str, str]:
 
 def _entry(file: str, key: str, spec: Any, base: int) -> Entry:
     key.encode()
-    if not isinstance(spec, dict) or set(spec) != _FIELDS:
+    if not isinstance(spec, dict) or spec.keys() != _FIELDS:
         raise ValueError(f"{short(key)} has {short(spec)}; it must have dtype, shape and data_offsets, and no more")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
@@ -156,14 +158,16 @@ def _entry(file: str, key: str, spec: Any, base: int) -> Entry:
             f"{short(key)} has shape {short(shape)} and offsets {short(offsets)}; these must be lists of whole "
             f"numbers, at most {_MAX_DIMS} and exactly 2"
         )
-    (start, stop), expected = offsets, num_bytes(dtype, shape)
+    (start, stop), expected = offsets, num_bytes(dtype, tuple(shape))
     if stop - start != expected:
         raise ValueError(f"{short(key)} {dtype} {shape} takes {expected} bytes, but its offsets give it {stop - start}")
     return Entry(key, file, dtype, tuple(shape), base + start, base + stop)
 
 
 def _sizes(found: Any) -> bool:
-    return isinstance(found, list) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in found)
+    if not isinstance(found, list) or not {*map(type, found)} <= _WHOLE:
+        return False
+    return not found or (min(found) >= 0 and max(found) <= _MAX_SIZE)
 
 
 def _check_extent(path: Path, entries: list[Entry], base: int, size: int) -> None:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,7 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-@dataclass(frozen=True, slots=True)  # a model has 37,000 of them, in four planes
-class Key:
+class Key(NamedTuple):  # a model has 37,000 of them, in four planes
     """One tensor of an export."""
 
     name: str
@@ -115,7 +114,7 @@ class KeyMap:
                 return key.dtype
             return NAMES[torch.promote_types(DTYPES[key.dtype], dtype)] if key.name in exact else name
 
-        keys = {k.name: replace(k, dtype=named(k)) for k in self.keys.values()}
+        keys = {k.name: k._replace(dtype=named(k)) for k in self.keys.values()}
         return replace(self, keys=keys)
 
     def as_source(self) -> KeyMap:
@@ -152,7 +151,7 @@ class KeyMap:
         scales = {key: Scale(key + "_scale_inv", BLOCK) for key in low if _parent(key) not in ragged}
         keys: dict[str, Key] = {}
         for name, key in self.keys.items():
-            keys[name] = replace(key, dtype=PAYLOAD) if name in scales else key
+            keys[name] = key._replace(dtype=PAYLOAD) if name in scales else key
             if name in scales:
                 keys[scales[name].key] = Key(scales[name].key, "F32", scales[name].grid(key.shape), key.file)
         plain = ["lm_head", *_modules(key for key in self.keys.values() if key.name not in scales)]
@@ -185,7 +184,7 @@ def _values_of(source: Source, dtype: torch.dtype) -> dict[str, Key]:
     """Its keys. Matrices that have scales are in `dtype`, without them."""
     beside = {key for scale in source.scales.values() for key in scale.beside}
     keys = {name: key for name, key in keys_of(source).items() if name not in beside}
-    return {name: replace(key, dtype=NAMES[dtype]) if name in source.scales else key for name, key in keys.items()}
+    return {name: key._replace(dtype=NAMES[dtype]) if name in source.scales else key for name, key in keys.items()}
 
 
 def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str], dtype: torch.dtype) -> KeyMap:

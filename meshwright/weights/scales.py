@@ -111,7 +111,7 @@ def with_matrices(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> Ma
             raise LoadError(f"{entry.file} holds {key}, and {entries[matrix].file} {matrix}; remove one of them")
         if matrix != key and entry.dtype in ("U8", ""):  # an index knows no dtypes, and no shapes
             shape = (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.shape else ()
-            found[matrix] = replace(entry, key=matrix, dtype=PACKED, shape=shape)
+            found[matrix] = entry._replace(key=matrix, dtype=PACKED, shape=shape)
         found[key] = entry
     return found
 

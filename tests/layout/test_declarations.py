@@ -117,6 +117,31 @@ def test_a_copy_of_another_size():
     refused(r"^net\.w: .*again differ in size", w=vector(Layout("one", rows((0, 6)).blocks, copies)))
 
 
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (lambda e, each: None if e == 3 else each, r"^net\.w5 \(per-expert\): .*\b14 of 16\b"),
+        (lambda e, each: each._replace(ours=Box((0, 0), (1, 2))) if e == 1 else each, r"^net\.w5 .*overlap"),
+        (lambda e, each: each._replace(shape=(3,)) if e == 2 else each, r"^5\.2: .*\b2 of 3\b"),
+        (
+            lambda e, each: each._replace(theirs=Box((0,), (1,))) if e == 2 else each,
+            r"^net\.w5: .*\b5\.2 differ in size",
+        ),
+        (lambda e, each: each._replace(key="4.2") if e == 2 else each, r"^4\.2: .*overlap"),
+    ],
+)
+def test_one_layer_of_many_is_wrong(broken, text):
+    """All others are of its kind, and right."""
+
+    def layer(number, change):
+        blocks = [change(e, block((e, 0), (e + 1, 2), f"{number}.{e}", (2,))) for e in range(8)]
+        return weight({"expert": 8}, {"embed": 2}, layouts=[one(*filter(None, blocks), name="per-expert")])
+
+    refused(
+        text, **{f"w{number}": layer(number, broken if number == 5 else lambda _, each: each) for number in range(9)}
+    )
+
+
 def test_a_choice_without_a_group():
     refused(r"^net\.w has 2 layouts and group ''", w=vector(rows((0, 6), name="a"), rows((0, 6), name="b")))
 
