@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -36,13 +36,20 @@ def units_of(
     backward begins, where it follows at once (`kept`).
     """
     names = {module: name for name, module in model.named_modules()}
-    params = [name for name, _ in model.named_parameters()]
-    experts = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in find(model, Dispatch)))
-    taken: set[str] = set()
-    units = []
-    for name in [*experts, *(names[m] for m in gathered), ""]:
-        inside = [n for n in params if n.startswith(f"{name}." if name else "") and n not in taken]
-        taken.update(inside)
-        last = kept and name in ("", names[gathered[-1]])
-        units.append(Unit(name, tuple(inside), name in experts, again=reshard and not last))
-    return tuple(units)
+    experts = dict.fromkeys(name.rpartition(".")[0] for name, _ in find(model, Dispatch))
+    inside: dict[str, list[str]] = {name: [] for name in (*experts, *(names[m] for m in gathered), "")}
+    place = {name: number for number, name in enumerate(inside)}
+    for param, _ in model.named_parameters():
+        inside[min((name for name in _around(param) if name in place), key=place.__getitem__)].append(param)
+    last = ("", names[gathered[-1]]) if kept else ()
+    return tuple(
+        Unit(name, tuple(params), name in experts, again=reshard and name not in last)
+        for name, params in inside.items()
+    )
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that a parameter is in, from its own to the root."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
