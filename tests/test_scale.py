@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 
 from bench import scale
+from meshwright.engine.garbage import nothing_collected
 from tests import worlds
 
 
@@ -17,3 +19,30 @@ def test_a_rank_of_16384(tmp_path: Path, name: str) -> None:
     assert found["stored"] == found["planned"]
     assert found["step"] < 5, "milliseconds"
     assert found["load"] < 30, "seconds, of which the machine may be short"
+
+
+def test_the_collector_sleeps_while_a_model_is_made() -> None:
+    walked: list[int] = []
+    note = lambda _phase, info: walked.append(info["generation"])  # noqa: E731 - one line reads better
+    gc.callbacks.append(note)
+    try:
+        with nothing_collected():
+            made = [[number] for number in range(10 * gc.get_threshold()[0])]
+            assert not gc.isenabled()
+        assert not walked
+        assert gc.isenabled()
+        assert not any(each is made[0] for each in gc.get_objects(0)), "it is old"
+        assert any(each is made[0] for each in gc.get_objects(2))
+    finally:
+        gc.callbacks.remove(note)
+
+
+def test_what_a_user_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        num = gc.get_freeze_count()
+        with nothing_collected():
+            pass
+        assert gc.get_freeze_count() == num > 0
+    finally:
+        gc.unfreeze()

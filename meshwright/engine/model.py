@@ -59,6 +59,7 @@ from ..weights import (
 )
 from .arguments import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
 from .fit import Need, refuse_too_large, widths_of, with_hold
+from .garbage import nothing_collected
 from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
 
 
@@ -284,15 +285,16 @@ def load(
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
     config, stamp = read_stamped_config(directory)
-    files = open_source(directory, {CONFIG: stamp})
-    stored = torch.promote_types(compute, torch.float32)
-    blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
-    blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
-    blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
-    blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
-    model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
-    node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
-    plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap, numbers=model.numbers))
+    with nothing_collected():
+        files = open_source(directory, {CONFIG: stamp})
+        stored = torch.promote_types(compute, torch.float32)
+        blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
+        blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
+        blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
+        blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
+        model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
+        node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
+        plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap, numbers=model.numbers))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
     assert blueprint.keymap.source is not None
     num_bytes = _give_grids(model, blueprint.keymap.source, len(node) > 1)
@@ -325,10 +327,11 @@ def init(
     patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
     config = read_config(directory)
     check_unquantised(config)
-    blueprint = replace(draw(config, head=head, tower=tower, directory=directory), origin=f"seed {seed}")
-    blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
-    blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
-    model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
+    with nothing_collected():
+        blueprint = replace(draw(config, head=head, tower=tower, directory=directory), origin=f"seed {seed}")
+        blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
+        blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
+        model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
     _fill_fresh(model, model.pieces, seed)
     return model
 
