@@ -14,5 +14,5 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
     """
     if x.device.type != "cpu" or torch.device(device).type in ("cpu", "meta"):
         return x.to(device)
-    ours = x.clone() if x.is_pinned() else x
+    ours = x.clone() if x.is_pinned() else x.contiguous()  # pinning would keep rows that share memory
     return ours.pin_memory().to(device, non_blocking=True)
