@@ -21,13 +21,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.engine.activations import Passing
-from meshwright.engine.fit import ACTIVATIONS, Need, widths_of
+from meshwright.engine.activations import ACTIVATIONS, Passing
+from meshwright.engine.fit import Need, widths_of
 from meshwright.layout import Held
 from meshwright.mesh import collectives
 from meshwright.plan.asked import mesh_of
@@ -94,8 +95,18 @@ def _freed_here() -> Iterator[None]:
         time.sleep(_GLOO_S)
         return out
 
+    def all_gather(output: torch.Tensor, own: torch.Tensor, **_: Any) -> None:
+        for part in output.view(-1, own.numel()):
+            if part.data_ptr() != own.data_ptr():  # its own is there already
+                part.copy_(own.view(-1))
+
+    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:  # noqa: A002 - torch calls it so
+        output.copy_(input[: output.numel()])
+
     real = collectives.exchange
-    with patch.multiple(collectives, gather=gather, scatter_sum=scatter_sum, exchange=exchange):
+    of_doors = patch.multiple(collectives, gather=gather, scatter_sum=scatter_sum, exchange=exchange)
+    of_fsdp = patch.multiple(dist, all_gather_single=all_gather, reduce_scatter_single=reduce_scatter)
+    with of_doors, of_fsdp:
         yield
 
 

@@ -19,8 +19,8 @@ from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.engine import activations
 from meshwright.engine.activations import Live, Passing, most_held
-from meshwright.engine.fit import ACTIVATIONS, Need, widths_of
-from meshwright.layout import Held
+from meshwright.engine.fit import Need, widths_of
+from meshwright.layout import GATHERED, ON_THEIR_WAY, Held, ShardingSpec
 from meshwright.log import logger
 from meshwright.mesh import Memory
 from meshwright.ops import planned
@@ -83,7 +83,7 @@ def test_what_is_freed_is_not_held() -> None:
         assert live.now == 400, "a view holds what it looks at"
         del view
         known.mul_(2)
-        assert (live.now, live.most) == (0, 800)
+        assert (live.now, live.most.total) == (0, 800)
 
 
 # Devices that are not here.
@@ -94,7 +94,7 @@ MESHES = [dict(fsdp=2, tp=2), dict(cp=2), dict(fsdp=2, ep=2), dict(pp=2), dict(f
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def test_a_gpu_is_planned_for_on_any_mesh(name: str) -> None:
     for sizes in MESHES:
-        held = {kind: most_held(draw(tiny.of(name)).spec, Axes(**sizes), 0, passing(kind)) for kind in ("none", "full")}
+        held = {kind: held_by(draw(tiny.of(name)).spec, Axes(**sizes), passing(kind)) for kind in ("none", "full")}
         assert 0 < held["full"] < 1.01 * held["none"], sizes  # of a stage with one layer it saves nothing
 
 
@@ -112,26 +112,35 @@ def test_its_kernels_hold_no_scores() -> None:
 def test_a_late_schedule_holds_what_gradients_of_weights_need() -> None:
     spec = draw(tiny.of("qwen3", num_hidden_layers=4)).spec
     held = {
-        name: most_held(replace(spec, pipeline=mw.Pipeline(name)), Axes(pp=2), 0, passing(num_batches=4))
+        name: held_by(replace(spec, pipeline=mw.Pipeline(name)), Axes(pp=2), passing(num_batches=4))
         for name in ("1f1b", "zero-bubble")
     }
-    one = most_held(spec, Axes(pp=2), 0, passing())
+    one = held_by(spec, Axes(pp=2), passing())
     assert one < held["1f1b"] <= held["zero-bubble"]
 
 
 def test_a_rank_of_16384_is_planned_in_a_second() -> None:
     spec, began = draw(QWEN3_5_397B).spec, time.process_time()
-    held = most_held(spec, Axes(fsdp=256, tp=8, ep=64, pp=8), 0, Passing(8192, 16))
+    held = held_by(spec, Axes(fsdp=256, tp=8, ep=64, pp=8), Passing(8192, 16))
     assert time.process_time() - began < 2
     assert 10**9 < held < 10**12
 
 
+def held_by(spec: ShardingSpec, axes: Axes, work: Passing) -> int:
+    return sum(most_held(spec, axes, 0, work).values())
+
+
 def test_it_is_part_of_what_a_rank_needs() -> None:
-    blueprint = draw(tiny.of("qwen3"))
+    blueprint, axes = draw(tiny.of("qwen3")), Axes(fsdp=2)
     held = Held(widths_of(BF16), frozenset(blueprint.table.params))
-    without, need = (Need(blueprint.spec, Axes(fsdp=2), held, each).stored() for each in (None, passing()))
-    assert need[:-1] == without
-    assert (need[-1].what, need[-1].num_bytes) == (ACTIVATIONS, most_held(blueprint.spec, Axes(fsdp=2), 0, passing()))
+    most, need = (
+        {s.what: s.num_bytes for s in Need(blueprint.spec, axes, held, w).stored()} for w in (None, passing())
+    )
+    fullest = most_held(blueprint.spec, axes, 0, passing())
+    assert need == {what: most[what] for what in ("parameters", "gradients", "moments")} | {
+        k: v for k, v in fullest.items() if v
+    }
+    assert all(fullest.get(what, 0) <= most[what] for what in (GATHERED, ON_THEIR_WAY)), "at once there is less"
 
 
 @pytest.mark.parametrize(("num_bytes", "warned"), [(10**9, False), (10**6, True)])

@@ -55,14 +55,15 @@ def figures_of(config: dict[str, Any], device: int | None = None, tokens: int | 
 
 # By hand, from the published sizes: GB of a rank, and of the collectives of a step of 8192 tokens. Only activations are
 # not: 152 KiB a layer and token were once measured of the 30B in one process, which is 61 GB.
+# Gathered are the head and the last layer, as the head goes backward: nothing is summed then.
 PUBLISHED = {
     "30B-A3B": (
-        QWEN3_30B_A3B, "fsdp=64,ep=8", dict(parameters=1.908, gradients=1.908, moments=3.817), 1.396, 1.867, 60.3, 537,
+        QWEN3_30B_A3B, "fsdp=64,ep=8", dict(parameters=1.908, gradients=1.908, moments=3.817), 0.661, 60.3, 537,
         {("efsdp=8", "all_gather"): (96, 14.50), ("efsdp=8", "reduce_scatter"): (48, 14.50)},
         {"layers.{i}": 3.675, "rows": 51.54},
     ),
     "235B-A22B": (
-        QWEN3_235B_A22B, "fsdp=32,tp=8,ep=64", dict(parameters=3.722, gradients=3.722, moments=7.444), 0.387, 0.467,
+        QWEN3_235B_A22B, "fsdp=32,tp=8,ep=64", dict(parameters=3.722, gradients=3.722, moments=7.444), 0.182,
         34.5, 1426,
         {("efsdp=4", "all_gather"): (188, 14.19), ("efsdp=4", "reduce_scatter"): (94, 14.19),
          ("tp=8", "all_reduce"): (1, 0.056)},
@@ -72,16 +73,16 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(
-    ("config", "mesh", "kept", "gathered", "passing", "activations", "count", "traffic", "lines"), PUBLISHED.values(),
+    ("config", "mesh", "kept", "gathered", "activations", "count", "traffic", "lines"), PUBLISHED.values(),
     ids=PUBLISHED,
 )  # fmt: skip
 def test_figures_of_published_models(
     tmp_path: Path, capsys: Capture, config: dict[str, Any], mesh: str, kept: dict[str, float], gathered: float,
-    passing: float, activations: float, count: int, traffic: dict[Any, Any], lines: dict[str, float],
+    activations: float, count: int, traffic: dict[Any, Any], lines: dict[str, float],
 ) -> None:  # fmt: skip
     found = as_json(capsys, directory(tmp_path / "m", config), "--mesh", mesh, "--device", "80GB")
     stored = {what: num_bytes / 1e9 for what, num_bytes in found["memory"][0]["bytes"].items()}
-    want = {**kept, "gathered parameters": gathered, "gradients on their way": passing}
+    want = {**kept, "gathered parameters": gathered}
     assert round(stored.pop("activations"), 1) == activations
     assert {what: round(gb, 3) for what, gb in stored.items()} == want
     assert round(found["memory"][0]["total_bytes"] / 1e9, 1) == round(sum(want.values()) + activations, 1)

@@ -2,14 +2,15 @@
 
 It is found by running. A sketch of each stage makes forward and backward on the meta device, where nothing is computed,
 and each tensor is counted from when it is made until it is freed. So it is right for any family, dtype and mesh without
-a formula that somebody must keep right. Layers of one kind hold the same, so one of each kind runs.
+a formula that somebody must keep right. Layers of one kind hold the same, so a few of each kind run.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +21,16 @@ from torch.utils._pytree import tree_leaves
 
 from .. import ops
 from ..axes import Axes
-from ..layout import Action, ShardingSpec, Stage, program_of
+from ..layout import GATHERED, Action, ShardingSpec, Stage, program_of
 from ..layout.schedule import BACKWARD, FORWARD, WEIGHT
 from ..models import Decoder
 from ..models.decoder import Embedding
 from ..parallel import Savings
 from ..parallel.sketch import Paper, sketched
+from .shards import Shards, in_shards
+
+ACTIVATIONS = "activations"
+_RUN = 3  # layers of a kind that run: FSDP still sends gradients of the one, and already gathers the other
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,27 @@ class Passing:
     num_batches: int = 1
     compute: torch.dtype = torch.bfloat16
     savings: Savings = Savings()
-    kind: str = "cuda"
+    kind: str = "gpu"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What there is at a moment, in bytes; and how much of it FSDP has gathered, or sends."""
+
+    total: int = 0
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    def beside(self, more: int) -> Moment:
+        return replace(self, total=self.total + more)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Of a micro-batch in a stage, in bytes."""
+    """Of a micro-batch in a stage."""
 
-    kept: int  # from its forward to its backward
-    forward: int  # the most while forward runs
-    backward: int  # the most while backward runs, what was kept among it
+    kept: int  # bytes from its forward to its backward, without what is gathered
+    forward: Moment  # the fullest while forward runs
+    backward: Moment  # and backward, what was kept among it
 
 
 def _same(x: Tensor) -> Tensor:
@@ -70,7 +86,8 @@ class Live(TorchDispatchMode):
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.now, self.most = 0, Moment()
+        self.parts: Counter[str] = Counter()  # of what there is now: what is no tensor here
         self._seen = {t.untyped_storage()._cdata for t in known}
 
     def __torch_dispatch__(
@@ -86,85 +103,108 @@ class Live(TorchDispatchMode):
         key, size = memory._cdata, memory.nbytes()
         if key not in self._seen:
             self._seen.add(key)
-            self.now += size
-            self.most = max(self.most, self.now)
+            self._more(size)
             weakref.finalize(memory, self._freed, key, size)
 
     def _freed(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
 
-    def most_since(self) -> int:
-        """The most since the last time that this was asked."""
-        most, self.most = self.most, self.now
+    def add(self, what: str, num_bytes: int) -> None:
+        """More, or less, of what has no tensor here."""
+        self.parts[what] += num_bytes
+        self._more(num_bytes)
+
+    def _more(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        if self.now > self.most.total:
+            self.most = Moment(self.now, dict(self.parts))
+
+    @property
+    def passing(self) -> int:
+        """What there is now of tensors alone."""
+        return self.now - self.parts.total()
+
+    def most_since(self) -> Moment:
+        """The fullest moment since the last time that this was asked."""
+        most, self.most = self.most, Moment(self.now, dict(self.parts))
         return most
 
 
 def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> Activations:
     """Of a stage of a rank."""
     kinds = _kinds(spec, stage)
-    sketch = sketched(spec, stage, paper, work.compute, work.savings, [same[-1] for same in kinds])
-    trial = _Trial(sketch, paper.axes, work.compute, [len(same) - 1 for same in kinds])
+    ran = sorted(number for same in kinds for number in same[-_RUN:])
+    sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
+    units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
+    here = {name for name, _ in sketch.named_modules()}
+    trial = _Trial(sketch, paper.axes, work.compute, {same[-1]: len(same[:-_RUN]) for same in kinds})
+    shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, trial.live.add)
+    stay = sum(num for unit, (num, _) in units.items() if unit.name not in here and not unit.again)
     with ops.planned_for(work.kind):
-        return trial.run(work.tokens)
+        return trial.run(work.tokens, shards, stay)
 
 
 def _kinds(spec: ShardingSpec, stage: Stage) -> list[list[int]]:
-    """Layers by what is in them. They stand in the order of their last ones, which are those that run."""
+    """Layers by what is in them."""
     found: dict[object, list[int]] = {}
     for number, layer in stage.module.layers.items():
         at = f"layers.{number}."
         kind = [(name, p.shape, p.requires_grad, at + name in spec.fp8) for name, p in layer.named_parameters()]
         found.setdefault(tuple(kind), []).append(int(number))
-    return sorted(found.values(), key=lambda same: same[-1])
+    return [*found.values()]
 
 
-def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> int:
-    """The most that the micro-batches of a step hold together on a rank, in the order in which its stages work."""
+def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> dict[str, int]:
+    """The bytes of each kind at the fullest moment of a step on a rank, whose stages work in the order of the
+    schedule."""
     paper, stages = Paper(axes, rank), spec.stages(axes, rank)
     of_stage = {stage.number: activations(spec, stage, paper, work) for stage in stages}
     program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, 0)[paper.coords["pp"]]
-    held = most = 0
+    held, most = 0, Moment()
     for action in (action for action in program if isinstance(action, Action)):
         here = of_stage[action.stage]
         if action.kind == FORWARD:
-            most, held = max(most, held + here.forward), held + here.kept
+            moment, held = here.forward.beside(held), held + here.kept
         elif action.kind == WEIGHT:
             held -= here.kept
+            continue
         else:  # what gradients of weights still need is taken to be all of it
-            most = max(most, held - here.kept + here.backward)
+            moment = here.backward.beside(held - here.kept)
             held -= here.kept if action.kind == BACKWARD else 0
-    return most
+        most = max(most, moment, key=lambda each: each.total)
+    return {**most.parts, ACTIVATIONS: most.total - sum(most.parts.values())}
 
 
 class _Trial:
-    """Forward and backward of a sketch, in which others of each kind of layers are left out. They are taken to be
-    before those in it, and hold all the time what each of their kind keeps."""
+    """Forward and backward of a sketch, in which layers are left out: as many as `left_out` says, of the kind of each
+    of these. They are taken to be before those in it, and hold all the time what one of their kind keeps."""
 
-    def __init__(self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Sequence[int]) -> None:
+    def __init__(self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int]) -> None:
         self.sketch, self.axes, self.compute, self.left_out = sketch, axes, compute, left_out
         self.live = Live([*sketch.parameters()])
         self.at: list[int] = []  # what there was when each layer began, and behind the last
 
-    def run(self, num_tokens: int) -> Activations:
+    def run(self, num_tokens: int, shards: Shards, stay: int) -> Activations:
+        """`stay`: bytes of layers that are left out, which stay gathered."""
         self._watch()
+        shards.watch()
         with self.live:
+            self.live.add(GATHERED, stay)
             start = self._forward(num_tokens)
-            kept, forward = self.live.now, self.live.most_since()
+            shards.forward_ends()
+            kept, forward = self.live.passing, self.live.most_since()
             torch.autograd.backward(start, torch.empty_like(start))
             del start
             backward = self.live.most_since()
-        each = [after - before for before, after in pairwise(self.at)]
-        others = sum(num * size for num, size in zip(self.left_out, each, strict=True))
-        return Activations(kept + others, forward + others, backward + others)
+        kept_by = dict(zip(self.sketch.layers, (after - before for before, after in pairwise(self.at)), strict=True))
+        others = sum(num * kept_by[str(number)] for number, num in self.left_out.items())
+        return Activations(kept + others, forward.beside(others), backward.beside(others))
 
     def _watch(self) -> None:
         head = [] if self.sketch.head is None else [self.sketch.head]
         for module in (*self.sketch.layers.values(), *head):
-            module.register_forward_pre_hook(lambda *_: self.at.append(self.live.now))
-        for parameter in self.sketch.parameters():
-            if parameter.requires_grad:  # where gradients lie is counted elsewhere
-                parameter.register_post_accumulate_grad_hook(_forget)
+            module.register_forward_pre_hook(lambda *_: self.at.append(self.live.passing))
 
     def _forward(self, num_tokens: int) -> Tensor:
         """What backward starts from."""
@@ -177,11 +217,7 @@ class _Trial:
         sketch.balance.slope_E = torch.zeros(sketch.balance.num_experts, device="meta")
         scores = sketch(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), sketch.scores[0], x_TD)
         if sketch.head is None:
-            self.at.append(self.live.now)
+            self.at.append(self.live.passing)
             (out,) = scores
             return out
         return scores[0].sum()
-
-
-def _forget(parameter: Tensor) -> None:
-    parameter.grad = None

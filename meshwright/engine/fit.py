@@ -10,13 +10,24 @@ import torch
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import MeshError, counted
-from ..layout import HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_low, storage
+from ..layout import (
+    GATHERED,
+    HELD,
+    LATE,
+    ON_THEIR_WAY,
+    Held,
+    Pipeline,
+    ShardingSpec,
+    Stored,
+    Widths,
+    gathered_low,
+    storage,
+)
 from ..mesh import Memory
 from ..parallel import Savings, gathers_wide
 from .activations import Passing, most_held
 from .arguments import check_late
 
-ACTIVATIONS = "activations"
 _MOST = 4096  # the largest fsdp that is tried as a way out
 
 
@@ -28,23 +39,30 @@ class Need:
     axes: Axes
     held: Held
     passing: Passing | None = None  # None: activations are not counted
-    _activations: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # by place on pp
+    _fullest: dict[int, dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stored(self, rank: int | None = None) -> list[Stored]:
         """By default of the rank that stores most: the first of a place on pp."""
         ranks = self.axes.group(0, ("pp",)) if rank is None else (rank,)
-        found = ([*storage(self.spec, self.axes, each, self.held), *self._passing(each)] for each in ranks)
-        return max(found, key=lambda stored: sum(s.num_bytes for s in stored))
+        return max(map(self._of_rank, ranks), key=lambda stored: sum(s.num_bytes for s in stored))
 
-    def _passing(self, rank: int) -> list[Stored]:
-        """What passes through the ranks of a place is about the same, and most on the first."""
+    def _of_rank(self, rank: int) -> list[Stored]:
+        """What comes and goes is that of the fullest moment, if it is known what passes; else the most that there is
+        of each kind, whenever that is."""
+        most = storage(self.spec, self.axes, rank, self.held)
         if self.passing is None:
-            return []
-        place = self.axes.coords(rank)["pp"]
-        if place not in self._activations:
+            return most
+        now = self._at_fullest(self.axes.coords(rank)["pp"])
+        kept = [each for each in most if each.what not in (GATHERED, ON_THEIR_WAY)]
+        return kept + [Stored(what, num_bytes) for what, num_bytes in now.items() if num_bytes]
+
+    def _at_fullest(self, place: int) -> dict[str, int]:
+        """What passes through the ranks of a place is about the same, and most on the first."""
+        assert self.passing is not None
+        if place not in self._fullest:
             first = self.axes.group(0, ("pp",))[place]
-            self._activations[place] = most_held(self.spec, self.axes, first, self.passing)
-        return [Stored(ACTIVATIONS, self._activations[place])]
+            self._fullest[place] = most_held(self.spec, self.axes, first, self.passing)
+        return self._fullest[place]
 
 
 def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:

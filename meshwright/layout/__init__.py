@@ -1,6 +1,6 @@
 """What every parameter is, how it is cut, and which doors activations pass. Pure data, no process group."""
 
-from .bill import Charge, Pictures, Work, bill, padded
+from .bill import Charge, Pictures, Work, bill, gathered_bytes, padded
 from .boxes import Box, check_tiling, chunk, interval
 from .coded import check_coded, coded_of, with_scales
 from .deals import check_context, deals, ways
@@ -72,6 +72,6 @@ from .stages import (
     trained_from,
     transfer_name,
 )
-from .storage import HELD, Held, Stored, Widths, storage
+from .storage import GATHERED, HELD, ON_THEIR_WAY, Held, Stored, Widths, storage
 from .timetable import Gathers, Slot, Timetable, draw, gathers, most_kept, times
 from .units import TOWER, Unit, units_of

@@ -17,8 +17,8 @@ from .fp8 import num_scales
 from .rules import Piece, ShardingSpec, piece
 from .units import Unit
 
-WHOLE = "whole gradients of the stages"
-HELD = ("gathered parameters", WHOLE)  # what is needed more where both are once a step
+GATHERED, ON_THEIR_WAY, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
+HELD = (GATHERED, WHOLE)  # what is needed more where both are once a step
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     pass_by = sorted(gathered([u for u in wrapped if u.again]))[-2:]
     waiting = sum(mine(learning)) if held.offload and axes.replicate > 1 else 0
     scales = sum(num_scales(u, spec, axes, coords, numbers(u)) for u in learning) * widths.stored
-    yield Stored("gathered parameters", sum(stay) + sum(pass_by) + scales)
+    yield Stored(GATHERED, sum(stay) + sum(pass_by) + scales)
     once = sum(whole(learning)) * widths.stored if spec.sums_once(axes.pp) else 0
     yield Stored(WHOLE, once)
-    yield Stored("gradients on their way", max(whole(learning), default=0) * (widths.compute + widths.stored))
+    yield Stored(ON_THEIR_WAY, max(whole(learning), default=0) * (widths.compute + widths.stored))
     yield Stored("gradients of a replica", waiting * widths.stored)
