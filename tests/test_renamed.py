@@ -188,15 +188,15 @@ def _looks(scores: Any, fields: Any) -> Tensor:
 
 
 WAITING: list[tuple[str, dict[str, int], dict[str, Any], Any]] = [
-    ("qwen3", {}, {}, "none"),
     ("qwen3", dict(fsdp=2), {}, "full"),
+    ("qwen3", {}, {}, "none"),
     ("qwen3", dict(tp=2), dict(state_dtype=torch.uint8), "selective"),
     ("qwen3", dict(pp=2), dict(state_dtype=torch.bfloat16), "none"),
     ("qwen3_5_moe", dict(tp=2, ep=2), {}, "none"),
-    ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(router_aux="previous"), "full"),
     ("qwen3_5_moe", {}, {}, "none"),
-    ("qwen3", dict(replicate=2, tp=2), {}, "none"),
+    ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(router_aux="previous"), "full"),
     ("qwen3", dict(cp=2), {}, "none"),
+    ("qwen3", dict(replicate=2, tp=2), {}, "none"),
 ]
 
 
