@@ -84,7 +84,9 @@ def findings(sources: dict[str, Path], group: list[Case]) -> dict[Case, list[Fin
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("aligned")
-    return {name: tiny.directory(at / name, name, dtype=torch.bfloat16, **tiny.ALIGNED[name]) for name in tiny.ALIGNED}
+    return {
+        name: tiny.directory(at / name, name, dtype=torch.bfloat16, **tiny.in_blocks(name)) for name in tiny.ALIGNED
+    }
 
 
 @pytest.fixture(scope="module")

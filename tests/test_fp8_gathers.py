@@ -37,6 +37,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "": {}, "full": dict(recompute="full"), "selective": dict(recompute="selective"), "kept": dict(reshard=False),
     "once": dict(gather_once=True, sum_once=True), "host": dict(offload=True), "compiled": dict(compiled=True),
 }  # fmt: skip
+NUM = 3 if parts.ALL else 2  # micro-batches: the first gathers new weights, each later one what it gathered
 USUAL = ("", "full", "selective", "kept", "once")
 SHAPES = {
     "": mw.Pipeline(),
@@ -76,10 +77,12 @@ ALL = [
     *(Case("qwen3_moe", dict(fsdp=3), dtype, saved) for dtype, saved in itertools.product((F32, BF16, F64), USUAL)),
     *(Case("qwen3_5", dict(fsdp=2, tp=2), dtype) for dtype in (F64, BF16)),
     *(Case("qwen3", HSDP, dtype, saved) for dtype, saved in ((F64, "kept"), (BF16, "full"))),
-    *(Case("qwen3_5", dict(fsdp=2, cp=2), dtype, "selective") for dtype in (BF16, F64)),
+    *(Case("qwen3_5", dict(fsdp=2, cp=2), dtype, "selective") for dtype in (BF16, F64)),  # cp: also tests/test_fp8.py
     *(Case(name, dict(fsdp=2, ep=2), F32) for name in ("qwen3_5_moe", "qwen3_moe")),
     *(Case(name, dict(fsdp=4, ep=2), saved=saved) for name, saved in (("qwen3_moe", ""), ("qwen3_5_moe", "full"))),
     *(Case("qwen3_moe", dict(pp=2, fsdp=2), shape=shape) for shape in ("late", "", "at each use", "v")),
+    Case("qwen3_moe", dict(fsdp=4, ep=2), F32),
+    Case("qwen3_5_moe", dict(fsdp=3), BF16, "kept"),
     Case("qwen3_tied", dict(replicate=2), F32),  # the shards are one rank: nothing is gathered
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
     Case("qwen3_moe", dict(fsdp=2), F32, more=dict(fp8_skip=["*.k.*", "*.experts.down", "layers.0.mixer*"])),
@@ -89,10 +92,9 @@ FEW = [
     Case("qwen3", dict(fsdp=2), BF16, "full"),
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
     Case("qwen3", dict(fsdp=2), F32, "host"),  # as it was
-    Case("qwen3_5_moe", dict(fsdp=3), BF16, "kept"),
-    Case("qwen3_5", dict(fsdp=2, tp=2), F64),
+    Case("qwen3_moe", dict(fsdp=3), BF16, "kept"),
+    Case("qwen3_5", dict(fsdp=2, tp=2), F64, "selective"),
     Case("qwen3", HSDP, F32, "once"),
-    Case("qwen3_5", dict(fsdp=2, cp=2), BF16, "selective"),
     Case("qwen3_moe", dict(fsdp=4, ep=2), F32),
     Case("qwen3_moe", dict(pp=2, fsdp=2), shape="late"),
 ]
@@ -106,9 +108,9 @@ def load(case: Case, source: Path) -> mw.Model:
 
 
 def told_by(model: mw.Model) -> dict[str, Tensor]:
-    """All that two steps of three micro-batches say, and what is said of weights that were written into."""
+    """All that two steps of two or three micro-batches say, and what is said of weights that were written into."""
     engine, said = mw.Engine(model, lr=1e-2, router_aux="previous"), dict[str, Tensor]()
-    batches = [*tiny.batches(model.mesh.data_rank), *tiny.batches(model.mesh.data_rank + 8)][:3]
+    batches = [*tiny.batches(model.mesh.data_rank), *tiny.batches(model.mesh.data_rank + 8)][:NUM]
     for step in range(2):
         said[f"logprobs before {step}"] = mw.logprobs(model, batches[0])
         said[f"loss {step}"] = torch.tensor(engine.backward(batches))
@@ -181,11 +183,12 @@ BILLED = parts.every(
     6,
     [
         Case("qwen3_5_moe", dict(fsdp=2, ep=2), BF16, "full"),
-        Case("qwen3", dict(fsdp=2, tp=2), F64),
+        Case("qwen3", dict(fsdp=2), F64, "kept"),
         Case("qwen3_moe", dict(fsdp=3), F64, "kept"),
         Case("qwen3_moe", dict(pp=2, fsdp=2), F64, shape="late"),
         Case("qwen3_5", dict(fsdp=2, cp=2), BF16, "selective"),
         Case("qwen3_tied", HSDP, F64),
+        Case("qwen3", dict(fsdp=2, tp=2), F64),
     ],
     first=1,
 )

@@ -12,6 +12,7 @@ import transformers
 
 from meshwright.verify.data import LENGTH  # noqa: F401 - of its batches
 from meshwright.verify.data import ragged as batches  # noqa: F401 - what all tests train on
+from tests import parts
 
 ODD: dict[str, dict[str, Any]] = {
     "qwen3": dict(
@@ -57,6 +58,15 @@ ALIGNED: dict[str, dict[str, Any]] = {
     }
     for name, config in ODD.items()
 }  # fmt: skip
+
+
+def in_blocks(name: str) -> dict[str, Any]:
+    """Of those the half that `make test` needs: a layer of each kind, and with experts enough for two ranks of tp."""
+    few: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    if name == "qwen3_5_moe":
+        few |= dict(linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4)
+    return ALIGNED[name] if parts.ALL else {**ALIGNED[name], **{k: v for k, v in few.items() if k in ALIGNED[name]}}
+
 
 # Families that are not in the package: what docs/add-a-model.md adds.
 OUTSIDE: dict[str, dict[str, Any]] = {
