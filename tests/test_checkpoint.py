@@ -41,6 +41,8 @@ MESHES = [
     dict(replicate=2, fsdp=2), dict(fsdp=2, ep=2), dict(fsdp=2, tp=2, ep=4),
     dict(cp=2), dict(pp=2), dict(pp=3), dict(pp=2, fsdp=2), dict(pp=2, stages=2), dict(cp=2, tp=2),
 ]  # fmt: skip
+# Those that are part of another are left to `make matrix`.
+TRIED = [mesh for mesh in MESHES if parts.ALL or not any(mesh.items() < other.items() for other in MESHES if mesh)]
 
 
 def world_of(mesh: Mapping[str, int]) -> int:
@@ -78,9 +80,9 @@ def whole_moments(engine: mw.Engine, at: int, checkpoint: Path, folder: str) -> 
 
 
 def families_on(mesh: dict[str, int]) -> list[str]:
-    """Every sixth one in turn, of those with experts all."""
+    """Every sixth one in turn, of those with experts every second one."""
     if "ep" in mesh:
-        return [name for name in FAMILIES if "moe" in name]
+        return parts.every(2, (name for name in FAMILIES if "moe" in name), MESHES.index(mesh))
     return parts.every(6, FAMILIES, MESHES.index(mesh))
 
 
@@ -117,7 +119,7 @@ def one_process(source: Path, out: Path) -> None:
     assert mw.save(engine, out) == out / "step-000002"
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(f"{a}{n}" for a, n in mesh.items()) or "one")
+@pytest.mark.parametrize("mesh", TRIED, ids=lambda mesh: "-".join(f"{a}{n}" for a, n in mesh.items()) or "one")
 def test_every_mesh_resumes_and_saves_the_same(saved: Any, tmp_path: Path, mesh: dict[str, int]) -> None:
     """What two meshes make of the files of one process is the same on both, so each resumes what the other saved."""
     cases = {name: functools.partial(there_and_back, *saved(name), mesh, tmp_path / name) for name in families_on(mesh)}
@@ -171,7 +173,7 @@ def same(a: Any, b: Any) -> bool:
 )
 def test_as_if_never_interrupted(tmp_path: Path, number: int, mesh: dict[str, int]) -> None:
     fit = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
-    families = parts.every(2, fit, number) if mesh else fit
+    families = parts.every(3 if len(fit) > 2 else 2, fit, number) if mesh else fit
     sources = {name: tiny.directory(tmp_path / name, name, dtype=torch.bfloat16) for name in families}
     runs = {name: functools.partial(interrupted, sources[name], tmp_path / f"run-{name}", mesh, at % 2 == 0)
             for at, name in enumerate(families)}  # fmt: skip
@@ -279,7 +281,8 @@ KINDS: list[tuple[dict[str, int], list[str]]] = [
 @pytest.mark.parametrize(("mesh", "chosen"), KINDS, ids=str)
 def test_every_kind_of_model(tmp_path: Path, mesh: dict[str, int], chosen: list[str]) -> None:
     """Uneven and empty pieces too."""
-    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", dtype=torch.bfloat16)
+    few = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    source = tiny.directory(tmp_path / "m", "qwen3_5_moe", dtype=torch.bfloat16, **few)
     cases = {case: functools.partial(with_options, source, tmp_path / case, case, mesh) for case in chosen}
     for case, answers in worlds.in_turn(world_of(mesh), cases).items():
         for on, resumed_ in answers:

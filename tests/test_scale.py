@@ -9,10 +9,10 @@ import pytest
 
 from bench import scale
 from meshwright.engine.garbage import nothing_collected
-from tests import worlds
+from tests import parts, worlds
 
 
-@pytest.mark.parametrize("name", scale.MODELS)
+@pytest.mark.parametrize("name", parts.every(2, scale.MODELS, 1))
 def test_a_rank_of_16384(tmp_path: Path, name: str) -> None:
     source = scale.files_of(scale.MODELS[name], tmp_path / name)
     [found] = worlds.run(1, scale.measured, source, scale.MESHES[name][16384], 5461, seconds=100)

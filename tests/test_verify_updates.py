@@ -157,7 +157,9 @@ def planted(case: Planted) -> Iterator[None]:
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], list[Finding]]:
     """Those of a mesh share a world."""
     at = tmp_path_factory.mktemp("updates")
-    plain, with_a_state = (tiny.directory(at / name, name) for name in ("qwen3_moe", "qwen3_5_moe"))
+    plain = tiny.directory(at / "plain", "qwen3_moe", num_hidden_layers=2)
+    two = ["linear_attention", "full_attention"]
+    with_a_state = tiny.directory(at / "with a state", "qwen3_5_moe", num_hidden_layers=2, layer_types=two)
 
     def of(group: Sequence[Planted]) -> dict[Planted, list[Finding]]:
         sources = {case: with_a_state if "state" in case[1] else plain for case in group}
