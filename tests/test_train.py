@@ -21,18 +21,19 @@ from meshwright import cli
 from meshwright.train import launch, loop, toml
 from meshwright.train.run import run
 from tests import worlds
+from tests.parts import ALL
 from tests.runs import STEPS, chats, file_of, lines, losses, on_mesh, source
 
 
 @pytest.mark.parametrize(
     ("name", "meshes"),
     [
-        ("qwen3_tied", [dict(fsdp=2), dict(replicate=2, fsdp=2), dict(tp=2), dict(pp=2)]),
+        ("qwen3_tied", [dict(replicate=2, fsdp=2), dict(tp=2), *([dict(fsdp=2), dict(pp=2)] if ALL else [])]),
         pytest.param("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2)], marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:
-    """With 4, 2 and 1 micro-batches a step."""
+    """With 4 and 1 micro-batches a step; with 2 on fsdp=2, which with pp=2 is that of the interrupted run below."""
     model = source(tmp_path / "m", name)
     found = {}
     for number, mesh in enumerate([{}, *meshes]):

@@ -122,7 +122,8 @@ def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
             pytest.param(QWEN2, "tp=2", "lm", id="qwen2.5-0.5b"),
             pytest.param(QWEN3_30B_A3B, "fsdp=2,tp=2,ep=4", "lm", id="qwen3-30b-a3b"),
             pytest.param(QWEN3_5, "replicate=2", "value", id="qwen3.5-value"),
-            pytest.param(QWEN3_5, "tp=4", "lm", id="qwen3.5", marks=pytest.mark.slow),
+            pytest.param(QWEN3_5, "tp=2", "lm", id="qwen3.5", marks=pytest.mark.slow),
+            pytest.param(QWEN3_5, "tp=4", "lm", id="qwen3.5-tp4", marks=pytest.mark.slow),
         ],
     ),
 )

@@ -153,6 +153,7 @@ ORACLES_ON: list[Tried] = [
     ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), "all", "none"),
     ("qwen3_vl_moe", dict(pp=2, tp=2), "all", "none"),
     ("qwen3_vl", dict(fsdp=2), "its merger", "none"),
+    ("qwen3_vl_moe", dict(fsdp=2, ep=2), "parts", "full"),
     ("qwen3_vl_moe", dict(fsdp=2, tp=2, ep=2), "parts", "full"),
 ]
 ALL_ORACLES: list[Tried] = [
@@ -169,7 +170,7 @@ def test_every_oracle(source: Callable[[str], Path], tried: Tried) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tried", parts.every(48, ALL_ORACLES), ids=str)
+@pytest.mark.parametrize("tried", parts.every(96, ALL_ORACLES, 36), ids=str)
 def test_every_oracle_on_all_meshes(source: Callable[[str], Path], tried: Tried) -> None:
     test_every_oracle(source, tried)
 
