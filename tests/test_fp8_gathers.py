@@ -93,9 +93,9 @@ FEW = [
     Case("qwen3", dict(fsdp=2), more=dict(train=["*.q.weight", "*.gate_up.weight", "*.o.*"])),
     Case("qwen3", dict(fsdp=2), F32, "host"),  # as it was
     Case("qwen3_moe", dict(fsdp=3), BF16, "kept"),
-    Case("qwen3_5", dict(fsdp=2, tp=2), F64, "selective"),
+    Case("qwen3_5", dict(fsdp=2), F64, "selective"),
     Case("qwen3", HSDP, F32, "once"),
-    Case("qwen3_moe", dict(fsdp=4, ep=2), F32),
+    Case("qwen3_moe", dict(fsdp=2, tp=2, ep=2), F32),
     Case("qwen3_moe", dict(pp=2, fsdp=2), shape="late"),
 ]
 CASES = {str(case): case for case in (*FEW, *(ALL if parts.ALL else []))}

@@ -37,7 +37,7 @@ def of(name: str, head: str, mesh: dict[str, int]) -> Case:
     return Case(name, head, tuple(mesh.items()))
 
 
-ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *trials.EXPERT_MESHES]
+ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *parts.every(2, trials.EXPERT_MESHES)]
 
 
 def families(number: int, mesh: dict[str, int]) -> list[str]:
