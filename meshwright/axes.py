@@ -105,7 +105,7 @@ class Axes:
         """The ranks that differ from `rank` at most on `axes` (all of one view), in order."""
         self._check(rank)
         ranks = [rank]
-        for axis, stride in self._strides(axes).items():
+        for axis, stride in self.strides(axes).items():
             here = rank // stride % self.size_of("pp" if axis == ENDS else axis)
             there = self._ends_seen_from(here) if axis == ENDS else range(self.size_of(axis))
             ranks = [r + (i - here) * stride for r in ranks for i in there]
@@ -124,7 +124,7 @@ class Axes:
             firsts = tuple(rank for rank in firsts if not self.coords(rank)[ENDS])
         return [self.group(rank, axes) for rank in firsts]
 
-    def _strides(self, axes: tuple[str, ...]) -> dict[str, int]:
+    def strides(self, axes: tuple[str, ...]) -> dict[str, int]:
         """How far apart neighbours on each of `axes` are."""
         view = self._view(axes)
         sizes = self.sizes(view)

@@ -40,6 +40,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def amount(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r:.50} is no number above 0")
+    return number
+
+
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .cli_options import TINY, add_mesh, positive, print_json
+from .cli_options import TINY, add_mesh, amount, positive, print_json
 from .errors import MeshError
 from .log import Clock
 
@@ -21,6 +21,7 @@ ABOUT = """What a model needs on a mesh: bytes of every rank, every collective o
 
 It reads config.json (and the headers of the weights, where they are), starts no process and needs no device.
 Buffers of collectives and of the allocator are not counted: leave a few GB.
+How long a step takes is estimated from the figures of makers: docs/plan.md says how.
 Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh is impossible, and why.
 """
 
@@ -37,6 +38,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.add_argument("--micro-batches", type=positive, default=1, metavar="N", help="in a step (default 1)")
     add_mesh(plan)
     _add_savings(plan)
+    _add_cluster(plan)
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
     plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
 
@@ -54,6 +56,18 @@ def _add_savings(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
     )
+
+
+def _add_cluster(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("where it would run, to estimate how long a step takes")
+    group.add_argument(
+        "--gpus-per-node", type=positive, default=8, metavar="N", help="neighbouring ranks of one node (default 8)"
+    )
+    group.add_argument(
+        "--inside", type=amount, metavar="GB/s", help="of a rank each way inside a node (default: --device)"
+    )
+    group.add_argument("--between", type=amount, metavar="GB/s", help="of a rank each way between nodes")
+    group.add_argument("--flops", type=amount, metavar="TFLOP/s", help="dense bfloat16 of a device, as its maker says")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -74,7 +88,9 @@ def _plan(options: argparse.Namespace) -> int:
         raise MeshError(plan.told(refused))
     axes = Axes(**sizes)
     work = plan.work_of(axes, options.tokens, options.micro_batches)
-    figures = plan.Figures(options.model, blueprint, axes, work, device, options.head, savings, state)
+    known = {name: vars(options)[name] for name in ("inside", "between", "flops")}
+    cluster = plan.cluster_of(options.device, options.gpus_per_node, known)
+    figures = plan.Figures(options.model, blueprint, axes, work, device, options.head, savings, state, cluster)
     if options.json:
         print_json(as_json(figures, origin))
     else:

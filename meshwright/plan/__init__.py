@@ -2,7 +2,8 @@
 
 from .about import origin, versions
 from .asked import coded_in, fp8_of, laid_out, mesh_of, savings_of, state_of, ways_of
-from .figures import Figures, device_bytes, work_of
+from .devices import Cluster, cluster_of, device_bytes
+from .figures import Figures, work_of
 from .find import TINY, Say, find
 from .html import check_target, write_page
 from .page import plan_page

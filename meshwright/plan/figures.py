@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -32,29 +31,11 @@ from ..layout import (
 from ..layout.schedule import Orders
 from ..mesh import Memory
 from ..parallel import Savings, gathers_wide, mark
+from .devices import Cluster
 
 TOKENS = 8192  # of a micro-batch of a data rank, where none are given
 COMPUTE = torch.bfloat16  # as `mw.load` has it
-GB = 10**9
 ON_HOST = " on the host"
-
-# Memory as the maker names it: some bytes more are there, some of them taken before a run begins.
-DEVICES = {"H100": 80 * GB, "H200": 141 * GB, "B200": 180 * GB, "L40S": 48 * GB, "MI300X": 192 * GB}
-_SIZE = re.compile(r"(?:[A-Za-z]\w*-)?(\d+(?:\.\d+)?) ?([kMGT])(i?)B", re.ASCII | re.IGNORECASE)  # 80GB, A100-40GB
-_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def device_bytes(text: str) -> int:
-    if text.upper() in DEVICES:
-        return DEVICES[text.upper()]
-    found = _SIZE.fullmatch(text)
-    if not found or float(found[1]) <= 0:
-        known = ", ".join(DEVICES)
-        unit = f" without a unit; did you mean {text}GB? Give" if text.isdecimal() else " is no size of memory; give"
-        raise ConfigError(
-            f"--device {text!r:.200}{unit} one such as 80GB or 74.5GiB, or one of {known}, A100-40GB, A100-80GB"
-        )
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].lower()])
 
 
 def work_of(axes: Axes, tokens: int | None, num_batches: int) -> Work:
@@ -99,12 +80,14 @@ class Traffic:
     op: str
     count: int
     num_bytes: int
+    axes: tuple[str, ...]  # of more than one rank
 
 
 @dataclass(frozen=True, eq=False)
 class Figures:
     """`device`: the bytes of a device, where one was named. `savings`: as `mw.load` takes them; what the blueprint
-    says of its traffic gives way to them. `state_dtype`: as `mw.Engine` takes it."""
+    says of its traffic gives way to them. `state_dtype`: as `mw.Engine` takes it. `cluster`: where a step is
+    to be timed."""
 
     model: str  # as the user names it
     blueprint: Blueprint
@@ -114,6 +97,7 @@ class Figures:
     head: str = "lm"
     savings: Savings = Savings()
     state_dtype: torch.dtype | None = None
+    cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         """What is left open of the pipeline is decided as `mw.load` decides it. A device of unknown size holds
@@ -220,7 +204,7 @@ class Figures:
         order = list(dict.fromkeys(live for live, _ in sums))
         rows = sorted(sums.items(), key=lambda row: order.index(row[0][0]))
         return [
-            Traffic(live_axes(live, self.axes), prod(self.axes.sizes(live)), op, count, num_bytes)
+            Traffic(live_axes(live, self.axes), prod(self.axes.sizes(live)), op, count, num_bytes, live)
             for (live, op), (count, num_bytes) in rows
         ]
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from ..errors import counted
+from . import step as times
 from .drawn import pipeline_section
 from .figures import Figures, RankMemory, Traffic
 from .html import Cell, bar, bytes_cell, details, flowing, page, section, span_cell, table, tag, wrap
 from .picture import mesh_picture
 from .show import about, lies, notes, step
-from .tables import ParameterLine, charge_lines, parameter_lines
-from .wording import Unit, in_unit, kind, large, nominal, size, unit_of, verdict
+from .tables import ChargeLine, ParameterLine, charge_lines, parameter_lines
+from .wording import Unit, duration, in_unit, kind, large, nominal, size, unit_of, verdict
 
 _MOST_ROWS = 64  # of the table of ranks
 
@@ -57,6 +58,8 @@ def plan_of(figures: Figures) -> Iterator[str]:
         yield pipeline_section(figures)
     yield section("The mesh", *mesh_picture(figures), _ranks(figures))
     yield _traffic(figures)
+    if figures.cluster:
+        yield _times(figures)
     yield _parameters(figures)
 
 
@@ -68,6 +71,8 @@ def _tiles(figures: Figures) -> str:
         "collectives in a step": f"{sum(row.count for row in rows):,}",
         "parameters": large(figures.num_parameters),
     }
+    if figures.cluster:
+        facts["a step, estimated"] = duration(times.step_lines(figures)[-1].seconds)
     return wrap("dl", *(wrap("div", tag("dt", what), tag("dd", fact)) for what, fact in facts.items()), kind="tiles")
 
 
@@ -112,12 +117,12 @@ def _traffic(figures: Figures) -> str:
     )
     by_axes = [list(same) for _, same in groupby(rows, lambda row: row.over)]
     most = max(sum(row.num_bytes for row in same) for same in by_axes)
-    lines = (line for same in by_axes for line in _axes_lines(same, most))
+    lines = (line for same in by_axes for line in _axes_lines(figures, same, most))
     summed = table(["over", "operation", "count", "bytes", ""], lines, "stacked flows")
     return section(title, tag("p", text), summed, details("Every collective", _charges(figures)))
 
 
-def _axes_lines(rows: list[Traffic], most: int) -> Iterator[list[object]]:
+def _axes_lines(figures: Figures, rows: list[Traffic], most: int) -> Iterator[list[object]]:
     """What goes over the same axes: first all of it, then each operation."""
     count, num_bytes = sum(row.count for row in rows), sum(row.num_bytes for row in rows)
     yield [
@@ -127,7 +132,9 @@ def _axes_lines(rows: list[Traffic], most: int) -> Iterator[list[object]]:
     ]  # fmt: skip
     for row in rows:
         share = Cell("", "part", share=row.num_bytes / most)
-        yield [Cell("", "part"), Cell(row.op), row.count, bytes_cell(row.num_bytes), share]
+        found = times.sent_of(figures, row) if figures.cluster else None
+        op = Cell(row.op) if found is None else Cell(row.op, note=f"{duration(found.seconds)} {found.link}")
+        yield [Cell("", "part"), op, row.count, bytes_cell(row.num_bytes), share]
 
 
 def _charges(figures: Figures) -> str:
@@ -135,12 +142,30 @@ def _charges(figures: Figures) -> str:
         [
             Cell(line.what, "name", f"layers {line.layers}" if line.layers else ""), Cell(line.op),
             Cell(line.over, note=counted(line.num_ranks, "rank")), line.count, bytes_cell(line.one_bytes),
-            bytes_cell(line.num_bytes),
+            bytes_cell(line.num_bytes), *_sent(figures, line),
         ]
         for line in charge_lines(figures)
     )  # fmt: skip
     head = ["what", "operation", "over", "count", "bytes of one", "bytes in all"]
+    head += ["estimated"] if figures.cluster else []
     return tag("p", "{i} is the number of a layer.") + table(head, rows)
+
+
+def _times(figures: Figures) -> str:
+    *parts, whole = times.step_lines(figures)
+    rows = [
+        [
+            Cell(line.what, "name"),
+            Cell(duration(line.seconds), "number"),
+            Cell(f"{line.share:.1%}", "", share=line.share),
+        ]
+        for line in parts
+    ]
+    rows.append(
+        [Cell(f"{whole.what}, {times.speed(figures)}", "name"), Cell(duration(whole.seconds), "number"), Cell("")]
+    )
+    text = tag("p", times.assumptions(figures))
+    return section("How long a step takes, estimated", text, table(["part", "seconds", "of a step"], rows))
 
 
 def _parameters(figures: Figures) -> str:
@@ -152,6 +177,13 @@ def _parameters(figures: Figures) -> str:
     lines = table(head, (_parameter(line) for line in parameter_lines(figures)), "stacked wide")
     title = f"Where {figures.num_parameters:,} parameters lie"
     return section(title, tag("p", text), details("Every parameter", lines))
+
+
+def _sent(figures: Figures, line: ChargeLine) -> list[Cell]:
+    if not figures.cluster:
+        return []
+    found = times.sent_of(figures, line)
+    return [Cell(duration(found.seconds), "number", note=found.link)]
 
 
 def _parameter(line: ParameterLine) -> list[Cell]:

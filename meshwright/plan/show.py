@@ -15,9 +15,10 @@ from rich.text import Text
 from ..errors import counted
 from ..layout import draw, ways
 from . import pipeline
+from . import step as times
 from .figures import Figures
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
-from .wording import NOT_COUNTED, in_unit, kind, large, name_of, saved, size, span, unit_of, verdict
+from .wording import NOT_COUNTED, duration, in_unit, kind, large, name_of, saved, size, span, unit_of, verdict
 
 
 def print_plan(figures: Figures) -> None:
@@ -29,6 +30,7 @@ def print_plan(figures: Figures) -> None:
         **({"The stages of the pipeline": _places(figures)} if figures.axes.pp > 1 else {}),
         "What a rank stores": _memory(figures),
         f"The collectives of a step; {step(figures)}": _traffic(figures),
+        **({"How long a step takes, estimated": _times(figures)} if figures.cluster else {}),
     }
     for title, grid in tables.items():
         console.print()
@@ -142,11 +144,28 @@ def _traffic(figures: Figures) -> Grid | Padding:
         grid.add_column(column)
     for column in ("count", "bytes"):
         grid.add_column(column, justify="right")
+    for column in ("link", "estimated") if figures.cluster else ():
+        grid.add_column(column, justify="right" if column == "estimated" else "left")
     for row in rows:
-        grid.add_row(row.over, row.op, f"{row.count:,}", size(row.num_bytes))
+        found = times.sent_of(figures, row) if figures.cluster else None
+        more = () if found is None else (found.link, duration(found.seconds))
+        grid.add_row(row.over, row.op, f"{row.count:,}", size(row.num_bytes), *more)
     grid.add_section()
     total, count = sum(row.num_bytes for row in rows), sum(row.count for row in rows)
     grid.add_row("total", "", f"{count:,}", size(total), style="bold")
+    return grid
+
+
+def _times(figures: Figures) -> Grid:
+    grid, lines = _grid(), times.step_lines(figures)
+    grid.add_column("")
+    for column in ("seconds", "of a step"):
+        grid.add_column(column, justify="right")
+    for line in lines[:-1]:
+        grid.add_row(line.what, duration(line.seconds), f"{line.share:.1%}")
+    grid.add_section()
+    grid.add_row(f"{lines[-1].what}, {times.speed(figures)}", duration(lines[-1].seconds), "", style="bold")
+    grid.caption, grid.caption_justify = times.assumptions(figures), "left"
     return grid
 
 
@@ -184,9 +203,10 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "fits": said.ok,
         "way_out": figures.ways_out if said.ok is False else None,
         "step": {**asdict(work), "frozen": sorted(work.frozen), "numbers": sorted(work.numbers)},
-        "traffic": [asdict(row) for row in figures.traffic],
+        "traffic": [times.timed(figures, row) for row in figures.traffic],
         "total_count": sum(row.count for row in figures.traffic),
         "total_bytes": sum(row.num_bytes for row in figures.traffic),
-        "charges": [asdict(line) for line in charge_lines(figures)],
+        "charges": [times.timed(figures, line) for line in charge_lines(figures)],
+        "estimate": times.times_as_json(figures),
         "groups": [asdict(line) for line in axis_lines(figures)],
     }

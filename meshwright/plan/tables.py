@@ -48,6 +48,7 @@ class ChargeLine:
     one_bytes: int  # of one collective, its larger side
     count: int
     num_bytes: int
+    axes: tuple[str, ...]
 
 
 def parameter_lines(figures: Figures) -> list[ParameterLine]:
@@ -116,6 +117,7 @@ def charge_lines(figures: Figures) -> Iterator[ChargeLine]:
             one_bytes=charge.num_bytes,
             count=count,
             num_bytes=count * charge.num_bytes,
+            axes=charge.axes,
         )
 
 

@@ -8,7 +8,8 @@ import torch
 
 from ..errors import counted
 from ..parallel import Savings
-from .figures import GB, ON_HOST, Figures
+from .devices import GB
+from .figures import ON_HOST, Figures
 
 Unit = tuple[str, int]  # its name, and how many bytes it has
 _UNITS = {"TB": 10**12, "GB": GB, "MB": 10**6, "kB": 10**3, "bytes": 1}
@@ -41,6 +42,15 @@ def nominal(num_bytes: int) -> str:
     """Of a device, as its maker writes it: 80 GB."""
     name, unit = unit_of(num_bytes)
     return f"{num_bytes / unit:.4g} {name}"
+
+
+def duration(seconds: float) -> str:
+    """In three digits: 1.25 s, 45.6 ms, 12.0 us."""
+    name, unit = next(
+        ((n, u) for n, u in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if seconds >= 0.9995 * u), ("us", 1e-6)
+    )
+    number = seconds / unit
+    return f"{number:,.{max(0, 3 - len(f'{number:.0f}'))}f} {name}" if seconds else "0 s"
 
 
 def span(least: int, most: int, to: str = " to ") -> str:

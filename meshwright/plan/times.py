@@ -1,0 +1,147 @@
+"""How long a step takes, estimated: products, collectives by the link that they go over, the pipeline's waiting.
+
+It is made to compare meshes. Latency, AdamW and passes over activations take no time here, and no collective is in the
+way of another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, prod
+
+from ..axes import ENDS, Axes
+from ..errors import ConfigError
+from ..layout import Charge
+from .devices import Cluster
+from .figures import Figures
+from .flops import Flops, flops_of
+from .pipeline import timetable
+
+INSIDE, BETWEEN = "inside a node", "between nodes"
+AGAIN = 4 / 3  # of the products, where backward makes whole layers again
+_WHAT = {"ep": "exchanges of experts", "tp": "tp", "cp": "cp", "pp": "transfers between stages"}
+_SUMS = "last sums, and what ranks tell each other"
+ASSUMED = "A document fills a micro-batch. Latency, AdamW and passes over activations are left out"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """`link`: between nodes, if anything goes there."""
+
+    link: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What products wait for, over a link."""
+
+    what: str
+    link: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step. `products` are those of an average rank, the collectives those of the rank that sends most.
+
+    `gathers`: FSDP's gathers and sums, which run beside products. `bubble_share`: of the time that a rank is at work or
+    waits for others in its stage, the share that the pipeline adds, as `Timetable.bubble`.
+    """
+
+    products: float
+    waits: tuple[Wait, ...]
+    gathers: float
+    bubble_share: float
+
+    @property
+    def waited(self) -> float:
+        return sum(wait.seconds for wait in self.waits)
+
+    @property
+    def not_hidden(self) -> float:
+        """Of FSDP's collectives, what products do not last for."""
+        return max(0.0, self.gathers - self.products)
+
+    @property
+    def bubble(self) -> float:
+        """A stage that waits for others lets the next stages wait longer too."""
+        return (self.products + self.waited) * self.bubble_share / (1 - self.bubble_share)
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.waited + self.not_hidden + self.bubble
+
+
+def in_a_node(axes: Axes, over: tuple[str, ...], gpus_per_node: int) -> int:
+    """How many ranks of a group over some axes lie in one node, for certain: ranks stand in nodes in their order."""
+    if axes.world <= gpus_per_node:
+        return prod(axes.sizes(over))
+    num = 1
+    for axis, stride in axes.strides(over).items():
+        apart = stride * (axes.pp - 1) if axis == ENDS else stride
+        num *= gcd(axes.size_of(axis), gpus_per_node // apart) if apart and gpus_per_node % apart == 0 else 1
+    return num
+
+
+def sent(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cluster: Cluster) -> Sent:
+    """`num_bytes`: of the larger side, as the bill has them. Each rank has a link of its own to other nodes, so that of
+    a ring each rank of a node carries a share between nodes. Both links work at the same time."""
+    num, here = prod(axes.sizes(over)), in_a_node(axes, over, cluster.gpus_per_node)
+    inside, between = 0.0, 0.0
+    if op in ("send", "recv"):  # to one neighbour
+        inside, between = (num_bytes, between) if here == num else (inside, num_bytes)
+    elif op == "all_to_all":  # an equal part for each rank
+        inside, between = num_bytes * (here - 1) / num, num_bytes * (num - here) / num
+    else:  # a ring: there and back for an all-reduce
+        ways, nodes = 2 if op == "all_reduce" else 1, num / here
+        inside = ways * num_bytes * (num - 1) / num if here > 1 else 0.0
+        between = ways * num_bytes * (nodes - 1) / nodes / here
+    seconds = max(inside / cluster.bytes_inside, between / cluster.bytes_between)
+    return Sent(BETWEEN if between else INSIDE, seconds)
+
+
+def cluster_in(figures: Figures) -> Cluster:
+    if figures.cluster is None:
+        raise ConfigError("these figures are of no cluster, so nothing says how long a step takes")
+    return figures.cluster
+
+
+def estimate(figures: Figures) -> Estimate:
+    blueprint, axes, cluster = figures.blueprint, figures.axes, cluster_in(figures)
+    units = {u.name or "root" for stage in blueprint.spec.stages(axes, figures.sender) for u in stage.units}
+    flops = flops_of(blueprint, blueprint.table.params.keys())
+    work = operations(flops, figures) / (axes.cp * axes.tp * axes.pp)
+    again = AGAIN if figures.savings.recompute == "full" else 1.0
+    waits = [c for c in figures.charges if c.what not in units and c.op != "recv"]  # it comes while others are sent
+    return Estimate(
+        products=again * work / cluster.products,
+        waits=tuple(waits_of(waits, axes, cluster)),
+        gathers=sum(seconds_of(c, axes, cluster) for c in figures.charges if c.what in units),
+        bubble_share=timetable(figures).bubble if axes.pp > 1 else 0.0,
+    )
+
+
+def operations(flops: Flops, figures: Figures) -> float:
+    """Of a step of a data rank."""
+    tokens = figures.work.tokens
+    return flops.of(tokens, tokens**2) * figures.work.num_batches
+
+
+def seconds_of(charge: Charge, axes: Axes, cluster: Cluster) -> float:
+    return charge.count * sent(charge.op, charge.num_bytes, charge.axes, axes, cluster).seconds
+
+
+def waits_of(charges: list[Charge], axes: Axes, cluster: Cluster) -> Iterator[Wait]:
+    """Together what is for the same and goes over the same link; first what takes longest."""
+    found = defaultdict[tuple[str, str], float](float)
+    for charge in charges:
+        live = [axis for axis in charge.axes if axes.size_of(axis) > 1]
+        first = live[0].partition("/")[0].partition("%")[0] if len(live) == 1 else ""
+        link = sent(charge.op, charge.num_bytes, charge.axes, axes, cluster).link
+        what = _SUMS if charge.op == "all_reduce" else _WHAT.get(first, _SUMS)
+        found[what, link] += seconds_of(charge, axes, cluster)
+    for (what, link), seconds in sorted(found.items(), key=lambda row: -row[1]):
+        yield Wait(what, link, seconds)

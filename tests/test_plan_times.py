@@ -1,0 +1,202 @@
+"""`meshwright plan` estimates how long a step takes: by hand from bytes, links and products."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import cli
+from meshwright.axes import ENDS, Axes
+from meshwright.blueprint import draw
+from meshwright.errors import ConfigError
+from meshwright.layout import Pipeline
+from meshwright.parallel import Savings
+from meshwright.plan import Cluster, Figures, cluster_of, plan_page, work_of
+from meshwright.plan.times import BETWEEN, INSIDE, estimate, in_a_node, sent
+from meshwright.plan.wording import duration
+from tests import tiny
+from tests.pages import Read
+from tests.test_plan import QWEN3_235B_A22B
+from tests.test_plan_pipeline import QWEN3_8B
+from tests.test_verify import directory
+from tests.words import words
+
+PLAIN = Cluster(inside=400, between=40, flops=1000)  # 300 and 30 GB/s are reached, and 450 TFLOP/s
+Capture = pytest.CaptureFixture[str]
+
+
+def figures_of(config: dict[str, Any], num: int = 1, savings: Savings = Savings(), **mesh: int) -> Figures:
+    axes = Axes(**mesh)
+    return Figures("a model", draw(config), axes, work_of(axes, None, num), savings=savings, cluster=PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "over", "here"),
+    [
+        (dict(fsdp=8, tp=8), ("tp",), 8),
+        (dict(fsdp=8, tp=8), ("fsdp", "cp"), 1),
+        (dict(fsdp=16, tp=2), ("fsdp", "cp"), 4),
+        (dict(fsdp=16, cp=2, tp=2), ("fsdp", "cp"), 4),
+        (dict(fsdp=64, ep=16), ("ep",), 8),
+        (dict(fsdp=64, ep=4), ("ep",), 4),
+        (dict(fsdp=64, ep=4), ("efsdp",), 2),
+        (dict(fsdp=8), ("fsdp", "cp"), 8),
+        (dict(fsdp=3), ("fsdp", "cp"), 3),  # one node has them all
+        (dict(fsdp=4, tp=6), ("tp",), 2),  # groups of 6 begin at 0, 6, 12: pairs of them share a node for certain
+        (dict(fsdp=8, tp=3), ("tp",), 1),
+        (dict(pp=2, fsdp=8), ("pp",), 1),
+        (dict(pp=4, tp=4), ("pp",), 2),
+        (dict(pp=4, tp=4), (ENDS, "tp"), 4),
+        (dict(pp=2, cp=8, tp=2), ("cp//4",), 1),
+        (dict(pp=2, cp=8, tp=2), ("cp%4",), 4),
+    ],
+)
+def test_how_much_of_a_group_is_in_a_node(mesh: dict[str, int], over: tuple[str, ...], here: int) -> None:
+    axes = Axes(**mesh)
+    assert in_a_node(axes, over, 8) == here
+    for group in axes.groups(over):
+        assert min(sum(r // 8 == rank // 8 for r in group) for rank in group) >= here, group
+
+
+@pytest.mark.parametrize(
+    ("op", "mesh", "over", "link", "seconds"),  # of 1.2 GB
+    [
+        ("all_gather", dict(fsdp=8), ("fsdp",), INSIDE, 1.2 * 7 / 8 / 300),
+        ("all_reduce", dict(fsdp=8), ("fsdp",), INSIDE, 2 * 1.2 * 7 / 8 / 300),
+        ("reduce_scatter", dict(fsdp=4, tp=8), ("fsdp",), BETWEEN, 1.2 * 3 / 4 / 30),
+        (
+            "all_gather",
+            dict(fsdp=32),
+            ("fsdp",),
+            BETWEEN,
+            1.2 * 31 / 32 / 300,
+        ),  # 8 links of a node share what goes between
+        ("all_gather", dict(fsdp=16, tp=2), ("fsdp",), BETWEEN, 1.2 * 3 / 4 / 4 / 30),
+        ("all_reduce", dict(fsdp=16, tp=2), ("fsdp",), BETWEEN, 2 * 1.2 * 3 / 4 / 4 / 30),
+        ("all_to_all", dict(fsdp=8), ("ep",), "", 0),
+        ("all_to_all", dict(fsdp=8, ep=4), ("ep",), INSIDE, 1.2 * 3 / 4 / 300),
+        ("all_to_all", dict(fsdp=32, ep=32), ("ep",), BETWEEN, 1.2 * 24 / 32 / 30),  # what stays in the node is quicker
+        ("send", dict(pp=2, tp=4), ("pp",), INSIDE, 1.2 / 300),
+        ("send", dict(pp=2, tp=8), ("pp",), BETWEEN, 1.2 / 30),
+    ],
+)
+def test_a_collective(op: str, mesh: dict[str, int], over: tuple[str, ...], link: str, seconds: float) -> None:
+    found = sent(op, 1_200_000_000, over, Axes(**mesh), PLAIN)
+    assert found.seconds == pytest.approx(seconds)
+    assert found.link == (link or INSIDE)
+
+
+LAYER, HEAD = 192_946_432 - 2 * 4096 - 2 * 128, 151_936 * 4096  # Qwen3-8B: products of a layer, and of the head
+OPS = 6 * (36 * LAYER + HEAD) * 8192 + 36 * 6 * 32 * 128 * 8192**2  # of 8192 tokens, attention being causal
+
+
+def test_a_step_of_a_dense_model() -> None:
+    """FSDP hides behind products, tp does not: 4 collectives a layer forward, 4 backward, of all tokens in bfloat16."""
+    found = estimate(figures_of(QWEN3_8B, num=2, fsdp=4, tp=2))
+    assert found.products == pytest.approx(2 * OPS / 2 / 450e12)
+    [of_tp, *_] = found.waits
+    doors = 8192 * 4096 * 2
+    per_batch = 8 * 36 * doors / 2 + 4 * doors / 2  # of the embedding and of the head two each
+    assert (of_tp.what, of_tp.link) == ("tp", INSIDE)
+    assert of_tp.seconds == pytest.approx(2 * per_batch / 300e9, rel=1e-4)
+    layer, vocabulary = (LAYER + 2 * 4096 + 256) / 2, HEAD / 2
+    gathered = 2 * 2 * 36 * layer * 2 + 2 * vocabulary * (2 + 1) * 2  # a unit twice a batch, but the head once
+    summed = 2 * (36 * layer + 2 * vocabulary) * 4
+    assert found.gathers == pytest.approx((gathered + summed) * 3 / 4 / 300e9, rel=1e-3)
+    assert (found.not_hidden, found.bubble) == (0, 0)
+    assert found.seconds == pytest.approx(found.products + found.waited)
+
+
+def test_layers_that_run_again_take_a_forward_more() -> None:
+    usual, full = (estimate(figures_of(QWEN3_8B, savings=Savings(kind), fsdp=8)) for kind in ("none", "full"))
+    assert full.products == pytest.approx(usual.products * 4 / 3)
+    assert full.products == pytest.approx(8 / 6 * OPS / 450e12)
+
+
+def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
+    """A small step cannot hide its gathers; stages wait for as long as the schedule says, and for collectives too."""
+    few = Figures("it", draw(QWEN3_8B), Axes(fsdp=64), work_of(Axes(), 64, 1), cluster=PLAIN)
+    found = estimate(few)
+    assert found.not_hidden == pytest.approx(found.gathers - found.products)
+    assert found.not_hidden > 9 * found.products
+    even = tiny.of("qwen3", num_hidden_layers=8, vocab_size=4, intermediate_size=4096)
+    axes = Axes(pp=4, tp=2)
+    blueprint = draw(even).run_by(Pipeline(ends=(2, 4, 6, 8)))
+    piped = estimate(Figures("it", blueprint, axes, work_of(axes, None, 8), cluster=PLAIN))
+    assert piped.bubble == pytest.approx((piped.products + piped.waited) * 3 / 8, rel=1e-2)
+    assert {wait.what for wait in piped.waits} >= {"tp", "transfers between stages"}
+
+
+def test_experts_between_nodes() -> None:
+    """Of 64 ranks 56 are in other nodes: 4 times a layer, 8 experts a token, the tokens of a rank."""
+    found = estimate(figures_of(QWEN3_235B_A22B, num=1, fsdp=128, tp=8, ep=64))
+    [experts] = [wait for wait in found.waits if wait.what == "exchanges of experts"]
+    rows = 8192 / 8 * 8 * 4096 * 2
+    assert experts.link == BETWEEN
+    assert experts.seconds == pytest.approx(94 * 4 * rows * 56 / 64 / 30e9, rel=1e-3)
+
+
+def test_devices_have_links() -> None:
+    assert cluster_of("H200", 8, {}).between == 50
+    assert (cluster_of("A100-80GB", 4, {}).inside, cluster_of("b200", 8, {}).flops) == (300, 2250)
+    assert cluster_of("80GB", 8, {}).source == cluster_of(None, 8, {}).source == "assumed"
+    given = cluster_of("H100", 8, {"between": 12.5, "inside": None, "flops": None})
+    assert (given.between, given.inside, given.source) == (12.5, 450, "those of H100, and as given")
+
+
+def test_without_a_cluster_nothing_is_timed() -> None:
+    with pytest.raises(ConfigError, match="no cluster"):
+        estimate(Figures("it", draw(tiny.of("qwen3")), Axes(), work_of(Axes(), None, 1)))
+
+
+def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    at = directory(tmp_path / "m", QWEN3_235B_A22B)
+    command = ["plan", at, "--mesh", "fsdp=128,tp=8,ep=64", "--device", "H100", "--between", "25"]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the directory
+    said = " ".join(out.split())
+    wanted = [
+        "all_to_all .* between nodes", "waits: exchanges of experts, between nodes", "tokens a second of each rank",
+        r"450 GB/s of a rank each way inside a node and 25 between nodes, 989 TFLOP/s \(those of H100, and as given\)",
+        "A document fills a micro-batch", "links reach 75% and products 45%",
+    ]  # fmt: skip
+    assert re.search(words(*wanted), said), said
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    times = found["estimate"]
+    parts = times["products"] + sum(w["seconds"] for w in times["waits"]) + times["not_hidden"] + times["bubble"]
+    assert times["seconds"] == pytest.approx(parts)
+    assert times["tokens_a_second"] == pytest.approx(8192 / 8 / times["seconds"])
+    assert {row["link"] for row in found["traffic"]} == {INSIDE, BETWEEN}
+    assert sum(row["seconds"] for row in found["charges"]) == pytest.approx(sum(r["seconds"] for r in found["traffic"]))
+
+
+def test_a_page() -> None:
+    figures = figures_of(tiny.of("qwen3_moe"), fsdp=2, tp=2, ep=2)
+    found = Read(plan_page(figures, {"command": "", "meshwright": "", "torch": "", "date": ""}))
+    rows = found.table("part")
+    assert rows[0]["part"] == "products"
+    assert rows[-1]["part"].startswith("a step")
+    assert all(row["estimated"].endswith("inside a node") for row in found.table("what"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (1.25, "1.25 s"), (0.9999, "1.00 s"), (0.0456, "45.6 ms"), (1.2e-5, "12.0 us"), (1e-9, "0.00 us"),
+     (1234.5, "1,234 s")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("options", [["--between", "0"], ["--flops", "many"], ["--gpus-per-node", "0"]])
+def test_what_is_no_amount(options: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "tiny-qwen3", *options])
+    assert stopped.value.code == 2
