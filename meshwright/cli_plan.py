@@ -14,6 +14,7 @@ EXAMPLES = """examples:
   meshwright plan path/to/config.json --mesh fsdp=32,tp=8,ep=64 --html plan.html    a page with a picture of the mesh
   meshwright plan Qwen/Qwen3-8B --mesh pp=4,fsdp=2 --micro-batches 16 --schedule zero-bubble    how long ranks wait
   meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device 40GB --recompute full --state-dtype bfloat16    with savings
+  meshwright plan path/to/Qwen3-30B-A3B --search 64 --device H100    the quickest meshes of 64 ranks
   meshwright plan my-critic --mesh fsdp=4 --head value --json
   meshwright plan tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
 """
@@ -35,10 +36,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.add_argument("model", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
     plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
     plan.add_argument("--tokens", type=positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
-    plan.add_argument("--micro-batches", type=positive, default=1, metavar="N", help="in a step (default 1)")
+    plan.add_argument("--micro-batches", type=positive, metavar="N", help="in a step (default 1)")
     add_mesh(plan)
     _add_savings(plan)
     _add_cluster(plan)
+    _add_search(plan)
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
     plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
 
@@ -47,7 +49,7 @@ def _add_savings(command: argparse.ArgumentParser) -> None:
     """As `mw.Savings` and `mw.Engine` name them."""
     group = command.add_argument_group("what saves memory or time")
     group.add_argument(
-        "--recompute", default="none", choices=["none", "selective", "full"],
+        "--recompute", choices=["none", "selective", "full"],
         help="what backward makes again instead of keeping it (default none)",
     )  # fmt: skip
     group.add_argument("--offload", action="store_true", help="parameters, gradients and moments lie on the host")
@@ -70,7 +72,32 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
     group.add_argument("--flops", type=amount, metavar="TFLOP/s", help="dense bfloat16 of a device, as its maker says")
 
 
+def _add_search(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("instead of --mesh: the quickest meshes on which a rank fits the --device")
+    group.add_argument("--search", type=positive, metavar="N", help="try the meshes of N ranks")
+    group.add_argument("--global-tokens", type=positive, metavar="N", help="of a step (default: N x --tokens)")
+    group.add_argument("--top", type=positive, default=5, metavar="N", help="how many are told (default 5)")
+
+
+def _search(options: argparse.Namespace) -> int:
+    from . import plan  # imports torch: --help should not wait for it
+    from .plan.found import as_json, print_found
+
+    given, origin, say = vars(options), plan.origin(options.command), Clock()
+    asked = plan.asked_of(given)
+    ways = plan.laid_out(given, {"pp": 2, "cp": 2})  # so that options of a pipeline and of cp are taken
+    blueprint = ways(plan.find(options.model, options.head, weights=False, say=say, tower=options.tower))
+    found = plan.Search(blueprint, asked, say).run()
+    if options.json:
+        print_json(as_json(found, asked, origin))
+    else:
+        print_found(found, asked)
+    return int(not found.best)
+
+
 def _plan(options: argparse.Namespace) -> int:
+    if options.search:
+        return _search(options)
     from . import plan  # imports torch: --help should not wait for it
     from .axes import Axes
     from .plan.show import as_json, print_plan
@@ -81,15 +108,15 @@ def _plan(options: argparse.Namespace) -> int:
     savings, state = plan.savings_of(vars(options)), plan.state_of(vars(options))
     laid_out = plan.laid_out(vars(options), sizes)
     blueprint = laid_out(plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower))
-    refused = plan.objections(blueprint, sizes, options.micro_batches, plan.coded_in(blueprint, state))
+    num_batches = options.micro_batches or 1
+    refused = plan.objections(blueprint, sizes, num_batches, plan.coded_in(blueprint, state))
     if refused:
         if options.json:
             print_json({**origin, "model": options.model, "mesh": sizes, "refused": refused})
         raise MeshError(plan.told(refused))
     axes = Axes(**sizes)
-    work = plan.work_of(axes, options.tokens, options.micro_batches)
-    known = {name: vars(options)[name] for name in ("inside", "between", "flops")}
-    cluster = plan.cluster_of(options.device, options.gpus_per_node, known)
+    work = plan.work_of(axes, options.tokens, num_batches)
+    cluster = plan.cluster_in(vars(options))
     figures = plan.Figures(options.model, blueprint, axes, work, device, options.head, savings, state, cluster)
     if options.json:
         print_json(as_json(figures, origin))

@@ -101,7 +101,7 @@ def test_a_step_of_a_dense_model() -> None:
     [of_tp, *_] = found.waits
     doors = 8192 * 4096 * 2
     per_batch = 8 * 36 * doors / 2 + 4 * doors / 2  # of the embedding and of the head two each
-    assert (of_tp.what, of_tp.link) == ("tp", INSIDE)
+    assert (of_tp.what, of_tp.link) == ("collectives of tp", INSIDE)
     assert of_tp.seconds == pytest.approx(2 * per_batch / 300e9, rel=1e-4)
     layer, vocabulary = (LAYER + 2 * 4096 + 256) / 2, HEAD / 2
     gathered = 2 * 2 * 36 * layer * 2 + 2 * vocabulary * (2 + 1) * 2  # a unit twice a batch, but the head once
@@ -128,7 +128,7 @@ def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
     blueprint = draw(even).run_by(Pipeline(ends=(2, 4, 6, 8)))
     piped = estimate(Figures("it", blueprint, axes, work_of(axes, None, 8), cluster=PLAIN))
     assert piped.bubble == pytest.approx((piped.products + piped.waited) * 3 / 8, rel=1e-2)
-    assert {wait.what for wait in piped.waits} >= {"tp", "transfers between stages"}
+    assert {wait.what for wait in piped.waits} >= {"collectives of tp", "transfers between stages"}
 
 
 def test_experts_between_nodes() -> None:

@@ -36,7 +36,7 @@ from .fp8_gather import LowGathers
 from .fsdp import reset_after_forward
 from .passes import Scores, run, run_forward
 from .recompute import mark
-from .savings import Savings, gathers_wide
+from .savings import KINDS, Savings, gathers_wide
 from .sums import finish
 
 _AXES = (  # between which ranks meet in a step, beside the last sums

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -13,7 +14,11 @@ from ..blueprint import Blueprint
 from ..engine.arguments import in_fp8
 from ..errors import ConfigError
 from ..layout import Context, Pipeline, coded_of
-from ..parallel import Savings
+from ..parallel import KINDS, Savings
+from .candidates import Size
+from .devices import Cluster, cluster_of, device_bytes
+from .figures import TOKENS
+from .search import Asked
 
 _AXES = tuple(asdict(Axes()))
 
@@ -51,14 +56,52 @@ def laid_out(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Callable[[
 
 
 def savings_of(options: Mapping[str, Any]) -> Savings:
-    """An option for each field that a plan asks for."""
+    """An option for each field that a plan asks for; None where it was not given."""
     names = ("recompute", "offload", "gather_once", "sum_once")
-    return Savings(**{name: options[name] for name in names})
+    return Savings(**{name: options[name] for name in names if options[name] is not None})
 
 
 def state_of(options: Mapping[str, Any]) -> torch.dtype | None:
     """`state_dtype` of `mw.Engine`."""
     return None if options["state_dtype"] is None else getattr(torch, options["state_dtype"])
+
+
+def cluster_in(options: Mapping[str, Any]) -> Cluster:
+    """Where a step would run."""
+    given = {name: options[name] for name in ("inside", "between", "flops")}
+    return cluster_of(options["device"], options["gpus_per_node"], given)
+
+
+def asked_of(options: Mapping[str, Any]) -> Asked:
+    """What `--search` is to look for."""
+    if not options["device"]:
+        raise ConfigError("--search needs a --device, such as H100 or 80GB: it says what fits")
+    instead = {"mesh": "tries all of them", "micro_batches": "takes as many as --global-tokens asks for",
+               "html": "writes no page; give it with the --mesh that was found",
+               "ends": "tries pipelines of several lengths"}  # fmt: skip
+    for name, why in instead.items():
+        if options[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --search, which {why}")
+    num, tokens, savings = options["search"], options["tokens"] or TOKENS, savings_of(options)
+    size = Size(num, options["gpus_per_node"], tokens, options["global_tokens"] or num * tokens)
+    kinds = KINDS if options["recompute"] is None else (savings.recompute,)
+    return Asked(
+        options["model"], size, options["device"], device_bytes(options["device"]), cluster_in(options), savings, kinds,
+        state_of(options), options["head"], options["top"], tuple(_kept(shlex.split(options["command"]))),
+    )  # fmt: skip
+
+
+def _kept(words: list[str]) -> Iterator[str]:
+    """Of a command, what holds for the mesh that was found too. An option may be cut short, as argparse takes it."""
+    with_value, alone = ("--search", "--global-tokens", "--top", "--tokens", "--recompute"), ("--json", "--offload")
+    left = iter(words)
+    for word in left:
+        name, equals, _ = word.partition("=")
+        is_option = name.startswith("--") and len(name) > len("--")
+        if is_option and any(each.startswith(name) for each in with_value):
+            next(left) if not equals else None
+        elif not (is_option and any(each.startswith(name) for each in alone)):
+            yield word
 
 
 def coded_in(blueprint: Blueprint, state: torch.dtype | None) -> tuple[str, ...]:

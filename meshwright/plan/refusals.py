@@ -41,11 +41,11 @@ def check_devices(axes: Axes, device: str, model: str = "MODEL") -> None:
 
 def _instead(axes: Axes, model: str) -> str:
     """What to do where this machine is too small for a mesh."""
-    ways = [f"meshwright plan {model} --mesh {_as_option(axes)} says what each rank stores and sends, with no process"]
+    ways = [f"meshwright plan {model} --mesh {as_option(axes)} says what each rank stores and sends, with no process"]
     small = smaller(axes)
     if small != axes:
         why = "what is wrong on a large axis is nearly always wrong on a small one"
-        ways.append(f"meshwright verify {model} --mesh {_as_option(small)} proves a small mesh of the same kind: {why}")
+        ways.append(f"meshwright verify {model} --mesh {as_option(small)} proves a small mesh of the same kind: {why}")
     return "\n  ".join(["Instead:", *ways])
 
 
@@ -72,7 +72,7 @@ def _primes(size: int) -> list[int]:
     return [*found, size] if size > 1 or not found else found
 
 
-def _as_option(axes: Axes) -> str:
+def as_option(axes: Axes) -> str:
     return ",".join(f"{axis}={size}" for axis, size in asdict(axes).items() if size > 1) or "fsdp=1"
 
 

@@ -21,7 +21,12 @@ from .pipeline import timetable
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
 AGAIN = 4 / 3  # of the products, where backward makes whole layers again
-_WHAT = {"ep": "exchanges of experts", "tp": "tp", "cp": "cp", "pp": "transfers between stages"}
+_WHAT = {
+    "ep": "exchanges of experts",
+    "tp": "collectives of tp",
+    "cp": "collectives of cp",
+    "pp": "transfers between stages",
+}
 _SUMS = "last sums, and what ranks tell each other"
 ASSUMED = "A document fills a micro-batch. Latency, AdamW and passes over activations are left out"
 

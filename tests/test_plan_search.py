@@ -1,0 +1,244 @@
+"""`meshwright plan --search`: the quickest meshes that fit, and which is the nearest if none does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import cli
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.layout import Pipeline, Stored
+from meshwright.parallel import Savings, mark
+from meshwright.plan import Cluster, Figures, Search, objections, work_of
+from meshwright.plan.candidates import Size, cuts, divisors
+from meshwright.plan.figures import RankMemory
+from meshwright.plan.price import first_price, least_bytes, thin
+from meshwright.plan.search import Asked, Found
+from meshwright.plan.times import estimate
+from tests import tiny
+from tests.test_plan import QWEN3_30B_A3B, QWEN3_235B_A22B
+from tests.test_plan_pipeline import QWEN3_8B
+from tests.words import words
+
+Capture = pytest.CaptureFixture[str]
+GB = 10**9
+H100 = Cluster()
+SHALLOW = {**QWEN3_30B_A3B, "num_hidden_layers": 4}
+
+
+def written(path: Path, config: dict[str, Any]) -> str:
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def found_of(config: dict[str, Any], num: int, device: int, **given: Any) -> Found:
+    size = Size(num, 8, 8192, num * 8192)
+    return Search(draw(config), Asked("it", size, "it", device, H100, **given), lambda _: None).run()
+
+
+MESHES = [
+    dict(fsdp=8), dict(fsdp=4, tp=2), dict(replicate=2, fsdp=8, tp=2, ep=4), dict(fsdp=8, cp=2, ep=8), dict(tp=2, cp=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "qwen3_tied"])
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_a_first_price_is_that_of_all_layers(name: str, kind: str) -> None:
+    """Of one layer of each kind, counted as often as there are such: only the last sums of gradients are left out."""
+    blueprint, savings = draw(tiny.of(name)), Savings(kind)
+    model = thin(blueprint)
+    assert sum(model.num.values()) == blueprint.table.num_layers
+    for mesh in MESHES:
+        axes = Axes(**mesh)
+        figures = Figures("it", blueprint, axes, work_of(axes, None, 3), savings=savings, cluster=H100)
+        mark(model.blueprint.module, savings)
+        first = first_price(model, axes, figures.work, savings, H100, 0)
+        assert first.seconds == pytest.approx(estimate(figures).seconds, rel=2e-2), mesh
+        moved = {w.what: w.seconds for w in first.waits if not w.what.startswith("last")}
+        assert moved == pytest.approx({w.what: w.seconds for w in estimate(figures).waits if w.what in moved}), mesh
+        stored = sum(s.num_bytes for s in figures.most.stored if s.what in ("parameters", "gradients", "moments"))
+        assert least_bytes(model, axes, 4) <= stored
+
+
+def test_a_first_price_of_a_pipeline_is_near() -> None:
+    blueprint = draw(QWEN3_8B)
+    for axes in (Axes(pp=4, fsdp=8), Axes(pp=2, fsdp=2, tp=4), Axes(pp=8, tp=4)):
+        figures = Figures("it", blueprint, axes, work_of(axes, None, 32), 80 * GB, cluster=H100)
+        first = first_price(thin(blueprint), axes, figures.work, Savings(), H100, 80 * GB)
+        assert first.seconds == pytest.approx(estimate(figures).seconds, rel=0.1), axes
+
+
+def test_which_meshes_are_tried() -> None:
+    """By hand, of 16 ranks in nodes of 4, and a model of 12 layers, 2 kv heads, 4 heads and 8 experts."""
+    config = tiny.of("qwen3_moe", num_hidden_layers=12)
+    blueprint = draw(config)
+    size = Size(16, 4, 4096, 16 * 4096)
+    found = cuts(blueprint, size, ())
+    assert len({(*asdict(cut.axes).values(),) for cut in found}) == len(found)
+    for axes, num in ((cut.axes, cut.num_batches) for cut in found):
+        assert axes.world == 16
+        assert axes.num_data_ranks * num == 16
+        assert max(axes.tp, axes.cp) <= 4
+        assert axes.pp in (1, *range(num + 1))
+        assert objections(blueprint, asdict(axes), num) == [], axes
+        assert axes.replicate == 1 or axes.fsdp * axes.cp * axes.tp >= 4
+    assert {cut.axes.pp for cut in found} == {1, 2, 4, 8}
+    assert {cut.axes.ep for cut in found} == {1, 2, 4, 8}
+    assert {cut.axes.tp for cut in found} == {1, 2, 4}
+    of_tp = [tp for tp in divisors(16) if not objections(blueprint, dict(tp=tp))]
+    assert {1, 2, 4} == {*of_tp}
+    three = cuts(draw(tiny.of("qwen3")), Size(3, 8, 4096, 3 * 4096), ())
+    assert {str(cut.axes) for cut in three} == {"fsdp=3"}, "two layers, four heads; cp is a power of two"
+
+
+def test_the_best_is_the_best_of_all() -> None:
+    """All meshes that can be, reckoned in full: none that fits is quicker than the first that was found."""
+    config = tiny.of("qwen3_moe", num_hidden_layers=4, hidden_size=512, moe_intermediate_size=512)
+    blueprint = draw(config)
+    every = [
+        Figures("it", blueprint, cut.axes, work_of(cut.axes, 8192, cut.num_batches), 10**9, cluster=H100)
+        for cut in cuts(blueprint, Size(8, 8, 8192, 8 * 8192), ())
+    ]
+    device = sorted(figures.most.num_bytes for figures in every)[len(every) // 2]  # half of them fit
+    quickest = min(estimate(replace(f, device=device)).seconds for f in every if replace(f, device=device).fits)
+    found = found_of(config, 8, device)
+    best = [candidate.estimate.seconds for candidate in found.best]
+    assert len(best) == 5
+    assert best == sorted(best)
+    assert best[0] <= 1.01 * quickest, "replicas that are quicker by less are not worth their memory"
+    assert all(candidate.figures.fits and candidate.left_bytes >= 0 for candidate in found.best)
+    assert found.num_meshes == len(every)
+
+
+def test_offload_only_where_nothing_else_fits() -> None:
+    assert not any(c.figures.savings.offload for c in found_of(SHALLOW, 8, 12 * GB).best)
+    found = found_of(SHALLOW, 8, 5 * GB)
+    assert found.best
+    assert all(c.figures.savings.offload for c in found.best)
+    assert found.num_too_large == found.num_meshes
+    none = found_of(SHALLOW, 8, GB // 10)
+    assert none.best == ()
+    assert none.nearest is not None
+    assert none.nearest.left_bytes < 0
+    assert none.nearest.figures.savings == Savings("full", offload=True)
+    once = found_of(SHALLOW, 8, 5 * GB, savings=Savings(sum_once=True)).nearest
+    assert once is not None
+    assert not once.figures.savings.offload, "what stays on the device cannot lie on the host"
+
+
+def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is given so many that only a mesh that recomputes fits."""
+    config, known = tiny.of("qwen3", num_hidden_layers=4), vars(Figures)["memories"].func
+    kept = {"none": 60_000_000, "selective": 40_000_000, "full": 2_000_000}
+
+    def memories(self: Figures) -> list[RankMemory]:
+        more = Stored("activations", kept[self.savings.recompute])
+        return [replace(m, stored=(*(s for s in m.stored if s.what != more.what), more)) for m in known(self)]
+
+    monkeypatch.setattr(Figures, "memories", property(memories))
+    for device, kind in ((50_000_000, "selective"), (20_000_000, "full"), (90_000_000, "none")):
+        assert {c.figures.savings.recompute for c in found_of(config, 8, device).best} == {kind}
+    none = found_of(config, 8, 1_000_000).nearest
+    assert none is not None
+    assert none.left_bytes < -1_000_000
+
+
+def searched(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_what_was_found_is_what_a_plan_says(tmp_path: Path, capsys: Capture) -> None:
+    """The command that it ends with gives the same bytes and the same time."""
+    at = written(tmp_path / "8b.json", QWEN3_8B)
+    more = ["--sea=16", "--device", "H100", "--tokens", "4096", "--state-dtype", "bfloat16", "--between", "25"]
+    more += ["--json", "--offl"]
+    code, out, _ = searched(capsys, at, *more)
+    assert code == 0
+    found = json.loads(out)
+    assert (found["ranks"], found["global_tokens"], len(found["best"])) == (16, 16 * 4096, 5)
+    for best in found["best"]:
+        program, *arguments = shlex.split(best["command"])
+        assert program == "meshwright"
+        assert cli.main([*arguments, "--json"]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert planned["estimate"] == best["estimate"]
+        assert planned["memory"][0]["bytes"] == best["bytes"]
+        assert planned["mesh"] == best["mesh"]
+        assert planned["savings"] == best["savings"]
+    seconds = [best["estimate"]["seconds"] for best in found["best"]]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "a.json", SHALLOW)
+    options = ["--global-tokens", "1048576", "--top", "3"]
+    code, out, _ = searched(capsys, "a.json", "--search", "16", "--device", "H100", *options)
+    assert code == 0
+    *text, last = out.rstrip().splitlines()
+    assert max(map(len, text)) <= columns
+    assert last.startswith("  meshwright plan a.json --device H100 --mesh ")
+    said = " ".join(out.split())
+    wanted = [
+        "a.json on 16 ranks of H100", "1,048,576 tokens a step", "meshes can be", "not hidden", r"[1-3] .*micro-batch",
+        r"waits \d+% of a step for|waits for nothing long", "than (in )?the first|as quick as",
+        "Estimated for nodes of 8",
+    ]  # fmt: skip
+    assert re.search(words(*wanted), said), said
+    assert len(re.findall(r"^ \d \w+=", out, re.MULTILINE)) == 3
+
+
+def test_none_fits(tmp_path: Path, capsys: Capture) -> None:
+    at = written(tmp_path / "a.json", SHALLOW)
+    code, out, _ = searched(capsys, at, "--search", "8", "--device", "100MB")
+    said = " ".join(out.split())
+    assert code == 1
+    assert re.search(words("none fits 100 MB", r"The nearest is .*offload=True", "which is .* too much"), said), said
+
+
+REFUSED = [
+    (["--search", "8"], r"--search needs a --device\b.*H100"),
+    (["--search", "8", "--device", "H100", "--mesh", "tp=2"], "--mesh does not go with --search"),
+    (["--search", "8", "--device", "H100", "--micro-batches", "2"], r"--micro-batches does not go\b.*--global-tokens"),
+    (["--search", "8", "--device", "H100", "--html", "a.html"], "--html does not go with --search"),
+    (["--search", "8", "--device", "H100", "--global-tokens", "9000"], r"9000 is no multiple of the 8192\b.*16384$"),
+    (["--search", "5", "--device", "H100", "--global-tokens", "8192"], r"no mesh of 5 ranks\b.*such as 8\b"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_what_does_not_go_with_a_search(capsys: Capture, options: list[str], told: str) -> None:
+    code, out, err = searched(capsys, "tiny-qwen3", *options)
+    assert (code, out) == (2, "")
+    assert re.search(told, " ".join(err.split())), err
+
+
+def test_a_schedule_is_that_of_all_pipelines(capsys: Capture) -> None:
+    config = tiny.of("qwen3", num_hidden_layers=16, hidden_size=1024, intermediate_size=4096)
+    asked = Asked("it", Size(64, 8, 8192, 64 * 8192), "it", GB, H100)
+    found = Search(draw(config).run_by(Pipeline("v")), asked, lambda _: None).run()
+    schedules = {(c.figures.axes.pp > 1, c.figures.blueprint.spec.pipeline.schedule) for c in found.best}
+    assert schedules <= {(True, "v"), (False, "1f1b")}
+
+
+@pytest.mark.slow
+def test_a_large_model_on_many_ranks() -> None:
+    """A laptop's core takes a quarter of the minute that is allowed."""
+    said, began = list[str](), time.process_time()
+    asked = Asked("it", Size(1024, 8, 8192, 1024 * 8192), "H100", 80 * GB, H100)
+    found = Search(draw(QWEN3_235B_A22B), asked, said.append).run()
+    assert time.process_time() - began < 60
+    assert len(found.best) == 5
+    assert found.num_meshes > 1000
