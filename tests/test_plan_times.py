@@ -114,6 +114,7 @@ def test_a_step_of_a_dense_model() -> None:
 def test_layers_that_run_again_take_a_forward_more() -> None:
     usual, full = (estimate(figures_of(QWEN3_8B, savings=Savings(kind), fsdp=8)) for kind in ("none", "full"))
     assert full.products == pytest.approx(usual.products * 4 / 3)
+    assert (usual.host, full.host) == pytest.approx((36 * 2.0e-3, 36 * 3.2e-3))
     assert full.products == pytest.approx(8 / 6 * OPS / 450e12)
 
 
@@ -121,13 +122,16 @@ def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
     """A small step cannot hide its gathers; stages wait for as long as the schedule says, and for collectives too."""
     few = Figures("it", draw(QWEN3_8B), Axes(fsdp=64), work_of(Axes(), 64, 1), cluster=PLAIN)
     found = estimate(few)
-    assert found.not_hidden == pytest.approx(found.gathers - found.products)
+    assert found.host == pytest.approx(36 * 2e-3)
+    assert found.launching == pytest.approx(found.host - found.products), "so few tokens that the host is slower"
+    assert found.not_hidden == pytest.approx(found.gathers - found.host)
     assert found.not_hidden > 9 * found.products
     even = tiny.of("qwen3", num_hidden_layers=8, vocab_size=4, intermediate_size=4096)
     axes = Axes(pp=4, tp=2)
     blueprint = draw(even).run_by(Pipeline(ends=(2, 4, 6, 8)))
     piped = estimate(Figures("it", blueprint, axes, work_of(axes, None, 8), cluster=PLAIN))
-    assert piped.bubble == pytest.approx((piped.products + piped.waited) * 3 / 8, rel=1e-2)
+    assert piped.host == pytest.approx(8 * 8 * 2e-3 / 4)
+    assert piped.bubble == pytest.approx((piped.products + piped.waited + piped.launching) * 3 / 8, rel=1e-2)
     assert {wait.what for wait in piped.waits} >= {"collectives of tp", "transfers between stages"}
 
 
@@ -171,6 +175,7 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
     found = json.loads(capsys.readouterr().out)
     times = found["estimate"]
     parts = times["products"] + sum(w["seconds"] for w in times["waits"]) + times["not_hidden"] + times["bubble"]
+    parts += times["launching"]
     assert times["seconds"] == pytest.approx(parts)
     assert times["tokens_a_second"] == pytest.approx(8192 / 8 / times["seconds"])
     assert {row["link"] for row in found["traffic"]} == {INSIDE, BETWEEN}

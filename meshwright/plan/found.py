@@ -19,7 +19,7 @@ from .search import Asked, Candidate, Found
 from .step import assumptions, times_as_json, tokens_a_second
 from .wording import NOT_COUNTED, duration, large, nominal, saved, size
 
-_PIPELINE = "its pipeline"
+_HOST, _PIPELINE = "the host", "its pipeline"
 _ALIKE = 0.01  # of a step: no estimate is that exact
 
 
@@ -28,7 +28,7 @@ def parts_of(candidate: Candidate) -> dict[str, float]:
     found = candidate.estimate
     waits = {f"{wait.what} {wait.link}": wait.seconds for wait in found.waits}
     hidden = {"gathers and sums of FSDP beyond products": found.not_hidden}
-    return {"products": found.products, **waits, **hidden, _PIPELINE: found.bubble}
+    return {"products": found.products, _HOST: found.launching, **waits, **hidden, _PIPELINE: found.bubble}
 
 
 def why(candidate: Candidate, first: Candidate) -> str:
@@ -40,7 +40,7 @@ def why(candidate: Candidate, first: Candidate) -> str:
     if candidate is first or slower < _ALIKE * first.estimate.seconds:
         return waits if candidate is first else f"{waits}; as quick as the first"
     longer = max(parts, key=lambda name: parts[name] - before.get(name, 0.0))
-    more, verb = duration(parts[longer] - before.get(longer, 0.0)), "takes" if longer == _PIPELINE else "take"
+    more, verb = duration(parts[longer] - before.get(longer, 0.0)), "takes" if longer in (_HOST, _PIPELINE) else "take"
     if longer == what:
         return f"{waits}, {more} longer than the first"
     return f"{waits}; {longer} {verb} {more} longer than in the first"
@@ -78,11 +78,11 @@ def _about(found: Found, asked: Asked, first: Candidate) -> str:
 def _table(found: Found) -> Grid:
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("")
-    for column in ("a step", "products", "waits", "not hidden", "bubble", "stored", "left"):
+    for column in ("a step", "products", "waits", "host", "gathers", "bubble", "stored", "left"):
         grid.add_column(column, justify="right")
     for number, candidate in enumerate(found.best, 1):
         times, figures = candidate.estimate, candidate.figures
-        parts = (times.products, times.waited, times.not_hidden, times.bubble)
+        parts = (times.products, times.waited, times.launching, times.not_hidden, times.bubble)
         grid.add_row(
             str(number), duration(times.seconds), *(f"{part / times.seconds:.0%}" for part in parts),
             size(figures.most.device_bytes), size(candidate.left_bytes),

@@ -18,7 +18,7 @@ from ..layout import Charge, Pipeline, Traffic, Work, costs_of_stages, part_of, 
 from ..parallel import Savings
 from .devices import Cluster
 from .flops import flops_of
-from .times import AGAIN, Estimate, seconds_of, waits_of
+from .times import AGAIN, Estimate, host_seconds, seconds_of, waits_of
 
 _BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "v": 1 / 3}  # of the waiting of 1F1B with as many stages
 
@@ -76,7 +76,7 @@ def thin(blueprint: Blueprint) -> Thin:
     first = {tuple(kinds[layer]): layer for layer in reversed(kinds)}
     num = {layer: alike[kind] for kind, layer in sorted(first.items(), key=lambda item: item[1])}
     params = {param.name: param for param in table if param.layer is None or param.layer in num}
-    part = module.part(list(num), first=True, last=True)  # type: ignore[arg-type] # any numbers in order will do
+    part = module.part(list(num), first=True, last=True)
     spec = replace(
         blueprint.spec, table=replace(table, params=params), module=part, fp8=blueprint.spec.fp8 & params.keys()
     )
@@ -118,6 +118,7 @@ def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: 
         products=operations / cluster.products,
         waits=tuple(waits_of(waits, axes, cluster)),
         gathers=sum(seconds_of(c, axes, cluster) for c in whole if c.what in units),
+        host=host_seconds(model.whole, work, savings) / axes.pp,
         bubble_share=_bubble(model, axes.pp, work.num_batches),
     )
 

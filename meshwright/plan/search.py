@@ -13,7 +13,7 @@ import torch
 
 from ..axes import Axes
 from ..blueprint import Blueprint
-from ..engine.fit import widths_of
+from ..engine.fit import ACTIVATIONS, widths_of
 from ..errors import MeshError, counted
 from ..layout import Work, coded_of
 from ..parallel import Savings, mark
@@ -28,7 +28,6 @@ _MOST_IN_FULL = 60  # meshes
 _WORTH = 0.99  # of a step: what is not quicker by more than that is as quick
 _MORE = 3  # that are reckoned than are told
 _LONG = 30.0  # seconds of a CPU, after which a search tells what it has found
-ACTIVATIONS = "activations"  # as they are called among what a rank stores, where they are counted
 _NEAREST = 8  # of those that do not fit, how many are looked at
 
 
@@ -132,11 +131,14 @@ class Search:
         mark(self.model.blueprint.module, first)
         queue = _apart([self._priced(number, cut, first, len(tried)) for number, cut in enumerate(tried)])
         heapify(queue)
-        found, began = list[Candidate](), time.process_time()
+        found, taken, began = list[Candidate](), set[Cut](), time.process_time()
         num, until = self.asked.top + _MORE, len(self.in_full) + _MOST_IN_FULL
         while queue and len(found) < num and len(self.in_full) < until:
             priced = heappop(queue)
+            if priced.cut in taken:
+                continue
             if self._fits(priced.cut, priced.savings):
+                taken.add(priced.cut)
                 found.append(self._in_full(priced.cut, priced.savings))
             else:
                 for more in self._smaller(priced):
@@ -147,11 +149,14 @@ class Search:
 
     def _smaller(self, priced: _Priced) -> Iterator[_Priced]:
         """The same mesh with what recomputes more, unless even the most does not fit."""
-        *_, most = kinds = self.asked.recompute[self.asked.recompute.index(priced.savings.recompute) + 1 :] or [""]
-        if most and self._fits(priced.cut, replace(priced.savings, recompute=most)):
-            savings = replace(priced.savings, recompute=kinds[0])
-            mark(self.model.blueprint.module, savings)
-            yield self._priced(priced.number, priced.cut, savings, 0)
+        first, *others = self.asked.recompute
+        if priced.savings.recompute != first or not others:
+            return
+        if self._fits(priced.cut, replace(priced.savings, recompute=others[-1])):
+            for kind in others:
+                savings = replace(priced.savings, recompute=kind)
+                mark(self.model.blueprint.module, savings)
+                yield self._priced(priced.number, priced.cut, savings, 0)
 
     def _fits(self, cut: Cut, savings: Savings) -> bool:
         """Activations depend on few of the axes. Where they are known of one mesh, they rule out others at once."""

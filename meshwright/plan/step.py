@@ -35,6 +35,8 @@ def _parts(found: Estimate) -> Iterator[tuple[str, float]]:
     yield from ((f"waits: {wait.what}, {wait.link}", wait.seconds) for wait in long)
     if len(long) < len(found.waits):
         yield "waits: all others", found.waited - sum(wait.seconds for wait in long)
+    if found.launching:
+        yield "waits: the host, which launches more slowly", found.launching
     if found.gathers:
         yield f"gathers and sums of FSDP, {duration(found.gathers)}, beyond products", found.not_hidden
     if found.bubble_share:
@@ -73,8 +75,10 @@ def times_as_json(figures: Figures) -> dict[str, Any] | None:
     if figures.cluster is None:
         return None
     found = estimate(figures)
+    reckoned = {
+        "launching": found.launching, "not_hidden": found.not_hidden, "bubble": found.bubble, "seconds": found.seconds,
+    }  # fmt: skip
     return {
-        **asdict(found), "not_hidden": found.not_hidden, "bubble": found.bubble, "seconds": found.seconds,
-        "tokens_a_second": tokens_a_second(figures), "cluster": asdict(figures.cluster),
+        **asdict(found), **reckoned, "tokens_a_second": tokens_a_second(figures), "cluster": asdict(figures.cluster),
         "assumptions": assumptions(figures),
     }  # fmt: skip

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from ..axes import ENDS, Axes
+from ..blueprint import Blueprint
 from ..errors import ConfigError
-from ..layout import Charge
+from ..layout import Charge, Work
+from ..parallel import Savings
 from .devices import Cluster
 from .figures import Figures
 from .flops import Flops, flops_of
@@ -21,6 +23,9 @@ from .pipeline import timetable
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
 AGAIN = 4 / 3  # of the products, where backward makes whole layers again
+# Seconds that the host takes to launch forward and backward of a layer for a micro-batch: without experts, and with
+# them. As bench/host.py has measured them; docs/scale.md shows the table.
+HOST = {"none": (2.0e-3, 2.9e-3), "selective": (6.4e-3, 9.7e-3), "full": (3.2e-3, 4.9e-3)}
 _WHAT = {
     "ep": "exchanges of experts",
     "tp": "collectives of tp",
@@ -28,7 +33,10 @@ _WHAT = {
     "pp": "transfers between stages",
 }
 _SUMS = "last sums, and what ranks tell each other"
-ASSUMED = "A document fills a micro-batch. Latency, AdamW and passes over activations are left out"
+ASSUMED = (
+    "A document fills a micro-batch. The host takes 2 to 10 ms a layer and micro-batch (docs/scale.md). Latency, AdamW "
+    "and passes over activations are left out"
+)
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,14 @@ class Wait:
 class Estimate:
     """Seconds of a step. `products` are those of an average rank, the collectives those of the rank that sends most.
 
-    `gathers`: FSDP's gathers and sums, which run beside products. `bubble_share`: of the time that a rank is at work or
-    waits for others in its stage, the share that the pipeline adds, as `Timetable.bubble`.
+    `gathers`: FSDP's gathers and sums, which run beside products. `host`: to launch all of it, while the device works.
+    `bubble_share`: the share of the time in which a rank waits for other stages, as `Timetable.bubble`.
     """
 
     products: float
     waits: tuple[Wait, ...]
     gathers: float
+    host: float
     bubble_share: float
 
     @property
@@ -66,18 +75,23 @@ class Estimate:
         return sum(wait.seconds for wait in self.waits)
 
     @property
+    def launching(self) -> float:
+        """For how long the device has nothing to do, because the host is slower."""
+        return max(0.0, self.host - self.products - self.waited)
+
+    @property
     def not_hidden(self) -> float:
         """Of FSDP's collectives, what products do not last for."""
-        return max(0.0, self.gathers - self.products)
+        return max(0.0, self.gathers - self.products - self.launching)
 
     @property
     def bubble(self) -> float:
         """A stage that waits for others lets the next stages wait longer too."""
-        return (self.products + self.waited) * self.bubble_share / (1 - self.bubble_share)
+        return (self.products + self.waited + self.launching) * self.bubble_share / (1 - self.bubble_share)
 
     @property
     def seconds(self) -> float:
-        return self.products + self.waited + self.not_hidden + self.bubble
+        return self.products + self.waited + self.launching + self.not_hidden + self.bubble
 
 
 def in_a_node(axes: Axes, over: tuple[str, ...], gpus_per_node: int) -> int:
@@ -125,8 +139,16 @@ def estimate(figures: Figures) -> Estimate:
         products=again * work / cluster.products,
         waits=tuple(waits_of(waits, axes, cluster)),
         gathers=sum(seconds_of(c, axes, cluster) for c in figures.charges if c.what in units),
+        host=host_seconds(blueprint, figures.work, figures.savings) / axes.pp,
         bubble_share=timetable(figures).bubble if axes.pp > 1 else 0.0,
     )
+
+
+def host_seconds(blueprint: Blueprint, work: Work, savings: Savings) -> float:
+    """Of all layers, to launch a step."""
+    with_experts = blueprint.balance.num_layers
+    dense, mixture = HOST[savings.recompute]
+    return work.num_batches * (dense * (blueprint.table.num_layers - with_experts) + mixture * with_experts)
 
 
 def operations(flops: Flops, figures: Figures) -> float:
