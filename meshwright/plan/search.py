@@ -13,7 +13,8 @@ import torch
 
 from ..axes import Axes
 from ..blueprint import Blueprint
-from ..engine.fit import ACTIVATIONS, widths_of
+from ..engine.activations import ACTIVATIONS
+from ..engine.fit import widths_of
 from ..errors import MeshError, counted
 from ..layout import Work, coded_of
 from ..parallel import Savings, mark
