@@ -29,7 +29,8 @@ from tests import parts, tiny, trials
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOKENS = 2048
-ALLOWED = {"none": 0.02, "full": 0.02, "selective": 0.06}  # the profiler also counts what the host makes of data
+ALLOWED = 0.02  # the profiler counts what the host makes of data too
+ALLOWED_OF = {"ep": 0.06, "selective": 0.06}  # a rank whose experts are sent more rows than others holds more
 CASES = [
     *((name, {}, kind) for name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe") for kind in ("none", "full")),
     *((name, {}, "selective") for name in ("qwen3_moe", "qwen3_5")),
@@ -50,7 +51,8 @@ def test_what_torch_counts(case: tuple[str, Mapping[str, int], str]) -> None:
     name, mesh, kind = case
     asked = (tiny.of(name), mesh, F32, mw.Savings(recompute=kind), TOKENS)
     due = sum(said(*asked).values())
-    assert due / counted(*asked) == pytest.approx(1, abs=ALLOWED[kind])
+    allowed = max(ALLOWED, *(ALLOWED_OF.get(each, 0.0) for each in (kind, *mesh)))
+    assert due / counted(*asked) == pytest.approx(1, abs=allowed)
 
 
 # One layer of each kind runs. The others are added.
