@@ -18,10 +18,11 @@ from meshwright.blueprint import draw
 from meshwright.layout import Pipeline, Stored
 from meshwright.parallel import Savings, mark
 from meshwright.plan import Cluster, Figures, Search, objections, times, work_of
-from meshwright.plan.candidates import Size, cuts, divisors
+from meshwright.plan.candidates import Cut, Size, cuts, divisors
 from meshwright.plan.figures import RankMemory
-from meshwright.plan.price import first_price, least_bytes, thin
-from meshwright.plan.search import Asked, Found
+from meshwright.plan.found import command
+from meshwright.plan.price import first_price, held, least_bytes, thin
+from meshwright.plan.search import Asked, Candidate, Found
 from meshwright.plan.times import estimate
 from tests import tiny
 from tests.test_plan import QWEN3_30B_A3B, QWEN3_235B_A22B
@@ -60,7 +61,7 @@ def test_a_first_price_is_that_of_all_layers(name: str, kind: str) -> None:
         axes = Axes(**mesh)
         figures = Figures("it", blueprint, axes, work_of(axes, None, 3), savings=savings, cluster=H100)
         mark(model.blueprint.module, savings)
-        first = first_price(model, axes, figures.work, savings, H100, 0)
+        first = first_price(model, axes, figures.work, savings, H100)
         assert first.seconds == pytest.approx(estimate(figures).seconds, rel=2e-2), mesh
         moved = {w.what: w.seconds for w in first.waits if not w.what.startswith("last")}
         assert moved == pytest.approx({w.what: w.seconds for w in estimate(figures).waits if w.what in moved}), mesh
@@ -69,10 +70,10 @@ def test_a_first_price_is_that_of_all_layers(name: str, kind: str) -> None:
 
 
 def test_a_first_price_of_a_pipeline_is_near() -> None:
-    blueprint = draw(QWEN3_8B)
+    blueprint = draw(QWEN3_8B).run_by(Pipeline(hold=True))
     for axes in (Axes(pp=4, fsdp=8), Axes(pp=2, fsdp=2, tp=4), Axes(pp=8, tp=4)):
         figures = Figures("it", blueprint, axes, work_of(axes, None, 32), 80 * GB, cluster=H100)
-        first = first_price(thin(blueprint), axes, figures.work, Savings(), H100, 80 * GB)
+        first = first_price(thin(blueprint), axes, figures.work, held(Savings()), H100)
         assert first.seconds == pytest.approx(estimate(figures).seconds, rel=0.1), axes
 
 
@@ -239,9 +240,40 @@ def test_a_schedule_is_that_of_all_pipelines(capsys: Capture) -> None:
     assert schedules <= {(True, "v"), (False, "1f1b")}
 
 
+def test_the_ways_of_a_mesh() -> None:
+    """A pipeline that may hold does so first. What cannot fit is not tried, but for the way that takes least."""
+    blueprint, cut = draw(QWEN3_8B), Cut(Axes(pp=2, fsdp=4), 4)
+
+    def ways(device: int, pipeline: Pipeline = Pipeline(), cut: Cut = cut) -> list[tuple[str, bool | None]]:
+        asked = Asked("it", Size(8, 8, 8192, 8 * 8192), "it", device, H100)
+        found = Search(blueprint.run_by(pipeline), asked, lambda _: None)._ways(cut, Savings())
+        return [(way.savings.recompute, way.hold) for way in found]
+
+    kinds = ("none", "selective", "full")
+    assert ways(80 * GB) == [(kind, hold) for hold in (True, False) for kind in kinds]
+    assert ways(30 * GB) == [(kind, False) for kind in kinds], "to hold takes 24.6 GB more than 16.4"
+    assert ways(GB) == [("full", False)]
+    assert ways(80 * GB, Pipeline(hold=True)) == [(kind, True) for kind in kinds], "as it was asked"
+    assert ways(80 * GB, Pipeline("v")) == [(kind, None) for kind in kinds], "v holds anyway"
+    assert ways(80 * GB, cut=Cut(Axes(fsdp=8), 1)) == [(kind, None) for kind in kinds]
+
+
+def test_the_command_says_what_was_chosen_of_a_pipeline() -> None:
+    axes = Axes(pp=2, fsdp=4)
+    asked = Asked("it", Size(8, 8, 8192, 8 * 8192), "it", 80 * GB, H100, words=("meshwright", "plan", "a model"))
+    figures = Figures("a model", draw(QWEN3_8B), axes, work_of(axes, None, 2), savings=Savings("full"), cluster=H100)
+    mesh = "meshwright plan 'a model' --mesh pp=2,fsdp=4 --tokens 8192 --micro-batches 2 --recompute full"
+    assert [command(Candidate(figures, hold), asked) for hold in (None, True, False)] == [
+        mesh,
+        f"{mesh} --hold",
+        f"{mesh} --no-hold",
+    ]
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # others may use the machine
 def test_a_large_model_on_many_ranks() -> None:
-    """A laptop's core takes a quarter of the minute that is allowed."""
+    """In less than a minute of a CPU."""
     said, began = list[str](), time.process_time()
     asked = Asked("it", Size(1024, 8, 8192, 1024 * 8192), "H100", 80 * GB, H100)
     found = Search(draw(QWEN3_235B_A22B), asked, said.append).run()

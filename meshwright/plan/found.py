@@ -94,7 +94,8 @@ def _mesh(candidate: Candidate) -> str:
     figures = candidate.figures
     host, batches = figures.most.host_bytes, counted(figures.work.num_batches, "micro-batch", "micro-batches")
     on_host = [f"{size(host)} of a rank on the host"] if host else []
-    return ", ".join([str(figures.axes), batches, *saved(figures), *on_host])
+    hold = [] if candidate.chosen_hold is None else [f"hold={candidate.chosen_hold}"]
+    return ", ".join([str(figures.axes), batches, *hold, *saved(figures), *on_host])
 
 
 def _nearest(nearest: Candidate) -> str:
@@ -112,6 +113,7 @@ def command(candidate: Candidate, asked: Asked) -> str:
     chosen = ["--mesh", as_option(figures.axes), "--tokens", str(work.tokens), "--micro-batches", str(work.num_batches)]
     chosen += ["--recompute", savings.recompute] if savings.recompute != "none" else []
     chosen += ["--offload"] if savings.offload else []
+    chosen += {True: ["--hold"], False: ["--no-hold"], None: []}[candidate.chosen_hold]
     return shlex.join([*asked.words, *chosen])
 
 
@@ -140,6 +142,7 @@ def _candidate_as_json(candidate: Candidate, first: Candidate, asked: Asked) -> 
     return {
         "mesh": asdict(figures.axes),
         "savings": asdict(figures.savings),
+        "pipeline": asdict(figures.blueprint.spec.pipeline) if figures.axes.pp > 1 else None,
         "num_batches": figures.work.num_batches,
         "estimate": times_as_json(figures),
         "tokens_a_second": tokens_a_second(figures),

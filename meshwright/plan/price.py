@@ -88,19 +88,21 @@ def least_bytes(model: Thin, axes: Axes, moment_bytes: float) -> float:
     return (model.dense + model.experts) / axes.world * axes.replicate * (8 + 2 * moment_bytes)
 
 
-def traffic_of(model: Thin, axes: Axes, savings: Savings, device: int) -> Traffic:
-    """A pipeline gathers and sums once a step where there is room, nearly as `with_hold` finds it."""
-    pipeline, asked = model.whole.spec.pipeline, savings.traffic
-    if axes.pp == 1:
-        return asked
-    once = (model.dense / axes.tp + model.experts / axes.ep) / axes.pp * (2 + 4)
-    holds = pipeline.hold if pipeline.hold is not None else pipeline.schedule != "1f1b" or 3 * once < device
-    return replace(asked, gather_once=asked.gather_once or holds, sum_once=asked.sum_once or holds)
+def held(savings: Savings) -> Savings:
+    """As a pipeline that holds gathers and sums: once a step."""
+    return replace(savings, gather_once=True, sum_once=True, offload=False)
 
 
-def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: Cluster, device: int) -> Estimate:
+def held_bytes(model: Thin, axes: Axes) -> float:
+    """What such a pipeline keeps at least, of all that is stored in shards: values in bfloat16, sums in float32."""
+    dense = model.dense / axes.tp if axes.replicate * axes.fsdp * axes.cp > 1 else 0.0
+    experts = model.experts / axes.ep if axes.replicate * axes.size_of("efsdp") > 1 else 0.0
+    return (dense + experts) / axes.pp * (2 + 4)
+
+
+def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: Cluster) -> Estimate:
     """Of a step, as `estimate` would have it. The doors of the model must be marked for these savings."""
-    blueprint = model.by_traffic[traffic_of(model, axes, savings, device)]
+    blueprint = model.by_traffic[savings.traffic]
     charges = engine_bill(blueprint, replace(axes, pp=1), 0, work, "previous")
     units = {u.name or "root" for stage in blueprint.spec.stages(replace(axes, pp=1), 0) for u in stage.units}
     layers = model.whole.table.num_layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,15 +12,14 @@ import torch
 
 from ..axes import Axes
 from ..blueprint import Blueprint
-from ..engine.activations import ACTIVATIONS
 from ..engine.fit import widths_of
 from ..errors import MeshError, counted
-from ..layout import Work, coded_of
+from ..layout import LATE, Work, coded_of
 from ..parallel import Savings, mark
 from .candidates import Cut, Size, cuts
 from .devices import Cluster
 from .figures import COMPUTE, Figures, work_of
-from .price import Thin, first_price, least_bytes, thin
+from .price import Thin, first_price, held, held_bytes, least_bytes, thin
 from .times import Estimate, estimate
 
 SECONDS_BETWEEN_LINES = 4.0
@@ -52,7 +50,10 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
+    """`chosen_hold`: what a search has chosen of a pipeline that leaves it open."""
+
     figures: Figures
+    chosen_hold: bool | None = None
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -80,12 +81,20 @@ class Found:
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a mesh is gone about. `hold`: of its pipeline, None where a run decides it or has none."""
+
+    savings: Savings
+    hold: bool | None = None
+
+
 @dataclass(order=True)
 class _Priced:
     seconds: float
     number: int  # of equal ones the first
     cut: Cut = field(compare=False)
-    savings: Savings = field(compare=False)
+    way: Way = field(compare=False)
 
 
 class Search:
@@ -95,18 +104,19 @@ class Search:
         self.blueprint, self.asked, self.say = blueprint, asked, say
         self.model: Thin = thin(blueprint)
         self.coded = coded_of(blueprint.table, blueprint.table.params) if asked.state_dtype == torch.uint8 else ()
-        self.passing = dict[tuple[object, ...], int]()  # the least activations of meshes that were reckoned
-        self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Savings], Candidate]()
+        self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
 
     def run(self) -> Found:
         tried = cuts(self.blueprint, self.asked.size, self.coded)
         if not tried:
             raise MeshError(self._none())
-        small = [cut for cut in tried if self.asked.savings.offload or self._least(cut) <= self.asked.device]
+        small = [cut for cut in tried if self._least(cut, self._ways(cut, self.asked.savings)[-1]) <= self.asked.device]
         best = self._best(small, self.asked.savings)
         if not best and not self.asked.savings.offload and not self._once:
             best = self._best(tried, replace(self.asked.savings, offload=True))
         nearest = None if best else self._nearest(tried)
+        if nearest is not None and nearest.figures.fits:  # too many of those that are quicker did not
+            best, nearest = [nearest], None
         return Found(tuple(best), nearest, len(tried), len(tried) - len(small), len(self.in_full))
 
     @property
@@ -122,15 +132,17 @@ class Search:
             ", other --tokens or other --global-tokens"
         )
 
-    def _least(self, cut: Cut) -> float:
+    def _least(self, cut: Cut, way: Way) -> float:
+        """What a rank of the device stores at least."""
         moment = 1.0 if self.coded else widths_of(COMPUTE, self.asked.state_dtype).moment
-        return least_bytes(self.model, cut.axes, moment)
+        stored = 0.0 if way.savings.offload else least_bytes(self.model, cut.axes, moment)
+        return stored + (held_bytes(self.model, cut.axes) if _holds(cut, way) else 0.0)
 
     def _best(self, tried: Sequence[Cut], savings: Savings) -> list[Candidate]:
         """A few more than are wanted, since a first price may be a little off."""
-        first = replace(savings, recompute=self.asked.recompute[0])
-        mark(self.model.blueprint.module, first)
-        queue = _apart([self._priced(number, cut, first, len(tried)) for number, cut in enumerate(tried)])
+        mark(self.model.blueprint.module, replace(savings, recompute=self.asked.recompute[0]))
+        first = (self._priced(n, cut, self._ways(cut, savings)[0], len(tried)) for n, cut in enumerate(tried))
+        queue = _apart([*first])
         heapify(queue)
         found, taken, began = list[Candidate](), set[Cut](), time.process_time()
         num, until = self.asked.top + _MORE, len(self.in_full) + _MOST_IN_FULL
@@ -138,9 +150,9 @@ class Search:
             priced = heappop(queue)
             if priced.cut in taken:
                 continue
-            if self._fits(priced.cut, priced.savings):
+            if self._fits(priced.cut, priced.way):
                 taken.add(priced.cut)
-                found.append(self._in_full(priced.cut, priced.savings))
+                found.append(self._in_full(priced.cut, priced.way))
             else:
                 for more in self._smaller(priced):
                     heappush(queue, more)
@@ -148,58 +160,62 @@ class Search:
                 break
         return sorted(found, key=lambda each: each.estimate.seconds)[: self.asked.top]
 
+    def _ways(self, cut: Cut, savings: Savings) -> list[Way]:
+        """The quickest first, and last the one that takes the least memory. What cannot fit is left out."""
+        pipeline = self.blueprint.spec.pipeline
+        is_open = cut.axes.pp > 1 and pipeline.hold is None and pipeline.schedule not in LATE
+        kinds = [replace(savings, recompute=kind) for kind in self.asked.recompute]
+        ways = [Way(kind, hold) for hold in ((True, False) if is_open else (pipeline.hold,)) for kind in kinds]
+        return [way for way in ways[:-1] if self._least(cut, way) <= self.asked.device] + ways[-1:]
+
     def _smaller(self, priced: _Priced) -> Iterator[_Priced]:
-        """The same mesh with what recomputes more, unless even the most does not fit."""
-        first, *others = self.asked.recompute
-        if priced.savings.recompute != first or not others:
-            return
-        if self._fits(priced.cut, replace(priced.savings, recompute=others[-1])):
-            for kind in others:
-                savings = replace(priced.savings, recompute=kind)
-                mark(self.model.blueprint.module, savings)
-                yield self._priced(priced.number, priced.cut, savings, 0)
+        """The same mesh in the ways that take less memory, unless even the least does not fit."""
+        first, *others = self._ways(priced.cut, replace(priced.way.savings, recompute=self.asked.recompute[0]))
+        if priced.way == first and others and self._fits(priced.cut, others[-1]):
+            for way in others:
+                mark(self.model.blueprint.module, way.savings)
+                yield self._priced(priced.number, priced.cut, way, 0)
 
-    def _fits(self, cut: Cut, savings: Savings) -> bool:
-        """Activations depend on few of the axes. Where they are known of one mesh, they rule out others at once."""
-        axes = cut.axes
-        kind = (axes.pp, axes.cp, axes.tp, cut.num_batches, savings.recompute)
-        stored = 0.0 if savings.offload else self._least(cut)
-        if stored + self.passing.get(kind, 0) > self.asked.device:
-            return False
-        figures = self._in_full(cut, savings).figures
-        self.passing[kind] = min(self.passing.get(kind, sys.maxsize), figures.most.parts.get(ACTIVATIONS, 0))
-        return bool(figures.fits)
+    def _fits(self, cut: Cut, way: Way) -> bool:
+        """Whatever `Figures` counts among what a rank stores counts here."""
+        return bool(self._in_full(cut, way).figures.fits)
 
-    def _priced(self, number: int, cut: Cut, savings: Savings, num: int) -> _Priced:
+    def _priced(self, number: int, cut: Cut, way: Way, num: int) -> _Priced:
         self._tell(f"{number:,} of {num:,} meshes priced") if num else None
-        found = first_price(self.model, cut.axes, self._work(cut), savings, self.asked.cluster, self.asked.device)
-        return _Priced(found.seconds, number, cut, savings)
+        savings = held(way.savings) if _holds(cut, way) else way.savings
+        found = first_price(self.model, cut.axes, self._work(cut), savings, self.asked.cluster)
+        return _Priced(found.seconds, number, cut, way)
 
     def _work(self, cut: Cut) -> Work:
         return work_of(cut.axes, self.asked.size.tokens, cut.num_batches)
 
-    def _in_full(self, cut: Cut, savings: Savings) -> Candidate:
-        asked, key = self.asked, (cut, savings)
+    def _in_full(self, cut: Cut, way: Way) -> Candidate:
+        asked, key, spec = self.asked, (cut, way), self.blueprint.spec
         if key not in self.in_full:
             self._tell(f"{counted(len(self.in_full), 'mesh', 'meshes')} reckoned in full")
-            self.in_full[key] = Candidate(
-                Figures(
-                    asked.model, self.blueprint, cut.axes, self._work(cut), asked.device, asked.head, savings,
-                    asked.state_dtype, asked.cluster,
-                )
+            blueprint = self.blueprint.run_by(replace(spec.pipeline, hold=way.hold), way.savings.traffic)
+            figures = Figures(
+                asked.model, blueprint, cut.axes, self._work(cut), asked.device, asked.head, way.savings,
+                asked.state_dtype, asked.cluster,
             )  # fmt: skip
+            self.in_full[key] = Candidate(figures, chosen_hold=way.hold if spec.pipeline.hold is None else None)
         return self.in_full[key]
 
     def _nearest(self, tried: Sequence[Cut]) -> Candidate:
         """With all savings, of the meshes that cut a model into the smallest parts."""
         most = replace(self.asked.savings, recompute=self.asked.recompute[-1], offload=not self._once)
-        smallest = sorted(tried, key=lambda cut: (self._least(cut), -cut.axes.tp * cut.axes.pp))[:_NEAREST]
-        return max((self._in_full(cut, most) for cut in smallest), key=lambda each: each.left_bytes)
+        smallest = sorted(tried, key=lambda cut: (least_bytes(self.model, cut.axes, 4), -cut.axes.tp * cut.axes.pp))
+        least = (self._in_full(cut, self._ways(cut, most)[-1]) for cut in smallest[:_NEAREST])
+        return max(least, key=lambda each: each.left_bytes)
 
     def _tell(self, text: str) -> None:
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self.last = time.monotonic()
             self.say(text)
+
+
+def _holds(cut: Cut, way: Way) -> bool:
+    return cut.axes.pp > 1 and way.hold is not False
 
 
 def _apart(priced: Sequence[_Priced]) -> list[_Priced]:
