@@ -147,9 +147,11 @@ def test_the_page_and_the_run_agree(tmp_path: Path) -> None:
     by_op = {row["operation"]: row for row in shown.table("over") if not row["over"]}
     assert set(by_op) == {c.op for c in found[0][0]}
     held = [num_bytes for _, num_bytes in found]
+    need = Figures("it", blueprint, axes, work_of(axes, None, 1)).need
+    assert [need.stored(rank)[0].num_bytes for rank in range(4)] == held
     stored = shown.table("stored")[0]
-    assert stored["rank 0"] == f"{max(held) / 1000:.3f} kB"
-    assert list(stored.values())[-1] == f"{min(held) / 1000:.3f} kB"
+    assert stored["rank 0"] == f"{max(held) / 1e6:.3f} MB"
+    assert list(stored.values())[-1] == f"{min(held) / 1e6:.3f} MB"
 
 
 def test_traffic_is_summed_by_axis() -> None:
@@ -190,7 +192,7 @@ def test_every_rank_of_a_replica_is_drawn_once(mesh: dict[str, int]) -> None:
 def test_what_does_not_fit_is_told_large(tmp_path: Path) -> None:
     model = directory(tmp_path / "m", QWEN3_30B_A3B)
     found = planned(model, device=80 * 10**9, fsdp=2, ep=2)
-    assert re.search(words("does not fit 80 GB", "fsdp=8", r"moments"), found.text + str(found.tables))
+    assert re.search(words("does not fit 80 GB", "fsdp=32", r"moments", "activations"), found.text + str(found.tables))
     assert "fits 80 GB" in planned(model, device=80 * 10**9, fsdp=64, ep=8).text
 
 
