@@ -19,10 +19,11 @@ from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.engine import activations
 from meshwright.engine.activations import Live, Passing, most_held
-from meshwright.engine.fit import Need, widths_of
+from meshwright.engine.fit import Need, ways_out, widths_of
 from meshwright.layout import GATHERED, ON_THEIR_WAY, Held, ShardingSpec
 from meshwright.log import logger
 from meshwright.mesh import Memory
+from meshwright.models import Decoder
 from meshwright.ops import planned
 from meshwright.train.layout import warn_of_memory
 from tests import parts, tiny, trials
@@ -155,7 +156,8 @@ def test_a_run_is_warned_before_it_loads(
     config = mw.train.config_of(
         model=str(source), out=str(tmp_path / "out"), data=[{"path": "a.jsonl"}], train={"length": 512}
     )
-    mesh: Any = SimpleNamespace(rank=0, memory=Memory(num_bytes, num_bytes, shared=True))
+    memory = Memory(num_bytes, num_bytes, shared=True)
+    mesh: Any = SimpleNamespace(rank=0, memory=memory, least_bytes=num_bytes)
     warn_of_memory(config, mesh)
     told = [record.getMessage() for record in caplog.records if "probably fail" in record.getMessage()]
     assert len(told) == warned
@@ -164,3 +166,38 @@ def test_a_run_is_warned_before_it_loads(
         caplog.clear()
         warn_of_memory(config.model_copy(update={"train": config.train.model_copy(update=changed)}), mesh)
         assert not caplog.records
+
+
+@pytest.mark.parametrize("pipeline", [mw.Pipeline("v"), mw.Pipeline(stages=2, hold=True), mw.Pipeline(hold=True)])
+def test_what_a_pipeline_holds_is_there_at_every_moment(pipeline: mw.Pipeline) -> None:
+    """Of all stages of the rank: no less than all that they gather."""
+    blueprint, axes = draw(tiny.of("qwen3", num_hidden_layers=8)).run_by(pipeline), Axes(pp=2, fsdp=2)
+    if pipeline.hold is None:
+        blueprint = blueprint.run_by(replace(pipeline, hold=True))
+    held = Held(widths_of(BF16), frozenset(blueprint.table.params))
+    whole = {s.what: s.num_bytes for s in Need(blueprint.spec, axes, held).stored(0)}[GATHERED]
+    assert whole <= most_held(blueprint.spec, axes, 0, passing("full", 4))[GATHERED] < 1.5 * whole
+
+
+def test_offload_is_a_way_out_by_its_own_figures() -> None:
+    blueprint = draw(tiny.of("qwen3", num_hidden_layers=8))
+    held, work = Held(widths_of(BF16), frozenset(blueprint.table.params)), passing()
+    need = Need(blueprint.spec, Axes(), held, work)
+    on_host = replace(work, savings=mw.Savings(offload=True))
+    moved = Need(blueprint.spec, Axes(), replace(held, offload=True), on_host).stored()
+    device = sum(s.num_bytes for s in moved if not s.host)
+    assert device < sum(s.num_bytes for s in need.stored())
+    assert "offload" in ways_out(need, Memory(device, 10**9, shared=False))
+    assert "offload" not in ways_out(need, Memory(device - 1, 10**9, shared=False))
+
+
+def test_a_model_that_reads_values_is_not_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of it before it runs, and that stops no run."""
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    config = mw.train.config_of(model=str(source), out=str(tmp_path / "out"), data=[{"path": "a.jsonl"}])
+    forward = Decoder.forward
+    monkeypatch.setattr(
+        Decoder, "forward", lambda self, tokens, *rest: (int(tokens.max()), forward(self, tokens, *rest))
+    )
+    mesh: Any = SimpleNamespace(rank=0, memory=Memory(10**6, 10**6, shared=True), least_bytes=10**6)
+    warn_of_memory(config, mesh)

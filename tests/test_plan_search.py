@@ -15,7 +15,7 @@ import pytest
 from meshwright import cli
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.layout import Pipeline, Stored
+from meshwright.layout import Context, Pipeline, Stored
 from meshwright.parallel import Savings, mark
 from meshwright.plan import Cluster, Figures, Search, objections, times, work_of
 from meshwright.plan.candidates import Cut, Size, cuts, divisors
@@ -268,6 +268,22 @@ def test_the_command_says_what_was_chosen_of_a_pipeline() -> None:
         f"{mesh} --hold",
         f"{mesh} --no-hold",
     ]
+
+
+def test_the_command_leaves_out_what_its_mesh_has_no_axis_for() -> None:
+    words = ("meshwright", "plan", "m", "--schedule", "zero-bubble", "--stages=2", "--hold", "--context", "attention=1")
+    asked = Asked("it", Size(8, 8, 8192, 8 * 8192), "it", 80 * GB, H100, words=words)
+    axes = Axes(fsdp=8)
+    figures = Figures("m", draw(QWEN3_8B), axes, work_of(axes, None, 1), cluster=H100)
+    told = command(Candidate(figures, None), asked)
+    assert told == "meshwright plan m --mesh fsdp=8 --tokens 8192 --micro-batches 1"
+
+
+def test_a_way_of_cp_is_looked_for_on_meshes_with_cp() -> None:
+    blueprint = draw(QWEN3_8B).in_context(Context(attention=2))
+    found = cuts(blueprint, Size(8, 8, 8192, 64 * 8192), ())
+    assert {cut.axes.cp for cut in found} == {2, 4, 8}
+    assert {cut.axes.pp for cut in found} > {1, 2}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def test_the_collector_sleeps_while_a_model_is_made() -> None:
     gc.callbacks.append(note)
     try:
         with nothing_collected():
+            walked.clear()
             made = [[number] for number in range(10 * gc.get_threshold()[0])]
             assert not gc.isenabled()
         assert not walked
@@ -35,6 +37,18 @@ def test_the_collector_sleeps_while_a_model_is_made() -> None:
         assert any(each is made[0] for each in gc.get_objects(2))
     finally:
         gc.callbacks.remove(note)
+
+
+def test_what_was_dropped_is_freed_before() -> None:
+    """Else a model would keep its memory beside the next one."""
+
+    class Dropped:
+        def __init__(self) -> None:
+            self.itself = self
+
+    seen = weakref.ref(Dropped())
+    with nothing_collected():
+        assert seen() is None
 
 
 def test_what_a_user_has_frozen_stays_frozen() -> None:

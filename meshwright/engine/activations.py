@@ -54,6 +54,12 @@ class Moment:
     def beside(self, more: int) -> Moment:
         return replace(self, total=self.total + more)
 
+    def with_gathered(self, least: int, others: int) -> Moment:
+        """At least so much is gathered of its own stage, and so much of others."""
+        now = self.parts.get(GATHERED, 0)
+        gathered = max(now, least) + others
+        return Moment(self.total - now + gathered, {**self.parts, GATHERED: gathered})
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -62,6 +68,7 @@ class Activations:
     kept: int  # bytes from its forward to its backward, without what is gathered
     forward: Moment  # the fullest while forward runs
     backward: Moment  # and backward, what was kept among it
+    stays: int = 0  # bytes of what is gathered, and not freed behind forward
 
 
 def _same(x: Tensor) -> Tensor:
@@ -140,9 +147,10 @@ def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -
     here = {name for name, _ in sketch.named_modules()}
     trial = _Trial(sketch, paper.axes, work.compute, {same[-1]: len(same[:-_RUN]) for same in kinds})
     shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, trial.live.add)
-    stay = sum(num for unit, (num, _) in units.items() if unit.name not in here and not unit.again)
+    stay = {unit.name: num for unit, (num, _) in units.items() if not unit.again}
     with ops.planned_for(work.kind):
-        return trial.run(work.tokens, shards, stay)
+        found = trial.run(work.tokens, shards, sum(num for name, num in stay.items() if name not in here))
+    return replace(found, stays=sum(stay.values()))
 
 
 def _kinds(spec: ShardingSpec, stage: Stage) -> list[list[int]]:
@@ -172,7 +180,9 @@ def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> dict[
         else:  # what gradients of weights still need is taken to be all of it
             moment = here.backward.beside(held - here.kept)
             held -= here.kept if action.kind == BACKWARD else 0
-        most = max(most, moment, key=lambda each: each.total)
+        others = sum(each.stays for number, each in of_stage.items() if number != action.stage)
+        least = here.stays if spec.gathers_once(axes.pp) else 0
+        most = max(most, moment.with_gathered(least, others), key=lambda each: each.total)
     return {**most.parts, ACTIVATIONS: most.total - sum(most.parts.values())}
 
 

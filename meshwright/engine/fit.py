@@ -128,11 +128,20 @@ def ways_out(need: Need, memory: Memory) -> str:
     if passing is not None and passing.savings.recompute != "full":
         light = replace(need, passing=replace(passing, savings=replace(passing.savings, recompute="full")))
         found += ['Savings(recompute="full")'] if fits(light.stored(), memory) else []
-    offloaded = replace(need, held=replace(need.held, offload=True))
-    if not need.held.offload and fits(offloaded.stored(), memory):
+    offloaded = _offloaded(need)
+    if offloaded is not None and fits(offloaded.stored(), memory):
         host = sum(s.num_bytes for s in offloaded.stored() if s.host)
         found.append(f"Savings(offload=True), which takes {_gb(host)} on the host for each rank")
     return "choose " + " or ".join(found) if found else f"no fsdp up to {_MOST} would do: choose more memory"
+
+
+def _offloaded(need: Need) -> Need | None:
+    """What is kept for all micro-batches cannot lie on the host."""
+    traffic, passing = need.spec.traffic, need.passing
+    if need.held.offload or traffic.gather_once or traffic.sum_once:
+        return None
+    moved = None if passing is None else replace(passing, savings=replace(passing.savings, offload=True))
+    return replace(need, held=replace(need.held, offload=True), passing=moved)
 
 
 def _gb(num_bytes: int) -> str:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 def nothing_collected() -> Iterator[None]:
     """A large model is made of hundreds of thousands of objects, and all of them stay. Each time that they have become
     a quarter more, the collector walks all that there are, in vain: it took a quarter of the time. Afterwards they
-    count as old, without having been walked, unless somebody keeps objects frozen, which would thaw."""
+    count as old, without having been walked, unless somebody keeps objects frozen, which would thaw. So it is called
+    before: else a model that was dropped would keep its memory beside the new one, and count as old for ever."""
+    gc.collect()
     runs = gc.isenabled()
     gc.disable()
     try:

@@ -9,6 +9,7 @@ from functools import cache
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import ConfigError
+from ..layout import Context
 from .refusals import objections
 
 MOST_NODES = 4  # of a replica, where there are several: gathers among more take no less time than among all
@@ -46,11 +47,13 @@ def cuts(blueprint: Blueprint, size: Size, coded: Sequence[str]) -> list[Cut]:
 
 
 def _allowed(blueprint: Blueprint, coded: Sequence[str]) -> Callable[..., bool]:
-    """Whether a model refuses sizes of axes. Each is asked once: what one axis does depends on few others."""
+    """Whether a model takes sizes of axes. Each is asked once: what one axis does depends on few others. How mixers
+    come to other tokens (`Context`) is asked with cp alone, which it is of."""
+    plain = blueprint.in_context(Context())
 
     @cache
     def allowed(num_batches: int | None = None, **sizes: int) -> bool:
-        return not objections(blueprint, sizes, num_batches, coded)
+        return not objections(blueprint if "cp" in sizes else plain, sizes, num_batches, coded)
 
     return allowed
 
@@ -60,7 +63,7 @@ def _cuts(size: Size, allowed: Callable[..., bool], num_experts: int) -> Iterato
     tps = [tp for tp in divisors(min(size.num_ranks, size.gpus_per_node)) if size.num_ranks % tp == 0]
     streams = size.global_tokens // size.tokens
     for pp in places:
-        for tp in (tp for tp in tps if size.num_ranks // pp % tp == 0 and allowed(tp=tp)):
+        for tp in (tp for tp in tps if size.num_ranks // pp % tp == 0):
             for cp in _cps(size.num_ranks // (pp * tp), tp, size, allowed):
                 num = size.num_ranks // (pp * tp * cp)  # data ranks
                 if streams % num == 0 and _keeps_busy(pp, streams // num, allowed):
@@ -70,7 +73,7 @@ def _cuts(size: Size, allowed: Callable[..., bool], num_experts: int) -> Iterato
 def _cps(num: int, tp: int, size: Size, allowed: Callable[..., bool]) -> Iterator[int]:
     cp = 1
     while num % cp == 0 and (cp == 1 or size.tokens // cp >= LEAST_TOKENS):
-        if size.tokens % (cp * tp) == 0 and (cp == 1 or allowed(cp=cp, tp=tp)):
+        if size.tokens % (cp * tp) == 0 and allowed(cp=cp, tp=tp):
             yield cp
         cp *= 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,11 +13,12 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..axes import Axes
 from ..errors import counted
 from .refusals import as_option
 from .search import Asked, Candidate, Found
 from .step import assumptions, times_as_json, tokens_a_second
-from .wording import NOT_COUNTED, duration, large, nominal, saved, size
+from .wording import duration, large, nominal, not_counted, saved, size
 
 _HOST, _PIPELINE = "the host", "its pipeline"
 _ALIKE = 0.01  # of a step: no estimate is that exact
@@ -62,7 +63,7 @@ def print_found(found: Found, asked: Asked) -> None:
         console.print(Text(f"none fits {nominal(asked.device)}", style="bold red"))
         console.print(Padding(Text(_nearest(first)), (0, 0, 0, 2)))
     console.print()
-    console.print(Text(f"{assumptions(first.figures)} {NOT_COUNTED}"))
+    console.print(Text(f"{assumptions(first.figures)} {not_counted(first.figures)}"))
     console.print(Text(f"  {command(first, asked)}", style="bold"), soft_wrap=True)
 
 
@@ -114,7 +115,22 @@ def command(candidate: Candidate, asked: Asked) -> str:
     chosen += ["--recompute", savings.recompute] if savings.recompute != "none" else []
     chosen += ["--offload"] if savings.offload else []
     chosen += {True: ["--hold"], False: ["--no-hold"], None: []}[candidate.chosen_hold]
-    return shlex.join([*asked.words, *chosen])
+    return shlex.join([*_that_do_something(asked.words, figures.axes), *chosen])
+
+
+def _that_do_something(words: Sequence[str], axes: Axes) -> Iterator[str]:
+    """Without options of an axis that the mesh lacks, which would be refused."""
+    with_value = [
+        *(["--schedule", "--stages", "--ends"] if axes.pp == 1 else []),
+        *(["--context"] if axes.cp == 1 else []),
+    ]
+    alone, left = ["--hold", "--no-hold"] if axes.pp == 1 else [], iter(words)
+    for word in left:
+        name, equals, _ = word.partition("=")
+        if name in with_value:
+            next(left) if not equals else None
+        elif name not in alone:
+            yield word
 
 
 def as_json(found: Found, asked: Asked, origin: Mapping[str, str]) -> dict[str, Any]:
@@ -133,7 +149,7 @@ def as_json(found: Found, asked: Asked, origin: Mapping[str, str]) -> dict[str, 
         "best": [_candidate_as_json(candidate, first, asked) for candidate in found.best],
         "nearest": None if found.nearest is None else _candidate_as_json(found.nearest, found.nearest, asked),
         "assumptions": assumptions(first.figures),
-        "not_counted": NOT_COUNTED,
+        "not_counted": not_counted(first.figures),
     }
 
 

@@ -18,7 +18,7 @@ from . import pipeline
 from . import step as times
 from .figures import Figures
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
-from .wording import NOT_COUNTED, duration, in_unit, kind, large, name_of, saved, size, span, unit_of, verdict
+from .wording import duration, in_unit, kind, large, name_of, not_counted, saved, size, span, unit_of, verdict
 
 
 def print_plan(figures: Figures) -> None:
@@ -198,7 +198,7 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
             }
             for memory in figures.memories
         ],
-        "not_counted": NOT_COUNTED,
+        "not_counted": not_counted(figures),
         "device_bytes": figures.device,
         "fits": said.ok,
         "way_out": figures.ways_out if said.ok is False else None,

@@ -91,16 +91,18 @@ class Verdict:
     more: str
 
 
-NOT_COUNTED = "Buffers of collectives and of the allocator are not counted: they come on top."
+def not_counted(figures: Figures) -> str:
+    tower = ", nor what the tower holds" if figures.blueprint.module.tower is not None else ""
+    return f"Buffers of collectives and of the allocator are not counted{tower}: they come on top."
 
 
 def verdict(figures: Figures) -> Verdict:
     needed, device, host = figures.most.device_bytes, figures.device, figures.most.host_bytes
     beside, there = (f" and {size(host)} on the host", " on it") if host else ("", "")
     if device is None:
-        return Verdict(None, f"{size(needed)} a rank{beside}", NOT_COUNTED)
+        return Verdict(None, f"{size(needed)} a rank{beside}", not_counted(figures))
     if figures.fits:
         left = f"A rank stores {size(needed)}{beside}, and {size(device - needed)} are left{there}."
-        return Verdict(True, f"fits {nominal(device)}", f"{left} {NOT_COUNTED}")
+        return Verdict(True, f"fits {nominal(device)}", f"{left} {not_counted(figures)}")
     over = f"A rank stores {size(needed)}{there}, which is {size(needed - device)} too much."
     return Verdict(False, f"does not fit {nominal(device)}", f"{over} Way out: {figures.ways_out}.")
