@@ -191,7 +191,9 @@ def router_of_zero_gradient(patch: Patch) -> None:
 def experts_without_backward(patch: Patch) -> None:
     """A kernel that has only a forward (KellerJordan/Muon#65)."""
     real = qwen3_moe.ops.experts
-    patch.setattr(qwen3_moe.ops, "experts", lambda x, up, down, n, **_: real(x, up.detach(), down.detach(), n) + 0 * x)
+    patch.setattr(
+        qwen3_moe.ops, "experts", lambda x, up, down, n, *_, **__: real(x, up.detach(), down.detach(), n) + 0 * x
+    )
 
 
 def experts_of_zero_gradient(patch: Patch) -> None:
@@ -199,7 +201,7 @@ def experts_of_zero_gradient(patch: Patch) -> None:
     patch.setattr(
         qwen3_moe.ops,
         "experts",
-        lambda x, up, down, n, **_: real(x, up.detach(), down.detach(), n) + 0.0 * (up.sum() + down.sum()),
+        lambda x, up, down, n, *_, **__: real(x, up.detach(), down.detach(), n) + 0.0 * (up.sum() + down.sum()),
     )
 
 
