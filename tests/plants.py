@@ -188,21 +188,18 @@ def router_of_zero_gradient(patch: Patch) -> None:
     patch.setattr(qwen3_moe.ops, "route", route)
 
 
-def experts_without_backward(patch: Patch) -> None:
-    """A kernel that has only a forward (KellerJordan/Muon#65)."""
+def _experts(patch: Patch, more: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     real = qwen3_moe.ops.experts
-    patch.setattr(
-        qwen3_moe.ops, "experts", lambda x, up, down, n, *_, **__: real(x, up.detach(), down.detach(), n) + 0 * x
-    )
+    planted = lambda x, up, down, n, *_, **__: real(x, up.detach(), down.detach(), n) + 0.0 * more(x, up, down)  # noqa: E731
+    patch.setattr(qwen3_moe.ops, "experts", planted)
+
+
+def experts_without_backward(patch: Patch) -> None:  # their kernel has only a forward (KellerJordan/Muon#65)
+    _experts(patch, lambda x, *_: x)
 
 
 def experts_of_zero_gradient(patch: Patch) -> None:
-    real = qwen3_moe.ops.experts
-    patch.setattr(
-        qwen3_moe.ops,
-        "experts",
-        lambda x, up, down, n, *_, **__: real(x, up.detach(), down.detach(), n) + 0.0 * (up.sum() + down.sum()),
-    )
+    _experts(patch, lambda _, up, down: up.sum() + down.sum())
 
 
 def head_keeps_its_gradient(patch: Patch) -> None:
