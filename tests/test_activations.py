@@ -129,6 +129,14 @@ def test_a_rank_of_16384_is_planned_in_a_second() -> None:
     assert 10**9 < held < 10**12
 
 
+def test_a_model_that_is_armed_is_planned_as_one_that_is_not() -> None:
+    """What is compiled is bound to its layers, and would run these: on their device, and not on paper."""
+    fresh, armed = (draw(tiny.of("qwen3")).spec for _ in range(2))
+    for layer in armed.module.layers.values():
+        layer.run = lambda *_: pytest.fail("the layer itself ran")
+    assert held_by(armed, Axes(), passing()) == held_by(fresh, Axes(), passing())
+
+
 def held_by(spec: ShardingSpec, axes: Axes, work: Passing) -> int:
     return sum(most_held(spec, axes, 0, work).values())
 

@@ -333,12 +333,12 @@ def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: p
     for name in mesh_module._RECORDER:
         monkeypatch.setenv(name, "")  # so that what is set below is taken back
         monkeypatch.delenv(name)
-    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/here/rank_")
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/here/rank_")
     assert mesh_module._record(torch.device("cpu")) == ""
-    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
     told = mesh_module._record(torch.device("cuda", 0))
     assert "/here/rank_*" in told
-    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
 
 
 def says_it_in_the_log(source: Path, told: Path) -> list[str]:

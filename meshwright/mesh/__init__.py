@@ -344,11 +344,11 @@ def _from_torchrun(name: str, alone: int, least: int = 1) -> int:
     return int(text)
 
 
-# Torch's flight recorder, by the names that all versions know, if the user has not set it himself.
+# Torch's flight recorder, if the user has not set it himself.
 _RECORDER = {
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": os.path.join(tempfile.gettempdir(), "meshwright_flight_rank_"),
+    "TORCH_FR_DUMP_TEMP_FILE": os.path.join(tempfile.gettempdir(), "meshwright_flight_rank_"),
 }
 
 
@@ -358,7 +358,7 @@ def _record(device: torch.device) -> str:
         return ""
     for name, value in _RECORDER.items():
         os.environ.setdefault(name, value)
-    return f"What the devices did: {os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}*, to be read with torchfrtrace."
+    return f"What the devices did: {os.environ['TORCH_FR_DUMP_TEMP_FILE']}*, to be read with torchfrtrace."
 
 
 def _join(device: torch.device, timeout: datetime.timedelta) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.log import logger
+from meshwright.ops.fused import fused_exactly
 from meshwright.ops.kernels import NARROW, SLOW, apart
 from meshwright.ops.quantised import Quantised
 
@@ -54,12 +55,12 @@ def rounded_matrix(weight_NK: Tensor) -> Tensor:
     return (numbers.to(scales.dtype) * scales).flatten(2).flatten(0, 1)
 
 
-def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantised_rows(x: Tensor) -> tuple[Tensor, ...]:
     """[..., K / 128, 128], and scales [..., K / 128, 1]."""
     return _quantised(x.unflatten(-1, (-1, BLOCK)), (-1,))
 
 
-def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, ...]:
     """[N / 128, 128, K / 128, 128], and scales [N / 128, 1, K / 128, 1]."""
     if isinstance(weight_NK, Quantised):
         return _in_blocks(weight_NK.codes.view(NUMBERS)), weight_NK.scales[:, None, :, None]
@@ -70,7 +71,8 @@ def _in_blocks(weight_NK: Tensor) -> Tensor:
     return weight_NK.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
 
 
-def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+@fused_exactly
+def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Numbers, and the scale of each block. A block of zeros has the scale 1."""
     wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     scales = scales_of(wide.abs().amax(dims, keepdim=True))
@@ -79,7 +81,8 @@ def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def scales_of(largest: Tensor) -> Tensor:
     """Of blocks with these largest values."""
-    scales = largest / LARGEST
+    # by a tensor: a GPU divides by a number as it multiplies by its inverse, which rounds otherwise
+    scales = largest / torch.full_like(largest, LARGEST)
     return scales.where(scales > 0, 1.0)
 
 

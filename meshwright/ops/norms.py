@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.ops.fused import fused
+
 
 def at_least_float32(x: Tensor) -> torch.dtype:
     """Never exactly float32, so that everything also runs in float64."""
@@ -39,26 +41,37 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
-        wide = upcast(x)
-        rstd = _rstd(wide, eps)
+        y, rstd = _normed(x, weight, eps, zero_centred)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centred = zero_centred
-        unit = wide * rstd
-        if zero_centred:
-            return unit.mul_(1 + upcast(weight.to(x.dtype))).to(x.dtype)
-        return unit.to(x.dtype).mul_(weight.to(x.dtype))
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, rstd = ctx.saved_tensors
-        d, unit, factor = upcast(d), upcast(x) * rstd, upcast(weight.to(x.dtype)) + float(ctx.zero_centred)
-        each = d * unit
-        d_weight = each.flatten(0, -2).sum(0)
-        share = (each @ factor)[..., None] / x.shape[-1]
-        d_unit = torch.mul(d, factor, out=each)  # in its place: a fresh block costs as much as the product
-        dx = d_unit.addcmul_(unit, share, value=-1).mul_(rstd)
-        return dx.to(x.dtype), d_weight.to(weight.dtype), None, None
+        dx, d_weight = _norm_gradients(d, *ctx.saved_tensors, ctx.zero_centred)
+        return dx, d_weight, None, None
+
+
+@fused
+def _normed(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, ...]:
+    wide = upcast(x)
+    rstd = _rstd(wide, eps)
+    unit = wide * rstd
+    if zero_centred:
+        return unit.mul_(1 + upcast(weight.to(x.dtype))).to(x.dtype), rstd
+    return unit.to(x.dtype).mul_(weight.to(x.dtype)), rstd
+
+
+@fused
+def _norm_gradients(d: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, zero_centred: bool) -> tuple[Tensor, ...]:
+    d, unit, factor = upcast(d), upcast(x) * rstd, upcast(weight.to(x.dtype)) + float(zero_centred)
+    each = d * unit
+    d_weight = each.flatten(0, -2).sum(0)
+    share = (each @ factor)[..., None] / x.shape[-1]
+    d_unit = torch.mul(d, factor, out=each)  # in its place: a fresh block costs as much as the product
+    dx = d_unit.addcmul_(unit, share, value=-1).mul_(rstd)
+    return dx.to(x.dtype), d_weight.to(weight.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -84,16 +97,26 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return _gated(gate_up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        d_gate_up = torch.empty_like(gate_up)
-        d_gate, d_up = d_gate_up.chunk(2, -1)
-        d_up.copy_(F.silu(gate)).mul_(d)
-        d_gate.copy_(torch.ops.aten.silu_backward(d * up, gate))
-        return d_gate_up
+        return _gate_gradients(d, gate_up)
+
+
+@fused
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+@fused
+def _gate_gradients(d: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    d_gate_up = torch.empty_like(gate_up)
+    d_gate, d_up = d_gate_up.chunk(2, -1)
+    d_up.copy_(F.silu(gate)).mul_(d)
+    d_gate.copy_(torch.ops.aten.silu_backward(d * up, gate))
+    return d_gate_up

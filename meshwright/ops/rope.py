@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.ops.fused import fused
 from meshwright.ops.norms import upcast
 
 
@@ -141,6 +142,7 @@ class _Rotate(torch.autograd.Function):
         return _turned(d_THK, cos_TR, -sin_TR), None, None
 
 
+@fused
 def _turned(x_THK: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     num_freqs, cos, sin = cos_TR.shape[-1], upcast(cos_TR)[:, None], upcast(sin_TR)[:, None]
     x, rest = upcast(x_THK[..., : 2 * num_freqs]), x_THK[..., 2 * num_freqs :]

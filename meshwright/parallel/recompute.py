@@ -53,6 +53,13 @@ def arm(model: Decoder, savings: Savings) -> None:
         block.run = _recomputed(block.run, savings)
 
 
+def disarm(model: Decoder) -> None:
+    """Let each layer run as it was made."""
+    for part in model.modules():
+        if isinstance(part, Layer | TowerBlock):
+            part.run = part.block
+
+
 def _recomputed(run: Callable[..., Tensor], savings: Savings) -> Callable[..., Tensor]:
     return functools.partial(_checkpointed, run, _COSTLY if savings.recompute == "selective" else [])
 

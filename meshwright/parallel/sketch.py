@@ -45,6 +45,7 @@ def sketched(
         sketch.get_submodule(owner).in_fp8 |= {last}  # type: ignore[operator]
     if isinstance(sketch.embed, Embedding):
         sketch.embed.compute = compute
+    recompute.disarm(sketch)  # if it was armed: what is compiled would run the layers that it was compiled for
     tensor.arm(sketch, paper)
     context.arm(replace(spec, module=sketch), sketch, paper)
     expert.arm(sketch, paper)

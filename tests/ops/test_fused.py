@@ -1,0 +1,150 @@
+"""A formula in one kernel is used where it agrees with the formula as it is written, and nowhere else."""
+
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from meshwright.log import logger
+from meshwright.ops import fused as module
+from meshwright.ops import norms, rms_norm, rope, rotate, swiglu
+from meshwright.ops.fused import fused, fused_exactly
+from tests import worlds
+from tests.ops.references import assert_same, rand
+
+BF16 = torch.bfloat16
+
+
+def third(x, by):
+    return x / by, x.float().sum(-1)
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """A CPU counts as a device with kernels. How often something was compiled, and by what; `with_` says another."""
+    monkeypatch.setattr(module, "SLOW", ("meta",))
+
+    class Compiler:
+        calls = 0
+        kernel = staticmethod(lambda formula: formula)
+
+        def __call__(self, formula, exact):
+            def compiled(*args):
+                return self.kernel(formula)(*args)
+
+            self.calls += 1
+            return compiled
+
+    compiler = Compiler()
+    monkeypatch.setattr(module, "_compiled", compiler)
+    return compiler
+
+
+def test_once_for_any_number_of_rows(compiles):
+    op = fused(third)
+    for num in (5, 7, 2, 5):
+        x = rand(num, 3).to(BF16)
+        for found, due in zip(op(x, 3.0), third(x, 3.0), strict=True):
+            assert torch.equal(found, due)
+    assert compiles.calls == 1
+    op(rand(5, 4).to(BF16), 3.0)
+    op(rand(5, 3).to(BF16), 2.0)
+    assert compiles.calls == 3, "another width, and another number, are of another kind"
+
+
+@pytest.mark.parametrize("x", [rand(5, 3).float(), rand(5, 3), rand(1, 3).to(BF16), rand(0, 3).to(BF16)])
+def test_wide_numbers_and_single_rows_take_the_formula(x, compiles):
+    fused(third)(x, 3.0)
+    assert not compiles.calls
+
+
+def test_nothing_is_compiled_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(module, "_compiled", None)
+    fused(third)(rand(5, 3).to(BF16), 3.0)
+
+
+def slightly_off(formula):
+    return lambda *args: tuple(1.02 * part for part in formula(*args))
+
+
+def nowhere(formula):
+    return lambda *args: 1 / 0
+
+
+def not_finite(formula):
+    def kernel(*args):
+        first, second = formula(*args)
+        return first, second.index_fill(0, torch.tensor(1), float("inf"))
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"), [(slightly_off, "off by 2."), (nowhere, "division by zero"), (not_finite, "off by inf")]
+)
+def test_another_answer_is_not_used(kernel, said, compiles, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    compiles.kernel, op, x = kernel, fused(third), rand(5, 3).to(BF16)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(op(x, 3.0)[0], x / 3.0)
+    assert len(caplog.records) == 1
+    assert said in caplog.text
+    assert "third" in caplog.text
+
+
+def test_each_bit_counts_where_it_is_said_to(compiles):
+    """An inverse is as good as a quotient, but for the last bit."""
+    compiles.kernel = lambda formula: lambda x, by: ((x.float() * (1 / by)).to(x.dtype), x.float().sum(-1) * (1 + 1e-7))
+    x = rand(500, 3).to(BF16)
+    assert not torch.equal(fused(third)(x, 3.0)[1], third(x, 3.0)[1])
+    assert torch.equal(fused_exactly(third)(x, 3.0)[1], third(x, 3.0)[1])
+
+
+def test_what_both_have_for_nan_is_no_fault(compiles, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    x = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]]).to(BF16)
+    fused(third)(x, 3.0)
+    assert not caplog.records
+
+
+def ours(x, weight, cos, sin):
+    y = rms_norm(x, weight, 1e-6)
+    return swiglu(rotate(rms_norm(y, weight, 1e-6, zero_centred=True), cos, sin))
+
+
+def test_norms_gates_and_rotations():
+    """Compiled in earnest, by a rank of its own: torch writes into its environment."""
+    worlds.run(1, compiled_on_a_cpu)
+
+
+def compiled_on_a_cpu():
+    with patch.object(module, "SLOW", ("meta",)):
+        compiled_on("cpu")
+
+
+@pytest.mark.gpu
+def test_norms_gates_and_rotations_on_an_accelerator():
+    compiled_on(torch.accelerator.current_accelerator())
+
+
+def compiled_on(device):
+    """Outputs and gradients of several lengths beside float64, which is never compiled."""
+    seen, chosen = [], module._chosen
+    with patch.object(module, "_chosen", lambda *args: seen.append(chosen(*args)) or seen[-1]):
+        for num in (67, 3, 130):
+            inputs = [rand(num, 3, 64), 1 + rand(64, seed=1) / 8, rand(num, 32, seed=2), rand(num, 32, seed=3)]
+            found = differentiated(ours, inputs, device, BF16)
+            assert_same(found, differentiated(ours, inputs, "cpu", torch.float64), 3e-2)
+    formulas = (norms._normed, norms._norm_gradients, norms._gated, norms._gate_gradients, rope._turned)
+    assert not {each.__wrapped__ for each in formulas} & {*seen}, "each agreed"
+    assert len(seen) == 7, "both kinds of norms, and of their gradients, among them"
+
+
+def differentiated(function, inputs, device, dtype):
+    x, weight, *tables = (x.detach().to(device, dtype) for x in inputs)
+    x.requires_grad_(), weight.requires_grad_()
+    y = function(x, weight, *tables)
+    y.backward(rand(*y.shape, seed=9).to(device, dtype))
+    return [each.detach().cpu() for each in (y, x.grad, weight.grad)]
