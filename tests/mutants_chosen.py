@@ -43,7 +43,7 @@ CHOSEN = [
            DELTA, "fsdp=2", r"D1 layers\.0\.mixer: ",
            "wrong from the third chunk of a document on, and there is one in any document of more than 128 tokens"),
     Mutant(35, "the way back of zero-centred norms forgets the 1", "ops/norms.py",
-           "upcast(weight.to(x.dtype)) + float(ctx.zero_centred)", "upcast(weight.to(x.dtype))",
+           "upcast(weight.to(x.dtype)) + float(zero_centred)", "upcast(weight.to(x.dtype))",
            DELTA, "fsdp=2", r"M1 \S*layers\.2\.mlp\.down_proj\.weight: .*between \S+ and here",
            "gradients through every norm of Qwen3.5 are multiplied by w and not by 1 + w"),
     Mutant(36, "positions are rounded to bfloat16", "ops/rope.py",

@@ -204,7 +204,7 @@ def test_a_step_that_failed_half_way_leaves_nothing(
     source: Path, mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch, old_torch: bool
 ) -> None:
     if old_torch:
-        monkeypatch.delattr(FSDPModule, "reset_iter_state")
+        monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
     found, expected = worlds.run(trials.world_of(mesh), recovered, source, mesh)[0]
     for name, grad in expected.items():
         assert (found[name] - grad).norm() <= 1e-12 * grad.norm(), name
