@@ -1,12 +1,13 @@
 """Forward + backward on 2 local ranks, ours and a peer's, alternating in one run.
 
-    python -m bench.layouts                          # tp, fsdp, fsdp x ep, cp and pp
+    python -m bench.layouts                          # tp, fsdp, fsdp x ep, sums once a step, cp and pp
     python -m bench.layouts --layouts fsdp2 --rounds 9 --append
 
 The models are those of bench/step.py, 8 layers, in float32, one thread a rank. Under tp and cp both ranks have the same
-1024 tokens, under fsdp each its own; a pipeline has 8 micro-batches of 256 (bench/pipelines.py has all schedules). All
-sides live in the same processes and take turns; gradients are complete after each turn, there is no optimizer. Times
-are medians, of the slower rank. Collectives and bytes (the larger side of each) are counted in a turn of its own.
+1024 tokens, under fsdp each its own; a pipeline has 8 micro-batches of 256 (bench/pipelines.py has all schedules), and
+fsdp2x4 has 4 of them, after which a step of ours must have sent what the bill says. All sides live in the same
+processes and take turns; gradients are complete after each turn, there is no optimizer. Times are medians, of the
+slower rank. Collectives and bytes (the larger side of each) are counted in a turn of its own.
 The peer is transformers' `DistributedConfig`, and for pp torch's own Schedule1F1B; cp has none here, so its second side
 is what one process would do: all tokens on both ranks.
 transformers' side needs accelerate: pip install -e '.[bench]' -c requirements/constraints.txt
@@ -38,6 +39,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 from bench.pipelines import side, torchs
 from bench.step import MODELS, TOKENS, Step, document, make, needs, our_step, their_step
+from meshwright.engine.bill import step_bill
 from meshwright.verify import Recorder, run_ranks
 
 
@@ -58,6 +60,48 @@ def whole(directory: Path, _: dict[str, int]) -> Step:
     return ours(directory, {"replicate": 2})
 
 
+def in_batches(sum_once: bool, directory: Path, mesh: dict[str, int]) -> Step:
+    savings = mw.Savings(sum_once=sum_once)
+    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32, savings=savings)
+    engine, batches = mw.Engine(model, lr=0.0), [mw.pack([part]) for part in quarters(model.mesh.data_rank)]
+    with Recorder() as recorder:
+        engine.step(batches)
+    paid = sum(seen.num_bytes for seen in recorder.seen if len(seen.ranks) > 1)
+    due = sum(charge.count * charge.num_bytes for charge in step_bill(model, TOKENS // 4, 4))
+    if paid != due:
+        raise RuntimeError(f"a step sent {paid} bytes, the bill says {due}")
+
+    def step() -> float:
+        loss = engine.backward(batches)
+        engine.discard()
+        return loss
+
+    return step
+
+
+def their_batches(directory: Path, mesh: dict[str, int]) -> Step:
+    config = DistributedConfig(**{f"{axis}_size": size for axis, size in mesh.items()})
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.float32, distributed_config=config)
+
+    def step() -> float:
+        losses = []
+        for part in quarters(dist.get_rank()):
+            ids = torch.tensor([part])
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / 4
+            loss.backward()
+            losses.append(loss.item())
+        model.zero_grad(set_to_none=True)
+        return sum(losses)
+
+    return step
+
+
+def quarters(rank: int) -> list[list[int]]:
+    tokens, num = document(1 + rank), TOKENS // 4
+    return [tokens[at : at + num] for at in range(0, TOKENS, num)]
+
+
 def pipeline(held: bool, directory: Path, mesh: dict[str, int]) -> Step:
     return side(directory, mw.Mesh(**mesh, device="cpu"), mw.Pipeline(hold=held))
 
@@ -72,6 +116,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], Sides]] = {
     "tp2": ("qwen3", {"tp": 2}, HF),
     "fsdp2": ("qwen3", {"fsdp": 2}, HF),
     "fsdp2+ep2": ("qwen3_moe", {"fsdp": 2, "ep": 2}, HF),
+    "fsdp2x4": (
+        "qwen3", {"fsdp": 2},
+        {"meshwright, sums once": partial(in_batches, True), "meshwright": partial(in_batches, False),
+         "transformers": their_batches},
+    ),
     "cp2": ("qwen3", {"cp": 2}, {"meshwright": ours, "meshwright, without cp": whole}),
     "pp2": (
         "qwen3", {"pp": 2},
@@ -142,7 +191,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--append", action="store_true", help="add the table to bench/results.md")
     options = parser.parse_args()
-    if any(LAYOUTS[layout][2] is HF for layout in options.layouts):
+    if any("transformers" in LAYOUTS[layout][2] for layout in options.layouts):
         needs("accelerate")
     torch.set_num_threads(1)
     lines = [heading(options.rounds)]

@@ -14,13 +14,14 @@ from .errors import ConfigError
 from .ops import codes
 
 _PART = 1 << 24  # elements that are updated together: narrow moments are widened a part at a time
+_SMALL = 1 << 12  # elements of a gradient that is joined with others
 _CODES = 1 << 22  # elements that become codes together, which takes a dozen buffers of their size
 _CODES_HOST = 1 << 19  # buffers that stay in the cache: larger ones took four times as long
 _STATES = (torch.float32, torch.bfloat16, torch.uint8)
 _TINY = torch.finfo(torch.float32).tiny  # a smaller eps would be 0
 _MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while the true one moves by 20% and more
 
-Slice = tuple[str, slice]  # of a parameter, flat
+Slice = tuple[str, slice | None]  # of a parameter, flat; None: all of it
 Moments = dict[str, tuple[Tensor, Tensor]]  # by parameter, the first and the second
 
 
@@ -58,13 +59,20 @@ class Settings:
 def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.device) -> Tensor:
     """Sum of squares of the gradient elements that this rank owns, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    whole = [grad for name, grad in grads.items() if name in owned and grad.numel()]
-    # on the host torch widens what it is given, all of it at once
-    mine = [part for grad in whole for part in (grad.reshape(-1).split(_PART) if grad.is_cpu else [grad])]
+    mine = [grad for name, grad in grads.items() if name in owned and grad.numel()]
     for home in dict.fromkeys(grad.device for grad in mine):
-        norms = torch._foreach_norm([grad for grad in mine if grad.device == home], 2.0, torch.float64)
+        here = [grad for grad in mine if grad.device == home]
+        norms = torch._foreach_norm(_regrouped(here) if home.type == "cpu" else here, 2.0, torch.float64)
         total += torch.stack(norms).square().sum().to(device)
     return total
+
+
+def _regrouped(grads: Sequence[Tensor]) -> list[Tensor]:
+    """For the host, where torch widens each of them, all of it at once: the large ones in parts, the small ones joined,
+    because a call takes longer than they do."""
+    small = [grad.reshape(-1) for grad in grads if grad.numel() <= _SMALL]
+    large = [part for grad in grads if grad.numel() > _SMALL for part in grad.reshape(-1).split(_PART)]
+    return [torch.cat(small), *large] if small else large
 
 
 @dataclass(frozen=True)
@@ -129,20 +137,25 @@ class AdamW:
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=self.settings.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
         for (name, at), wide in zip(part, moments, strict=True):
-            self._keep(name, at, wide, self.steps)
+            if wide is not self.moments[name]:
+                self._keep(name, at, wide, self.steps)
 
-    def _wide(self, name: str, at: slice, like: Tensor) -> list[Tensor]:
+    def _wide(self, name: str, at: slice | None, like: Tensor) -> Sequence[Tensor]:
         """Both moments of a slice, like what they are of: live memory, if they are kept in this dtype."""
         if name not in self.coded:
-            both = [_of(moment, at) for moment in self.moments[name]]
+            both: Sequence[Tensor] = self.moments[name]
+            if at is not None:
+                both = [_of(moment, at) for moment in both]
             return both if both[0].dtype == like.dtype else [moment.to(like.dtype) for moment in both]
+        assert at is not None
         rows = self._rows(name, at)
         three = zip(self.moments[name], self.moments[name + codes.SCALES], codes.CODES, strict=True)
         wide = [codes.decode(kept[rows], scales[rows], code) for kept, scales, code in three]
         return [moment.contiguous().view(like.shape).to(like.dtype) for moment in wide]
 
-    def _keep(self, name: str, at: slice, wide: Sequence[Tensor], step: int) -> None:
+    def _keep(self, name: str, at: slice | None, wide: Sequence[Tensor], step: int) -> None:
         if name in self.coded:
+            assert at is not None
             self._encode(name, self._rows(name, at), wide, step)
             return
         both = self.moments[name]
@@ -174,9 +187,9 @@ class AdamW:
             self._keep(name, at, [moment.view(-1)[at] for moment in wide], self.steps - 1)
 
 
-def _of(tensor: Tensor, at: slice) -> Tensor:
+def _of(tensor: Tensor, at: slice | None) -> Tensor:
     """Some of the elements of a tensor, flat; itself, if these are all. Views take longer than what they are for."""
-    return tensor if at.stop - at.start == tensor.numel() else tensor.view(-1)[at]
+    return tensor if at is None else tensor.view(-1)[at]
 
 
 def zero_codes(name: str, stored: Tensor) -> Moments:
@@ -201,13 +214,14 @@ def _parts(stored: Mapping[str, Tensor], coded: Container[str] = ()) -> Iterator
     part: list[Slice] = []
     left, kind = 0, None
     for name, view in stored.items():
-        size, its_kind = _size(view, rows=name in coded), (view.device, view.dtype)
-        for start in range(0, view.numel(), size):
-            stop = min(start + size, view.numel())
+        rows, num, its_kind = name in coded, view.numel(), (view.device, view.dtype)
+        size = _size(view, rows=rows)
+        for start in range(0, num, size):
+            stop = min(start + size, num)
             if part and (stop - start > left or its_kind != kind):
                 yield part
                 part = []
             left, kind = (left if part else _PART) - (stop - start), its_kind
-            part.append((name, slice(start, stop)))
+            part.append((name, slice(start, stop) if rows or num > size else None))
     if part:
         yield part

@@ -96,7 +96,7 @@ MUTANTS = [
            "AdamW({p.name for p in model.table if p.decay}, settings,",
            "AdamW({p.name for p in model.table}, settings,", DENSE, "fsdp=2", r"O1 \S*norm.*decays"),
     Mutant(13, "the last element of odd pieces above 64 is not updated", "optim.py",
-           "part.append((name, slice(start, stop)))",
+           "part.append((name, slice(start, stop) if rows or num > size else None))",
            "part.append((name, slice(start, stop - (stop % 2 if stop > 64 else 0))))",
            DENSE, "fsdp=4", r"O1|U1"),
     Mutant(14, "kv heads are mapped wrongly where they divide unevenly", "models/qwen3.py",

@@ -70,10 +70,10 @@ BLIND = [
            TIED, "fsdp=2", OPEN,
            "with 131 words some stand twice: the embedding's gradient lacks addends"),
     Mutant(64, "the delta net's norm is taken behind the gate, as in Mamba 2", "ops/norms.py",
-           "    wide = upcast(x)\n"
-           "    return (weight * (wide * _rstd(wide, eps)).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype)",
-           "    wide = upcast(x) * F.silu(upcast(gate))\n"
-           "    return (weight * (wide * _rstd(wide, eps)).to(x.dtype)).to(x.dtype)",
+           "    wide = upcast(x)\n    rstd = _rstd(wide, eps)\n"
+           "    return (weight * (wide * rstd).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype), rstd",
+           "    wide = upcast(x) * F.silu(upcast(gate))\n    rstd = _rstd(wide, eps)\n"
+           "    return (weight * (wide * rstd).to(x.dtype)).to(x.dtype), rstd",
            HYBRID, "tp=4", r"M1 layers\.0\.mixer: ",
            "the mean square is that of the gated values: other outputs of two of three layers"),
     Mutant(65, "the bill forgets that FSDP pads odd shards", "layout/bill.py",

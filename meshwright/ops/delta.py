@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.ops import planned
 from meshwright.ops.documents import WHOLE, Documents, Parts, part_of
+from meshwright.ops.fused import fused
 from meshwright.ops.kernels import fastest, uncompiled
 from meshwright.ops.norms import at_least_float32, upcast
 
@@ -57,24 +58,36 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CW, positions_T)
-        x_TC, kernel = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # taps[back]
-        y_TC = x_TC * kernel[0]
-        for back in range(1, len(kernel)):
-            y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), kernel[back])
-        return y_TC
+        return _convolved(x_TC, weight_CW, positions_T)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TC: Tensor) -> tuple[Tensor, Tensor, None]:
-        given_TC, weight_CW, positions_T = ctx.saved_tensors
-        x_TC, kernel = upcast(given_TC), upcast(weight_CW.to(given_TC.dtype)).T.flip(0)
-        dx_TC, d_taps = d_TC * kernel[0], [(d_TC * x_TC).sum(0)]
-        for back in range(1, len(kernel)):
-            d = _of_document(d_TC[back:], positions_T[back:], back)
-            dx_TC[:-back].addcmul_(d, kernel[back])
-            d_taps.append((d * _of_document(x_TC[:-back], positions_T[back:], back)).sum(0))
-        d_weight_CW = torch.stack(d_taps).flip(0).T
-        return dx_TC.to(given_TC.dtype), d_weight_CW.to(weight_CW.dtype), None
+        dx_TC, d_weight_CW = _convolution_gradients(ctx.saved_tensors[0], d_TC, *ctx.saved_tensors[1:])
+        return dx_TC, d_weight_CW, None
+
+
+@fused
+def _convolved(x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
+    x_TC, kernel = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # taps[back]
+    y_TC = x_TC * kernel[0]
+    for back in range(1, len(kernel)):
+        y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), kernel[back])
+    return y_TC
+
+
+@fused
+def _convolution_gradients(
+    given_TC: Tensor, d_TC: Tensor, weight_CW: Tensor, positions_T: Tensor
+) -> tuple[Tensor, ...]:
+    x_TC, kernel = upcast(given_TC), upcast(weight_CW.to(given_TC.dtype)).T.flip(0)
+    dx_TC, d_taps = d_TC * kernel[0], [(d_TC * x_TC).sum(0)]
+    for back in range(1, len(kernel)):
+        d = _of_document(d_TC[back:], positions_T[back:], back)
+        dx_TC[:-back].addcmul_(d, kernel[back])
+        d_taps.append((d * _of_document(x_TC[:-back], positions_T[back:], back)).sum(0))
+    d_weight_CW = torch.stack(d_taps).flip(0).T
+    return dx_TC.to(given_TC.dtype), d_weight_CW.to(weight_CW.dtype)
 
 
 def _of_document(x: Tensor, positions: Tensor, back: int) -> Tensor:

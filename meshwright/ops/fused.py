@@ -45,7 +45,7 @@ def _in_one_kernel(formula: Formula[Found], exact: bool) -> Formula[Found]:
     @functools.wraps(formula)
     def op(*args: Any) -> Found:
         x = args[0]
-        if x.device.type in SLOW or x.dtype not in NARROW or len(x) < 2 or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or x.device.type in SLOW or x.dtype not in NARROW or len(x) < 2:
             return formula(*args)
         plain = [each.detach() if isinstance(each, Tensor) else each for each in args]
         key = (x.device, *map(_kind, plain))

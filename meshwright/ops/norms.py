@@ -81,8 +81,45 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The delta net's norm, in x.dtype: weight (plain, not zero-centred) * rms_norm(x) * silu(gate)."""
+    y: Tensor = _GatedNorm.apply(x, gate, weight, eps)
+    return y
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Keeps x and the gate as they came, and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = _normed_behind_gate(x, gate, weight, eps)
+        ctx.save_for_backward(x, gate, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gated_norm_gradients(d, *ctx.saved_tensors), None
+
+
+@fused
+def _normed_behind_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
     wide = upcast(x)
-    return (weight * (wide * _rstd(wide, eps)).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype)
+    rstd = _rstd(wide, eps)
+    return (weight * (wide * rstd).to(x.dtype) * F.silu(upcast(gate))).to(x.dtype), rstd
+
+
+@fused
+def _gated_norm_gradients(d: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+    """With s = sigmoid(gate), silu(gate) is gate * s, and its derivative s + gate * s * (1 - s)."""
+    d, unit, wide_gate, factor = upcast(d), upcast(x) * rstd, upcast(gate), upcast(weight)
+    share = wide_gate.sigmoid()
+    silu = wide_gate * share
+    each = d * unit
+    d_gate = each * factor * (share + silu * (1 - share))
+    each = each * silu
+    d_weight = each.flatten(0, -2).sum(0)
+    d_unit = d * factor * silu
+    dx = (d_unit - unit * (each * factor).mean(-1, keepdim=True)) * rstd
+    return dx.to(x.dtype), d_gate.to(gate.dtype), d_weight.to(weight.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

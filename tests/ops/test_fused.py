@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from meshwright.log import logger
+from meshwright.ops import causal_conv, delta, documents, gated_rms_norm, norms, rms_norm, rope, rotate, swiglu
 from meshwright.ops import fused as module
-from meshwright.ops import norms, rms_norm, rope, rotate, swiglu
 from meshwright.ops.fused import fused, fused_exactly
 from tests import worlds
 from tests.ops.references import assert_same, rand
@@ -114,6 +114,13 @@ def ours(x, weight, cos, sin):
     return swiglu(rotate(rms_norm(y, weight, 1e-6, zero_centred=True), cos, sin))
 
 
+def of_delta_nets(x, weight, cos, sin):
+    docs = documents([2, len(x) - 2], x.device)
+    taps = torch.cat([cos, sin], dim=-1).flatten()[: 4 * x[0].numel()].view(-1, 4)
+    y = causal_conv(x.flatten(1), taps, docs).view(x.shape)
+    return gated_rms_norm(y, x, weight.to(torch.promote_types(weight.dtype, torch.float32)), 1e-6)
+
+
 def test_norms_gates_and_rotations():
     """Compiled in earnest, by a rank of its own: torch writes into its environment."""
     worlds.run(1, compiled_on_a_cpu)
@@ -133,13 +140,16 @@ def compiled_on(device):
     """Outputs and gradients of several lengths beside float64, which is never compiled."""
     seen, chosen = [], module._chosen
     with patch.object(module, "_chosen", lambda *args: seen.append(chosen(*args)) or seen[-1]):
-        for num in (67, 3, 130):
+        for num in (67, 13, 130):
             inputs = [rand(num, 3, 64), 1 + rand(64, seed=1) / 8, rand(num, 32, seed=2), rand(num, 32, seed=3)]
-            found = differentiated(ours, inputs, device, BF16)
-            assert_same(found, differentiated(ours, inputs, "cpu", torch.float64), 3e-2)
-    formulas = (norms._normed, norms._norm_gradients, norms._gated, norms._gate_gradients, rope._turned)
-    assert not {each.__wrapped__ for each in formulas} & {*seen}, "each agreed"
-    assert len(seen) == 7, "both kinds of norms, and of their gradients, among them"
+            for function in (ours, of_delta_nets):
+                found = differentiated(function, inputs, device, BF16)
+                assert_same(found, differentiated(function, inputs, "cpu", torch.float64), 3e-2)
+    formulas = {
+        each.__wrapped__ for of in (norms, rope, delta) for each in vars(of).values() if hasattr(each, "__wrapped__")
+    }
+    assert not formulas & {*seen}, "each agreed"
+    assert len(seen) == 11, "both kinds of norms, and of their gradients, among them"
 
 
 def differentiated(function, inputs, device, dtype):
