@@ -120,17 +120,17 @@ def test_the_best_is_the_best_of_all() -> None:
 
 
 def test_offload_only_where_nothing_else_fits() -> None:
-    assert not any(c.figures.savings.offload for c in found_of(SHALLOW, 8, 70 * GB, top=1).best)
-    found = found_of(SHALLOW, 8, 5 * GB, top=1)
+    assert not any(c.figures.savings.offload for c in found_of(SHALLOW, 2, 70 * GB, top=1).best)
+    found = found_of(SHALLOW, 2, 5 * GB, top=1)
     assert found.best
     assert all(c.figures.savings.offload for c in found.best)
     assert found.num_too_large == found.num_meshes
-    none = found_of(SHALLOW, 8, GB // 10, top=1)
+    none = found_of(SHALLOW, 2, GB // 10, top=1)
     assert none.best == ()
     assert none.nearest is not None
     assert none.nearest.left_bytes < 0
     assert none.nearest.figures.savings == Savings("full", offload=True)
-    once = found_of(SHALLOW, 8, 5 * GB, top=1, savings=Savings(sum_once=True)).nearest
+    once = found_of(SHALLOW, 2, 5 * GB, top=1, savings=Savings(sum_once=True)).nearest
     assert once is not None
     assert not once.figures.savings.offload, "what stays on the device cannot lie on the host"
 
@@ -147,12 +147,12 @@ def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytes
     monkeypatch.setattr(Figures, "memories", property(memories))
     monkeypatch.setattr(times, "HOST", dict.fromkeys(kept, (0.0, 0.0)))
     for device, kind in ((50_000_000, "selective"), (20_000_000, "full"), (90_000_000, "none")):
-        assert {c.figures.savings.recompute for c in found_of(config, 8, device, top=2).best} == {kind}
+        assert {c.figures.savings.recompute for c in found_of(config, 2, device, top=2).best} == {kind}
     monkeypatch.undo()
     monkeypatch.setattr(Figures, "memories", property(memories))
-    [first] = found_of(config, 8, 50_000_000, top=1).best
+    [first] = found_of(config, 2, 50_000_000, top=1).best
     assert first.figures.savings.recompute == "full", "the host makes layers again sooner than it chooses operations"
-    none = found_of(config, 8, 1_000_000, top=1).nearest
+    none = found_of(config, 2, 1_000_000, top=1).nearest
     assert none is not None
     assert none.left_bytes < -1_000_000
 
@@ -209,7 +209,7 @@ def test_a_terminal(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyP
 
 def test_none_fits(tmp_path: Path, capsys: Capture) -> None:
     at = written(tmp_path / "a.json", SHALLOW)
-    code, out, _ = searched(capsys, at, "--search", "8", "--device", "100MB", "--top", "1")
+    code, out, _ = searched(capsys, at, "--search", "2", "--device", "100MB", "--top", "1")
     said = " ".join(out.split())
     assert code == 1
     assert re.search(words("none fits 100 MB", r"The nearest is .*offload=True", "which is .* too much"), said), said
