@@ -1,13 +1,14 @@
 """A step on one GPU, ours beside transformers, of models as large as those that are trained, and what the plan says.
 
-    python -m bench.device                                        # all models: agreement, steps, memory
+    python -m bench.device                                        # all models: steps, and memory
     python -m bench.device --models qwen3-1.7b --kinds none fp8
     python -m bench.device --models qwen3-1.7b --profile          # which kernels take the time, too
     python -m bench.device --agreement                            # gradients alone
 
-Two documents of 4096 tokens a step, random weights of the published sizes. A kind is one of `mw.Savings`, or fp8. Ours
-has float32 parameters and moments, and products in bfloat16; transformers has bfloat16 for all of them, torch's fused
-AdamW and its scaled_dot_product_attention. Seconds are medians of 5 steps; one side is on the device at a time.
+Two documents of 4096 tokens a step, random weights of the published sizes. A kind is one of `mw.Savings`, or fp8 (by
+default none, full and fp8). Ours has float32 parameters and moments, and products in bfloat16; transformers has bfloat16
+for all of them, torch's fused AdamW and its scaled_dot_product_attention. Seconds are medians of 5 steps; one side is on
+the device at a time.
 Agreement: each gradient in float32 beside that of transformers, as a share of its norm.
 """
 

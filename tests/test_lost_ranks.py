@@ -329,16 +329,19 @@ def test_what_a_silent_process_of_this_machine_is() -> None:
     assert re.search(r"no sign of life\b.*\bmachine\b", diagnose(silent, silent, "elsewhere", 1.0))
 
 
-def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in mesh_module._RECORDER:
-        monkeypatch.setenv(name, "")  # so that what is set below is taken back
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/here/rank_")
+@pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+def test_the_flight_recorder_is_on_unless_the_user_says_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [each for names in mesh_module._RECORDER for each in names]
+    for each in every:
+        monkeypatch.setenv(each, "")  # so that what is set below is taken back
+        monkeypatch.delenv(each)
+    monkeypatch.setenv(name, "/here/rank_")
     assert mesh_module._record(torch.device("cpu")) == ""
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
     told = mesh_module._record(torch.device("cuda", 0))
     assert "/here/rank_*" in told
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+    found = {each: os.environ[each] for each in every if each in os.environ}
+    assert found == {name: "/here/rank_", "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def says_it_in_the_log(source: Path, told: Path) -> list[str]:

@@ -344,11 +344,13 @@ def _from_torchrun(name: str, alone: int, least: int = 1) -> int:
     return int(text)
 
 
-# Torch's flight recorder, if the user has not set it himself.
+# Torch's flight recorder, if the user has not set it himself, by these names or by older ones.
 _RECORDER = {
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_FR_DUMP_TEMP_FILE": os.path.join(tempfile.gettempdir(), "meshwright_flight_rank_"),
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): os.path.join(
+        tempfile.gettempdir(), "meshwright_flight_rank_"
+    ),
 }
 
 
@@ -356,9 +358,14 @@ def _record(device: torch.device) -> str:
     """Have torch write down what the devices do; where that lies once a collective fails."""
     if device.type == "cpu":
         return ""
-    for name, value in _RECORDER.items():
-        os.environ.setdefault(name, value)
-    return f"What the devices did: {os.environ['TORCH_FR_DUMP_TEMP_FILE']}*, to be read with torchfrtrace."
+    *_, at = [_set_unless_known(names, value) for names, value in _RECORDER.items()]
+    return f"What the devices did: {at}*, to be read with torchfrtrace."
+
+
+def _set_unless_known(names: tuple[str, ...], value: str) -> str:
+    """What torch will read: it takes the first of these names that is set."""
+    known = [os.environ[name] for name in names if name in os.environ]
+    return known[0] if known else os.environ.setdefault(names[0], value)
 
 
 def _join(device: torch.device, timeout: datetime.timedelta) -> None:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.log import logger
-from meshwright.ops.fused import fused_exactly
 from meshwright.ops.kernels import NARROW, SLOW, apart
 from meshwright.ops.quantised import Quantised
 
@@ -55,12 +54,12 @@ def rounded_matrix(weight_NK: Tensor) -> Tensor:
     return (numbers.to(scales.dtype) * scales).flatten(2).flatten(0, 1)
 
 
-def _quantised_rows(x: Tensor) -> tuple[Tensor, ...]:
+def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K / 128, 128], and scales [..., K / 128, 1]."""
     return _quantised(x.unflatten(-1, (-1, BLOCK)), (-1,))
 
 
-def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, ...]:
+def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """[N / 128, 128, K / 128, 128], and scales [N / 128, 1, K / 128, 1]."""
     if isinstance(weight_NK, Quantised):
         return _in_blocks(weight_NK.codes.view(NUMBERS)), weight_NK.scales[:, None, :, None]
@@ -71,8 +70,7 @@ def _in_blocks(weight_NK: Tensor) -> Tensor:
     return weight_NK.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
 
 
-@fused_exactly
-def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Numbers, and the scale of each block. A block of zeros has the scale 1."""
     wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     scales = scales_of(wide.abs().amax(dims, keepdim=True))

@@ -13,10 +13,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..log import logger
 from . import failure
 from .rank import ATTEMPT, LAUNCHER
 from .stop import SIGNALS
@@ -58,8 +60,12 @@ def ended(world: int, arguments: Sequence[str], folder: Path, shutdown_timeout: 
     """Start `python -m meshwright` on so many ranks, and wait for them. Their logs go to `folder`."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith(_NOISY)]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # sixty lines of its own would bury what a rank says
-    # torch 2.11 knows only its own 30 seconds
-    patience: dict[str, Any] = {"shutdown_timeout": shutdown_timeout} if _takes_patience() else {}
+    patience: dict[str, Any] = {"shutdown_timeout": shutdown_timeout}
+    if not any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):
+        logger.warning(
+            "torch %s ends ranks 30 s after a signal, and knows no launch.shutdown_timeout", torch.__version__
+        )
+        patience = {}
     settings = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=world, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         max_restarts=0, run_id="meshwright", logs_specs=_Logs(folder), signals_to_handle=",".join(_HANDLED), **patience
@@ -76,10 +82,6 @@ def ended(world: int, arguments: Sequence[str], folder: Path, shutdown_timeout: 
             found = failure.first(codes, folder, world)
             return Ended(signal=asked) if asked in SIGNALS else Ended(found)  # those got it themselves
     return Ended()
-
-
-def _takes_patience() -> bool:
-    return any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
 
 
 @contextmanager
