@@ -6,8 +6,8 @@
     python -m bench.device --agreement                            # gradients alone
 
 Two documents of 4096 tokens a step, random weights of the published sizes. A kind is one of `mw.Savings`, or fp8 (by
-default none, full and fp8). Ours has float32 parameters and moments, and products in bfloat16; transformers has bfloat16
-for all of them, torch's fused AdamW and its scaled_dot_product_attention. Seconds are medians of 5 steps; one side is on
+default none, full and fp8). Ours has float32 parameters and moments, and products in bfloat16. transformers has all in
+bfloat16, with torch's fused AdamW and its scaled_dot_product_attention. Seconds are medians of 5 steps; one side is on
 the device at a time.
 Agreement: each gradient in float32 beside that of transformers, as a share of its norm.
 """
