@@ -62,7 +62,7 @@ def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.de
     mine = [grad for name, grad in grads.items() if name in owned and grad.numel()]
     for home in dict.fromkeys(grad.device for grad in mine):
         here = [grad for grad in mine if grad.device == home]
-        norms = torch._foreach_norm(_regrouped(here) if home.type == "cpu" else here, 2.0, torch.float64)
+        norms = torch._foreach_norm(_regrouped(here) if here[0].is_cpu else here, 2.0, torch.float64)
         total += torch.stack(norms).square().sum().to(device)
     return total
 

@@ -63,7 +63,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TC: Tensor) -> tuple[Tensor, Tensor, None]:
-        dx_TC, d_weight_CW = _convolution_gradients(ctx.saved_tensors[0], d_TC, *ctx.saved_tensors[1:])
+        x_TC, weight_CW, positions_T = ctx.saved_tensors
+        dx_TC, d_weight_CW = _convolution_gradients(x_TC, d_TC, weight_CW, positions_T)
         return dx_TC, d_weight_CW, None
 
 

@@ -18,8 +18,7 @@ from meshwright.ops.norms import at_least_float32, upcast
 from meshwright.ops.planned import kind_of
 from meshwright.ops.product import operand, product_dtype
 
-CHUNK = 1024  # tokens whose logits exist at once, on a CPU: few enough for its caches
-_LOGITS = 1 << 30  # bytes of them elsewhere: each chunk casts the weights and adds to their gradient
+CHUNK = 1024  # tokens whose logits exist at once
 _CAST_WORDS = 4096  # of a weight or its gradient that are cast for a product
 _WIDENED_ON_CPU, _WIDENED = 1 << 19, 1 << 25  # logits at a time: few enough for a cache, elsewhere for few launches
 
@@ -30,14 +29,7 @@ def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 
     logsumexp; the label's logit (0 where the label is not one of 0..V-1); minus the entropy of their own softmax.
     `entropy=False` leaves out the third: it is zeros, and its gradient is ignored.
     """
-    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _at_once(x_TD, len(weight_VD)), entropy)
-
-
-def _at_once(x_TD: Tensor, num_words: int) -> int:
-    """Tokens of a chunk."""
-    if kind_of(x_TD.device) == "cpu":
-        return CHUNK
-    return max(CHUNK, _LOGITS // (x_TD.element_size() * max(1, num_words)))
+    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or CHUNK, entropy)
 
 
 def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
