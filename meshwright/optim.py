@@ -14,7 +14,6 @@ from .errors import ConfigError
 from .ops import codes
 
 _PART = 1 << 24  # elements that are updated together: narrow moments are widened a part at a time
-_SMALL = 1 << 12  # elements of a gradient that is joined with others
 _CODES = 1 << 22  # elements that become codes together, which takes a dozen buffers of their size
 _CODES_HOST = 1 << 19  # buffers that stay in the cache: larger ones took four times as long
 _STATES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -59,20 +58,17 @@ class Settings:
 def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.device) -> Tensor:
     """Sum of squares of the gradient elements that this rank owns, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    mine = [grad for name, grad in grads.items() if name in owned and grad.numel()]
+    whole = [grad for name, grad in grads.items() if name in owned and grad.numel()]
+    mine = [part for grad in whole for part in _widened_together(grad)]
     for home in dict.fromkeys(grad.device for grad in mine):
-        here = [grad for grad in mine if grad.device == home]
-        norms = torch._foreach_norm(_regrouped(here) if here[0].is_cpu else here, 2.0, torch.float64)
+        norms = torch._foreach_norm([grad for grad in mine if grad.device == home], 2.0, torch.float64)
         total += torch.stack(norms).square().sum().to(device)
     return total
 
 
-def _regrouped(grads: Sequence[Tensor]) -> list[Tensor]:
-    """For the host, where torch widens each of them, all of it at once: the large ones in parts, the small ones joined,
-    because a call takes longer than they do."""
-    small = [grad.reshape(-1) for grad in grads if grad.numel() <= _SMALL]
-    large = [part for grad in grads if grad.numel() > _SMALL for part in grad.reshape(-1).split(_PART)]
-    return [torch.cat(small), *large] if small else large
+def _widened_together(grad: Tensor) -> Sequence[Tensor]:
+    """On the host torch widens what it is given, all of it at once."""
+    return grad.reshape(-1).split(_PART) if grad.is_cpu and grad.numel() > _PART else (grad,)
 
 
 @dataclass(frozen=True)
