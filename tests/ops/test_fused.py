@@ -1,6 +1,7 @@
 """A formula in one kernel is used where it agrees with the formula as it is written, and nowhere else."""
 
 import logging
+import os
 from unittest.mock import patch
 
 import pytest
@@ -144,12 +145,14 @@ def of_delta_nets(x, weight, cos, sin):
     return gated_rms_norm(y, x, weight.to(torch.promote_types(weight.dtype, torch.float32)), 1e-6)
 
 
-def test_norms_gates_and_rotations():
-    """Compiled in earnest, by a rank of its own: torch writes into its environment."""
-    worlds.run(1, compiled_on_a_cpu)
+def test_norms_gates_and_rotations(tmp_path):
+    """Compiled in earnest, by a rank of its own: torch writes into its environment. Nor does it share what others
+    compile at the same time."""
+    worlds.run(1, compiled_on_a_cpu, str(tmp_path))
 
 
-def compiled_on_a_cpu():
+def compiled_on_a_cpu(cache):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     with patch.object(module, "SLOW", ("meta",)):
         compiled_on("cpu")
 
@@ -162,7 +165,8 @@ def test_norms_gates_and_rotations_on_an_accelerator():
 def compiled_on(device):
     """Outputs and gradients of several lengths beside float64, which is never compiled."""
     seen, chosen = [], module._chosen
-    with patch.object(module, "_chosen", lambda *args: seen.append(chosen(*args)) or seen[-1]):
+    refused = patch.object(module.logger, "warning", lambda told, *args: pytest.fail(told % args))
+    with refused, patch.object(module, "_chosen", lambda *args: seen.append(chosen(*args)) or seen[-1]):
         for num in (67, 13, 130):
             inputs = [rand(num, 3, 64), 1 + rand(64, seed=1) / 8, rand(num, 32, seed=2), rand(num, 32, seed=3)]
             for function in (ours, of_delta_nets):
