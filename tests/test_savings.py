@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._inductor import config as compiler
 
 import meshwright as mw
 from meshwright import parallel
@@ -381,10 +382,10 @@ def _gradients(directory: Path, compiled: bool) -> tuple[dict[str, Tensor], Coun
 
 
 @pytest.mark.slow
-def test_compiled(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # else each rank starts processes for it
+def test_compiled(source: Callable[..., Path]) -> None:
     (plain, sent), _ = worlds.run(2, _gradients, source("qwen3"), False)
-    (compiled, sent_compiled), _ = worlds.run(2, _gradients, source("qwen3"), True, seconds=240)
+    with compiler.patch(compile_threads=1):  # else each rank starts processes for it
+        (compiled, sent_compiled), _ = worlds.run(2, _gradients, source("qwen3"), True, seconds=240)
     assert sent_compiled == sent
     for name, grad in plain.items():
         assert (compiled[name] - grad).norm() <= 1e-9 * grad.norm(), name
