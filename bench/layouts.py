@@ -60,8 +60,7 @@ def whole(directory: Path, _: dict[str, int]) -> Step:
     return ours(directory, {"replicate": 2})
 
 
-def in_batches(sum_once: bool, directory: Path, mesh: dict[str, int]) -> Step:
-    savings = mw.Savings(sum_once=sum_once)
+def in_batches(savings: mw.Savings, directory: Path, mesh: dict[str, int]) -> Step:
     model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32, savings=savings)
     engine, batches = mw.Engine(model, lr=0.0), [mw.pack([part]) for part in quarters(model.mesh.data_rank)]
     with Recorder() as recorder:
@@ -118,8 +117,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], Sides]] = {
     "fsdp2+ep2": ("qwen3_moe", {"fsdp": 2, "ep": 2}, HF),
     "fsdp2x4": (
         "qwen3", {"fsdp": 2},
-        {"meshwright, sums once": partial(in_batches, True), "meshwright": partial(in_batches, False),
-         "transformers": their_batches},
+        {"meshwright, gathers and sums once": partial(in_batches, mw.Savings(gather_once=True, sum_once=True)),
+         "meshwright, sums once": partial(in_batches, mw.Savings(sum_once=True)),
+         "meshwright": partial(in_batches, mw.Savings()), "transformers": their_batches},
     ),
     "cp2": ("qwen3", {"cp": 2}, {"meshwright": ours, "meshwright, without cp": whole}),
     "pp2": (
@@ -160,11 +160,14 @@ def compare(layout: str, rounds: int) -> list[str]:
         run_ranks(1, make, recipe, seconds=300)
         ranks = run_ranks(2, turns, recipe / "m", layout, rounds, seconds=1800)
     seconds = {name: [max(s) for s in zip(*(r[name]["seconds"] for r in ranks), strict=True)] for name in sides}
-    first, *_, last = seconds.values()
-    ratios = [b / a for a, b in zip(first, last, strict=True)]
+    *own, last = seconds
     rows = [row(layout if n == 0 else "", name, ranks[-1][name], seconds[name]) for n, name in enumerate(sides)]
-    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-    return [*rows, f"| | last by first | {ratio} | | | |"]
+    return [*rows, *(f"| | last by {name} | {ratio(seconds[last], seconds[name])} | | | |" for name in own)]
+
+
+def ratio(above: list[float], below: list[float]) -> str:
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def row(what: str, name: str, found: dict[str, Any], seconds: list[float]) -> str:
