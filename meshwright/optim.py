@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from .errors import ConfigError
 from .ops import codes
 
 _PART = 1 << 24  # elements that are updated together: narrow moments are widened a part at a time
+_SMALL = 1 << 12  # elements of a gradient that is joined with others: a few MB for thousands of them
 _CODES = 1 << 22  # elements that become codes together, which takes a dozen buffers of their size
 _CODES_HOST = 1 << 19  # buffers that stay in the cache: larger ones took four times as long
 _STATES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -58,17 +61,24 @@ class Settings:
 def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.device) -> Tensor:
     """Sum of squares of the gradient elements that this rank owns, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    whole = [grad for name, grad in grads.items() if name in owned and grad.numel()]
-    mine = [part for grad in whole for part in _widened_together(grad)]
-    for home in dict.fromkeys(grad.device for grad in mine):
-        norms = torch._foreach_norm([grad for grad in mine if grad.device == home], 2.0, torch.float64)
+    alike = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+    for name, grad in grads.items():
+        if name in owned:
+            alike[grad.device, grad.dtype].append(grad)
+    for some in alike.values():
+        norms = torch._foreach_norm(_runs(some), 2.0, torch.float64)
         total += torch.stack(norms).square().sum().to(device)
     return total
 
 
-def _widened_together(grad: Tensor) -> Sequence[Tensor]:
-    """On the host torch widens what it is given, all of it at once."""
-    return grad.reshape(-1).split(_PART) if grad.is_cpu and grad.numel() > _PART else (grad,)
+def _runs(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The same elements. Small gradients are joined: a call for each takes the host longer than the copy. Large ones
+    are split: on the host torch widens what it is given, all of it at once."""
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    for grad in grads:
+        small.append(grad) if grad.numel() <= _SMALL else large.extend(grad.reshape(-1).split(_PART))
+    return [*large, _flatten_dense_tensors(small)] if small else large
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,7 @@ class AdamW:
         self, part: list[Slice], stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, decay: float
     ) -> None:
         views = [_of(stored[name], at) for name, at in part]
-        moments = [self._wide(name, at, view) for view, (name, at) in zip(views, part, strict=True)]
+        moments = list(map(self._wide, part, views))
         beta1, beta2 = self.settings.betas
         step = torch.full((), self.steps + 1, dtype=torch.float32, device=views[0].device)
         torch._fused_adamw_(  # as torch's optimizer calls it, after it has sorted all that it was given
@@ -136,8 +146,9 @@ class AdamW:
             if wide is not self.moments[name]:
                 self._keep(name, at, wide, self.steps)
 
-    def _wide(self, name: str, at: slice | None, like: Tensor) -> Sequence[Tensor]:
+    def _wide(self, of: Slice, like: Tensor) -> Sequence[Tensor]:
         """Both moments of a slice, like what they are of: live memory, if they are kept in this dtype."""
+        name, at = of
         if name not in self.coded:
             both: Sequence[Tensor] = self.moments[name]
             if at is not None:
@@ -177,9 +188,7 @@ class AdamW:
 
     def encode(self, name: str, wide: Sequence[Tensor]) -> None:
         """Keep moments that were reckoned elsewhere, as if the last step had made them."""
-        size = _size(wide[0], rows=True)
-        for start in range(0, wide[0].numel(), size):
-            at = slice(start, min(start + size, wide[0].numel()))
+        for at in _slices(wide[0].numel(), _size(wide[0])):
             self._keep(name, at, [moment.view(-1)[at] for moment in wide], self.steps - 1)
 
 
@@ -197,10 +206,8 @@ def zero_codes(name: str, stored: Tensor) -> Moments:
                                   stored.new_zeros(grid, dtype=torch.float32))}  # fmt: skip
 
 
-def _size(tensor: Tensor, *, rows: bool) -> int:
-    """How many elements of a parameter are updated together: whole rows of a matrix in codes."""
-    if not rows:
-        return _PART
+def _size(tensor: Tensor) -> int:
+    """How many elements of a matrix in codes are updated together: whole rows."""
     width, most = tensor.shape[1], min(_PART, _CODES_HOST if tensor.is_cpu else _CODES)
     return max(most - most % width, width)
 
@@ -210,14 +217,17 @@ def _parts(stored: Mapping[str, Tensor], coded: Container[str] = ()) -> Iterator
     part: list[Slice] = []
     left, kind = 0, None
     for name, view in stored.items():
-        rows, num, its_kind = name in coded, view.numel(), (view.device, view.dtype)
-        size = _size(view, rows=rows)
-        for start in range(0, num, size):
-            stop = min(start + size, num)
-            if part and (stop - start > left or its_kind != kind):
+        num, its_kind = view.numel(), (view.device, view.dtype)
+        for at in _slices(num, _size(view)) if name in coded else _slices(num, _PART) if num > _PART else (None,):
+            size = num if at is None else at.stop - at.start
+            if part and (size > left or its_kind != kind):
                 yield part
                 part = []
-            left, kind = (left if part else _PART) - (stop - start), its_kind
-            part.append((name, slice(start, stop) if rows or num > size else None))
+            left, kind = (left if part else _PART) - size, its_kind
+            part.append((name, at))
     if part:
         yield part
+
+
+def _slices(num: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, num)) for start in range(0, num, size))

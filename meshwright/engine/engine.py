@@ -184,7 +184,7 @@ class Engine:
         with self._marked_half_updated():
             if grads and step.max_norm is not None and norm > step.max_norm:  # a stage may have none
                 torch._foreach_mul_([*grads.values()], step.max_norm / norm)
-            self.optimizer.step(self.model.stored(), grads, step.lr)
+            self.optimizer.step(self.model.to_update(), grads, step.lr)
             self.router.trained()
             self.discard()
             self.steps += 1

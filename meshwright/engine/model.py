@@ -183,7 +183,11 @@ class Model:
     def stored(self) -> dict[str, Tensor]:
         """What this rank stores of every parameter: live memory, not copies. Of a frozen matrix that stays in 8 bits
         these are its numbers, as uint8, without their scales."""
-        return {name: parallel.local(parameter).detach() for name, parameter in self._parameters().items()}
+        return {name: piece.detach() for name, piece in self.to_update().items()}
+
+    def to_update(self) -> dict[str, Tensor]:
+        """The same, for who writes without a derivative: to detach all of them takes longer than to update them."""
+        return {name: parallel.local(parameter) for name, parameter in self._parameters().items()}
 
     def values(self) -> Values:
         """The same; but values of what is in 8 bits, which are made when they are asked for."""
