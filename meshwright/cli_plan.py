@@ -55,6 +55,7 @@ def _add_savings(command: argparse.ArgumentParser) -> None:
     group.add_argument("--offload", action="store_true", help="parameters, gradients and moments lie on the host")
     group.add_argument("--gather-once", action="store_true", help="parameters are gathered once a step")
     group.add_argument("--sum-once", action="store_true", help="gradients are summed once a step")
+    group.add_argument("--narrow-grads", action="store_true", help="gradients are sent in the dtype of products")
     group.add_argument(
         "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
     )

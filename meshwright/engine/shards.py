@@ -27,7 +27,7 @@ def in_shards(
 ) -> dict[Unit, tuple[int, int]]:  # fmt: skip
     """Those of these units that FSDP stores in shards, without what it leaves out, as forward is done with them. Of
     each the bytes when it is gathered, and of its gradients when they are summed."""
-    stored = torch.promote_types(compute, torch.float32).itemsize
+    summed = torch.promote_types(compute, torch.float32).itemsize + 2 * compute.itemsize * savings.narrow_grads
     low, found = gathered_low(spec, spec.table.params, wide=gathers_wide(savings)), dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
         if savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
@@ -35,7 +35,7 @@ def in_shards(
             numbers = low if parts > 1 else frozenset()
             exact = replace(unit, params=tuple(name for name in unit.params if not spec.table[name].float32))
             gathered = gathered_bytes(exact, spec, axes, coords, compute.itemsize, numbers)
-            found[exact] = gathered * parts, padded(exact, spec, axes, coords) * parts * stored
+            found[exact] = gathered * parts, padded(exact, spec, axes, coords) * parts * summed
     return found
 
 

@@ -185,7 +185,9 @@ def _unit(
     if mine and seen:
         yield Charge(name, "all_gather", unit.shard, mine * parts, gathers)
     if learns and seen:
-        yield Charge(name, "reduce_scatter", unit.shard, learns * parts * work.stored_bytes, sums)
+        narrow = spec.traffic.narrow_grads
+        op, item = ("all_to_all", work.compute_bytes) if narrow else ("reduce_scatter", work.stored_bytes)
+        yield Charge(name, op, unit.shard, learns * parts * item, sums)
         yield Charge(name, "all_reduce", ("replicate",), learns * work.stored_bytes, 1)
 
 

@@ -106,5 +106,6 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     yield Stored(GATHERED, sum(stay) + sum(pass_by) + scales)
     once = sum(whole(learning)) * widths.stored if spec.sums_once(axes.pp) else 0
     yield Stored(WHOLE, once)
-    yield Stored(ON_THEIR_WAY, max(whole(learning), default=0) * (widths.compute + widths.stored))
+    sent = 2 * widths.compute if spec.traffic.narrow_grads else 0  # what goes, and what comes
+    yield Stored(ON_THEIR_WAY, max(whole(learning), default=0) * (widths.compute + widths.stored + sent))
     yield Stored("gradients of a replica", waiting * widths.stored)

@@ -6,29 +6,28 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # `set_custom_reduce_scatter` takes it
 
 from ..axes import Axes
 from ..layout import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
 from ..mesh import Mesh
+from .savings import Savings
 
 
 def shard(
-    model: nn.Module,
-    units: Iterable[Unit],
-    exact: set[nn.Parameter],
-    mesh: Mesh,
-    compute: torch.dtype,
-    *,
-    offload: bool,
-) -> None:
+    model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mesh: Mesh, compute: torch.dtype,
+    savings: Savings,
+) -> None:  # fmt: skip
     """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh.
 
     A unit that lies on one rank is not wrapped: FSDP would copy every parameter and gradient for nothing, and the ops
     cast what they are given. If any unit is wrapped, the root is too: else FSDP takes each unit for a root.
-    With `offload`, what is wrapped lies in host memory. What is left out (`exact` and such units) is on the device.
+    With `savings.offload` host memory has what is wrapped, and the device what is left out (`exact`, such units).
     """
+    offload = savings.offload
     home = CPUOffloadPolicy(pin_memory=mesh.device != mesh.host) if offload else OffloadPolicy()
     reduce = torch.promote_types(compute, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
@@ -47,6 +46,31 @@ def shard(
         )  # fmt: skip
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
+        if savings.narrow_grads:
+            sharded.set_custom_reduce_scatter(SentNarrow(compute))
+
+
+class SentNarrow(ReduceScatter):
+    """Each rank sends the others their shards in the dtype in which products made them, and widens what it adds up.
+
+    A reduce-scatter sends what it adds up, so it would have to send it wide.
+    """
+
+    def __init__(self, narrow: torch.dtype) -> None:
+        self.narrow = narrow
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, "as `shard` asks"
+        assert not async_op, "FSDP waits on a stream of its own"
+        sent = input_tensor.to(self.narrow)
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=group)
+        torch.sum(got.view(group.size(), -1), 0, dtype=output_tensor.dtype, out=output_tensor)
 
 
 def pad_shards(module: nn.Module) -> None:

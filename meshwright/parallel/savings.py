@@ -22,6 +22,9 @@ class Savings:
     `gather_once`, `sum_once`: where a step has several micro-batches, FSDP gathers parameters, or sums gradients, once
     and not for each of them. The first keeps the whole model in the compute dtype, the second its gradients as wide as
     they are summed.
+    `narrow_grads`: gradients go to their shards in the dtype of products and are summed there in float32, where FSDP
+    widens them first: half of the bytes in bfloat16. A product makes them in that dtype, so nothing is rounded but what
+    `sum_once` has added up.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
     when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
     do gradients until the last micro-batch, after which replicas are summed.
@@ -36,10 +39,11 @@ class Savings:
     compiled: bool = False
     gather_once: bool = False
     sum_once: bool = False
+    narrow_grads: bool = False
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(self.reshard, self.gather_once, self.sum_once)
+        return Traffic(self.reshard, self.gather_once, self.sum_once, self.narrow_grads)
 
     def __post_init__(self) -> None:
         if self.recompute not in KINDS:

@@ -172,6 +172,8 @@ class TrainSection(Section):
     """Gather parameters once a step and not for each micro-batch; keeps the whole model in `dtype`."""
     sum_once: bool = False
     """Sum gradients once a step and not after each micro-batch; keeps those of the whole model."""
+    narrow_grads: bool = False
+    """Send gradients in `dtype` and sum them in float32: half of the bytes in bfloat16."""
     offload: bool = False
     """Keep parameters, gradients and moments in host memory."""
     compiled: bool = False

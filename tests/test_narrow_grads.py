@@ -1,0 +1,73 @@
+"""Gradients that are sent as narrow as products make them: the same sums, of half of the bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.parallel import fsdp
+from meshwright.verify import Recorder
+from tests import parts, tiny, trials, worlds
+from tests.test_savings import source, tried
+
+__all__ = ["source"]  # a fixture
+
+NARROW = [
+    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), dict(recompute="full")),
+    ("qwen3_moe", dict(replicate=2, fsdp=2, ep=2), dict(sum_once=True)),
+    ("qwen3_tied", dict(fsdp=3), dict(offload=True)),
+    ("qwen3", dict(pp=2, fsdp=2), dict()),
+    ("qwen3_5", dict(replicate=2), dict(gather_once=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(3, NARROW), ids=str)
+def test_gradients_are_sent_as_narrow_as_products(
+    source: Callable[..., Path], name: str, mesh: dict[str, int], more: dict[str, Any]
+) -> None:
+    assert trials.findings(tried(source(name), mesh, narrow_grads=True, **more)) == []
+
+
+def in_bfloat16(directory: Path, mesh: dict[str, int], narrow: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Gradients of several micro-batches, and what was sent to sum them."""
+    savings = mw.Savings(narrow_grads=narrow)
+    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.bfloat16, savings=savings)
+    engine = mw.Engine(model, lr=1e-2)
+    with Recorder() as recorder:
+        engine.backward(tiny.batches(model.mesh.data_rank))
+    sent = Counter[str]()
+    for seen in recorder.seen:
+        sent[seen.op] += seen.num_bytes * (len(seen.ranks) > 1)
+    return mw.gather(model, "grad"), sent
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("qwen3_moe", dict(fsdp=2, ep=2)), ("qwen3_5", dict(replicate=2, fsdp=2))])
+def test_what_is_sent_narrow_is_summed_wide(source: Callable[..., Path], name: str, mesh: dict[str, int]) -> None:
+    """To the bit as FSDP sums them in float32: two terms have one sum. And half of the bytes."""
+    num = prod(mesh.values()) // mesh.get("ep", 1)
+    (wide, by_ring), (ours, by_all) = (worlds.run(num, in_bfloat16, source(name), mesh, n)[0] for n in (False, True))
+    assert all(torch.equal(wide[key], ours[key]) for key in wide)
+    assert by_ring["reduce_scatter"] == 2 * (by_all["all_to_all"] - by_ring["all_to_all"]) > 0
+    assert not by_all["reduce_scatter"]
+
+
+def test_narrow_sums_are_found(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof above sees it where what is sent is also added up as narrow."""
+    real = torch.sum
+
+    def narrow(rows: Tensor, dim: int, dtype: torch.dtype, out: Tensor) -> Tensor:
+        return out.copy_(real(rows, dim))
+
+    whole = worlds.run(2, in_bfloat16, source("qwen3"), dict(fsdp=2), False)[0][0]
+    with monkeypatch.context() as patch:
+        patch.setattr(fsdp.torch, "sum", narrow)
+        planted = worlds.run(2, in_bfloat16, source("qwen3"), dict(fsdp=2), True)[0][0]
+    assert not all(torch.equal(whole[key], planted[key]) for key in whole)
