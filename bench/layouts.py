@@ -43,8 +43,8 @@ from meshwright.engine.bill import step_bill
 from meshwright.verify import Recorder, run_ranks
 
 
-def ours(directory: Path, mesh: dict[str, int]) -> Step:
-    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32)
+def ours(directory: Path, mesh: dict[str, int], savings: mw.Savings = mw.Savings()) -> Step:  # noqa: B008 - frozen
+    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32, savings=savings)
     return our_step(model, repeat(document(1 + model.mesh.data_rank)))
 
 
@@ -114,7 +114,11 @@ HF: Sides = {"meshwright": ours, "transformers": theirs}
 LAYOUTS: dict[str, tuple[str, dict[str, int], Sides]] = {
     "tp2": ("qwen3", {"tp": 2}, HF),
     "fsdp2": ("qwen3", {"fsdp": 2}, HF),
-    "fsdp2+ep2": ("qwen3_moe", {"fsdp": 2, "ep": 2}, HF),
+    "fsdp2+ep2": (
+        "qwen3_moe", {"fsdp": 2, "ep": 2},
+        {"meshwright": ours, "meshwright, tokens once": partial(ours, savings=mw.Savings(token_once=True)),
+         "transformers": theirs},
+    ),
     "fsdp2x4": (
         "qwen3", {"fsdp": 2},
         {"meshwright, gathers and sums once": partial(in_batches, mw.Savings(gather_once=True, sum_once=True)),

@@ -172,8 +172,11 @@ def waits_of_a_step(
     renamed.install()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         there = mw.Mesh(**mesh, device=renamed.NAME)
-        model = mw.load(source, there, dtype=torch.float32, savings=mw.Savings(recompute=recompute))
-        engine = mw.Engine(model, lr=1e-2, loss=_looks if slips else _entropic, entropy=True, **options)
+        once = options.get("token_once", False)
+        savings = mw.Savings(recompute=recompute, token_once=once, narrow_grads=once)
+        model = mw.load(source, there, dtype=torch.float32, savings=savings)
+        more = {name: value for name, value in options.items() if name != "token_once"}
+        engine = mw.Engine(model, lr=1e-2, loss=_looks if slips else _entropic, entropy=True, **more)
         batches = tiny.batches(there.data_rank)
         engine.step(batches)  # what is made once is made now
         with renamed.Waits() as seen:
@@ -194,6 +197,7 @@ WAITING: list[tuple[str, dict[str, int], dict[str, Any], Any]] = [
     ("qwen3", dict(pp=2), dict(state_dtype=torch.bfloat16), "none"),
     ("qwen3_5_moe", dict(tp=2, ep=2), {}, "none"),
     ("qwen3_5_moe", {}, {}, "none"),
+    ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(token_once=True), "full"),
     ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(router_aux="previous"), "full"),
     ("qwen3", dict(cp=2), {}, "none"),
     ("qwen3", dict(replicate=2, tp=2), {}, "none"),

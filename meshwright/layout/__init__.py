@@ -9,6 +9,7 @@ from .doors import (
     ENTER,
     LEAVE,
     MEET,
+    ROWS,
     SHARE,
     Context,
     Deal,
@@ -21,6 +22,7 @@ from .doors import (
     Swap,
     find,
     is_run,
+    likely_rows,
 )
 from .extremes import extreme_ranks
 from .flow import in_order, part_of, passed

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..axes import DATA_RANK, Axes, Sum
 from .deals import deals
-from .doors import Dispatch, Door, Insert, Join, Swap, find
+from .doors import ROWS, Dispatch, Door, Insert, Join, Swap, find, likely_rows
 from .flow import part_of, passed
 from .fp8 import SCALES, num_scales
 from .frames import Placed, route
@@ -26,7 +26,8 @@ from .units import TOWER, Unit
 class Charge:
     """One kind of collective of a step. `num_bytes`: the larger side of one of them, on this rank.
 
-    `what` is the place where a rank waits for it: a door or a sum; for FSDP's collectives, the unit.
+    `what` is the place where a rank waits for it: a door or a sum; for FSDP's collectives, the unit. `between`: the
+    least and the most bytes, where the router decides and `num_bytes` are likely.
     """
 
     what: str
@@ -34,6 +35,7 @@ class Charge:
     axes: tuple[str, ...]
     num_bytes: int
     count: int
+    between: tuple[int, int] | None = None
 
     @staticmethod
     def of(declared: Sum, count: int = 1) -> Charge:
@@ -69,6 +71,7 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
     for stage in stages:
         passes = _passes(stage, spec, axes, work)
         charges += _doors(stage.module, axes, work, passes)
+        charges += _experts(stage.module, spec, axes, work, passes)
         charges += _swaps(stage.module, spec, axes, coords, work, passes)
         charges += _inserts(stage.module, axes, rank, work, passes)
         for unit in stage.units:
@@ -111,12 +114,29 @@ def _doors(model: nn.Module, axes: Axes, work: Work, passes: Counter[str]) -> It
         back = passes[part_of(name)]
         yield Charge(name, door.kind.forward, (door.kind.axis,), num_bytes, work.num_batches + door.again * back)
         yield Charge(name, door.kind.backward, (door.kind.axis,), num_bytes, back)
-    for name, dispatch in find(model, Dispatch):
-        rows = work.tokens // (axes.cp * axes.tp) * dispatch.top_k
-        back, rows_bytes = passes[part_of(name)], rows * dispatch.width * work.compute_bytes
-        forwards, counts_bytes = work.num_batches + dispatch.again * back, dispatch.num_experts * 8
+
+
+def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passes: Counter[str]) -> Iterator[Charge]:
+    tokens = work.tokens // (axes.cp * axes.tp)
+    for name, door in find(model, Dispatch):
+        copies, back, row_bytes = tokens * door.top_k, passes[part_of(name)], door.width * work.compute_bytes
+        forwards, counts_bytes = work.num_batches + door.again * back, door.num_experts * 8
+        if not spec.traffic.token_once:
+            yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards)
+            yield Charge(name + ROWS, "all_to_all", ("ep",), copies * row_bytes, 2 * forwards + 2 * back)
+            continue
+        here = door.num_experts // axes.ep
+        counts_bytes += axes.ep * min(door.top_k, here) * 8
+        least, likely, most = (n * row_bytes for n in (
+            tokens * -(-door.top_k // here),
+            likely_rows(tokens, door.top_k, door.num_experts, axes.ep),
+            tokens * min(door.top_k, axes.ep),
+        ))  # fmt: skip
         yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards)
-        yield Charge(f"{name}, rows", "all_to_all", ("ep",), rows_bytes, 2 * forwards + 2 * back)
+        yield Charge(f"{name}, the experts of rows", "all_to_all", ("ep",), copies * 8, forwards)
+        yield Charge(f"{name}, weights", "all_to_all", ("ep",), copies * work.stored_bytes, forwards + back)
+        sent = work.num_batches + forwards + 2 * back  # what comes back is not sent again
+        yield Charge(name + ROWS, "all_to_all", ("ep",), likely, sent, (least, most))
 
 
 def _swaps(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import comb
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -51,24 +52,35 @@ class Door:
 
 Back = Callable[[Tensor], Tensor]
 Came = tuple[Tensor, Tensor, list[int] | None, Back]
+Route = Callable[[Tensor, Tensor, Tensor], Came]
+
+
+ROWS = ", rows"  # the place, in a door, where rows of tokens are sent whose number the router decides
+
+
+def likely_rows(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> int:
+    """How many rows go out where a token goes once to each rank that has some of its experts, if all are as likely."""
+    others = num_experts - num_experts // num_ranks
+    return round(num_tokens * num_ranks * (1 - comb(others, top_k) / comb(num_experts, top_k)))
 
 
 class Dispatch:
-    """The door of a mixture of experts: rows sorted by expert -> rows of this rank's experts, how many each has (on the
-    device, and on the host if it knows), and the way back.
+    """The door of a mixture of experts: tokens, with the weights and numbers of their experts -> rows of this rank's
+    experts, how many each has (on the device, and on the host if it knows), and the way back to a sum for each token.
+    `alone`: the same where all experts are here.
 
     Five all-to-alls when armed: the counts, rows there and back, and the two of backward. Three more when `again`.
+    Where a token goes once to each rank that has some of its experts, what these are and their weights go beside the
+    rows, and the weights' gradients come back: eight all-to-alls, and four more when `again`.
     """
 
-    def __init__(self, num_experts: int, width: int, top_k: int) -> None:
-        self.num_experts, self.width, self.top_k = num_experts, width, top_k
+    def __init__(self, num_experts: int, width: int, top_k: int, alone: Route) -> None:
+        self.num_experts, self.width, self.top_k, self.alone = num_experts, width, top_k, alone
         self.again = False
-        self.armed: Callable[[Tensor, Tensor], Came] | None = None
+        self.armed: Route | None = None
 
-    def __call__(self, x_ND: Tensor, counts_E: Tensor) -> Came:
-        if self.armed is None:
-            return x_ND, counts_E, None, lambda y_ND: y_ND
-        return self.armed(x_ND, counts_E)
+    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Came:
+        return (self.armed or self.alone)(x_TD, weight_Tk, expert_Tk)
 
 
 class Insert:

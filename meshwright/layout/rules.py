@@ -76,14 +76,18 @@ def _reaches_all(size: int, parts: int) -> bool:
 
 @dataclass(frozen=True)
 class Traffic:
-    """How often FSDP sends. `reshard`: units are freed between forward and backward. `gather_once`: they stay gathered
-    from one micro-batch to the next. `sum_once`: gradients are summed after the last micro-batch alone. `narrow_grads`:
-    they are sent as narrow as products are."""
+    """How often, and how wide, ranks send.
+
+    `reshard`: units are freed between forward and backward. `gather_once`: they stay gathered from one micro-batch to
+    the next. `sum_once`: gradients are summed after the last micro-batch alone. `narrow_grads`: they are sent as narrow
+    as products are. `token_once`: tokens go to their experts once a rank, not once an expert.
+    """
 
     reshard: bool = True
     gather_once: bool = False
     sum_once: bool = False
     narrow_grads: bool = False
+    token_once: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from .. import ops
@@ -96,7 +95,6 @@ class Experts(Low):
         super().__init__()
         E, D, F_ = routing.experts, shape.width, routing.ffn
         init = Init("normal", shape.std)
-        self.num_experts = E
         pairs = [per_expert(at, E, F_, D, ("gate_proj", "up_proj")), fused(at + "gate_up_proj", (E, 2, F_, D))]
         downs = [per_expert(at, E, D, F_, ("down_proj",)), fused(at + "down_proj", (E, 1, D, F_))]
         if routing.turned:
@@ -106,20 +104,14 @@ class Experts(Low):
         self.down = weight(
             {"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init, low=True
         )
-        self.dispatch = Dispatch(E, D, routing.top_k)
+        self.dispatch = Dispatch(E, D, routing.top_k, partial(ops.by_expert, num_experts=E))
 
     def forward(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Tensor:
-        expert_N = expert_Tk.flatten()
-        order_N = expert_N.argsort(stable=True)  # by expert; within one, by token
-        counts_E = expert_N.new_zeros(self.num_experts).scatter_add_(0, expert_N, torch.ones_like(expert_N))
-        back_N = order_N.argsort()
-        rows_ND, here_E, here, back = self.dispatch(ops.reordered(x_TD, order_N, back_N), counts_E)
+        rows_ND, here_E, here, back = self.dispatch(x_TD, weight_Tk, expert_Tk)
         matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(here_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
-        y_ND = back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E, here, fp8=fp8))
-        y_TkD = ops.reordered(y_ND, back_N, order_N).unflatten(0, expert_Tk.shape)
-        return (y_TkD * weight_Tk[..., None].to(y_TkD.dtype)).sum(1)
+        return back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E, here, fp8=fp8))
 
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:

@@ -7,6 +7,7 @@ obvious reference in `tests/ops/references.py`.
 """
 
 from meshwright.ops.attention import attention
+from meshwright.ops.copies import Copies, copied, copies_of, runs, summed, turns
 from meshwright.ops.delta import causal_conv, delta_rule, gates
 from meshwright.ops.documents import WHOLE, Documents, Parts, documents
 from meshwright.ops.experts import experts, route
@@ -22,4 +23,5 @@ from meshwright.ops.planned import on_host, planned_for
 from meshwright.ops.product import linear, linears
 from meshwright.ops.quantised import Quantised
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate
+from meshwright.ops.routes import Came, by_expert, counted
 from meshwright.ops.sending import sent

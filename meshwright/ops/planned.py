@@ -34,11 +34,12 @@ def kind_of(device: torch.device) -> str:
     return _meant if device.type == "meta" else device.type
 
 
-def on_host(counts: Sequence[Tensor], total: int) -> list[list[int]]:
-    """What they count, for which the host waits once. On the meta device each shares the total evenly."""
+def on_host(counts: Sequence[Tensor], totals: Sequence[int]) -> list[list[int]]:
+    """What they count, for which the host waits once. On the meta device each shares its total evenly."""
     sizes = [len(each) for each in counts]
     if counts[0].device.type == "meta":
-        return [[total // num + (i < total % num) for i in range(num)] for num in sizes]
+        shares = zip(sizes, totals, strict=True)
+        return [[total // num + (i < total % num) for i in range(num)] for num, total in shares]
     told = iter(torch.cat([*counts]).tolist())
     return [list(islice(told, num)) for num in sizes]
 

@@ -25,6 +25,8 @@ class Savings:
     `narrow_grads`: gradients go to their shards in the dtype of products and are summed there in float32, where FSDP
     widens them first: half of the bytes in bfloat16. A product makes them in that dtype, so nothing is rounded but what
     `sum_once` has added up.
+    `token_once`: under expert parallelism a token goes once to each rank that has some of its experts, which makes the
+    copies and returns their weighted sum. Fewer rows are sent the fewer ranks there are for the experts of a token.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
     when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
     do gradients until the last micro-batch, after which replicas are summed.
@@ -40,10 +42,11 @@ class Savings:
     gather_once: bool = False
     sum_once: bool = False
     narrow_grads: bool = False
+    token_once: bool = False
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(self.reshard, self.gather_once, self.sum_once, self.narrow_grads)
+        return Traffic(self.reshard, self.gather_once, self.sum_once, self.narrow_grads, self.token_once)
 
     def __post_init__(self) -> None:
         if self.recompute not in KINDS:

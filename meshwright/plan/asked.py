@@ -57,7 +57,7 @@ def laid_out(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Callable[[
 
 def savings_of(options: Mapping[str, Any]) -> Savings:
     """An option for each field that a plan asks for; None where it was not given."""
-    names = ("recompute", "offload", "gather_once", "sum_once", "narrow_grads")
+    names = ("recompute", "offload", "gather_once", "sum_once", "narrow_grads", "token_once")
     return Savings(**{name: options[name] for name in names if options[name] is not None})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,13 +53,14 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     mesh, bill = run.model.mesh, step_bill(run.model, tokens, num_batches, run.engine.router.mode, _pictures(run))
     due: Counter[tuple[str, tuple[int, ...]]] = Counter()
     paid, due_bytes, paid_bytes = due.copy(), due.copy(), due.copy()
+    routed = {charge.what: charge for charge in bill if charge.between}
     for charge in bill:
         key = (charge.op, mesh.axes.group(mesh.rank, charge.axes))
         due[key] += charge.count
-        due_bytes[key] += charge.count * charge.num_bytes
+        due_bytes[key] += charge.count * charge.num_bytes * (charge.what not in routed)
     for seen in run.stepping:
         paid[seen.op, seen.ranks] += 1
-        paid_bytes[seen.op, seen.ranks] += seen.num_bytes
+        paid_bytes[seen.op, seen.ranks] += seen.num_bytes * (_what(seen) not in routed)
     for op, ranks in sorted(due.keys() | paid.keys(), key=lambda key: (paid[key] - due[key], key)):
         if due[op, ranks] != paid[op, ranks]:
             more = paid[op, ranks] - due[op, ranks]
@@ -73,7 +74,25 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     want, got = mesh.sum_(torch.tensor(both, device=mesh.device), Sum("bytes of all-to-alls", DENSE)).tolist()
     if want != got and mesh.rank == 0:
         yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
+    yield from _routed_as_billed(run, routed)
     run.measured("K1", "collectives of all ranks, in number and bytes", len(run.stepping))
+
+
+def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
+    """How many rows the router sends to other ranks nobody knows before; but between which bounds."""
+    mesh = run.model.mesh
+    for what, charge in routed.items():
+        assert charge.between is not None
+        mine = sum(seen.num_bytes for seen in run.stepping if _what(seen) == what)
+        counts = torch.tensor([mine, *(charge.count * size for size in charge.between)], device=mesh.device)
+        got, least, most = mesh.sum_(counts, Sum("bytes of rows for experts", charge.axes)).tolist()
+        if not least <= got <= most:
+            yield Finding("K1", what, f"{got} bytes among all of {charge.axes}, the bill says {least} to {most}")
+
+
+def _what(seen: Seen) -> str:
+    """As a charge of the bill calls it: without the way that it went."""
+    return seen.at.removeprefix(" at ").rpartition(", ")[0]
 
 
 def _pictures(run: Run) -> Pictures:

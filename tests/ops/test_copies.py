@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from meshwright.ops import Copies, by_expert, copied, copies_of, runs, summed, turns
+from tests.ops.references import compare, rand
+
+CASES = {
+    "several": [2, 0, 0, 1, 2, 2, 3],
+    "one each": [1, 0, 2],
+    "one row": [0, 0, 0],
+    "none": [],
+}
+
+
+def copies(of: list[int]) -> Copies:
+    number = torch.tensor(of, dtype=torch.long)
+    count = number.bincount()
+    sizes = [int((count > turn).sum()) for turn in range(int(count.max()) if of else 1)]
+    return copies_of(number, turns(number), sizes)
+
+
+@pytest.mark.parametrize("of", CASES.values(), ids=CASES)
+def test_copied_against_reference(of):
+    num = max(of, default=-1) + 1
+    compare(lambda x: copied(x, copies(of)), lambda x: torch.stack([x[n] for n in of]) if of else x * 1, [rand(num, 3)])
+
+
+@pytest.mark.parametrize("of", CASES.values(), ids=CASES)
+def test_summed_against_reference(of):
+    def sums(y):
+        rows = [sum(y[at] for at, n in enumerate(of) if n == row) for row in range(max(of, default=-1) + 1)]
+        return torch.stack(rows) if rows else y * 1
+
+    compare(lambda y: summed(y, copies(of)), sums, [rand(len(of), 3)])
+
+
+def test_sums_are_rounded_once():
+    """Of 512 copies of one row: in bfloat16 each of the last 256 would count double."""
+    y = torch.full((512, 8), 1.01, dtype=torch.bfloat16)
+    assert torch.equal(summed(y, copies([0] * 512)), torch.full((1, 8), 512 * 1.0078125, dtype=torch.bfloat16))
+
+
+def test_runs_and_turns():
+    run, place = runs(torch.tensor([3, 3, 5, 9, 9, 9]))
+    assert (run.tolist(), place.tolist()) == ([0, 0, 1, 2, 2, 2], [0, 1, 0, 0, 1, 2])
+    assert turns(torch.tensor([2, 0, 2, 2, 0])).tolist() == [0, 0, 1, 2, 1]
+    assert [len(each) for each in runs(torch.tensor([], dtype=torch.long))] == [0, 0]
+
+
+def test_by_expert_against_reference():
+    expert = torch.tensor([[3, 1], [0, 3], [3, 2], [1, 0], [3, 1]])  # of 5, one without tokens
+    factors = torch.arange(1.0, 6.0, dtype=torch.float64)
+
+    def ours(x, weight):
+        rows, counts, on_host, back = by_expert(x, weight, expert, 5)
+        assert (counts.tolist(), on_host) == ([2, 3, 1, 4, 0], None)
+        return back(rows * factors.repeat_interleave(counts)[:, None])
+
+    def plain(x, weight):
+        return torch.stack(
+            [sum(w * factors[e] * x[t] for e, w in zip(expert[t], weight[t], strict=True)) for t in range(5)]
+        )
+
+    compare(ours, plain, [rand(5, 3), rand(5, 2)])

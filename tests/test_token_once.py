@@ -1,0 +1,161 @@
+"""A token that goes to its experts once a rank: the same numbers, of fewer rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import parallel
+from meshwright.layout import ROWS, likely_rows
+from meshwright.models import qwen3_moe
+from tests import parts, tiny, trials, worlds
+from tests.test_savings import source, tried
+
+__all__ = ["source"]  # a fixture
+
+Given = Callable[..., Path]
+CASES = [
+    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=4), dict(recompute="full")),
+    ("qwen3_moe", dict(pp=2, fsdp=2, ep=2), dict(sum_once=True)),
+    ("qwen3_moe", dict(fsdp=2, cp=2, ep=2), dict(recompute="selective", narrow_grads=True)),
+    ("qwen3_5_moe", dict(replicate=2, tp=2, ep=2), dict(offload=True)),
+    ("qwen3_moe", dict(tp=4, ep=4), dict()),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(2, CASES), ids=str)
+def test_the_numbers_stay_the_same(source: Given, name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
+    assert trials.findings(tried(source(name), mesh, token_once=True, **more)) == []
+
+
+ROUTES = {
+    "an expert a rank": dict(num_experts=4),  # every copy is a row of its own
+    "one expert each": dict(num_experts_per_tok=1),
+    "all experts": dict(num_experts_per_tok=8),
+}
+
+
+@pytest.mark.parametrize("changes", ROUTES.values(), ids=ROUTES)
+def test_any_number_of_experts(source: Given, changes: dict[str, int]) -> None:
+    assert trials.findings(tried(source("qwen3_moe", **changes), dict(fsdp=2, tp=2, ep=4), token_once=True)) == []
+
+
+@pytest.mark.parametrize("train", [["layers.1.*"], ["head.*"]], ids=str)
+def test_what_is_frozen_brings_no_gradients(source: Given, train: list[str]) -> None:
+    """Nor collectives of backward that the bill does not know."""
+    trial = replace(tried(source("qwen3_moe"), dict(fsdp=2, ep=2), token_once=True), train=train)
+    assert trials.findings(trial) == []
+
+
+def rows_sent(directory: Path, mesh: dict[str, int], savings: mw.Savings, skewed: bool) -> tuple[Any, ...]:
+    """Of all layers: the rows that this rank sent in a forward, those it should have sent, and the loss."""
+    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float64, savings=savings)
+    engine, due, real = mw.Engine(model, lr=1e-2), Counter[str](), qwen3_moe.ops.route
+    ep, num = mesh["ep"], model.config["num_experts"]
+
+    def route(*args: Any) -> tuple[Tensor, Tensor]:
+        weight_Tk, expert_Tk = real(*args)
+        if skewed:  # the other two ranks get no rows
+            expert_Tk = torch.arange(expert_Tk.shape[1]).expand_as(expert_Tk)
+        for each in expert_Tk.tolist():
+            due["once"] += len({expert // (num // ep) for expert in each})
+            due["each"] += len(each)
+        return weight_Tk, expert_Tk
+
+    qwen3_moe.ops.route = route  # type: ignore[assignment]
+    real_exchange, sent = parallel.expert_once.Exchange.apply, Counter[str]()
+
+    def exchange(x: Tensor, outs: list[int], ins: list[int], group: str, at: str) -> Tensor:
+        sent[at] += sum(ins)
+        out: Tensor = real_exchange(x, outs, ins, group, at)
+        return out
+
+    parallel.expert_once.Exchange.apply = exchange  # type: ignore[method-assign]
+    loss = engine.backward(tiny.batches(model.mesh.data_rank)[:1])
+    there = sum(num for at, num in sent.items() if at.endswith(ROWS))
+    return there, due["once"], due["each"], loss, mw.gather(model, "grad")
+
+
+@pytest.mark.parametrize("skewed", [False, True], ids=["spread", "all to two ranks"])
+def test_each_rank_gets_a_token_once(source: Given, skewed: bool) -> None:
+    mesh = dict(fsdp=2, tp=2, ep=4)
+    plain, once = (
+        worlds.run(4, rows_sent, source("qwen3_moe"), mesh, mw.Savings(token_once=on), skewed) for on in (False, True)
+    )
+    for (*_, loss, grads), (_, due, each, same, others) in zip(plain, once, strict=True):
+        assert abs(loss - same) < 1e-12
+        assert all(torch.allclose(grads[key], others[key], rtol=1e-9, atol=1e-12) for key in grads)
+        assert due * 3 == each * 2 if skewed else due < each, "of three experts two are on the first rank"
+    assert sum(there for there, *_ in once) == 2 * sum(due for _, due, *_ in once), "there and back, and no more"
+
+
+def test_likely_rows() -> None:
+    """As counted over many tokens whose experts are drawn at random."""
+    for top_k, num, ranks in ((8, 128, 8), (3, 8, 4), (1, 8, 2), (8, 128, 128), (4, 4, 2)):
+        drawn = torch.rand(20000, num, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
+        of_rank = torch.zeros(20000, ranks).scatter_(1, drawn // (num // ranks), 1.0)
+        assert likely_rows(20000, top_k, num, ranks) == pytest.approx(of_rank.sum().item(), rel=0.01)
+    assert likely_rows(1000, 8, 128, 128) == 8000
+    assert likely_rows(1000, 8, 128, 8) == 5339
+
+
+def in_bfloat16(directory: Path, once: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    savings = mw.Savings(token_once=once)
+    model = mw.load(directory, mw.Mesh(fsdp=2, tp=2, ep=4, device="cpu"), dtype=dtype, savings=savings)
+    mw.Engine(model, lr=1e-2).backward(tiny.batches(model.mesh.data_rank)[:1])
+    return {name: grad.float() for name, grad in mw.gather(model, "grad").items()}
+
+
+def test_bfloat16_is_rounded_no_worse(source: Given) -> None:
+    wide, plain, once = (
+        worlds.run(4, in_bfloat16, source("qwen3_moe"), on, dtype)[0]
+        for on, dtype in ((False, torch.float64), (False, torch.bfloat16), (True, torch.bfloat16))
+    )
+
+    def off(found: dict[str, Tensor]) -> float:
+        apart = sorted(((found[key] - wide[key]).norm() / wide[key].norm()).item() for key in wide)
+        return apart[len(apart) // 2]
+
+    assert off(once) < 1.1 * off(plain)
+
+
+def _weights_in_the_order_they_came(patch: pytest.MonkeyPatch) -> None:
+    real = parallel.expert_once._incoming
+    patch.setattr(parallel.expert_once, "_incoming", lambda *args: (real(*args)[0].sort().values, real(*args)[1]))
+
+
+def _weights_constant(patch: pytest.MonkeyPatch) -> None:
+    real = parallel.expert_once.Group.exchange
+
+    def exchange(self: Any, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Tensor:
+        return real(self, x if what else x.detach() + 0 * x, received, sent, what)
+
+    patch.setattr(parallel.expert_once.Group, "exchange", exchange)
+
+
+def _a_row_for_each_copy(patch: pytest.MonkeyPatch) -> None:
+    """As without: the numbers stay right, so only the bill says it."""
+    patch.setattr(parallel.expert, "dispatch_once", parallel.expert.dispatch)
+
+
+PLANTED = {
+    "weights in the order they came": _weights_in_the_order_they_came,
+    "weights without gradients": _weights_constant,
+    "a row for each copy": _a_row_for_each_copy,
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_planted_bugs_are_found(source: Given, plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = tried(source("qwen3_moe"), dict(fsdp=2, ep=2), token_once=True)
+    trials.reference(trial)
+    plant(monkeypatch)
+    assert trials.findings(trial)
