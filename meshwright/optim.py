@@ -77,7 +77,10 @@ def _runs(grads: Sequence[Tensor]) -> list[Tensor]:
     small: list[Tensor] = []
     large: list[Tensor] = []
     for grad in grads:
-        small.append(grad) if grad.numel() <= _SMALL else large.extend(grad.reshape(-1).split(_PART))
+        if grad.numel() <= _SMALL:
+            small.append(grad)
+        else:
+            large += grad.reshape(-1).split(_PART) if grad.is_cpu and grad.numel() > _PART else [grad]
     return [*large, _flatten_dense_tensors(small)] if small else large
 
 

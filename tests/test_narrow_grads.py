@@ -22,7 +22,7 @@ __all__ = ["source"]  # a fixture
 
 NARROW = [
     ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), dict(recompute="full")),
-    ("qwen3_moe", dict(replicate=2, fsdp=2, ep=2), dict(sum_once=True)),
+    ("qwen3_moe", dict(replicate=2, fsdp=2, ep=2), dict(recompute="selective")),
     ("qwen3_tied", dict(fsdp=3), dict(offload=True)),
     ("qwen3", dict(pp=2, fsdp=2), dict()),
     ("qwen3_5", dict(replicate=2), dict(gather_once=True)),
@@ -59,15 +59,26 @@ def test_what_is_sent_narrow_is_summed_wide(source: Callable[..., Path], name: s
     assert not by_all["reduce_scatter"]
 
 
+def test_what_is_added_up_is_sent_wide(source: Callable[..., Path]) -> None:
+    """A pipeline that holds adds up several micro-batches in float32."""
+    mesh = dict(pp=2, fsdp=2)
+    (wide, by_ring), (ours, same) = (worlds.run(4, in_bfloat16, source("qwen3"), mesh, n)[0] for n in (False, True))
+    assert all(torch.equal(wide[key], ours[key]) for key in wide)
+    assert by_ring == same
+    with pytest.raises(mw.ConfigError, match="choose one of them"):
+        mw.Savings(narrow_grads=True, sum_once=True)
+
+
 def test_narrow_sums_are_found(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof above sees it where what is sent is also added up as narrow."""
-    real = torch.sum
+    real = fsdp.SentNarrow.__call__
 
-    def narrow(rows: Tensor, dim: int, dtype: torch.dtype, out: Tensor) -> Tensor:
-        return out.copy_(real(rows, dim))
+    def narrow(self: Any, output_tensor: Tensor, **given: Any) -> None:
+        real(self, output_tensor, **given)
+        output_tensor.copy_(output_tensor.to(torch.bfloat16))
 
     whole = worlds.run(2, in_bfloat16, source("qwen3"), dict(fsdp=2), False)[0][0]
     with monkeypatch.context() as patch:
-        patch.setattr(fsdp.torch, "sum", narrow)
+        patch.setattr(fsdp.SentNarrow, "__call__", narrow)
         planted = worlds.run(2, in_bfloat16, source("qwen3"), dict(fsdp=2), True)[0][0]
     assert not all(torch.equal(whole[key], planted[key]) for key in whole)

@@ -54,7 +54,7 @@ MESHES = [
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_a_first_price_is_that_of_all_layers(name: str, kind: str) -> None:
     """Of one layer of each kind, counted as often as there are such: only the last sums of gradients are left out."""
-    blueprint, savings = draw(tiny.of(name)), Savings(kind)
+    blueprint, savings = draw(tiny.of(name)), Savings(kind, token_once=kind == "full", narrow_grads=kind == "full")
     model = thin(blueprint)
     assert sum(model.num.values()) == blueprint.table.num_layers
     for mesh in MESHES:

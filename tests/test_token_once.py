@@ -50,7 +50,7 @@ def test_any_number_of_experts(source: Given, changes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("train", [["layers.1.*"], ["head.*"]], ids=str)
 def test_what_is_frozen_brings_no_gradients(source: Given, train: list[str]) -> None:
-    """Nor collectives of backward that the bill does not know."""
+    """Nor, where whole layers are frozen, collectives of backward that the bill does not know."""
     trial = replace(tried(source("qwen3_moe"), dict(fsdp=2, ep=2), token_once=True), train=train)
     assert trials.findings(trial) == []
 
@@ -155,7 +155,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
 def test_planted_bugs_are_found(source: Given, plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = tried(source("qwen3_moe"), dict(fsdp=2, ep=2), token_once=True)
+    trial = tried(source("qwen3_moe"), dict(fsdp=2, tp=2, ep=4), token_once=True)
     trials.reference(trial)
     plant(monkeypatch)
     assert trials.findings(trial)

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..axes import Axes
-from ..layout import GATHERED, ON_THEIR_WAY, ShardingSpec, Unit, gathered_bytes, gathered_low, in_order, padded
+from ..layout import (
+    GATHERED,
+    ON_THEIR_WAY,
+    ShardingSpec,
+    Unit,
+    gathered_bytes,
+    gathered_low,
+    in_order,
+    narrow_bytes,
+    padded,
+)
 from ..parallel import Savings, gathers_wide
 
 Add = Callable[[str, int], None]
@@ -27,7 +37,7 @@ def in_shards(
 ) -> dict[Unit, tuple[int, int]]:  # fmt: skip
     """Those of these units that FSDP stores in shards, without what it leaves out, as forward is done with them. Of
     each the bytes when it is gathered, and of its gradients when they are summed."""
-    summed = torch.promote_types(compute, torch.float32).itemsize + 2 * compute.itemsize * savings.narrow_grads
+    stored = torch.promote_types(compute, torch.float32).itemsize
     low, found = gathered_low(spec, spec.table.params, wide=gathers_wide(savings)), dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
         if savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
@@ -35,6 +45,7 @@ def in_shards(
             numbers = low if parts > 1 else frozenset()
             exact = replace(unit, params=tuple(name for name in unit.params if not spec.table[name].float32))
             gathered = gathered_bytes(exact, spec, axes, coords, compute.itemsize, numbers)
+            summed = stored + narrow_bytes(spec, axes, exact, compute.itemsize, stored)
             found[exact] = gathered * parts, padded(exact, spec, axes, coords) * parts * summed
     return found
 

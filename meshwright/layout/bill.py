@@ -205,7 +205,7 @@ def _unit(
     if mine and seen:
         yield Charge(name, "all_gather", unit.shard, mine * parts, gathers)
     if learns and seen:
-        narrow = spec.traffic.narrow_grads
+        narrow = spec.sends_narrow(axes.pp)
         op, item = ("all_to_all", work.compute_bytes) if narrow else ("reduce_scatter", work.stored_bytes)
         yield Charge(name, op, unit.shard, learns * parts * item, sums)
         yield Charge(name, "all_reduce", ("replicate",), learns * work.stored_bytes, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from math import comb
 from typing import TypeVar
@@ -14,6 +15,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ..errors import LayoutError
+from ..ops import Came
 from .frames import Cost
 
 
@@ -50,14 +52,13 @@ class Door:
         return f"Door({self.kind.name}, width={self.width}, {'armed' if self.armed else 'identity'})"
 
 
-Back = Callable[[Tensor], Tensor]
-Came = tuple[Tensor, Tensor, list[int] | None, Back]
-Route = Callable[[Tensor, Tensor, Tensor], Came]
+ToExperts = Callable[[Tensor, Tensor, Tensor], Came]
 
 
 ROWS = ", rows"  # the place, in a door, where rows of tokens are sent whose number the router decides
 
 
+@cache
 def likely_rows(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> int:
     """How many rows go out where a token goes once to each rank that has some of its experts, if all are as likely."""
     others = num_experts - num_experts // num_ranks
@@ -74,10 +75,10 @@ class Dispatch:
     rows, and the weights' gradients come back: eight all-to-alls, and four more when `again`.
     """
 
-    def __init__(self, num_experts: int, width: int, top_k: int, alone: Route) -> None:
+    def __init__(self, num_experts: int, width: int, top_k: int, alone: ToExperts) -> None:
         self.num_experts, self.width, self.top_k, self.alone = num_experts, width, top_k, alone
         self.again = False
-        self.armed: Route | None = None
+        self.armed: ToExperts | None = None
 
     def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Came:
         return (self.armed or self.alone)(x_TD, weight_Tk, expert_Tk)

@@ -134,6 +134,10 @@ class ShardingSpec:
     def sums_once(self, pp: int) -> bool:
         return self.traffic.sum_once or self.holds(pp)
 
+    def sends_narrow(self, pp: int) -> bool:
+        """Whether gradients are sent as products made them: not what several micro-batches have added up."""
+        return self.traffic.narrow_grads and not self.sums_once(pp)
+
     def places(self, param: Param, axes: Axes) -> set[int]:
         """The places on the axis pp that hold a parameter."""
         line = self.line(axes.pp)

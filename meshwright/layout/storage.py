@@ -68,6 +68,13 @@ def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Store
     return [s for s in (*out, *_passing(spec, axes, rank, held)) if s.num_bytes]
 
 
+def narrow_bytes(spec: ShardingSpec, axes: Axes, unit: Unit, compute: int, stored: int) -> int:
+    """For each element of a unit's gradients, beside the wide ones: what goes and what comes, where they go narrow."""
+    if not spec.sends_narrow(axes.pp) or prod(axes.sizes(unit.shard)) == 1:
+        return 0
+    return 2 * compute if compute < stored else compute
+
+
 def codes_bytes(piece: Piece) -> int:
     """Of one moment in 8 bits, with a scale in float32 for each block."""
     rows, cols = piece.shape
@@ -106,6 +113,10 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
     yield Stored(GATHERED, sum(stay) + sum(pass_by) + scales)
     once = sum(whole(learning)) * widths.stored if spec.sums_once(axes.pp) else 0
     yield Stored(WHOLE, once)
-    sent = 2 * widths.compute if spec.traffic.narrow_grads else 0  # what goes, and what comes
-    yield Stored(ON_THEIR_WAY, max(whole(learning), default=0) * (widths.compute + widths.stored + sent))
+    wide = widths.compute + widths.stored
+    sums = [
+        num * (wide + narrow_bytes(spec, axes, u, widths.compute, widths.stored))
+        for u, num in zip(learning, whole(learning), strict=True)
+    ]
+    yield Stored(ON_THEIR_WAY, max(sums, default=0))
     yield Stored("gradients of a replica", waiting * widths.stored)

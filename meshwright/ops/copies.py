@@ -14,8 +14,9 @@ from meshwright.ops.norms import upcast
 
 @dataclass(frozen=True)
 class Copies:
-    """Of which row each of N copies is. `in_turn_N`: the first copy of every row, in the order of rows; then the second
-    of those that have one; and so on. `sizes`: how many there are of each; every row has at least one."""
+    """`of_N`: of which row each of N copies is. `in_turn_N`: the numbers of the copies in another order: the first of
+    every row, in the order of rows, then the second ones of the rows that have one, and so on. `sizes`: how many there
+    are of each; every row has a first."""
 
     of_N: Tensor
     in_turn_N: Tensor

@@ -1,4 +1,4 @@
-"""The way of tokens to their experts and back, where all experts are on this device."""
+"""The way of tokens to rows sorted by expert, and back to a sum for each token."""
 
 from __future__ import annotations
 

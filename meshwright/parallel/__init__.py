@@ -87,7 +87,8 @@ def _place(
     tower.arm(model, mesh)
     recompute.arm(model, savings)
     exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
-    fsdp.shard(model, stage.units, exact, mesh, compute, savings)
+    ways = fsdp.Ways(compute, savings.offload, spec.sends_narrow(mesh.axes.pp))
+    fsdp.shard(model, stage.units, exact, mesh, ways)
     _give_memory(model, mesh, savings.offload)
     _check_placed(names, spec, model, mesh)
 

@@ -80,6 +80,7 @@ def _outgoing(expert_Tk: Tensor, group: Group) -> tuple[Tensor, Tensor, ops.Copi
     that of its expert there; the rows as copies of tokens; all sizes."""
     (num_tokens, top_k), num_here = expert_Tk.shape, group.num_here
     token_T1 = torch.arange(num_tokens, device=expert_Tk.device)[:, None]
+    # Sorted, it is by rank, then by token, then by expert. No two are equal, so there is one order.
     key_Tk = (expert_Tk // num_here * num_tokens + token_T1) * num_here + expert_Tk % num_here
     key_N, order_N = key_Tk.flatten().sort()
     place_N, expert_N = key_N // num_here, key_N % num_here

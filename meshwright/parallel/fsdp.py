@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,20 +15,25 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # `set_
 from ..axes import Axes
 from ..layout import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
 from ..mesh import Mesh
-from .savings import Savings
 
 
-def shard(
-    model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mesh: Mesh, compute: torch.dtype,
-    savings: Savings,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class Ways:
+    """In which dtype units are gathered; whether they lie on the host; whether their gradients are sent as narrow."""
+
+    compute: torch.dtype
+    offload: bool
+    narrow: bool
+
+
+def shard(model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mesh: Mesh, ways: Ways) -> None:
     """Wrap the units in their order (inner ones first, the root last), experts over the expert mesh.
 
     A unit that lies on one rank is not wrapped: FSDP would copy every parameter and gradient for nothing, and the ops
     cast what they are given. If any unit is wrapped, the root is too: else FSDP takes each unit for a root.
-    With `savings.offload` host memory has what is wrapped, and the device what is left out (`exact`, such units).
+    With `offload`, what is wrapped lies in host memory. What is left out (`exact` and such units) is on the device.
     """
-    offload = savings.offload
+    compute, offload = ways.compute, ways.offload
     home = CPUOffloadPolicy(pin_memory=mesh.device != mesh.host) if offload else OffloadPolicy()
     reduce = torch.promote_types(compute, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
@@ -46,7 +52,7 @@ def shard(
         )  # fmt: skip
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
-        if savings.narrow_grads:
+        if ways.narrow:
             sharded.set_custom_reduce_scatter(SentNarrow(compute))
 
 
@@ -70,7 +76,13 @@ class SentNarrow(ReduceScatter):
         sent = input_tensor.to(self.narrow)
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent, group=group)
-        torch.sum(got.view(group.size(), -1), 0, dtype=output_tensor.dtype, out=output_tensor)
+        rows = got.view(group.size(), -1)
+        if not got.is_cpu:
+            torch.sum(rows, 0, dtype=output_tensor.dtype, out=output_tensor)
+            return
+        output_tensor.copy_(rows[0])
+        for row in rows[1:]:  # on the host torch would widen all of them for a sum, and here one after the other
+            output_tensor += row
 
 
 def pad_shards(module: nn.Module) -> None:

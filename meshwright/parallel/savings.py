@@ -22,9 +22,9 @@ class Savings:
     `gather_once`, `sum_once`: where a step has several micro-batches, FSDP gathers parameters, or sums gradients, once
     and not for each of them. The first keeps the whole model in the compute dtype, the second its gradients as wide as
     they are summed.
-    `narrow_grads`: gradients go to their shards in the dtype of products and are summed there in float32, where FSDP
-    widens them first: half of the bytes in bfloat16. A product makes them in that dtype, so nothing is rounded but what
-    `sum_once` has added up.
+    `narrow_grads`: gradients go to their shards in the dtype in which products made them and are summed there in
+    float32, where FSDP widens them first. It rounds nothing, and takes half of the bytes in bfloat16. Where a pipeline
+    adds gradients up until the end of a step, they are sent once, and wide.
     `token_once`: under expert parallelism a token goes once to each rank that has some of its experts, which makes the
     copies and returns their weighted sum. Fewer rows are sent the fewer ranks there are for the experts of a token.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
@@ -56,6 +56,11 @@ class Savings:
             raise ConfigError(
                 f"offload=True takes parameters and gradients off the device, where {once}=True keeps those of the "
                 "whole model; choose one of them"
+            )
+        if self.sum_once and self.narrow_grads:
+            raise ConfigError(
+                "sum_once=True adds gradients up in float32 before it sends them, and narrow_grads=True sends them as "
+                "narrow as products are; choose one of them"
             )
         if self.compiled and self.recompute == "selective":
             raise ConfigError(

@@ -137,12 +137,19 @@ def _axes_lines(figures: Figures, rows: list[Traffic], most: int) -> Iterator[li
         yield [Cell("", "part"), op, row.count, bytes_cell(row.num_bytes), share]
 
 
+def _bytes_of_one(line: ChargeLine) -> Cell:
+    if line.between is None:
+        return bytes_cell(line.one_bytes)
+    least, most = line.between
+    return Cell(size(line.one_bytes), "number", "likely", title=f"{least:,} to {most:,} bytes, as the router decides")
+
+
 def _charges(figures: Figures) -> str:
     rows = (
         [
             Cell(line.what, "name", f"layers {line.layers}" if line.layers else ""), Cell(line.op),
-            Cell(line.over, note=counted(line.num_ranks, "rank")), line.count, bytes_cell(line.one_bytes),
-            bytes_cell(line.num_bytes), *_sent(figures, line),
+            Cell(line.over, note=counted(line.num_ranks, "rank")), line.count,
+            _bytes_of_one(line), bytes_cell(line.num_bytes), *_sent(figures, line),
         ]
         for line in charge_lines(figures)
     )  # fmt: skip

@@ -31,6 +31,7 @@ class Thin:
     blueprint: Blueprint
     num: Mapping[int, int]
     _places: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _by_traffic: dict[Traffic, Blueprint] = field(default_factory=dict)
 
     @cached_property
     def dense(self) -> int:
@@ -41,12 +42,11 @@ class Thin:
     def experts(self) -> int:
         return sum(param.numel for param in self.whole.table if "expert" in param.dims)
 
-    @cached_property
-    def by_traffic(self) -> Mapping[Traffic, Blueprint]:
+    def by_traffic(self, traffic: Traffic) -> Blueprint:
         """Each is made once: it remembers its units."""
-        both = (False, True)
-        kinds = [Traffic(True, gather, add) for gather in both for add in both]
-        return {kind: self.blueprint.run_by(Pipeline(), kind) for kind in kinds}
+        if traffic not in self._by_traffic:
+            self._by_traffic[traffic] = self.blueprint.run_by(Pipeline(), traffic)
+        return self._by_traffic[traffic]
 
     def places(self, pp: int) -> tuple[float, float]:
         """What the dearest place on pp costs, and an average one."""
@@ -90,7 +90,7 @@ def least_bytes(model: Thin, axes: Axes, moment_bytes: float) -> float:
 
 def held(savings: Savings) -> Savings:
     """As a pipeline that holds gathers and sums: once a step."""
-    return replace(savings, gather_once=True, sum_once=True, offload=False)
+    return replace(savings, gather_once=True, sum_once=True, narrow_grads=False, offload=False)
 
 
 def held_bytes(model: Thin, axes: Axes) -> float:
@@ -102,7 +102,7 @@ def held_bytes(model: Thin, axes: Axes) -> float:
 
 def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: Cluster) -> Estimate:
     """Of a step, as `estimate` would have it. The doors of the model must be marked for these savings."""
-    blueprint = model.by_traffic[savings.traffic]
+    blueprint = model.by_traffic(savings.traffic)
     charges = engine_bill(blueprint, replace(axes, pp=1), 0, work, "previous")
     units = {u.name or "root" for stage in blueprint.spec.stages(replace(axes, pp=1), 0) for u in stage.units}
     layers = model.whole.table.num_layers

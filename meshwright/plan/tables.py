@@ -49,6 +49,7 @@ class ChargeLine:
     count: int
     num_bytes: int
     axes: tuple[str, ...]
+    between: tuple[int, int] | None  # of one, where the router decides and `one_bytes` are likely
 
 
 def parameter_lines(figures: Figures) -> list[ParameterLine]:
@@ -118,6 +119,7 @@ def charge_lines(figures: Figures) -> Iterator[ChargeLine]:
             count=count,
             num_bytes=count * charge.num_bytes,
             axes=charge.axes,
+            between=charge.between,
         )
 
 

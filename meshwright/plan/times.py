@@ -34,8 +34,8 @@ _WHAT = {
 }
 _SUMS = "last sums, and what ranks tell each other"
 ASSUMED = (
-    "A document fills a micro-batch. The host takes 2 to 10 ms a layer and micro-batch (docs/scale.md). Latency, AdamW "
-    "and passes over activations are left out"
+    "A document fills a micro-batch. The host takes 2 to 10 ms a layer and micro-batch (docs/scale.md). Left out are "
+    "latency, AdamW, passes over activations, and what token_once has the host do"
 )
 
 

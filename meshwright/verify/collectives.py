@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.bill import step_bill
-from ..layout import Charge, Pictures
+from ..layout import ROWS, Charge, Dispatch, Pictures, ToExperts, find
 from ..mesh import Mesh
+from ..ops import Came
 from .findings import Finding
 from .recorder import TRANSFERS, Seen
 from .run import Findings, Run
@@ -79,15 +83,37 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
 
 
 def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
-    """How many rows the router sends to other ranks nobody knows before; but between which bounds."""
-    mesh = run.model.mesh
+    """Where the router decides how many rows go: as many as it has sent, counted from its choices."""
+    mesh, item = run.model.mesh, run.model.dtype.itemsize
     for what, charge in routed.items():
-        assert charge.between is not None
+        passes, rows, width = run.routed[what]  # backward may have passed the door again, with the same rows
+        due = rows * charge.count // passes * width * item
         mine = sum(seen.num_bytes for seen in run.stepping if _what(seen) == what)
-        counts = torch.tensor([mine, *(charge.count * size for size in charge.between)], device=mesh.device)
-        got, least, most = mesh.sum_(counts, Sum("bytes of rows for experts", charge.axes)).tolist()
-        if not least <= got <= most:
-            yield Finding("K1", what, f"{got} bytes among all of {charge.axes}, the bill says {least} to {most}")
+        got, want = mesh.sum_(torch.tensor([mine, due], device=mesh.device), Sum("rows", charge.axes)).tolist()
+        if got != want:
+            yield Finding("K1", what, f"{got} bytes among all of {charge.axes}, what was routed takes {want}")
+
+
+@contextmanager
+def watching_routes(run: Run) -> Iterator[None]:
+    """Count what goes through the doors of experts: how often, and how many ranks tokens have experts on."""
+    doors = [found for part in run.model.parts for found in find(part, Dispatch) if found[1].armed is not None]
+    real = [door.armed or door.alone for _, door in doors]
+
+    def counted(route: ToExperts, what: str, door: Dispatch, *args: Tensor) -> Came:
+        passes, rows, _ = run.routed.get(what, (0, 0, 0))
+        ranks_Tk = args[2] // (door.num_experts // run.model.mesh.axes.ep)
+        distinct = 1 + (ranks_Tk.sort(-1).values.diff(dim=-1) != 0).sum(-1)
+        run.routed[what] = passes + 1, rows + int(distinct.sum()), door.width
+        return route(*args)
+
+    for (name, door), route in zip(doors, real, strict=True):
+        door.armed = functools.partial(counted, route, name + ROWS, door)
+    try:
+        yield
+    finally:
+        for (_, door), route in zip(doors, real, strict=True):
+            door.armed = route
 
 
 def _what(seen: Seen) -> str:

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..mesh import Mesh
 from .against import m1_against
-from .collectives import c1_collectives, k1_bill, l1_silent_load, moment_bytes, stored_bytes
+from .collectives import c1_collectives, k1_bill, l1_silent_load, moment_bytes, stored_bytes, watching_routes
 from .findings import Finding, Notes
 from .oracles import (
     d1_documents,
@@ -71,7 +71,7 @@ def _steps(run: Run, store: Store | None) -> None:
     recorder = Recorder(store and PrefixStore("step", store), mesh.rank)
     for step in range(trial.steps):
         first = step == 0
-        with recorder if first else nullcontext():
+        with recorder if first else nullcontext(), watching_routes(run) if first else nullcontext():
             losses.append(engine.backward(trial.batches(run.model, step)))
         if first:
             pushed = {name for name, grad in run.model.grads().items() if grad.any()}

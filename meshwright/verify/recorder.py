@@ -131,8 +131,10 @@ def _recorded(func: Any, op: str, keys: torch._C.DispatchKeySet, *args: Any, **k
 
 
 def _announced(op: str, args: tuple[Any, ...]) -> str:
-    """The operation and the bytes that every rank of the group must bring alike (to an all-to-all they may differ)."""
-    return op if op == "all_to_all" else f"{op} of {max((t.nbytes for t in _tensors(args)), default=0)} bytes"
+    """The operation and the bytes that every rank of the group must bring alike: not to an all-to-all of splits."""
+    if op == "all_to_all" and any(isinstance(arg, list | tuple) and arg and isinstance(arg[0], int) for arg in args):
+        return op
+    return f"{op} of {max((t.nbytes for t in _tensors(args)), default=0)} bytes"
 
 
 def _tensors(value: Any) -> list[Tensor]:

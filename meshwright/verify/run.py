@@ -25,6 +25,7 @@ class Run:
     notes: Notes = field(default_factory=Notes)
     loading: list[Seen] = field(default_factory=list)
     stepping: list[Seen] = field(default_factory=list)
+    routed: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by door: passes, rows due, their width
     stored: dict[str, int] = field(default_factory=dict)  # bytes of this rank before the first update
     blame: str = ""  # what is wrong already, and makes all that comes later wrong too
 
