@@ -121,9 +121,11 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
     for name, door in find(model, Dispatch):
         copies, back, row_bytes = tokens * door.top_k, passes[part_of(name)], door.width * work.compute_bytes
         forwards, counts_bytes = work.num_batches + door.again * back, door.num_experts * 8
+        sent = work.num_batches + forwards + 2 * back  # what comes back is not sent again
+        yield Charge(f"{name}, weights", "all_to_all", ("ep",), copies * work.stored_bytes, forwards + back)
         if not spec.traffic.token_once:
             yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards)
-            yield Charge(name + ROWS, "all_to_all", ("ep",), copies * row_bytes, 2 * forwards + 2 * back)
+            yield Charge(name + ROWS, "all_to_all", ("ep",), copies * row_bytes, sent)
             continue
         here = door.num_experts // axes.ep
         counts_bytes += axes.ep * min(door.top_k, here) * 8
@@ -134,8 +136,6 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
         ))  # fmt: skip
         yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards)
         yield Charge(f"{name}, the experts of rows", "all_to_all", ("ep",), copies * 8, forwards)
-        yield Charge(f"{name}, weights", "all_to_all", ("ep",), copies * work.stored_bytes, forwards + back)
-        sent = work.num_batches + forwards + 2 * back  # what comes back is not sent again
         yield Charge(name + ROWS, "all_to_all", ("ep",), likely, sent, (least, most))
 
 

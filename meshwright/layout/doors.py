@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ..errors import LayoutError
-from ..ops import Came
+from ..ops import Rows
 from .frames import Cost
 
 
@@ -52,7 +52,7 @@ class Door:
         return f"Door({self.kind.name}, width={self.width}, {'armed' if self.armed else 'identity'})"
 
 
-ToExperts = Callable[[Tensor, Tensor, Tensor], Came]
+ToExperts = Callable[[Tensor, Tensor, Tensor], Rows]
 
 
 ROWS = ", rows"  # the place, in a door, where rows of tokens are sent whose number the router decides
@@ -67,12 +67,11 @@ def likely_rows(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -
 
 class Dispatch:
     """The door of a mixture of experts: tokens, with the weights and numbers of their experts -> rows of this rank's
-    experts, how many each has (on the device, and on the host if it knows), and the way back to a sum for each token.
-    `alone`: the same where all experts are here.
+    experts, and the way back to a sum for each token. `alone`: the same where all experts are here.
 
-    Five all-to-alls when armed: the counts, rows there and back, and the two of backward. Three more when `again`.
-    Where a token goes once to each rank that has some of its experts, what these are and their weights go beside the
-    rows, and the weights' gradients come back: eight all-to-alls, and four more when `again`.
+    Seven all-to-alls when armed: the counts, weights, rows there and back, and the three of backward. Three more when
+    `again`, which needs no way back. Where a token goes once to each rank that has some of its experts, what these are
+    goes beside the rows: one more each time.
     """
 
     def __init__(self, num_experts: int, width: int, top_k: int, alone: ToExperts) -> None:
@@ -80,7 +79,7 @@ class Dispatch:
         self.again = False
         self.armed: ToExperts | None = None
 
-    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Came:
+    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Rows:
         return (self.armed or self.alone)(x_TD, weight_Tk, expert_Tk)
 
 

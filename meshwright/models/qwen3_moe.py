@@ -107,11 +107,14 @@ class Experts(Low):
         self.dispatch = Dispatch(E, D, routing.top_k, partial(ops.by_expert, num_experts=E))
 
     def forward(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Tensor:
-        rows_ND, here_E, here, back = self.dispatch(x_TD, weight_Tk, expert_Tk)
+        rows = self.dispatch(x_TD, weight_Tk, expert_Tk)
         matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
-        gate_up_ERD, down_EDF = (w.unflatten(0, (len(here_E), -1)) for w in matrices)
+        gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
-        return back(ops.experts(rows_ND, gate_up_ERD, down_EDF, here_E, here, fp8=fp8))
+        y_ND = ops.experts(
+            rows.x_ND, gate_up_ERD, down_EDF, rows.counts_E, rows.counts, weight_N=rows.weight_N, fp8=fp8
+        )
+        return rows.back(y_ND)
 
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:

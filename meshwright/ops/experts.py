@@ -38,9 +38,10 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
 @uncompiled
 def experts(
     x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, counts: list[int] | None = None, *,
-    fp8: tuple[bool, bool] = (False, False),
+    weight_N: Tensor | None = None, fp8: tuple[bool, bool] = (False, False),
 ) -> Tensor:  # fmt: skip
-    """SwiGLU experts on rows sorted by expert, counts_E (int64) of them each; R = 2F rows, [gate; up]. -> y_ND
+    """SwiGLU experts on rows sorted by expert, counts_E (int64) of them each; R = 2F rows, [gate; up]. -> y_ND, each
+    row times its weight. That is done where rows are narrow and nothing else keeps them: before `down`.
 
     `counts`: the same on the host, if it knows them. Without, the loop over experts asks the device, and waits for it.
 
@@ -51,9 +52,9 @@ def experts(
         # the grouped kernel would leave the rows beyond the counts uninitialised, here and in dX
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
     if can_group(x_ND, down_EDF) and not any(fp8):  # no grouped kernel has scales for such blocks
-        return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E)
+        return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E, weight_N)
     known = on_host([counts_E], [len(x_ND)])[0] if counts is None else counts
-    return _looped(x_ND, gate_up_ERD, down_EDF, known, fp8)
+    return _looped(x_ND, gate_up_ERD, down_EDF, known, weight_N, fp8)
 
 
 def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
@@ -78,10 +79,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return found
 
 
-def _grouped(x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor) -> Tensor:
+def _grouped(x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, weight_N: Tensor | None) -> Tensor:
     ends_E = counts_E.cumsum(0).to(torch.int32)
     hidden_NR = _grouped_linear(x_ND, gate_up_ERD, counts_E, ends_E)
-    return _grouped_linear(swiglu(hidden_NR), down_EDF, counts_E, ends_E)
+    return _grouped_linear(swiglu(hidden_NR, weight_N), down_EDF, counts_E, ends_E)
 
 
 def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
@@ -160,11 +161,12 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _looped(
-    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts: list[int], fp8: tuple[bool, bool] = (False, False)
-) -> Tensor:
+    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts: list[int], weight_N: Tensor | None = None,
+    fp8: tuple[bool, bool] = (False, False),
+) -> Tensor:  # fmt: skip
     """One expert after the other."""
     hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts, fp8[0])
-    y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR), down_EDF, counts, fp8[1])
+    y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR, weight_N), down_EDF, counts, fp8[1])
     return y_ND
 
 

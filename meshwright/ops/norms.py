@@ -122,9 +122,10 @@ def _gated_norm_gradients(d: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rs
     return dx.to(x.dtype), d_gate.to(gate.dtype), d_weight.to(weight.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of `[..., gate | up]`. Not upcast: both kernels compute in float32 inside."""
-    y: Tensor = _SwiGLU.apply(gate_up)
+def swiglu(gate_up: Tensor, weight_N: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of `[..., gate | up]`. Not upcast: both kernels compute in float32 inside. `weight_N`: a factor
+    for each row."""
+    y: Tensor = _SwiGLU.apply(gate_up) if weight_N is None else _WeightedSwiGLU.apply(gate_up, weight_N)
     return y
 
 
@@ -141,6 +142,39 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         return _gate_gradients(d, gate_up)
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """It keeps no product beside its input, neither with the weights nor without."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight_N: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weight_N)
+        return _weighted(gate_up, weight_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
+        return _weighted_gradients(d, *ctx.saved_tensors)
+
+
+@fused
+def _weighted(gate_up: Tensor, weight_N: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up).mul_(weight_N[:, None].to(gate_up.dtype))
+
+
+@fused
+def _weighted_gradients(d: Tensor, gate_up: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.chunk(2, -1)
+    d_gate_up = torch.empty_like(gate_up)
+    d_gate, d_up = d_gate_up.chunk(2, -1)
+    open_ = F.silu(gate)
+    d_weight = torch.mul(open_, up, out=d_up).mul_(d).sum(-1, dtype=weight_N.dtype)
+    d_y = d * weight_N[:, None].to(d.dtype)
+    torch.mul(open_, d_y, out=d_up)
+    d_gate.copy_(torch.ops.aten.silu_backward(d_y.mul_(up), gate))
+    return d_gate_up, d_weight
 
 
 @fused

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..layout import Dispatch, find
 from ..mesh import Mesh
-from ..ops import Came
+from ..ops import Rows
 from .expert_once import Group, dispatch_once
 
 
@@ -22,15 +22,16 @@ def arm(model: nn.Module, mesh: Mesh, *, token_once: bool = False) -> None:
         door.armed = functools.partial(dispatch_once if token_once else dispatch, group=group)
 
 
-def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Came:
+def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Rows:
     """A row for each expert of a token."""
-    x_ND, counts_E, _, weighted = ops.by_expert(x_TD, weight_Tk, expert_Tk, group.num_experts)
+    out = ops.by_expert(x_TD, weight_Tk, expert_Tk, group.num_experts)
+    x_ND, counts_E = out.x_ND, out.counts_E
     from_rank_RE = group.counts(counts_E.view(group.size, -1))
     # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
     here_E, num_here = from_rank_RE.sum(0), from_rank_RE.shape[1]
     asked = [counts_E.view(group.size, -1).sum(1), from_rank_RE.sum(1), here_E]
     sent, received, here = ops.on_host(asked, [len(x_ND)] * 3)
-    rows_ND = group.exchange(x_ND, received, sent)
+    rows_ND, weight_N = (group.exchange(each, received, sent) for each in (x_ND, out.weight_N))
     expert_N = (
         torch.arange(num_here, device=x_ND.device)
         .repeat(group.size)
@@ -40,6 +41,7 @@ def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -
     back_N = order_N.argsort()
 
     def back(y_ND: Tensor) -> Tensor:
-        return weighted(group.exchange(ops.reordered(y_ND, back_N, order_N), sent, received, ", the way back"))
+        return out.back(group.exchange(ops.reordered(y_ND, back_N, order_N), sent, received, ", the way back"))
 
-    return ops.reordered(rows_ND, order_N, back_N), here_E, here, back
+    x_ND, weight_N = ops.reordered(rows_ND, order_N, back_N), weight_N.index_select(0, order_N)
+    return Rows(x_ND, weight_N, here_E, here, back)

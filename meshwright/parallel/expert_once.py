@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ops
 from ..layout import ROWS, likely_rows
 from ..mesh.collectives import Exchange, exchange
-from ..ops import Came
+from ..ops import Rows
 from ..watch import waiting_at
 
 
@@ -41,7 +41,7 @@ class Group:
             return exchange(counts_RC, each, each, self.name)
 
 
-def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Came:
+def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Rows:
     """S rows go out, and R come in. Of those N copies are wanted elsewhere, of these P here."""
     order_N, code_N, out, sizes = _outgoing(expert_Tk, group)
     rows_SD = ops.copied(x_TD, out)
@@ -50,13 +50,12 @@ def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Gro
     weight_P = group.exchange(weight_Tk.flatten().index_select(0, order_N), sizes.copies_in, sizes.copies_out)
     rows_RD = group.exchange(rows_SD, sizes.rows_in, sizes.rows_out, ROWS)
     order_P, here = _incoming(code_P, sizes, group)
-    weight_P1 = weight_P.index_select(0, order_P)[:, None]
 
     def back(y_PD: Tensor) -> Tensor:
-        sum_RD = ops.summed(y_PD * weight_P1.to(y_PD.dtype), here)
+        sum_RD = ops.summed(y_PD, here)
         return ops.summed(group.exchange(sum_RD, sizes.rows_out, sizes.rows_in, ROWS), out)
 
-    return ops.copied(rows_RD, here), sizes.here_E, sizes.here, back
+    return Rows(ops.copied(rows_RD, here), weight_P.index_select(0, order_P), sizes.here_E, sizes.here, back)
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ def test_by_expert_against_reference():
     factors = torch.arange(1.0, 6.0, dtype=torch.float64)
 
     def ours(x, weight):
-        rows, counts, on_host, back = by_expert(x, weight, expert, 5)
-        assert (counts.tolist(), on_host) == ([2, 3, 1, 4, 0], None)
-        return back(rows * factors.repeat_interleave(counts)[:, None])
+        rows = by_expert(x, weight, expert, 5)
+        assert (rows.counts_E.tolist(), rows.counts) == ([2, 3, 1, 4, 0], None)
+        return rows.back(rows.x_ND * (factors.repeat_interleave(rows.counts_E) * rows.weight_N)[:, None])
 
     def plain(x, weight):
         return torch.stack(

@@ -34,7 +34,11 @@ def test_against_reference(num_tokens):
     compare(plain, reference, [x, weight])
     compare(zero_centred, lambda x, w: reference(x, 1 + w), [x, weight])
     compare(gated, lambda x, g, w: reference(x, w) * g * g.sigmoid(), [x, gate, weight])
-    compare(swiglu, lambda both: both[:, :3] * both[:, :3].sigmoid() * both[:, 3:], [x])
+    def unweighted(both):
+        return both[:, :3] * both[:, :3].sigmoid() * both[:, 3:]
+
+    compare(swiglu, unweighted, [x])
+    compare(swiglu, lambda both, weight: unweighted(both) * weight[:, None], [x, rand(len(x))])
 
 
 def test_no_tokens_still_give_gradients():
