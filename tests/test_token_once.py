@@ -110,11 +110,12 @@ def test_likely_rows() -> None:
 def in_bfloat16(directory: Path, once: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     savings = mw.Savings(token_once=once)
     model = mw.load(directory, mw.Mesh(fsdp=2, tp=2, ep=4, device="cpu"), dtype=dtype, savings=savings)
-    mw.Engine(model, lr=1e-2).backward(tiny.batches(model.mesh.data_rank)[:1])
+    mw.Engine(model, lr=1e-2).backward(tiny.batches(model.mesh.data_rank))
     return {name: grad.float() for name, grad in mw.gather(model, "grad").items()}
 
 
-def test_bfloat16_is_rounded_no_worse(source: Given) -> None:
+def test_bfloat16_is_rounded_once_more(source: Given) -> None:
+    """Sums of a rank, beside rows and sums of tokens: of three roundings of one size where there were two."""
     wide, plain, once = (
         worlds.run(4, in_bfloat16, source("qwen3_moe"), on, dtype)[0]
         for on, dtype in ((False, torch.float64), (False, torch.bfloat16), (True, torch.bfloat16))
@@ -124,7 +125,7 @@ def test_bfloat16_is_rounded_no_worse(source: Given) -> None:
         apart = sorted(((found[key] - wide[key]).norm() / wide[key].norm()).item() for key in wide)
         return apart[len(apart) // 2]
 
-    assert off(once) < 1.1 * off(plain)
+    assert off(once) < 1.05 * (3 / 2) ** 0.5 * off(plain)
 
 
 def _weights_in_the_order_they_came(patch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ def test_against_reference(num_tokens):
     compare(plain, reference, [x, weight])
     compare(zero_centred, lambda x, w: reference(x, 1 + w), [x, weight])
     compare(gated, lambda x, g, w: reference(x, w) * g * g.sigmoid(), [x, gate, weight])
+
     def unweighted(both):
         return both[:, :3] * both[:, :3].sigmoid() * both[:, 3:]
 
