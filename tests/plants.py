@@ -190,7 +190,7 @@ def router_of_zero_gradient(patch: Patch) -> None:
 
 def _experts(patch: Patch, more: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     real = qwen3_moe.ops.experts
-    planted = lambda x, up, down, n, *_, **__: real(x, up.detach(), down.detach(), n) + 0.0 * more(x, up, down)  # noqa: E731
+    planted = lambda rows, up, down, **_: real(rows, up.detach(), down.detach()) + 0.0 * more(rows.x_ND, up, down)  # noqa: E731
     patch.setattr(qwen3_moe.ops, "experts", planted)
 
 

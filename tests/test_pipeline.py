@@ -20,10 +20,11 @@ import torch.distributed as dist
 import meshwright as mw
 from meshwright.blueprint import draw
 from meshwright.models import Balance, Decoder
-from meshwright.ops import Jobs, experts, linears, weights_late
+from meshwright.ops import Jobs, linears, weights_late
 from meshwright.parallel import fsdp, passes
 from meshwright.verify import Data, Trial
 from tests import parts, tiny, trials, worlds
+from tests.ops.rows import experts
 from tests.words import words
 
 FOUR: dict[str, dict[str, Any]] = {  # layers, with all that a family has in each half of them

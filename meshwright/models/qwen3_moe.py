@@ -111,10 +111,7 @@ class Experts(Low):
         matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
-        y_ND = ops.experts(
-            rows.x_ND, gate_up_ERD, down_EDF, rows.counts_E, rows.counts, weight_N=rows.weight_N, fp8=fp8
-        )
-        return rows.back(y_ND)
+        return rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8))
 
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:

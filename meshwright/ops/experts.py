@@ -19,6 +19,7 @@ from meshwright.ops.numbers import Weight, kept, restored
 from meshwright.ops.once import once
 from meshwright.ops.planned import kind_of, on_host
 from meshwright.ops.product import operand, product_dtype
+from meshwright.ops.routes import Rows
 
 _GROUPING = (9, 10)  # GPUs from Hopper to Blackwell
 _TILE = 16  # rows that CPUs with matrix registers multiply at once
@@ -36,24 +37,22 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
 
 
 @uncompiled
-def experts(
-    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, counts: list[int] | None = None, *,
-    weight_N: Tensor | None = None, fp8: tuple[bool, bool] = (False, False),
-) -> Tensor:  # fmt: skip
-    """SwiGLU experts on rows sorted by expert, counts_E (int64) of them each; R = 2F rows, [gate; up]. -> y_ND, each
-    row times its weight. That is done where rows are narrow and nothing else keeps them: before `down`.
+def experts(rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[bool, bool] = (False, False)) -> Tensor:
+    """SwiGLU experts on rows sorted by expert; R = 2F rows, [gate; up]. -> y_ND, each row times its weight: before
+    `down`, where rows are narrow and nothing else keeps them.
 
-    `counts`: the same on the host, if it knows them. Without, the loop over experts asks the device, and waits for it.
+    If the host does not know how many rows each expert has, the loop over experts asks the device, and waits for it.
 
     An expert without rows, or all of them, still get gradients: zeros, never None. `fp8`: whether the products with
     `gate_up` and `down` are in 8 bits. A scale is of one row, or of one expert, so no routing moves it.
     """
+    x_ND, counts_E, weight_N = rows.x_ND, rows.counts_E, rows.weight_N
     if counts_E.device.type == "cpu" and int(counts_E.sum()) != x_ND.shape[0]:
         # the grouped kernel would leave the rows beyond the counts uninitialised, here and in dX
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
     if can_group(x_ND, down_EDF) and not any(fp8):  # no grouped kernel has scales for such blocks
         return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E, weight_N)
-    known = on_host([counts_E], [len(x_ND)])[0] if counts is None else counts
+    known = on_host([counts_E], [len(x_ND)])[0] if rows.counts is None else rows.counts
     return _looped(x_ND, gate_up_ERD, down_EDF, known, weight_N, fp8)
 
 
@@ -161,8 +160,8 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _looped(
-    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts: list[int], weight_N: Tensor | None = None,
-    fp8: tuple[bool, bool] = (False, False),
+    x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts: list[int], weight_N: Tensor,
+    fp8: tuple[bool, bool],
 ) -> Tensor:  # fmt: skip
     """One expert after the other."""
     hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts, fp8[0])

@@ -42,7 +42,7 @@ class Group:
 
 
 def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Rows:
-    """S rows go out, and R come in. Of those N copies are wanted elsewhere, of these P here."""
+    """S rows go out, of which N copies are wanted elsewhere. R come in, of which P are wanted here."""
     order_N, code_N, out, sizes = _outgoing(expert_Tk, group)
     rows_SD = ops.copied(x_TD, out)
     with waiting_at(group.at, "the experts of rows"):

@@ -12,10 +12,11 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-from meshwright.ops import experts, product, route
+from meshwright.ops import product, route
 from meshwright.ops.experts import _factor, can_group, without_unused
 from tests.ops import references
 from tests.ops.references import compare, differentiate, quick, rand, smoke
+from tests.ops.rows import experts
 
 loads = st.lists(st.sampled_from([0, 0, 1, 2, 5, 7, 13]), min_size=1, max_size=6)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from meshwright.ops import experts as experts_of
 from meshwright.ops import fp8, late, linear, linears
 from tests.ops.references import compare, fp8_block, fp8_matrix, fp8_rows, rand
+from tests.ops.rows import experts as experts_of
 
 WIDE = [torch.float64, torch.float32, torch.bfloat16]
 CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
