@@ -71,14 +71,14 @@ def rows_sent(directory: Path, mesh: dict[str, int], savings: mw.Savings, skewed
         return weight_Tk, expert_Tk
 
     qwen3_moe.ops.route = route  # type: ignore[assignment]
-    real_exchange, sent = parallel.expert_once.Exchange.apply, Counter[str]()
+    real_exchange, sent = parallel.expert_group.Exchange.apply, Counter[str]()
 
     def exchange(x: Tensor, outs: list[int], ins: list[int], group: str, at: str) -> Tensor:
         sent[at] += sum(ins)
         out: Tensor = real_exchange(x, outs, ins, group, at)
         return out
 
-    parallel.expert_once.Exchange.apply = exchange  # type: ignore[method-assign]
+    parallel.expert_group.Exchange.apply = exchange  # type: ignore[method-assign]
     loss = engine.backward(tiny.batches(model.mesh.data_rank)[:1])
     there = sum(num for at, num in sent.items() if at.endswith(ROWS))
     return there, due["once"], due["each"], loss, mw.gather(model, "grad")
@@ -134,12 +134,12 @@ def _weights_in_the_order_they_came(patch: pytest.MonkeyPatch) -> None:
 
 
 def _weights_constant(patch: pytest.MonkeyPatch) -> None:
-    real = parallel.expert_once.Group.exchange
+    real = parallel.expert_group.Group.exchange
 
     def exchange(self: Any, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Tensor:
         return real(self, x if what else x.detach() + 0 * x, received, sent, what)
 
-    patch.setattr(parallel.expert_once.Group, "exchange", exchange)
+    patch.setattr(parallel.expert_group.Group, "exchange", exchange)
 
 
 def _a_row_for_each_copy(patch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ class Model:
         return {name: piece.detach() for name, piece in self.to_update().items()}
 
     def to_update(self) -> dict[str, Tensor]:
-        """The same, for who writes without a derivative: to detach all of them takes longer than to update them."""
+        """The same, for a caller that writes under no_grad: detaching all of them takes longer than updating them."""
         return {name: parallel.local(parameter) for name, parameter in self._parameters().items()}
 
     def values(self) -> Values:

@@ -11,7 +11,8 @@ from .. import ops
 from ..layout import Dispatch, find
 from ..mesh import Mesh
 from ..ops import Rows
-from .expert_once import Group, dispatch_once
+from .expert_group import Group
+from .expert_once import dispatch_once
 
 
 def arm(model: nn.Module, mesh: Mesh, *, token_once: bool = False) -> None:

@@ -12,33 +12,10 @@ from torch import Tensor
 
 from .. import ops
 from ..layout import ROWS, likely_rows
-from ..mesh.collectives import Exchange, exchange
+from ..mesh.collectives import exchange
 from ..ops import Rows
 from ..watch import waiting_at
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that share the experts of a layer. `at`: the door, for errors."""
-
-    name: str
-    size: int
-    num_experts: int
-    at: str
-
-    @property
-    def num_here(self) -> int:
-        return self.num_experts // self.size
-
-    def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Tensor:
-        out: Tensor = Exchange.apply(x, received, sent, self.name, self.at + what)  # torch leaves apply untyped
-        return out
-
-    def counts(self, counts_RC: Tensor) -> Tensor:
-        """A row of numbers from each rank, for one to each."""
-        each = [1] * self.size
-        with waiting_at(self.at, "the counts"):
-            return exchange(counts_RC, each, each, self.name)
+from .expert_group import Group
 
 
 def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Rows:

@@ -83,7 +83,7 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
 
 
 def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
-    """Where the router decides how many rows go: as many as it has sent, counted from its choices."""
+    """The router decides how many rows go to other ranks. So they are counted from its choices, and compared."""
     mesh, item = run.model.mesh, run.model.dtype.itemsize
     for what, charge in routed.items():
         passes, rows, width = run.routed[what]  # backward may have passed the door again, with the same rows
@@ -96,7 +96,7 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
 
 @contextmanager
 def watching_routes(run: Run) -> Iterator[None]:
-    """Count what goes through the doors of experts: how often, and how many ranks tokens have experts on."""
+    """Count how often each door of experts is passed, and to how many ranks its tokens must go."""
     doors = [found for part in run.model.parts for found in find(part, Dispatch) if found[1].armed is not None]
     real = [door.armed or door.alone for _, door in doors]
 
@@ -117,7 +117,7 @@ def watching_routes(run: Run) -> Iterator[None]:
 
 
 def _what(seen: Seen) -> str:
-    """As a charge of the bill calls it: without the way that it went."""
+    """The name of its charge in the bill: the place, without the direction."""
     return seen.at.removeprefix(" at ").rpartition(", ")[0]
 
 

@@ -131,7 +131,7 @@ def _recorded(func: Any, op: str, keys: torch._C.DispatchKeySet, *args: Any, **k
 
 
 def _announced(op: str, args: tuple[Any, ...]) -> str:
-    """The operation and the bytes that every rank of the group must bring alike: not to an all-to-all of splits."""
+    """The operation, and the bytes that every rank of the group must bring alike. With splits, ranks may differ."""
     if op == "all_to_all" and any(isinstance(arg, list | tuple) and arg and isinstance(arg[0], int) for arg in args):
         return op
     return f"{op} of {max((t.nbytes for t in _tensors(args)), default=0)} bytes"
