@@ -22,10 +22,6 @@ class Copies:
     in_turn_N: Tensor
     sizes: list[int]
 
-    @property
-    def num_rows(self) -> int:
-        return self.sizes[0]
-
 
 def runs(sorted_N: Tensor) -> tuple[Tensor, Tensor]:
     """Of numbers in their order: in which run of equal ones each is, and at which place in it."""

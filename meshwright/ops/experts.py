@@ -78,7 +78,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return found
 
 
-def _grouped(x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, weight_N: Tensor | None) -> Tensor:
+def _grouped(x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, weight_N: Tensor) -> Tensor:
     ends_E = counts_E.cumsum(0).to(torch.int32)
     hidden_NR = _grouped_linear(x_ND, gate_up_ERD, counts_E, ends_E)
     return _grouped_linear(swiglu(hidden_NR, weight_N), down_EDF, counts_E, ends_E)

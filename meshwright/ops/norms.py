@@ -158,36 +158,29 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return _weighted_gradients(d, *ctx.saved_tensors)
 
 
-@fused
-def _weighted(gate_up: Tensor, weight_N: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up).mul_(weight_N[:, None].to(gate_up.dtype))
-
-
-@fused
-def _weighted_gradients(d: Tensor, gate_up: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = gate_up.chunk(2, -1)
-    d_gate_up = torch.empty_like(gate_up)
-    d_gate, d_up = d_gate_up.chunk(2, -1)
-    open_ = F.silu(gate)
-    d_weight = torch.mul(open_, up, out=d_up).mul_(d).sum(-1, dtype=weight_N.dtype)
-    d_y = d * weight_N[:, None].to(d.dtype)
-    torch.mul(open_, d_y, out=d_up)
-    d_gate.copy_(torch.ops.aten.silu_backward(d_y.mul_(up), gate))
-    return d_gate_up, d_weight
-
-
-@fused
-def _gated(gate_up: Tensor) -> Tensor:
+def _gate(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
-@fused
-def _gate_gradients(d: Tensor, gate_up: Tensor) -> Tensor:
+def _through_gate(d: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = d_gate_up.chunk(2, -1)
     d_up.copy_(F.silu(gate)).mul_(d)
     d_gate.copy_(torch.ops.aten.silu_backward(d * up, gate))
     return d_gate_up
+
+
+_gated, _gate_gradients = fused(_gate), fused(_through_gate)
+
+
+@fused
+def _weighted(gate_up: Tensor, weight_N: Tensor) -> Tensor:
+    return _gate(gate_up).mul_(weight_N[:, None].to(gate_up.dtype))
+
+
+@fused
+def _weighted_gradients(d: Tensor, gate_up: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor]:
+    d_weight = _gate(gate_up).mul_(d).sum(-1, dtype=weight_N.dtype)
+    return _through_gate(d * weight_N[:, None].to(d.dtype), gate_up), d_weight

@@ -145,10 +145,14 @@ def of_delta_nets(x, weight, cos, sin):
     return gated_rms_norm(y, x, weight.to(torch.promote_types(weight.dtype, torch.float32)), 1e-6)
 
 
+def of_experts(x, weight, *_):
+    return swiglu(x.flatten(1), (x * weight).mean((1, 2)).to(torch.promote_types(x.dtype, torch.float32)))
+
+
 def test_norms_gates_and_rotations(tmp_path):
     """Compiled in earnest, by a rank of its own: torch writes into its environment. Nor does it share what others
-    compile at the same time."""
-    worlds.run(1, compiled_on_a_cpu, str(tmp_path))
+    compile at the same time. A dozen kernels take half a minute, and twice that beside other tests."""
+    worlds.run(1, compiled_on_a_cpu, str(tmp_path), seconds=240)
 
 
 def compiled_on_a_cpu(cache):
@@ -169,14 +173,14 @@ def compiled_on(device):
     with refused, patch.object(module, "_chosen", lambda *args: seen.append(chosen(*args)) or seen[-1]):
         for num in (67, 13, 130):
             inputs = [rand(num, 3, 64), 1 + rand(64, seed=1) / 8, rand(num, 32, seed=2), rand(num, 32, seed=3)]
-            for function in (ours, of_delta_nets):
+            for function in (ours, of_delta_nets, of_experts):
                 found = differentiated(function, inputs, device, BF16)
                 assert_same(found, differentiated(function, inputs, "cpu", torch.float64), 3e-2)
     formulas = {
         each.__wrapped__ for of in (norms, rope, delta) for each in vars(of).values() if hasattr(each, "__wrapped__")
     }
     assert not formulas & {*seen}, "each agreed"
-    assert len(seen) == 11, "both kinds of norms, and of their gradients, among them"
+    assert len(seen) == 13, "both kinds of norms, and of their gradients, among them"
 
 
 def differentiated(function, inputs, device, dtype):
