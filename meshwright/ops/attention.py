@@ -12,7 +12,10 @@ from torch import Tensor
 from meshwright.ops import planned
 from meshwright.ops.documents import Documents, check_tokens
 from meshwright.ops.kernels import NARROW, SLOW, fastest, takes, uncompiled
+from meshwright.ops.planned import kind_of
 from meshwright.ops.product import product_dtype
+
+_LONG = 1 << 34  # multiplications of a document's queries with its keys: 4096 tokens with 8 heads of 128
 
 
 @uncompiled
@@ -35,6 +38,8 @@ def attention(
         given = (q_THK, k_TGK, v_TGK)
         op = fastest(_varlen_both_ways, _both_ways, given, planned=planned.attention) if num else _both_ways
         return op(q_THK, k_TGK, v_TGK, docs)
+    if num == whole and _are_long(q_THK, docs):
+        return _by_document(q_THK, k_TGK, v_TGK, docs)
     if num == whole:
         op = fastest(_varlen, _by_document, (q_THK, k_TGK, v_TGK), planned=planned.attention)
         return op(q_THK, k_TGK, v_TGK, docs)
@@ -42,6 +47,14 @@ def attention(
     k_TGK, v_TGK = (x[start : start + docs.bounds[-1]] for x in (k_TGK, v_TGK))
     op = fastest(_varlen_late, _by_document, (q_THK, k_TGK, v_TGK), _late, (67, 130), planned.attention)
     return op(q_THK, k_TGK, v_TGK, docs)
+
+
+def _are_long(q_THK: Tensor, docs: Documents) -> bool:
+    """Whether a kernel for one document, which is torch's fastest, makes up for a call of each of them on a GPU."""
+    if kind_of(q_THK.device) == "cpu" or not docs.lengths:
+        return False
+    pairs = sum(length**2 for length in docs.lengths) / len(docs.lengths)
+    return q_THK.shape[1] * q_THK.shape[2] * pairs >= _LONG
 
 
 def _late(noise: list[Tensor]) -> list[Tensor]:
@@ -86,7 +99,8 @@ def _by_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, c
     queries = [max(0, stop - missing) - max(0, start - missing) for start, stop in pairwise(docs.bounds)] or [0]
     # split and not slices: its backward is one cat, that of a slice writes a whole stream of zeros a document
     pieces = zip(*(x.to(wide).split(n) for x, n in ((q_THK, queries), (k_TGK, keys), (v_TGK, keys))), strict=True)
-    return torch.cat([_of_one(q, k, v, causal) for q, k, v in pieces]).to(dtype)
+    found = [_of_one(q, k, v, causal) for q, k, v in pieces]
+    return (found[0] if len(found) == 1 else torch.cat(found)).to(dtype)  # of one, cat would make a copy
 
 
 def _of_one(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, causal: bool) -> Tensor:

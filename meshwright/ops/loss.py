@@ -18,8 +18,9 @@ from meshwright.ops.norms import at_least_float32, upcast
 from meshwright.ops.planned import kind_of
 from meshwright.ops.product import operand, product_dtype
 
-CHUNK = 1024  # tokens whose logits exist at once
-_CAST_WORDS = 4096  # of a weight or its gradient that are cast for a product
+CHUNK = 1024  # tokens whose logits exist at once on a CPU, or more than the next line allows elsewhere
+_LOGITS = 1 << 29  # that exist at once elsewhere: products of few tokens, and sums for each few, are slow
+_CAST_WORDS_ON_CPU, _CAST_WORDS = 1 << 12, 1 << 15  # of a weight or its gradient that are cast for a product
 _WIDENED_ON_CPU, _WIDENED = 1 << 19, 1 << 25  # logits at a time: few enough for a cache, elsewhere for few launches
 
 
@@ -29,7 +30,12 @@ def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 
     logsumexp; the label's logit (0 where the label is not one of 0..V-1); minus the entropy of their own softmax.
     `entropy=False` leaves out the third: it is zeros, and its gradient is ignored.
     """
-    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or CHUNK, entropy)
+    return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _chunk(x_TD, weight_VD), entropy)
+
+
+def _chunk(x_TD: Tensor, weight_VD: Tensor) -> int:
+    """Tokens whose logits exist at once."""
+    return CHUNK if kind_of(x_TD.device) == "cpu" else max(CHUNK, _LOGITS // max(1, len(weight_VD)))
 
 
 def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +112,8 @@ def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> No
     if dw_VD.dtype == d_TV.dtype:
         dw_VD.addmm_(d_TV.T, x_wide, beta=int(add))  # beta=0: whatever lies there is not read
         return
-    for dw, d in zip(dw_VD.split(_CAST_WORDS), d_TV.split(_CAST_WORDS, dim=1), strict=True):
+    words = _cast_words(x_TD)
+    for dw, d in zip(dw_VD.split(words), d_TV.split(words, dim=1), strict=True):
         write = dw.add_ if add else dw.copy_
         write(d.T @ x_wide)
 
@@ -114,8 +121,12 @@ def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> No
 def _words(weight_VD: Tensor, x_TD: Tensor) -> list[slice]:
     """All at once; but a weight that is cast for the product, part by part: whole, the copy may be gigabytes."""
     num, cast = len(weight_VD), not weight_VD.dtype == x_TD.dtype == product_dtype(x_TD)
-    step = _CAST_WORDS if cast else max(1, num)
+    step = _cast_words(x_TD) if cast else max(1, num)
     return [slice(at, at + step) for at in range(0, num, step)]
+
+
+def _cast_words(x_TD: Tensor) -> int:
+    return _CAST_WORDS_ON_CPU if kind_of(x_TD.device) == "cpu" else _CAST_WORDS
 
 
 def _local(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:

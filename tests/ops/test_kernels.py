@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.ops import delta, documents, kernels
+from meshwright.ops import delta, documents, kernels, planned
 from meshwright.ops.kernels import agrees, fastest
 from tests.ops import references
 from tests.ops.references import assert_same, differentiate, rand
@@ -127,6 +127,31 @@ def test_attention_on_an_accelerator(head):
     here = [x.detach().cpu().double().requires_grad_() for x in low]
     wanted = differentiate(lambda *x: references.attention(*x, documents(LENGTHS, "cpu").bounds), here)
     assert_same(found, wanted, 3e-2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "long"),
+    [((4096, 4096), 8, True), ((8192,), 2, True), ((2048,) * 4, 16, False), ((8000, *[10] * 9), 8, False), ((), 8, False)],
+)
+def test_few_long_documents_are_called_one_by_one_on_a_gpu(lengths, heads, long):
+    q_THK, docs = torch.empty(sum(lengths), heads, 128, device="meta"), documents(lengths, "cpu")
+    with planned.planned_for("cuda"):
+        assert attention._are_long(q_THK, docs) == long
+    assert not attention._are_long(q_THK, docs)
+
+
+@pytest.mark.gpu
+def test_long_documents_on_an_accelerator():
+    lengths = [4096, 5000]
+    low = on_accelerator(*(rand(sum(lengths), heads, 128, seed=heads) for heads in (8, 2, 4)))
+    low[2] = low[2][:, :2].detach().requires_grad_()
+    docs = documents(lengths, low[0].device)
+    assert attention._are_long(low[0], docs)
+    found, wanted = (
+        differentiate_there(lambda *x, op=op: op(*x, docs), [x.detach().requires_grad_() for x in low])
+        for op in (attention.attention, attention._varlen)
+    )
+    assert_same([x.cpu() for x in found], [x.cpu().double() for x in wanted], 3e-2)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.ops import combine_stats, loss, product, token_stats
+from meshwright.ops import combine_stats, loss, planned, product, token_stats
 from tests.ops import references
 from tests.ops.references import assert_same, compare, differentiate, quick, rand, smoke
 
@@ -24,6 +24,14 @@ def test_against_reference(num_tokens, chunk):
     assert x.grad.shape == x.shape
     assert weight.grad.shape == weight.shape
     assert num_tokens or not weight.grad.any()
+
+
+@pytest.mark.parametrize(("words", "tokens"), [(151936, 3533), (151936 // 8, 28268), (1 << 21, 1024)])
+def test_a_gpu_holds_half_a_billion_logits_at_once(words, tokens):
+    x, weight = (torch.empty(rows, 4, device="meta") for rows in (9, words))
+    assert loss._chunk(x, weight) == 1024
+    with planned.planned_for("cuda"):
+        assert loss._chunk(x, weight) == tokens
 
 
 @pytest.mark.parametrize("entropy", [True, False])
