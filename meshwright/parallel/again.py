@@ -23,9 +23,12 @@ from ..errors import StateError
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def saved_by_running_again(run: Callable[..., Any], args: tuple[Any, ...], context: Context) -> saved_tensors_hooks:
-    """Within it `run(*args)` saves places in the stead of tensors. Backward runs it once more, within `context`."""
-    again = _Again(run, args, context)
+def saved_by_running_again(
+    run: Callable[..., Any], args: tuple[Any, ...], context: Context, saved: Callable[[], None] = lambda: None
+) -> saved_tensors_hooks:
+    """Within it `run(*args)` saves places in the stead of tensors, and tells `saved` of each. Backward runs it once
+    more, within `context`, up to the last of them."""
+    again = _Again(run, args, context, saved)
     return saved_tensors_hooks(again.save, again.give)
 
 
@@ -43,8 +46,10 @@ class _EnoughError(Exception):
 
 
 class _Again:
-    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], context: Context) -> None:
-        self.run, self.args, self.context = run, args, context
+    def __init__(
+        self, run: Callable[..., Any], args: tuple[Any, ...], context: Context, saved: Callable[[], None]
+    ) -> None:
+        self.run, self.args, self.context, self.saved = run, args, context, saved
         self.versions = [arg._version for arg in args if isinstance(arg, Tensor)]
         self.places: list[weakref.ref[_Place]] = []  # a place dies with the step of backward that wanted it
         self.found: dict[int, Tensor] = {}
@@ -52,6 +57,7 @@ class _Again:
     def save(self, tensor: Tensor) -> _Place:
         place = _Place(len(self.places), tensor)
         self.places.append(weakref.ref(place))
+        self.saved()
         return place
 
     def give(self, place: _Place) -> Tensor:

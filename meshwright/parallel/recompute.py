@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # its operation is known from then on
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .. import ops
 from ..errors import ConfigError
@@ -18,6 +17,7 @@ from ..layout import Dispatch, Door, Join, Swap, find
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
 from .again import Context, saved_by_running_again
+from .kept import Kept
 from .savings import Savings
 
 _aten = torch.ops.aten
@@ -82,26 +82,19 @@ def _mark(layer: nn.Module, *, full: bool) -> None:
         join.again = full
 
 
-def _checkpointed(run: Callable[..., Tensor], kept: list[Any], *args: Any) -> Tensor:
-    first, again = _contexts(kept)
+def _checkpointed(run: Callable[..., Tensor], ops_kept: list[Any], *args: Any) -> Tensor:
+    """A token is routed once, whatever is made again. What a layer reports to `Balance` twice is the same."""
     if not torch.is_grad_enabled():
         return run(*args)
-    with first(), saved_by_running_again(run, args, again):
+    choices, kept = ops.Choices(), Kept(ops_kept)
+    first, again = choices.made, choices.taken
+    if ops_kept:  # torch then looks at each operation in Python, which takes the host as long as the operations do
+        first, again = functools.partial(_both, kept.made, first), functools.partial(_both, kept.taken, again)
+    with first(), saved_by_running_again(run, args, again, kept.saved):
         return run(*args)
-
-
-def _contexts(kept: list[Any]) -> tuple[Context, Context]:
-    """Of forward, and of what backward runs again. A token is routed once, whatever is recomputed; what a layer reports
-    to `Balance` twice is the same. To keep operations, torch must look at each of them in Python, which more than
-    doubles the time of a layer on the host: only where there are some to keep."""
-    choices = ops.Choices()
-    if not kept:
-        return choices.made, choices.taken
-    first, again = create_selective_checkpoint_contexts(kept)
-    return functools.partial(_both, first, choices.made), functools.partial(_both, again, choices.taken)
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: Context) -> Iterator[None]:
-    with outer, inner():
+def _both(outer: Context, inner: Context) -> Iterator[None]:
+    with outer(), inner():
         yield

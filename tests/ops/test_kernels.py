@@ -131,7 +131,13 @@ def test_attention_on_an_accelerator(head):
 
 @pytest.mark.parametrize(
     ("lengths", "heads", "long"),
-    [((4096, 4096), 8, True), ((8192,), 2, True), ((2048,) * 4, 16, False), ((8000, *[10] * 9), 8, False), ((), 8, False)],
+    [
+        ((4096, 4096), 8, True),
+        ((8192,), 2, True),
+        ((2048,) * 4, 16, False),
+        ((8000, *[10] * 9), 8, False),
+        ((), 8, False),
+    ],
 )
 def test_few_long_documents_are_called_one_by_one_on_a_gpu(lengths, heads, long):
     q_THK, docs = torch.empty(sum(lengths), heads, 128, device="meta"), documents(lengths, "cpu")

@@ -1,0 +1,117 @@
+"""What a layer keeps of its products for the run in backward: what that wants, and no more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.errors import StateError
+from meshwright.parallel.again import saved_by_running_again
+from meshwright.parallel.kept import Kept
+
+_aten = torch.ops.aten
+MM, SORT, COS, SIN, NEG = (getattr(_aten, name).default for name in ("mm", "sort", "cos", "sin", "neg"))
+MUL = _aten.mul.Tensor
+
+
+def rand(seed: int = 0) -> Tensor:
+    return torch.randn(3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, requires_grad=True)
+
+
+def ran(run, *args: Tensor, ops=(MM,)) -> tuple[list[object], list[Tensor]]:
+    """What is kept of it, and gradients."""
+    kept = Kept(ops)
+    with kept.made(), saved_by_running_again(run, args, kept.taken, kept.saved):
+        y = run(*args)
+    held = [*kept._results]
+    y.sum().backward()
+    assert not any(kept._results), "each is forgotten as it is taken"
+    return held, [x.grad for x in args]
+
+
+def test_only_what_is_saved_afterwards_is_kept():
+    """The first product is, for the sine wants it; not the last one."""
+    x, w = rand(), rand(1)
+    held, found = ran(lambda x, w: (x @ w).sin() @ w, x, w)
+    assert [each.op for each in held] == [MM]
+    y, v = (t.detach().requires_grad_() for t in (x, w))
+    ((y @ v).sin() @ v).sum().backward()
+    assert [torch.equal(*pair) for pair in zip(found, (y.grad, v.grad), strict=True)] == [True, True]
+
+
+def test_what_goes_into_another_alone_is_not_kept():
+    """A partial sum is not, beside the sum: its shape stands for it."""
+    x = rand()
+    held, found = ran(lambda x: Twice.apply(x.neg()).sin(), x, ops=(NEG, MUL))
+    assert [each.out.device.type for each in held] == ["meta", "cpu"]
+    assert held[0].out.untyped_storage().nbytes() <= 8
+    y = x.detach().requires_grad_()
+    (2 * y.neg()).sin().sum().backward()
+    assert torch.equal(found[0], y.grad)
+
+
+class Twice(torch.autograd.Function):
+    """Saves nothing, as no collective does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * 2
+
+
+def test_a_factor_of_another_product_is_kept():
+    """Its gradient wants it."""
+    x, w = rand(), rand(1)
+    held, found = ran(lambda x, w: (x @ w @ w).sin(), x, w)
+    assert [each.out.device.type for each in held] == ["cpu", "cpu"]
+    y, v = (t.detach().requires_grad_() for t in (x, w))
+    (y @ v @ v).sin().sum().backward()
+    assert [torch.equal(*pair) for pair in zip(found, (y.grad, v.grad), strict=True)] == [True, True]
+
+
+def test_one_that_is_wanted_after_all_is_not_made_up():
+    """Loudly: a shape alone stands for it."""
+
+    def run(x):
+        partial = x.neg()
+        return Twice.apply(partial).sin() * partial.sin()
+
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
+        ran(run, rand(), ops=(NEG, MUL))
+
+
+def test_several_results_of_one_operation():
+    x = rand()
+    _, found = ran(lambda x: x.sort(0)[0].sin(), x, ops=(SORT,))
+    assert torch.equal(found[0], x.detach().cos())
+
+
+def test_one_that_was_written_into_is_refused():
+    def run(x):
+        y = x.cos()
+        out = y.sin()
+        with torch.no_grad():
+            y.add_(1)
+        return out
+
+    with pytest.raises(StateError, match="written into before backward took it"):
+        ran(run, rand(), ops=(COS,))
+
+
+def test_another_way_through_a_layer_is_refused():
+    ways = iter((torch.cos, torch.sin))
+    with pytest.raises(StateError, match=r"came to aten.sin.default, for which aten.cos.default is kept"):
+        ran(lambda x: next(ways)(x).exp().cos(), rand(), ops=(COS, SIN))
+
+
+def test_a_second_backward_is_refused():
+    kept, x = Kept((COS,)), rand()
+    with kept.made(), saved_by_running_again(lambda x: x.cos().sin(), (x,), kept.taken, kept.saved):
+        y = x.cos().sin()
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(StateError, match="for which nothing is kept"):
+        y.sum().backward()
