@@ -58,13 +58,13 @@ def figures_of(config: dict[str, Any], device: int | None = None, tokens: int | 
 # Gathered are the head and the last layer, as the head goes backward: nothing is summed then.
 PUBLISHED = {
     "30B-A3B": (
-        QWEN3_30B_A3B, "fsdp=64,ep=8", dict(parameters=1.908, gradients=1.908, moments=3.817), 0.661, 47.4, 633,
+        QWEN3_30B_A3B, "fsdp=64,ep=8", dict(parameters=1.908, gradients=1.908, moments=3.817), 0.661, 48.7, 633,
         {("efsdp=8", "all_gather"): (96, 14.50), ("efsdp=8", "reduce_scatter"): (48, 14.50)},
         {"layers.{i}": 3.675, "rows": 51.54},
     ),
     "235B-A22B": (
         QWEN3_235B_A22B, "fsdp=32,tp=8,ep=64", dict(parameters=3.722, gradients=3.722, moments=7.444), 0.182,
-        28.2, 1614,
+        28.6, 1614,
         {("efsdp=4", "all_gather"): (188, 14.19), ("efsdp=4", "reduce_scatter"): (94, 14.19),
          ("tp=8", "all_reduce"): (1, 0.056)},
         {"layers.{i}": 4.931, "rows": 25.23},
@@ -85,7 +85,8 @@ def test_figures_of_published_models(
     want = {**kept, "gathered parameters": gathered}
     assert round(stored.pop("activations"), 1) == activations
     assert {what: round(gb, 3) for what, gb in stored.items()} == want
-    assert round(found["memory"][0]["total_bytes"] / 1e9, 1) == round(sum(want.values()) + activations, 1)
+    total = found["memory"][0]["total_bytes"] / 1e9
+    assert total == pytest.approx(sum(want.values()) + activations, abs=0.052)  # each of these is rounded
     assert found["fits"] is True
     assert found["total_count"] == count
     by = {(row["over"], row["op"]): row for row in found["traffic"]}

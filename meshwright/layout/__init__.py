@@ -11,6 +11,7 @@ from .doors import (
     MEET,
     ROWS,
     SHARE,
+    Coming,
     Context,
     Deal,
     Dispatch,

@@ -52,7 +52,8 @@ class Door:
         return f"Door({self.kind.name}, width={self.width}, {'armed' if self.armed else 'identity'})"
 
 
-ToExperts = Callable[[Tensor, Tensor, Tensor], Rows]
+Coming = Callable[[], Rows]  # rows on their way: a call waits for them
+ToExperts = Callable[[Tensor, Tensor, Tensor], Coming]
 
 
 ROWS = ", rows"  # the place, in a door, where rows of tokens are sent whose number the router decides
@@ -67,20 +68,25 @@ def likely_rows(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -
 
 class Dispatch:
     """The door of a mixture of experts: tokens, with the weights and numbers of their experts -> rows of this rank's
-    experts, and the way back to a sum for each token. `alone`: the same where all experts are here.
+    experts, and the way back to a sum for each token. Rows are on their way when it returns, so that something else can
+    be computed until they are asked for. `alone`: where all experts are here.
 
     Seven all-to-alls when armed: the counts, weights, rows there and back, and the three of backward. Three more when
     `again`, which needs no way back. Where a token goes once to each rank that has some of its experts, what these are
     goes beside the rows: one more each time.
     """
 
-    def __init__(self, num_experts: int, width: int, top_k: int, alone: ToExperts) -> None:
+    def __init__(self, num_experts: int, width: int, top_k: int, alone: Callable[..., Rows]) -> None:
         self.num_experts, self.width, self.top_k, self.alone = num_experts, width, top_k, alone
         self.again = False
         self.armed: ToExperts | None = None
 
-    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Rows:
-        return (self.armed or self.alone)(x_TD, weight_Tk, expert_Tk)
+    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
+        return (self.armed or self.here)(x_TD, weight_Tk, expert_Tk)
+
+    def here(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
+        rows = self.alone(x_TD, weight_Tk, expert_Tk)
+        return lambda: rows
 
 
 class Insert:

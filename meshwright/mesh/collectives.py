@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..watch import waiting_at
 
@@ -35,7 +36,11 @@ def scatter_sum(x: Tensor, size: int, group: str) -> Tensor:
 
 def exchange(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
     """Rows of `x` in pieces of `ins` to each rank; pieces of `outs` come back."""
-    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), outs, ins, group))
+    return _c10d.wait_tensor(_begun(x, outs, ins, group))
+
+
+def _begun(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
+    return _c10d.all_to_all_single(x.contiguous(), outs, ins, group)
 
 
 class Gather(Function):
@@ -81,3 +86,54 @@ class Exchange(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None, None]:
         with waiting_at(ctx.at, "backward"):
             return exchange(d, ctx.ins, ctx.outs, ctx.group), None, None, None, None
+
+
+class Travel:
+    """Rows on their way: an exchange that is begun in one place and ended where they are wanted, beside whatever is
+    computed between the two. Backward begins it where forward has ended it, beside the gradients of that.
+    """
+
+    def __init__(self, outs: list[int], ins: list[int], group: str, at: str) -> None:
+        self.outs, self.ins, self.group, self.at = outs, ins, group, at
+        self.gradient: Tensor | None = None  # on its way too
+
+    def begin(self, x: Tensor) -> Tensor:
+        """What it returns is for `end` alone."""
+        begun: Tensor = _Begin.apply(x, self)  # torch leaves apply untyped
+        return begun
+
+    def end(self, begun: Tensor) -> Tensor:
+        ended: Tensor = _End.apply(begun, self)
+        return ended
+
+
+class _Begin(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, travel: Travel) -> Tensor:
+        ctx.travel = travel
+        with waiting_at(travel.at, "forward"):
+            return _begun(x, travel.outs, travel.ins, travel.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        begun, ctx.travel.gradient = ctx.travel.gradient, None
+        with waiting_at(ctx.travel.at, "backward"):
+            return _c10d.wait_tensor(begun), None
+
+
+class _End(Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Tensor, travel: Travel) -> Tensor:
+        ctx.travel = travel
+        with waiting_at(travel.at, "forward"):
+            return _c10d.wait_tensor(begun)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        """What is begun has other rows than `begun`, which autograd does not let pass: it goes with the travel."""
+        travel = ctx.travel
+        with waiting_at(travel.at, "backward"):
+            travel.gradient = _begun(d, travel.ins, travel.outs, travel.group)
+        return d, None

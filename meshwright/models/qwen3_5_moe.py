@@ -36,6 +36,5 @@ class SharedMoE(MoE):
         init, key = Init("normal", shape.std), at + "shared_expert_gate.weight"
         self.shared_gate = weight({"gate": 1}, {"embed": shape.width}, key=key, init=init)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        shared_TD = ops.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)
-        return shared_TD + super().forward(x_TD)  # the experts last: backward comes to them first, and gathers once
+    def beside(self, x_TD: Tensor) -> Tensor:
+        return ops.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -85,7 +86,11 @@ class MoE(nn.Module):
         logits_TE = ops.linear(x_TD, self.router)
         weight_Tk, expert_Tk = ops.route(logits_TE, self.routing.top_k, self.routing.renormalise)
         weight_Tk = self.balance.watch(self.layer, weight_Tk, logits_TE, expert_Tk)
-        return self.experts(x_TD, weight_Tk, expert_Tk)
+        return self.experts(x_TD, weight_Tk, expert_Tk, partial(self.beside, x_TD))
+
+    def beside(self, x_TD: Tensor) -> Tensor | None:
+        """What a token gets beside its experts. It is computed while rows are on their way to them."""
+        return None
 
 
 class Experts(Low):
@@ -106,12 +111,16 @@ class Experts(Low):
         )
         self.dispatch = Dispatch(E, D, routing.top_k, partial(ops.by_expert, num_experts=E))
 
-    def forward(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Tensor:
-        rows = self.dispatch(x_TD, weight_Tk, expert_Tk)
+    def forward(
+        self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, beside: Callable[[], Tensor | None]
+    ) -> Tensor:
+        coming = self.dispatch(x_TD, weight_Tk, expert_Tk)
+        beside_TD, rows = beside(), coming()
         matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
-        return rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8))
+        y_TD = rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8))
+        return y_TD if beside_TD is None else beside_TD + y_TD
 
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:

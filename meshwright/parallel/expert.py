@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layout import Dispatch, find
+from ..layout import Coming, Dispatch, find
 from ..mesh import Mesh
 from ..ops import Rows
 from .expert_group import Group
@@ -23,7 +23,7 @@ def arm(model: nn.Module, mesh: Mesh, *, token_once: bool = False) -> None:
         door.armed = functools.partial(dispatch_once if token_once else dispatch, group=group)
 
 
-def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Rows:
+def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Coming:
     """A row for each expert of a token."""
     out = ops.by_expert(x_TD, weight_Tk, expert_Tk, group.num_experts)
     x_ND, counts_E = out.x_ND, out.counts_E
@@ -32,7 +32,7 @@ def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -
     here_E, num_here = from_rank_RE.sum(0), from_rank_RE.shape[1]
     asked = [counts_E.view(group.size, -1).sum(1), from_rank_RE.sum(1), here_E]
     sent, received, here = ops.on_host(asked, [len(x_ND)] * 3)
-    rows_ND, weight_N = (group.exchange(each, received, sent) for each in (x_ND, out.weight_N))
+    weights, rows = (group.begin(each, received, sent) for each in (out.weight_N, x_ND))
     expert_N = (
         torch.arange(num_here, device=x_ND.device)
         .repeat(group.size)
@@ -44,5 +44,8 @@ def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -
     def back(y_ND: Tensor) -> Tensor:
         return out.back(group.exchange(ops.reordered(y_ND, back_N, order_N), sent, received, ", the way back"))
 
-    x_ND, weight_N = ops.reordered(rows_ND, order_N, back_N), weight_N.index_select(0, order_N)
-    return Rows(x_ND, weight_N, here_E, here, back)
+    def come() -> Rows:
+        weight_N, x_ND = weights().index_select(0, order_N), ops.reordered(rows(), order_N, back_N)
+        return Rows(x_ND, weight_N, here_E, here, back)
+
+    return come

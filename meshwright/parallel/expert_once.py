@@ -11,28 +11,32 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..layout import ROWS, likely_rows
+from ..layout import ROWS, Coming, likely_rows
 from ..mesh.collectives import exchange
 from ..ops import Rows
 from ..watch import waiting_at
 from .expert_group import Group
 
 
-def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Rows:
+def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Coming:
     """S rows go out, of which N copies are wanted elsewhere. R come in, of which P are wanted here."""
     order_N, code_N, out, sizes = _outgoing(expert_Tk, group)
     rows_SD = ops.copied(x_TD, out)
     with waiting_at(group.at, "the experts of rows"):
         code_P = exchange(code_N, sizes.copies_in, sizes.copies_out, group.name)
-    weight_P = group.exchange(weight_Tk.flatten().index_select(0, order_N), sizes.copies_in, sizes.copies_out)
-    rows_RD = group.exchange(rows_SD, sizes.rows_in, sizes.rows_out, ROWS)
+    weights = group.begin(weight_Tk.flatten().index_select(0, order_N), sizes.copies_in, sizes.copies_out)
+    rows = group.begin(rows_SD, sizes.rows_in, sizes.rows_out, ROWS)
     order_P, here = _incoming(code_P, sizes, group)
 
     def back(y_PD: Tensor) -> Tensor:
         sum_RD = ops.summed(y_PD, here)
         return ops.summed(group.exchange(sum_RD, sizes.rows_out, sizes.rows_in, ROWS), out)
 
-    return Rows(ops.copied(rows_RD, here), weight_P.index_select(0, order_P), sizes.here_E, sizes.here, back)
+    def come() -> Rows:
+        weight_P, rows_PD = weights().index_select(0, order_P), ops.copied(rows(), here)
+        return Rows(rows_PD, weight_P, sizes.here_E, sizes.here, back)
+
+    return come
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from torch import Tensor
 from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.bill import step_bill
-from ..layout import ROWS, Charge, Dispatch, Pictures, ToExperts, find
+from ..layout import ROWS, Charge, Coming, Dispatch, Pictures, ToExperts, find
 from ..mesh import Mesh
-from ..ops import Rows
 from .findings import Finding
 from .recorder import TRANSFERS, Seen
 from .run import Findings, Run
@@ -98,9 +97,9 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
 def watching_routes(run: Run) -> Iterator[None]:
     """Count how often each door of experts is passed, and to how many ranks its tokens must go."""
     doors = [found for part in run.model.parts for found in find(part, Dispatch) if found[1].armed is not None]
-    real = [door.armed or door.alone for _, door in doors]
+    real = [door.armed or door.here for _, door in doors]
 
-    def counted(route: ToExperts, what: str, door: Dispatch, *args: Tensor) -> Rows:
+    def counted(route: ToExperts, what: str, door: Dispatch, *args: Tensor) -> Coming:
         passes, rows, _ = run.routed.get(what, (0, 0, 0))
         ranks_Tk = args[2] // (door.num_experts // run.model.mesh.axes.ep)
         distinct = 1 + (ranks_Tk.sort(-1).values.diff(dim=-1) != 0).sum(-1)

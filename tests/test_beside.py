@@ -1,0 +1,60 @@
+"""Rows of experts travel while the shared expert is computed, there and in backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshwright as mw
+from tests import tiny, worlds
+
+SENT, AWAITED, PRODUCT = "all_to_all_single", "wait_tensor", "mm"
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.rpartition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def beside(names: list[str]) -> list[int]:
+    """Products between the beginning of each exchange of rows and its end, where there are some."""
+    found, begun, products = list[int](), 0, 0
+    for name in names:
+        if name == SENT:
+            begun, products = begun + 1, 0
+        elif name == AWAITED and begun:
+            found.append(products)
+            begun -= 1
+        products += name == PRODUCT
+    return [each for each in found if each]
+
+
+def of_a_step(directory: Path, recompute: str, more: dict[str, Any]) -> tuple[list[int], list[int]]:
+    savings = mw.Savings(recompute=recompute, **more)
+    model = mw.load(directory, mw.Mesh(fsdp=2, ep=2, device="cpu"), dtype=torch.float32, savings=savings)
+    engine = mw.Engine(model, lr=1e-3)
+    stream = mw.pack([[5, 6, 7, 8, 9]])
+    with Seen() as seen:
+        mw.logprobs(model, stream)
+    with Seen() as both:
+        engine.step([stream])
+    return beside(seen.names), beside(both.names)
+
+
+@pytest.mark.parametrize("more", [{}, {"token_once": True}], ids=str)
+def test_the_shared_expert_is_computed_while_rows_travel(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Its three products in forward, six in backward, in each of three layers beside rows and beside their weights."""
+    at = tiny.directory(tmp_path / "m", "qwen3_5_moe")
+    forward, step = worlds.run(2, of_a_step, at, "none", more)[0]
+    assert (forward, step) == ([3, 3] * 3, [3, 3] * 3 + [6, 6] * 3)
+    forward, step = worlds.run(2, of_a_step, at, "full", more)[0]
+    assert (forward, step) == ([3, 3] * 3, [3, 3] * 3 + [3, 3, 6, 6] * 3)
