@@ -60,18 +60,24 @@ class Axes:
     @cached_property
     def _sizes(self) -> dict[str, int]:
         efsdp = self.fsdp * self.cp * self.tp // self.ep
-        halves = [(self.halves(n), n) for n in range(1, self.cp + 1) if self.cp % n == 0]
+        halves = [
+            (self.halves(n, axis), (size // n, n))
+            for axis, size in (("cp", self.cp), ("ep", self.ep))
+            for n in range(1, size + 1)
+            if size % n == 0
+        ]
         return {
-            **{axis: size for names, n in halves for axis, size in zip(names, (self.cp // n, n), strict=True)},
+            **{half: size for names, sizes in halves for half, size in zip(names, sizes, strict=True)},
             "pp": self.pp, "replicate": self.replicate, "fsdp": self.fsdp, "cp": self.cp, "tp": self.tp,
             "ep": self.ep, "efsdp": efsdp, ENDS: min(self.pp, 2),
         }  # fmt: skip
 
-    def halves(self, neighbours: int) -> tuple[str, str]:
-        """cp as two axes: which of the groups of so many neighbours a rank is in, and where it is in its group. Their
+    def halves(self, neighbours: int, axis: str = "cp") -> tuple[str, str]:
+        """An axis as two: which of the groups of so many neighbours a rank is in, and where it is in its group. Their
         names say how the coordinates are reckoned."""
-        outer, inner = f"cp//{neighbours}", f"cp%{neighbours}"
-        return outer if neighbours > 1 else "cp", inner if neighbours < self.cp else "cp"
+        outer, inner = f"{axis}//{neighbours}", f"{axis}%{neighbours}"
+        size = self.ep if axis == "ep" else self.cp
+        return outer if neighbours > 1 else axis, inner if neighbours < size else axis
 
     def size_of(self, axis: str) -> int:
         return self._sizes[axis]
@@ -139,10 +145,12 @@ class Axes:
 
     @cached_property
     def _views(self) -> list[tuple[str, ...]]:
-        """Axes that name each rank once: dense, as experts see them, and dense with cp in halves."""
-        halves = [self.halves(n) for n in range(2, self.cp) if self.cp % n == 0]
-        at = DENSE.index("cp")
-        return [DENSE, EXPERT, *((*DENSE[:at], *both, *DENSE[at + 1 :]) for both in halves)]
+        """Axes that name each rank once: dense, as experts see them, and both with cp or ep in halves."""
+        found = [DENSE, EXPERT]
+        for view, axis, size in ((DENSE, "cp", self.cp), (EXPERT, "ep", self.ep)):
+            at, halves = view.index(axis), [self.halves(n, axis) for n in range(2, size) if size % n == 0]
+            found += [(*view[:at], *both, *view[at + 1 :]) for both in halves]
+        return found
 
     def __str__(self) -> str:
         named = [f"{a}={self.size_of(a)}" for a in (*DENSE, "ep") if self.size_of(a) > 1]

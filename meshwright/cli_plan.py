@@ -56,7 +56,10 @@ def _add_savings(command: argparse.ArgumentParser) -> None:
     group.add_argument("--gather-once", action="store_true", help="parameters are gathered once a step")
     group.add_argument("--sum-once", action="store_true", help="gradients are summed once a step")
     group.add_argument("--narrow-grads", action="store_true", help="gradients are sent in the dtype of products")
-    group.add_argument("--token-once", action="store_true", help="a token goes to its experts once a rank")
+    group.add_argument(
+        "--token-once", nargs="?", type=positive, const=True, default=False, metavar="RANKS",
+        help="a token goes to its experts once a rank; of nodes of so many ranks, once a node",
+    )  # fmt: skip
     group.add_argument(
         "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
     )

@@ -21,7 +21,7 @@ def rand(seed: int = 0) -> Tensor:
 
 def ran(run, *args: Tensor, ops=(MM,)) -> tuple[list[object], list[Tensor]]:
     """What is kept of it, and gradients."""
-    kept = Kept(ops)
+    kept = Kept(ops, (MUL,))
     with kept.made(), saved_by_running_again(run, args, kept.taken, kept.saved):
         y = run(*args)
     held = [*kept._results]

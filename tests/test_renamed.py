@@ -199,6 +199,8 @@ WAITING: list[tuple[str, dict[str, int], dict[str, Any], Any]] = [
     ("qwen3_5_moe", {}, {}, "none"),
     ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(token_once=True), "full"),
     ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(router_aux="previous"), "full"),
+    ("qwen3", dict(fsdp=2, cp=2), {}, "none"),
+    ("qwen3_moe", dict(fsdp=4, ep=4), dict(token_once=2), "none"),
     ("qwen3", dict(cp=2), {}, "none"),
     ("qwen3", dict(replicate=2, tp=2), {}, "none"),
 ]
@@ -213,10 +215,10 @@ def waits_on_ranks(size: int, *args: Any) -> bytes:
 def test_a_step_waits_for_the_device_once(
     fresh: ProcessPoolExecutor, tmp_path: Path, name: str, mesh: dict[str, int], options: dict[str, Any], recompute: str
 ) -> None:
-    """And once more for each layer of experts and forward, which must know how many rows it sends."""
+    """And once more for each layer of experts and forward, which must know how many rows it sends; twice over nodes."""
     source = tiny.directory(tmp_path / "m", name, **MODELS[name])
     args = trials.world_of(mesh), source, mesh, options, recompute, False
-    layers = 3 if "moe" in name else 0
+    layers = 3 * (2 if options.get("token_once") == 2 else 1) if "moe" in name else 0
     num_forwards = 2 * (2 if recompute == "full" else 1)  # of 2 batches
     for seen in pickle.loads(fresh.submit(waits_on_ranks, *args).result(timeout=100)):
         assert len(seen) == 1 + layers * num_forwards, seen

@@ -29,12 +29,19 @@ CASES = [
     ("qwen3_moe", dict(fsdp=2, cp=2, ep=2), dict(recompute="selective", narrow_grads=True)),
     ("qwen3_5_moe", dict(replicate=2, tp=2, ep=2), dict(offload=True)),
     ("qwen3_moe", dict(tp=4, ep=4), dict()),
+    # over a rank of each node
+    ("qwen3_moe", dict(fsdp=2, tp=2, ep=4), dict(token_once=2)),
+    ("qwen3_5_moe", dict(fsdp=4, ep=4), dict(token_once=2, recompute="full")),
+    ("qwen3_moe", dict(pp=2, fsdp=4, ep=4), dict(token_once=2, sum_once=True)),
+    ("qwen3_moe", dict(replicate=2, tp=4, ep=4), dict(token_once=2, narrow_grads=True)),
+    ("qwen3_5_moe", dict(fsdp=2, cp=2, tp=2, ep=8), dict(token_once=4, offload=True)),
+    ("qwen3_moe", dict(fsdp=2, tp=4, ep=8), dict(token_once=2, recompute="selective")),
 ]
 
 
 @pytest.mark.parametrize(("name", "mesh", "more"), parts.every(2, CASES), ids=str)
 def test_the_numbers_stay_the_same(source: Given, name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
-    assert trials.findings(tried(source(name), mesh, token_once=True, **more)) == []
+    assert trials.findings(tried(source(name), mesh, **{"token_once": True, **more})) == []
 
 
 ROUTES = {
@@ -44,15 +51,17 @@ ROUTES = {
 }
 
 
+@pytest.mark.parametrize("once", [True, 2], ids=["a rank", "a node"])
 @pytest.mark.parametrize("changes", ROUTES.values(), ids=ROUTES)
-def test_any_number_of_experts(source: Given, changes: dict[str, int]) -> None:
-    assert trials.findings(tried(source("qwen3_moe", **changes), dict(fsdp=2, tp=2, ep=4), token_once=True)) == []
+def test_any_number_of_experts(source: Given, changes: dict[str, int], once: bool | int) -> None:
+    assert trials.findings(tried(source("qwen3_moe", **changes), dict(fsdp=2, tp=2, ep=4), token_once=once)) == []
 
 
-@pytest.mark.parametrize("train", [["layers.1.*"], ["head.*"]], ids=str)
-def test_what_is_frozen_brings_no_gradients(source: Given, train: list[str]) -> None:
+@pytest.mark.parametrize(("train", "once"), [(["layers.1.*"], True), (["head.*"], True), (["layers.1.*"], 2)], ids=str)
+def test_what_is_frozen_brings_no_gradients(source: Given, train: list[str], once: bool | int) -> None:
     """Nor, where whole layers are frozen, collectives of backward that the bill does not know."""
-    trial = replace(tried(source("qwen3_moe"), dict(fsdp=2, ep=2), token_once=True), train=train)
+    ranks = 2 * int(once)
+    trial = replace(tried(source("qwen3_moe"), dict(fsdp=ranks, ep=ranks), token_once=once), train=train)
     assert trials.findings(trial) == []
 
 
@@ -67,7 +76,8 @@ def rows_sent(directory: Path, mesh: dict[str, int], savings: mw.Savings, skewed
         if skewed:  # the other two ranks get no rows
             expert_Tk = torch.arange(expert_Tk.shape[1]).expand_as(expert_Tk)
         for each in expert_Tk.tolist():
-            due["once"] += len({expert // (num // ep) for expert in each})
+            ranks = {expert // (num // ep) for expert in each}
+            due["once"] += len(ranks) + (len({rank // 2 for rank in ranks}) if savings.token_once == 2 else 0)
             due["each"] += len(each)
         return weight_Tk, expert_Tk
 
@@ -85,16 +95,21 @@ def rows_sent(directory: Path, mesh: dict[str, int], savings: mw.Savings, skewed
     return sent[ROWS], due["once"], due["each"], loss, mw.gather(model, "grad")
 
 
+@pytest.mark.parametrize("once", [True, 2], ids=["a rank", "a node"])
 @pytest.mark.parametrize("skewed", [False, True], ids=["spread", "all to two ranks"])
-def test_each_rank_gets_a_token_once(source: Given, skewed: bool) -> None:
-    mesh = dict(fsdp=2, tp=2, ep=4)
+def test_each_rank_gets_a_token_once(source: Given, skewed: bool, once: bool | int) -> None:
+    """In nodes of two also each node. All go to two ranks of the same node, if skewed."""
+    mesh, hops = dict(fsdp=2, tp=2, ep=4), int(once)
     plain, once = (
-        worlds.run(4, rows_sent, source("qwen3_moe"), mesh, mw.Savings(token_once=on), skewed) for on in (False, True)
+        worlds.run(4, rows_sent, source("qwen3_moe"), mesh, mw.Savings(token_once=on), skewed) for on in (False, once)
     )
     for (*_, loss, grads), (_, due, each, same, others) in zip(plain, once, strict=True):
         assert abs(loss - same) < 1e-12
         assert all(torch.allclose(grads[key], others[key], rtol=1e-9, atol=1e-12) for key in grads)
-        assert due * 3 == each * 2 if skewed else due < each, "of three experts two are on the first rank"
+        if skewed:
+            assert due * 3 == each * (1 + hops), "of three experts two are on the first rank"
+        else:
+            assert due < each * hops
     assert sum(there for there, *_ in once) == 2 * sum(due for _, due, *_ in once), "there and back, and no more"
 
 
@@ -130,8 +145,8 @@ def test_bfloat16_is_rounded_once_more(source: Given) -> None:
 
 
 def _weights_in_the_order_they_came(patch: pytest.MonkeyPatch) -> None:
-    real = parallel.expert_once._incoming
-    patch.setattr(parallel.expert_once, "_incoming", lambda *args: (real(*args)[0].sort().values, real(*args)[1]))
+    real = parallel.expert_once._by_expert
+    patch.setattr(parallel.expert_once, "_by_expert", lambda sent: (real(sent)[0].sort().values, real(sent)[1]))
 
 
 def _weights_constant(patch: pytest.MonkeyPatch) -> None:
@@ -148,16 +163,40 @@ def _a_row_for_each_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parallel.expert, "dispatch_once", parallel.expert.dispatch)
 
 
+def _never_by_node(patch: pytest.MonkeyPatch) -> None:
+    """Straight to the ranks: the numbers stay right, and more goes between nodes than the bill says."""
+    real = parallel.expert.hops
+    patch.setattr(parallel.expert, "hops", lambda at, num, axes, once: real(at, num, axes, bool(once)))
+
+
+def _from_one_node_alone(patch: pytest.MonkeyPatch) -> None:
+    """What other nodes found for a token is lost on its way back."""
+    real = parallel.expert_once._send
+
+    def send(x: Tensor, wanted: Any, group: Group) -> Any:
+        sent = real(x, wanted, group)
+        if not group.hop.at.endswith("between nodes"):
+            return sent
+        return replace(
+            sent, back=lambda y: sent.back(y.where(torch.arange(len(y))[:, None] < sent.sizes.rows_in[0], 0))
+        )
+
+    patch.setattr(parallel.expert_once, "_send", send)
+
+
 PLANTED = {
     "weights in the order they came": _weights_in_the_order_they_came,
     "weights without gradients": _weights_constant,
     "a row for each copy": _a_row_for_each_copy,
+    "never by node": _never_by_node,
+    "from one node alone": _from_one_node_alone,
 }
 
 
 @pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
 def test_planted_bugs_are_found(source: Given, plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = tried(source("qwen3_moe"), dict(fsdp=2, tp=2, ep=4), token_once=True)
+    once = 2 if plant in (_never_by_node, _from_one_node_alone) else True
+    trial = tried(source("qwen3_moe"), dict(fsdp=2, tp=2, ep=4), token_once=once)
     trials.reference(trial)
     plant(monkeypatch)
     assert trials.findings(trial)

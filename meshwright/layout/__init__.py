@@ -9,7 +9,6 @@ from .doors import (
     ENTER,
     LEAVE,
     MEET,
-    ROWS,
     SHARE,
     Coming,
     Context,
@@ -24,12 +23,12 @@ from .doors import (
     ToExperts,
     find,
     is_run,
-    likely_rows,
 )
 from .extremes import extreme_ranks
 from .flow import in_order, part_of, passed
 from .fp8 import SCALES, check_fp8, gathered_low
 from .frames import Placed, Route, route, share
+from .hops import ROWS, Hop, divides, hops, likely_rows
 from .line import Line, balanced, even
 from .params import (
     Block,

@@ -11,10 +11,11 @@ from torch import nn
 
 from ..axes import DATA_RANK, Axes, Sum
 from .deals import deals
-from .doors import ROWS, Dispatch, Door, Insert, Join, Swap, find, likely_rows
+from .doors import Dispatch, Door, Insert, Join, Swap, find
 from .flow import part_of, passed
 from .fp8 import SCALES, num_scales
 from .frames import Placed, route
+from .hops import ROWS, Hop, hops, likely_rows
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
 from .schedule import RECEIVE, SEND, Transfer
@@ -120,23 +121,28 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
     tokens = work.tokens // (axes.cp * axes.tp)
     for name, door in find(model, Dispatch):
         copies, back, row_bytes = tokens * door.top_k, passes[part_of(name)], door.width * work.compute_bytes
-        forwards, counts_bytes = work.num_batches + door.again * back, door.num_experts * 8
+        forwards = work.num_batches + door.again * back
         sent = work.num_batches + forwards + 2 * back  # what comes back is not sent again
-        yield Charge(f"{name}, weights", "all_to_all", ("ep",), copies * work.stored_bytes, forwards + back)
-        if not spec.traffic.token_once:
-            yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards)
-            yield Charge(name + ROWS, "all_to_all", ("ep",), copies * row_bytes, sent)
-            continue
-        here = door.num_experts // axes.ep
-        counts_bytes += axes.ep * min(door.top_k, here) * 8
-        least, likely, most = (n * row_bytes for n in (
-            tokens * -(-door.top_k // here),
-            likely_rows(tokens, door.top_k, door.num_experts, axes.ep),
-            tokens * min(door.top_k, axes.ep),
-        ))  # fmt: skip
-        yield Charge(f"{name}, counts", "all_to_all", ("ep",), counts_bytes, forwards)
-        yield Charge(f"{name}, the experts of rows", "all_to_all", ("ep",), copies * 8, forwards)
-        yield Charge(name + ROWS, "all_to_all", ("ep",), likely, sent, (least, most))
+        for hop in hops(name, door.num_experts, axes, spec.traffic.token_once):
+            weights_bytes = copies * work.stored_bytes
+            yield Charge(f"{hop.at}, weights", "all_to_all", hop.axes, weights_bytes, forwards + back)
+            if not spec.traffic.token_once:
+                yield Charge(f"{hop.at}, counts", "all_to_all", hop.axes, hop.num_experts * 8, forwards)
+                yield Charge(hop.at + ROWS, "all_to_all", hop.axes, copies * row_bytes, sent)
+                continue
+            counts_bytes = (hop.num_experts + hop.size * min(door.top_k, hop.num_here)) * 8
+            least, likely, most = (n * row_bytes for n in _rows(hop, tokens, door.top_k))
+            yield Charge(f"{hop.at}, counts", "all_to_all", hop.axes, counts_bytes, forwards)
+            yield Charge(f"{hop.at}, the experts of rows", "all_to_all", hop.axes, copies * 8, forwards)
+            yield Charge(hop.at + ROWS, "all_to_all", hop.axes, likely, sent, (least, most))
+
+
+def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
+    """The fewest rows that a rank can send in a hop, those that are likely, and the most. In a node they are of tokens
+    of all nodes, as many as the router sends there."""
+    likely, num_nodes = likely_rows(tokens, top_k, hop.num_here * hop.places, hop.places), hop.places // hop.size
+    least = tokens * -(-top_k // hop.num_here) if num_nodes == 1 else 0
+    return least, likely, tokens * num_nodes * min(top_k, hop.size)
 
 
 def _swaps(

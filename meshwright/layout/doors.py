@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from math import comb
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -54,16 +52,6 @@ class Door:
 
 Coming = Callable[[], Rows]  # rows on their way: a call waits for them
 ToExperts = Callable[[Tensor, Tensor, Tensor], Coming]
-
-
-ROWS = ", rows"  # the place, in a door, where rows of tokens are sent whose number the router decides
-
-
-@cache
-def likely_rows(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> int:
-    """How many rows go out where a token goes once to each rank that has some of its experts, if all are as likely."""
-    others = num_experts - num_experts // num_ranks
-    return round(num_tokens * num_ranks * (1 - comb(others, top_k) / comb(num_experts, top_k)))
 
 
 class Dispatch:

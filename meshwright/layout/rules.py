@@ -80,14 +80,15 @@ class Traffic:
 
     `reshard`: units are freed between forward and backward. `gather_once`: they stay gathered from one micro-batch to
     the next. `sum_once`: gradients are summed after the last micro-batch alone. `narrow_grads`: they are sent as narrow
-    as products are. `token_once`: tokens go to their experts once a rank, not once an expert.
+    as products are. `token_once`: tokens go to their experts once a rank, and not once an expert; a number: once a node
+    of so many ranks, and from there once a rank.
     """
 
     reshard: bool = True
     gather_once: bool = False
     sum_once: bool = False
     narrow_grads: bool = False
-    token_once: bool = False
+    token_once: bool | int = False
 
 
 @dataclass(frozen=True)

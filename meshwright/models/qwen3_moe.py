@@ -116,6 +116,7 @@ class Experts(Low):
     ) -> Tensor:
         coming = self.dispatch(x_TD, weight_Tk, expert_Tk)
         beside_TD, rows = beside(), coming()
+        del coming  # it holds rows as they came
         matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)

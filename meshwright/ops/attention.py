@@ -15,6 +15,7 @@ from meshwright.ops.kernels import NARROW, SLOW, fastest, takes, uncompiled
 from meshwright.ops.planned import kind_of
 from meshwright.ops.product import product_dtype
 
+_EVEN = 256  # lengths of which there are few: the kernel for one document is compiled for each, in half a second
 _LONG = 1 << 34  # multiplications of a document's queries with its keys: 4096 tokens with 8 heads of 128
 
 
@@ -51,7 +52,7 @@ def attention(
 
 def _are_long(q_THK: Tensor, docs: Documents) -> bool:
     """Whether a kernel for one document, which is torch's fastest, makes up for a call of each of them on a GPU."""
-    if kind_of(q_THK.device) == "cpu" or not docs.lengths:
+    if kind_of(q_THK.device) == "cpu" or not docs.lengths or any(length % _EVEN for length in docs.lengths):
         return False
     pairs = sum(length**2 for length in docs.lengths) / len(docs.lengths)
     return q_THK.shape[1] * q_THK.shape[2] * pairs >= _LONG

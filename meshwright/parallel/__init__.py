@@ -26,6 +26,7 @@ from ..layout import (
     deals,
     find,
     gathered_low,
+    hops,
     matrix_shape,
     pieces,
     place,
@@ -52,6 +53,7 @@ def distribute(
     and what is gathered in 8 bits. `stored`: the dtype of each parameter."""
     check_context(spec, mesh.axes)
     check_fp8(spec, mesh.axes)
+    hops("", mesh.axes.ep, mesh.axes, spec.traffic.token_once)  # refuses nodes that do not divide ep
     _make_groups(spec, mesh)
     _tell_fp8(spec)
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
@@ -102,7 +104,8 @@ def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
     late = (axes_left_to_sum(param, spec.rules, mesh.axes) for param in spec.table)
     dealt = deals(spec, mesh.axes, mesh.coords).values()
     halves = ((half,) for deal in dealt for half in mesh.axes.halves(deal.parts))
-    live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in (*late, *halves))
+    way = (hop.axes for hop in hops("", mesh.axes.ep, mesh.axes, spec.traffic.token_once))
+    live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in (*late, *halves, *way))
     for axes in dict.fromkeys((*_AXES, *live)):
         if axes:
             mesh.process_group(axes)

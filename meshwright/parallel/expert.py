@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layout import Coming, Dispatch, find
+from ..layout import Coming, Dispatch, find, hops
 from ..mesh import Mesh
 from ..ops import Rows
 from .expert_group import Group
 from .expert_once import dispatch_once
 
 
-def arm(model: nn.Module, mesh: Mesh, *, token_once: bool = False) -> None:
+def arm(model: nn.Module, mesh: Mesh, *, token_once: bool | int = False) -> None:
     if mesh.axes.ep == 1:
         return
     for name, door in find(model, Dispatch):
-        group = Group(mesh.name_of(("ep",)), mesh.axes.ep, door.num_experts, name)
-        door.armed = functools.partial(dispatch_once if token_once else dispatch, group=group)
+        way = hops(name, door.num_experts, mesh.axes, token_once)
+        groups = [Group(mesh.name_of(hop.axes), hop) for hop in way]
+        door.armed = functools.partial(dispatch_once if token_once else dispatch, groups=groups)
 
 
-def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Coming:
+def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> Coming:
     """A row for each expert of a token."""
-    out = ops.by_expert(x_TD, weight_Tk, expert_Tk, group.num_experts)
+    (group,) = groups
+    out, size = ops.by_expert(x_TD, weight_Tk, expert_Tk, group.hop.num_experts), group.hop.size
     x_ND, counts_E = out.x_ND, out.counts_E
-    from_rank_RE = group.counts(counts_E.view(group.size, -1))
+    from_rank_RE = group.counts(counts_E.view(size, -1))
     # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
     here_E, num_here = from_rank_RE.sum(0), from_rank_RE.shape[1]
-    asked = [counts_E.view(group.size, -1).sum(1), from_rank_RE.sum(1), here_E]
+    asked = [counts_E.view(size, -1).sum(1), from_rank_RE.sum(1), here_E]
     sent, received, here = ops.on_host(asked, [len(x_ND)] * 3)
     weights, rows = (group.begin(each, received, sent) for each in (out.weight_N, x_ND))
     expert_N = (
         torch.arange(num_here, device=x_ND.device)
-        .repeat(group.size)
+        .repeat(size)
         .repeat_interleave(from_rank_RE.flatten(), output_size=sum(received))
     )
     order_N = expert_N.argsort(stable=True)  # rows come by rank, then by expert; experts want them by expert

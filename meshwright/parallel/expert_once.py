@@ -1,10 +1,12 @@
 """Expert parallelism where a token goes once to each rank that has some of its experts, and comes back once, summed.
 
-What is sent beside the rows says which of that rank's experts want them, and with which weights.
+Or it goes once to each node that has some: to the rank that stands there where its own stands in its node, which sends
+it on. What goes beside the rows says which of the experts there want them, and with which weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,31 +14,21 @@ from torch import Tensor
 
 from .. import ops
 from ..layout import ROWS, Coming, likely_rows
-from ..mesh.collectives import exchange
 from ..ops import Rows
-from ..watch import waiting_at
 from .expert_group import Group
 
 
-def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, group: Group) -> Coming:
-    """S rows go out, of which N copies are wanted elsewhere. R come in, of which P are wanted here."""
-    order_N, code_N, out, sizes = _outgoing(expert_Tk, group)
-    rows_SD = ops.copied(x_TD, out)
-    with waiting_at(group.at, "the experts of rows"):
-        code_P = exchange(code_N, sizes.copies_in, sizes.copies_out, group.name)
-    weights = group.begin(weight_Tk.flatten().index_select(0, order_N), sizes.copies_in, sizes.copies_out)
-    rows = group.begin(rows_SD, sizes.rows_in, sizes.rows_out, ROWS)
-    order_P, here = _incoming(code_P, sizes, group)
+@dataclass(frozen=True)
+class _Wanted:
+    """Copies of rows that experts want: of which row each is, which of the experts of a hop wants it, and how much it
+    weighs. `tokens`: of this rank, of each of which `top_k` copies are wanted in all."""
 
-    def back(y_PD: Tensor) -> Tensor:
-        sum_RD = ops.summed(y_PD, here)
-        return ops.summed(group.exchange(sum_RD, sizes.rows_out, sizes.rows_in, ROWS), out)
-
-    def come() -> Rows:
-        weight_P, rows_PD = weights().index_select(0, order_P), ops.copied(rows(), here)
-        return Rows(rows_PD, weight_P, sizes.here_E, sizes.here, back)
-
-    return come
+    of_N: Tensor
+    expert_N: Tensor
+    weight_N: Tensor
+    num_rows: int
+    tokens: int
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -55,48 +47,99 @@ class _Sizes:
     begins_P: Tensor
 
 
-def _outgoing(expert_Tk: Tensor, group: Group) -> tuple[Tensor, Tensor, ops.Copies, _Sizes]:
-    """The order in which copies go, by rank and token; of each the number of its row among those for that rank, with
-    that of its expert there; the rows as copies of tokens; all sizes."""
-    (num_tokens, top_k), num_here = expert_Tk.shape, group.num_here
-    token_T1 = torch.arange(num_tokens, device=expert_Tk.device)[:, None]
-    # Sorted, it is by rank, then by token, then by expert. No two are equal, so there is one order.
-    key_Tk = (expert_Tk // num_here * num_tokens + token_T1) * num_here + expert_Tk % num_here
-    key_N, order_N = key_Tk.flatten().sort()
+@dataclass(frozen=True)
+class _Sent:
+    """Rows on their way, which come by rank; so do their weights. Of each copy that is wanted of them: of which row it
+    is, and which expert here wants it. `back`: sums of these rows -> sums of the rows that were sent."""
+
+    rows: Callable[[], Tensor]
+    weights: Callable[[], Tensor]
+    of_P: Tensor
+    expert_P: Tensor
+    sizes: _Sizes
+    back: Callable[[Tensor], Tensor]
+
+
+def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> Coming:
+    (tokens, top_k), backs = expert_Tk.shape, list[Callable[[Tensor], Tensor]]()
+    token_N = torch.arange(tokens, device=expert_Tk.device).repeat_interleave(top_k)
+    wanted = _Wanted(token_N, expert_Tk.flatten(), weight_Tk.flatten(), tokens, tokens, top_k)
+    for group in groups[:-1]:
+        hop = _send(x_TD, wanted, group)
+        x_TD, weight_N = hop.rows(), hop.weights()
+        wanted = _Wanted(hop.of_P, hop.expert_P, weight_N, len(x_TD), tokens, top_k)
+        backs.append(hop.back)
+    last = _send(x_TD, wanted, groups[-1])
+    order_P, here = _by_expert(last)
+
+    def come() -> Rows:
+        weight_P, rows_PD = last.weights().index_select(0, order_P), ops.copied(last.rows(), here)
+        return Rows(rows_PD, weight_P, last.sizes.here_E, last.sizes.here, back)
+
+    def back(y_PD: Tensor) -> Tensor:
+        sum_RD = last.back(ops.summed(y_PD, here))
+        for each in reversed(backs):
+            sum_RD = each(sum_RD)
+        return sum_RD
+
+    return come
+
+
+def _send(x_TD: Tensor, wanted: _Wanted, group: Group) -> _Sent:
+    """S rows go out, of which N copies are wanted elsewhere. R come in, of which P are wanted here."""
+    order_N, code_N, out, sizes = _outgoing(wanted, group)
+    rows_SD, (copies_in, copies_out) = ops.copied(x_TD, out), (sizes.copies_in, sizes.copies_out)
+    code_P = group.numbers(code_N, copies_in, copies_out, "the experts of rows")
+    weights = group.begin(wanted.weight_N.index_select(0, order_N), copies_in, copies_out)
+    rows = group.begin(rows_SD, sizes.rows_in, sizes.rows_out, ROWS)
+    of_P, expert_P = code_P // group.hop.num_here + sizes.begins_P, code_P % group.hop.num_here
+
+    def back(sum_RD: Tensor) -> Tensor:
+        return ops.summed(group.exchange(sum_RD, sizes.rows_out, sizes.rows_in, ROWS), out)
+
+    return _Sent(rows, weights, of_P, expert_P, sizes, back)
+
+
+def _outgoing(wanted: _Wanted, group: Group) -> tuple[Tensor, Tensor, ops.Copies, _Sizes]:
+    """The order in which copies go, by rank and row; of each the number of its row among those for that rank, with that
+    of its expert there; the rows that go as copies of rows; all sizes."""
+    hop, num_rows, num_here = group.hop, wanted.num_rows, group.hop.num_here
+    # Sorted, it is by rank, then by row, then by expert. No two are equal, so there is one order.
+    key_N = (wanted.expert_N // num_here * num_rows + wanted.of_N) * num_here + wanted.expert_N % num_here
+    key_N, order_N = key_N.sort()
     place_N, expert_N = key_N // num_here, key_N % num_here
-    rank_N, token_N = place_N // num_tokens, place_N % num_tokens
+    rank_N, of_N = place_N // max(1, num_rows), place_N % max(1, num_rows)
     row_N, turn_N = ops.runs(place_N)
 
-    most = min(top_k, num_here)  # copies of a row
-    experts_RE = ops.counted(rank_N * num_here + expert_N, group.size * num_here).view(group.size, -1)
-    turns_RC = ops.counted(rank_N * most + turn_N, group.size * most).view(group.size, -1)
+    most = min(wanted.top_k, num_here)  # copies of a row
+    experts_RE = ops.counted(rank_N * num_here + expert_N, hop.size * num_here).view(hop.size, -1)
+    turns_RC = ops.counted(rank_N * most + turn_N, hop.size * most).view(hop.size, -1)
     got_RE, got_RC = group.counts(torch.cat([experts_RE, turns_RC], 1)).split([num_here, most], 1)
-    rows_T = torch.zeros_like(token_T1[:, 0]).scatter_add_(0, token_N, (turn_N == 0).long())
-    of_turn = torch.arange(1, min(top_k, group.size), device=rows_T.device)
-    later = (rows_T[:, None] > of_turn).sum(0)  # tokens that go to a second rank, a third one, ...
+    ranks_T = of_N.new_zeros(num_rows).scatter_add_(0, of_N, (turn_N == 0).long())
+    of_turn = torch.arange(1, min(wanted.top_k, hop.size), device=of_N.device)
+    later = (ranks_T[:, None] > of_turn).sum(0)  # rows that go to a second rank, a third one, ...
 
-    likely = likely_rows(num_tokens, top_k, group.num_experts, group.size)
+    likely = likely_rows(wanted.tokens, wanted.top_k, num_here * hop.places, hop.places)
     # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
     here_E, copies = got_RE.sum(0), len(key_N)
     rows_out, rows_in, copies_out, copies_in, here, turns_here, turns_out = ops.on_host(
         [turns_RC[:, 0], got_RC[:, 0], experts_RE.sum(1), got_RE.sum(1), here_E, got_RC[:, 1:].sum(0), later],
-        [likely, likely, copies, copies, copies, copies - likely, likely - num_tokens],
+        [likely, likely, copies, copies, copies, copies - likely, likely - num_rows],
     )
     begins_P = _before(got_RC[:, 0]).repeat_interleave(got_RE.sum(1), output_size=sum(copies_in))
     sizes = _Sizes(rows_out, rows_in, copies_out, copies_in, [sum(rows_in), *turns_here], here, here_E, begins_P)
 
-    token_S = token_N.new_empty(sum(rows_out)).scatter_(0, row_N, token_N)
+    of_S = of_N.new_empty(sum(rows_out)).scatter_(0, row_N, of_N)
     code_N = (row_N - _before(turns_RC[:, 0])[rank_N]) * num_here + expert_N
-    return order_N, code_N, ops.copies_of(token_S, ops.turns(token_S), [num_tokens, *turns_out]), sizes
+    return order_N, code_N, ops.copies_of(of_S, ops.turns(of_S), [num_rows, *turns_out]), sizes
 
 
 def _before(num_R: Tensor) -> Tensor:
     return num_R.cumsum(0) - num_R
 
 
-def _incoming(code_P: Tensor, sizes: _Sizes, group: Group) -> tuple[Tensor, ops.Copies]:
+def _by_expert(sent: _Sent) -> tuple[Tensor, ops.Copies]:
     """The order of copies by expert, and of which row each is then. They come by rank, then by row."""
-    of_P = code_P // group.num_here + sizes.begins_P
-    order_P = (code_P % group.num_here).argsort(stable=True)
-    _, turn_P = ops.runs(of_P)
-    return order_P, ops.copies_of(of_P[order_P], turn_P[order_P], sizes.turns_here)
+    order_P = sent.expert_P.argsort(stable=True)
+    _, turn_P = ops.runs(sent.of_P)
+    return order_P, ops.copies_of(sent.of_P[order_P], turn_P[order_P], sent.sizes.turns_here)

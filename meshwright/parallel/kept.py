@@ -29,18 +29,21 @@ class _Result:
 
 
 class Kept:
-    """Results of a run of a layer, in their order."""
+    """Results of a run of a layer, in their order. `sums`: those of the operations that save nothing for backward."""
 
-    def __init__(self, ops: Iterable[object]) -> None:
+    def __init__(self, ops: Iterable[object], sums: Iterable[object] = ()) -> None:
         self._ops, self._results, self._needed = frozenset(ops), list[_Result | None](), 0
+        self._sums = frozenset(sums)
         self._unused: Any = None  # the last of them as the layer has it, until it does anything else
 
     @contextmanager
     def made(self) -> Iterator[None]:
         """Within it they are made."""
         with _Making(self):
-            yield
-        self._unused = None
+            try:
+                yield
+            finally:
+                self._unused = None  # it has a history, which hooks of this layer are in
         del self._results[self._needed :]  # the run in backward ends with the last tensor that was saved
 
     def saved(self) -> None:
@@ -57,7 +60,7 @@ class Kept:
         if op not in self._ops:
             self._unused = None
             return
-        if args and isinstance(args[0], Tensor) and args[0] is self._unused:
+        if op in self._sums and isinstance(args[0], Tensor) and args[0] is self._unused:
             self._leave_out_the_last(args[0])
         self._results.append(_Result(op, tree_map_only(Tensor, _alone, out), _versions(out)))
         self._unused = out

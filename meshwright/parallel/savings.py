@@ -26,13 +26,16 @@ class Savings:
     float32, where FSDP widens them first. It rounds nothing, and takes half of the bytes in bfloat16. Where a pipeline
     adds gradients up until the end of a step, they are sent once, and wide.
     `token_once`: under expert parallelism a token goes once to each rank that has some of its experts, which makes the
-    copies and returns their weighted sum. Fewer rows are sent the fewer ranks there are for the experts of a token.
+    copies and returns their weighted sum. Fewer rows are sent the fewer ranks there are for the experts of a token. A
+    number: so many neighbours on ep are a node. A token goes once to each node that has some of its experts, and from
+    there once to each of its ranks. The host then waits for the device twice a layer.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
     when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
     do gradients until the last micro-batch, after which replicas are summed.
-    `compiled`: `torch.compile` for every layer, except attention, delta rule and experts, because their shapes change
-    with the data. It saves time in norms, gates and rotations. It costs seconds to minutes in the first step, and again
-    for every other number of tokens: pack to one `length`. After a few lengths torch gives up, with a warning.
+    `compiled`: `torch.compile` for every layer, except attention, delta rule and experts (a shared one too), because
+    their shapes change with the data. It saves time in norms, gates and rotations. It costs seconds to minutes in the
+    first step, and again for every other number of tokens: pack to one `length`. After a few lengths torch gives up,
+    with a warning.
     """
 
     recompute: str = "none"
@@ -42,13 +45,15 @@ class Savings:
     gather_once: bool = False
     sum_once: bool = False
     narrow_grads: bool = False
-    token_once: bool = False
+    token_once: bool | int = False
 
     @property
     def traffic(self) -> Traffic:
         return Traffic(self.reshard, self.gather_once, self.sum_once, self.narrow_grads, self.token_once)
 
     def __post_init__(self) -> None:
+        if self.token_once < 0:
+            raise ConfigError(f"token_once={self.token_once} is no number of ranks; give True, or how many a node has")
         if self.recompute not in KINDS:
             raise ConfigError(f"recompute={self.recompute!r} is unknown; choose from {', '.join(KINDS)}")
         once = "gather_once" if self.gather_once else "sum_once" if self.sum_once else ""

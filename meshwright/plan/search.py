@@ -14,7 +14,7 @@ from ..axes import Axes
 from ..blueprint import Blueprint
 from ..engine.fit import widths_of
 from ..errors import MeshError, counted
-from ..layout import LATE, Work, coded_of
+from ..layout import LATE, Work, coded_of, divides
 from ..parallel import Savings, mark
 from .candidates import Cut, Size, cuts
 from .devices import Cluster
@@ -107,7 +107,8 @@ class Search:
         self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
 
     def run(self) -> Found:
-        tried = cuts(self.blueprint, self.asked.size, self.coded)
+        once = self.asked.savings.token_once
+        tried = [cut for cut in cuts(self.blueprint, self.asked.size, self.coded) if divides(once, cut.axes.ep)]
         if not tried:
             raise MeshError(self._none())
         small = [cut for cut in tried if self._least(cut, self._ways(cut, self.asked.savings)[-1]) <= self.asked.device]

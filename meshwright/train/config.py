@@ -174,8 +174,9 @@ class TrainSection(Section):
     """Sum gradients once a step and not after each micro-batch; keeps those of the whole model."""
     narrow_grads: bool = False
     """Send gradients in `dtype` and sum them in float32: half of the bytes in bfloat16."""
-    token_once: bool = False
-    """Under ep, send a token once to each rank that has some of its experts, and not once for each of these."""
+    token_once: bool | Positive = False
+    """Under ep, send a token once to each rank that has some of its experts, and not once for each of these. A number:
+    so many neighbours on ep are a node; send it once to each node, and on from there once to each rank."""
     offload: bool = False
     """Keep parameters, gradients and moments in host memory."""
     compiled: bool = False

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from math import ceil
 
 from ..axes import Axes
-from ..errors import MeshError
+from ..errors import ConfigError, MeshError
+from ..layout import hops
 from .config import WARM_UP, Config, EvalSection, OptimSection, SampleSection, SourceSection
 from .fields import Place, written
 from .schedule import refusal
@@ -79,9 +80,12 @@ def _of_the_mesh(config: Config) -> Told:
             f"{length} tokens cannot be shared out evenly over {axes} = {share} ranks; take {fits} or {fits + share}",
         )
     try:
-        Axes(**config.mesh.model_dump())
+        mesh = Axes(**config.mesh.model_dump())
+        hops("", mesh.ep, mesh, config.train.token_once)
     except MeshError as error:
         yield ("mesh", "ep"), str(error)
+    except ConfigError as error:
+        yield ("train", "token_once"), str(error)
 
 
 def _of_stages(config: Config) -> Told:

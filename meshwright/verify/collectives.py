@@ -15,7 +15,7 @@ from torch import Tensor
 from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.bill import step_bill
-from ..layout import ROWS, Charge, Coming, Dispatch, Pictures, ToExperts, find
+from ..layout import ROWS, Charge, Coming, Dispatch, Pictures, ToExperts, find, hops
 from ..mesh import Mesh
 from .findings import Finding
 from .recorder import TRANSFERS, Seen
@@ -82,15 +82,16 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
 
 
 def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
-    """The router decides how many rows go to other ranks. So they are counted from its choices, and compared."""
+    """The router decides how many rows go to other ranks. So they are counted from its choices, and compared as a sum
+    over all ranks that share experts: a rank of a node sends on rows of others."""
     mesh, item = run.model.mesh, run.model.dtype.itemsize
     for what, charge in routed.items():
         passes, rows, width = run.routed[what]  # backward may have passed the door again, with the same rows
         due = rows * charge.count // passes * width * item
         mine = sum(seen.num_bytes for seen in run.stepping if _what(seen) == what)
-        got, want = mesh.sum_(torch.tensor([mine, due], device=mesh.device), Sum("rows", charge.axes)).tolist()
+        got, want = mesh.sum_(torch.tensor([mine, due], device=mesh.device), Sum("rows", ("ep",))).tolist()
         if got != want:
-            yield Finding("K1", what, f"{got} bytes among all of {charge.axes}, what was routed takes {want}")
+            yield Finding("K1", what, f"{got} bytes among all of ep, what was routed takes {want}")
 
 
 @contextmanager
@@ -98,16 +99,17 @@ def watching_routes(run: Run) -> Iterator[None]:
     """Count how often each door of experts is passed, and to how many ranks its tokens must go."""
     doors = [found for part in run.model.parts for found in find(part, Dispatch) if found[1].armed is not None]
     real = [door.armed or door.here for _, door in doors]
+    axes, once = run.model.mesh.axes, run.model.blueprint.spec.traffic.token_once
 
-    def counted(route: ToExperts, what: str, door: Dispatch, *args: Tensor) -> Coming:
-        passes, rows, _ = run.routed.get(what, (0, 0, 0))
-        ranks_Tk = args[2] // (door.num_experts // run.model.mesh.axes.ep)
-        distinct = 1 + (ranks_Tk.sort(-1).values.diff(dim=-1) != 0).sum(-1)
-        run.routed[what] = passes + 1, rows + int(distinct.sum()), door.width
+    def counted(route: ToExperts, name: str, door: Dispatch, *args: Tensor) -> Coming:
+        for hop in hops(name, door.num_experts, axes, once):
+            passes, rows, _ = run.routed.get(hop.at + ROWS, (0, 0, 0))
+            distinct = 1 + ((args[2] // hop.num_here).sort(-1).values.diff(dim=-1) != 0).sum(-1)
+            run.routed[hop.at + ROWS] = passes + 1, rows + int(distinct.sum()), door.width
         return route(*args)
 
     for (name, door), route in zip(doors, real, strict=True):
-        door.armed = functools.partial(counted, route, name + ROWS, door)
+        door.armed = functools.partial(counted, route, name, door)
     try:
         yield
     finally:

@@ -87,10 +87,21 @@ def test_groups_of_large_meshes(axes, subset):
 @given(meshes(48), st.data())
 def test_cp_in_halves(axes, data):
     """Groups of neighbours, and ranks at the same place of such groups."""
-    inner = data.draw(st.sampled_from([n for n in range(1, axes.cp + 1) if axes.cp % n == 0]))
-    outer = axes.cp // inner
-    ranks = ranks_as_array(axes, DENSE_NAMES).reshape(-1, outer, inner, axes.tp)
-    names = axes.halves(inner)
+    ranks = ranks_as_array(axes, DENSE_NAMES)
+    check_halves(axes, data, "cp", axes.cp, ranks.reshape(-1, axes.cp, axes.tp))
+
+
+@examples(40)
+@given(meshes(48), st.data())
+def test_ep_in_halves(axes, data):
+    check_halves(axes, data, "ep", axes.ep, ranks_as_array(axes, EXPERT_NAMES).reshape(-1, axes.ep, 1))
+
+
+def check_halves(axes, data, axis, size, ranks):
+    inner = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    outer = size // inner
+    ranks = ranks.reshape(len(ranks), outer, inner, -1)
+    names = axes.halves(inner, axis)
     assert axes.sizes(names) == (outer, inner)
     for name, dim in zip(names, (1, 2), strict=True):
         if axes.size_of(name) > 1:
