@@ -58,3 +58,22 @@ def test_the_shared_expert_is_computed_while_rows_travel(tmp_path: Path, more: d
     assert (forward, step) == ([3, 3] * 3, [3, 3] * 3 + [6, 6] * 3)
     forward, step = worlds.run(2, of_a_step, at, "full", more)[0]
     assert (forward, step) == ([3, 3] * 3, [3, 3] * 3 + [3, 3, 6, 6] * 3)
+
+
+def left_on_their_way(directory: Path, recompute: str, train: list[str]) -> int:
+    model = mw.load(
+        directory, mw.Mesh(fsdp=2, ep=2, device="cpu"), dtype=torch.float32, train=train,
+        savings=mw.Savings(recompute=recompute),
+    )  # fmt: skip
+    engine = mw.Engine(model, lr=1e-3)
+    for _ in range(2):
+        engine.step([mw.pack([[5, 6, 7, 8, 9]])])
+    return int(torch._C._distributed_c10d._get_work_registry_size())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_nothing_stays_on_its_way(tmp_path: Path, recompute: str) -> None:
+    """A layer that is run again for its shared expert alone wants no rows. What was begun would be kept for ever."""
+    at = tiny.directory(tmp_path / "m", "qwen3_5_moe")
+    for train in (["layers.0.mlp.shared.*"], ["**"]):
+        assert worlds.run(2, left_on_their_way, at, recompute, train) == [0, 0], train
