@@ -56,9 +56,10 @@ def _add_savings(command: argparse.ArgumentParser) -> None:
     group.add_argument("--gather-once", action="store_true", help="parameters are gathered once a step")
     group.add_argument("--sum-once", action="store_true", help="gradients are summed once a step")
     group.add_argument("--narrow-grads", action="store_true", help="gradients are sent in the dtype of products")
+    group.add_argument("--token-once", action="store_true", help="a token goes to its experts once a rank")
     group.add_argument(
-        "--token-once", nargs="?", type=positive, const=True, default=False, metavar="RANKS",
-        help="a token goes to its experts once a rank; of nodes of so many ranks, once a node",
+        "--token-once-a-node", type=positive, metavar="RANKS",
+        help="it goes once to each node of so many neighbours on ep, and from there once to each rank",
     )  # fmt: skip
     group.add_argument(
         "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
@@ -115,6 +116,7 @@ def _plan(options: argparse.Namespace) -> int:
     blueprint = laid_out(plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower))
     num_batches = options.micro_batches or 1
     refused = plan.objections(blueprint, sizes, num_batches, plan.coded_in(blueprint, state))
+    refused = refused or plan.undivided(savings, sizes)
     if refused:
         if options.json:
             print_json({**origin, "model": options.model, "mesh": sizes, "refused": refused})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import parallel
-from meshwright.layout import ROWS, likely_rows
+from meshwright import cli, parallel
+from meshwright.axes import Axes
+from meshwright.errors import ConfigError
+from meshwright.layout import ROWS, hops, likely_rows
 from meshwright.models import qwen3_moe
 from meshwright.parallel.expert_group import Group
 from tests import parts, tiny, trials, worlds
@@ -123,7 +126,34 @@ def test_likely_rows() -> None:
     assert likely_rows(1000, 8, 128, 8) == 5339
 
 
-def in_bfloat16(directory: Path, once: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+def test_the_way_over_nodes() -> None:
+    """Of rank 5 of 8, in nodes of 4: to the rank at its place in the other node, and from there within it."""
+    to_nodes, within = hops("d", 16, Axes(fsdp=8, ep=8), 4)
+    assert Axes(fsdp=8, ep=8).group(5, to_nodes.axes) == (1, 5)
+    assert Axes(fsdp=8, ep=8).group(5, within.axes) == (4, 5, 6, 7)
+    assert [(hop.size, hop.num_experts, hop.num_here, hop.places) for hop in (to_nodes, within)] == [
+        (2, 16, 8, 2), (4, 8, 2, 8),
+    ]  # fmt: skip
+    (straight,) = hops("d", 16, Axes(fsdp=8, ep=8), True)
+    assert hops("d", 16, Axes(fsdp=8, ep=8), 8) == hops("d", 16, Axes(fsdp=8, ep=8), False) == (straight,)
+    assert (straight.axes, straight.size, straight.num_here) == (("ep",), 8, 2)
+
+
+def test_nodes_that_are_none_are_refused(source: Given, capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (-1, 0, 2.0, "2", None):
+        with pytest.raises(ConfigError, match="is no number of ranks; give True"):
+            mw.Savings(token_once=given)  # type: ignore[arg-type]
+    plan = ["plan", str(source("qwen3_moe")), "--mesh", "fsdp=4,ep=4", "--token-once-a-node"]
+    assert cli.main([*plan, "3", "--json"]) == 2
+    told = capsys.readouterr()
+    assert "token_once: nodes of 3 ranks do not divide ep=4; choose from 2, 4" in told.err
+    assert "nodes of 3 ranks" in json.loads(told.out)["refused"][0]
+    assert cli.main([*plan, "2"]) == 0
+    with pytest.raises(ConfigError, match="nodes of 3 ranks do not divide"):
+        hops("d", 16, Axes(fsdp=4, ep=4), 3)
+
+
+def in_bfloat16(directory: Path, once: bool | int, dtype: torch.dtype) -> dict[str, Tensor]:
     savings = mw.Savings(token_once=once)
     model = mw.load(directory, mw.Mesh(fsdp=2, tp=2, ep=4, device="cpu"), dtype=dtype, savings=savings)
     mw.Engine(model, lr=1e-2).backward(tiny.batches(model.mesh.data_rank))
@@ -131,10 +161,11 @@ def in_bfloat16(directory: Path, once: bool, dtype: torch.dtype) -> dict[str, Te
 
 
 def test_bfloat16_is_rounded_once_more(source: Given) -> None:
-    """Sums of a rank, beside rows and sums of tokens: of three roundings of one size where there were two."""
-    wide, plain, once = (
+    """Sums of a rank, beside rows and sums of tokens: of three roundings of one size where there were two. Sums of a
+    node are a fourth."""
+    wide, plain, once, by_node = (
         worlds.run(4, in_bfloat16, source("qwen3_moe"), on, dtype)[0]
-        for on, dtype in ((False, torch.float64), (False, torch.bfloat16), (True, torch.bfloat16))
+        for on, dtype in ((False, torch.float64), *((each, torch.bfloat16) for each in (False, True, 2)))
     )
 
     def off(found: dict[str, Tensor]) -> float:
@@ -142,6 +173,7 @@ def test_bfloat16_is_rounded_once_more(source: Given) -> None:
         return apart[len(apart) // 2]
 
     assert off(once) < 1.05 * (3 / 2) ** 0.5 * off(plain)
+    assert off(by_node) < 1.05 * (4 / 2) ** 0.5 * off(plain)
 
 
 def _weights_in_the_order_they_came(patch: pytest.MonkeyPatch) -> None:
@@ -173,9 +205,9 @@ def _from_one_node_alone(patch: pytest.MonkeyPatch) -> None:
     """What other nodes found for a token is lost on its way back."""
     real = parallel.expert_once._send
 
-    def send(x: Tensor, wanted: Any, group: Group) -> Any:
-        sent = real(x, wanted, group)
-        if not group.hop.at.endswith("between nodes"):
+    def send(*args: Any) -> Any:
+        sent, group = real(*args), args[-1]
+        if not group.hop.at.endswith("to nodes"):
             return sent
         return replace(
             sent, back=lambda y: sent.back(y.where(torch.arange(len(y))[:, None] < sent.sizes.rows_in[0], 0))

@@ -15,7 +15,7 @@ ROWS = ", rows"  # the place, in a door, where rows of tokens are sent whose num
 @dataclass(frozen=True)
 class Hop:
     """`size` places over `axes`, each with its share of `num_experts`. `at`: the door, for errors and the bill.
-    `places`: into so many shares all experts are divided behind it."""
+    `places`: into how many shares all experts of the layer are divided once rows are behind it."""
 
     at: str
     axes: tuple[str, ...]
@@ -41,13 +41,11 @@ def hops(at: str, num_experts: int, axes: Axes, token_once: bool | int) -> tuple
         return (Hop(at, ("ep",), axes.ep, num_experts, axes.ep),)
     if not divides(token_once, axes.ep):
         choices = ", ".join(str(n) for n in range(2, axes.ep + 1) if axes.ep % n == 0)
-        raise ConfigError(
-            f"token_once={per_node}: nodes of {per_node} ranks do not divide ep={axes.ep}; give True, or {choices}"
-        )
+        raise ConfigError(f"token_once: nodes of {per_node} ranks do not divide ep={axes.ep}; choose from {choices}")
     (outer, inner), num_nodes = axes.halves(per_node, "ep"), axes.ep // per_node
     return (
-        Hop(f"{at}, between nodes", (outer,), num_nodes, num_experts, num_nodes),
-        Hop(f"{at}, in a node", (inner,), per_node, num_experts // num_nodes, axes.ep),
+        Hop(f"{at}, to nodes", (outer,), num_nodes, num_experts, num_nodes),
+        Hop(f"{at}, within nodes", (inner,), per_node, num_experts // num_nodes, axes.ep),
     )
 
 

@@ -20,12 +20,11 @@ from .expert_group import Group
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Copies of rows that experts want: of which row each is, which of the experts of a hop wants it, and how much it
-    weighs. `tokens`: of this rank, of each of which `top_k` copies are wanted in all."""
+    """Copies of rows that experts want: of which row each is, and which of the experts of a hop wants it. `tokens`: of
+    this rank, of each of which `top_k` copies are wanted in all."""
 
     of_N: Tensor
     expert_N: Tensor
-    weight_N: Tensor
     num_rows: int
     tokens: int
     top_k: int
@@ -62,14 +61,13 @@ class _Sent:
 
 def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> Coming:
     (tokens, top_k), backs = expert_Tk.shape, list[Callable[[Tensor], Tensor]]()
-    token_N = torch.arange(tokens, device=expert_Tk.device).repeat_interleave(top_k)
-    wanted = _Wanted(token_N, expert_Tk.flatten(), weight_Tk.flatten(), tokens, tokens, top_k)
-    for group in groups[:-1]:
-        hop = _send(x_TD, wanted, group)
-        x_TD, weight_N = hop.rows(), hop.weights()
-        wanted = _Wanted(hop.of_P, hop.expert_P, weight_N, len(x_TD), tokens, top_k)
-        backs.append(hop.back)
-    last = _send(x_TD, wanted, groups[-1])
+    token_N, weight_N = torch.arange(tokens, device=expert_Tk.device).repeat_interleave(top_k), weight_Tk.flatten()
+    wanted = _Wanted(token_N, expert_Tk.flatten(), tokens, tokens, top_k)
+    last = _send(lambda: x_TD, lambda: weight_N, wanted, groups[0])
+    for group in groups[1:]:
+        backs.append(last.back)
+        wanted = _Wanted(last.of_P, last.expert_P, sum(last.sizes.rows_in), tokens, top_k)
+        last = _send(last.rows, last.weights, wanted, group)
     order_P, here = _by_expert(last)
 
     def come() -> Rows:
@@ -85,13 +83,14 @@ def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Se
     return come
 
 
-def _send(x_TD: Tensor, wanted: _Wanted, group: Group) -> _Sent:
-    """S rows go out, of which N copies are wanted elsewhere. R come in, of which P are wanted here."""
+def _send(coming: Callable[[], Tensor], weights_N: Callable[[], Tensor], wanted: _Wanted, group: Group) -> _Sent:
+    """S rows go out, of which N copies are wanted elsewhere. R come in, of which P are wanted here. What is sent may be
+    on its way to this rank, until all is known of how it goes on."""
     order_N, code_N, out, sizes = _outgoing(wanted, group)
-    rows_SD, (copies_in, copies_out) = ops.copied(x_TD, out), (sizes.copies_in, sizes.copies_out)
+    copies_in, copies_out = sizes.copies_in, sizes.copies_out
     code_P = group.numbers(code_N, copies_in, copies_out, "the experts of rows")
-    weights = group.begin(wanted.weight_N.index_select(0, order_N), copies_in, copies_out)
-    rows = group.begin(rows_SD, sizes.rows_in, sizes.rows_out, ROWS)
+    weights = group.begin(weights_N().index_select(0, order_N), copies_in, copies_out)
+    rows = group.begin(ops.copied(coming(), out), sizes.rows_in, sizes.rows_out, ROWS)
     of_P, expert_P = code_P // group.hop.num_here + sizes.begins_P, code_P % group.hop.num_here
 
     def back(sum_RD: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ class Savings:
     `token_once`: under expert parallelism a token goes once to each rank that has some of its experts, which makes the
     copies and returns their weighted sum. Fewer rows are sent the fewer ranks there are for the experts of a token. A
     number: so many neighbours on ep are a node. A token goes once to each node that has some of its experts, and from
-    there once to each of its ranks. The host then waits for the device twice a layer.
+    there once to each of its ranks. The host then waits for the device twice a layer, and recompute="selective" keeps
+    also what came to the node.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
     when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
     do gradients until the last micro-batch, after which replicas are summed.
@@ -52,8 +53,10 @@ class Savings:
         return Traffic(self.reshard, self.gather_once, self.sum_once, self.narrow_grads, self.token_once)
 
     def __post_init__(self) -> None:
-        if self.token_once < 0:
-            raise ConfigError(f"token_once={self.token_once} is no number of ranks; give True, or how many a node has")
+        if type(self.token_once) is not bool and (type(self.token_once) is not int or self.token_once < 1):
+            raise ConfigError(
+                f"token_once={self.token_once!r} is no number of ranks; give True, or how many ranks a node has"
+            )
         if self.recompute not in KINDS:
             raise ConfigError(f"recompute={self.recompute!r} is unknown; choose from {', '.join(KINDS)}")
         once = "gather_once" if self.gather_once else "sum_once" if self.sum_once else ""

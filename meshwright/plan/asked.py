@@ -13,7 +13,7 @@ from ..axes import OTHER_NAMES, Axes
 from ..blueprint import Blueprint
 from ..engine.arguments import in_fp8
 from ..errors import ConfigError
-from ..layout import Context, Pipeline, coded_of
+from ..layout import Context, Pipeline, coded_of, hops
 from ..parallel import KINDS, Savings
 from .candidates import Size
 from .devices import Cluster, cluster_of, device_bytes
@@ -58,7 +58,20 @@ def laid_out(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Callable[[
 def savings_of(options: Mapping[str, Any]) -> Savings:
     """An option for each field that a plan asks for; None where it was not given."""
     names = ("recompute", "offload", "gather_once", "sum_once", "narrow_grads", "token_once")
-    return Savings(**{name: options[name] for name in names if options[name] is not None})
+    given = {name: options[name] for name in names if options[name] is not None}
+    if options["token_once_a_node"] is not None:
+        given["token_once"] = options["token_once_a_node"]
+    return Savings(**given)
+
+
+def undivided(savings: Savings, sizes: Mapping[str, int]) -> list[str]:
+    """What speaks against the nodes of `token_once` on a mesh."""
+    axes = Axes(**sizes)
+    try:
+        hops("", axes.ep, axes, savings.token_once)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def state_of(options: Mapping[str, Any]) -> torch.dtype | None:

@@ -141,7 +141,12 @@ def _bytes_of_one(line: ChargeLine) -> Cell:
     if line.between is None:
         return bytes_cell(line.one_bytes)
     least, most = line.between
-    return Cell(size(line.one_bytes), "number", "likely", title=f"{least:,} to {most:,} bytes, as the router decides")
+    return Cell(
+        size(line.one_bytes),
+        "number",
+        "likely",
+        title=f"a rank sends {least:,} to {most:,} bytes, as the router decides",
+    )
 
 
 def _charges(figures: Figures) -> str:
