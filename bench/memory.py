@@ -89,7 +89,7 @@ def _freed_here() -> Iterator[None]:
     def scatter_sum(x: torch.Tensor, size: int, _group: str) -> torch.Tensor:
         return x.chunk(size)[0].clone()
 
-    def exchange(x: torch.Tensor, outs: list[int], ins: list[int], group: str) -> torch.Tensor:
+    def begun(x: torch.Tensor, outs: list[int], ins: list[int], group: str) -> torch.Tensor:
         held = x.contiguous()
         out = real(held, outs, ins, group)
         time.sleep(_GLOO_S)
@@ -103,8 +103,8 @@ def _freed_here() -> Iterator[None]:
     def reduce_scatter(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:  # noqa: A002 - torch calls it so
         output.copy_(input[: output.numel()])
 
-    real = collectives.exchange
-    of_doors = patch.multiple(collectives, gather=gather, scatter_sum=scatter_sum, exchange=exchange)
+    real = collectives.begun
+    of_doors = patch.multiple(collectives, gather=gather, scatter_sum=scatter_sum, begun=begun)
     of_fsdp = patch.multiple(dist, all_gather_single=all_gather, reduce_scatter_single=reduce_scatter)
     with of_doors, of_fsdp:
         yield

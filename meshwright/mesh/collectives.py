@@ -36,10 +36,11 @@ def scatter_sum(x: Tensor, size: int, group: str) -> Tensor:
 
 def exchange(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
     """Rows of `x` in pieces of `ins` to each rank; pieces of `outs` come back."""
-    return _c10d.wait_tensor(_begun(x, outs, ins, group))
+    return _c10d.wait_tensor(begun(x, outs, ins, group))
 
 
-def _begun(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
+def begun(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
+    """An exchange that nobody has waited for yet."""
     return _c10d.all_to_all_single(x.contiguous(), outs, ins, group)
 
 
@@ -112,7 +113,7 @@ class _Begin(Function):
     def forward(ctx: Any, x: Tensor, travel: Travel) -> Tensor:
         ctx.travel = travel
         with waiting_at(travel.at, "forward"):
-            return _begun(x, travel.outs, travel.ins, travel.group)
+            return begun(x, travel.outs, travel.ins, travel.group)
 
     @staticmethod
     @once_differentiable
@@ -135,5 +136,5 @@ class _End(Function):
         """What is begun has other rows than `begun`, which autograd does not let pass: it goes with the travel."""
         travel = ctx.travel
         with waiting_at(travel.at, "backward"):
-            travel.gradient = _begun(d, travel.ins, travel.outs, travel.group)
+            travel.gradient = begun(d, travel.ins, travel.outs, travel.group)
         return d, None
