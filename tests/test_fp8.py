@@ -52,9 +52,9 @@ ALL = [*trials.MESHES, *trials.CONTEXT_MESHES, *trials.PIPELINE_MESHES, *trials.
 
 FULL = [Case(name, (*mesh.items(),)) for mesh in ALL for name in tiny.ALIGNED if "moe" in name or "ep" not in mesh]
 FEW = [
-    Case("qwen3_5", (("tp", 4),)),
+    Case("qwen3", (("tp", 4),)),
     Case("qwen3_5_moe", (("tp", 2),)),  # on fsdp=2,tp=2 in bfloat16, below
-    Case("qwen3", (("cp", 2),)),  # over which FSDP shards too
+    Case("qwen3_5", (("cp", 2),)),  # over which FSDP shards too
     Case("qwen3_moe", (("fsdp", 2), ("tp", 2), ("ep", 4))),
 ]
 CASES = FULL if parts.ALL else FEW
