@@ -194,4 +194,5 @@ def test_once_a_step(source: Callable[[str], Path], tried: tuple[str, dict[str, 
     """In the last micro-batch, after which all is summed, nobody has pictures."""
     family, mesh, trained, once = tried
     trial = seen_by(family, source(family), mesh, trained)
-    assert not trials.findings(replace(trial, savings=mw.Savings(**once)))
+    steps = trial.steps if parts.ALL else 1  # few tokens and long documents are above
+    assert not trials.findings(replace(trial, savings=mw.Savings(**once), steps=steps))
