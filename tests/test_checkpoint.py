@@ -175,7 +175,8 @@ def test_as_if_never_interrupted(tmp_path: Path, number: int, mesh: dict[str, in
     fit = [name for name in FAMILIES if "moe" in name or "ep" not in mesh]
     families = parts.every(len(fit), fit, number + 4) if mesh else fit  # a delta rule, a plain one, experts
     sources = {name: tiny.directory(tmp_path / name, name, dtype=torch.bfloat16) for name in families}
-    runs = {name: functools.partial(interrupted, sources[name], tmp_path / f"run-{name}", mesh, (at + number // 2) % 2 == 0)
+    wait = [(at + number // 2) % 2 == 0 for at in range(len(families))]
+    runs = {name: functools.partial(interrupted, sources[name], tmp_path / f"run-{name}", mesh, wait[at])
             for at, name in enumerate(families)}  # fmt: skip
     before = worlds.in_turn(world_of(mesh), runs)
     after = worlds.in_turn(
