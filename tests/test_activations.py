@@ -48,7 +48,7 @@ def case_id(case: Any) -> str:
     return f"{name}-{trials.named(mesh)}-{kind}"
 
 
-@pytest.mark.parametrize("case", parts.every(3, CASES), ids=case_id)
+@pytest.mark.parametrize("case", parts.every(5, CASES), ids=case_id)
 def test_what_torch_counts(case: tuple[str, Mapping[str, int], str]) -> None:
     name, mesh, kind = case
     asked = (tiny.of(name), mesh, F32, mw.Savings(recompute=kind), TOKENS)

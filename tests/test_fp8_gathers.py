@@ -51,6 +51,7 @@ def small(name: str, layers: int) -> dict[str, Any]:
     """A layer of each kind in whole blocks."""
     changes = dict(
         hidden_size=128, num_hidden_layers=layers, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[],
+        num_attention_heads=2, intermediate_size=256, linear_num_key_heads=2, linear_num_value_heads=4,
         layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
     config = tiny.ALIGNED[name]

@@ -21,10 +21,11 @@ from tests.test_savings import source, tried
 __all__ = ["source"]  # a fixture
 
 NARROW = [
+    ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(recompute="full")),
     ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), dict(recompute="full")),
     ("qwen3_moe", dict(replicate=2, fsdp=2, ep=2), dict(recompute="selective")),
-    ("qwen3_tied", dict(fsdp=3), dict(offload=True)),
     ("qwen3", dict(pp=2, fsdp=2), dict()),
+    ("qwen3_tied", dict(fsdp=3), dict(offload=True)),
     ("qwen3_5", dict(replicate=2), dict(gather_once=True)),
 ]
 

@@ -24,7 +24,7 @@ from meshwright.plan.found import command
 from meshwright.plan.price import first_price, held, least_bytes, thin
 from meshwright.plan.search import Asked, Candidate, Found
 from meshwright.plan.times import estimate
-from tests import tiny
+from tests import parts, tiny
 from tests.test_plan import QWEN3_30B_A3B, QWEN3_235B_A22B
 from tests.test_plan_pipeline import QWEN3_8B
 from tests.words import words
@@ -33,6 +33,7 @@ Capture = pytest.CaptureFixture[str]
 GB = 10**9
 H100 = Cluster()
 SHALLOW = {**QWEN3_30B_A3B, "num_hidden_layers": 4}
+SHALLOWER = {**QWEN3_30B_A3B, "num_hidden_layers": 2}
 
 
 def written(path: Path, config: dict[str, Any]) -> str:
@@ -50,9 +51,19 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "qwen3_tied"])
-@pytest.mark.parametrize("kind", ["none", "full"])
-def test_a_first_price_is_that_of_all_layers(name: str, kind: str) -> None:
+PRICED = [
+    (kind, name)
+    for name, kinds in {
+        "qwen3_moe": ("none", "full"),
+        "qwen3_5_moe": ("full", "none"),
+        "qwen3_tied": ("none", "full"),
+    }.items()
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), parts.every(2, PRICED))
+def test_a_first_price_is_that_of_all_layers(kind: str, name: str) -> None:
     """Of one layer of each kind, counted as often as there are such: only the last sums of gradients are left out."""
     blueprint, savings = draw(tiny.of(name)), Savings(kind, token_once=kind == "full", narrow_grads=kind == "full")
     model = thin(blueprint)
@@ -120,24 +131,24 @@ def test_the_best_is_the_best_of_all() -> None:
 
 
 def test_offload_only_where_nothing_else_fits() -> None:
-    assert not any(c.figures.savings.offload for c in found_of(SHALLOW, 2, 70 * GB, top=1).best)
-    found = found_of(SHALLOW, 2, 5 * GB, top=1)
+    assert not any(c.figures.savings.offload for c in found_of(SHALLOWER, 2, 70 * GB, top=1).best)
+    found = found_of(SHALLOWER, 2, 5 * GB, top=1)
     assert found.best
     assert all(c.figures.savings.offload for c in found.best)
     assert found.num_too_large == found.num_meshes
-    none = found_of(SHALLOW, 2, GB // 10, top=1)
+    none = found_of(SHALLOWER, 2, GB // 10, top=1)
     assert none.best == ()
     assert none.nearest is not None
     assert none.nearest.left_bytes < 0
     assert none.nearest.figures.savings == Savings("full", offload=True)
-    once = found_of(SHALLOW, 2, 5 * GB, top=1, savings=Savings(sum_once=True)).nearest
+    once = found_of(SHALLOWER, 2, 5 * GB, top=1, savings=Savings(sum_once=True)).nearest
     assert once is not None
     assert not once.figures.savings.offload, "what stays on the device cannot lie on the host"
 
 
 def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank is given so many that only a mesh that recomputes fits."""
-    config, known = tiny.of("qwen3", num_hidden_layers=4), vars(Figures)["memories"].func
+    config, known = tiny.of("qwen3"), vars(Figures)["memories"].func
     kept = {"none": 60_000_000, "selective": 40_000_000, "full": 2_000_000}
 
     def memories(self: Figures) -> list[RankMemory]:
@@ -208,7 +219,7 @@ def test_a_terminal(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyP
 
 
 def test_none_fits(tmp_path: Path, capsys: Capture) -> None:
-    at = written(tmp_path / "a.json", SHALLOW)
+    at = written(tmp_path / "a.json", SHALLOWER)
     code, out, _ = searched(capsys, at, "--search", "2", "--device", "100MB", "--top", "1")
     said = " ".join(out.split())
     assert code == 1

@@ -27,14 +27,14 @@ __all__ = ["source"]  # a fixture
 
 Given = Callable[..., Path]
 CASES = [
-    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=4), dict(recompute="full")),
-    ("qwen3_moe", dict(pp=2, fsdp=2, ep=2), dict(sum_once=True)),
     ("qwen3_moe", dict(fsdp=2, cp=2, ep=2), dict(recompute="selective", narrow_grads=True)),
+    ("qwen3_moe", dict(pp=2, fsdp=2, ep=2), dict(sum_once=True)),
+    ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=4), dict(recompute="full")),
     ("qwen3_5_moe", dict(replicate=2, tp=2, ep=2), dict(offload=True)),
-    ("qwen3_moe", dict(tp=4, ep=4), dict()),
     # over a rank of each node
-    ("qwen3_moe", dict(fsdp=2, tp=2, ep=4), dict(token_once=2)),
     ("qwen3_5_moe", dict(fsdp=4, ep=4), dict(token_once=2, recompute="full")),
+    ("qwen3_moe", dict(tp=4, ep=4), dict()),
+    ("qwen3_moe", dict(fsdp=2, tp=2, ep=4), dict(token_once=2)),
     ("qwen3_moe", dict(pp=2, fsdp=4, ep=4), dict(token_once=2, sum_once=True)),
     ("qwen3_moe", dict(replicate=2, tp=4, ep=4), dict(token_once=2, narrow_grads=True)),
     ("qwen3_5_moe", dict(fsdp=2, cp=2, tp=2, ep=8), dict(token_once=4, offload=True)),
@@ -42,11 +42,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(2, CASES), ids=str)
+@pytest.mark.parametrize(("name", "mesh", "more"), parts.every(4, CASES), ids=str)
 def test_the_numbers_stay_the_same(source: Given, name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
     assert trials.findings(tried(source(name), mesh, **{"token_once": True, **more})) == []
 
 
+FEW = dict(num_hidden_layers=2)  # one of experts, and one without
 ROUTES = {
     "an expert a rank": dict(num_experts=4),  # every copy is a row of its own
     "one expert each": dict(num_experts_per_tok=1),
@@ -54,10 +55,16 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("once", [True, 2], ids=["a rank", "a node"])
-@pytest.mark.parametrize("changes", ROUTES.values(), ids=ROUTES)
-def test_any_number_of_experts(source: Given, changes: dict[str, int], once: bool | int) -> None:
-    assert trials.findings(tried(source("qwen3_moe", **changes), dict(fsdp=2, tp=2, ep=4), token_once=once)) == []
+PAIRS = [(route, once) for number, route in enumerate(ROUTES) for once in ([True, 2], [2, True])[number % 2]]
+
+
+@pytest.mark.parametrize(
+    ("route", "once"), parts.every(2, PAIRS), ids=lambda part: {True: "a rank", 2: "a node"}.get(part, part)
+)
+def test_any_number_of_experts(source: Given, route: str, once: bool | int) -> None:
+    at = source("qwen3_moe", **ROUTES[route], **FEW)
+    trial = tried(at, dict(fsdp=2, tp=2, ep=4), token_once=once)
+    assert trials.findings(replace(trial, steps=trial.steps if parts.ALL else 1)) == []
 
 
 @pytest.mark.parametrize(("train", "once"), [(["layers.1.*"], True), (["head.*"], True), (["layers.1.*"], 2)], ids=str)
@@ -164,7 +171,7 @@ def test_bfloat16_is_rounded_once_more(source: Given) -> None:
     """Sums of a rank, beside rows and sums of tokens: of three roundings of one size where there were two. Sums of a
     node are a fourth."""
     wide, plain, once, by_node = (
-        worlds.run(4, in_bfloat16, source("qwen3_moe"), on, dtype)[0]
+        worlds.run(4, in_bfloat16, source("qwen3_moe", **FEW), on, dtype)[0]
         for on, dtype in ((False, torch.float64), *((each, torch.bfloat16) for each in (False, True, 2)))
     )
 
@@ -228,7 +235,7 @@ PLANTED = {
 @pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
 def test_planted_bugs_are_found(source: Given, plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     once = 2 if plant in (_never_by_node, _from_one_node_alone) else True
-    trial = tried(source("qwen3_moe"), dict(fsdp=2, tp=2, ep=4), token_once=once)
+    trial = replace(tried(source("qwen3_moe", **FEW), dict(fsdp=2, tp=2, ep=4), token_once=once), steps=1)
     trials.reference(trial)
     plant(monkeypatch)
     assert trials.findings(trial)
