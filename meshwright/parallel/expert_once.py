@@ -60,14 +60,15 @@ class _Sent:
 
 
 def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> Coming:
-    (tokens, top_k), backs = expert_Tk.shape, list[Callable[[Tensor], Tensor]]()
+    tokens, top_k = expert_Tk.shape
     token_N, weight_N = torch.arange(tokens, device=expert_Tk.device).repeat_interleave(top_k), weight_Tk.flatten()
     wanted = _Wanted(token_N, expert_Tk.flatten(), tokens, tokens, top_k)
     last = _send(lambda: x_TD, lambda: weight_N, wanted, groups[0])
+    ways_back = [last.back]
     for group in groups[1:]:
-        backs.append(last.back)
         wanted = _Wanted(last.of_P, last.expert_P, sum(last.sizes.rows_in), tokens, top_k)
         last = _send(last.rows, last.weights, wanted, group)
+        ways_back.append(last.back)
     order_P, here = _by_expert(last)
 
     def come() -> Rows:
@@ -75,9 +76,10 @@ def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Se
         return Rows(rows_PD, weight_P, last.sizes.here_E, last.sizes.here, back)
 
     def back(y_PD: Tensor) -> Tensor:
-        sum_RD = last.back(ops.summed(y_PD, here))
-        for each in reversed(backs):
-            sum_RD = each(sum_RD)
+        """It holds nothing of `last`, whose rows nobody wants by then."""
+        sum_RD = ops.summed(y_PD, here)
+        for way_back in reversed(ways_back):
+            sum_RD = way_back(sum_RD)
         return sum_RD
 
     return come
