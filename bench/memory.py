@@ -42,13 +42,18 @@ MESHES = ("", "fsdp=2", "tp=2", "cp=2", "fsdp=2,ep=2", "pp=2", "fsdp=2,tp=2")
 
 
 def said(
-    config: Mapping[str, Any], sizes: Mapping[str, int], dtype: torch.dtype, savings: mw.Savings, tokens: int
+    config: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    savings: mw.Savings,
+    tokens: int,
+    num_batches: int = BATCHES,
 ) -> dict[str, int]:
     """By the plan, of the rank that takes most: bytes of each kind beside parameters and moments."""
     blueprint, axes = draw(dict(config)), Axes(**sizes)
     blueprint = blueprint.run_by(blueprint.spec.pipeline, savings.traffic)
     held = Held(widths_of(dtype), frozenset(blueprint.table.params), savings.offload)
-    need = Need(blueprint.spec, axes, held, Passing(tokens, BATCHES, dtype, savings, "cpu"))
+    need = Need(blueprint.spec, axes, held, Passing(tokens, num_batches, dtype, savings, "cpu"))
     parts = [{s.what: s.num_bytes for s in need.stored(rank)} for rank in axes.group(0, ("pp",))]
     for each in parts:
         for what in ("parameters", "moments"):
@@ -57,19 +62,30 @@ def said(
 
 
 def counted(
-    config: Mapping[str, Any], sizes: Mapping[str, int], dtype: torch.dtype, savings: mw.Savings, tokens: int
+    config: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    savings: mw.Savings,
+    tokens: int,
+    num_batches: int = BATCHES,
 ) -> int:
     """By torch, of the rank that takes most."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-        return max(run_ranks(Axes(**sizes).world, _of_rank, folder, dict(sizes), dtype, savings, tokens, seconds=900))
+        return max(
+            run_ranks(
+                Axes(**sizes).world, _of_rank, folder, dict(sizes), dtype, savings, tokens, num_batches, seconds=900
+            )
+        )
 
 
-def _of_rank(folder: str, sizes: Mapping[str, int], dtype: torch.dtype, savings: mw.Savings, tokens: int) -> int:
+def _of_rank(
+    folder: str, sizes: Mapping[str, int], dtype: torch.dtype, savings: mw.Savings, tokens: int, num_batches: int
+) -> int:
     model = mw.init(folder, mw.Mesh(**sizes, device="cpu"), dtype=dtype, savings=savings)
     engine, vocab = mw.Engine(model, lr=1e-3), model.blueprint.vocab
     noise = torch.Generator().manual_seed(model.mesh.data_rank)
-    documents = torch.randint(vocab, (BATCHES, tokens), generator=noise).tolist()
+    documents = torch.randint(vocab, (num_batches, tokens), generator=noise).tolist()
     batches = [mw.pack([document]) for document in documents]
     engine.backward(batches)  # kernels are chosen and FSDP is set up
     engine.discard()

@@ -20,7 +20,7 @@ from meshwright.blueprint import draw
 from meshwright.engine import activations
 from meshwright.engine.activations import Live, Passing, most_held
 from meshwright.engine.fit import Need, ways_out, widths_of
-from meshwright.layout import GATHERED, ON_THEIR_WAY, Held, ShardingSpec
+from meshwright.layout import GATHERED, GRADIENTS, ON_THEIR_WAY, Held, ShardingSpec
 from meshwright.log import logger
 from meshwright.mesh import Memory
 from meshwright.models import Decoder
@@ -71,19 +71,52 @@ def test_what_torch_counts_where_less_is_sent(name: str, mesh: dict[str, int], s
     assert sum(said(*asked).values()) / counted(*asked) == pytest.approx(1, abs=allowed)
 
 
-# One layer of each kind runs. The others are added.
+LARGE = dict(vocab_size=4096, intermediate_size=512)
+COME = [
+    ("qwen3", {}, "none", 256), ("qwen3", {}, "full", 64), ("qwen3_moe", dict(fsdp=2), "none", 256),
+    ("qwen3", dict(pp=2), "none", 256), ("qwen3_moe", dict(fsdp=2), "full", 64), ("qwen3", dict(tp=2), "none", 512),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh", "kind", "tokens"), parts.every(3, COME), ids=str)
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_gradients_come_while_activations_go(
+    name: str, mesh: dict[str, int], kind: Any, tokens: int, num_batches: int
+) -> None:
+    """Of models with many parameters for their tokens, whose gradients take as much."""
+    asked = (tiny.of(name, **LARGE), mesh, F32, mw.Savings(recompute=kind), tokens, num_batches)
+    due, found = said(*asked), counted(*asked)
+    assert sum(due.values()) / found == pytest.approx(1, abs=0.03)
+
+
+def test_all_gradients_are_there_in_a_second_micro_batch() -> None:
+    blueprint = draw(tiny.of("qwen3", **LARGE))
+    held = Held(widths_of(BF16), frozenset(blueprint.table.params))
+    first, second = (
+        {s.what: s.num_bytes for s in Need(blueprint.spec, Axes(), held, passing(num_batches=num)).stored()}
+        for num in (1, 2)
+    )
+    assert second[GRADIENTS] == 4 * sum(param.numel for param in blueprint.table)
+    assert first[GRADIENTS] < second[GRADIENTS]
+    assert sum(first.values()) < sum(second.values())
+
+
+# A few layers of each kind run. The others are added.
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
 def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it is to the byte what it is where all layers run."""
+    """So it is to the byte what it is where all layers run, once all gradients are there."""
     more = dict(num_hidden_layers=6, mlp_only_layers=[1, 4], layer_types=["linear_attention", "full_attention"] * 3)
     config = tiny.of(name)
     spec, work = draw({**config, **{k: v for k, v in more.items() if k in config}}).spec, passing(kind)
-    found = most_held(spec, Axes(tp=2), 0, work)
+    several = replace(work, num_batches=2)
+    first, found = (most_held(spec, Axes(tp=2), 0, each) for each in (work, several))
     monkeypatch.setattr(activations, "_kinds", lambda _, stage: [[int(number)] for number in stage.module.layers])
-    assert most_held(spec, Axes(tp=2), 0, work) == found
+    assert most_held(spec, Axes(tp=2), 0, several) == found
+    # in the first backward it matters when each layer's gradients come
+    assert sum(most_held(spec, Axes(tp=2), 0, work).values()) == pytest.approx(sum(first.values()), rel=0.03)
 
 
 def passing(kind: str = "none", num_batches: int = 1, device: str = "cuda") -> Passing:
@@ -165,9 +198,11 @@ def test_it_is_part_of_what_a_rank_needs() -> None:
         {s.what: s.num_bytes for s in Need(blueprint.spec, axes, held, w).stored()} for w in (None, passing())
     )
     fullest = most_held(blueprint.spec, axes, 0, passing())
-    assert need == {what: most[what] for what in ("parameters", "gradients", "moments")} | {
+    gradients = {GRADIENTS: fullest[GRADIENTS]}
+    assert need == {what: most[what] for what in ("parameters", "moments")} | gradients | {
         k: v for k, v in fullest.items() if v
     }
+    assert fullest[GRADIENTS] <= most[GRADIENTS]
     assert all(fullest.get(what, 0) <= most[what] for what in (GATHERED, ON_THEIR_WAY)), "at once there is less"
 
 

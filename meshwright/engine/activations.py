@@ -1,8 +1,10 @@
-"""What a step holds beside parameters and their gradients: activations, and whatever an operation needs for a moment.
+"""What comes and goes in a step: activations, gradients, and whatever an operation needs for a moment.
 
 It is found by running. A sketch of each stage makes forward and backward on the meta device, where nothing is computed,
 and each tensor is counted from when it is made until it is freed. So it is right for any family, dtype and mesh without
 a formula that somebody must keep right. Layers of one kind hold the same, so a few of each kind run.
+
+In the first backward of a step gradients come while activations go: all of both are never there at once.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import ops
 from ..axes import Axes
-from ..layout import GATHERED, Action, ShardingSpec, Stage, program_of
+from ..layout import GATHERED, GRADIENTS, ON_THEIR_WAY, Action, ShardingSpec, Stage, piece, program_of
 from ..layout.schedule import BACKWARD, FORWARD, WEIGHT
 from ..models import Decoder
 from ..models.decoder import Embedding
@@ -46,7 +48,7 @@ class Passing:
 
 @dataclass(frozen=True)
 class Moment:
-    """What there is at a moment, in bytes; and how much of it FSDP has gathered, or sends."""
+    """What there is at a moment, in bytes; and how much of it are gradients, or what FSDP has gathered or sends."""
 
     total: int = 0
     parts: Mapping[str, int] = field(default_factory=dict)
@@ -60,6 +62,10 @@ class Moment:
         gathered = max(now, least) + others
         return Moment(self.total - now + gathered, {**self.parts, GATHERED: gathered})
 
+    def with_grads(self, others: int) -> Moment:
+        """Of other stages, or of micro-batches before it."""
+        return Moment(self.total + others, {**self.parts, GRADIENTS: self.parts.get(GRADIENTS, 0) + others})
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -67,8 +73,10 @@ class Activations:
 
     kept: int  # bytes from its forward to its backward, without what is gathered
     forward: Moment  # the fullest while forward runs
-    backward: Moment  # and backward, what was kept among it
+    backward: Moment  # and backward, what was kept among it, without gradients
+    first: Moment  # and the first backward, with those gradients that it has made by then
     stays: int = 0  # bytes of what is gathered, and not freed behind forward
+    grads: int = 0  # and of all gradients
 
 
 def _same(x: Tensor) -> Tensor:
@@ -93,8 +101,9 @@ class Live(TorchDispatchMode):
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
-        self.now, self.most = 0, Moment()
+        self.now, self.most, self.first = 0, Moment(), Moment()
         self.parts: Counter[str] = Counter()  # of what there is now: what is no tensor here
+        self.left = 0  # what layers that do not run here have freed
         self._seen = {t.untyped_storage()._cdata for t in known}
 
     def __torch_dispatch__(
@@ -123,9 +132,13 @@ class Live(TorchDispatchMode):
         self._more(num_bytes)
 
     def _more(self, num_bytes: int) -> None:
+        """`most` is without gradients. They are in `first`."""
         self.now += num_bytes
-        if self.now > self.most.total:
-            self.most = Moment(self.now, dict(self.parts))
+        learned = self.parts[GRADIENTS]
+        if self.now - learned > self.most.total:
+            self.most = Moment(self.now - learned, {**self.parts, GRADIENTS: 0})
+        if self.now - self.left > self.first.total:
+            self.first = Moment(self.now - self.left, dict(self.parts))
 
     @property
     def passing(self) -> int:
@@ -134,7 +147,8 @@ class Live(TorchDispatchMode):
 
     def most_since(self) -> Moment:
         """The fullest moment since the last time that this was asked."""
-        most, self.most = self.most, Moment(self.now, dict(self.parts))
+        most, self.most = self.most, Moment()
+        self._more(0)
         return most
 
 
@@ -145,12 +159,26 @@ def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -
     sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
     units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
     here = {name for name, _ in sketch.named_modules()}
-    trial = _Trial(sketch, paper.axes, work.compute, {same[-1]: len(same[:-_RUN]) for same in kinds})
-    shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, trial.live.add)
+    grads = _grads(spec, stage, paper, work)
+    trial = _Trial(sketch, paper.axes, work.compute, {same[-1]: len(same[:-_RUN]) for same in kinds}, grads)
+    shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, grads, trial.live.add)
     stay = {unit.name: num for unit, (num, _) in units.items() if not unit.again}
     with ops.planned_for(work.kind):
         found = trial.run(work.tokens, shards, sum(num for name, num in stay.items() if name not in here))
-    return replace(found, stays=sum(stay.values()))
+    return replace(found, stays=sum(stay.values()), grads=sum(grads.values()))
+
+
+def _grads(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> dict[str, int]:
+    """Bytes of each parameter's gradient on the device of this rank."""
+    width = torch.promote_types(work.compute, torch.float32).itemsize
+    learning = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
+    params = [spec.table[name] for unit in stage.units for name in unit.params if name in learning]
+    away = work.savings.offload
+    return {
+        param.name: width * piece(param, spec.rules, paper.axes, paper.coords).numel
+        for param in params
+        if param.float32 or not away
+    }
 
 
 def _kinds(spec: ShardingSpec, stage: Stage) -> list[list[int]]:
@@ -165,11 +193,11 @@ def _kinds(spec: ShardingSpec, stage: Stage) -> list[list[int]]:
 
 def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> dict[str, int]:
     """The bytes of each kind at the fullest moment of a step on a rank, whose stages work in the order of the
-    schedule."""
+    schedule. Gradients are there from the first backward of their stage on."""
     paper, stages = Paper(axes, rank), spec.stages(axes, rank)
     of_stage = {stage.number: activations(spec, stage, paper, work) for stage in stages}
     program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, 0)[paper.coords["pp"]]
-    held, most = 0, Moment()
+    held, grads, most = 0, dict[int, int](), Moment()
     for action in (action for action in program if isinstance(action, Action)):
         here = of_stage[action.stage]
         if action.kind == FORWARD:
@@ -178,22 +206,30 @@ def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> dict[
             held -= here.kept
             continue
         else:  # what gradients of weights still need is taken to be all of it
-            moment = here.backward.beside(held - here.kept)
+            moment = (here.backward if action.stage in grads else here.first).beside(held - here.kept)
             held -= here.kept if action.kind == BACKWARD else 0
         others = sum(each.stays for number, each in of_stage.items() if number != action.stage)
         least = here.stays if spec.gathers_once(axes.pp) else 0
-        most = max(most, moment.with_gathered(least, others), key=lambda each: each.total)
-    return {**most.parts, ACTIVATIONS: most.total - sum(most.parts.values())}
+        moment = moment.with_gathered(least, others).with_grads(sum(grads.values()))
+        most = max(most, moment, key=lambda each: each.total)
+        if action.kind != FORWARD:
+            grads[action.stage] = here.grads
+    parts = {GRADIENTS: 0, GATHERED: 0, ON_THEIR_WAY: 0, **most.parts}
+    return {**parts, ACTIVATIONS: most.total - sum(parts.values())}
 
 
 class _Trial:
     """Forward and backward of a sketch, in which layers are left out: as many as `left_out` says, of the kind of each
-    of these. They are taken to be before those in it, and hold all the time what one of their kind keeps."""
+    of these. They are taken to be before those in it, and hold all the time what one of their kind keeps. `grads`:
+    bytes of the gradient of each parameter."""
 
-    def __init__(self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int]) -> None:
-        self.sketch, self.axes, self.compute, self.left_out = sketch, axes, compute, left_out
+    def __init__(
+        self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int], grads: Mapping[str, int]
+    ) -> None:
+        self.sketch, self.axes, self.compute, self.left_out, self.grads = sketch, axes, compute, left_out, grads
         self.live = Live([*sketch.parameters()])
         self.at: list[int] = []  # what there was when each layer began, and behind the last
+        self.kept = self.learned = self.turn = 0  # of layers that are left out
 
     def run(self, num_tokens: int, shards: Shards, stay: int) -> Activations:
         """`stay`: bytes of layers that are left out, which stay gathered."""
@@ -204,17 +240,37 @@ class _Trial:
             start = self._forward(num_tokens)
             shards.forward_ends()
             kept, forward = self.live.passing, self.live.most_since()
+            self._weigh_others()
             torch.autograd.backward(start, torch.empty_like(start))
             del start
             backward = self.live.most_since()
+        forward, backward, first = (each.beside(self.kept) for each in (forward, backward, self.live.first))
+        return Activations(kept + self.kept, forward, backward, first)
+
+    def _weigh_others(self) -> None:
+        """Of layers that are left out: what they keep, which becomes their gradients in the first backward. What layers
+        of the sketch hold beside it is looked at with the larger of both: so they turn before these, or behind."""
         kept_by = dict(zip(self.sketch.layers, (after - before for before, after in pairwise(self.at)), strict=True))
-        others = sum(num * kept_by[str(number)] for number, num in self.left_out.items())
-        return Activations(kept + others, forward.beside(others), backward.beside(others))
+        for number, num in self.left_out.items():
+            self.kept += num * kept_by[str(number)]
+            self.learned += num * sum(v for k, v in self.grads.items() if k.startswith(f"layers.{number}."))
+        self.turn = len(self.at) - 1 if self.learned > self.kept else 0
+
+    def _comes_back(self, number: int) -> None:
+        if number == self.turn:
+            self.live.left += self.kept
+            self.live.add(GRADIENTS, self.learned)
 
     def _watch(self) -> None:
         head = [] if self.sketch.head is None else [self.sketch.head]
         for module in (*self.sketch.layers.values(), *head):
-            module.register_forward_pre_hook(lambda *_: self.at.append(self.live.passing))
+            module.register_forward_pre_hook(lambda _, given: self._pass(given[0]))
+
+    def _pass(self, x_TD: Tensor) -> None:
+        number = len(self.at)
+        self.at.append(self.live.passing)
+        if x_TD.requires_grad:
+            x_TD.register_hook(lambda _: self._comes_back(number))
 
     def _forward(self, num_tokens: int) -> Tensor:
         """What backward starts from."""
@@ -227,7 +283,7 @@ class _Trial:
         sketch.balance.slope_E = torch.zeros(sketch.balance.num_experts, device="meta")
         scores = sketch(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), sketch.scores[0], x_TD)
         if sketch.head is None:
-            self.at.append(self.live.passing)
             (out,) = scores
+            self._pass(out)
             return out
         return scores[0].sum()

@@ -11,10 +11,9 @@ from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import MeshError, counted
 from ..layout import (
-    GATHERED,
+    GRADIENTS,
     HELD,
     LATE,
-    ON_THEIR_WAY,
     Held,
     Pipeline,
     ShardingSpec,
@@ -52,9 +51,10 @@ class Need:
         most = storage(self.spec, self.axes, rank, self.held)
         if self.passing is None:
             return most
-        now = self._at_fullest(self.axes.coords(rank)["pp"])
-        kept = [each for each in most if each.what not in (GATHERED, ON_THEIR_WAY)]
-        return kept + [Stored(what, num_bytes) for what, num_bytes in now.items() if num_bytes]
+        now = dict(self._at_fullest(self.axes.coords(rank)["pp"]))
+        kept = [each if each.host else replace(each, num_bytes=now.pop(each.what, each.num_bytes)) for each in most]
+        stored = kept + [Stored(what, num_bytes) for what, num_bytes in now.items()]
+        return [each for each in stored if each.num_bytes or each.what == GRADIENTS]
 
     def _at_fullest(self, place: int) -> dict[str, int]:
         """What passes through the ranks of a place is about the same, and most on the first."""

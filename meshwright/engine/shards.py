@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..axes import Axes
 from ..layout import (
     GATHERED,
+    GRADIENTS,
     ON_THEIR_WAY,
     ShardingSpec,
     Unit,
@@ -57,9 +58,12 @@ class Shards:
     FSDP leaves the piece (`_left`) until the next unit has come; also in what backward runs again.
     """
 
-    def __init__(self, sketch: nn.Module, units: Mapping[Unit, tuple[int, int]], add: Add) -> None:
-        """`units`: with the bytes of each when it is gathered, and of its gradients when they are sent."""
-        self._sketch, self._units, self._add = sketch, units, add
+    def __init__(
+        self, sketch: nn.Module, units: Mapping[Unit, tuple[int, int]], grads: Mapping[str, int], add: Add
+    ) -> None:
+        """`units`: with the bytes of each when it is gathered, and of its gradients when they are sent. `grads`: the
+        bytes of the gradient of each parameter, as this rank stores it."""
+        self._sketch, self._units, self._grad_bytes, self._add = sketch, units, grads, add
         self._order = [*units]
         self._come, self._left, self._here = set[Unit](), set[Unit](), set[Unit]()
         self._back = set[Unit]()  # those to which backward has come
@@ -67,7 +71,7 @@ class Shards:
         self._sent: Unit | None = None
 
     def watch(self) -> None:
-        """Gradients of parameters that are in no shards lie where they are counted, so nothing holds them here."""
+        """Gradients are counted as they are stored, so nothing holds them here."""
         others = dict(self._sketch.named_parameters())
         for unit in self._units:
             module = self._sketch.get_submodule(unit.name)
@@ -77,8 +81,9 @@ class Shards:
             learning = [parameter for parameter in learning if parameter.requires_grad]
             for parameter in learning:
                 parameter.register_post_accumulate_grad_hook(partial(self._learned, unit, len(learning)))
-        for parameter in (p for p in others.values() if p.requires_grad):
-            parameter.register_post_accumulate_grad_hook(_forget)
+        for name, parameter in others.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._store, name))
 
     def forward_ends(self) -> None:
         for unit in [*self._left]:
@@ -136,12 +141,13 @@ class Shards:
         self._sent = unit
         self._add(ON_THEIR_WAY, self._units[unit][1])
         del self._grads[unit]
+        self._add(GRADIENTS, sum(self._grad_bytes.get(name, 0) for name in unit.params))
 
     def _forget_sent(self) -> None:
         if self._sent is not None:
             self._add(ON_THEIR_WAY, -self._units[self._sent][1])
             self._sent = None
 
-
-def _forget(parameter: Tensor) -> None:
-    parameter.grad = None
+    def _store(self, name: str, parameter: Tensor) -> None:
+        parameter.grad = None
+        self._add(GRADIENTS, self._grad_bytes.get(name, 0))

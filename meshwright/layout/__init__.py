@@ -75,6 +75,6 @@ from .stages import (
     trained_from,
     transfer_name,
 )
-from .storage import GATHERED, HELD, ON_THEIR_WAY, Held, Stored, Widths, narrow_bytes, storage
+from .storage import GATHERED, GRADIENTS, HELD, ON_THEIR_WAY, Held, Stored, Widths, narrow_bytes, storage
 from .timetable import Gathers, Slot, Timetable, draw, gathers, most_kept, times
 from .units import TOWER, Unit, units_of

@@ -17,6 +17,7 @@ from .fp8 import num_scales
 from .rules import Piece, ShardingSpec, piece
 from .units import Unit
 
+GRADIENTS = "gradients"
 GATHERED, ON_THEIR_WAY, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
 HELD = (GATHERED, WHOLE)  # what is needed more where both are once a step
 
@@ -61,7 +62,7 @@ def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Store
         item = 1 if param.name in held.numbers else held.narrow.get(param.name, widths.stored)
         num_bytes["parameters", host] += num * item
         if param.name in held.trained:
-            num_bytes["gradients", host] += num * widths.stored
+            num_bytes[GRADIENTS, host] += num * widths.stored
             coded = param.name in held.coded
             num_bytes["moments", host] += 2 * (codes_bytes(mine) if coded else num * widths.moment)
     out = [Stored(what, num, host) for (what, host), num in num_bytes.items()]

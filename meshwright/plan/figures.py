@@ -18,6 +18,7 @@ from ..engine.bill import engine_bill
 from ..engine.fit import Need, fits, ways_out, widths_of, with_hold
 from ..errors import ConfigError
 from ..layout import (
+    GRADIENTS,
     Action,
     Charge,
     Held,
@@ -168,6 +169,12 @@ class Figures:
     @property
     def most(self) -> RankMemory:
         return self.memories[0]
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes on the rank that stores most, once all are there. At its fullest moment fewer may be."""
+        every = replace(self.need, passing=None).stored(self.most.rank)
+        return sum(each.num_bytes for each in every if each.what == GRADIENTS)
 
     @property
     def fits(self) -> bool | None:

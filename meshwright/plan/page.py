@@ -16,7 +16,7 @@ from .html import Cell, bar, bytes_cell, details, flowing, page, section, span_c
 from .picture import mesh_picture
 from .show import about, lies, notes, step
 from .tables import ChargeLine, ParameterLine, charge_lines, parameter_lines
-from .wording import Unit, duration, in_unit, kind, large, nominal, size, unit_of, verdict
+from .wording import Unit, at_the_fullest, duration, in_unit, kind, large, nominal, size, unit_of, verdict
 
 _MOST_ROWS = 64  # of the table of ranks
 
@@ -90,7 +90,8 @@ def _memory(figures: Figures) -> str:
     ]
     rows.append([Cell("total", "key total"), *(_in(unit, m.num_bytes, "number total") for m in memories)])
     names = ["each rank"] if alike else [f"rank {memory.rank:,}" for memory in memories]
-    return section("What a rank stores", tag("p", text), *bars, table(["stored", *names], rows, "figures"))
+    note = [tag("p", text) for text in (at_the_fullest(figures),) if text]
+    return section("What a rank stores", tag("p", text), *note, *bars, table(["stored", *names], rows, "figures"))
 
 
 def _in(unit: Unit, num_bytes: int, style: str = "number") -> Cell:

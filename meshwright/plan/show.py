@@ -18,7 +18,22 @@ from . import pipeline
 from . import step as times
 from .figures import Figures
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
-from .wording import duration, in_unit, kind, large, name_of, not_counted, saved, size, span, unit_of, verdict
+from .wording import (
+    at_the_fullest,
+    duration,
+    in_unit,
+    kind,
+    large,
+    name_of,
+    not_counted,
+    saved,
+    size,
+    span,
+    unit_of,
+    verdict,
+)
+
+STORES = "What a rank stores"
 
 
 def print_plan(figures: Figures) -> None:
@@ -28,7 +43,7 @@ def print_plan(figures: Figures) -> None:
     tables = {
         "Where parameters lie, one of each kind": _parameters(figures),
         **({"The stages of the pipeline": _places(figures)} if figures.axes.pp > 1 else {}),
-        "What a rank stores": _memory(figures),
+        STORES: _memory(figures),
         f"The collectives of a step; {step(figures)}": _traffic(figures),
         **({"How long a step takes, estimated": _times(figures)} if figures.cluster else {}),
     }
@@ -36,6 +51,8 @@ def print_plan(figures: Figures) -> None:
         console.print()
         console.print(Text(title, style="bold"))
         console.print(grid)
+        if title == STORES and (note := at_the_fullest(figures)):
+            console.print(Text(note))
     if figures.axes.pp > 1:
         _print_schedule(figures, console)
     console.print()
