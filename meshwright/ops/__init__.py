@@ -23,5 +23,5 @@ from meshwright.ops.planned import on_host, planned_for
 from meshwright.ops.product import linear, linears
 from meshwright.ops.quantised import Quantised
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate
-from meshwright.ops.routes import Rows, by_expert, counted
+from meshwright.ops.routes import Rows, by_expert, counted, joined
 from meshwright.ops.sending import sent

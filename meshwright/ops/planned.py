@@ -34,14 +34,18 @@ def kind_of(device: torch.device) -> str:
     return _meant if device.type == "meta" else device.type
 
 
-def on_host(counts: Sequence[Tensor], totals: Sequence[int]) -> list[list[int]]:
+def on_host(counts: Sequence[Sequence[Tensor]], totals: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     """What they count, for which the host waits once. On the meta device each shares its total evenly."""
-    sizes = [len(each) for each in counts]
-    if counts[0].device.type == "meta":
-        shares = zip(sizes, totals, strict=True)
-        return [[total // num + (i < total % num) for i in range(num)] for num, total in shares]
-    told = iter(torch.cat([*counts]).tolist())
-    return [list(islice(told, num)) for num in sizes]
+    flat = [each for some in counts for each in some]
+    if flat[0].device.type == "meta":
+        sizes = [[len(each) for each in some] for some in counts]
+        return [[*map(_shared, *both)] for both in zip(totals, sizes, strict=True)]
+    told = iter(torch.cat(flat).tolist())
+    return [[list(islice(told, len(each))) for each in some] for some in counts]
+
+
+def _shared(total: int, num: int) -> list[int]:
+    return [total // num + (i < total % num) for i in range(num)]
 
 
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, _docs: object = None) -> Tensor:

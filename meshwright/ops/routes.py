@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from meshwright.ops.lookup import reordered
 @dataclass(frozen=True)
 class Rows:
     """Copies of tokens, sorted by expert, each with its weight; how many each expert has, on the device and, if it is
-    known there, on the host. `back` makes of what experts return, weighted, a sum for each token."""
+    known there, on the host. `back` makes of what experts return, weighted, a sum for each token. They may be on their
+    way when it returns: a call of what it gives waits for them."""
 
     x_ND: Tensor
     weight_N: Tensor
     counts_E: Tensor
     counts: list[int] | None
-    back: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Callable[[], Tensor]]
 
 
 def by_expert(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, num_experts: int) -> Rows:
@@ -30,9 +31,14 @@ def by_expert(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, num_experts: i
     expert_N = expert_Tk.flatten()
     order_N = expert_N.argsort(stable=True)  # by expert; within one, by token
     back_N = order_N.argsort()
+
+    def back(y_ND: Tensor) -> Callable[[], Tensor]:
+        sum_TD: Tensor = _Sums.apply(y_ND, order_N, back_N, expert_Tk.shape[1])  # torch leaves apply untyped
+        return lambda: sum_TD
+
     return Rows(
         reordered(x_TD, order_N, back_N), weight_Tk.flatten().index_select(0, order_N), counted(expert_N, num_experts),
-        None, lambda y_ND: _Sums.apply(y_ND, order_N, back_N, expert_Tk.shape[1]),
+        None, back,
     )  # fmt: skip
 
 
@@ -43,12 +49,17 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, back_N: Tensor, k: int) -> Tensor:
         ctx.order_N, ctx.k = order_N, k
-        return y_ND.index_select(0, back_N).unflatten(0, (-1, k)).sum(1)
+        return y_ND.index_select(0, back_N).view(len(y_ND) // k, k, y_ND.shape[1]).sum(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None, None, None]:
         return d_TD.index_select(0, ctx.order_N // ctx.k), None, None, None
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch copies where there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
 
 
 def counted(number_N: Tensor, size: int) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,14 +12,18 @@ from torch import Tensor
 from ..layout import Hop
 from ..mesh.collectives import Exchange, Travel, exchange
 from ..watch import waiting_at
+from .again import aside, runs_again
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks between which rows go in a hop."""
+    """The ranks between which rows go in a hop. `ahead`: those of other tokens are computed behind them."""
 
     name: str
     hop: Hop
+    ahead: bool = False
 
     def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Tensor:
         out: Tensor = Exchange.apply(x, received, sent, self.name, self.hop.at + what)  # torch leaves apply untyped
@@ -36,6 +41,16 @@ class Group:
         begun = travel.begin(x)
         return lambda: travel.end(begun)
 
+    def begin_back(self, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Callable[[], Tensor]:
+        """The way back. If backward runs the layer again, it needs what is computed behind this, and nothing of this:
+        so it goes once, and is not kept for it."""
+        if not self.ahead:
+            return self.begin(x, received, sent, what)
+        if runs_again():
+            return lambda: _aside(lambda: self.exchange(x, received, sent, what))
+        begun = _aside(lambda: self.begin(x, received, sent, what))
+        return lambda: _aside(begun)
+
     def numbers(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
         """The same of whole numbers, which have no gradient."""
         with waiting_at(self.hop.at, what):
@@ -45,3 +60,22 @@ class Group:
         """A row of numbers from each rank, for one to each."""
         each = [1] * self.hop.size
         return self.numbers(counts_RC, each, each, "the counts")
+
+    def of(self, part: str, *, ahead: bool) -> Group:
+        """The same ranks, for a part of the tokens."""
+        return replace(self, hop=replace(self.hop, at=self.hop.at + part), ahead=ahead)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that go to their experts together, and the ranks between which they go in each hop."""
+
+    x_TD: Tensor
+    weight_Tk: Tensor
+    expert_Tk: Tensor
+    groups: Sequence[Group]
+
+
+def _aside(act: Callable[[], Made]) -> Made:
+    with aside():
+        return act()

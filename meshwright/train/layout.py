@@ -19,7 +19,10 @@ from ..plan.figures import COMPUTE
 from ..plan.wording import name_of
 from .config import Config, TrainSection
 
-_SAVINGS = ("recompute", "reshard", "offload", "compiled", "gather_once", "sum_once", "narrow_grads", "token_once")
+_SAVINGS = (
+    "recompute", "reshard", "offload", "compiled", "gather_once", "sum_once", "narrow_grads", "token_once",
+    "expert_halves",
+)  # fmt: skip
 
 
 def savings_of(section: TrainSection) -> Savings:
