@@ -13,7 +13,7 @@ from .. import ops
 from ..layout import Coming, Dispatch, Traffic, find, hops, portions
 from ..mesh import Mesh
 from ..ops import Rows
-from .expert_group import Group, Part
+from .expert_group import Group, Part, sent_back
 from .expert_once import dispatch_once
 
 
@@ -99,12 +99,13 @@ def _coming(way: _Way, weights: Callable[[], Tensor], rows: Callable[[], Tensor]
     group, sums, sent, received = way.group, way.out.back, way.sent, way.received  # not `way`: it holds rows
 
     def back(y_ND: Tensor) -> Callable[[], Tensor]:
-        begun = group.begin_back(ops.reordered(y_ND, back_N, order_N), sent, received, ", the way back")
+        y_ND = ops.reordered(y_ND, back_N, order_N)
 
-        def summed() -> Tensor:
-            return sums(begun())()
+        def send() -> Callable[[], Tensor]:
+            begun = group.begin(y_ND, sent, received, ", the way back")
+            return lambda: sums(begun())()  # noqa: PLW0108 - it waits when it is called
 
-        return summed
+        return sent_back(send, ahead=group.ahead)
 
     def come() -> Rows:
         weight_N, x_ND = weights().index_select(0, order_N), ops.reordered(rows(), order_N, back_N)

@@ -41,16 +41,6 @@ class Group:
         begun = travel.begin(x)
         return lambda: travel.end(begun)
 
-    def begin_back(self, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Callable[[], Tensor]:
-        """The way back. If backward runs the layer again, it needs what is computed behind this, and nothing of this:
-        so it goes once, and is not kept for it."""
-        if not self.ahead:
-            return self.begin(x, received, sent, what)
-        if runs_again():
-            return lambda: _aside(lambda: self.exchange(x, received, sent, what))
-        begun = _aside(lambda: self.begin(x, received, sent, what))
-        return lambda: _aside(begun)
-
     def numbers(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
         """The same of whole numbers, which have no gradient."""
         with waiting_at(self.hop.at, what):
@@ -74,6 +64,17 @@ class Part:
     weight_Tk: Tensor
     expert_Tk: Tensor
     groups: Sequence[Group]
+
+
+def sent_back(send: Callable[[], Callable[[], Tensor]], *, ahead: bool) -> Callable[[], Tensor]:
+    """Begins a way back. `ahead`: more is computed beside it. If backward runs the layer again, it needs that, and
+    nothing of this: so this goes once, and is not kept for it."""
+    if not ahead:
+        return send()
+    if runs_again():
+        return lambda: _aside(lambda: send()())  # noqa: PLW0108 - it sends when it is called
+    begun = _aside(send)
+    return lambda: _aside(begun)
 
 
 def _aside(act: Callable[[], Made]) -> Made:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import ops
 from ..layout import ROWS, Coming, likely_rows
 from ..ops import Rows
-from .expert_group import Group, Part
+from .expert_group import Group, Part, sent_back
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def dispatch_once(parts: Sequence[Part]) -> list[Coming]:
         on = [_sent_on(*each, hop) for each in zip(parts, sent, strict=True)]
         sent = _send(on, here=False)
         ways_back = [[each.back, *ways] for each, ways in zip(sent, ways_back, strict=True)]
-    return [_coming(*each) for each in zip(sent, ways_back, strict=True)]
+    return [
+        _coming(each, ways, ahead=part.groups[0].ahead) for part, each, ways in zip(parts, sent, ways_back, strict=True)
+    ]
 
 
 def _of_tokens(part: Part) -> _Wanted:
@@ -110,7 +112,7 @@ def _sent_on(part: Part, sent: _Sent, hop: int) -> _Wanted:
     )  # fmt: skip
 
 
-def _coming(sent: _Sent, ways_back: Sequence[Callable[[Tensor], Callable[[], Tensor]]]) -> Coming:
+def _coming(sent: _Sent, ways_back: Sequence[Callable[[Tensor], Callable[[], Tensor]]], *, ahead: bool) -> Coming:
     """Only the last of the ways back goes beside other work: it is the longest."""
     order_P, here = _by_expert(sent)
     *inner, outer = ways_back
@@ -122,9 +124,14 @@ def _coming(sent: _Sent, ways_back: Sequence[Callable[[Tensor], Callable[[], Ten
     def back(y_PD: Tensor) -> Callable[[], Tensor]:
         """It holds nothing of `sent`, whose rows nobody wants by then."""
         sum_RD = ops.summed(y_PD, here)
-        for way_back in inner:
-            sum_RD = way_back(sum_RD)()
-        return outer(sum_RD)
+
+        def send() -> Callable[[], Tensor]:
+            sum_SD = sum_RD
+            for way_back in inner:
+                sum_SD = way_back(sum_SD)()
+            return outer(sum_SD)
+
+        return sent_back(send, ahead=ahead)
 
     return come
 
@@ -218,7 +225,7 @@ def _sent(
         return group.begin(ops.copied(coming(), out), sizes.rows_in, sizes.rows_out, ROWS)
 
     def back(sum_RD: Tensor) -> Callable[[], Tensor]:
-        begun = group.begin_back(sum_RD, sizes.rows_out, sizes.rows_in, ROWS)
+        begun = group.begin(sum_RD, sizes.rows_out, sizes.rows_in, ROWS)
         return lambda: ops.summed(begun(), out)
 
     def when_asked() -> Tensor:
