@@ -21,7 +21,7 @@ EXAMPLES = """examples:
 ABOUT = """What a model needs on a mesh: bytes of every rank, every collective of a step, and whether it fits.
 
 It reads config.json (and the headers of the weights, where they are), starts no process and needs no device.
-Buffers of collectives and of the allocator are not counted: leave a few GB.
+Buffers of collectives, of the update and of the allocator are not counted: leave a few GB.
 How long a step takes is estimated from the figures of makers: docs/plan.md says how.
 Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh is impossible, and why.
 """

@@ -26,7 +26,7 @@ from meshwright.mesh import Memory
 from meshwright.models import Decoder
 from meshwright.ops import planned
 from meshwright.train.layout import warn_of_memory
-from tests import parts, tiny, trials
+from tests import parts, seeing, tiny, trials
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOKENS = 2048
@@ -77,6 +77,7 @@ LARGE = dict(vocab_size=4096, intermediate_size=512)
 COME = [
     ("qwen3", {}, "none", 256), ("qwen3", {}, "full", 64), ("qwen3_moe", dict(fsdp=2), "none", 256),
     ("qwen3", dict(pp=2), "none", 256), ("qwen3_moe", dict(fsdp=2), "full", 64), ("qwen3", dict(tp=2), "none", 512),
+    ("qwen3_tied", dict(pp=2), "none", 16),
 ]  # fmt: skip
 
 
@@ -89,6 +90,31 @@ def test_gradients_come_while_activations_go(
     asked = (tiny.of(name, **LARGE), mesh, F32, mw.Savings(recompute=kind), tokens, num_batches)
     due, found = said(*asked), counted(*asked)
     assert sum(due.values()) / found == pytest.approx(1, abs=0.03)
+
+
+def test_kinds_of_layers_that_stand_apart() -> None:
+    """Those behind have their gradients while those in front still keep what they want for backward."""
+    config = tiny.of("qwen3_moe", num_hidden_layers=24, mlp_only_layers=[*range(12)], num_experts=64)
+    asked = (config, {}, F32, mw.Savings(), 256, 1)
+    assert sum(said(*asked).values()) / counted(*asked) == pytest.approx(1, abs=0.05)
+
+
+def test_where_gradients_of_weights_come_late_all_are_counted() -> None:
+    """What they are made of is there until then."""
+    spec = replace(draw(tiny.of("qwen3", **LARGE)).spec, pipeline=mw.Pipeline("zero-bubble"))
+    held = most_held(spec, Axes(pp=2), 0, replace(passing(num_batches=2), tokens=16))
+    mine = [param for stage in spec.stages(Axes(pp=2), 0) for unit in stage.units for param in unit.params]
+    assert held[GRADIENTS] == 4 * sum(spec.table[name].numel for name in mine)
+
+
+def test_a_tower_has_gradients_too() -> None:
+    blueprint = draw(seeing.of("qwen3_vl"), tower=True)
+    held = Held(widths_of(BF16), frozenset(blueprint.table.params))
+    all_at_once, fullest = (
+        sum(s.num_bytes for s in Need(blueprint.spec, Axes(), held, each).stored())
+        for each in (None, replace(passing(), tokens=16))
+    )
+    assert all_at_once <= fullest
 
 
 def test_all_gradients_are_there_in_a_second_micro_batch() -> None:

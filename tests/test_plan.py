@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_told_with_a_way_out(tmp_path: Path, capsys: Captur
 def test_what_is_not_counted_is_said(capsys: Capture) -> None:
     for options in ([], ["--device", "80GB"]):
         told = " ".join(planned(capsys, "tiny-qwen3", *options)[1].split())
-        assert re.search("Buffers of collectives and of the allocator are not counted", told)
+        assert re.search("Buffers of collectives, of the update and of the allocator are not counted", told)
         assert re.search(r"activations [\d.]+ [kM]B", told)
 
 

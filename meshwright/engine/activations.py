@@ -4,7 +4,7 @@ It is found by running. A sketch of each stage makes forward and backward on the
 and each tensor is counted from when it is made until it is freed. So it is right for any family, dtype and mesh without
 a formula that somebody must keep right. Layers of one kind hold the same, so a few of each kind run.
 
-In the first backward of a step gradients come while activations go: all of both are never there at once.
+In the first backward of a step gradients come while activations go. So all of both are there at once in a later one.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -
     units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
     here = {name for name, _ in sketch.named_modules()}
     grads = _grads(spec, stage, paper, work)
-    trial = _Trial(sketch, paper.axes, work.compute, {same[-1]: len(same[:-_RUN]) for same in kinds}, grads)
+    left_out = {number: same[-1] for same in kinds for number in same[:-_RUN]}
+    trial = _Trial(sketch, paper.axes, work.compute, left_out, grads)
     shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, grads, trial.live.add)
     stay = {unit.name: num for unit, (num, _) in units.items() if not unit.again}
     with ops.planned_for(work.kind):
@@ -206,22 +207,23 @@ def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> dict[
             held -= here.kept
             continue
         else:  # what gradients of weights still need is taken to be all of it
-            moment = (here.backward if action.stage in grads else here.first).beside(held - here.kept)
+            first = action.kind == BACKWARD and action.stage not in grads
+            moment = (here.first if first else here.backward).beside(held - here.kept)
             held -= here.kept if action.kind == BACKWARD else 0
+            grads |= {} if first else {action.stage: here.grads}
         others = sum(each.stays for number, each in of_stage.items() if number != action.stage)
         least = here.stays if spec.gathers_once(axes.pp) else 0
         moment = moment.with_gathered(least, others).with_grads(sum(grads.values()))
         most = max(most, moment, key=lambda each: each.total)
-        if action.kind != FORWARD:
-            grads[action.stage] = here.grads
+        grads |= {action.stage: here.grads} if action.kind == BACKWARD else {}
     parts = {GRADIENTS: 0, GATHERED: 0, ON_THEIR_WAY: 0, **most.parts}
     return {**parts, ACTIVATIONS: most.total - sum(parts.values())}
 
 
 class _Trial:
-    """Forward and backward of a sketch, in which layers are left out: as many as `left_out` says, of the kind of each
-    of these. They are taken to be before those in it, and hold all the time what one of their kind keeps. `grads`:
-    bytes of the gradient of each parameter."""
+    """Forward and backward of a sketch, in which layers are left out. `left_out`: of each one of its kind that runs,
+    which keeps the same. They are taken to be before those that run, and together. `grads`: bytes of the gradient of
+    each parameter."""
 
     def __init__(
         self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int], grads: Mapping[str, int]
@@ -229,7 +231,8 @@ class _Trial:
         self.sketch, self.axes, self.compute, self.left_out, self.grads = sketch, axes, compute, left_out, grads
         self.live = Live([*sketch.parameters()])
         self.at: list[int] = []  # what there was when each layer began, and behind the last
-        self.kept = self.learned = self.turn = 0  # of layers that are left out
+        self.kept = 0  # by layers that are left out
+        self.turns: dict[int, tuple[int, int]] = {}  # what they free and learn, when backward is at a place
 
     def run(self, num_tokens: int, shards: Shards, stay: int) -> Activations:
         """`stay`: bytes of layers that are left out, which stay gathered."""
@@ -243,23 +246,31 @@ class _Trial:
             self._weigh_others()
             torch.autograd.backward(start, torch.empty_like(start))
             del start
+            self.live.add(
+                GRADIENTS, sum(self.grads.values()) - self.live.parts[GRADIENTS]
+            )  # of a tower, which is not run
             backward = self.live.most_since()
         forward, backward, first = (each.beside(self.kept) for each in (forward, backward, self.live.first))
         return Activations(kept + self.kept, forward, backward, first)
 
     def _weigh_others(self) -> None:
-        """Of layers that are left out: what they keep, which becomes their gradients in the first backward. What layers
-        of the sketch hold beside it is looked at with the larger of both: so they turn before these, or behind."""
+        """In the first backward what a layer keeps becomes its gradients. Layers that run are looked at beside the most
+        that the others have then: up to there these turn before them, and from there on behind."""
         kept_by = dict(zip(self.sketch.layers, (after - before for before, after in pairwise(self.at)), strict=True))
-        for number, num in self.left_out.items():
-            self.kept += num * kept_by[str(number)]
-            self.learned += num * sum(v for k, v in self.grads.items() if k.startswith(f"layers.{number}."))
-        self.turn = len(self.at) - 1 if self.learned > self.kept else 0
+        most = freed = learned = 0
+        before, whole = (0, 0), (0, 0)
+        for _, alike in sorted(self.left_out.items(), reverse=True):
+            freed += kept_by[str(alike)]
+            learned += sum(num for name, num in self.grads.items() if name.startswith(f"layers.{alike}."))
+            whole = freed, learned
+            most, before = (learned - freed, whole) if learned - freed > most else (most, before)
+        self.kept = freed
+        self.turns = {len(self.at) - 1: before, 0: (whole[0] - before[0], whole[1] - before[1])}
 
     def _comes_back(self, number: int) -> None:
-        if number == self.turn:
-            self.live.left += self.kept
-            self.live.add(GRADIENTS, self.learned)
+        freed, learned = self.turns.get(number, (0, 0))
+        self.live.left += freed
+        self.live.add(GRADIENTS, learned)
 
     def _watch(self) -> None:
         head = [] if self.sketch.head is None else [self.sketch.head]

@@ -52,9 +52,15 @@ class Need:
         if self.passing is None:
             return most
         now = dict(self._at_fullest(self.axes.coords(rank)["pp"]))
-        kept = [each if each.host else replace(each, num_bytes=now.pop(each.what, each.num_bytes)) for each in most]
-        stored = kept + [Stored(what, num_bytes) for what, num_bytes in now.items()]
-        return [each for each in stored if each.num_bytes or each.what == GRADIENTS]
+        gradients = now.pop(GRADIENTS)  # of the first rank of its place: others may store less
+        kept = [
+            replace(each, num_bytes=min(gradients, each.num_bytes))
+            if each.what == GRADIENTS and not each.host
+            else each
+            for each in most
+            if each.what not in now
+        ]
+        return kept + [Stored(what, num_bytes) for what, num_bytes in now.items() if num_bytes]
 
     def _at_fullest(self, place: int) -> dict[str, int]:
         """What passes through the ranks of a place is about the same, and most on the first."""

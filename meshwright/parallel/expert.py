@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ def _in_halves(send: Send, groups: Sequence[Group], x_TD: Tensor, weight_Tk: Ten
     (first, num), (second, others) = portions(len(x_TD), halves=True)
     x, weight, expert = (each.split([num, others]) for each in (x_TD, weight_Tk, expert_Tk))
     return send([
-        Part(x[0], weight[0], expert[0], [group.of(first, ahead=True) for group in groups]),
-        Part(x[1], weight[1], expert[1], [group.of(second, ahead=False) for group in groups]),
+        Part(x[0], weight[0], expert[0], [replace(group, part=first, ahead=True) for group in groups]),
+        Part(x[1], weight[1], expert[1], [replace(group, part=second) for group in groups]),
     ])  # fmt: skip
 
 

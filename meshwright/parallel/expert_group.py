@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -19,14 +19,19 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks between which rows go in a hop. `ahead`: those of other tokens are computed behind them."""
+    """The ranks between which rows go in a hop, of a part of the tokens. `ahead`: another is computed behind it."""
 
     name: str
     hop: Hop
+    part: str = ""
     ahead: bool = False
 
+    @property
+    def at(self) -> str:
+        return self.hop.at + self.part
+
     def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Tensor:
-        out: Tensor = Exchange.apply(x, received, sent, self.name, self.hop.at + what)  # torch leaves apply untyped
+        out: Tensor = Exchange.apply(x, received, sent, self.name, self.at + what)  # torch leaves apply untyped
         return out
 
     def begin(self, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Callable[[], Tensor]:
@@ -37,23 +42,20 @@ class Group:
         if torch.is_grad_enabled() and not x.requires_grad:
             here = self.exchange(x, received, sent, what)
             return lambda: here
-        travel = Travel(received, sent, self.name, self.hop.at + what)
+        travel = Travel(received, sent, self.name, self.at + what)
         begun = travel.begin(x)
         return lambda: travel.end(begun)
 
     def numbers(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
         """The same of whole numbers, which have no gradient."""
-        with waiting_at(self.hop.at, what):
+        with waiting_at(self.at, what):
             return exchange(x, received, sent, self.name)
 
     def counts(self, counts_RC: Tensor) -> Tensor:
-        """A row of numbers from each rank, for one to each."""
+        """A row of numbers from each rank, for one to each. They are of all parts."""
         each = [1] * self.hop.size
-        return self.numbers(counts_RC, each, each, "the counts")
-
-    def of(self, part: str, *, ahead: bool) -> Group:
-        """The same ranks, for a part of the tokens."""
-        return replace(self, hop=replace(self.hop, at=self.hop.at + part), ahead=ahead)
+        with waiting_at(self.hop.at, "the counts"):
+            return exchange(counts_RC, each, each, self.name)
 
 
 @dataclass(frozen=True)

@@ -172,9 +172,9 @@ class Figures:
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes on the rank that stores most, once all are there. At its fullest moment fewer may be."""
+        """Bytes on the device of the rank that stores most, once all are there. At its fullest moment fewer may be."""
         every = replace(self.need, passing=None).stored(self.most.rank)
-        return sum(each.num_bytes for each in every if each.what == GRADIENTS)
+        return sum(each.num_bytes for each in every if each.what == GRADIENTS and not each.host)
 
     @property
     def fits(self) -> bool | None:

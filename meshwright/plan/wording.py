@@ -94,17 +94,17 @@ class Verdict:
 
 def not_counted(figures: Figures) -> str:
     tower = ", nor what the tower holds" if figures.blueprint.module.tower is not None else ""
-    return f"Buffers of collectives and of the allocator are not counted{tower}: they come on top."
+    return f"Buffers of collectives, of the update and of the allocator are not counted{tower}: they come on top."
 
 
 def at_the_fullest(figures: Figures) -> str | None:
     """Where gradients are missed in what a rank stores."""
-    there = sum(each.num_bytes for each in figures.most.stored if each.what == GRADIENTS)
+    there = sum(each.num_bytes for each in figures.most.stored if each.what == GRADIENTS and not each.host)
     if there == figures.gradients:
         return None
     return (
         f"This is the fullest moment of a step. Of {size(figures.gradients)} of gradients {size(there)} are there: "
-        "others come while activations go."
+        "others come while activations go. With more micro-batches all are there sooner."
     )
 
 
