@@ -93,6 +93,15 @@ class Place:
     first_col: int
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one call updates. `live`: all of it where it is stored; else slices, or moments that are widened for it."""
+
+    slices: list[Slice]
+    decay: float
+    live: bool
+
+
 class AdamW:
     """Keeps the moments of the parameters that are trained. The parameters themselves are given to every step: so an
     update is written where the next forward reads.
@@ -104,6 +113,8 @@ class AdamW:
     def __init__(self, decayed: Container[str], settings: Settings, coded: Mapping[str, Place] | None = None) -> None:
         self.settings, self.decayed, self.steps, self.coded = settings, decayed, 0, coded or {}
         self.moments: Moments = {}  # made by the first step: until then none takes memory
+        self._updated: list[str] = []  # names, by the last step
+        self._parts: list[Part] = []  # how they are shared out: made again only where a step updates others
 
     def make_moments(self, stored: Mapping[str, Tensor]) -> None:
         """Those that are not there yet. An empty piece has none."""
@@ -127,27 +138,34 @@ class AdamW:
         """Update what is stored of the parameters that have gradients."""
         stored = {name: t for name, t in stored.items() if name in grads and t.numel()}
         self.make_moments(stored)
-        for decays, decay in ((True, self.settings.weight_decay), (False, 0.0)):
-            some = {name: t for name, t in stored.items() if (name in self.decayed) == decays}
-            for part in _parts(some, self.coded):
-                self._update(part, stored, grads, lr, decay)
+        if self._updated != [*stored]:
+            self._updated, self._parts = [*stored], list(self._shared_out(stored))
+        for part in self._parts:
+            self._update(part, stored, grads, lr)
         self.steps += 1
 
-    def _update(
-        self, part: list[Slice], stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float, decay: float
-    ) -> None:
-        views = [_of(stored[name], at) for name, at in part]
-        moments = list(map(self._wide, part, views))
+    def _shared_out(self, stored: Mapping[str, Tensor]) -> Iterator[Part]:
+        for decays, decay in ((True, self.settings.weight_decay), (False, 0.0)):
+            some = {name: t for name, t in stored.items() if (name in self.decayed) == decays}
+            for slices in _parts(some, self.coded):
+                yield Part(slices, decay, all(self._is_live(name, at, stored[name]) for name, at in slices))
+
+    def _is_live(self, name: str, at: slice | None, stored: Tensor) -> bool:
+        return at is None and name not in self.coded and self.moments[name][0].dtype == stored.dtype
+
+    def _update(self, part: Part, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
+        views = [_of(stored[name], at) for name, at in part.slices]
+        moments = [self.moments[n] for n, _ in part.slices] if part.live else list(map(self._wide, part.slices, views))
         beta1, beta2 = self.settings.betas
         step = torch.full((), self.steps + 1, dtype=torch.float32, device=views[0].device)
         torch._fused_adamw_(  # as torch's optimizer calls it, after it has sorted all that it was given
-            views, [_of(grads[name].contiguous(), at) for name, at in part],
+            views, [_of(grads[name].contiguous(), at) for name, at in part.slices],
             [m for m, _ in moments], [v for _, v in moments], [], [step] * len(views),
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=self.settings.eps, amsgrad=False, maximize=False,
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=part.decay, eps=self.settings.eps,
+            amsgrad=False, maximize=False,
         )  # fmt: skip
-        for (name, at), wide in zip(part, moments, strict=True):
-            if wide is not self.moments[name]:
-                self._keep(name, at, wide, self.steps)
+        for (name, at), wide in [] if part.live else zip(part.slices, moments, strict=True):
+            self._keep(name, at, wide, self.steps)
 
     def _wide(self, of: Slice, like: Tensor) -> Sequence[Tensor]:
         """Both moments of a slice, like what they are of: live memory, if they are kept in this dtype."""

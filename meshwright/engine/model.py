@@ -165,8 +165,7 @@ class Model:
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Straight from where a module keeps them: each step walks over all of them several times."""
-        found = ((name, holder._parameters[last]) for name, holder, last in self._places)
-        return {name: parameter for name, parameter in found if parameter is not None}
+        return {name: p for name, holder, last in self._places if (p := holder._parameters[last]) is not None}
 
     def parameter(self, name: str) -> nn.Parameter:
         """This rank's piece of a parameter, as the module holds it."""
@@ -204,8 +203,8 @@ class Model:
 
     def grads(self) -> dict[str, Tensor]:
         """This rank's part of every gradient that is there."""
-        found = {name: parallel.local_grad(p) for name, p in self._parameters().items() if p.requires_grad}
-        return {name: grad for name, grad in found.items() if grad is not None}
+        found = {name: p.grad for name, p in self._parameters().items() if p.requires_grad}
+        return {name: parallel.local(grad) for name, grad in found.items() if grad is not None}
 
     def forget_grads(self) -> None:
         """Also those that FSDP has not summed yet, of a step that failed."""

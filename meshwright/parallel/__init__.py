@@ -153,7 +153,3 @@ def spans(spec: ShardingSpec, axes: Axes, rank: int) -> Iterator[tuple[Span, int
 def local(parameter: Tensor) -> Tensor:
     """What this rank stores of a parameter (or of a gradient): its memory. `to_local` would note a derivative."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def local_grad(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else local(parameter.grad)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -100,13 +100,14 @@ class _Again:
             )
         numbers = count()
         keep = functools.partial(self._keep, numbers)
-        hooks = saved_tensors_hooks(keep, _same)
+        hooks = saved_tensors_hooks(keep, _refuse)
         with contextlib.suppress(_EnoughError), _within(_AGAIN), self.context(), hooks, torch.enable_grad():
             self.run(*self.args)
         if (num := next(numbers)) != len(self.places):
             raise StateError(f"a layer saved {len(self.places)} tensors for backward, and {num} when it ran again")
 
-    def _keep(self, numbers: Iterator[int], tensor: Tensor) -> Tensor:
+    def _keep(self, numbers: Iterator[int], tensor: Tensor) -> None:
+        """For the first run's steps of backward. Those of the second run are thrown away, so they get nothing."""
         number = next(numbers)
         place = self.places[number]()
         if place is not None:
@@ -115,11 +116,10 @@ class _Again:
                 raise StateError(
                     f"a layer saved {tuple(was)} in {dtype} for backward, and {tuple(shape)} in {now} when it ran again"
                 )
-            self.found[number] = tensor.detach()
+            self.found[number] = tensor.detach()  # a step that saves its own output would hold itself for ever
         if number == len(self.places) - 1:
             raise _EnoughError
-        return tensor.detach()  # a step that saves its own output would hold itself, and be in memory for ever
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _refuse(_: None) -> NoReturn:
+    raise StateError("a layer that runs again asked for gradients within itself, which nothing was kept for")

@@ -86,11 +86,13 @@ def _checkpointed(run: Callable[..., Tensor], ops_kept: list[Any], *args: Any) -
     """A token is routed once, whatever is made again. What a layer reports to `Balance` twice is the same."""
     if not torch.is_grad_enabled():
         return run(*args)
-    choices, kept = ops.Choices(), Kept(ops_kept, OPS)
-    first, again = choices.made, choices.taken
-    if ops_kept:  # torch then looks at each operation in Python, which takes the host as long as the operations do
-        first, again = functools.partial(_both, kept.made, first), functools.partial(_both, kept.taken, again)
-    with first(), saved_by_running_again(run, args, again, kept.saved):
+    choices = ops.Choices()
+    if not ops_kept:
+        with choices.made(), saved_by_running_again(run, args, choices.taken):
+            return run(*args)
+    kept = Kept(ops_kept, OPS)  # torch then looks at each operation in Python: that takes as long as the operations do
+    again = functools.partial(_both, kept.taken, choices.taken)
+    with kept.made(), choices.made(), saved_by_running_again(run, args, again, kept.saved):
         return run(*args)
 
 
