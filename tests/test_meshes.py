@@ -61,8 +61,7 @@ CASES = [
 FLOAT32 = [
     case._replace(dtype=torch.float32)
     for case in CASES
-    if case.head == "lm" and dict(case.mesh) in ([BOTH, WIDEST] if parts.ALL else [BOTH])
-    if parts.ALL or case.name in WIDE
+    if case.head == "lm" and dict(case.mesh) in ([BOTH, WIDEST] if parts.ALL else [dict(tp=2)])
 ]
 BFLOAT16 = [
     case._replace(dtype=torch.bfloat16)
