@@ -300,10 +300,10 @@ def test_a_way_of_cp_is_looked_for_on_meshes_with_cp() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # others may use the machine
 def test_a_large_model_on_many_ranks() -> None:
-    """In less than a minute of a CPU."""
+    """In less than a minute of a CPU; the best alone in two thirds of it."""
     said, began = list[str](), time.process_time()
-    asked = Asked("it", Size(1024, 8, 8192, 1024 * 8192), "H100", 80 * GB, H100)
+    asked = Asked("it", Size(1024, 8, 8192, 1024 * 8192), "H100", 80 * GB, H100, top=5 if parts.ALL else 1)
     found = Search(draw(QWEN3_235B_A22B), asked, said.append).run()
-    assert time.process_time() - began < 60
+    assert time.process_time() - began < (60 if parts.ALL else 40)
     assert found.best, "a few where the machine is slow: a search ends after half a minute"
     assert found.num_meshes > 1000
