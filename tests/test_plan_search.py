@@ -120,7 +120,7 @@ def test_the_best_is_the_best_of_all() -> None:
         for cut in cuts(blueprint, Size(8, 8, 8192, 8 * 8192), ())
     ]
     device = sorted(figures.most.num_bytes for figures in every)[len(every) // 2]  # half of them fit
-    quickest = min(estimate(replace(f, device=device)).seconds for f in every if replace(f, device=device).fits)
+    quickest = min(estimate(f).seconds for each in every if (f := replace(each, device=device)).fits)
     found = found_of(config, 8, device)
     best = [candidate.estimate.seconds for candidate in found.best]
     assert len(best) == 5
