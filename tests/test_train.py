@@ -28,11 +28,7 @@ from tests.started import Started, forked_ranks
     ("name", "meshes"),
     [
         ("qwen3_tied", [dict(replicate=2, fsdp=2), dict(tp=2), *([dict(fsdp=2), dict(pp=2)] if ALL else [])]),
-        pytest.param(
-            "qwen3_5_moe",
-            [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2) if ALL else dict(cp=2)],
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("qwen3_5_moe", [dict(fsdp=2, tp=2, ep=4), dict(pp=2, cp=2)], marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_the_same_on_every_mesh(tmp_path: Path, name: str, meshes: Sequence[dict[str, int]]) -> None:

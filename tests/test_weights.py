@@ -105,10 +105,8 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, Sour
         mesh, out = meshes[group[0][0]], {case: at / "-".join(map(str, (case[0], *case[1]))) for case in group}
         cases = {case: partial(load_and_count, sources[case[1]], mesh, out[case]) for case in group}
         found = worlds.in_turn(trials.world_of(mesh), cases)
-        return {
-            case: Moved(sources[case[1]], out[case], [read for read, _ in ranks], [kept for _, kept in ranks])
-            for case, ranks in found.items()
-        }
+        of_ranks = {case: map(list, zip(*ranks, strict=True)) for case, ranks in found.items()}
+        return {case: Moved(sources[case[1]], out[case], *each) for case, each in of_ranks.items()}
 
     return worlds.Shared(groups, move)
 
