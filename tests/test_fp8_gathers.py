@@ -279,8 +279,8 @@ def with_bug(bug: str, source: Path) -> bool:
     return all(torch.equal(said[what], due[what]) for what in due)
 
 
-def test_planted_bugs_are_seen(source: Callable[[str], Path]) -> None:
-    found = worlds.in_turn(2, {bug: functools.partial(with_bug, bug, source("qwen3")) for bug in BUGS})
+def test_planted_bugs_are_seen(source: Callable[..., Path]) -> None:
+    found = worlds.in_turn(2, {bug: functools.partial(with_bug, bug, source("qwen3", 1)) for bug in BUGS})
     assert found.pop("") == [True] * 2
     assert not any(all(of_ranks) for of_ranks in found.values()), found
 
@@ -294,9 +294,9 @@ def named(bug: str, source: Path) -> list[str]:
     return [str(each) for each in q1_products(engine, tried.batches(engine.model, 0), Notes())]
 
 
-def test_a_scale_of_a_shard_is_named(source: Callable[[str], Path]) -> None:
-    assert worlds.run(2, named, "", source("qwen3")) == [[], []]
-    for of_rank in worlds.run(2, named, "fp8-scale-of-shard", source("qwen3")):
+def test_a_scale_of_a_shard_is_named(source: Callable[..., Path]) -> None:
+    assert worlds.run(2, named, "", source("qwen3", 1)) == [[], []]
+    for of_rank in worlds.run(2, named, "fp8-scale-of-shard", source("qwen3", 1)):
         told = next(line for line in of_rank if "layers.0.mixer.q.weight" in line)
         assert re.search(words("scales are not those of the values", "some of its rows, as of a shard"), told)
 

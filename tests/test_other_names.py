@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright import cli
 from tests import tiny, worlds
 from tests.trials import build
 
@@ -102,8 +103,10 @@ def test_python_still_tells_a_name_that_is_alike() -> None:
     assert done.stderr.rstrip().endswith("mw has no 'logprob'. Did you mean: 'logprobs'?")
 
 
-@pytest.mark.slow
-def test_the_version_is_told() -> None:
-    done = subprocess.run([sys.executable, "-m", "meshwright", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"meshwright {mw.__version__}, ")
-    assert torch.__version__ in done.stdout
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"meshwright {mw.__version__}, ")
+    assert torch.__version__ in said

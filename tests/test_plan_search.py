@@ -120,7 +120,7 @@ def test_the_best_is_the_best_of_all() -> None:
         for cut in cuts(blueprint, Size(8, 8, 8192, 8 * 8192), ())
     ]
     device = sorted(figures.most.num_bytes for figures in every)[len(every) // 2]  # half of them fit
-    quickest = min(estimate(replace(f, device=device)).seconds for f in every if replace(f, device=device).fits)
+    quickest = min(estimate(f).seconds for each in every if (f := replace(each, device=device)).fits)
     found = found_of(config, 8, device)
     best = [candidate.estimate.seconds for candidate in found.best]
     assert len(best) == 5
@@ -300,10 +300,10 @@ def test_a_way_of_cp_is_looked_for_on_meshes_with_cp() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # others may use the machine
 def test_a_large_model_on_many_ranks() -> None:
-    """In less than a minute of a CPU."""
+    """In less than a minute of a CPU; the best alone in two thirds of it."""
     said, began = list[str](), time.process_time()
-    asked = Asked("it", Size(1024, 8, 8192, 1024 * 8192), "H100", 80 * GB, H100)
+    asked = Asked("it", Size(1024, 8, 8192, 1024 * 8192), "H100", 80 * GB, H100, top=5 if parts.ALL else 1)
     found = Search(draw(QWEN3_235B_A22B), asked, said.append).run()
-    assert time.process_time() - began < 60
+    assert time.process_time() - began < (60 if parts.ALL else 40)
     assert found.best, "a few where the machine is slow: a search ends after half a minute"
     assert found.num_meshes > 1000

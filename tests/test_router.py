@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,12 @@ def theirs(name: str) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), tiny._per_expert({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
 
 
+@functools.cache
+def on_one(function: Callable[..., Any], *args: Any) -> Any:
+    """In a world of one process, once for all tests that ask for it."""
+    return worlds.run(1, function, *args)[0]
+
+
 def ours(source: Path, mesh: dict[str, int], length: int | None = None) -> tuple[float, dict[str, Tensor]]:
     engine = mw.Engine(mw.load(source, mw.Mesh(**mesh), dtype=torch.float32), lr=1e-3)
     loss = engine.backward([mw.pack([DOCUMENT], length=length)])
@@ -44,7 +52,7 @@ def ours(source: Path, mesh: dict[str, int], length: int | None = None) -> tuple
 @pytest.mark.parametrize(("mesh", "length"), [({}, None), ({}, 70), (dict(tp=2), 70), (dict(tp=2, ep=2), 58)], ids=str)
 def test_pooled_is_transformers(sources: dict[str, Path], name: str, mesh: dict[str, int], length: int | None) -> None:
     """Also with filler tokens, which count nothing."""
-    ref_loss, ref = worlds.run(1, theirs, name)[0]
+    ref_loss, ref = on_one(theirs, name)
     loss, grads = worlds.run(trials.world_of(mesh), ours, sources[name], mesh, length)[0]
     assert loss == pytest.approx(ref_loss, rel=1e-5)
     norm = torch.stack([g.norm() for g in ref.values()]).norm()
@@ -59,6 +67,10 @@ def stepped(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> tupl
     loss = engine.backward(batches(mesh_.data_rank, mesh_.num_data_ranks))
     grads = mw.gather(engine.model, "grad")
     return [*[r.loss for r in records], loss], [r.expert_load for r in records], grads
+
+
+def alone(source: Path, mode: str, batches: Any) -> tuple[list[Any], list[Tensor], Any]:
+    return stepped(source, {}, mode, batches)
 
 
 def two_streams(rank: int, num: int) -> list[mw.Batch]:
@@ -87,7 +99,7 @@ def test_pooled_is_over_all_data_ranks(sources: dict[str, Path]) -> None:
 
 
 def check_same(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> None:
-    losses, loads, grads = worlds.run(1, stepped, source, {}, mode, batches)[0]
+    losses, loads, grads = on_one(alone, source, mode, batches)
     for rank, found in enumerate(worlds.run(trials.world_of(mesh), stepped, source, mesh, mode, batches)):
         assert found[0] == pytest.approx(losses, rel=1e-9)
         assert all(torch.equal(a, b) for a, b in zip(found[1], loads, strict=True))

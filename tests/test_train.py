@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from meshwright.train.run import run
 from tests import worlds
 from tests.parts import ALL
 from tests.runs import STEPS, chats, file_of, lines, losses, on_mesh, source
+from tests.started import Started, forked_ranks
 
 
 @pytest.mark.parametrize(
@@ -166,10 +165,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"dtype": "float32"})
     assert cli.main(["train", str(path), "--dry-run"]) == 0
     assert "2 micro-batches on each of 2 data ranks" in capsys.readouterr().out
-    command = [sys.executable, "-m", "meshwright", "train", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"step {STEPS}/{STEPS}  loss " in done.stdout
+    with forked_ranks(), Started(["train", str(path)]) as started:  # as processes of Python: the examples' tests
+        assert started.end(120) == 0, started.said
+    assert f"step {STEPS}/{STEPS}  loss " in started.said
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export", dtype=torch.float32)
     assert sum(p.numel() for p in loaded.parameters()) > 10_000
     assert toml.read(tmp_path / "out" / "config.toml") == toml.read(path)
@@ -196,13 +194,10 @@ def test_a_signal_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
     path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"steps": 2000}, save={"export": False})
-    command = [sys.executable, "-m", "meshwright", "train", str(path)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    next(line for line in child.stdout if line.startswith("step    3/"))
-    child.send_signal(signal.SIGTERM)
-    _, said = child.communicate(timeout=100)
-    assert child.returncode == 128 + signal.SIGTERM, said
-    assert said.splitlines()[-1] == f"meshwright: ended by signal 15; the same command goes on from {tmp_path / 'out'}"
+    with forked_ranks(), Started(["train", str(path)]) as started:
+        started.until(lambda: "step    3/" in started.said)
+        os.kill(started.pid, signal.SIGTERM)
+        assert started.end(100) == 128 + signal.SIGTERM, started.said
+    assert started.last_line == f"meshwright: ended by signal 15; the same command goes on from {tmp_path / 'out'}"
     [saved] = (tmp_path / "out" / "checkpoints").iterdir()
     assert int(saved.name[5:]) == len(lines(tmp_path)) < 100

@@ -32,8 +32,8 @@ MESHES = parts.every(2, trials.MESHES)
 ALL = [*MESHES, *parts.every(2, trials.EXPERT_MESHES)]
 
 
-def load_and_count(source: Path, mesh: dict[str, int]) -> tuple[int, int, int]:
-    """Collectives, bytes read, bytes that this rank owns in the source's dtypes."""
+def load_and_count(source: Path, mesh: dict[str, int], out: Path) -> tuple[tuple[int, int, int], bool]:
+    """Collectives, bytes read, bytes that this rank owns in the source's dtypes; and whether an export changed none."""
     there = trials.mesh_of(mesh)
     with Recorder() as recorder:
         model = mw.load(source, there)
@@ -42,7 +42,7 @@ def load_and_count(source: Path, mesh: dict[str, int]) -> tuple[int, int, int]:
         for name in made_of:
             sizes[name] = torch.finfo(_dtypes(source)[key]).bits // 8
     owned = sum(piece.numel * sizes[name] for name, piece in model.pieces.items())
-    return len(recorder.seen), model.bytes_read, owned
+    return (len(recorder.seen), model.bytes_read, owned), kept_by_export(model, out)
 
 
 def _made_of(model: mw.Model) -> dict[str, list[str]]:
@@ -56,7 +56,10 @@ def _dtypes(source: Path) -> dict[str, torch.dtype]:
 
 
 def load_and_export(source: Path, mesh: dict[str, int], out: Path) -> bool:
-    model = mw.load(source, trials.mesh_of(mesh))
+    return kept_by_export(mw.load(source, trials.mesh_of(mesh)), out)
+
+
+def kept_by_export(model: mw.Model, out: Path) -> bool:
     before = {name: t.clone() for name, t in model.stored().items()}
     mw.export(model, out)
     return all(torch.equal(before[name], t) for name, t in model.stored().items())
@@ -100,12 +103,10 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, Sour
 
     def move(group: Sequence[tuple[str, Source]]) -> dict[tuple[str, Source], Moved]:
         mesh, out = meshes[group[0][0]], {case: at / "-".join(map(str, (case[0], *case[1]))) for case in group}
-        cases: dict[Any, Callable[[], Any]] = {}
-        for case in group:
-            cases[case, "read"] = partial(load_and_count, sources[case[1]], mesh)
-            cases[case, "kept"] = partial(load_and_export, sources[case[1]], mesh, out[case])
+        cases = {case: partial(load_and_count, sources[case[1]], mesh, out[case]) for case in group}
         found = worlds.in_turn(trials.world_of(mesh), cases)
-        return {case: Moved(sources[case[1]], out[case], found[case, "read"], found[case, "kept"]) for case in group}
+        of_ranks = {case: map(list, zip(*ranks, strict=True)) for case, ranks in found.items()}
+        return {case: Moved(sources[case[1]], out[case], *each) for case, each in of_ranks.items()}
 
     return worlds.Shared(groups, move)
 

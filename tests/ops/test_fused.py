@@ -149,16 +149,22 @@ def of_experts(x, weight, *_):
     return swiglu(x.flatten(1), (x * weight).mean((1, 2)).to(torch.promote_types(x.dtype, torch.float32)))
 
 
-def test_gates_of_experts(tmp_path):
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Of what the compiler made, headers above all: for the tests of this file alone."""
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+def test_gates_of_experts(cache):
     """Compiled in earnest, by a rank of its own: torch writes into its environment. Nor does it share what others
     compile at the same time."""
-    worlds.run(1, compiled_on_a_cpu, str(tmp_path), (of_experts,), seconds=120)
+    worlds.run(1, compiled_on_a_cpu, cache, (of_experts,), seconds=120)
 
 
 @pytest.mark.slow
-def test_norms_gates_and_rotations(tmp_path):
+def test_norms_gates_and_rotations(cache):
     """A dozen kernels take half a minute, and twice that beside other tests."""
-    worlds.run(1, compiled_on_a_cpu, str(tmp_path), ALL, seconds=240)
+    worlds.run(1, compiled_on_a_cpu, cache, ALL, seconds=240)
 
 
 def compiled_on_a_cpu(cache, functions):
