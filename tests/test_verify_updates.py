@@ -38,7 +38,7 @@ def without_gradient_no_update(patch: Patch) -> None:
     real = AdamW._update
 
     def update(self: Any, part: Any, stored: Any, grads: Any, *more: float) -> None:
-        views = [(name, at, stored[name].view(-1)[at]) for name, at in part]
+        views = [(name, at, stored[name].view(-1)[at]) for name, at in part.slices]
         before = [view.clone() for _, _, view in views]
         real(self, part, stored, grads, *more)
         for (name, at, view), kept in zip(views, before, strict=True) if on_a_mesh() else ():
