@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -40,19 +40,22 @@ BATCHES = 2  # the second finds gradients there
 MESHES = ("", "fsdp=2", "tp=2", "cp=2", "fsdp=2,ep=2", "pp=2", "fsdp=2,tp=2")
 
 
-def said(
-    config: Mapping[str, Any],
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    savings: mw.Savings,
-    tokens: int,
-    num_batches: int = BATCHES,
-) -> dict[str, int]:
+class Asked(NamedTuple):
+    config: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    dtype: torch.dtype
+    savings: mw.Savings
+    tokens: int
+    num_batches: int = BATCHES
+
+
+def said(asked: Asked) -> dict[str, int]:
     """By the plan, of the rank that takes most: bytes of each kind beside parameters and moments."""
-    blueprint, axes = draw(dict(config)), Axes(**sizes)
+    blueprint, axes, savings = draw(dict(asked.config)), Axes(**asked.sizes), asked.savings
     blueprint = blueprint.run_by(blueprint.spec.pipeline, savings.traffic)
-    held = Held(widths_of(dtype), frozenset(blueprint.table.params), savings.offload)
-    need = Need(blueprint.spec, axes, held, Passing(tokens, num_batches, dtype, savings, "cpu"))
+    held = Held(widths_of(asked.dtype), frozenset(blueprint.table.params), savings.offload)
+    passing = Passing(asked.tokens, asked.num_batches, asked.dtype, savings, "cpu")
+    need = Need(blueprint.spec, axes, held, passing)
     parts = [{s.what: s.num_bytes for s in need.stored(rank)} for rank in axes.group(0, ("pp",))]
     for each in parts:
         for what in ("parameters", "moments"):
@@ -60,31 +63,18 @@ def said(
     return max(parts, key=lambda each: sum(each.values()))
 
 
-def counted(
-    config: Mapping[str, Any],
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    savings: mw.Savings,
-    tokens: int,
-    num_batches: int = BATCHES,
-) -> int:
+def counted(asked: Asked) -> int:
     """By torch, of the rank that takes most."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-        return max(
-            run_ranks(
-                Axes(**sizes).world, _of_rank, folder, dict(sizes), dtype, savings, tokens, num_batches, seconds=900
-            )
-        )
+        (Path(folder) / "config.json").write_text(json.dumps({**asked.config, "dtype": "bfloat16"}))
+        return max(run_ranks(Axes(**asked.sizes).world, _of_rank, folder, asked, seconds=900))
 
 
-def _of_rank(
-    folder: str, sizes: Mapping[str, int], dtype: torch.dtype, savings: mw.Savings, tokens: int, num_batches: int
-) -> int:
-    model = mw.init(folder, mw.Mesh(**sizes, device="cpu"), dtype=dtype, savings=savings)
+def _of_rank(folder: str, asked: Asked) -> int:
+    model = mw.init(folder, mw.Mesh(**asked.sizes, device="cpu"), dtype=asked.dtype, savings=asked.savings)
     engine, vocab = mw.Engine(model, lr=1e-3), model.blueprint.vocab
     noise = torch.Generator().manual_seed(model.mesh.data_rank)
-    documents = torch.randint(vocab, (num_batches, tokens), generator=noise).tolist()
+    documents = torch.randint(vocab, (asked.num_batches, asked.tokens), generator=noise).tolist()
     batches = [mw.pack([document]) for document in documents]
     engine.backward(batches)  # kernels are chosen and FSDP is set up
     engine.discard()
@@ -150,8 +140,8 @@ HEADER = (
 
 
 def row(name: str, mesh: str, dtype: torch.dtype, recompute: str) -> str:
-    asked = (MODELS[name], mesh_of(mesh), dtype, mw.Savings(recompute=recompute), TOKENS)
-    parts, found = said(*asked), counted(*asked)
+    asked = Asked(MODELS[name], mesh_of(mesh), dtype, mw.Savings(recompute=recompute), TOKENS)
+    parts, found = said(asked), counted(asked)
     due, passing = sum(parts.values()), parts[ACTIVATIONS]
     return (
         f"| {name} | {mesh or 'one'} | {str(dtype)[6:]} | {recompute} | {due / 1e6:.1f} | {passing / 1e6:.1f} "

@@ -246,16 +246,16 @@ class _Trial:
             self._weigh_others()
             torch.autograd.backward(start, torch.empty_like(start))
             del start
-            self.live.add(
-                GRADIENTS, sum(self.grads.values()) - self.live.parts[GRADIENTS]
-            )  # of a tower, which is not run
+            of_tower = sum(self.grads.values()) - self.live.parts[GRADIENTS]  # which does not run
+            self.live.add(GRADIENTS, of_tower)
             backward = self.live.most_since()
         forward, backward, first = (each.beside(self.kept) for each in (forward, backward, self.live.first))
         return Activations(kept + self.kept, forward, backward, first)
 
     def _weigh_others(self) -> None:
-        """In the first backward what a layer keeps becomes its gradients. Layers that run are looked at beside the most
-        that the others have then: up to there these turn before them, and from there on behind."""
+        """In the first backward a layer frees what it keeps, and its gradients come. Which of the layers that are left
+        out have done so when one that runs does, is not known. So it is looked at beside the most that they ever hold:
+        as many of them turn before the layers that run, and the rest behind."""
         kept_by = dict(zip(self.sketch.layers, (after - before for before, after in pairwise(self.at)), strict=True))
         most = freed = learned = 0
         before, whole = (0, 0), (0, 0)

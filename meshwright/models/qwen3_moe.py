@@ -115,11 +115,12 @@ class Experts(Low):
     def forward(
         self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, beside: Callable[[], Tensor | None]
     ) -> Tensor:
-        parts, ways_back = self.dispatch(x_TD, weight_Tk, expert_Tk), list[Callable[[], Tensor]]()
+        parts = self.dispatch(x_TD, weight_Tk, expert_Tk)
         beside_TD = beside()
         gate_up_ERD = self.meant("gate_up", self.gate_up).unflatten(0, (-1, 2 * self.ffn))
         down_EDF = self.meant("down", self.down).unflatten(0, (-1, self.dispatch.width))
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
+        ways_back: list[Callable[[], Tensor]] = []
         while parts:
             rows = parts.pop(0)()  # a part holds rows as they came, so it goes
             ways_back.append(rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8)))

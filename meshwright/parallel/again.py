@@ -122,4 +122,6 @@ class _Again:
 
 
 def _refuse(_: None) -> NoReturn:
-    raise StateError("a layer that runs again asked for gradients within itself, which nothing was kept for")
+    raise StateError(
+        'a layer takes gradients within its own forward, so backward cannot run it again; choose recompute="none"'
+    )

@@ -104,7 +104,7 @@ def at_the_fullest(figures: Figures) -> str | None:
         return None
     return (
         f"This is the fullest moment of a step. Of {size(figures.gradients)} of gradients {size(there)} are there: "
-        "others come while activations go. With more micro-batches all are there sooner."
+        "others come while activations go. From the second micro-batch on all are there."
     )
 
 
