@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -105,7 +104,7 @@ def _listen() -> list[Library]:
     kept = []
     for full in torch._C._dispatch_get_all_op_names():
         space, _, name = full.partition(".")[0].partition("::")
-        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
+        if space in ("c10d", "_c10d_functional", "meshwright") and name != "wait_tensor":
             op, packet = name.rstrip("_"), getattr(getattr(torch.ops, space), name)
             for func in (getattr(packet, overload) for overload in packet.overloads()):
                 recorded = functools.partial(_recorded, func, _OURS.get(op, op))
@@ -116,13 +115,16 @@ def _listen() -> list[Library]:
 
 def _recorded(func: Any, op: str, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
     """What a collective is made of comes by here too, and what a compiler only imagines: neither is one more."""
+    keys = keys.remove(torch._C.DispatchKey.BackendSelect)
+    if not _RECORDERS:
+        return func.redispatch(keys, *args, **kwargs)
     recorders = _RECORDERS.copy()
     _RECORDERS.clear()
     asked = [] if any(isinstance(t, FakeTensor) for t in _tensors(args)) else recorders
     try:
         for recorder in asked:
             recorder.announce(op, args)
-        out = func.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
+        out = func.redispatch(keys, *args, **kwargs)
         for recorder in asked:
             recorder.note(op, args, out)
         return out
@@ -140,7 +142,7 @@ def _announced(op: str, args: tuple[Any, ...]) -> str:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, list | tuple):
         return [t for part in value for t in _tensors(part)]
     return []
 

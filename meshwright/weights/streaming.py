@@ -73,11 +73,13 @@ class _Overlap:
 
 def _batches(keys: Iterable[Key]) -> Iterator[list[Key]]:
     batch: list[Key] = []
+    num_bytes = 0
     for key in keys:
-        if batch and sum(k.num_bytes for k in batch) + key.num_bytes > _BATCH_BYTES:
+        if batch and num_bytes + key.num_bytes > _BATCH_BYTES:
             yield batch
-            batch = []
+            batch, num_bytes = [], 0
         batch.append(key)
+        num_bytes += key.num_bytes
     if batch:
         yield batch
 
