@@ -14,14 +14,13 @@ import datetime
 import json
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
@@ -30,7 +29,7 @@ from meshwright.blueprint import draw
 from meshwright.engine.activations import ACTIVATIONS, Passing
 from meshwright.engine.fit import Need, widths_of
 from meshwright.layout import Held
-from meshwright.mesh import collectives
+from meshwright.mesh import collectives, host_sends
 from meshwright.plan.asked import mesh_of
 from meshwright.verify.ranks import run_ranks
 
@@ -106,18 +105,14 @@ def _freed_here() -> Iterator[None]:
         unseen.join()
         return out
 
-    def all_gather(output: torch.Tensor, own: torch.Tensor, **_: Any) -> None:
-        for part in output.view(-1, own.numel()):
-            if part.data_ptr() != own.data_ptr():  # its own is there already
-                part.copy_(own.view(-1))
-
-    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:  # noqa: A002 - torch calls it so
-        output.copy_(input[: output.numel()])
+    def swap(sent: Sequence[torch.Tensor], got: Sequence[torch.Tensor], _group: object) -> None:
+        for part, to in zip(sent, got, strict=True):
+            if part.data_ptr() != to.data_ptr():  # its own is there already
+                to.copy_(part)
 
     real = collectives.begun
     of_doors = patch.multiple(collectives, gather=gather, scatter_sum=scatter_sum, begun=begun)
-    of_fsdp = patch.multiple(dist, all_gather_single=all_gather, reduce_scatter_single=reduce_scatter)
-    with of_doors, of_fsdp:
+    with of_doors, patch.object(host_sends, "_swap", swap):
         yield
 
 

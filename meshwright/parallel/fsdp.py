@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # `set_custom_reduce_scatter` takes it
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # what `set_custom_...` takes
 
 from ..axes import Axes
 from ..layout import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
 from ..mesh import Mesh
+from ..mesh.host_sends import gather_into, scatter_sum_into, serves
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,40 @@ def shard(model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mes
         )  # fmt: skip
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
+        if serves(grid.get_group(-1), mesh.device):
+            sharded.set_custom_all_gather(GatheredOnHost())
+            sharded.set_custom_reduce_scatter(SummedOnHost())
         if ways.narrow:
             sharded.set_custom_reduce_scatter(SentNarrow(compute))
 
 
-class SentNarrow(ReduceScatter):
+class _Allocates:
+    """As FSDP itself does."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatheredOnHost(_Allocates, AllGather):
+    """It is over when it returns, whatever `async_op` asks: FSDP waits for what is given back, and that is nothing."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        gather_into(output_tensor, input_tensor, group)
+
+
+class SummedOnHost(_Allocates, ReduceScatter):
+    """FSDP takes the summands for done with when it returns."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, "as `shard` asks"
+        scatter_sum_into(output_tensor, input_tensor, group)
+
+
+class SentNarrow(_Allocates, ReduceScatter):
     """Each rank sends the others their shards in the dtype in which products made them, and widens what it adds up.
 
     A reduce-scatter sends what it adds up, so it would have to send it wide.
@@ -64,9 +94,6 @@ class SentNarrow(ReduceScatter):
 
     def __init__(self, narrow: torch.dtype) -> None:
         self.narrow = narrow
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False

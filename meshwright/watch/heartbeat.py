@@ -155,10 +155,10 @@ def _stood(error: Exception) -> str:
 
 def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
     """Where a thread is that waits at no door of ours: in FSDP, or at a line of the user's. Innermost line first."""
-    state = WORKS
+    state, lines = WORKS, list(lines)
+    if any(f"{os.sep}_fully_shard{os.sep}" in file for file, _, _ in lines):  # it may send by functions of ours
+        return WAITS, "FSDP"
     for file, number, function in lines:
-        if f"{os.sep}_fully_shard{os.sep}" in file:
-            return WAITS, "FSDP"
         if f"torch{os.sep}distributed" in file:
             state = WAITS
         if not file.startswith(_FOREIGN):

@@ -1,0 +1,141 @@
+"""Shards between processes on the host: what arrives, how it is added up, and what a recorder counts."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.mesh import host_sends
+from meshwright.mesh.host_sends import gather_into, scatter_sum_into, serves
+from meshwright.verify import Recorder
+from tests import tiny, worlds
+
+NUM = 7
+
+
+def world(size: int) -> dist.ProcessGroup:
+    return mw.Mesh(fsdp=size, device="cpu").process_group(("fsdp",))
+
+
+def numbers(rank: int, dtype: torch.dtype, num: int = NUM) -> Tensor:
+    """Large and small ones, so that a sum in another order has other bits."""
+    drawn = torch.randn(num, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+    return drawn.mul(20).abs().to(dtype) if dtype == torch.uint8 else drawn.to(dtype)
+
+
+def gathers(size: int) -> None:
+    group = world(size)
+    for dtype in (torch.float64, torch.bfloat16, torch.uint8):
+        due, mine = torch.cat([numbers(rank, dtype) for rank in range(size)]), numbers(group.rank(), dtype)
+        out = torch.zeros_like(due)
+        gather_into(out, mine, group)
+        assert torch.equal(out, due)
+        in_place = torch.zeros_like(due)
+        place = in_place.chunk(size)[group.rank()]
+        place.copy_(mine)
+        gather_into(in_place, place, group)
+        assert torch.equal(in_place, due)
+
+
+def sums(size: int) -> None:
+    group = world(size)
+    for dtype in (torch.float32, torch.bfloat16):
+        everybodys = [numbers(rank, dtype, NUM * size) for rank in range(size)]
+        due = everybodys[0].clone()
+        for other in everybodys[1:]:
+            due += other
+        out, mine = torch.empty(NUM, dtype=dtype), everybodys[group.rank()].clone()
+        scatter_sum_into(out, mine, group)
+        assert torch.equal(out, due.chunk(size)[group.rank()])
+        assert torch.equal(mine, everybodys[group.rank()]), "what is summed stays as it was"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_all_arrives_and_is_added_up_in_the_order_of_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_sends, "_PIECE", 3)  # numbers come in three pieces, the last of them smaller
+    worlds.in_turn(size, {"gathers": lambda: gathers(size), "sums": lambda: sums(size)})
+
+
+@worlds.world(3)
+def test_groups_of_a_part_of_the_world_do_not_meet() -> None:
+    """Ranks of a group are not those of the world, and one rank is in none."""
+    world(3)
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    out = torch.zeros(2 * NUM)
+    gather_into(out, numbers(dist.get_rank(), torch.float32), group)
+    assert torch.equal(out, torch.cat([numbers(rank, torch.float32) for rank in (1, 2)]))
+
+
+@worlds.world(2)
+def test_a_recorder_counts_one_gather_and_one_sum() -> None:
+    group, whole = world(2), torch.ones(2 * NUM)
+    with Recorder() as recorder:
+        gather_into(whole, whole[:NUM].clone(), group)
+        scatter_sum_into(torch.empty(NUM), whole, group)
+    found = [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.seen]
+    assert found == [("all_gather", (0, 1), 56), ("reduce_scatter", (0, 1), 56)]
+
+
+class Interrupted:
+    """A receive that is posted, and whose wait is broken off."""
+
+    real = staticmethod(dist.irecv)
+
+    def __init__(self, *got: Any, **source: Any) -> None:
+        self.work = self.real(*got, **source)
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+
+@worlds.world(2)
+def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
+    """What nobody holds any more when it comes would stop gloo."""
+    group = world(2)
+    if group.rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "irecv", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
+        gc.collect()
+    else:
+        time.sleep(0.5)
+        gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
+    gathers(2)
+
+
+def fsdp_steps(directory: Path, mesh: dict[str, int]) -> tuple[int, list[str]]:
+    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32)
+    swaps, real = [0], host_sends._swap
+
+    def counted(*args: Any) -> None:
+        swaps[0] += 1
+        real(*args)
+
+    host_sends._swap = counted
+    with Recorder() as recorder:
+        mw.Engine(model, lr=0.0).backward(tiny.batches(model.mesh.data_rank))
+    return swaps[0], [seen.op for seen in recorder.seen if seen.op != "all_reduce" and not seen.at]
+
+
+def test_fsdp_sends_so(tmp_path: Path) -> None:
+    directory = tiny.directory(tmp_path / "m", "qwen3")
+    swaps, seen = worlds.run(2, fsdp_steps, directory, dict(fsdp=2))[0]
+    assert swaps == len(seen) > 0
+
+
+@worlds.world(1)
+def test_other_groups_and_devices_go_their_own_way() -> None:
+    group = mw.Mesh(device="cpu").process_group(("fsdp",))
+    assert serves(group, torch.device("cpu"))
+    assert not serves(group, torch.device("meta"))
