@@ -105,7 +105,7 @@ def _freed_here() -> Iterator[None]:
         unseen.join()
         return out
 
-    def swap(sent: Sequence[torch.Tensor], got: Sequence[torch.Tensor], _group: object) -> None:
+    def swap(sent: Sequence[torch.Tensor], got: Sequence[torch.Tensor], *_: object) -> None:
         for part, to in zip(sent, got, strict=True):
             if part.data_ptr() != to.data_ptr():  # its own is there already
                 to.copy_(part)

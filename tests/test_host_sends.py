@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,52 @@ def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
     gathers(2)
 
 
+@worlds.world(2)
+def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sum of three pieces, after the first is sent. What was left behind would come in the place of the next."""
+    group, real = world(2), dist.isend
+    monkeypatch.setattr(host_sends, "_PIECE", 3)
+
+    def interrupted(*sent: Any, **target: Any) -> Any:
+        work = real(*sent, **target)
+        os.kill(os.getpid(), signal.SIGINT)
+        return work
+
+    summands, out = torch.arange(2.0 * NUM), torch.empty(NUM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scatter_sum_into(out, summands, group)
+    assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
+    gathers(2)
+    sums(2)
+
+
+def apart(kind: str) -> str:
+    """One rank gathers where the other sums, or is a gather further: what it got, or its error."""
+    group = mw.Mesh(fsdp=2, device="cpu", timeout_s=2.0).process_group(("fsdp",))
+    whole = torch.full((2 * NUM,), float(group.rank()))
+    try:
+        if kind == "a sum" and group.rank() == 0:
+            scatter_sum_into(torch.empty(NUM), whole, group)
+            return "summed"
+        if kind == "a gather further" and group.rank() == 0:
+            host_sends._tag(group, "gather")
+        if kind == "a transfer" and group.rank() == 0:
+            dist.send(whole[:NUM], group=group, group_dst=1)
+            return "sent"
+        gather_into(whole, whole.chunk(2)[group.rank()], group)
+    except RuntimeError as error:
+        return f"gloo: {error}"
+    return "gathered"
+
+
+@pytest.mark.parametrize("kind", ["a sum", "a gather further", "a transfer"])
+def test_ranks_that_are_not_at_the_same_place_get_no_numbers(kind: str) -> None:
+    assert "gathered" not in (answers := worlds.run(2, apart, kind))
+    assert any("gloo" in answer for answer in answers)
+
+
 def fsdp_steps(directory: Path, mesh: dict[str, int]) -> tuple[int, list[str]]:
     model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32)
     swaps, real = [0], host_sends._swap
@@ -137,5 +185,6 @@ def test_fsdp_sends_so(tmp_path: Path) -> None:
 @worlds.world(1)
 def test_other_groups_and_devices_go_their_own_way() -> None:
     group = mw.Mesh(device="cpu").process_group(("fsdp",))
-    assert serves(group, torch.device("cpu"))
-    assert not serves(group, torch.device("meta"))
+    assert serves(group, torch.device("cpu"), range(1))
+    assert not serves(group, torch.device("meta"), range(1))
+    assert not serves(group, torch.device("cpu"), range(1, 2)), "on several machines"

@@ -237,6 +237,21 @@ def test_every_other_rank_names_it(
         assert outcome.left_s < 2
 
 
+@pytest.mark.parametrize(
+    ("inner", "place"),
+    [
+        (["meshwright/mesh/host_sends.py", "torch/_ops.py", "meshwright/parallel/fsdp.py"], (WAITS, "FSDP")),
+        (["work/train.py"], (WORKS, "train.py:7 in inner")),
+        (["meshwright/parallel/fp8_gather.py"], (WORKS, "fp8_gather.py:7 in inner")),
+    ],
+)
+def test_a_hook_that_fsdp_calls_is_no_waiting(inner: list[str], place: tuple[str, str]) -> None:
+    site = heartbeat._FOREIGN[1]
+    files = [f"{site}/{file}" if file.startswith("torch") else f"/{file}" for file in inner]
+    outer = [f"{site}/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "/work/train.py"]
+    assert heartbeat._look((file, 7, "inner") for file in files + outer) == place
+
+
 def keeps_the_store(source: Path, harm: Callable[[mw.Engine], None], port: int) -> Outcome:
     """As without torchrun: the store dies with rank 0."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))

@@ -53,7 +53,7 @@ def shard(model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mes
         )  # fmt: skip
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside the sum; we never want it to
-        if serves(grid.get_group(-1), mesh.device):
+        if serves(grid.get_group(-1), mesh.device, mesh.node):
             sharded.set_custom_all_gather(GatheredOnHost())
             sharded.set_custom_reduce_scatter(SummedOnHost())
         if ways.narrow:

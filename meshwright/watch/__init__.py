@@ -3,3 +3,4 @@
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
 from .heartbeat import Watch, doing, here, last_seen, names_lost_ranks, waiting_at, waits_at
 from .regions import region, trace
+from .signals import put_off

@@ -36,11 +36,17 @@ from ..errors import RankError
 from ..log import logger
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose, named
 from .regions import region, trace
+from .signals import put_off
 
 BEAT_S = 1.0
 PREFIX = "heartbeat"
 _STORE_S = 3.0  # the store answers within this, or never
 _FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]))  # code that is not the user's
+
+# What FSDP calls to send. Whoever waits there waits at FSDP.
+_SENDS = tuple(
+    os.path.join(*at) for at in (("mesh", "host_sends.py"), ("parallel", "fsdp.py"), ("verify", "recorder.py"))
+)
 
 
 class _Here:
@@ -117,15 +123,8 @@ def names_lost_ranks() -> Iterator[None]:
 def _to_the_end() -> Iterator[list[str]]:
     """Delay SIGTERM while a diagnosis is made: torchrun ends all ranks of a machine as soon as one of them dies."""
     told: list[str] = []
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+    with put_off(signal.SIGTERM) as asked:
         yield told
-        return
-    asked: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    try:
-        yield told
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     if asked:
         logger.error("%s", told[0])
         signal.raise_signal(signal.SIGTERM)
@@ -155,10 +154,12 @@ def _stood(error: Exception) -> str:
 
 def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
     """Where a thread is that waits at no door of ours: in FSDP, or at a line of the user's. Innermost line first."""
-    state, lines = WORKS, list(lines)
-    if any(f"{os.sep}_fully_shard{os.sep}" in file for file, _, _ in lines):  # it may send by functions of ours
-        return WAITS, "FSDP"
+    state = WORKS
     for file, number, function in lines:
+        if file.endswith(_SENDS):
+            continue
+        if f"{os.sep}_fully_shard{os.sep}" in file:
+            return WAITS, "FSDP"
         if f"torch{os.sep}distributed" in file:
             state = WAITS
         if not file.startswith(_FOREIGN):
