@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
@@ -28,7 +27,7 @@ from ..layout.schedule import BACKWARD, FORWARD, WEIGHT
 from ..models import Decoder
 from ..models.decoder import Embedding
 from ..parallel import Savings
-from ..parallel.sketch import Paper, sketched
+from ..parallel.sketch import MetaKernels, Paper, forward, sketched
 from .shards import Shards, in_shards
 
 ACTIVATIONS = "activations"
@@ -79,24 +78,7 @@ class Activations:
     grads: int = 0  # and of all gradients
 
 
-def _same(x: Tensor) -> Tensor:
-    """torch's own makes another tensor on the meta device, where elsewhere it gives back what it waited for."""
-    return x.detach()
-
-
-def _grouped(a: Tensor, b: Tensor, offs: Tensor, **_: object) -> Tensor:
-    """torch refuses float32 on the meta device, which it multiplies elsewhere."""
-    shape = (len(a), b.shape[-1]) if b.dim() == 3 else (len(offs), len(a), b.shape[1])
-    return a.new_empty(shape)
-
-
-_MADE: dict[Any, Any] = {
-    torch.ops.aten._grouped_mm.default: _grouped,
-    torch.ops._c10d_functional.wait_tensor.default: _same,
-}
-
-
-class Live(TorchDispatchMode):
+class Live(MetaKernels):
     """Counts the memory of tensors that are made while it is on, from when they are made until they are freed."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
@@ -109,7 +91,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = _MADE.get(func, func)(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, _types, args, kwargs)
         for made in tree_leaves(out):
             if isinstance(made, Tensor):
                 self._count(made.untyped_storage())
@@ -242,15 +224,15 @@ class _Trial:
             self.live.add(GATHERED, stay)
             start = self._forward(num_tokens)
             shards.forward_ends()
-            kept, forward = self.live.passing, self.live.most_since()
+            kept, ahead = self.live.passing, self.live.most_since()
             self._weigh_others()
             torch.autograd.backward(start, torch.empty_like(start))
             del start
             of_tower = sum(self.grads.values()) - self.live.parts[GRADIENTS]  # which does not run
             self.live.add(GRADIENTS, of_tower)
             backward = self.live.most_since()
-        forward, backward, first = (each.beside(self.kept) for each in (forward, backward, self.live.first))
-        return Activations(kept + self.kept, forward, backward, first)
+        ahead, backward, first = (each.beside(self.kept) for each in (ahead, backward, self.live.first))
+        return Activations(kept + self.kept, ahead, backward, first)
 
     def _weigh_others(self) -> None:
         """In the first backward a layer frees what it keeps, and its gradients come. Which of the layers that are left
@@ -286,15 +268,11 @@ class _Trial:
     def _forward(self, num_tokens: int) -> Tensor:
         """What backward starts from."""
         sketch, own = self.sketch, num_tokens // (self.axes.cp * self.axes.tp)
-        tokens_T = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
         x_TD = None
         if not isinstance(sketch.embed, Embedding):
             x_TD = torch.empty(own, sketch.shape.width, dtype=self.compute, device="meta", requires_grad=True)
-        sketch.balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))
-        sketch.balance.slope_E = torch.zeros(sketch.balance.num_experts, device="meta")
-        scores = sketch(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), sketch.scores[0], x_TD)
+        out = forward(sketch, self.axes, num_tokens, x_TD)
         if sketch.head is None:
-            (out,) = scores
             self._pass(out)
             return out
-        return scores[0].sum()
+        return out.sum()
