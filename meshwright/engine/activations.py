@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,18 @@ from torch.utils._pytree import tree_leaves
 
 from .. import ops
 from ..axes import Axes
-from ..layout import GATHERED, GRADIENTS, ON_THEIR_WAY, Action, ShardingSpec, Stage, piece, program_of
+from ..layout import (
+    GATHERED,
+    GRADIENTS,
+    ON_THEIR_WAY,
+    Action,
+    ShardingSpec,
+    Stage,
+    passed,
+    piece,
+    program_of,
+    trained_from,
+)
 from ..layout.schedule import BACKWARD, FORWARD, WEIGHT
 from ..models import Decoder
 from ..models.decoder import Embedding
@@ -136,14 +147,15 @@ class Live(MetaKernels):
 
 def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> Activations:
     """Of a stage of a rank."""
-    kinds = _kinds(spec, stage)
+    trained = _trained(spec)
+    kinds = _kinds(spec, stage, passed(stage, spec, paper.axes, trained, pictures=False))
     ran = sorted(number for same in kinds for number in same[-_RUN:])
     sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
     units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
     here = {name for name, _ in sketch.named_modules()}
     grads = _grads(spec, stage, paper, work)
     left_out = {number: same[-1] for same in kinds for number in same[:-_RUN]}
-    trial = _Trial(sketch, paper.axes, work.compute, left_out, grads)
+    trial = _Trial(sketch, paper.axes, work.compute, left_out, grads, carried=stage.number > _first(spec, paper.axes))
     shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, grads, trial.live.add)
     stay = {unit.name: num for unit, (num, _) in units.items() if not unit.again}
     with ops.planned_for(work.kind):
@@ -164,13 +176,22 @@ def _grads(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> dic
     }
 
 
-def _kinds(spec: ShardingSpec, stage: Stage) -> list[list[int]]:
-    """Layers by what is in them."""
+def _trained(spec: ShardingSpec) -> list[str]:
+    return [name for name, parameter in spec.module.named_parameters() if parameter.requires_grad]
+
+
+def _first(spec: ShardingSpec, axes: Axes) -> int:
+    """The first stage that makes a backward."""
+    return trained_from(spec.table, spec.line(axes.pp), _trained(spec))
+
+
+def _kinds(spec: ShardingSpec, stage: Stage, reached: Collection[str]) -> list[list[int]]:
+    """Layers by what is in them, and by whether a gradient reaches them: the others keep nothing for backward."""
     found: dict[object, list[int]] = {}
     for number, layer in stage.module.layers.items():
         at = f"layers.{number}."
         kind = [(name, p.shape, p.requires_grad, at + name in spec.fp8) for name, p in layer.named_parameters()]
-        found.setdefault(tuple(kind), []).append(int(number))
+        found.setdefault((f"layers.{number}" in reached, *kind), []).append(int(number))
     return [*found.values()]
 
 
@@ -179,7 +200,9 @@ def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> dict[
     schedule. Gradients are there from the first backward of their stage on."""
     paper, stages = Paper(axes, rank), spec.stages(axes, rank)
     of_stage = {stage.number: activations(spec, stage, paper, work) for stage in stages}
-    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, 0)[paper.coords["pp"]]
+    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, _first(spec, axes))[
+        paper.coords["pp"]
+    ]
     held, grads, most = 0, dict[int, int](), Moment()
     for action in (action for action in program if isinstance(action, Action)):
         here = of_stage[action.stage]
@@ -208,9 +231,11 @@ class _Trial:
     each parameter."""
 
     def __init__(
-        self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int], grads: Mapping[str, int]
-    ) -> None:
+        self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int], grads: Mapping[str, int],
+        *, carried: bool,
+    ) -> None:  # fmt: skip
         self.sketch, self.axes, self.compute, self.left_out, self.grads = sketch, axes, compute, left_out, grads
+        self.carried = carried  # the stage before is given a gradient
         self.live = Live([*sketch.parameters()])
         self.at: list[int] = []  # what there was when each layer began, and behind the last
         self.kept = 0  # by layers that are left out
@@ -226,7 +251,8 @@ class _Trial:
             shards.forward_ends()
             kept, ahead = self.live.passing, self.live.most_since()
             self._weigh_others()
-            torch.autograd.backward(start, torch.empty_like(start))
+            if start.requires_grad:
+                torch.autograd.backward(start, torch.empty_like(start))
             del start
             of_tower = sum(self.grads.values()) - self.live.parts[GRADIENTS]  # which does not run
             self.live.add(GRADIENTS, of_tower)
@@ -238,7 +264,8 @@ class _Trial:
         """In the first backward a layer frees what it keeps, and its gradients come. Which of the layers that are left
         out have done so when one that runs does, is not known. So it is looked at beside the most that they ever hold:
         as many of them turn before the layers that run, and the rest behind."""
-        kept_by = dict(zip(self.sketch.layers, (after - before for before, after in pairwise(self.at)), strict=True))
+        kept = (max(0, after - before) for before, after in pairwise(self.at))  # less: tables end with the last layer
+        kept_by = dict(zip(self.sketch.layers, kept, strict=True))
         most = freed = learned = 0
         before, whole = (0, 0), (0, 0)
         for _, alike in sorted(self.left_out.items(), reverse=True):
@@ -270,7 +297,7 @@ class _Trial:
         sketch, own = self.sketch, num_tokens // (self.axes.cp * self.axes.tp)
         x_TD = None
         if not isinstance(sketch.embed, Embedding):
-            x_TD = torch.empty(own, sketch.shape.width, dtype=self.compute, device="meta", requires_grad=True)
+            x_TD = torch.empty(own, sketch.shape.width, dtype=self.compute, device="meta", requires_grad=self.carried)
         out = forward(sketch, self.axes, num_tokens, x_TD)
         if sketch.head is None:
             self._pass(out)
