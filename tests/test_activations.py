@@ -132,8 +132,8 @@ def test_all_gradients_are_there_in_a_second_micro_batch() -> None:
 # A few layers of each kind run. The others are added.
 
 
-def each_alone(_: object, stage: Any, _reached: object) -> list[list[int]]:
-    return [[int(number)] for number in stage.module.layers]
+def each_alone(_: object, stage: Any, _reached: object) -> dict[object, list[int]]:
+    return {number: [int(number)] for number in stage.module.layers}
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(pp=2)], ids=str)

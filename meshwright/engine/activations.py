@@ -147,14 +147,18 @@ class Live(MetaKernels):
 
 def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> Activations:
     """Of a stage of a rank."""
-    trained = _trained(spec)
-    kinds = _kinds(spec, stage, passed(stage, spec, paper.axes, trained, pictures=False))
-    ran = sorted(number for same in kinds for number in same[-_RUN:])
+    return _activations(spec, stage, paper, work, _kinds(spec, stage, _reached(spec, stage, paper.axes)))
+
+
+def _activations(
+    spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing, kinds: Mapping[object, list[int]]
+) -> Activations:
+    ran = sorted(number for same in kinds.values() for number in same[-_RUN:])
     sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
     units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
     here = {name for name, _ in sketch.named_modules()}
     grads = _grads(spec, stage, paper, work)
-    left_out = {number: same[-1] for same in kinds for number in same[:-_RUN]}
+    left_out = {number: same[-1] for same in kinds.values() for number in same[:-_RUN]}
     trial = _Trial(sketch, paper.axes, work.compute, left_out, grads, carried=stage.number > _first(spec, paper.axes))
     shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, grads, trial.live.add)
     stay = {unit.name: num for unit, (num, _) in units.items() if not unit.again}
@@ -185,37 +189,59 @@ def _first(spec: ShardingSpec, axes: Axes) -> int:
     return trained_from(spec.table, spec.line(axes.pp), _trained(spec))
 
 
-def _kinds(spec: ShardingSpec, stage: Stage, reached: Collection[str]) -> list[list[int]]:
+def _reached(spec: ShardingSpec, stage: Stage, axes: Axes) -> set[str]:
+    return passed(stage, spec, axes, _trained(spec), pictures=False)
+
+
+def _kinds(spec: ShardingSpec, stage: Stage, reached: Collection[str]) -> dict[object, list[int]]:
     """Layers by what is in them, and by whether a gradient reaches them: the others keep nothing for backward."""
     found: dict[object, list[int]] = {}
     for number, layer in stage.module.layers.items():
         at = f"layers.{number}."
         kind = [(name, p.shape, p.requires_grad, at + name in spec.fp8) for name, p in layer.named_parameters()]
         found.setdefault((f"layers.{number}" in reached, *kind), []).append(int(number))
-    return [*found.values()]
+    return found
 
 
-def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> dict[str, int]:
+def _like(stage: Stage, kinds: Mapping[object, list[int]], *, carried: bool) -> object:
+    """Equal for stages that hold the same: layers of the same kinds in the same order, between the same ends."""
+    ends = (type(stage.module.embed), type(stage.module.head), carried, tuple(unit.again for unit in stage.units))
+    first = int(next(iter(stage.module.layers), 0))
+    return ends, tuple((kind, tuple(number - first for number in same)) for kind, same in kinds.items())
+
+
+Known = dict[object, Activations]
+
+
+def most_held(
+    spec: ShardingSpec, axes: Axes, rank: int, work: Passing, known: Known | None = None
+) -> dict[str, int]:  # fmt: skip
     """The bytes of each kind at the fullest moment of a step on a rank, whose stages work in the order of the
-    schedule. Gradients are there from the first backward of their stage on."""
-    paper, stages = Paper(axes, rank), spec.stages(axes, rank)
-    of_stage = {stage.number: activations(spec, stage, paper, work) for stage in stages}
-    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, _first(spec, axes))[
-        paper.coords["pp"]
-    ]
+    schedule. Gradients are there from the first backward of their stage on. `known`: of stages of this mesh, to be
+    asked and added to."""
+    paper, first, known = Paper(axes, rank), _first(spec, axes), {} if known is None else known
+    of_stage = dict[int, Activations]()
+    for stage in spec.stages(axes, rank):
+        kinds = _kinds(spec, stage, _reached(spec, stage, axes))
+        like = _like(stage, kinds, carried=stage.number > first)
+        if like not in known:
+            known[like] = _activations(spec, stage, paper, work, kinds)
+        of_stage[stage.number] = known[like]
+    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, first)[paper.coords["pp"]]
     held, grads, most = 0, dict[int, int](), Moment()
     for action in (action for action in program if isinstance(action, Action)):
         here = of_stage[action.stage]
         if action.kind == FORWARD:
-            moment, held = here.forward.beside(held), held + here.kept
+            kept = here.kept if action.stage >= first else 0  # what makes no backward keeps nothing for it
+            moment, held = here.forward.beside(held), held + kept
         elif action.kind == WEIGHT:
             held -= here.kept
             continue
         else:  # what gradients of weights still need is taken to be all of it
-            first = action.kind == BACKWARD and action.stage not in grads
-            moment = (here.first if first else here.backward).beside(held - here.kept)
+            is_first = action.kind == BACKWARD and action.stage not in grads
+            moment = (here.first if is_first else here.backward).beside(held - here.kept)
             held -= here.kept if action.kind == BACKWARD else 0
-            grads |= {} if first else {action.stage: here.grads}
+            grads |= {} if is_first else {action.stage: here.grads}
         others = sum(each.stays for number, each in of_stage.items() if number != action.stage)
         least = here.stays if spec.gathers_once(axes.pp) else 0
         moment = moment.with_gathered(least, others).with_grads(sum(grads.values()))
