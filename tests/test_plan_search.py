@@ -17,10 +17,11 @@ from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.layout import Context, Pipeline, Stored
 from meshwright.parallel import Savings, mark
-from meshwright.plan import Cluster, Figures, Search, objections, times, work_of
+from meshwright.plan import Cluster, Figures, Search, objections, search, times, work_of
 from meshwright.plan.candidates import Cut, Size, cuts, divisors
 from meshwright.plan.figures import RankMemory
 from meshwright.plan.found import command
+from meshwright.plan.least import Least
 from meshwright.plan.price import first_price, held, least_bytes, thin
 from meshwright.plan.search import Asked, Candidate, Found
 from meshwright.plan.times import estimate
@@ -86,6 +87,49 @@ def test_a_first_price_of_a_pipeline_is_near() -> None:
         figures = Figures("it", blueprint, axes, work_of(axes, None, 32), 80 * GB, cluster=H100)
         first = first_price(thin(blueprint), axes, figures.work, held(Savings()), H100)
         assert first.seconds == pytest.approx(estimate(figures).seconds, rel=0.1), axes
+
+
+def test_no_mesh_takes_less_than_the_least() -> None:
+    """So that a search may leave out what takes more, before it costs it in full. And it is not far from it."""
+    blueprint = draw(SHALLOW)
+    least, shares = Least(blueprint, thin(blueprint), 8192, 4), dict[str, list[float]]()
+    for mesh, num in ((dict(fsdp=8), 1), (dict(fsdp=4, cp=2, ep=4), 2), (dict(fsdp=2, tp=4, ep=8), 4)):
+        for recompute in ("none", "selective", "full"):
+            axes, savings = Axes(**mesh), Savings(recompute)
+            figures = Figures("it", blueprint, axes, work_of(axes, 8192, num), savings=savings, cluster=H100)
+            share = least.num_bytes(axes, num, savings, holds=False) / figures.most.device_bytes
+            shares.setdefault(recompute, []).append(share)
+    for num, hold in ((2, False), (6, True)):
+        axes, asked = Axes(pp=2, fsdp=4), blueprint.run_by(Pipeline(hold=hold))
+        figures = Figures("it", asked, axes, work_of(axes, 8192, num), cluster=H100)
+        shares["none"].append(least.num_bytes(axes, num, Savings(), holds=hold) / figures.most.device_bytes)
+    assert all(0.25 < share <= 1 for of_kind in shares.values() for share in of_kind), shares
+    assert min(shares["none"]) > 0.5, shares
+
+
+def test_it_says_how_far_it_is_and_what_is_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SECONDS_BETWEEN_LINES", 0.0)
+    said = list[str]()
+    asked = Asked("it", Size(2, 8, 8192, 2 * 8192), "it", 6 * GB, H100, top=1)
+    found = Search(draw(SHALLOWER), asked, said.append).run()
+    shares = [int(line.partition("%")[0]) for line in said]
+    assert shares == sorted(shares)
+    assert "none fits yet" in said[0]
+    assert re.search(
+        words(r"^\d+% done", r"\d+ meshes costed in full", r"the best so far: fsdp=2, \S+ s a step"), said[-1]
+    )
+    assert found.num_in_full < 12, "what cannot fit is not costed"
+
+
+def test_a_plan_that_does_not_fit_names_a_mesh_of_as_many_ranks(tmp_path: Path, capsys: Capture) -> None:
+    at = written(tmp_path / "a.json", tiny.of("qwen3", num_hidden_layers=4, hidden_size=256, intermediate_size=512))
+    more = ["--device", "380MB", "--tokens", "16384"]
+    code, out, _ = searched(capsys, at, "--mesh", "fsdp=4", *more)
+    chosen = re.search(r"choose (--mesh .*?) \(the same 4 ranks\)", " ".join(out.split()))
+    assert code == 1
+    assert chosen, out
+    code, out, _ = searched(capsys, at, *chosen[1].split(), *more)
+    assert code == 0, out
 
 
 def test_which_meshes_are_tried() -> None:
@@ -223,7 +267,8 @@ def test_none_fits(tmp_path: Path, capsys: Capture) -> None:
     code, out, _ = searched(capsys, at, "--search", "2", "--device", "100MB", "--top", "1")
     said = " ".join(out.split())
     assert code == 1
-    assert re.search(words("none fits 100 MB", r"The nearest is .*offload=True", "which is .* too much"), said), said
+    wanted = ["none fits 100 MB", r"The nearest is .*offload=True", "which is .* too much, most of it", "Way out: take"]
+    assert re.search(words(*wanted), said), said
 
 
 REFUSED = [
@@ -255,8 +300,10 @@ def test_the_ways_of_a_mesh() -> None:
     """A pipeline that may hold does so first. What cannot fit is not tried, but for the way that takes least."""
     blueprint, cut = draw(QWEN3_8B), Cut(Axes(pp=2, fsdp=4), 4)
 
-    def ways(device: int, pipeline: Pipeline = Pipeline(), cut: Cut = cut) -> list[tuple[str, bool | None]]:
-        asked = Asked("it", Size(8, 8, 8192, 8 * 8192), "it", device, H100)
+    def ways(
+        device: int, pipeline: Pipeline = Pipeline(), cut: Cut = cut, tokens: int = 64
+    ) -> list[tuple[str, bool | None]]:
+        asked = Asked("it", Size(8, 8, tokens, 8 * tokens), "it", device, H100)
         found = Search(blueprint.run_by(pipeline), asked, lambda _: None)._ways(cut, Savings())
         return [(way.savings.recompute, way.hold) for way in found]
 
@@ -267,6 +314,7 @@ def test_the_ways_of_a_mesh() -> None:
     assert ways(80 * GB, Pipeline(hold=True)) == [(kind, True) for kind in kinds], "as it was asked"
     assert ways(80 * GB, Pipeline("v")) == [(kind, None) for kind in kinds], "v holds anyway"
     assert ways(80 * GB, cut=Cut(Axes(fsdp=8), 1)) == [(kind, None) for kind in kinds]
+    assert ways(80 * GB, cut=Cut(Axes(fsdp=8), 1), tokens=32768) == [("full", None)], "nor what activations exceed"
 
 
 def test_the_command_says_what_was_chosen_of_a_pipeline() -> None:
@@ -307,3 +355,7 @@ def test_a_large_model_on_many_ranks() -> None:
     assert time.process_time() - began < (60 if parts.ALL else 40)
     assert found.best, "a few where the machine is slow: a search ends after half a minute"
     assert found.num_meshes > 1000
+    began, asked = time.process_time(), replace(asked, size=Size(64, 8, 32768, 64 * 32768))  # nearly none of them fits
+    found = Search(draw(QWEN3_235B_A22B), asked, said.append).run()
+    assert time.process_time() - began < 40
+    assert str(found.best[0].figures.axes) == "fsdp=16 cp=4 ep=2"

@@ -124,11 +124,13 @@ def fits(stored: Sequence[Stored], memory: Memory) -> bool:
 
 
 def ways_out(need: Need, memory: Memory) -> str:
-    """The smallest fsdp that would do, and whether host memory would."""
-    found = []
-    sizes = (need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MOST)
-    larger = (replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes)
-    enough = next((r.axes for r in larger if fits(r.stored(), memory)), None)
+    found = choices(need, memory)
+    return "choose " + " or ".join(found) if found else f"no fsdp up to {_MOST} would do: choose more memory"
+
+
+def choices(need: Need, memory: Memory) -> list[str]:
+    """The smallest fsdp that would do, full recomputation and host memory, each if it would do alone."""
+    found, enough = list[str](), _enough(need, memory)
     if enough is not None:
         found.append(f"fsdp={enough.fsdp} ({counted(enough.world, 'rank')})")
     passing = need.passing
@@ -139,7 +141,16 @@ def ways_out(need: Need, memory: Memory) -> str:
     if offloaded is not None and fits(offloaded.stored(), memory):
         host = sum(s.num_bytes for s in offloaded.stored() if s.host)
         found.append(f"Savings(offload=True), which takes {_gb(host)} on the host for each rank")
-    return "choose " + " or ".join(found) if found else f"no fsdp up to {_MOST} would do: choose more memory"
+    return found
+
+
+def _enough(need: Need, memory: Memory) -> Axes | None:
+    """The mesh with the smallest fsdp that would do. Each is looked at only if the largest does."""
+    sizes = [need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MOST]
+    larger = [replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes]
+    if not larger or not fits(larger[-1].stored(), memory):
+        return None
+    return next(each.axes for each in larger if fits(each.stored(), memory))
 
 
 def _offloaded(need: Need) -> Need | None:

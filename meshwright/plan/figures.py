@@ -15,7 +15,7 @@ from ..axes import DENSE, EXPERT, Axes
 from ..blueprint import Blueprint
 from ..engine.activations import Passing
 from ..engine.bill import engine_bill
-from ..engine.fit import Need, fits, ways_out, widths_of, with_hold
+from ..engine.fit import Need, choices, fits, widths_of, with_hold
 from ..errors import ConfigError
 from ..layout import (
     GRADIENTS,
@@ -182,9 +182,10 @@ class Figures:
         return None if self.device is None else fits(self.most.stored, _memory(self.device))
 
     @cached_property
-    def ways_out(self) -> str:
+    def choices(self) -> list[str]:
+        """What would do where it does not fit."""
         assert self.device is not None
-        return ways_out(self.need, _memory(self.device))
+        return choices(self.need, _memory(self.device))
 
     @cached_property
     def sender(self) -> int:

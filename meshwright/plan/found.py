@@ -18,7 +18,8 @@ from ..errors import counted
 from .refusals import as_option
 from .search import Asked, Candidate, Found
 from .step import assumptions, times_as_json, tokens_a_second
-from .wording import duration, large, nominal, not_counted, saved, size
+from .verdict import helps
+from .wording import duration, kind, large, nominal, not_counted, saved, size
 
 _HOST, _PIPELINE = "the host", "its pipeline"
 _ALIKE = 0.01  # of a step: no estimate is that exact
@@ -102,9 +103,20 @@ def _mesh(candidate: Candidate) -> str:
 def _nearest(nearest: Candidate) -> str:
     stored, more = size(nearest.figures.most.device_bytes), size(-nearest.left_bytes)
     return (
-        f"The nearest is {_mesh(nearest)}: a rank stores {stored}, which is {more} too much. Take more ranks or larger "
-        "devices."
+        f"The nearest is {_mesh(nearest)}: a rank stores {stored}, which is {more} too much, most of it "
+        f"{_largest(nearest)}. Way out: {way_out(nearest)}."
     )
+
+
+def _largest(candidate: Candidate) -> str:
+    """What takes most of the device."""
+    most = max((each for each in candidate.figures.most.stored if not each.host), key=lambda each: each.num_bytes)
+    return f"{kind(most.what)} ({size(most.num_bytes)})"
+
+
+def way_out(nearest: Candidate) -> str:
+    found = [*helps(nearest.figures), *nearest.figures.choices]
+    return f"take {' or '.join(found)}" if found else "take more ranks, larger devices, or fewer --tokens"
 
 
 def command(candidate: Candidate, asked: Asked) -> str:
@@ -147,6 +159,7 @@ def as_json(found: Found, asked: Asked, origin: Mapping[str, str]) -> dict[str, 
         "num_too_large": found.num_too_large,
         "num_in_full": found.num_in_full,
         "best": [_candidate_as_json(candidate, first, asked) for candidate in found.best],
+        "way_out": None if found.nearest is None else way_out(found.nearest),
         "nearest": None if found.nearest is None else _candidate_as_json(found.nearest, found.nearest, asked),
         "assumptions": assumptions(first.figures),
         "not_counted": not_counted(first.figures),

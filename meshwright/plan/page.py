@@ -16,7 +16,8 @@ from .html import Cell, bar, bytes_cell, details, flowing, page, section, span_c
 from .picture import mesh_picture
 from .show import about, lies, notes, step
 from .tables import ChargeLine, ParameterLine, charge_lines, parameter_lines
-from .wording import Unit, at_the_fullest, duration, in_unit, kind, large, nominal, size, unit_of, verdict
+from .verdict import verdict
+from .wording import Unit, at_the_fullest, duration, in_unit, kind, large, nominal, size, unit_of
 
 _MOST_ROWS = 64  # of the table of ranks
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 
 import torch
 
@@ -117,20 +118,35 @@ class Search:
         self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
     def run(self) -> Found:
+        tried, savings = self._tried, self.asked.savings
+        best = self.quickest(_LONG)
+        if not best and not savings.offload and not self._once:
+            offloaded = replace(savings, offload=True)
+            self._look(self._may_fit(tried, offloaded), offloaded, _LONGER)
+            best = self._told()
+        nearest = None if best else self._nearest(tried)
+        if nearest is not None and nearest.figures.fits:  # too many of those that are quicker did not
+            best, nearest = [nearest], None
+        num_too_large = len(tried) - len(self._may_fit(tried, savings))
+        return Found(tuple(best), nearest, len(tried), num_too_large, len(self.in_full))
+
+    def quickest(self, until: float) -> list[Candidate]:
+        """With the savings that are asked for alone. `until`: seconds of a CPU since the search began."""
+        savings = self.asked.savings
+        self._look(self._may_fit(self._tried, savings), savings, until)
+        return self._told()
+
+    @cached_property
+    def _tried(self) -> list[Cut]:
+        """All meshes that can be."""
         once = self.asked.savings.token_once
         tried = [cut for cut in cuts(self.blueprint, self.asked.size, self.coded) if divides(once, cut.axes.ep)]
         if not tried:
             raise MeshError(self._none())
-        small = self._may_fit(tried, self.asked.savings)
-        self._look(small, self.asked.savings, _LONG)
-        if not self.best and not self.asked.savings.offload and not self._once:
-            offloaded = replace(self.asked.savings, offload=True)
-            self._look(self._may_fit(tried, offloaded), offloaded, _LONGER)
-        best = sorted(self.best, key=lambda each: each.estimate.seconds)[: self.asked.top]
-        nearest = None if best else self._nearest(tried)
-        if nearest is not None and nearest.figures.fits:  # too many of those that are quicker did not
-            best, nearest = [nearest], None
-        return Found(tuple(best), nearest, len(tried), len(tried) - len(small), len(self.in_full))
+        return tried
+
+    def _told(self) -> list[Candidate]:
+        return sorted(self.best, key=lambda each: each.estimate.seconds)[: self.asked.top]
 
     def _may_fit(self, tried: Sequence[Cut], savings: Savings) -> list[Cut]:
         return [cut for cut in tried if self._least(cut, self._ways(cut, savings)[-1]) <= self.asked.device]
@@ -156,8 +172,9 @@ class Search:
         """Look for the best, a few more than are wanted, since a first price may be a little off. `until`: seconds of a
         CPU since the search began."""
         first = (self._priced(n, cut, self._ways(cut, savings)[0], len(tried)) for n, cut in enumerate(tried))
-        queue, taken, num = _apart([*first]), set[Cut](), self.asked.top + _MORE
+        queue = _apart([*takewhile(lambda _: self._seconds < until / 2, first)])
         heapify(queue)
+        taken, num = set[Cut](), self.asked.top + _MORE
         while queue and len(self.best) < num and self._seconds < until:
             priced = heappop(queue)
             self._tell(max(len(self.best) / num, self._seconds / _LONGEST))
@@ -232,7 +249,9 @@ class Search:
         self.done = max(self.done, min(done, 1.0))
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self.last = time.monotonic()
-            self.say(f"{self.done:.0%} done, {counted(len(self.in_full), 'mesh', 'meshes')} costed in full; {self._so_far}")
+            self.say(
+                f"{self.done:.0%} done, {counted(len(self.in_full), 'mesh', 'meshes')} costed in full; {self._so_far}"
+            )
 
     @property
     def _so_far(self) -> str:

@@ -18,6 +18,7 @@ from . import pipeline
 from . import step as times
 from .figures import Figures
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
+from .verdict import verdict, ways_out
 from .wording import (
     at_the_fullest,
     duration,
@@ -30,7 +31,6 @@ from .wording import (
     size,
     span,
     unit_of,
-    verdict,
 )
 
 STORES = "What a rank stores"
@@ -218,7 +218,7 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "not_counted": not_counted(figures),
         "device_bytes": figures.device,
         "fits": said.ok,
-        "way_out": figures.ways_out if said.ok is False else None,
+        "way_out": ways_out(figures) if said.ok is False else None,
         "step": {**asdict(work), "frozen": sorted(work.frozen), "numbers": sorted(work.numbers)},
         "traffic": [times.timed(figures, row) for row in figures.traffic],
         "total_count": sum(row.count for row in figures.traffic),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
@@ -83,15 +83,6 @@ def saved(figures: Figures) -> list[str]:
     return given + ([] if state is None else [f"state_dtype={name_of(state)}"])
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """`ok` is None where nothing was asked."""
-
-    ok: bool | None
-    text: str
-    more: str
-
-
 def not_counted(figures: Figures) -> str:
     tower = ", nor what the tower holds" if figures.blueprint.module.tower is not None else ""
     return f"Buffers of collectives, of the update and of the allocator are not counted{tower}: they come on top."
@@ -106,15 +97,3 @@ def at_the_fullest(figures: Figures) -> str | None:
         f"This is the fullest moment of a step. Of {size(figures.gradients)} of gradients {size(there)} are there: "
         "others come while activations go. From the second micro-batch on all are there."
     )
-
-
-def verdict(figures: Figures) -> Verdict:
-    needed, device, host = figures.most.device_bytes, figures.device, figures.most.host_bytes
-    beside, there = (f" and {size(host)} on the host", " on it") if host else ("", "")
-    if device is None:
-        return Verdict(None, f"{size(needed)} a rank{beside}", not_counted(figures))
-    if figures.fits:
-        left = f"A rank stores {size(needed)}{beside}, and {size(device - needed)} are left{there}."
-        return Verdict(True, f"fits {nominal(device)}", f"{left} {not_counted(figures)}")
-    over = f"A rank stores {size(needed)}{there}, which is {size(needed - device)} too much."
-    return Verdict(False, f"does not fit {nominal(device)}", f"{over} Way out: {figures.ways_out}.")
