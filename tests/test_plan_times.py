@@ -166,7 +166,8 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the directory
     said = " ".join(out.split())
     wanted = [
-        "all_to_all .* between nodes", "waits: exchanges of experts, between nodes", "tokens a second of each rank",
+        "all_to_all .* between nodes", "waits: exchanges of experts, between nodes",
+        "tokens a second of each rank, MFU",
         r"450 GB/s of a rank each way inside a node and 25 between nodes, 989 TFLOP/s \(those of H100, and as given\)",
         "A document fills a micro-batch", "links reach 75% and products 45%",
     ]  # fmt: skip
@@ -178,6 +179,7 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
     parts += times["launching"]
     assert times["seconds"] == pytest.approx(parts)
     assert times["tokens_a_second"] == pytest.approx(8192 / 8 / times["seconds"])
+    assert times["mfu"] == pytest.approx(0.45 * times["products"] / times["seconds"]), "nothing is recomputed"
     assert {row["link"] for row in found["traffic"]} == {INSIDE, BETWEEN}
     assert sum(row["seconds"] for row in found["charges"]) == pytest.approx(sum(r["seconds"] for r in found["traffic"]))
 
@@ -189,6 +191,20 @@ def test_a_page() -> None:
     assert rows[0]["part"] == "products"
     assert rows[-1]["part"].startswith("a step")
     assert all(row["estimated"].endswith("inside a node") for row in found.table("what"))
+    assert all(row["estimated time"] for row in found.table("over"))
+    tiles = ["stored by a rank", "a step, estimated", "tokens a second of each GPU", "MFU", "tokens in a step"]
+    assert all(each in found.text for each in tiles)
+
+
+def test_bars_of_collectives_are_as_long_as_these_take() -> None:
+    """A byte between nodes takes longer than one inside."""
+    figures = figures_of(tiny.of("qwen3"), fsdp=16, tp=2)
+    page = plan_page(figures, {"command": "", "meshwright": "", "torch": "", "date": ""})
+    seconds = [sent(r.op, r.num_bytes, r.axes, figures.axes, PLAIN).seconds for r in figures.traffic]
+    drawn = [float(each) for each in re.findall(r'class="part".*?class="share" style="width:([\d.]+)%', page)]
+    longest = max(range(len(seconds)), key=seconds.__getitem__)
+    due = [each * drawn[longest] / seconds[longest] for each in seconds]
+    assert drawn == pytest.approx(due, abs=0.02)
 
 
 @pytest.mark.parametrize(

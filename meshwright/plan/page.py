@@ -65,6 +65,7 @@ def plan_of(figures: Figures) -> Iterator[str]:
 
 
 def _tiles(figures: Figures) -> str:
+    """Rows of four."""
     rows = figures.traffic
     facts = {
         "stored by a rank": size(figures.most.num_bytes),
@@ -73,7 +74,13 @@ def _tiles(figures: Figures) -> str:
         "parameters": large(figures.num_parameters),
     }
     if figures.cluster:
-        facts["a step, estimated"] = duration(times.step_lines(figures)[-1].seconds)
+        step, work = times.step_lines(figures)[-1], figures.work
+        facts |= {
+            "a step, estimated": duration(step.seconds),
+            "tokens a second of each GPU": f"{times.tokens_a_second(figures):,.0f}",
+            "model FLOPs utilisation (MFU)": f"{times.mfu(figures):.1%}",
+            "tokens in a step": f"{work.tokens * work.num_batches * figures.axes.num_data_ranks:,}",
+        }
     return wrap("dl", *(wrap("div", tag("dt", what), tag("dd", fact)) for what, fact in facts.items()), kind="tiles")
 
 
@@ -118,25 +125,32 @@ def _traffic(figures: Figures) -> str:
         f"collective, as counted on rank {figures.sender:,}; no rank counts more.{even}"
     )
     by_axes = [list(same) for _, same in groupby(rows, lambda row: row.over)]
-    most = max(sum(row.num_bytes for row in same) for same in by_axes)
+    most = max(sum(_length(figures, row) for row in same) for same in by_axes)
     lines = (line for same in by_axes for line in _axes_lines(figures, same, most))
-    summed = table(["over", "operation", "count", "bytes", ""], lines, "stacked flows")
+    bars = "estimated time" if figures.cluster else ""
+    summed = table(["over", "operation", "count", "bytes", bars], lines, "stacked flows")
     return section(title, tag("p", text), summed, details("Every collective", _charges(figures)))
 
 
-def _axes_lines(figures: Figures, rows: list[Traffic], most: int) -> Iterator[list[object]]:
+def _length(figures: Figures, row: Traffic) -> float:
+    """Of its bar: seconds, where it is known what links there are. A byte between nodes takes longer than inside."""
+    return times.sent_of(figures, row).seconds if figures.cluster else float(row.num_bytes)
+
+
+def _axes_lines(figures: Figures, rows: list[Traffic], most: float) -> Iterator[list[object]]:
     """What goes over the same axes: first all of it, then each operation."""
     count, num_bytes = sum(row.count for row in rows), sum(row.num_bytes for row in rows)
+    length = sum(_length(figures, row) for row in rows)
     yield [
         Cell(rows[0].over, "group"), Cell(f"among {counted(rows[0].num_ranks, 'rank')}", "group"),
         Cell(f"{count:,}", "number group"), bytes_cell(num_bytes, "number group"),
-        Cell("", "group", share=num_bytes / most),
+        Cell(duration(length) if figures.cluster else "", "group", share=length / most),
     ]  # fmt: skip
     for row in rows:
-        share = Cell("", "part", share=row.num_bytes / most)
         found = times.sent_of(figures, row) if figures.cluster else None
-        op = Cell(row.op) if found is None else Cell(row.op, note=f"{duration(found.seconds)} {found.link}")
-        yield [Cell("", "part"), op, row.count, bytes_cell(row.num_bytes), share]
+        told = "" if found is None else f"{duration(found.seconds)} {found.link}"
+        share = Cell(told, "part", share=_length(figures, row) / most)
+        yield [Cell("", "part"), row.op, row.count, bytes_cell(row.num_bytes), share]
 
 
 def _bytes_of_one(line: ChargeLine) -> Cell:

@@ -193,6 +193,7 @@ def _grid() -> Grid:
 def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
     """Every number exactly. `origin`: what made it, when, and by which command."""
     axes, work, said = figures.axes, figures.work, verdict(figures)
+    of_step = {name: value for name, value in asdict(work).items() if name != "begins"}  # a plan trains everything
     return {
         **origin,
         "model": figures.model,
@@ -219,7 +220,7 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "device_bytes": figures.device,
         "fits": said.ok,
         "way_out": ways_out(figures) if said.ok is False else None,
-        "step": {**asdict(work), "frozen": sorted(work.frozen), "numbers": sorted(work.numbers)},
+        "step": {**of_step, "frozen": sorted(work.frozen), "numbers": sorted(work.numbers)},
         "traffic": [times.timed(figures, row) for row in figures.traffic],
         "total_count": sum(row.count for row in figures.traffic),
         "total_bytes": sum(row.num_bytes for row in figures.traffic),

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .figures import Figures, Traffic
+from .flops import flops_of
 from .tables import ChargeLine
-from .times import ASSUMED, Estimate, Sent, cluster_in, estimate, sent
+from .times import ASSUMED, Estimate, Sent, cluster_in, estimate, operations, sent
 from .wording import duration
 
 _SHORT = 1e-3  # of a step: shorter waits share a line
@@ -45,7 +46,14 @@ def _parts(found: Estimate) -> Iterator[tuple[str, float]]:
 
 
 def speed(figures: Figures) -> str:
-    return f"{tokens_a_second(figures):,.0f} tokens a second of each rank"
+    return f"{tokens_a_second(figures):,.0f} tokens a second of each rank, MFU {mfu(figures):.1%}"
+
+
+def mfu(figures: Figures) -> float:
+    """Model FLOPs utilisation: what the tokens need, by what the devices could do, without what is recomputed."""
+    axes, cluster = figures.axes, cluster_in(figures)
+    needed = operations(flops_of(figures.blueprint, figures.blueprint.table.params.keys()), figures)
+    return needed / (axes.cp * axes.tp * axes.pp) / (estimate(figures).seconds * cluster.flops * 10**12)
 
 
 def tokens_a_second(figures: Figures) -> float:
@@ -79,6 +87,6 @@ def times_as_json(figures: Figures) -> dict[str, Any] | None:
         "launching": found.launching, "not_hidden": found.not_hidden, "bubble": found.bubble, "seconds": found.seconds,
     }  # fmt: skip
     return {
-        **asdict(found), **reckoned, "tokens_a_second": tokens_a_second(figures), "cluster": asdict(figures.cluster),
-        "assumptions": assumptions(figures),
+        **asdict(found), **reckoned, "tokens_a_second": tokens_a_second(figures), "mfu": mfu(figures),
+        "cluster": asdict(figures.cluster), "assumptions": assumptions(figures),
     }  # fmt: skip
