@@ -81,7 +81,7 @@ def test_how_ranks_end(
         return started[-1]
 
     monkeypatch.setattr(processes, "start_process", start)
-    monkeypatch.setattr(processes, "_LAST_WORDS_S", 0.3)
+    monkeypatch.setattr(processes, "_AFTER_WORDS_S", 0.3)
     began = time.monotonic()
     found = processes.ended(2, ["train"], tmp_path / "logs", 1, signals)
     assert time.monotonic() - began < 5

@@ -73,7 +73,8 @@ def _locked(file: Path) -> int:
 
 def _about() -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    command = shlex.join(sys.argv)
+    program = Path(sys.argv[0]).name
+    command = shlex.join(["meshwright" if program == "__main__.py" else program, *sys.argv[1:]])
     return f"process {os.getpid()} on {platform.node()}, since {since}: {command}"[:_MOST_BYTES] + "\n"
 
 

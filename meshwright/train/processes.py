@@ -24,7 +24,8 @@ from .rank import ATTEMPT, LAUNCHER
 from .stop import SIGNALS
 
 _TICK_S = 0.05
-_LAST_WORDS_S = 5.0  # that the others have once a rank has failed: a diagnosis takes half of it
+_LAST_WORDS_S = 5.0  # that the others have once a rank has failed without a word: a diagnosis takes half of it
+_AFTER_WORDS_S = 2.0  # and once a rank has told why
 _KILLED_S = 5.0  # in which a killed process is gone, unless a device or a disk holds it
 
 
@@ -38,9 +39,10 @@ class Ended:
 
 @dataclass
 class _Ranks:
-    """Processes by rank. `codes`: the exit code of each that ended by itself, and when."""
+    """Processes by rank. `codes`: the exit code of each that ended by itself, and when. `folder`: of their logs."""
 
-    processes: Mapping[int, subprocess.Popen[bytes]]
+    folder: Path
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     codes: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def look(self) -> bool:
@@ -49,6 +51,11 @@ class _Ranks:
             if rank not in self.codes and (code := process.poll()) is not None:
                 self.codes[rank] = code, time.time()
         return len(self.codes) < len(self.processes)
+
+    @property
+    def told(self) -> bool:
+        """Whether a rank has said why it fails."""
+        return any((self.folder / f"{rank}.json").is_file() for rank in self.codes)
 
     @property
     def running(self) -> list[int]:
@@ -79,9 +86,10 @@ def ended(
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = serve_store()
-    ranks = _Ranks({})
+    ranks = _Ranks(folder)
     try:
-        ranks = _Ranks({rank: _started(rank, world, store.port, arguments, folder) for rank in range(world)})
+        for rank in range(world):
+            ranks.processes[rank] = _started(rank, world, store.port, arguments, folder)
         _watch(ranks, asked, shutdown_timeout)
     finally:
         ranks.kill()
@@ -93,15 +101,13 @@ def _watch(ranks: _Ranks, asked: Sequence[int], shutdown_timeout: int) -> None:
     """Until all have ended, or what they were given after a signal or a failure is over."""
     heard, deadline, leaving = 0, math.inf, False
     while ranks.look():
-        patience_s = _patience_s([code for code, _ in ranks.codes.values()], asked, shutdown_timeout)
+        patience_s = _patience_s(ranks, asked, shutdown_timeout)
         deadline = min(deadline, time.monotonic() + patience_s)
         for number in asked[heard:]:
             ranks.send(_passed_on(number))
         heard = len(asked)
         if any(code for code, _ in ranks.codes.values()) and not (asked or leaving):
-            ranks.send(
-                signal.SIGTERM
-            )  # those that still load end at once, the others when they have said what they saw
+            ranks.send(signal.SIGTERM)  # who still loads ends at once, who diagnoses when it has told
             leaving = True
         if time.monotonic() > deadline:
             if asked:
@@ -113,11 +119,13 @@ def _watch(ranks: _Ranks, asked: Sequence[int], shutdown_timeout: int) -> None:
         time.sleep(_TICK_S)
 
 
-def _patience_s(codes: Sequence[int], asked: Sequence[int], shutdown_timeout: int) -> float:
-    """For how long those that still run may go on: after a signal until they have saved."""
+def _patience_s(ranks: _Ranks, asked: Sequence[int], shutdown_timeout: int) -> float:
+    """For how long those that still run may go on: after a signal until they have saved, after a failure until it is
+    known who was first."""
+    codes = [code for code, _ in ranks.codes.values()]
     after_signals = [0, *(128 + number for number in SIGNALS), *(-number for number in SIGNALS if asked)]
     if any(code not in after_signals for code in codes):
-        return min(_LAST_WORDS_S, shutdown_timeout)
+        return min(_AFTER_WORDS_S if ranks.told else _LAST_WORDS_S, shutdown_timeout)
     return shutdown_timeout if asked or any(codes) else math.inf
 
 
