@@ -102,9 +102,9 @@ saves and exits; a second one exits at once. Exit codes: 0 trained, 2 something 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    options.command = shlex.join(["meshwright", *(sys.argv[1:] if arguments is None else arguments)])
     try:
+        options = _parser().parse_args(arguments)
+        options.command = shlex.join(["meshwright", *(sys.argv[1:] if arguments is None else arguments)])
         return int(options.run(options))
     except MeshwrightError as error:
         print(f"meshwright: {error}", file=sys.stderr)
@@ -320,7 +320,7 @@ def _train(options: argparse.Namespace) -> int:
     sets = ["--set", *given] if given else []
     why = launch.start(config, ["train", options.config, *sets])
     if why and "WORLD_SIZE" not in os.environ:
-        print(f"meshwright: ended by {why}; the same command goes on from {config.out}", file=sys.stderr)
+        print(f"meshwright: ended by {why}; {launch.what_next(config)}", file=sys.stderr)
     return 128 + int(why.split()[1]) if why.startswith("signal") else 0
 
 

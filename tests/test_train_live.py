@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import re
 import signal
 import sys
@@ -19,14 +20,14 @@ from rich.console import Console
 
 import meshwright as mw
 from meshwright.log import logger
-from meshwright.train import elastic, failure, launch, loop, toml
-from meshwright.train.elastic import Ended
+from meshwright.train import failure, launch, lock, loop, processes, toml
 from meshwright.train.failure import Failure
 from meshwright.train.live import Display, Tail, parsed
 from meshwright.train.metrics import JsonLines, Lines
+from meshwright.train.processes import Ended
 from meshwright.train.terminal import Frame, Seen, sparkline
 from tests.pictures import BEGAN, seen, step_line
-from tests.started import Started, forked_ranks, gone
+from tests.started import Started, forked_ranks, gone, listening
 from tests.test_train import chats, file_of, source
 
 SHOWN = [
@@ -122,7 +123,7 @@ def test_plain_lines() -> None:
 
 def record(folder: Path, rank: int, when: float, error: Exception) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.json")
-    failure.record(error, rank, 0.0, folder / "out")
+    failure.record(error, rank)
     told = json.loads((folder / f"{rank}.json").read_text())
     told["meshwright"]["time"] = when
     (folder / f"{rank}.json").write_text(json.dumps(told))
@@ -162,9 +163,9 @@ def test_the_first_failure_is_named(
 def test_a_rank_that_blames_another_does_not_write_over_its_words(tmp_path: Path) -> None:
     began = time.time() - 1
     for error in (BLAMES, ValueError("x"), BLAMES):
-        failure.record(error, 1, began, tmp_path)
+        failure.write_first(error, 1, began, tmp_path)
     assert (tmp_path / "failure.txt").read_text().startswith("rank 1 failed: ValueError: x")
-    failure.record(BLAMES, 1, time.time() + 1, tmp_path)  # a later run
+    failure.write_first(BLAMES, 1, time.time() + 1, tmp_path)  # a later run
     assert "died" in (tmp_path / "failure.txt").read_text()
 
 
@@ -197,7 +198,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[in
     started, out = [], Path(config.out)
     sink = JsonLines(out / "metrics.jsonl")
 
-    def ended(world: int, arguments: list[str], logs: Path, timeout: int) -> Ended:
+    def ended(world: int, arguments: list[str], logs: Path, timeout: int, asked: list[int]) -> Ended:
         started.append((world, arguments[1:], logs.name, timeout))
         logs.mkdir(parents=True)
         if len(started) > len(script):
@@ -207,10 +208,10 @@ def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[in
             sink.write("step", step, step_line(step))
         return Ended(Failure(rank, world, "failed: it is planted", logs / f"{rank}.log", final))
 
-    monkeypatch.setattr(elastic, "ended", ended)
+    monkeypatch.setattr(processes, "ended", ended)
     with Display(Seen("", "", 9), out, plain=True, every=1) as display:
         try:
-            launch._launch(config, ["train"], out, display)
+            launch._launch(config, ["train"], out, display, [])
         except mw.RankError as error:
             started.append(str(error))
     return started
@@ -279,8 +280,13 @@ def test_a_killed_rank_and_a_terminal_without_colours(at: Path, out: Path) -> No
     with Started(command(at, out, "mesh.fsdp=2"), 80, NO_COLOR="1") as run:
         run.until(lambda: "tokens/s" in run.said)
         assert "no step yet" in run.said
+        assert listening([run.pid, *run.ranks]) == {"0100007F"}  # on loopback alone, whatever else the machine has
+        holder = f"in use by another run, process {run.pid} on {platform.node()}, since .*choose another out"
+        with pytest.raises(lock.OutInUse, match=holder):
+            lock.hold(out)
         os.kill(run.ranks[1], signal.SIGKILL)
         assert run.end() == 2
+    lock.hold(out).close()
     why = "killed (SIGKILL): somebody did, or the machine had no memory left"
     said = f"rank 1 of 2 was {why}; its log is {out}/logs/0/1.log"
     assert run.last_line == f"meshwright: {said}"

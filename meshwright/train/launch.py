@@ -12,17 +12,19 @@ from ..checkpoint import newest_whole
 from ..errors import ConfigError, RankError
 from ..log import logger
 from ..weights import path_of
-from . import failure
+from . import failure, processes
 from .config import Config
 from .contradictions import contradictions
 from .layout import layout_of
 from .live import Display
+from .lock import hold
 from .position import CHECKPOINTS
 from .rank import as_rank
 from .run import run
 from .samples import prompts_of
 from .sinks import check_sinks
 from .sources import Data, data_of, model_directory
+from .stop import noted
 from .terminal import Seen
 
 LOGS = "logs"
@@ -35,13 +37,14 @@ def start(config: Config, arguments: Sequence[str]) -> str:
         return as_rank(config, run)
     check_sinks(config)
     layout_of(config)
-    data = prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
     out, world = path_of(config.out), config.mesh.world
-    if world > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    seen = Seen(f"meshwright train {config.out}", shape(config), data.num_steps)
-    with Display(seen, out, plain=config.log.plain, every=config.log.every) as display:
-        return _launch(config, arguments, out, display)
+    with hold(out):
+        data = prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
+        if world > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+        seen, log = Seen(f"meshwright train {config.out}", shape(config), data.num_steps), config.log
+        with noted() as asked, Display(seen, out, plain=log.plain, every=log.every, asked=asked) as display:
+            return _launch(config, arguments, out, display, asked)
 
 
 def prepared(config: Config) -> Data:
@@ -51,16 +54,20 @@ def prepared(config: Config) -> Data:
     return data_of(config, directory, path_of(config.cache), processes=processes)
 
 
-def _launch(config: Config, arguments: Sequence[str], out: Path, display: Display) -> str:
-    """Start the ranks, and again from the newest checkpoint where one has failed."""
-    from .elastic import ended  # late: it imports what a rank does not need
+def what_next(config: Config) -> str:
+    """What the same command does after a run that was ended early."""
+    if newest_whole(path_of(config.out) / CHECKPOINTS) is None:
+        return "nothing was saved yet: the same command begins anew"
+    return f"the same command goes on from {config.out}"
 
-    failed, restarts, in_vain = Counter[int](), 0, 0
-    given = list(arguments)
+
+def _launch(config: Config, arguments: Sequence[str], out: Path, display: Display, asked: Sequence[int]) -> str:
+    """Start the ranks, and again from the newest checkpoint where one has failed. `asked`: signals that came so far."""
+    failed, restarts, in_vain, given = Counter[int](), 0, 0, list(arguments)
     while True:
         logs = next_attempt(out / LOGS)
         display.starts(logs / "0.log", again=restarts > 0)
-        how = ended(config.mesh.world, given, logs, config.launch.shutdown_timeout)
+        how = processes.ended(config.mesh.world, given, logs, config.launch.shutdown_timeout, asked)
         if how.failure is None:
             return f"signal {how.signal}" if how.signal else ""
         display.follow()

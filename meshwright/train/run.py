@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -12,15 +13,18 @@ from ..engine import Context, Engine, Model, StepRecord, check_export, export, l
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..weights import path_of
+from . import failure
 from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
 from .held_out import held_out
 from .layout import savings_of, warn_of_memory
+from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
-from .metrics import JsonLines, Lines, Sink
+from .metrics import JsonLines, Lines, Sink, last_step
 from .position import position_of
 from .profile import Profiler
+from .rank import LAUNCHER
 from .record import device_name, write_record
 from .samples import Samples, prompts_of
 from .schedule import schedule
@@ -53,6 +57,7 @@ class Trainer:
         be_deterministic(config.train.deterministic)
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump(), timeout_s=config.launch.timeout_s)
+        self._lock = _lock_of(self.out, mesh)
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
@@ -79,6 +84,7 @@ class Trainer:
         end it after a step, saved."""
         if self.mesh.rank == 0:
             write_record(self.out, self.config, self.model)
+            self.sinks.append(failure.Overcome(self.out, last_step(self.out / "metrics.jsonl")))
             self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps, self.config.log.every)]
             self.sinks += sinks_of(self.config, self.out, self._first_step)
         with listening() as stop, Profiler(self.model, self.out, self.config.log.profile) as profiler:
@@ -89,6 +95,8 @@ class Trainer:
             loop.begin(self._beginning())
             yield from loop.steps()
             self.why = loop.why
+            if stop.signal is not None and self.why == f"signal {stop.signal}":
+                failure.record_signal(stop.signal, self.mesh.rank)
         self.feed.close()
 
     def run(self) -> str:
@@ -116,6 +124,19 @@ class Trainer:
 def run(config: Config) -> str:
     """Train on this rank. All ranks of the mesh call it. Returns why it ended early, "" otherwise."""
     return Trainer(config).run()
+
+
+def _lock_of(out: Path, mesh: Mesh) -> Lock | None:
+    """Rank 0 holds OUT, unless its launcher does. All ranks refuse one that another run holds."""
+    found, told = None, ""
+    if mesh.rank == 0 and LAUNCHER not in os.environ:
+        try:
+            found = hold(out)
+        except OutInUse as error:
+            told = str(error)
+    if told := mesh.of_rank_0(told):
+        raise OutInUse(told)
+    return found
 
 
 def be_deterministic(wished: bool) -> None:

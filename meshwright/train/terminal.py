@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -171,17 +170,6 @@ def sparkline(values: Sequence[float], room: int) -> str:
 def _mean(values: Sequence[float]) -> float:
     real = [value for value in values if math.isfinite(value)]
     return sum(real) / len(real) if real else math.nan
-
-
-def tail_of(file: Path, num_bytes: int) -> bytes:
-    """The last whole lines, of which the first may lie further back."""
-    if not file.is_file():
-        return b""
-    with file.open("rb") as opened:
-        size = file.stat().st_size
-        opened.seek(max(0, size - num_bytes))
-        text = opened.read()
-    return text if size <= num_bytes else text.partition(b"\n")[2]
 
 
 def _number(value: float | None, spec: str) -> str:
