@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,7 @@ from ..errors import BrokenFile, LoadError
 from ..weights import MANIFEST, Runs, checksum, read_stamped_json, runs_of_json, short
 
 PARTS, LOCK = "runs", ".lock"
+STEP = re.compile(r"step-(\d{6,})")
 FORMAT, VERSION = "meshwright checkpoint", 1
 _ENDING = ', "checksum": "'
 
@@ -98,13 +100,31 @@ def why_not_whole(directory: Path) -> str:
     try:
         manifest = read_manifest(directory)
         check_files(directory, manifest)
+        check_name(directory, manifest)
     except (LoadError, OSError) as error:
         return str(error)
     return ""
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    for name, num_bytes in manifest.files.items():
+    check_sizes(directory, manifest.files)
+    for name in manifest.parts:
+        if not (directory / name).is_file():
+            raise BrokenFile(f"{directory / name} is missing; the manifest lists it")
+
+
+def check_name(directory: Path, manifest: Manifest) -> None:
+    """Refuse a step under the name of another step: it would be resumed, or replaced, as that one."""
+    named = STEP.fullmatch(directory.name)
+    if named and int(named[1]) != manifest.step:
+        raise BrokenFile(
+            f"{directory} is named as step {int(named[1])}, and its manifest was written for step {manifest.step}; "
+            f"give it back its name, step-{manifest.step:06d}"
+        )
+
+
+def check_sizes(directory: Path, files: Mapping[str, int]) -> None:
+    for name, num_bytes in files.items():
         path = directory / name
         try:
             found = path.stat().st_size
@@ -112,9 +132,6 @@ def check_files(directory: Path, manifest: Manifest) -> None:
             raise BrokenFile(f"{path} cannot be read: {error.strerror}; the manifest lists it") from error
         if found != num_bytes:
             raise BrokenFile(f"{path} has {found} bytes, and {num_bytes} were written")
-    for name in manifest.parts:
-        if not (directory / name).is_file():
-            raise BrokenFile(f"{directory / name} is missing; the manifest lists it")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
 from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep, Wanted
-from ..errors import CheckpointError, ConfigError, failure_in
+from ..errors import BrokenCheckpointError, CheckpointError, ConfigError, failure_in
 from ..log import logger
 from ..watch import doing, names_lost_ranks
 from .agreement import Data, Proposal, agree, check_ready, compare, identity
@@ -202,10 +202,20 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
         return None, {**identity(model), "directory": str(path)}, Data()
 
     compare(model.mesh, "resume", prepare)
-    source = _opened(model, path)
-    if isinstance(source, weights.Source):
-        return _weights_alone(engine, source)
-    trainer = source.trainer
+    damaged: list[Path] = []  # of rank 0
+    while True:
+        source = _opened(model, path, damaged)
+        if isinstance(source, weights.Source):
+            return _weights_alone(engine, source)
+        try:
+            return _resumed(engine, source)
+        except BrokenCheckpointError as error:
+            if source.directory.parent != path or model.mesh.rank == 0:  # which says it for all
+                disk.pass_over(path, source.directory, error, damaged)
+
+
+def _resumed(engine: Engine, source: Checkpoint) -> Resumed:
+    model, trainer = engine.model, source.trainer
     _check_tower(model, source.directory, trainer.get("tower", False))
     blueprint = _drawn(model, source.planes[WEIGHTS], trainer["head"])
     _check_same(engine, source, blueprint, trainer)
@@ -230,13 +240,13 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
     return Resumed(source.directory, engine.steps, engine.tokens, trainer["state"])
 
 
-def _opened(model: Model, path: Path) -> Checkpoint | weights.Source:
+def _opened(model: Model, path: Path, damaged: list[Path]) -> Checkpoint | weights.Source:
     """As rank 0 finds it, for all ranks: a thousand of them need not read every header."""
     found: list[Checkpoint | weights.Source] = []
 
     def look() -> None:
-        plain = (path / weights.CONFIG).is_file() and not (path / weights.MANIFEST).is_file()
-        found.append(weights.open_source(path) if plain else disk.open_checkpoint(disk.find(path)))
+        plain = (path / weights.CONFIG).is_file() and not disk.is_checkpoint(path)
+        found.append(weights.open_source(path) if plain else disk.open_newest(path, damaged))
 
     failure = failure_in(look, CheckpointError, f"{path} cannot be resumed") if model.mesh.rank == 0 else None
     model.mesh.all_or_none(failure, f"the resuming of {path}", CheckpointError)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..blueprint import Blueprint, draw
+from ..checkpoint import runs_of_model
 from ..errors import ConfigError, LoadError, StateError, failure_in
 from ..layout import (
     Charge,
@@ -287,9 +288,10 @@ def load(
     check_tower(tower)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
+    runs = runs_of_model(directory)
     config, stamp = read_stamped_config(directory)
     with nothing_collected():
-        files = open_source(directory, {CONFIG: stamp})
+        files = replace(open_source(directory, {CONFIG: stamp}), runs=runs)
         stored = torch.promote_types(compute, torch.float32)
         blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
         blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")

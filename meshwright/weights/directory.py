@@ -21,12 +21,14 @@ from ..errors import ExportError, LoadError, failure_in
 from ..layout import Piece, written
 from ..log import Advance, progress
 from ..mesh import Mesh
-from .header import DTYPES, read_json
+from .header import DTYPES, Entry, read_json
 from .keymap import KeyMap
 from .rescale import scales_for, write_scales
 from .rows import whole_rows
+from .runs import Checks
 from .scales import Places, as_numbers, unpacked, values_of
 from .source import CONFIG, INDEX, Source
+from .stamp import Opened
 from .streaming import StoredModel
 from .target import Target, atomic_directory, check_target
 from .writing import Files, make_files
@@ -178,14 +180,26 @@ def interrupted_later() -> Iterator[list[int]]:
 
 
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
-    """The bytes of a carried tensor, as they are."""
+    """The bytes of a carried tensor, as they are. Those of a checkpoint are compared with their checksums."""
     entry = source.entries[key]
     file = source.open(entry.file, _PUT_BACK)
     try:
-        for at in range(entry.start, entry.stop, _COPY_BYTES):
-            yield file.bytes_at(at, min(entry.stop - at, _COPY_BYTES))
+        yield from _checked_bytes(source, entry, file) if entry.file in source.runs else _bytes(entry, file)
     finally:
         os.close(file.fd)
+
+
+def _bytes(entry: Entry, file: Opened) -> Iterator[bytes]:
+    for at in range(entry.start, entry.stop, _COPY_BYTES):
+        yield file.bytes_at(at, min(entry.stop - at, _COPY_BYTES))
+
+
+def _checked_bytes(source: Source, entry: Entry, file: Opened) -> Iterator[bytes]:
+    checks = Checks(source.directory, source.runs)
+    for start, stop, run in checks.parts(entry.file, entry.start, entry.stop):
+        data = file.bytes_at(run.start, run.stop - run.start)
+        checks.check(entry.file, run, data, entry.key)
+        yield data[start - run.start : stop - run.start]
 
 
 def raw_tensor(source: Source, key: str) -> Tensor:
