@@ -25,7 +25,6 @@ from ..weights import (
     Files,
     Runs,
     StoredModel,
-    check_readable,
     copy_carried,
     interrupted_later,
     make_files,
@@ -80,8 +79,8 @@ class Share:
     def _make(self) -> Draft:
         """The directory to fill, with all that is small, and every file in its size."""
         content, axes = self.content, self.mesh.axes
-        check_readable(content.export)
-        check_not_in_use(final_place(content.folder, content.step), content.export.beside)
+        content.export.small.check()
+        check_not_in_use(final_place(content.folder, content.step), content.export.small.directory)
         check_room(content.folder, content.num_bytes(axes))
         with Draft(content.folder, content.step) as draft:
             self._fill(draft.path)
@@ -193,7 +192,7 @@ def _tidy(content: Content) -> None:
         )  # fmt: skip
     if content.keep.last is not None:
         try:
-            remove_earlier(content.folder, content.step, content.keep, content.export.beside)
+            remove_earlier(content.folder, content.step, content.keep, content.export.small.directory)
         except OSError as error:
             logger.warning("earlier checkpoints in %s could not be removed: %s", content.folder, error)
 

@@ -199,7 +199,7 @@ def _export(state: State, target: Path, dtype: torch.dtype | None) -> weights.Ex
     if dtype is not None:
         exact = {key for param in state.blueprint.table if param.float32 for key in _keys(state.blueprint, param)}
         keymap = keymap.recast(dtype, exact)
-    return weights.Export(keymap, config, state.blueprint.directory, target.absolute())
+    return weights.Export(keymap, config, weights.read_small(state.blueprint.directory), target.absolute())
 
 
 def _write_hf(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:

@@ -43,6 +43,7 @@ from ..weights import (
     CONFIG,
     KeyMap,
     Reader,
+    SmallFiles,
     Source,
     StoredModel,
     Values,
@@ -55,6 +56,7 @@ from ..weights import (
     open_source,
     plan_reads,
     read_config,
+    read_small,
     read_stamped_config,
     rows_of,
 )
@@ -88,6 +90,7 @@ class Model:
     dtype: torch.dtype
     savings: Savings
     trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
+    small: SmallFiles  # beside its weights, kept by rank 0, which writes them
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
     calls: Calls = field(default_factory=Calls)
@@ -358,9 +361,10 @@ def put_on_mesh(
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
-    return Model(
-        mesh, blueprint, stages, gathers, compute, savings, tuple(n for n in blueprint.table.params if n in trained)
-    )
+    assert blueprint.directory is not None, "a model on a mesh has a config.json somewhere"
+    small = SmallFiles(blueprint.directory) if mesh.rank else read_small(blueprint.directory)
+    names = tuple(name for name in blueprint.table.params if name in trained)
+    return Model(mesh, blueprint, stages, gathers, compute, savings, names, small)
 
 
 def _narrow(values: Mapping[str, torch.dtype]) -> dict[str, int]:
