@@ -20,11 +20,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LoadError
 from ..log import logger
 from ..weights import MANIFEST, TRAINER
 from .content import RANDOM_FILE, Keep
-from .manifest import LOCK, PARTS, STEP, Manifest, to_disk, why_not_whole, write_manifest
+from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, to_disk, why_not_whole, write_manifest
 
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
 _REST = (TRAINER, "master/*.safetensors", "exp_avg*/*.safetensors", RANDOM_FILE, f"{PARTS}/[0-9]*.json")
@@ -197,14 +197,26 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
     """Later ones stay too: they are of another run, or of a part of this one that was taken back. So does the one that
-    the model was loaded from (`in_use`): every save copies what is not trained from there."""
+    the model was loaded from (`in_use`): every save copies what is not trained from there. One that nobody could go on
+    from takes the place of none that is good."""
     mine = [found for found in checkpoints(folder) if found.step <= step and (found.path / MANIFEST).is_file()]
-    for found in mine[keep.last :]:
+    good = 0
+    for found in mine:
+        if good < (keep.last or 0):
+            good += _is_good(found.path)
+            continue
         if (keep.every and found.step % keep.every == 0) or (in_use.exists() and found.path.samefile(in_use)):
             continue
         gone = folder / f".{step_name(found.step)}.removed-{secrets.token_hex(4)}"
         found.path.rename(gone)  # from here on it is no checkpoint, whatever becomes of the rest
         _remove(gone)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return NOT_FINITE not in read_manifest(path).about
+    except LoadError:
+        return False
 
 
 def later_than(folder: Path, step: int) -> list[Path]:

@@ -21,6 +21,7 @@ from ..errors import BrokenFile, LoadError
 from ..weights import MANIFEST, Runs, checksum, read_stamped_json, runs_of_json, short
 
 PARTS, LOCK = "runs", ".lock"
+NOT_FINITE = "not_finite"  # a parameter of which this is true, among what is said for people
 STEP = re.compile(r"step-(\d{6,})")
 FORMAT, VERSION = "meshwright checkpoint", 1
 _ENDING = ', "checksum": "'
@@ -136,20 +137,24 @@ def check_sizes(directory: Path, files: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has written: the file that lists it, the checksum of that file, and how many bytes it lists."""
+    """What a rank has written: the file that lists it, the checksum of that file, and how many bytes it lists.
+
+    `not_finite`: the place in the table of a trained parameter that has values that are not finite; -1 for none.
+    """
 
     name: str
     checksum: int
     num_bytes: int
+    not_finite: int = -1
 
-    def numbers(self) -> tuple[float, float, float]:
+    def numbers(self) -> tuple[float, float, float, float]:
         """As floats, which hold 53 bits exactly."""
-        return self.num_bytes, self.checksum >> 32, self.checksum & 0xFFFFFFFF
+        return self.num_bytes, self.checksum >> 32, self.checksum & 0xFFFFFFFF, self.not_finite
 
     @staticmethod
     def of_numbers(rank: int, numbers: Sequence[float]) -> Part:
-        num_bytes, high, low = map(int, numbers)
-        return Part(part_name(rank), high << 32 | low, num_bytes)
+        num_bytes, high, low, not_finite = map(int, numbers)
+        return Part(part_name(rank), high << 32 | low, num_bytes, not_finite)
 
 
 def write_part(directory: Path, rank: int, runs: Runs) -> Part:
