@@ -271,7 +271,15 @@ def resumes_another(sources: Mapping[str, Path], at: Path) -> dict[str, str]:
         ),
         "trained": lambda: mw.Engine(mw.load(sources["qwen3"], train="layers.*", dtype=torch.float32), lr=1e-3),
     }
-    return {name: error_of(lambda make=make: mw.resume(make(), at)) for name, make in made.items()}
+    told = {name: error_of(lambda make=make: mw.resume(make(), at)) for name, make in made.items()}
+    for name in ("rope_theta", "rms_norm_eps"):
+        config = json.loads((sources["qwen3"] / "config.json").read_text())
+        (sources["qwen3"] / "config.json").write_text(json.dumps({**config, name: 2.0, "eos_token_id": 5}))
+        engine = engine_of(sources["qwen3"], {})
+        told[name] = error_of(lambda engine=engine: mw.resume(engine, at))
+        assert mw.resume(engine, at, new_config=[name]).step == 2
+        (sources["qwen3"] / "config.json").write_text(json.dumps(config))
+    return told
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -283,6 +291,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert re.search(words("36", "40", "embed"), found["sizes"])
     assert re.search(words("head='lm'", "head='value'"), found["head"])
     assert re.search(words("trained", "embed.weight", "train="), found["trained"])
+    for name in ("rope_theta", "rms_norm_eps"):
+        expected = words(f"{name} of config.json was None", r"is 2\.0 now", "step-000002", f"new_config=.'{name}'")
+        assert re.search(expected, found[name]), found[name]
     assert all(text.startswith("CheckpointError") for text in found.values()), found
 
 

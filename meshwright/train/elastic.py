@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..data import BEGAN, RUN_BEGAN
 from ..log import logger
 from . import failure
 from .rank import ATTEMPT, LAUNCHER
@@ -70,7 +71,7 @@ def ended(world: int, arguments: Sequence[str], folder: Path, shutdown_timeout: 
         min_nodes=1, max_nodes=1, nproc_per_node=world, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         max_restarts=0, run_id="meshwright", logs_specs=_Logs(folder), signals_to_handle=",".join(_HANDLED), **patience
     )  # fmt: skip
-    os.environ |= {LAUNCHER: str(os.getpid()), ATTEMPT: folder.name}
+    os.environ |= {LAUNCHER: str(os.getpid()), ATTEMPT: folder.name, RUN_BEGAN: str(BEGAN)}
     with _handlers_kept():
         try:
             elastic_launch(settings, sys.executable)("-m", "meshwright", *arguments)
