@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import meshwright as mw
 from meshwright import weights
-from meshwright.checkpoint import newest_whole, opened_at
+from meshwright.checkpoint import newest_whole, open_newest, opened_at
 from meshwright.engine.convert import convert
+from meshwright.train import position
 from meshwright.train.sources import model_directory
 from tests import tiny, worlds
 from tests.test_checkpoint_broken import error_of, flip
@@ -156,3 +157,15 @@ def test_a_folder_gives_an_older_one_where_the_newest_is_damaged(step: Path, cap
         flip(each / "master" / "model.safetensors", 30_000)
     told = error_of(lambda: mw.resume(engine, step.parent))
     assert "no whole checkpoint (step-000002, step-000001: damaged)" in told
+
+
+def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path) -> None:
+    """It gives an older checkpoint where the newest is damaged. Where all are, no run begins anew."""
+    folder = step.parent.rename(tmp_path / "checkpoints")
+    config = mw.train.config_of(model="m", out=str(tmp_path), data=[{"path": "x"}])
+    assert position._found(config, tmp_path) == (folder, "")
+    for each in folder.iterdir():
+        (each / weights.MANIFEST).unlink()
+    assert position._found(config, tmp_path) == (folder, "")
+    with pytest.raises(mw.CheckpointError, match="no whole checkpoint"):
+        open_newest(folder, [])
