@@ -30,6 +30,7 @@ from .engine import (
 )
 from .engine.names import OF_PACKAGE, refuse
 from .errors import (
+    BrokenCheckpointError,
     BrokenFile,
     CheckpointError,
     ConfigError,
@@ -60,6 +61,7 @@ if not TYPE_CHECKING:  # a type checker would take it for an attribute of any na
 
 __all__ = [
     "Batch",
+    "BrokenCheckpointError",
     "BrokenFile",
     "CheckpointError",
     "ConfigError",

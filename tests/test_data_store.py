@@ -171,6 +171,56 @@ def test_another_recipe_is_another_cache(tmp_path: Path, change: dict[str, Any])
     assert replace(recipe(file), **change).fingerprint != recipe(file).fingerprint == recipe(file).fingerprint
 
 
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def zeroed(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[data.index(b"\x6f\0\0\0") if file.suffix == ".arrow" else len(data) // 2] ^= 1  # a token of "one"
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncated, zeroed, flipped, Path.unlink], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", ["000000.arrow", "info.json"])
+def test_a_damaged_cache_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    name: str, damage: Callable[[Path], None],
+) -> None:  # fmt: skip
+    of = recipe(lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}]))
+    cache, began = tmp_path / "cache", store.BEGAN
+    before = prepare(of, cache)
+    file = cache / of.fingerprint / name
+    whole = file.read_bytes()
+    damage(file)
+    for number in range(2):  # a run that begins now, and another one
+        monkeypatch.setattr(store, "BEGAN", began + 10**6 * (number + 1))
+        monkeypatch.setattr(time, "time", lambda now=began + 10**6 * (number + 1): now + 1)
+        again = prepare(of, cache)
+        assert texts(again) == ["one", "two"]
+        assert again.content == before.content
+        assert file.read_bytes() == whole
+    [warning] = caplog.messages
+    assert str(file) in warning
+    assert "damaged" in warning
+
+
+def test_the_first_process_of_a_run_looks_at_the_cache_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, seen = recipe(lines(tmp_path / "a.jsonl", [{"text": "one"}])), list[Path]()
+    monkeypatch.setattr(store, "_check", lambda file, digest: seen.append(file))
+    prepare(of, tmp_path / "cache")
+    prepare(of, tmp_path / "cache")
+    assert seen == []
+    monkeypatch.setattr(store, "BEGAN", time.time())
+    prepare(of, tmp_path / "cache")
+    prepare(of, tmp_path / "cache")
+    assert [file.name for file in seen] == ["000000.arrow"]
+
+
 def slowly(row: Mapping[str, Any]) -> list[Tokens]:
     with (Path(row["at"]) / "made").open("a") as out:
         out.write("x")

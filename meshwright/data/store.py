@@ -8,9 +8,10 @@ import multiprocessing
 import os
 import secrets
 import shutil
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -32,8 +33,11 @@ from .views import View
 
 Make = Callable[[Mapping[str, Any]], list[Tokens]]
 
-_VERSION = 3  # of what is written: an older cache is made anew
+_VERSION = 4  # of what is written: an older cache is made anew
 _INFO = "info.json"
+RUN_BEGAN = "MESHWRIGHT_RUN_BEGAN"  # in the environment of ranks, from their launcher
+BEGAN = float(os.environ.get(RUN_BEGAN, time.time()))
+_READERS, _PART_BYTES = 4, 16 << 20
 _BATCH_TOKENS = 4 << 20
 _NAMED = 20  # bad rows in one message
 _SCHEMA = pa.schema([
@@ -67,23 +71,79 @@ class Recipe:
 class _Part:
     """What became of a shard. Bad rows and rows without targets by where they are: (file, at, why).
 
-    `content`: a checksum of its documents.
+    `content`: a checksum of its documents; `sum`: of the file that they were written to.
     """
 
     rows: int
     content: str
+    sum: str
     bad: list[tuple[int, int, str]]
     empty: list[tuple[int, int, str]]
 
 
 def prepare(recipe: Recipe, cache: Path, *, processes: int = 1) -> Documents:
-    """The documents of a source, from the cache if nothing has changed. Only one process makes them; others wait."""
+    """The documents of a source, from the cache if nothing has changed. Only one process makes them; others wait.
+
+    The first process of a run that asks compares the cache with its checksums, and makes it anew where it is damaged.
+    """
     final = cache / recipe.fingerprint
     cache.mkdir(parents=True, exist_ok=True)
+    checked = cache / f".{final.name}.checked"
     with FileLock(cache / f".{final.name}.lock"):
-        if not (final / _INFO).is_file():
+        if final.exists() and not _is_of_this_run(checked):
+            _remove_damaged(recipe.name, final)
+        if not final.exists():
             _make(recipe, final, processes)
+        checked.write_text(str(time.time()))
     return Documents(recipe.name, final)
+
+
+def _is_of_this_run(checked: Path) -> bool:
+    """Whether a process has compared the files since this run began."""
+    try:
+        at = float(checked.read_text())
+    except (OSError, ValueError):
+        return False
+    return BEGAN < at <= time.time()
+
+
+def _remove_damaged(name: str, final: Path) -> None:
+    try:
+        info = _info_of(final)
+        with ThreadPoolExecutor(_READERS) as readers:
+            list(readers.map(_check, [final / file for file in info["sums"]], info["sums"].values()))
+    except _Damaged as error:
+        logger.warning("the cached tokens of %s are damaged and are made anew: %s", name, error)
+        shutil.rmtree(final)
+
+
+class _Damaged(DataError):
+    """A file of the cache is not as it was written."""
+
+
+def _info_of(final: Path) -> dict[str, Any]:
+    file = final / _INFO
+    try:
+        digest, text = file.read_text().split("\n", 1)
+    except (OSError, ValueError) as error:
+        raise _Damaged(f"{file}: {error}") from error
+    if digest != xxhash.xxh3_128_hexdigest(text.encode()):
+        raise _Damaged(f"{file} fails its checksum")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _check(file: Path, digest: str) -> None:
+    if not file.is_file() or _sum_of(file) != digest:
+        raise _Damaged(f"{file} fails its checksum")
+
+
+def _sum_of(file: Path) -> str:
+    found = xxhash.xxh3_128()
+    with file.open("rb") as data:
+        while part := data.read(_PART_BYTES):
+            found.update(part)
+    return found.hexdigest()
 
 
 def _make(recipe: Recipe, final: Path, processes: int) -> None:
@@ -93,10 +153,10 @@ def _make(recipe: Recipe, final: Path, processes: int) -> None:
     making.mkdir()
     try:
         parts = _write_all(recipe, making, processes)
-        info = _settled(recipe, parts)
-        (making / _INFO).write_text(
-            json.dumps({**info, "files": [str(file) for file in recipe.files]}, indent=1) + "\n"
-        )
+        sums = {file.name: part.sum for file, part in zip(sorted(making.glob("*.arrow")), parts, strict=True)}
+        info = {**_settled(recipe, parts), "files": [str(file) for file in recipe.files], "sums": sums}
+        text = json.dumps(info, indent=1) + "\n"
+        (making / _INFO).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
         making.rename(final)
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
@@ -125,7 +185,7 @@ def _in_order(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[_Part
 
 
 def _write(make: Make, shard: Shard, number: int, target: Path) -> _Part:
-    part, content = _Part(0, "", [], []), xxhash.xxh3_128()
+    part, content = _Part(0, "", "", [], []), xxhash.xxh3_128()
     num_rows, found = 0, list[tuple[Tokens, int]]()
 
     def add_batch() -> None:
@@ -144,7 +204,7 @@ def _write(make: Make, shard: Shard, number: int, target: Path) -> _Part:
             if sum(len(each) for each, _ in found) > _BATCH_TOKENS:
                 add_batch()
         add_batch()
-    return _Part(num_rows, content.hexdigest(), part.bad, part.empty)
+    return _Part(num_rows, content.hexdigest(), _sum_of(target), part.bad, part.empty)
 
 
 def _documents(make: Make, row: Row, number: int, part: _Part) -> list[Tokens]:
@@ -215,8 +275,8 @@ class Documents:
     """The documents of a source. Their tokens stay in files until somebody asks for them."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        self.name, self._info = name, json.loads((directory / _INFO).read_text())
-        batches = [batch for file in sorted(directory.glob("*.arrow")) for batch in _mapped(file) if len(batch)]
+        self.name, self._info = name, _info_of(directory)
+        batches = [batch for file in self._info["sums"] for batch in _mapped(directory / file) if len(batch)]
         self._ids, self._spans = ([_flat(batch.column(at)) for batch in batches] for at in (0, 1))
         self._from = np.concatenate([_numbers(batch.column(2)) for batch in batches])
         self._at = np.concatenate([_numbers(batch.column(3)) for batch in batches])

@@ -78,6 +78,7 @@ class Loop:
     traced: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Callable[[], float] = time.monotonic
     why: str = ""  # the run ended before the data did
+    _writing: tuple[int, dict[str, object]] | None = None  # the save whose checkpoint is not whole yet: step, values
 
     def run(self) -> str:
         """Why it ended: "" at the end of the data."""
@@ -100,6 +101,7 @@ class Loop:
                 self._between()
             yield record
         self.engine.wait()
+        self._tell_saved()
         self._tell("end", {"why": self.why})
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -181,12 +183,14 @@ class Loop:
             "experts/dead": int((load == 0).sum()),
         }
 
-    def _tell(self, kind: str, values: Mapping[str, Any]) -> None:
+    def _tell(self, kind: str, values: Mapping[str, Any], step: int | None = None) -> None:
         for sink in self.sinks:
-            sink.write(kind, self.step_number, values)
+            sink.write(kind, self.step_number if step is None else step, values)
 
     def _between(self) -> None:
         """A run that ends before its time does what is due, and no more: it will go on as if it had not ended."""
+        if self.engine.saving is None or self.engine.saving.succeeded:
+            self._tell_saved()
         number, habits, last = self.step_number, self.habits, self.step_number == self.num_steps
         if self.held_out and (last or _is_due(number, habits.eval_every)):
             self.evaluate()
@@ -238,8 +242,17 @@ class Loop:
         state = asdict(self.position)
         with region("save"):
             path = save(self.engine, self.folder / name, keep=keep, keep_every=every, state=state, wait=wait)
-        told = {"path": str(path), "seconds": round(self.clock() - began, 3)}
-        self._tell("save", told | ({"best": True} if name == BEST else {}))
+        self._tell_saved()  # of the save before, which this one has waited for
+        values = {"path": str(path), "seconds": round(self.clock() - began, 3)}
+        self._writing = self.step_number, values | ({"best": True} if name == BEST else {})
+        if wait:
+            self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Tell of a checkpoint, which is whole by now: one that is written in the background may fail until then."""
+        if self._writing is not None:
+            (step, values), self._writing = self._writing, None
+            self._tell("save", values, step)
 
 
 def _is_due(number: int, every: int) -> bool:

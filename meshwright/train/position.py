@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import newest_whole
+from ..checkpoint import checkpoints
 from ..data import Plan
 from ..engine import Engine, resume
 from ..errors import CheckpointError, ConfigError
@@ -31,31 +31,33 @@ class Position:
 
 
 def position_of(config: Config, engine: Engine, plan: Plan) -> Position:
-    """Of the newest whole checkpoint of the run, of the one that `resume` names, or the beginning."""
+    """Of the newest checkpoint of the run that is as it was saved, of the one that `resume` names, or the beginning."""
     mesh, out = engine.model.mesh, path_of(config.out)
     found, told = mesh.of_rank_0(_found(config, out) if mesh.rank == 0 else None)
     if told:
         raise ConfigError(told)
     if found is None:
         return Position(plan.fingerprint)
-    state = resume(engine, found).state
+    resumed = resume(engine, found)
+    state = resumed.state
     if not isinstance(state, dict) or state.get("plan") != plan.fingerprint:
         raise CheckpointError(
-            f"{found} was trained on other data: files, tokenizer, weights, length or seed have changed; choose "
-            "another out (model may be this checkpoint)"
+            f"{resumed.directory} was trained on other data: files, tokenizer, weights, length or seed have changed; "
+            "choose another out (model may be this checkpoint)"
         )
-    logger.warning("going on from %s", found)
+    logger.warning("going on from %s", resumed.directory)
     return Position(**state)
 
 
 def _found(config: Config, out: Path) -> tuple[Path | None, str]:
-    """The checkpoint, and why it cannot be: what rank 0 finds holds for all."""
-    newest = newest_whole(out / CHECKPOINTS)
+    """What to resume, and why it cannot be: what rank 0 finds holds for all. Of the run's own checkpoints it is their
+    folder, so that an older one is taken where the newest is damaged."""
+    newest = next((each.path for each in checkpoints(out / CHECKPOINTS)), None)
     if newest is None:
         return (None if config.resume in ("auto", "never") else path_of(config.resume)), ""
     if config.resume == "never":
         return None, f'{newest} is there, and resume = "never"; choose another out, or remove it'
-    return newest, _changed(config, out / CONFIG)
+    return out / CHECKPOINTS, _changed(config, out / CONFIG)
 
 
 def _changed(config: Config, file: Path) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..data import BEGAN, RUN_BEGAN
 from ..log import logger
 from ..mesh.loopback import ADDRESS, loopback_devices, serve_store
 from ..watch.diagnosis import named
@@ -140,6 +141,7 @@ def _started(rank: int, world: int, port: int, arguments: Sequence[str], folder:
         "MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun
         failure.ERROR_FILE: str(folder / f"{rank}.json"), LAUNCHER: str(os.getpid()), ATTEMPT: folder.name,
+        RUN_BEGAN: str(BEGAN),
     }  # fmt: skip
     command = [sys.executable, "-m", "meshwright", *arguments]
     with (folder / f"{rank}.log").open("wb") as log:
