@@ -78,6 +78,7 @@ class Loop:
     traced: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Callable[[], float] = time.monotonic
     why: str = ""  # the run ended before the data did
+    _unwritten_load: Mapping[str, Any] | None = None  # of the experts in the last step
 
     def run(self) -> str:
         """Why it ended: "" at the end of the data."""
@@ -100,6 +101,8 @@ class Loop:
                 self._between()
             yield record
         self.engine.wait()
+        if self._unwritten_load is not None:
+            self._tell("experts", self._unwritten_load)  # the report shows the last step too
         self._tell("end", {"why": self.why})
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -111,7 +114,7 @@ class Loop:
         return self.position.stream // self.feed.streams_per_step
 
     def _step(self) -> tuple[StepRecord | None, Told]:
-        before = self.clock()
+        before, self._unwritten_load = self.clock(), None
         with region("wait for data"):
             batches, following = self.feed.step(self.position.stream)
         wait = self.clock() - before
@@ -173,8 +176,10 @@ class Loop:
         self._tell("step", values)
 
     def _of_experts(self, record: StepRecord, load: torch.Tensor) -> dict[str, Any]:
+        self._unwritten_load = {"load": load.long().tolist()}
         if self.step_number % _MATRIX_EVERY == 1:
-            self._tell("experts", {"load": load.long().tolist()})
+            self._tell("experts", self._unwritten_load)
+            self._unwritten_load = None
         return {
             "train/router_loss": record.router_loss,
             "experts/max_over_mean": (load.amax(1) / load.mean(1)).tolist(),
