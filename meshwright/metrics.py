@@ -19,7 +19,7 @@ class ExpertUse:
     top_k: int = 1
     num_steps: int = 0
     num_collapsed: int = 0
-    _at: str = ""
+    _last: str = ""
 
     def take(self, line: Mapping[str, Any]) -> None:
         if line["kind"] == "start" and "experts" in line:
@@ -31,9 +31,9 @@ class ExpertUse:
         worst, total = max(by_layer), self.num_experts * len(by_layer)
         self.num_steps += 1
         self.num_collapsed += num_dead >= _DEAD * total or worst >= _FULL * self.limit
-        self._at = (
-            f"at step {step:,} {num_dead:,} of {total:,} experts got no token, and the busiest one, in layer "
-            f"{by_layer.index(worst)}, got {worst:.2f} times its share ({self.limit:.2f} is the most possible)"
+        self._last = (
+            f"in step {step:,}, {num_dead:,} of {total:,} got no token, and the busiest one, in layer "
+            f"{by_layer.index(worst)}, got {worst:.2f} times its share, of {self.limit:.2f} that are possible"
         )
 
     @property
@@ -46,6 +46,6 @@ class ExpertUse:
         if self.num_steps < _FEWEST or 2 * self.num_collapsed <= self.num_steps:
             return ""
         return (
-            f"experts collapsed in {self.num_collapsed:,} of {self.num_steps:,} steps: {self._at}; "
+            f"experts collapsed in {self.num_collapsed:,} of {self.num_steps:,} steps: {self._last}; "
             "router_aux_loss_coef in config.json of the model evens them out"
         )
