@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 import meshwright as mw
 from meshwright import cli
+from meshwright.report import last_words
 from meshwright.report.page import report_page
 from meshwright.report.reading import read_run
 from meshwright.report.series import data_of
@@ -81,6 +83,21 @@ def test_starts_on_several_meshes(tmp_path: Path) -> None:
     assert "of a start before the last" not in page
     assert "in step 60, 3 of 16 got no token" in page
     assert "got 7.50 times its share, of 8.00 that are possible" in page
+
+
+def test_the_last_words_of_a_run(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "first", steps=120)
+    held_out = (2 * (1.25 + 1.3 * math.exp(-120 / 200)) - 0.2) / 2
+    said = rf"done, 120 steps; loss \d\.\d{{4}}; lowest held-out loss {held_out:.4f}, at step 120"
+    assert re.fullmatch(said, last_words(folder, "runs/a b")[0])
+    assert last_words(folder, "runs/a b")[1:] == [
+        "written to runs/a b:", "  metrics.jsonl              every figure of every step", "next:",
+        "  meshwright report 'runs/a b'",
+    ]  # fmt: skip
+    (folder / "export").mkdir()
+    assert any(row.startswith("  export  ") for row in last_words(folder, "x"))
+    (folder / "metrics.jsonl").write_text(line("start", 0))
+    assert last_words(folder, "x") == []
 
 
 def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
