@@ -38,7 +38,7 @@ def fake_run(folder: Path, *, steps: int = 1000, seed: int = 0, layers: int = 24
     (folder / "layout.json").write_text(json.dumps(_layout()))
     if steps > 30:
         failed = datetime.fromtimestamp(BEGAN + 4.2 * (steps // 3 + 8), UTC)
-        (folder / "overcome.txt").write_text(f"{failed.isoformat(timespec='seconds')}\n{FAILURE}\n")
+        (folder / "overcome.txt").write_text(f"{failed:%Y-%m-%d %H:%M:%S %z}\n{FAILURE}\n\n")
     with (folder / "metrics.jsonl").open("w") as out:
         for line in _lines(steps, lr, random.Random(seed), layers, experts):
             out.write(json.dumps(line) + "\n")

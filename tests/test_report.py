@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -64,9 +65,11 @@ def test_starts_on_several_meshes(tmp_path: Path) -> None:
             text += line("step", step, **{"train/loss": 1.0, "train/tokens": 10 * step, **used}, time=time + step)
         text += line("end", last, why=why) if why is not None else ""
     (tmp_path / "metrics.jsonl").write_text(text)
-    overcome = "1970-01-01T00:17:30+00:00\nrank 1 of 2 was killed\n  at step 47\n1970-01-01T00:34:00Z rank 0 <died>\n"
+    overcome = "1970-01-01 00:17:30 +0000\nrank 1 of 2 was killed\n  at step 47\n\n"
+    overcome += "1970-01-01 01:34:00 +0100\nrank 0 <died>\n\n"
     (tmp_path / "overcome.txt").write_text(overcome)
-    (tmp_path / "failure.txt").write_text("of a start before the last")
+    (tmp_path / "failure.txt").write_text("not moved yet")
+    os.utime(tmp_path / "failure.txt", (4500, 4500))
     run = read_run(tmp_path)
     page = report_page([run], {"command": "x", "date": "today"})
     assert "fsdp=2 (40 steps) → tp=2,ep=2 (9 steps) → pp=2 (11 steps)" in page
@@ -76,11 +79,12 @@ def test_starts_on_several_meshes(tmp_path: Path) -> None:
     ]  # fmt: skip
     rows = Read(without_scripts(page)).table("started")
     assert [row["how it ended"] for row in rows] == [
-        "rank 1 of 2 was killed", "rank 0 <died>", "ended by signal 15", "stopped; no reason is written", "done"
+        "rank 1 of 2 was killed", "rank 0 <died>", "ended by signal 15", "not moved yet", "done"
     ]  # fmt: skip
     assert [row["mesh"] for row in rows][1:3] == ["fsdp=2", "tp=2 ep=2"]
     assert re.search(r'class="finding overcome">[^<]*rank 1 of 2 was killed\n  at step 47</pre>', page)
-    assert "of a start before the last" not in page
+    assert re.search(r'class="finding overcome">[^<]*not moved yet</pre>', page)
+    assert 'class="finding"' not in page
     assert "in step 60, 3 of 16 got no token" in page
     assert "got 7.50 times its share, of 8.00 that are possible" in page
 

@@ -18,12 +18,14 @@ _OUR_FILES = ("config.toml", "environment.json", "layout.json", "verify.json", "
 
 @dataclass(frozen=True)
 class Run:
-    """`lines`: of each kind the values by step, those that were written last. A NaN is None there."""
+    """`lines`: of each kind the values by step, those that were written last. A NaN is None there. `failed_at`: when
+    failure.txt was written."""
 
     name: str
     lines: Mapping[str, Sequence[Mapping[str, Any]]]
     texts: Mapping[str, str] = field(default_factory=dict)
     starts: Sequence[Start] = ()
+    failed_at: float = 0.0
 
     def of(self, kind: str) -> Sequence[Mapping[str, Any]]:
         return self.lines.get(kind, ())
@@ -48,12 +50,19 @@ class Run:
     @property
     def failure(self) -> str:
         """Why the last start failed; "" if it goes on or has ended well."""
-        return "" if self.of("end") else self.texts.get("failure.txt", "")
+        return "" if self.of("end") or self._started_again else self.texts.get("failure.txt", "")
 
     @property
     def overcome(self) -> list[Failure]:
-        """Failures after which the run was started again."""
-        return failures(self.texts.get("overcome.txt", ""))
+        """Failures after which the run was started again. The last may still lie where it was written."""
+        found = failures(self.texts.get("overcome.txt", ""))
+        if "failure.txt" in self.texts and not self.failure:
+            found.append(Failure(self.failed_at, self.texts["failure.txt"].strip()))
+        return found
+
+    @property
+    def _started_again(self) -> bool:
+        return bool(self.starts) and self.failed_at < self.starts[-1].time
 
     @property
     def best(self) -> tuple[float, int] | None:
@@ -90,7 +99,8 @@ def read_folder(folder: Path) -> Run:
         kept.setdefault(line["kind"], {})[_key(line)] = line
     ordered = {kind: [by[key] for key in sorted(by)] for kind, by in kept.items()}
     texts = {name: _text(folder / name) for name in _OUR_FILES if (folder / name).is_file()}
-    return Run(folder.resolve().name, ordered, texts, starts)
+    failed_at = (folder / "failure.txt").stat().st_mtime if "failure.txt" in texts else 0.0
+    return Run(folder.resolve().name, ordered, texts, starts, failed_at)
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -10,8 +10,10 @@ from typing import Any
 
 from ..errors import counted
 
-# A block of overcome.txt begins with the time of the failure.
-_BLOCK = re.compile(r"^(?P<time>\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?([+-]\d\d:?\d\d|Z)?)[:,]?\s+", re.MULTILINE)
+_BLOCK = re.compile(
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4})\n", re.MULTILINE
+)  # how a block of overcome.txt begins
+_TIME = "%Y-%m-%d %H:%M:%S %z"
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,10 @@ def failures(text: str) -> list[Failure]:
     """Read overcome.txt: blocks of a time and the words of a failure."""
     begins = [*_BLOCK.finditer(text)]
     ends = [*(each.start() for each in begins), len(text)][1:]
-    return [Failure(_time(m["time"]), text[m.end() : end].strip()) for m, end in zip(begins, ends, strict=False)]
-
-
-def _time(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()  # of this machine, where it names no zone
+    return [
+        Failure(datetime.strptime(found[1], _TIME).timestamp(), text[found.end() : end].strip())
+        for found, end in zip(begins, ends, strict=False)
+    ]
 
 
 def endings(starts: Sequence[Start], overcome: Sequence[Failure], last: str) -> Iterator[str]:
