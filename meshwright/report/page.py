@@ -66,10 +66,8 @@ def _history(runs: Sequence[Run]) -> Iterator[str]:
 
 def _starts(run: Run) -> Iterator[str]:
     """Every start in a row, and in grey the failures that the run overcame."""
-    head, rows = tables.starts(run)
-    *earlier, last = [[*row[:-1], Cell(row[-1], "overcome")] for row in rows]
     yield tag("p", "A start goes on from the newest checkpoint. The curves show each step as it was made last.")
-    yield table(head, [*earlier, [*last[:-1], rows[-1][-1]]])
+    yield table(*tables.starts(run))
     boxes = [
         wrap("pre", flowing(f"{tables.when(each.time)}  {each.words}"), kind="finding overcome")
         for each in run.overcome

@@ -11,6 +11,7 @@ from rich.filesize import decimal
 
 from ..errors import counted
 from ..metrics import ExpertUse
+from ..plan.html import Cell
 from .reading import Run
 from .starts import endings
 
@@ -67,13 +68,16 @@ def placed(run: Run) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def starts(run: Run) -> tuple[list[str], list[list[str]]]:
-    """Every start: when, from which step to which, on which mesh, and how it ended."""
-    ended = endings(run.starts, run.overcome, run.failure)
-    rows = [
-        [when(start.time), f"{start.begins:,}", f"{start.last:,}", start.on.replace(",", " "), f"{start.world:,}", how]
-        for start, how in zip(run.starts, ended, strict=True)
-    ]
+def starts(run: Run) -> tuple[list[str], list[list[str | Cell]]]:
+    """Every start: when, from which step to which, on which mesh, and how it ended; in grey what is past."""
+    ended, past = endings(run.starts, run.overcome, run.failure), len(run.starts) - 1
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(when(start.time), "whole"), f"{start.begins:,}", f"{start.last:,}",
+            Cell(start.on.replace(",", " "), "whole"), f"{start.world:,}", Cell(how, "overcome" if n < past else ""),
+        ]
+        for n, (start, how) in enumerate(zip(run.starts, ended, strict=True))
+    ]  # fmt: skip
     return ["started", "from step", "to step", "mesh", "ranks", "how it ended"], rows
 
 
