@@ -307,8 +307,10 @@ def _data(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from .plan.show import print_plan  # imports torch: --help should not wait for it
+    from .report import last_words
     from .train import launch, show, toml
     from .train.layout import layout_of
+    from .weights import path_of
 
     given = [*options.set, *(["log.plain=true"] if options.plain else [])]
     config = toml.read(options.config, given)
@@ -319,6 +321,8 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     sets = ["--set", *given] if given else []
     why = launch.start(config, ["train", options.config, *sets])
+    if launch.ends_at_the_terminal():
+        print("\n".join(last_words(path_of(config.out), config.out)), flush=True)
     if why and "WORLD_SIZE" not in os.environ:
         print(f"meshwright: ended by {why}; {launch.what_next(config)}", file=sys.stderr)
     return 128 + int(why.split()[1]) if why.startswith("signal") else 0

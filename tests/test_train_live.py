@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 import meshwright as mw
 from meshwright.log import logger
@@ -36,7 +36,7 @@ SHOWN = [
 ]  # fmt: skip
 
 
-def drawn(frame: Frame, width: int, encoding: str = "utf-8") -> list[str]:
+def drawn(frame: RenderableType, width: int, encoding: str = "utf-8") -> list[str]:
     out = io.TextIOWrapper(io.BytesIO(), encoding)
     Console(file=out, width=width, color_system=None).print(frame)
     out.seek(0)
@@ -71,6 +71,29 @@ def test_a_frame_of_little() -> None:
     assert text.isascii()
     assert sparkline([1.0, float("nan"), 3.0, 2.0], 9) == "▁ █▅"
     assert sparkline([*range(100)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_frame_cuts_neither_warnings_nor_samples(tmp_path: Path) -> None:
+    """The experts that nothing reaches, what the model wrote, and a status that is longer than a line."""
+    found = seen(0)
+    found.take({"kind": "start", "step": 0, "num_steps": 1000, "experts": {"num": 16, "top_k": 2}})
+    for step in range(1, 26):
+        unused = {"experts/max_over_mean": [1.2, 7.9, 1.0], "experts/dead": 24} if step > 4 else {}
+        found.take(step_line(step, **unused))
+        assert bool(found.experts.warning()) == (step >= 20)
+    for step, text in ((10, "old"), (20, "because of\nRayleigh scattering " + "very " * 40)):
+        found.take({"kind": "sample", "step": step, "time": 0, "number": 0, "prompt": "Why is it blue?", "text": text})
+    display = Display(found, tmp_path, plain=True, every=1)
+    display._asked.append(2)
+    lines = drawn(display._picture(ends=False), 80)
+    assert [line[:1] for line in lines[-2:]] == ["╰", ""], "^C is written behind the last line"
+    assert drawn(display._picture(ends=True), 80)[-1].startswith("╰")
+    text = " ".join(" ".join(lines).replace("│", "").split())
+    assert "step 20 Why is it blue? because of Rayleigh scattering very" in text
+    assert "old" not in text
+    assert "in step 25, 24 of 48 got no token, and the busiest one, in layer 1, got 7.90 times its share" in text
+    assert "a second one ends it at once" in text
+    assert "24 experts" in text
 
 
 def test_steps_that_are_made_again() -> None:
@@ -349,6 +372,10 @@ def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
         os.kill(run.pid, signal.SIGINT)
         assert run.end() == 130
     assert run.last_line == f"meshwright: ended by signal 2; the same command goes on from {out}"
+    assert f"  meshwright report {out}\n  meshwright sample {out} --prompt" in run.said
+    assert re.search(
+        r"ended at step \d+ of 2,000 by signal 2; loss \d\.\d+\nwritten to .*\n  checkpoints/step-", run.said
+    )
     assert "step   13/" not in run.said
     before = steps(out)
     with Started([*command(at, out), "--plain"], 80) as run:

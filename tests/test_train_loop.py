@@ -167,8 +167,10 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert environment["torch"] == torch.__version__
     [start], [end] = lines(tmp_path, "start"), lines(tmp_path, "end")
     assert (start["num_steps"], start["world"], end["why"], end["step"]) == (STEPS, 2, "", STEPS)
-    [first, second] = lines(tmp_path, "experts")
-    assert (first["step"], second["step"]) == (1, 11)
+    assert {axis: size for axis, size in start["mesh"].items() if size > 1} == {"fsdp": 2, "ep": 2}
+    assert start["experts"]["num"] == len(lines(tmp_path, "experts")[0]["load"][0])
+    first, *later = lines(tmp_path, "experts")
+    assert (first["step"], *(each["step"] for each in later)) == (1, 11, STEPS)
     step = lines(tmp_path)[0]
     assert sum(first["load"][0]) == pytest.approx(step["train/tokens"] * 3)
     assert step["memory/peak_bytes"] > 10**7

@@ -19,7 +19,7 @@ from .layout import layout_of
 from .live import Display
 from .lock import hold
 from .position import CHECKPOINTS
-from .rank import as_rank
+from .rank import LAUNCHER, as_rank
 from .run import run
 from .samples import prompts_of
 from .sinks import check_sinks
@@ -45,6 +45,11 @@ def start(config: Config, arguments: Sequence[str]) -> str:
         seen, log = Seen(f"meshwright train {config.out}", shape(config), data.num_steps), config.log
         with noted() as asked, Display(seen, out, plain=log.plain, every=log.every, asked=asked) as display:
             return _launch(config, arguments, out, display, asked)
+
+
+def ends_at_the_terminal() -> bool:
+    """Whether a person reads what this process prints: our launcher, or rank 0 of another one such as torchrun."""
+    return "WORLD_SIZE" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
 
 
 def prepared(config: Config) -> Data:

@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from .metrics import HISTORY, Lines, clock, parsed, tail_of
 from .rank import OURS
@@ -55,7 +56,7 @@ class Display(threading.Thread):
         self.seen, self.metrics = seen, Tail(out / "metrics.jsonl", at_end=True)
         self.lines = Lines(seen.num_steps, every)
         self.log = Tail(out / "none")
-        self.num_steps_seen = 0
+        self.num_steps_seen, self._warned = 0, False
         self._last, self._began, self._ends = "", time.monotonic(), threading.Event()
         self._asked, self._said_so, self._lock = asked, False, threading.Lock()
         for line in parsed(tail_of(self.metrics.file, HISTORY).decode(errors="replace").splitlines()):
@@ -83,13 +84,18 @@ class Display(threading.Thread):
                 self.follow()
                 self._heed()
                 if isinstance(live, Live):
-                    live.update(Frame(self.seen, "" if ends else self.status()), refresh=True)
+                    live.update(self._picture(ends=ends), refresh=True)
                 if ends:
                     return
                 if len(self._asked) > 1 and not self._ends.wait(_GRACE_S):
                     break
         say(f"signal {self._asked[-1]}: ended at once; what came after the last checkpoint is lost")
         os._exit(128 + self._asked[-1])  # the ranks go with this process
+
+    def _picture(self, *, ends: bool) -> RenderableType:
+        """A frame, and while it is drawn again an empty line: there the terminal writes the ^C of a person. Behind a
+        full line it would go on in the next one, and the frame would be drawn one line too low."""
+        return Frame(self.seen, "") if ends else Group(Frame(self.seen, self.status()), Text())
 
     def _heed(self) -> None:
         if self._asked and self.plain and not self._said_so:
@@ -118,6 +124,9 @@ class Display(threading.Thread):
             self.seen.take(line)
             self.num_steps_seen += line["kind"] == "step"
             self.lines.num_steps = self.seen.num_steps
+            if self.plain and not self._warned and (warning := self.seen.experts.warning()):
+                say(f"warning: {warning}")  # once; the live view shows it all the time
+                self._warned = True
             if self.plain:
                 self.lines.write(line["kind"], line["step"], {k: v for k, v in line.items() if k not in _ABOUT})
 

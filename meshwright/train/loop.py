@@ -79,6 +79,7 @@ class Loop:
     clock: Callable[[], float] = time.monotonic
     why: str = ""  # the run ended before the data did
     _writing: tuple[int, dict[str, object]] | None = None  # the save whose checkpoint is not whole yet: step, values
+    _unwritten_load: Mapping[str, Any] | None = None  # of the experts in the last step
 
     def run(self) -> str:
         """Why it ended: "" at the end of the data."""
@@ -102,6 +103,8 @@ class Loop:
             yield record
         self.engine.wait()
         self._tell_saved()
+        if self._unwritten_load is not None:
+            self._tell("experts", self._unwritten_load)  # the report shows the last step too
         self._tell("end", {"why": self.why})
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -113,7 +116,7 @@ class Loop:
         return self.position.stream // self.feed.streams_per_step
 
     def _step(self) -> tuple[StepRecord | None, Told]:
-        before = self.clock()
+        before, self._unwritten_load = self.clock(), None
         with region("wait for data"):
             batches, following = self.feed.step(self.position.stream)
         wait = self.clock() - before
@@ -175,8 +178,10 @@ class Loop:
         self._tell("step", values)
 
     def _of_experts(self, record: StepRecord, load: torch.Tensor) -> dict[str, Any]:
+        self._unwritten_load = {"load": load.long().tolist()}
         if self.step_number % _MATRIX_EVERY == 1:
-            self._tell("experts", {"load": load.long().tolist()})
+            self._tell("experts", self._unwritten_load)
+            self._unwritten_load = None
         return {
             "train/router_loss": record.router_loss,
             "experts/max_over_mean": (load.amax(1) / load.mean(1)).tolist(),

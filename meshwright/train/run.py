@@ -25,7 +25,7 @@ from .metrics import JsonLines, Lines, Sink, last_step
 from .position import position_of
 from .profile import Profiler
 from .rank import LAUNCHER
-from .record import device_name, write_record
+from .record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
 from .schedule import schedule
 from .sinks import check_sinks, sinks_of
@@ -112,12 +112,15 @@ class Trainer:
         return self.position.stream // self.config.train.streams_per_step + 1
 
     def _beginning(self) -> dict[str, object]:
-        train = self.config.train
+        axes, balance = self.mesh.axes, self.model.blueprint.balance
+        experts = {"num": balance.num_experts, "top_k": balance.top_k}
         return {
             "num_steps": self.data.num_steps,
-            "world": self.mesh.axes.world,
-            "tokens_per_step": train.step_tokens,
+            "world": axes.world,
+            "mesh": sizes_of(axes),
+            "tokens_per_step": self.config.train.step_tokens,
             "from": self._first_step - 1,
+            **({"experts": experts} if balance.num_experts else {}),
         }
 
 
