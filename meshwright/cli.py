@@ -102,7 +102,11 @@ saves and exits; a second one exits at once. Exit codes: 0 trained, 2 something 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.name is None:
+        parser.print_help(sys.stderr)
+        return 2
     options.command = shlex.join(["meshwright", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         return int(options.run(options))
@@ -117,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
     parser.add_argument("--version", action=_Version, nargs=0, help="of meshwright, and of what its numbers depend on")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND")
     _add_convert(commands)
     _add_copy(commands)
     _add_data(commands)
@@ -259,10 +263,10 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 class _Version(argparse.Action):
-    """Read only when it is asked for: it imports torch."""
+    """Print versions only when asked: reading them takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        from .plan.about import versions
+        from .versions import versions
 
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         parser.exit()
