@@ -14,6 +14,7 @@ from .fields import Place, written
 from .schedule import refusal
 
 Told = Iterator[tuple[Place, str]]
+MOST_STEPS = 10**9  # more would take 30 years at one a second
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _OF_CHATS = ("thinking", "turns", "template", "template_args")
 
@@ -31,7 +32,7 @@ def num_tokens(text: str | int) -> int | None:
     found = re.fullmatch(r"\s*([\d.]+)\s*([KMBT]?)\s*", str(text).upper())
     try:
         return round(float(found[1]) * _UNITS[found[2]]) if found else None
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -53,6 +54,13 @@ def _of_the_end(config: Config) -> Told:
         )
     if train.tokens is not None and not num_tokens(train.tokens):
         yield ("train", "tokens"), f'{written(train.tokens)} is no number of tokens; write 2000000000 or "2B"'
+    steps = num_steps(config) or 0
+    if steps > MOST_STEPS:
+        what = "" if train.tokens is None else f" of {train.step_tokens:,} tokens"
+        yield (
+            ("train", "steps" if train.tokens is None else "tokens"),
+            f"{steps:,} steps{what} would take for ever; at most {MOST_STEPS:,} can be planned: give fewer",
+        )
 
 
 def _of_a_step(config: Config) -> Told:

@@ -130,7 +130,8 @@ def _engine(config: Config, model: Model, data: Data) -> Engine:
     first, second = optim.betas
     return Engine(
         model, lr=schedule(optim, data.num_steps), betas=(first, second), eps=optim.eps,
-        weight_decay=optim.weight_decay, max_norm=optim.max_norm or None, router_aux=config.train.router_aux,
+        weight_decay=optim.weight_decay, max_norm=None if optim.max_norm is False else optim.max_norm,
+        router_aux=config.train.router_aux,
         state_dtype=getattr(torch, optim.state_dtype) if optim.state_dtype else None,
         loss=BySource(len(data.documents)) if several else losses.cross_entropy,
     )  # fmt: skip

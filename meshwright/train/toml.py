@@ -30,6 +30,8 @@ def read(path: str | Path, sets: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read: its lists or tables are nested too deeply") from error
     places, told = _changed(given, sets)
     config, mistakes = _validated(given)
     mistakes += contradictions(config)
@@ -216,3 +218,5 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError as error:
+        raise ConfigError("its lists or tables are nested too deeply") from error
