@@ -299,27 +299,31 @@ def _copy(options: argparse.Namespace) -> int:
 def _data(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .train import launch, show, sources, toml  # imports torch: --help should not wait for it
+    from .train import launch, preflight, show, sources, toml  # imports torch: --help should not wait for it
 
-    config = toml.read(options.config, options.set)
-    data = launch.prepared(config)
-    print(show.dry_run(config, data))
-    for document in show.shown(data, sources.model_directory(config.model), options.show):
+    config = toml.read(options.config, options.set, preflight.mistakes)
+    found = launch.prepared(config)
+    print(show.dry_run(config, found.data, found.held_out))
+    for document in show.shown(found.data, sources.model_directory(config.model), options.show):
         Console(soft_wrap=True, highlight=False).print(document)
     return 0
 
 
 def _train(options: argparse.Namespace) -> int:
     from .plan.show import print_plan  # imports torch: --help should not wait for it
-    from .train import launch, show, toml
+    from .train import launch, preflight, show, toml
     from .train.layout import layout_of
 
     given = [*options.set, *(["log.plain=true"] if options.plain else [])]
-    config = toml.read(options.config, given)
+    if "WORLD_SIZE" in os.environ:  # a rank: its launcher has looked, or under torchrun the first read says it
+        config = toml.read(options.config, given)
+    else:
+        config = toml.read(options.config, given, preflight.mistakes)
     launch.refuse_other_world(config, options.nproc)
     if options.dry_run:
+        found = launch.prepared(config)
         print_plan(layout_of(config))
-        print(show.dry_run(config, launch.prepared(config)))
+        print(show.dry_run(config, found.data, found.held_out))
         return 0
     sets = ["--set", *given] if given else []
     why = launch.start(config, ["train", options.config, *sets])

@@ -118,7 +118,8 @@ def _of_shares(config: Config) -> Told:
             yield ("data", number, "weight"), "share and weight both say how often a source is seen; give one"
 
 
-def _sources(config: Config) -> Iterator[tuple[Place, SourceSection]]:
+def sources_in(config: Config) -> Iterator[tuple[Place, SourceSection]]:
+    """Return all sources of a config, those to train on and those held out, with their places."""
     for number, data in enumerate(config.data):
         yield ("data", number), data
     yield ("eval",), config.eval
@@ -129,7 +130,7 @@ def _sources(config: Config) -> Iterator[tuple[Place, SourceSection]]:
 def _of_sources(config: Config) -> Told:
     """What would have no effect is refused: somebody meant something by it."""
     plain = SourceSection(path="")
-    for place, source in _sources(config):
+    for place, source in sources_in(config):
         if source.path == [] or (source.path == "" and source is not config.eval):
             yield (*place, "path"), "it is empty; name a file or a directory"
         for name in _OF_CHATS if source.kind != "chat" else ():

@@ -15,7 +15,7 @@ from ..weights import path_of
 from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
-from .held_out import held_out
+from .held_out import batches_of, held_out_of
 from .layout import savings_of, warn_of_memory
 from .loop import EARLY, Habits, Loop, Speed
 from .metrics import JsonLines, Lines, Sink
@@ -56,7 +56,8 @@ class Trainer:
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
-        self.data = data_of(config, directory, cache)
+        self.data, held_out = data_of(config, directory, cache), held_out_of(config, directory, cache)
+        prompts = prompts_of(config.sample, config.data[0], directory)
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
             tower=config.train.tower,
@@ -68,8 +69,7 @@ class Trainer:
         self.engine = _engine(config, self.model, self.data)
         self.position = position_of(config, self.engine, self.data.plan)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
-        self.held_out = held_out(config, directory, mesh, cache)
-        prompts = prompts_of(config.sample, config.data[0], directory)
+        self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)
         self.sinks: list[Sink] = []
         self.why = ""  # the run ended before the data did
