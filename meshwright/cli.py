@@ -313,6 +313,7 @@ def _train(options: argparse.Namespace) -> int:
     from .plan.show import print_plan  # imports torch: --help should not wait for it
     from .train import launch, preflight, show, toml
     from .train.layout import layout_of
+    from .train.position import check_position
 
     given = [*options.set, *(["log.plain=true"] if options.plain else [])]
     if "WORLD_SIZE" in os.environ:  # a rank: its launcher has looked, or under torchrun the first read says it
@@ -322,6 +323,7 @@ def _train(options: argparse.Namespace) -> int:
     launch.refuse_other_world(config, options.nproc)
     if options.dry_run:
         found = launch.prepared(config)
+        check_position(config, found.data)
         print_plan(layout_of(config))
         print(show.dry_run(config, found.data, found.held_out))
         return 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import meshwright as mw
 from meshwright import cli
-from meshwright.train import sinks
+from meshwright.train import launch, position, sinks, toml
 from tests.runs import chats, file_of, source
 
 COMMANDS = (["data"], ["train", "--dry-run"], ["train"])
@@ -45,7 +48,7 @@ def test_all_that_cannot_be_read_is_told_at_once(
         "data[1].path (--set data.1.path=no/where.jsonl): no/where.jsonl is neither a file nor a directory",
         f"eval.path (line {1 + lines.index('[eval]') + 1}): {at / 'no.jsonl'} is neither a file nor a directory",
         f"mesh.tp (line {line_of['tp']}): tp=3 does not divide",
-        f"log.tensorboard (line {line_of['tens']}): it needs the package no_such_package",
+        f"log.tensorboard (line {line_of['tens']}): needs the package no_such_package",
     ):
         assert wanted in found, found
     assert "train.length" not in found  # no length is advised for a mesh that cannot be
@@ -78,6 +81,25 @@ def test_bad_rows_of_all_sources_are_told_at_once(at: Path, capsys: pytest.Captu
     found = said(capsys, path, f"data.0.path={at / 'worse.jsonl'}", command=["data"])
     assert "bad.jsonl:1" in found
     assert "worse.jsonl:1" in found
+
+
+def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any rank starts, by what the newest checkpoint says."""
+    config = toml.read(file_of(at, at / "m", optim={"schedule": "wsd", "warmup": 0}, train={"steps": 20}))
+    data = launch.prepared(config).data
+    state = asdict(position.Position(data.plan.fingerprint, stream=36, num_steps=10))
+    monkeypatch.setattr(position, "newest_whole", lambda _: Path("step-000009"))
+    opened = SimpleNamespace(trainer={"state": state, "step": 9})
+    monkeypatch.setattr(position, "opened_at", lambda _: opened)
+    with pytest.raises(
+        mw.ConfigError, match=r"step-000009: .*has fallen since step 8 of 10.*Begin from a checkpoint bef"
+    ):
+        position.check_position(config, data)
+    state["num_steps"] = 20
+    position.check_position(config, data)
+    state["plan"] = "another"
+    with pytest.raises(mw.CheckpointError, match="was trained on other data"):
+        position.check_position(config, data)
 
 
 def test_a_dry_run_lists_held_out_data_and_how_often_sources_are_read(

@@ -20,7 +20,7 @@ from meshwright.train.config import Config, OptimSection, TrainSection
 from meshwright.train.contradictions import num_tokens
 from meshwright.train.fields import declared, named, section_of
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
-from meshwright.train.schedule import refusal, schedule
+from meshwright.train.schedule import jump_of, refusal, schedule
 from meshwright.train.toml import as_toml, read
 from tests.schemas import wrong_by_schema
 
@@ -365,6 +365,26 @@ def test_learning_rates(name: Any, warmup: float) -> None:
     assert lr(500) == lr(100)
     if name == "wsd":
         assert each[80] == 2.0 > each[81]
+
+
+@pytest.mark.parametrize(
+    ("optim", "before", "now", "step", "wanted"),
+    [
+        ({}, 100, 200, 90, "has fallen since step 80 of 100: in a run of 200 steps it would jump from 0.001 to 0.002"),
+        ({}, 100, 200, 100, "would jump from 0 to 0.002"),
+        ({}, 100, 200, 80, ""),  # as long as it is constant
+        ({}, 100, 95, 90, ""),  # it falls faster
+        ({}, 100, 100, 90, ""),
+        ({"schedule": "cosine"}, 100, 200, 90, ""),
+        ({"final": 1.0}, 100, 200, 90, ""),
+    ],
+)
+def test_a_rate_that_would_jump_in_a_longer_run(
+    optim: dict[str, Any], before: int, now: int, step: int, wanted: str
+) -> None:
+    given = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
+    assert wanted in jump_of(given, before, now, step)
+    assert bool(wanted) == bool(jump_of(given, before, now, step))
 
 
 def test_a_run_of_one_step() -> None:

@@ -20,7 +20,7 @@ from .config import Config
 from .contradictions import contradictions
 from .held_out import held_out_of
 from .live import Display
-from .position import CHECKPOINTS
+from .position import CHECKPOINTS, check_position
 from .rank import as_rank
 from .run import run
 from .samples import prompts_of
@@ -36,6 +36,7 @@ def start(config: Config, arguments: Sequence[str]) -> str:
     if "WORLD_SIZE" in os.environ:
         return as_rank(config, run)
     data = prepared(config).data  # before any rank runs: ranks that wait for one that tokenises time out
+    check_position(config, data)
     out, world = path_of(config.out), config.mesh.world
     if world > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))

@@ -67,7 +67,7 @@ class Trainer:
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)
         self.engine = _engine(config, self.model, self.data)
-        self.position = position_of(config, self.engine, self.data.plan)
+        self.position = position_of(config, self.engine, self.data)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)

@@ -23,13 +23,13 @@ def missing_packages(config: Config) -> Iterator[tuple[Place, str]]:
     """Say which packages the config needs that are not installed."""
     for field, package in _NEEDS.items():
         if getattr(config.log, field) and importlib.util.find_spec(package) is None:
-            yield ("log", field), f"it needs the package {package}: pip install {package}, or leave it out"
+            yield ("log", field), f"needs the package {package}: pip install {package}, or leave it out"
 
 
 def check_sinks(config: Config) -> None:
     """Before any work: a run that finds out at its first step has loaded a model for nothing."""
     for place, why in missing_packages(config):
-        raise ConfigError(f"{named(place)}: {why}")
+        raise ConfigError(f"{named(place)} {why}")
 
 
 def sinks_of(config: Config, out: Path, first_step: int) -> list[Sink]:
