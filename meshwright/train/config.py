@@ -146,7 +146,8 @@ class DataSection(SourceSection):
     """A source of documents."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Passes over the source in an epoch; 0.5 takes another half in each."""
+    """Passes over the source in an epoch; 0.5 takes another half in each. A weight of which not one document follows is
+    refused."""
     share: Share | None = None
     """Share of the tokens, instead of weights: of all sources or of none, and not with epochs."""
 
@@ -220,7 +221,8 @@ class OptimSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """The highest learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How it falls: not at all, in a line, as a cosine, or in a line over the last `decay` of the steps."""
+    """How it falls: not at all, in a line, as a cosine, or in a line over the last `decay` of the steps. Once "wsd" has
+    begun to fall, the run cannot be made longer."""
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.03
     """In which it rises from 0: a share of the steps, or a number of them."""
     decay: Share = 0.2

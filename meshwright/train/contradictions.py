@@ -83,9 +83,11 @@ def _of_the_mesh(config: Config) -> Told:
     length, share = config.train.length, config.mesh.cp * config.mesh.tp
     if length % share:
         fits, axes = max(1, length // share) * share, "cp x tp" if config.mesh.cp > 1 else "tp"
+        more = "" if config.train.tokens_per_step is None else ", and a multiple of it as tokens_per_step"
         yield (
             ("train", "length"),
-            f"{length} tokens cannot be shared out evenly over {axes} = {share} ranks; take {fits} or {fits + share}",
+            f"{length} tokens cannot be shared out evenly over {axes} = {share} ranks; take {fits} or {fits + share}"
+            f"{more}",
         )
     try:
         mesh = Axes(**config.mesh.model_dump())

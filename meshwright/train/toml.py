@@ -21,7 +21,7 @@ Look = Callable[[Config], Iterable[Mistake]]
 _DUMMIES: dict[Place, Any] = {("model",): "?", ("out",): "?", ("data",): [{"path": "?"}]}
 
 
-def read(path: str | Path, sets: Sequence[str] = (), look: Look = lambda _: ()) -> Config:
+def read(path: str | Path, sets: Sequence[str] = (), look: Look | None = None) -> Config:
     """The config of a file, changed by `sets`: "mesh.tp=2", "data.0.weight=0.5"; "train.steps=" takes a field out.
 
     `look`: what else is to be looked at, such as the files that it names.
@@ -38,7 +38,7 @@ def read(path: str | Path, sets: Sequence[str] = (), look: Look = lambda _: ()) 
         raise ConfigError(f"{path} cannot be read: its lists or tables are nested too deeply") from error
     places, told = _changed(given, sets)
     config, mistakes = _validated(given)
-    mistakes = _all(mistakes, [*contradictions(config)], look(config))
+    mistakes = _all(mistakes, [*contradictions(config)], look(config) if look else ())
     where = _lines(text, [place for place, _ in mistakes]) | places if mistakes else {}
     told += [f"{named(place)}{_where(place, where)}: {why}" for place, why in mistakes]
     return _unless(told, config, str(path))
