@@ -334,7 +334,7 @@ def _check_same_config(model: Model, blueprint: Blueprint, at: Path, new_config:
 
 def _flat(config: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
     """Fields of fields under one name: `text_config.rope_theta`."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
         flat |= _flat(value, f"{inside}{name}.") if isinstance(value, Mapping) else {inside + name: value}
     return flat

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
 
 from ..layout import Pipeline
 
@@ -22,6 +23,16 @@ FIXED, FREE = Fixed(), Fixed(False)
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _false(given: Any) -> Any:
+    """Refuse 0 and 0.0, which Python takes for false."""
+    if given is not False:
+        raise PydanticCustomError("literal_error", "it should be {expected}", {"expected": "false"})
+    return given
+
+
+No = Annotated[Literal[False], BeforeValidator(_false)]
 CheckpointPath = Annotated[str, Field(pattern="/")]  # without a slash, a slip in "auto" would be a path
 
 
@@ -135,7 +146,8 @@ class DataSection(SourceSection):
     """A source of documents."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Passes over the source in an epoch; 0.5 takes another half in each."""
+    """Passes over the source in an epoch; 0.5 takes another half in each. A weight of which not one document follows is
+    refused."""
     share: Share | None = None
     """Share of the tokens, instead of weights: of all sources or of none, and not with epochs."""
 
@@ -209,7 +221,8 @@ class OptimSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """The highest learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How it falls: not at all, in a line, as a cosine, or in a line over the last `decay` of the steps."""
+    """How it falls: not at all, in a line, as a cosine, or in a line over the last `decay` of the steps. Once "wsd" has
+    begun to fall, the run cannot be made longer."""
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.03
     """In which it rises from 0: a share of the steps, or a number of them."""
     decay: Share = 0.2
@@ -222,8 +235,8 @@ class OptimSection(Section):
     """Of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Of AdamW. Norms and biases do not decay."""
-    max_norm: Annotated[float, Field(gt=0)] | Literal[False] = 1.0
-    """Gradients are scaled down to this norm; false does not scale them."""
+    max_norm: Annotated[float, Field(gt=0)] | No = 1.0
+    """Gradients are scaled down to this norm, a number above 0; false does not scale them."""
     state_dtype: Literal["float32", "bfloat16", "uint8"] | None = None
     """Of both moments, as stored; by default that of the weights. "bfloat16" takes 4 bytes a parameter, not 8, and
     "uint8" about 2."""

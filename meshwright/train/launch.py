@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import newest_whole
 from ..errors import ConfigError, RankError
@@ -15,15 +18,14 @@ from ..weights import path_of
 from . import failure, processes
 from .config import Config
 from .contradictions import contradictions
-from .layout import layout_of
+from .held_out import held_out_of
 from .live import Display
 from .lock import hold
-from .position import CHECKPOINTS
+from .position import CHECKPOINTS, check_position
 from .rank import LAUNCHER, as_rank
 from .run import run
 from .samples import prompts_of
-from .sinks import check_sinks
-from .sources import Data, data_of, model_directory
+from .sources import Data, all_of, data_of, model_directory
 from .stop import noted
 from .terminal import Seen
 
@@ -35,11 +37,10 @@ def start(config: Config, arguments: Sequence[str]) -> str:
     """Train, and say why it ended early. `arguments`: those of the command that a rank is started with."""
     if "WORLD_SIZE" in os.environ:
         return as_rank(config, run)
-    check_sinks(config)
-    layout_of(config)
     out, world = path_of(config.out), config.mesh.world
     with hold(out):
-        data = prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
+        data = prepared(config).data  # before any rank runs: ranks that wait for one that tokenises time out
+        check_position(config, data)
         if world > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
         seen, log = Seen(f"meshwright train {config.out}", shape(config), data.num_steps), config.log
@@ -52,11 +53,22 @@ def ends_at_the_terminal() -> bool:
     return "WORLD_SIZE" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
 
 
-def prepared(config: Config) -> Data:
+@dataclass(frozen=True)
+class Prepared:
+    """All data of a run: what is trained on, and the held-out sets by name."""
+
+    data: Data
+    held_out: Mapping[str, Data]
+
+
+def prepared(config: Config) -> Prepared:
     """The data, tokenised by as many processes as there are cores. That may take long: prompts are looked at first."""
     directory, processes = model_directory(config.model), min(8, os.cpu_count() or 1)
     prompts_of(config.sample, config.data[0], directory)
-    return data_of(config, directory, path_of(config.cache), processes=processes)
+    found: list[Any] = all_of(
+        partial(make, config, directory, path_of(config.cache), processes=processes) for make in (data_of, held_out_of)
+    )
+    return Prepared(*found)
 
 
 def what_next(config: Config) -> str:

@@ -17,7 +17,7 @@ from . import failure
 from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
-from .held_out import held_out
+from .held_out import batches_of, held_out_of
 from .layout import savings_of, warn_of_memory
 from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
@@ -61,7 +61,8 @@ class Trainer:
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
-        self.data = data_of(config, directory, cache)
+        self.data, held_out = data_of(config, directory, cache), held_out_of(config, directory, cache)
+        prompts = prompts_of(config.sample, config.data[0], directory)
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
             tower=config.train.tower,
@@ -71,10 +72,9 @@ class Trainer:
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)
         self.engine = _engine(config, self.model, self.data)
-        self.position = position_of(config, self.engine, self.data.plan)
+        self.position = position_of(config, self.engine, self.data)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
-        self.held_out = held_out(config, directory, mesh, cache)
-        prompts = prompts_of(config.sample, config.data[0], directory)
+        self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)
         self.sinks: list[Sink] = []
         self.why = ""  # the run ended before the data did
@@ -154,7 +154,8 @@ def _engine(config: Config, model: Model, data: Data) -> Engine:
     first, second = optim.betas
     return Engine(
         model, lr=schedule(optim, data.num_steps), betas=(first, second), eps=optim.eps,
-        weight_decay=optim.weight_decay, max_norm=optim.max_norm or None, router_aux=config.train.router_aux,
+        weight_decay=optim.weight_decay, max_norm=None if optim.max_norm is False else optim.max_norm,
+        router_aux=config.train.router_aux,
         state_dtype=getattr(torch, optim.state_dtype) if optim.state_dtype else None,
         loss=BySource(len(data.documents)) if several else losses.cross_entropy,
     )  # fmt: skip

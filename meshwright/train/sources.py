@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..checkpoint import runs_of_model
 from ..data import (
@@ -44,6 +45,7 @@ from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .contradictions import num_tokens
 
+Made = TypeVar("Made")
 _OF_ROWS = ("kind", "fields", "thinking", "turns", "template", "template_args")
 
 
@@ -107,11 +109,33 @@ def _files(path: str, section: SourceSection) -> list[Path]:
         return saved_files(at, part)
     if at.is_dir() and part != Part():
         return fetched_files(str(at), part)
-    if not at.exists() and is_hub_id(path) and at.suffix not in SUFFIXES:
+    if _is_of_hub(path):
         return fetched_files(path, part)
     if part != Part():
         raise DataError(f"{at} is no data set, and hf_subset, hf_split and hf_revision are of one; leave them out")
     return files_of(at)
+
+
+def check_files(section: SourceSection) -> None:
+    """Refuse files of a source that are not there. What lies on the hub is looked at when it is downloaded."""
+    for path in [section.path] if isinstance(section.path, str) else section.path:
+        if not _is_of_hub(path):
+            _files(path, section)
+
+
+def _is_of_hub(path: str) -> bool:
+    at = path_of(path)
+    return not at.exists() and is_hub_id(path) and at.suffix not in SUFFIXES
+
+
+def check_template(section: SourceSection) -> None:
+    """Refuse a chat template that cannot be read."""
+    _template(section.template)
+
+
+def check_reader(section: SourceSection, reader: Reader) -> None:
+    """Refuse a source whose rows cannot be tokenised: no tokenizer, no chat template."""
+    _maker(section, reader)
 
 
 def names_of(sections: Sequence[SourceSection]) -> list[str]:
@@ -172,17 +196,40 @@ def model_directory(model: str) -> Path:
 
 
 def _template(path: str) -> str:
+    if not path:
+        return ""
     try:
-        return path_of(path).read_text() if path else ""
-    except OSError as error:
-        raise DataError(f"the chat template {path} cannot be read: {error.strerror}") from error
+        if path_of(path).exists() and not path_of(path).is_file():  # a device may have no end
+            raise DataError(f"the chat template {path} is no file; give a file with a template of Jinja")
+        return path_of(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataError(
+            f"the chat template {path} cannot be read: {why}; give a file with a template of Jinja, or leave template "
+            "out to take that of the tokenizer"
+        ) from error
+
+
+def all_of(makes: Iterable[Callable[[], Made]]) -> list[Made]:
+    """Make everything, and raise what failed together."""
+    made, failures = list[Made](), list[DataError]()
+    for make in makes:
+        try:
+            made.append(make())
+        except DataError as error:
+            failures.append(error)
+    if len(failures) > 1:
+        raise DataError("\n".join(map(str, failures))) from failures[0]
+    if failures:
+        raise failures[0]
+    return made
 
 
 def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
     """Of the training. Every process makes the same."""
     reader = Reader(directory, cache, config.train.tower, processes)
     named = zip(config.data, names_of(config.data), strict=True)
-    documents = [documents_of(section, reader, name=name) for section, name in named]
+    documents = all_of(partial(documents_of, section, reader, name=name) for section, name in named)
     train, length, plans = config.train, config.train.length, cache / "plans"
     sources = [
         source_of(found, length, weight=section.weight, share=section.share, too_long=is_too_long(section))
