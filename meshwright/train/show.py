@@ -15,6 +15,7 @@ from ..errors import DataError, counted
 from .config import Config
 from .sources import Data
 
+_WELL_FILLED = 0.9
 _SAME = re.compile(r"(<\|\w+\|>)\1{3,}")  # a mark of the tokenizer, again and again
 
 
@@ -22,8 +23,8 @@ def dry_run(config: Config, data: Data) -> str:
     """The data, the streams and the steps."""
     train, plan = config.train, data.plan
     lines = [f"{'source':<28} {'rows':>9} {'documents':>10} {'tokens':>13} {'learnt':>13} {'longest':>8}  an epoch"]
-    for documents, weight in zip(data.documents, plan.weights, strict=True):
-        found = documents.statistics
+    for documents, source, weight in zip(data.documents, plan.sources, plan.weights, strict=True):
+        found = documents.statistics_of(source.lengths > 0)
         lines.append(
             f"{documents.name[-28:]:<28} {found.rows:>9,} {found.documents:>10,} {found.tokens:>13,} "
             f"{found.targets:>13,} {found.longest:>8,}  {weight:.3g} times"
@@ -34,6 +35,10 @@ def dry_run(config: Config, data: Data) -> str:
         left_out += [f"{found.without_targets} without anything to learn"] * bool(found.without_targets)
         if left_out:
             lines.append(f"  rows left out: {', '.join(left_out)}")
+        if found.too_long:
+            lines.append(f"  {counted(found.too_long, 'document')} longer than {plan.length:,} tokens left out")
+        if documents.unused:
+            lines.append(f"  fields that are not used: {', '.join(documents.unused)}")
     sample = range(0, plan.num_streams, ceil(plan.num_streams / 1000))
     used = float(np.mean([sum(map(len, plan.stream(number))) for number in sample])) / plan.length
     ranks = config.mesh.num_data_ranks
@@ -43,7 +48,7 @@ def dry_run(config: Config, data: Data) -> str:
         f"{counted(data.num_steps, 'step')} of {train.streams_per_step * plan.length:,} tokens: "
         f"{counted(per_rank, 'micro-batch', 'micro-batches')} on each of {counted(ranks, 'data rank')}",
     ]
-    if used < 0.98:
+    if used < _WELL_FILLED:
         lines.append("Packing leaves much room: streams of another length, or more documents, fill better")
     return "\n".join(lines)
 

@@ -24,6 +24,7 @@ from ..data import (
     Recipe,
     Texts,
     Unseeing,
+    Unused,
     Wishes,
     fetched_files,
     files_of,
@@ -34,6 +35,7 @@ from ..data import (
     saved_files,
     source_of,
     stop_ids_of,
+    template_of,
     tokenizer_of,
 )
 from ..errors import ConfigError, DataError
@@ -92,10 +94,10 @@ class Data:
 def documents_of(section: SourceSection, reader: Reader, *, name: str = "") -> Documents:
     """The documents of a source, tokenised."""
     paths = [section.path] if isinstance(section.path, str) else section.path
-    make, told = _maker(section, reader)
+    make, told, unused = _maker(section, reader)
     files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
-    recipe = Recipe(name, files, make, told, section.split, section.on_bad)
+    recipe = Recipe(name, files, make, told, section.split, section.on_bad, unused)
     return prepare(recipe, reader.cache, processes=reader.processes)
 
 
@@ -123,19 +125,28 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
     ]
 
 
-def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str]:
-    """What turns a row into documents, and all that it depends on."""
+def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
+    """What turns a row into documents, all that it depends on, and which fields of a row it does not use."""
     directory = reader.directory
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":
-        vocab_size = text_config(read_config(directory)).get("vocab_size", 1 << 31)
-        return _unseeing(Ready(int(vocab_size), section.fields).documents, f"{told} {vocab_size}", reader)
+        ready = Ready(_vocab_size(directory), section.fields)
+        return *_unseeing(ready.documents, f"{told} {ready.vocab_size}", reader), ready.unused
     tokenizer, told = tokenizer_of(directory), told + fingerprint_of(directory)
     if section.kind == "text":
-        return _unseeing(Texts(tokenizer, section.fields).documents, told, reader)
+        texts = Texts(tokenizer, section.fields)
+        return *_unseeing(texts.documents, told, reader), texts.unused
     template, processor = _template(section.template), reader.processor(section)
     told += template + (processor.told if processor else "")
-    return _chat(section, directory, tokenizer, template, processor).documents, told
+    chat = _chat(section, directory, tokenizer, template, processor)
+    return chat.documents, told, chat.unused
+
+
+def _vocab_size(directory: Path) -> int:
+    size = text_config(read_config(directory)).get("vocab_size", 1 << 31)
+    if type(size) is not int or size < 1:
+        raise DataError(f"config.json of {directory}: vocab_size={size!r:.80} is no number of tokens; fetch it again")
+    return size
 
 
 def _unseeing(make: Make, told: str, reader: Reader) -> tuple[Make, str]:
@@ -170,10 +181,7 @@ def model_directory(model: str) -> Path:
 
 
 def _template(path: str) -> str:
-    try:
-        return path_of(path).read_text() if path else ""
-    except OSError as error:
-        raise DataError(f"the chat template {path} cannot be read: {error.strerror}") from error
+    return template_of(path_of(path)) if path else ""
 
 
 def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
