@@ -230,5 +230,5 @@ def test_a_set_that_chooses_rows_is_refused(tmp_path: Path) -> None:
     (at / "state.json").write_text(json.dumps({**state, "_indices_data_files": None}))
     assert len(hub.saved_files(at, hub.Part())) == 1
     (at / "state.json").write_text("[]")
-    with pytest.raises(mw.DataError, match="state.json holds an empty list"):
+    with pytest.raises(mw.DataError, match=r"state.json holds an empty list"):
         hub.saved_files(at, hub.Part())

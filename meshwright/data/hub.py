@@ -64,7 +64,7 @@ def _listed(file: Path, about: Mapping[str, Any], name: str) -> list[Any]:
 
 def _inside(file: Path, name: Any) -> str:
     """Return a name that a data set gives to a part of it. Refuse one that leads out of its directory."""
-    if not isinstance(name, str) or Path(name).name != name:
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
         raise DataError(f"{file} names {name!r:.80}, which is no file of its directory; save or copy the data set anew")
     return name
 

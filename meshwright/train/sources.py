@@ -40,7 +40,7 @@ from ..data import (
 )
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
-from ..models import patch_of, placeholders_of, text_config
+from ..models import patch_of, placeholders_of, take, text_config
 from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .contradictions import num_tokens
@@ -130,7 +130,7 @@ def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
     directory = reader.directory
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":
-        ready = Ready(_vocab_size(directory), section.fields)
+        ready = Ready(vocab_size_of(directory), section.fields)
         return *_unseeing(ready.documents, f"{told} {ready.vocab_size}", reader), ready.unused
     tokenizer, told = tokenizer_of(directory), told + fingerprint_of(directory)
     if section.kind == "text":
@@ -142,11 +142,8 @@ def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
     return chat.documents, told, chat.unused
 
 
-def _vocab_size(directory: Path) -> int:
-    size = text_config(read_config(directory)).get("vocab_size", 1 << 31)
-    if type(size) is not int or size < 1:
-        raise DataError(f"config.json of {directory}: vocab_size={size!r:.80} is no number of tokens; fetch it again")
-    return size
+def vocab_size_of(directory: Path) -> int:
+    return int(take(text_config(read_config(directory)), "vocab_size", int))
 
 
 def _unseeing(make: Make, told: str, reader: Reader) -> tuple[Make, str]:
