@@ -23,6 +23,7 @@ from meshwright.data.reading import Shard, files_of, place_of, rows_of, shards_o
 from meshwright.data.store import Documents, Recipe, prepare
 from meshwright.data.texts import Ready, Texts
 from meshwright.data.tokens import Tokens, tokens
+from meshwright.errors import counted
 from tests.templates import tokenizer
 
 
@@ -90,7 +91,7 @@ BAD = [
     (b'{"text": "fine"}', ""),
     (b"", ""),
     (b'{"text": "cut', "no JSON"),
-    (b'["text"]', "a JSON list, not an object"),
+    (b'["text"]', "a list, not an object"),
     (b'{"text": "\xff"}', "not UTF-8"),
     (b'{"text": 7}', "its field 'text' is no text"),
     (b'{"texts": "x"}', "its field 'text' is no text"),
@@ -104,17 +105,22 @@ def test_each_bad_row_is_named_by_its_line(tmp_path: Path, caplog: pytest.LogCap
     with pytest.raises(mw.DataError) as error:
         prepare(recipe(file), tmp_path / "cache")
     told = str(error.value).splitlines()
-    wanted = [(at + 1, why) for at, (_, why) in enumerate(BAD) if why]
-    assert len(told) == len(wanted) + 2
-    for line, (number, why) in zip(told[1:], wanted, strict=False):
-        assert f"{file}:{number}: " in line
-        assert why in line
+    wanted = {at + 1: why for at, (_, why) in enumerate(BAD) if why}
+    kinds = {why: number for number, why in reversed(wanted.items())}  # the first row of each
+    assert len(told) == len(kinds) + 2
+    for why, number in kinds.items():
+        [line] = [line for line in told[1:-1] if why in line]
+        assert f"{counted([*wanted.values()].count(why), 'row')}, the first {file}:{number}: " in line
+    listing = Path(told[-1].split()[-1])
+    assert [line.split(": ")[0] for line in listing.read_text().splitlines()] == [f"{file}:{n}" for n in (*wanted, 8)]
     assert not [*(tmp_path / "cache").glob("*/")]  # nothing that could be taken for whole
     caplog.clear()
     found = prepare(recipe(file, on_bad="skip"), tmp_path / "cache")
     assert (found.statistics.rows, found.statistics.skipped, found.statistics.without_targets) == (7, 5, 1)
-    assert "5 rows of mine cannot be used and are left out" in caplog.text
-    assert "1 row of mine have nothing to learn" in caplog.text
+    assert "5 rows of mine cannot be used, left out, each named in " in caplog.text
+    assert "1 row of mine with nothing to learn, left out, each named in " in caplog.text
+    listing = Path(caplog.text.split("each named in ")[1].split(":")[0])
+    assert f"{file}:8: nothing of it is to be learnt" in listing.read_text()
 
 
 def test_all_files_without_a_row(tmp_path: Path) -> None:
@@ -272,7 +278,7 @@ _lines = reading._lines
 Test = Callable[[Path, pytest.MonkeyPatch, pytest.LogCaptureFixture], None]
 PLANTS: dict[str, tuple[object, str, object, Test]] = {
     "empty lines are not counted": (
-        store, "place_of", lambda file, at: f"{file}:{len(file.read_bytes()[:at].split())}",
+        store, "places_of", lambda file, ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats},
         lambda at, _, caplog: test_each_bad_row_is_named_by_its_line(at, caplog),
     ),
     "a line at a border is left out": (

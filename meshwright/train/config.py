@@ -111,8 +111,8 @@ class SourceSection(Section):
     """Where documents come from, and what is learnt of them."""
 
     path: Annotated[str | list[str], FREE]
-    """A file (.jsonl, .parquet, .txt, .md), a directory of them, a Hugging Face data set (a hub id, or a directory that
-    save_to_disk has written), or a list of these."""
+    """A file (.jsonl, .parquet, .txt, .md, or a .json that is a list of rows), a directory of them (without .json), a
+    Hugging Face data set (a hub id, or a directory that save_to_disk has written), or a list of these."""
     hf_subset: Annotated[str, FREE] = ""
     """Of a hub id, or of a directory that is laid out like one: which of its subsets."""
     hf_split: Annotated[str, FREE] = ""
@@ -137,9 +137,11 @@ class SourceSection(Section):
     """What is a document in a .txt or .md."""
     pictures: PicturesSection = PicturesSection()
     too_long: Literal["stop", "drop", "cut"] | None = None
-    """What becomes of documents longer than a stream; by default a chat stops the run, a text is cut."""
+    """What becomes of documents longer than a stream; by default a chat stops the run, a text is cut. Those that are
+    dropped are counted by `meshwright data`."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """What becomes of rows that cannot be used: told, all of them, before the run; or left out and counted."""
+    """What becomes of rows that cannot be used: they stop the run before it starts, or are left out and counted. Either
+    way a file beside the cache names each."""
 
 
 class DataSection(SourceSection):

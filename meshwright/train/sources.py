@@ -26,6 +26,7 @@ from ..data import (
     Recipe,
     Texts,
     Unseeing,
+    Unused,
     Wishes,
     fetched_files,
     files_of,
@@ -36,11 +37,12 @@ from ..data import (
     saved_files,
     source_of,
     stop_ids_of,
+    template_of,
     tokenizer_of,
 )
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
-from ..models import patch_of, placeholders_of, text_config
+from ..models import patch_of, placeholders_of, take, text_config
 from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .contradictions import num_tokens
@@ -95,10 +97,10 @@ class Data:
 def documents_of(section: SourceSection, reader: Reader, *, name: str = "") -> Documents:
     """The documents of a source, tokenised."""
     paths = [section.path] if isinstance(section.path, str) else section.path
-    make, told = _maker(section, reader)
+    make, told, unused = _maker(section, reader)
     files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
-    recipe = Recipe(name, files, make, told, section.split, section.on_bad)
+    recipe = Recipe(name, files, make, told, section.split, section.on_bad, unused)
     return prepare(recipe, reader.cache, processes=reader.processes)
 
 
@@ -148,19 +150,25 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
     ]
 
 
-def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str]:
-    """What turns a row into documents, and all that it depends on."""
+def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
+    """What turns a row into documents, all that it depends on, and which fields of a row it does not use."""
     directory = reader.directory
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":
-        vocab_size = text_config(read_config(directory)).get("vocab_size", 1 << 31)
-        return _unseeing(Ready(int(vocab_size), section.fields).documents, f"{told} {vocab_size}", reader)
+        ready = Ready(vocab_size_of(directory), section.fields)
+        return *_unseeing(ready.documents, f"{told} {ready.vocab_size}", reader), ready.unused
     tokenizer, told = tokenizer_of(directory), told + fingerprint_of(directory)
     if section.kind == "text":
-        return _unseeing(Texts(tokenizer, section.fields).documents, told, reader)
+        texts = Texts(tokenizer, section.fields)
+        return *_unseeing(texts.documents, told, reader), texts.unused
     template, processor = _template(section.template), reader.processor(section)
     told += template + (processor.told if processor else "")
-    return _chat(section, directory, tokenizer, template, processor).documents, told
+    chat = _chat(section, directory, tokenizer, template, processor)
+    return chat.documents, told, chat.unused
+
+
+def vocab_size_of(directory: Path) -> int:
+    return int(take(text_config(read_config(directory)), "vocab_size", int))
 
 
 def _unseeing(make: Make, told: str, reader: Reader) -> tuple[Make, str]:
@@ -196,18 +204,7 @@ def model_directory(model: str) -> Path:
 
 
 def _template(path: str) -> str:
-    if not path:
-        return ""
-    try:
-        if path_of(path).exists() and not path_of(path).is_file():  # a device may have no end
-            raise DataError(f"the chat template {path} is no file; give a file with a template of Jinja")
-        return path_of(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise DataError(
-            f"the chat template {path} cannot be read: {why}; give a file with a template of Jinja, or leave template "
-            "out to take that of the tokenizer"
-        ) from error
+    return template_of(path_of(path)) if path else ""
 
 
 def all_of(makes: Iterable[Callable[[], Made]]) -> list[Made]:
