@@ -83,8 +83,7 @@ def test_a_frame_cuts_neither_warnings_nor_samples(tmp_path: Path) -> None:
         assert bool(found.experts.warning()) == (step >= 20)
     for step, text in ((10, "old"), (20, "because of\nRayleigh scattering " + "very " * 40)):
         found.take({"kind": "sample", "step": step, "time": 0, "number": 0, "prompt": "Why is it blue?", "text": text})
-    display = Display(found, tmp_path, plain=True, every=1)
-    display._asked.append(2)
+    display = Display(found, tmp_path, plain=True, every=1, asked=[2])
     lines = drawn(display._picture(ends=False), 80)
     assert [line[:1] for line in lines[-2:]] == ["╰", ""], "^C is written behind the last line"
     assert drawn(display._picture(ends=True), 80)[-1].startswith("╰")
