@@ -6,7 +6,7 @@ from .folder import Draft, checkpoints, final_place, is_checkpoint, newest_whole
 from .look import check_bytes, differences, opened_at, summary
 from .manifest import write_part
 from .planes import FIRST, MASTER, SECOND, WEIGHTS, Plane, planes_of, with_zeros
-from .restore import Checkpoint, Wanted, check_frozen, open_newest, pass_over, restore, runs_of_model
+from .restore import Checkpoint, Wanted, check_frozen, open_newest, pass_over, raise_together, restore, runs_of_model
 from .save import commit, save, write_beside
 from .sharded import Sharded, sharded, take
 from .store import copy_checkpoint, is_url

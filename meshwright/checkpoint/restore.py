@@ -175,7 +175,7 @@ def check_frozen(
             check_same(each.same, mesh.rank, list(reads), each.source)
 
     failure = failure_in(compare, CheckpointError, f"{checkpoint.directory} cannot be resumed")
-    _raise_together(failure, f"the comparison with {checkpoint.directory}", mesh)
+    raise_together(failure, f"the comparison with {checkpoint.directory}", mesh)
 
 
 def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh) -> None:
@@ -194,14 +194,14 @@ def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: 
             check_run(checkpoint, file, run)
 
     failure = failure_in(read, CheckpointError, broken(checkpoint.directory))
-    _raise_together(failure, f"the reading of {checkpoint.directory}", mesh)
+    raise_together(failure, f"the reading of {checkpoint.directory}", mesh)
 
 
-def _raise_together(failure: BaseException | None, at: str, mesh: Mesh) -> None:
+def raise_together(failure: BaseException | None, at: str, mesh: Mesh) -> None:
     """If a rank failed, all raise the same kind of error, so that all of them take an older checkpoint or none does.
     Only bytes that are not as they were saved are a reason to: a rank without memory would fail again."""
     damage = None
-    if failure is not None and isinstance(failure.__cause__, BrokenFile):
+    if failure is not None and isinstance(failure.__cause__, BrokenFile | BrokenCheckpointError):
         failure, damage = None, BrokenCheckpointError(str(failure))
     mesh.all_or_none(failure, at, CheckpointError)
     mesh.all_or_none(damage, at, BrokenCheckpointError)

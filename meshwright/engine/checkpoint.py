@@ -192,7 +192,7 @@ def about_model(blueprint: Blueprint) -> dict[str, Any]:
 
 
 @names_lost_ranks()
-def resume(engine: Engine, directory: str | os.PathLike[str], *, new_config: Sequence[str] = ()) -> Resumed:
+def resume(engine: Engine, directory: str | os.PathLike[str], *, new_config: str | Sequence[str] = ()) -> Resumed:
     """Go on from a checkpoint, or from the newest whole one of a folder, on whatever mesh. All ranks call it.
 
     It replaces weights, moments and counters of `engine`; every byte is checked against its checksum, and in a folder
@@ -201,7 +201,7 @@ def resume(engine: Engine, directory: str | os.PathLike[str], *, new_config: Seq
     saved, such as "rope_theta".
     """
     model = _model_of(engine, "resume")
-    path = _path(directory)
+    path, new_config = _path(directory), [new_config] if isinstance(new_config, str) else list(new_config)
     doing(f"the resuming of {path}")
 
     def prepare() -> tuple[None, Mapping[str, object], Data]:
@@ -257,7 +257,7 @@ def _opened(model: Model, path: Path, damaged: list[Path]) -> Checkpoint | weigh
         found.append(weights.open_source(path) if plain else disk.open_newest(path, damaged))
 
     failure = failure_in(look, CheckpointError, f"{path} cannot be resumed") if model.mesh.rank == 0 else None
-    model.mesh.all_or_none(failure, f"the resuming of {path}", CheckpointError)
+    disk.raise_together(failure, f"the resuming of {path}", model.mesh)
     opened: Checkpoint | weights.Source = model.mesh.of_rank_0(found[0] if found else None)
     return opened
 
