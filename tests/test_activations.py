@@ -132,6 +132,22 @@ def test_all_gradients_are_there_in_a_second_micro_batch() -> None:
 # A few layers of each kind run. The others are added.
 
 
+def each_alone(_: object, stage: Any, _reached: object) -> dict[object, list[int]]:
+    return {number: [int(number)] for number in stage.module.layers}
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(pp=2)], ids=str)
+def test_frozen_layers_keep_what_a_gradient_asks_for(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before what is trained keep nothing, though those behind it have the same in them."""
+    spec = draw(tiny.of("qwen3", num_hidden_layers=12)).spec
+    for name, parameter in spec.module.named_parameters():
+        parameter.requires_grad_(name.startswith("layers.7.mixer."))
+    ranks, work = range(mesh.get("pp", 1)), passing(num_batches=2)
+    held = [most_held(spec, Axes(**mesh), rank, work) for rank in ranks]
+    monkeypatch.setattr(activations, "_kinds", each_alone)
+    assert held == [most_held(spec, Axes(**mesh), rank, work) for rank in ranks]
+
+
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
 def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +157,7 @@ def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytes
     spec, work = draw({**config, **{k: v for k, v in more.items() if k in config}}).spec, passing(kind)
     several = replace(work, num_batches=2)
     first, found = (most_held(spec, Axes(tp=2), 0, each) for each in (work, several))
-    monkeypatch.setattr(activations, "_kinds", lambda _, stage: [[int(number)] for number in stage.module.layers])
+    monkeypatch.setattr(activations, "_kinds", each_alone)
     assert most_held(spec, Axes(tp=2), 0, several) == found
     # in the first backward it matters when each layer's gradients come
     assert sum(most_held(spec, Axes(tp=2), 0, work).values()) == pytest.approx(sum(first.values()), rel=0.03)

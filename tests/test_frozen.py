@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.blueprint import Blueprint
+from meshwright.engine.bill import step_bill
 from meshwright.verify.collectives import moment_bytes, stored_bytes
+from meshwright.verify.recorder import Recorder
 from meshwright.weights import StoredModel, open_source, whole_tensors
-from tests import parts, tiny, trials, worlds
+from tests import parts, seeing, tiny, trials, worlds
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 PLAIN = mw.Savings()
@@ -213,3 +216,50 @@ def test_the_bill_of_what_is_frozen(tmp_path: Path, recompute: str) -> None:
     source, mesh = tiny.directory(tmp_path / "it", "qwen3_moe"), dict(fsdp=2, tp=2, ep=2)
     trial = replace(trials.trial(source, mesh), train=["layers.1.*", "head.*"], savings=mw.Savings(recompute=recompute))
     assert not trials.findings(trial)
+
+
+FULL, ONCE, HALVES = mw.Savings("full"), mw.Savings(token_once=True), mw.Savings("full", expert_halves=True)
+BEGINS: dict[str, tuple[str, dict[str, int], list[str], mw.Savings]] = {
+    "adapters of some matrices": ("qwen3", TP, ["*.mixer.q.weight", "*.mlp.gate_up.weight"], PLAIN),
+    "the last matrix": ("qwen3", TP, ["layers.1.mlp.down.weight"], PLAIN),
+    "the last matrix, run again": ("qwen3_tied", TP, ["layers.1.mlp.down.weight"], FULL),
+    "the head alone": ("qwen3", TP, ["head.weight"], PLAIN),
+    "gates of a delta net": ("qwen3_5", TP, ["layers.0.mixer.gates*"], FULL),
+    "experts": ("qwen3_moe", dict(tp=2, ep=2), ["layers.0.mlp.experts.down"], FULL),
+    "a router": ("qwen3_moe", dict(fsdp=2, ep=2), ["layers.2.mlp.router"], ONCE),
+    "a shared expert": ("qwen3_5_moe", dict(fsdp=2, ep=2), ["layers.1.mlp.shared*"], HALVES),
+    "values alone": ("qwen3", dict(cp=2), ["layers.0.mixer.v*"], PLAIN),
+    "a convolution": ("qwen3_5", dict(cp=2), ["layers.0.mixer.conv*"], FULL),
+    "in a second stage": ("qwen3", dict(pp=2), ["layers.1.mixer.o*"], PLAIN),
+    "a merger": ("qwen3_vl", TP, ["tower.merger*", "layers.1.mlp.down*"], PLAIN),
+    "behind a frozen tower": ("qwen3_vl", TP, ["layers.1.mlp.down*"], FULL),
+}
+
+
+def apart_from_the_bill(source: Path, mesh: dict[str, int], train: list[str], savings: mw.Savings) -> dict[Any, Any]:
+    """What a step sends, and the bill says otherwise: by operation and ranks, how often and as the bill has it."""
+    sees, size = "vl" in source.name, {"context": mw.Context(attention=1)} if "cp" in mesh else {}
+    model = mw.init(source, trials.mesh_of(mesh), dtype=F32, train=train, savings=savings, tower=sees, **size)
+    engine = mw.Engine(model, lr=1e-3, router_aux="previous")
+    batches = tiny.batches(model.mesh.data_rank)
+    batches = [seeing.packed(length=200), mw.pack([[*range(100)]], length=200)] if sees else batches
+    with Recorder() as recorder:
+        engine.step(batches)
+    billed, sent = Counter[Any](), Counter((seen.op, seen.ranks) for seen in recorder.seen)
+    frames = [batch.frames if batch.images else None for batch in batches] if sees else ()
+    for charge in step_bill(model, len(batches[0]), len(batches), "previous", tuple(frames)):
+        billed[charge.op, model.mesh.axes.group(model.mesh.rank, charge.axes)] += charge.count
+    return {key: (sent[key], billed[key]) for key in sent | billed if sent[key] != billed[key]}
+
+
+def test_gradients_begin_at_a_door(tmp_path: Path) -> None:
+    """In the part in which gradients begin, backward passes the doors behind what is trained, and no other."""
+    sources = {
+        name: (seeing if "vl" in name else tiny).directory(tmp_path / name, name)
+        for name in {name for name, *_ in BEGINS.values()}
+    }
+    cases = {
+        case: functools.partial(apart_from_the_bill, sources[name], mesh, train, savings)
+        for case, (name, mesh, train, savings) in BEGINS.items()
+    }
+    assert worlds.in_turn(2, cases) == {case: [{}, {}] for case in BEGINS}

@@ -11,24 +11,34 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
 from ..axes import Axes
-from ..layout import GATHERED, GRADIENTS, ON_THEIR_WAY, Action, ShardingSpec, Stage, piece, program_of
+from ..layout import (
+    GATHERED,
+    GRADIENTS,
+    ON_THEIR_WAY,
+    Action,
+    ShardingSpec,
+    Stage,
+    passed,
+    piece,
+    program_of,
+    trained_from,
+)
 from ..layout.schedule import BACKWARD, FORWARD, WEIGHT
 from ..models import Decoder
 from ..models.decoder import Embedding
 from ..parallel import Savings
-from ..parallel.sketch import Paper, sketched
+from ..parallel.sketch import MetaKernels, Paper, forward, sketched
 from .shards import Shards, in_shards
 
 ACTIVATIONS = "activations"
@@ -79,24 +89,7 @@ class Activations:
     grads: int = 0  # and of all gradients
 
 
-def _same(x: Tensor) -> Tensor:
-    """torch's own makes another tensor on the meta device, where elsewhere it gives back what it waited for."""
-    return x.detach()
-
-
-def _grouped(a: Tensor, b: Tensor, offs: Tensor, **_: object) -> Tensor:
-    """torch refuses float32 on the meta device, which it multiplies elsewhere."""
-    shape = (len(a), b.shape[-1]) if b.dim() == 3 else (len(offs), len(a), b.shape[1])
-    return a.new_empty(shape)
-
-
-_MADE: dict[Any, Any] = {
-    torch.ops.aten._grouped_mm.default: _grouped,
-    torch.ops._c10d_functional.wait_tensor.default: _same,
-}
-
-
-class Live(TorchDispatchMode):
+class Live(MetaKernels):
     """Counts the memory of tensors that are made while it is on, from when they are made until they are freed."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
@@ -109,7 +102,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = _MADE.get(func, func)(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, _types, args, kwargs)
         for made in tree_leaves(out):
             if isinstance(made, Tensor):
                 self._count(made.untyped_storage())
@@ -154,14 +147,19 @@ class Live(TorchDispatchMode):
 
 def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> Activations:
     """Of a stage of a rank."""
-    kinds = _kinds(spec, stage)
-    ran = sorted(number for same in kinds for number in same[-_RUN:])
+    return _activations(spec, stage, paper, work, _kinds(spec, stage, _reached(spec, stage, paper.axes)))
+
+
+def _activations(
+    spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing, kinds: Mapping[object, list[int]]
+) -> Activations:
+    ran = sorted(number for same in kinds.values() for number in same[-_RUN:])
     sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
     units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
     here = {name for name, _ in sketch.named_modules()}
     grads = _grads(spec, stage, paper, work)
-    left_out = {number: same[-1] for same in kinds for number in same[:-_RUN]}
-    trial = _Trial(sketch, paper.axes, work.compute, left_out, grads)
+    left_out = {number: same[-1] for same in kinds.values() for number in same[:-_RUN]}
+    trial = _Trial(sketch, paper.axes, work.compute, left_out, grads, carried=stage.number > _first(spec, paper.axes))
     shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, grads, trial.live.add)
     stay = {unit.name: num for unit, (num, _) in units.items() if not unit.again}
     with ops.planned_for(work.kind):
@@ -182,35 +180,68 @@ def _grads(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> dic
     }
 
 
-def _kinds(spec: ShardingSpec, stage: Stage) -> list[list[int]]:
-    """Layers by what is in them."""
+def _trained(spec: ShardingSpec) -> list[str]:
+    return [name for name, parameter in spec.module.named_parameters() if parameter.requires_grad]
+
+
+def _first(spec: ShardingSpec, axes: Axes) -> int:
+    """The first stage that makes a backward."""
+    return trained_from(spec.table, spec.line(axes.pp), _trained(spec))
+
+
+def _reached(spec: ShardingSpec, stage: Stage, axes: Axes) -> set[str]:
+    return passed(stage, spec, axes, _trained(spec), pictures=False)
+
+
+def _kinds(spec: ShardingSpec, stage: Stage, reached: Collection[str]) -> dict[object, list[int]]:
+    """Layers by what is in them, and by whether a gradient reaches them: the others keep nothing for backward."""
     found: dict[object, list[int]] = {}
     for number, layer in stage.module.layers.items():
         at = f"layers.{number}."
         kind = [(name, p.shape, p.requires_grad, at + name in spec.fp8) for name, p in layer.named_parameters()]
-        found.setdefault(tuple(kind), []).append(int(number))
-    return [*found.values()]
+        found.setdefault((f"layers.{number}" in reached, *kind), []).append(int(number))
+    return found
 
 
-def most_held(spec: ShardingSpec, axes: Axes, rank: int, work: Passing) -> dict[str, int]:
+def _like(stage: Stage, kinds: Mapping[object, list[int]], *, carried: bool) -> object:
+    """Equal for stages that hold the same: layers of the same kinds in the same order, between the same ends."""
+    ends = (type(stage.module.embed), type(stage.module.head), carried, tuple(unit.again for unit in stage.units))
+    first = int(next(iter(stage.module.layers), 0))
+    return ends, tuple((kind, tuple(number - first for number in same)) for kind, same in kinds.items())
+
+
+Known = dict[object, Activations]
+
+
+def most_held(
+    spec: ShardingSpec, axes: Axes, rank: int, work: Passing, known: Known | None = None
+) -> dict[str, int]:  # fmt: skip
     """The bytes of each kind at the fullest moment of a step on a rank, whose stages work in the order of the
-    schedule. Gradients are there from the first backward of their stage on."""
-    paper, stages = Paper(axes, rank), spec.stages(axes, rank)
-    of_stage = {stage.number: activations(spec, stage, paper, work) for stage in stages}
-    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, 0)[paper.coords["pp"]]
+    schedule. Gradients are there from the first backward of their stage on. `known`: of stages of this mesh, to be
+    asked and added to."""
+    paper, first, known = Paper(axes, rank), _first(spec, axes), {} if known is None else known
+    of_stage = dict[int, Activations]()
+    for stage in spec.stages(axes, rank):
+        kinds = _kinds(spec, stage, _reached(spec, stage, axes))
+        like = _like(stage, kinds, carried=stage.number > first)
+        if like not in known:
+            known[like] = _activations(spec, stage, paper, work, kinds)
+        of_stage[stage.number] = known[like]
+    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, first)[paper.coords["pp"]]
     held, grads, most = 0, dict[int, int](), Moment()
     for action in (action for action in program if isinstance(action, Action)):
         here = of_stage[action.stage]
         if action.kind == FORWARD:
-            moment, held = here.forward.beside(held), held + here.kept
+            kept = here.kept if action.stage >= first else 0  # what makes no backward keeps nothing for it
+            moment, held = here.forward.beside(held), held + kept
         elif action.kind == WEIGHT:
             held -= here.kept
             continue
         else:  # what gradients of weights still need is taken to be all of it
-            first = action.kind == BACKWARD and action.stage not in grads
-            moment = (here.first if first else here.backward).beside(held - here.kept)
+            is_first = action.kind == BACKWARD and action.stage not in grads
+            moment = (here.first if is_first else here.backward).beside(held - here.kept)
             held -= here.kept if action.kind == BACKWARD else 0
-            grads |= {} if first else {action.stage: here.grads}
+            grads |= {} if is_first else {action.stage: here.grads}
         others = sum(each.stays for number, each in of_stage.items() if number != action.stage)
         least = here.stays if spec.gathers_once(axes.pp) else 0
         moment = moment.with_gathered(least, others).with_grads(sum(grads.values()))
@@ -226,9 +257,11 @@ class _Trial:
     each parameter."""
 
     def __init__(
-        self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int], grads: Mapping[str, int]
-    ) -> None:
+        self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int], grads: Mapping[str, int],
+        *, carried: bool,
+    ) -> None:  # fmt: skip
         self.sketch, self.axes, self.compute, self.left_out, self.grads = sketch, axes, compute, left_out, grads
+        self.carried = carried  # the stage before is given a gradient
         self.live = Live([*sketch.parameters()])
         self.at: list[int] = []  # what there was when each layer began, and behind the last
         self.kept = 0  # by layers that are left out
@@ -242,21 +275,23 @@ class _Trial:
             self.live.add(GATHERED, stay)
             start = self._forward(num_tokens)
             shards.forward_ends()
-            kept, forward = self.live.passing, self.live.most_since()
+            kept, ahead = self.live.passing, self.live.most_since()
             self._weigh_others()
-            torch.autograd.backward(start, torch.empty_like(start))
+            if start.requires_grad:
+                torch.autograd.backward(start, torch.empty_like(start))
             del start
             of_tower = sum(self.grads.values()) - self.live.parts[GRADIENTS]  # which does not run
             self.live.add(GRADIENTS, of_tower)
             backward = self.live.most_since()
-        forward, backward, first = (each.beside(self.kept) for each in (forward, backward, self.live.first))
-        return Activations(kept + self.kept, forward, backward, first)
+        ahead, backward, first = (each.beside(self.kept) for each in (ahead, backward, self.live.first))
+        return Activations(kept + self.kept, ahead, backward, first)
 
     def _weigh_others(self) -> None:
         """In the first backward a layer frees what it keeps, and its gradients come. Which of the layers that are left
         out have done so when one that runs does, is not known. So it is looked at beside the most that they ever hold:
         as many of them turn before the layers that run, and the rest behind."""
-        kept_by = dict(zip(self.sketch.layers, (after - before for before, after in pairwise(self.at)), strict=True))
+        kept = (max(0, after - before) for before, after in pairwise(self.at))  # less: tables end with the last layer
+        kept_by = dict(zip(self.sketch.layers, kept, strict=True))
         most = freed = learned = 0
         before, whole = (0, 0), (0, 0)
         for _, alike in sorted(self.left_out.items(), reverse=True):
@@ -286,15 +321,11 @@ class _Trial:
     def _forward(self, num_tokens: int) -> Tensor:
         """What backward starts from."""
         sketch, own = self.sketch, num_tokens // (self.axes.cp * self.axes.tp)
-        tokens_T = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
         x_TD = None
         if not isinstance(sketch.embed, Embedding):
-            x_TD = torch.empty(own, sketch.shape.width, dtype=self.compute, device="meta", requires_grad=True)
-        sketch.balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))
-        sketch.balance.slope_E = torch.zeros(sketch.balance.num_experts, device="meta")
-        scores = sketch(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), sketch.scores[0], x_TD)
+            x_TD = torch.empty(own, sketch.shape.width, dtype=self.compute, device="meta", requires_grad=self.carried)
+        out = forward(sketch, self.axes, num_tokens, x_TD)
         if sketch.head is None:
-            (out,) = scores
             self._pass(out)
             return out
-        return scores[0].sum()
+        return out.sum()

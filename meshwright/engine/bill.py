@@ -21,7 +21,8 @@ def step_bill(
     frozen = frozenset(model.table.params) - {*model.trained}
     if at_least(model, num_batches):  # the tower runs, whoever sees
         pictures = tuple(frames or () for frames in pictures or [None] * num_batches)
-    work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen, model.numbers | model.low.names)
+    numbers = model.numbers | model.low.names
+    work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen, numbers, model.begun)
     return engine_bill(model.blueprint, model.mesh.axes, model.mesh.rank, work, router_aux)
 
 

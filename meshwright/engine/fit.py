@@ -24,7 +24,7 @@ from ..layout import (
 )
 from ..mesh import Memory
 from ..parallel import Savings, gathers_wide
-from .activations import Passing, most_held
+from .activations import Known, Passing, most_held
 from .arguments import check_late
 
 _MOST = 4096  # the largest fsdp that is tried as a way out
@@ -39,6 +39,7 @@ class Need:
     held: Held
     passing: Passing | None = None  # None: activations are not counted
     _fullest: dict[int, dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: Known = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stored(self, rank: int | None = None) -> list[Stored]:
         """By default of the rank that stores most: the first of a place on pp."""
@@ -67,7 +68,7 @@ class Need:
         assert self.passing is not None
         if place not in self._fullest:
             first = self.axes.group(0, ("pp",))[place]
-            self._fullest[place] = most_held(self.spec, self.axes, first, self.passing)
+            self._fullest[place] = most_held(self.spec, self.axes, first, self.passing, self._known)
         return self._fullest[place]
 
 

@@ -64,6 +64,7 @@ from .arguments import check_loading, check_tower, check_unquantised, in_fp8, ma
 from .fit import Need, refuse_too_large, widths_of, with_hold
 from .garbage import nothing_collected
 from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
+from .reach import begun_backward
 
 
 @dataclass
@@ -91,6 +92,7 @@ class Model:
     savings: Savings
     trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
     small: SmallFiles  # beside its weights, kept by rank 0, which writes them
+    begun: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # as `layout.Work.begins`
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
     calls: Calls = field(default_factory=Calls)
@@ -357,6 +359,7 @@ def put_on_mesh(
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
     stored = {**values, **dict.fromkeys(numbers, BYTES)}
+    begun = begun_backward(blueprint.spec, mesh.axes, mesh.rank, compute, savings, trained)
     stages, gathers = parallel.distribute(blueprint.spec, mesh, compute, stored, savings)
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
@@ -364,7 +367,7 @@ def put_on_mesh(
     assert blueprint.directory is not None, "a model on a mesh has a config.json somewhere"
     small = SmallFiles(blueprint.directory) if mesh.rank else read_small(blueprint.directory)
     names = tuple(name for name in blueprint.table.params if name in trained)
-    return Model(mesh, blueprint, stages, gathers, compute, savings, names, small)
+    return Model(mesh, blueprint, stages, gathers, compute, savings, names, small, begun)
 
 
 def _narrow(values: Mapping[str, torch.dtype]) -> dict[str, int]:

@@ -25,10 +25,10 @@ from .doors import (
     is_run,
 )
 from .extremes import extreme_ranks
-from .flow import in_order, part_of, passed
+from .flow import begins_in, in_order, part_of, passed
 from .fp8 import SCALES, check_fp8, gathered_low
 from .frames import Placed, Route, route, share
-from .hops import ROWS, Hop, divides, goes_beside, hops, likely_rows, portions
+from .hops import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, goes_beside, hops, likely_rows, portions
 from .line import Line, balanced, even
 from .params import (
     Block,

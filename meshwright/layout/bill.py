@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from torch import nn
@@ -12,10 +12,10 @@ from torch import nn
 from ..axes import DATA_RANK, Axes, Sum
 from .deals import deals
 from .doors import Dispatch, Door, Insert, Join, Swap, find
-from .flow import part_of, passed
+from .flow import begins_in, part_of, passed
 from .fp8 import SCALES, num_scales
 from .frames import Placed, route
-from .hops import ROWS, Hop, hops, likely_rows, portions
+from .hops import CODES, COUNTS, ROWS, WEIGHTS, Hop, hops, likely_rows, portions
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
 from .schedule import RECEIVE, SEND, Transfer
@@ -58,6 +58,8 @@ class Work:
     pictures: Pictures = ()
     frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
     numbers: frozenset[str] = frozenset()  # names of those that are gathered as 8-bit numbers
+    # Of each part in which gradients begin, how often backward sends something there, by place and direction.
+    begins: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def num_seeing(self) -> int:
@@ -82,13 +84,39 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
     return [c for c in charges if c.count and prod(axes.sizes(c.axes)) > 1]
 
 
-def _passes(stage: Stage, spec: ShardingSpec, axes: Axes, work: Work) -> Counter[str]:
-    """In how many micro-batches a gradient comes to each part of a stage."""
-    trained, count = spec.table.params.keys() - work.frozen, Counter[str]()
+@dataclass(frozen=True)
+class _Passes:
+    """In how many micro-batches a gradient comes to each part of a stage, and in how many of these it begins there.
+    `begun`: of a part in which it begins, how often backward sends something, by place and direction."""
+
+    comes: Counter[str]
+    begins: Counter[str]
+    begun: Mapping[str, Mapping[str, int]]
+
+    def of(self, part: str) -> int:
+        return self.comes[part]
+
+    def back(self, place: str, num: int = 1) -> int:
+        """How often backward sends a gradient at a place, where each of its passes does so `num` times."""
+        return self._sent(place, "backward", num)
+
+    def again(self, place: str, num: int) -> int:
+        """How often it sends there what forward has sent, because it runs a layer again."""
+        return self._sent(place, "forward", num)
+
+    def _sent(self, place: str, direction: str, num: int) -> int:
+        part = part_of(place)
+        through = self.comes[part] - self.begins[part]
+        return num * through + self.begins[part] * self.begun.get(part, {}).get(f"{place}, {direction}", 0)
+
+
+def _passes(stage: Stage, spec: ShardingSpec, axes: Axes, work: Work) -> _Passes:
+    trained, found = spec.table.params.keys() - work.frozen, _Passes(Counter(), Counter(), work.begins)
     for pictures, num in ((True, work.num_seeing), (False, work.num_batches - work.num_seeing)):
         for part in passed(stage, spec, axes, trained, pictures=pictures):
-            count[part] += num
-    return count
+            found.comes[part] += num
+        found.begins[begins_in(stage, spec, axes, trained, pictures=pictures)] += num
+    return found
 
 
 def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
@@ -105,42 +133,44 @@ def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: 
             yield Charge(transfer_name(way, stage), op, ("pp",), num_bytes, count)
 
 
-def _doors(model: nn.Module, axes: Axes, work: Work, passes: Counter[str]) -> Iterator[Charge]:
+def _doors(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
     """Doors of one kind and width cost the same, whatever layer they are in. `again`: if backward comes there."""
     for name, door in find(model, Door):
         if not door.kind.forward:
             continue  # it sends nothing
         item = work.stored_bytes if door.floats else work.compute_bytes
         num_bytes = work.tokens // axes.cp * door.width * item
-        back = passes[part_of(name)]
-        yield Charge(name, door.kind.forward, (door.kind.axis,), num_bytes, work.num_batches + door.again * back)
-        yield Charge(name, door.kind.backward, (door.kind.axis,), num_bytes, back)
+        forwards = work.num_batches + passes.again(name, door.again)
+        yield Charge(name, door.kind.forward, (door.kind.axis,), num_bytes, forwards)
+        yield Charge(name, door.kind.backward, (door.kind.axis,), num_bytes, passes.back(name))
 
 
-def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passes: Counter[str]) -> Iterator[Charge]:
+def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
     tokens, once = work.tokens // (axes.cp * axes.tp), spec.traffic.token_once
     parts = portions(tokens, halves=spec.traffic.expert_halves)
     for name, door in find(model, Dispatch):
-        forwards = work.num_batches + door.again * passes[part_of(name)]
         for hop in hops(name, door.num_experts, axes, once):
             counts = hop.num_experts + (hop.size * min(door.top_k, hop.num_here) if once else 0)
-            yield Charge(f"{hop.at}, counts", "all_to_all", hop.axes, len(parts) * counts * 8, forwards)
+            forwards = work.num_batches + passes.again(hop.at + COUNTS, door.again)
+            yield Charge(hop.at + COUNTS, "all_to_all", hop.axes, len(parts) * counts * 8, forwards)
             for part, num in parts:
                 yield from _part(replace(hop, at=hop.at + part), door, num, work, passes, once=bool(once))
 
 
-def _part(hop: Hop, door: Dispatch, tokens: int, work: Work, passes: Counter[str], *, once: bool) -> Iterator[Charge]:
+def _part(hop: Hop, door: Dispatch, tokens: int, work: Work, passes: _Passes, *, once: bool) -> Iterator[Charge]:
     """Of the tokens that go to experts together."""
-    copies, back, row_bytes = tokens * door.top_k, passes[part_of(hop.at)], door.width * work.compute_bytes
-    forwards = work.num_batches + door.again * back
-    sent = work.num_batches + forwards + 2 * back  # what comes back is not sent again
-    yield Charge(f"{hop.at}, weights", "all_to_all", hop.axes, copies * work.stored_bytes, forwards + back)
+    copies, row_bytes = tokens * door.top_k, door.width * work.compute_bytes
+    weights, rows, codes = hop.at + WEIGHTS, hop.at + ROWS, hop.at + CODES
+    num = work.num_batches + passes.again(weights, door.again) + passes.back(weights)
+    yield Charge(weights, "all_to_all", hop.axes, copies * work.stored_bytes, num)
+    sent = 2 * work.num_batches + passes.again(rows, door.again) + passes.back(rows, 2)  # again there, but not back
     if not once:
-        yield Charge(hop.at + ROWS, "all_to_all", hop.axes, copies * row_bytes, sent)
+        yield Charge(rows, "all_to_all", hop.axes, copies * row_bytes, sent)
         return
     least, likely, most = (n * row_bytes for n in _rows(hop, tokens, door.top_k))
-    yield Charge(f"{hop.at}, the experts of rows", "all_to_all", hop.axes, copies * 8, forwards)
-    yield Charge(hop.at + ROWS, "all_to_all", hop.axes, likely, sent, (least, most))
+    num = work.num_batches + passes.again(codes, door.again)
+    yield Charge(codes, "all_to_all", hop.axes, copies * 8, num)
+    yield Charge(rows, "all_to_all", hop.axes, likely, sent, (least, most))
 
 
 def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
@@ -152,7 +182,7 @@ def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
 
 
 def _swaps(
-    model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: Counter[str]
+    model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: _Passes
 ) -> Iterator[Charge]:
     """Each of some neighbours on cp gets its share of the heads of their tokens, and gives them back. Over the others
     goes what joins their parts of the stream."""
@@ -161,26 +191,26 @@ def _swaps(
         _, inner = axes.halves(dealt[swap].parts)
         tokens = work.tokens // axes.cp * dealt[swap].parts
         for at, width in zip((name, f"{name}, the way back"), swap.widths(dealt[swap]), strict=True):
-            num_bytes, back = tokens * width * work.compute_bytes, passes[part_of(name)]
-            yield Charge(at, "all_to_all", (inner,), num_bytes, work.num_batches + (1 + swap.again) * back)
+            num = work.num_batches + passes.again(at, swap.again) + passes.back(at)
+            yield Charge(at, "all_to_all", (inner,), tokens * width * work.compute_bytes, num)
     for name, join in find(model, Join):
         deal = dealt[join.swap]
         outer, _ = axes.halves(deal.parts)
         item = work.stored_bytes if join.floats else work.compute_bytes
         elements = join.elements(deal, work.tokens // axes.cp * deal.parts)  # of one part
-        num_bytes, back = axes.cp // deal.parts * elements * item, passes[part_of(name)]
-        yield Charge(name, "all_gather", (outer,), num_bytes, work.num_batches + join.again * back)
-        yield Charge(name, "reduce_scatter", (outer,), num_bytes, back)
+        num_bytes, forwards = axes.cp // deal.parts * elements * item, work.num_batches + passes.again(name, join.again)
+        yield Charge(name, "all_gather", (outer,), num_bytes, forwards)
+        yield Charge(name, "reduce_scatter", (outer,), num_bytes, passes.back(name))
 
 
-def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: Counter[str]) -> Iterator[Charge]:
+def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passes) -> Iterator[Charge]:
     """Rows of frames go to the ranks of their tokens, and gradients back, for each micro-batch as many as it has."""
     parts, at = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
     for name, door in find(model, Insert):
         for frames in work.pictures:
             if frames is not None:
                 way = route(frames, work.tokens, parts, at, door.cost)
-                for rows in (way.got, way.sent) if passes[part_of(name)] else (way.got,):
+                for rows in (way.got, way.sent) if passes.back(name) else (way.got,):
                     yield Charge(name, "all_to_all", DATA_RANK, sum(rows) * door.width * work.compute_bytes, 1)
 
 
@@ -204,14 +234,14 @@ def gathered_bytes(
 
 
 def _unit(
-    unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: Counter[str]
+    unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: _Passes
 ) -> Iterator[Charge]:
     """What is frozen is gathered alone, a second time only for a gradient that comes through."""
     mine = gathered_bytes(unit, spec, axes, coords, work.compute_bytes, work.numbers)
     parts = prod(axes.sizes(unit.shard))
     learns, name = padded(unit, spec, axes, coords, work.frozen), unit.name or "root"
     seen = work.num_seeing if unit.name.startswith(TOWER) else work.num_batches
-    back = passes[part_of(unit.name)]
+    back = passes.of(part_of(unit.name))
     gathers = min(seen, 1) if spec.gathers_once(axes.pp) else seen + unit.again * back
     sums = min(seen, 1) if spec.sums_once(axes.pp) else seen
     if mine and seen:

@@ -33,11 +33,9 @@ def part_of(name: str) -> str:
 def passed(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, pictures: bool) -> set[str]:
     """The parts through which a gradient comes. `pictures`: in a micro-batch in which the tower runs.
 
-    Of a part that it reaches it passes all doors. Only in the first part with something to train it may pass fewer than
-    are counted here, where not all of that part is trained.
+    Of a part that it reaches it passes all doors, but for the part in which it begins (`begins_in`).
     """
-    carried = stage.number > trained_from(spec.table, spec.line(axes.pp), [*trained])  # the stage before is given one
-    learning = {part_of(name) for unit in stage.units for name in unit.params if name in trained}
+    learning, carried = _learning(stage, trained), _carried(stage, spec, axes, trained)
     seen = _in_tower(stage, learning) if pictures else set[str]()
     text = learning & {"embed", "head"}
     flows = carried or "embed" in learning or bool(seen)
@@ -46,6 +44,26 @@ def passed(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str
         flows = flows or part in learning
         text |= {part} if flows else set()
     return seen | text | ({"head", ""} if flows or text else set())
+
+
+def begins_in(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, pictures: bool) -> str:
+    """The layer, or the head, that a gradient reaches and does not leave: nothing before it is trained. Empty where
+    gradients begin in the embedding or the tower, or go on to the stage before, or where there are none."""
+    learning = _learning(stage, trained)
+    if _carried(stage, spec, axes, trained) or "embed" in learning or (pictures and _in_tower(stage, learning)):
+        return ""
+    parts = [f"layers.{number}" for number in stage.module.layers]
+    return next((part for part in (*parts, "head") if part in learning), "")
+
+
+def _learning(stage: Stage, trained: Collection[str]) -> set[str]:
+    """The parts of a stage with something to train."""
+    return {part_of(name) for unit in stage.units for name in unit.params if name in trained}
+
+
+def _carried(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str]) -> bool:
+    """Whether the stage before is given a gradient."""
+    return stage.number > trained_from(spec.table, spec.line(axes.pp), [*trained])
 
 
 def _in_tower(stage: Stage, learning: set[str]) -> set[str]:

@@ -10,6 +10,9 @@ from ..axes import Axes
 from ..errors import ConfigError
 
 ROWS = ", rows"  # the place, in a door, where rows of tokens are sent whose number the router decides
+WEIGHTS = ", weights"  # and where the weights of the experts of tokens are sent
+COUNTS = ", the counts"  # how many rows will come
+CODES = ", the experts of rows"
 
 _WITHIN = ", within nodes"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layout import Coming, Dispatch, Traffic, find, hops, portions
+from ..layout import ROWS, WEIGHTS, Coming, Dispatch, Traffic, find, hops, portions
 from ..mesh import Mesh
 from ..ops import Rows
 from .expert_group import Group, Part, sent_back
@@ -47,8 +47,8 @@ def _in_halves(send: Send, groups: Sequence[Group], x_TD: Tensor, weight_Tk: Ten
 def dispatch(parts: Sequence[Part]) -> list[Coming]:
     """A row for each expert of a token."""
     ways = _ways(parts)
-    weights = [way.begin(way.out.weight_N) for way in ways]
-    rows = [way.begin(way.out.x_ND) for way in ways]
+    weights = [way.begin(way.out.weight_N, WEIGHTS) for way in ways]
+    rows = [way.begin(way.out.x_ND, ROWS) for way in ways]
     return [_coming(*each) for each in zip(ways, weights, rows, strict=True)]
 
 
@@ -65,8 +65,8 @@ class _Way:
     here_E: Tensor
     from_rank_RE: Tensor
 
-    def begin(self, x: Tensor) -> Callable[[], Tensor]:
-        return self.group.begin(x, self.received, self.sent)
+    def begin(self, x: Tensor, what: str) -> Callable[[], Tensor]:
+        return self.group.begin(x, self.received, self.sent, what)
 
 
 def _ways(parts: Sequence[Part]) -> list[_Way]:
@@ -102,7 +102,7 @@ def _coming(way: _Way, weights: Callable[[], Tensor], rows: Callable[[], Tensor]
         y_ND = ops.reordered(y_ND, back_N, order_N)
 
         def send() -> Callable[[], Tensor]:
-            begun = group.begin(y_ND, sent, received, ", the way back")
+            begun = group.begin(y_ND, sent, received, ROWS)
             return lambda: sums(begun())()  # noqa: PLW0108 - it waits when it is called
 
         return sent_back(send, ahead=group.ahead)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..layout import Hop
+from ..layout import COUNTS, Hop
 from ..mesh.collectives import Exchange, Travel, exchange
 from ..watch import waiting_at
 from .again import aside, runs_again
@@ -30,11 +30,11 @@ class Group:
     def at(self) -> str:
         return self.hop.at + self.part
 
-    def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Tensor:
+    def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
         out: Tensor = Exchange.apply(x, received, sent, self.name, self.at + what)  # torch leaves apply untyped
         return out
 
-    def begin(self, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Callable[[], Tensor]:
+    def begin(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Callable[[], Tensor]:
         """The same, which is awaited by a call of what this returns.
 
         Where backward may run a layer again, what has no gradient does not go ahead: it may want nothing behind this.
@@ -48,13 +48,13 @@ class Group:
 
     def numbers(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
         """The same of whole numbers, which have no gradient."""
-        with waiting_at(self.at, what):
+        with waiting_at(self.at + what, "forward"):
             return exchange(x, received, sent, self.name)
 
     def counts(self, counts_RC: Tensor) -> Tensor:
         """A row of numbers from each rank, for one to each. They are of all parts."""
         each = [1] * self.hop.size
-        with waiting_at(self.hop.at, "the counts"):
+        with waiting_at(self.hop.at + COUNTS, "forward"):
             return exchange(counts_RC, each, each, self.name)
 
 

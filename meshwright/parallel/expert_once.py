@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..layout import ROWS, Coming, likely_rows
+from ..layout import CODES, ROWS, WEIGHTS, Coming, likely_rows
 from ..ops import Rows
 from .expert_group import Group, Part, sent_back
 
@@ -206,12 +206,12 @@ def _exchange_codes(leaving: _Leaving, sizes: _Sizes) -> Tensor:
     group = leaving.wanted.group
     row_N = leaving.row_N - _before(leaving.turns_RC[:, 0])[leaving.rank_N]
     code_N = row_N * group.hop.num_here + leaving.expert_N
-    return group.numbers(code_N, sizes.copies_in, sizes.copies_out, "the experts of rows")
+    return group.numbers(code_N, sizes.copies_in, sizes.copies_out, CODES)
 
 
 def _begin_weights(leaving: _Leaving, sizes: _Sizes) -> Callable[[], Tensor]:
     weight_N = leaving.wanted.weights().index_select(0, leaving.order_N)
-    return leaving.wanted.group.begin(weight_N, sizes.copies_in, sizes.copies_out)
+    return leaving.wanted.group.begin(weight_N, sizes.copies_in, sizes.copies_out, WEIGHTS)
 
 
 def _sent(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import ops
 from ..axes import Axes
 from ..layout import ShardingSpec, Span, Stage, cut, find, matrix_shape, place
 from ..models import Decoder
@@ -27,6 +29,32 @@ class Paper:
 
     def name_of(self, _: object) -> str:
         return "nobody"
+
+
+def _same(x: Tensor) -> Tensor:
+    """torch's own makes another tensor on the meta device, where elsewhere it gives back what it waited for."""
+    return x.detach()
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor, **_: object) -> Tensor:
+    """torch refuses float32 on the meta device, which it multiplies elsewhere."""
+    shape = (len(a), b.shape[-1]) if b.dim() == 3 else (len(offs), len(a), b.shape[1])
+    return a.new_empty(shape)
+
+
+_MADE: dict[Any, Any] = {
+    torch.ops.aten._grouped_mm.default: _grouped,
+    torch.ops._c10d_functional.wait_tensor.default: _same,
+}
+
+
+class MetaKernels(TorchDispatchMode):
+    """Within it a sketch runs: what torch lacks on the meta device, or has otherwise there, is made here."""
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _MADE.get(func, func)(*args, **(kwargs or {}))
 
 
 def sketched(
@@ -51,6 +79,16 @@ def sketched(
     expert.arm(sketch, paper, savings.traffic)
     recompute.arm(sketch, replace(savings, compiled=False))
     return sketch
+
+
+def forward(sketch: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = None) -> Tensor:
+    """The scores of a sketch, or what it gives to the next stage. `x_TD`: what the layers are given, where nothing is
+    looked up."""
+    own = num_tokens // (axes.cp * axes.tp)
+    tokens_T = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
+    sketch.balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))
+    sketch.balance.slope_E = torch.zeros(sketch.balance.num_experts, device="meta")
+    return sketch(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), sketch.scores[0], x_TD)[0]
 
 
 def _widths(

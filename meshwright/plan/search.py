@@ -1,4 +1,8 @@
-"""The quickest meshes of so many ranks on which a model fits. All are priced, and the best are reckoned in full."""
+"""The quickest meshes of so many ranks on which a model fits.
+
+Those that may fit, by the least that they take, are priced. The best of them are then costed in full, the quickest
+first, until enough fit or a minute of a CPU is nearly over.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,17 @@ from ..parallel import Savings, mark
 from .candidates import Cut, Size, cuts
 from .devices import Cluster
 from .figures import COMPUTE, Figures, work_of
-from .price import Thin, first_price, held, held_bytes, least_bytes, thin
+from .least import Least
+from .price import Thin, first_price, held, least_bytes, thin
 from .times import Estimate, estimate
 
 SECONDS_BETWEEN_LINES = 4.0
-_MOST_IN_FULL = 60  # meshes
 _WORTH = 0.99  # of a step: what is not quicker by more than that is as quick
-_MORE = 3  # that are reckoned than are told
-_LONG = 30.0  # seconds of a CPU, after which a search tells what it has found
+_MORE = 3  # that are costed than are told
+_LONG = 28.0  # seconds of a CPU, after which a search tells what it has found
+_LONGER = 38.0  # the same with --offload, where nothing else fits
+_LONGEST = 45.0  # the same of the nearest, where nothing fits
+_PRICES = 0.2  # of the work, for the share that is done
 _NEAREST = 8  # of those that do not fit, how many are looked at
 
 
@@ -104,21 +111,29 @@ class Search:
         self.blueprint, self.asked, self.say = blueprint, asked, say
         self.model: Thin = thin(blueprint)
         self.coded = coded_of(blueprint.table, blueprint.table.params) if asked.state_dtype == torch.uint8 else ()
+        moment = 1.0 if self.coded else widths_of(COMPUTE, asked.state_dtype).moment
+        self.least = Least(blueprint, self.model, asked.size.tokens, moment)
         self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
+        self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
     def run(self) -> Found:
         once = self.asked.savings.token_once
         tried = [cut for cut in cuts(self.blueprint, self.asked.size, self.coded) if divides(once, cut.axes.ep)]
         if not tried:
             raise MeshError(self._none())
-        small = [cut for cut in tried if self._least(cut, self._ways(cut, self.asked.savings)[-1]) <= self.asked.device]
-        best = self._best(small, self.asked.savings)
-        if not best and not self.asked.savings.offload and not self._once:
-            best = self._best(tried, replace(self.asked.savings, offload=True))
+        small = self._may_fit(tried, self.asked.savings)
+        self._look(small, self.asked.savings, _LONG)
+        if not self.best and not self.asked.savings.offload and not self._once:
+            offloaded = replace(self.asked.savings, offload=True)
+            self._look(self._may_fit(tried, offloaded), offloaded, _LONGER)
+        best = sorted(self.best, key=lambda each: each.estimate.seconds)[: self.asked.top]
         nearest = None if best else self._nearest(tried)
         if nearest is not None and nearest.figures.fits:  # too many of those that are quicker did not
             best, nearest = [nearest], None
         return Found(tuple(best), nearest, len(tried), len(tried) - len(small), len(self.in_full))
+
+    def _may_fit(self, tried: Sequence[Cut], savings: Savings) -> list[Cut]:
+        return [cut for cut in tried if self._least(cut, self._ways(cut, savings)[-1]) <= self.asked.device]
 
     @property
     def _once(self) -> bool:
@@ -134,32 +149,31 @@ class Search:
         )
 
     def _least(self, cut: Cut, way: Way) -> float:
-        """What a rank of the device stores at least."""
-        moment = 1.0 if self.coded else widths_of(COMPUTE, self.asked.state_dtype).moment
-        stored = 0.0 if way.savings.offload else least_bytes(self.model, cut.axes, moment)
-        return stored + (held_bytes(self.model, cut.axes) if _holds(cut, way) else 0.0)
+        """What a rank of the device holds at least."""
+        return self.least.num_bytes(cut.axes, cut.num_batches, way.savings, holds=_holds(cut, way))
 
-    def _best(self, tried: Sequence[Cut], savings: Savings) -> list[Candidate]:
-        """A few more than are wanted, since a first price may be a little off."""
-        mark(self.model.blueprint.module, replace(savings, recompute=self.asked.recompute[0]))
+    def _look(self, tried: Sequence[Cut], savings: Savings, until: float) -> None:
+        """Look for the best, a few more than are wanted, since a first price may be a little off. `until`: seconds of a
+        CPU since the search began."""
         first = (self._priced(n, cut, self._ways(cut, savings)[0], len(tried)) for n, cut in enumerate(tried))
-        queue = _apart([*first])
+        queue, taken, num = _apart([*first]), set[Cut](), self.asked.top + _MORE
         heapify(queue)
-        found, taken, began = list[Candidate](), set[Cut](), time.process_time()
-        num, until = self.asked.top + _MORE, len(self.in_full) + _MOST_IN_FULL
-        while queue and len(found) < num and len(self.in_full) < until:
+        while queue and len(self.best) < num and self._seconds < until:
             priced = heappop(queue)
+            self._tell(max(len(self.best) / num, self._seconds / _LONGEST))
             if priced.cut in taken:
                 continue
             if self._fits(priced.cut, priced.way):
                 taken.add(priced.cut)
-                found.append(self._in_full(priced.cut, priced.way))
+                self.best.append(self._in_full(priced.cut, priced.way))
             else:
                 for more in self._smaller(priced):
                     heappush(queue, more)
-            if found and time.process_time() - began > _LONG:
-                break
-        return sorted(found, key=lambda each: each.estimate.seconds)[: self.asked.top]
+
+    @property
+    def _seconds(self) -> float:
+        """Of a CPU, since the search began."""
+        return time.process_time() - self.began
 
     def _ways(self, cut: Cut, savings: Savings) -> list[Way]:
         """The quickest first, and last the one that takes the least memory. What cannot fit is left out."""
@@ -174,7 +188,6 @@ class Search:
         first, *others = self._ways(priced.cut, replace(priced.way.savings, recompute=self.asked.recompute[0]))
         if priced.way == first and others and self._fits(priced.cut, others[-1]):
             for way in others:
-                mark(self.model.blueprint.module, way.savings)
                 yield self._priced(priced.number, priced.cut, way, 0)
 
     def _fits(self, cut: Cut, way: Way) -> bool:
@@ -182,7 +195,9 @@ class Search:
         return bool(self._in_full(cut, way).figures.fits)
 
     def _priced(self, number: int, cut: Cut, way: Way, num: int) -> _Priced:
-        self._tell(f"{number:,} of {num:,} meshes priced") if num else None
+        if num:
+            self._tell(_PRICES * number / num)
+        mark(self.model.blueprint.module, way.savings)
         savings = held(way.savings) if _holds(cut, way) else way.savings
         found = first_price(self.model, cut.axes, self._work(cut), savings, self.asked.cluster)
         return _Priced(found.seconds, number, cut, way)
@@ -193,7 +208,6 @@ class Search:
     def _in_full(self, cut: Cut, way: Way) -> Candidate:
         asked, key, spec = self.asked, (cut, way), self.blueprint.spec
         if key not in self.in_full:
-            self._tell(f"{counted(len(self.in_full), 'mesh', 'meshes')} reckoned in full")
             blueprint = self.blueprint.run_by(replace(spec.pipeline, hold=way.hold), way.savings.traffic)
             figures = Figures(
                 asked.model, blueprint, cut.axes, self._work(cut), asked.device, asked.head, way.savings,
@@ -206,13 +220,28 @@ class Search:
         """With all savings, of the meshes that cut a model into the smallest parts."""
         most = replace(self.asked.savings, recompute=self.asked.recompute[-1], offload=not self._once)
         smallest = sorted(tried, key=lambda cut: (least_bytes(self.model, cut.axes, 4), -cut.axes.tp * cut.axes.pp))
-        least = (self._in_full(cut, self._ways(cut, most)[-1]) for cut in smallest[:_NEAREST])
-        return max(least, key=lambda each: each.left_bytes)
+        first, *others = (self._in_full(cut, self._ways(cut, most)[-1]) for cut in smallest[:_NEAREST])
+        for each in others:
+            self._tell(self._seconds / _LONGEST)
+            if self._seconds < _LONGEST and each.left_bytes > first.left_bytes:
+                first = each
+        return first
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, done: float) -> None:
+        """Say now and then what share is done, which never falls, and what is best so far."""
+        self.done = max(self.done, min(done, 1.0))
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self.last = time.monotonic()
-            self.say(text)
+            self.say(
+                f"{self.done:.0%} done, {counted(len(self.in_full), 'mesh', 'meshes')} costed in full; {self._so_far}"
+            )
+
+    @property
+    def _so_far(self) -> str:
+        if not self.best:
+            return "none fits yet"
+        best = min(self.best, key=lambda each: each.estimate.seconds)
+        return f"the best so far: {best.figures.axes}, {best.estimate.seconds:.3g} s a step"
 
 
 def _holds(cut: Cut, way: Way) -> bool:

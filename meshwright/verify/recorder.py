@@ -114,13 +114,14 @@ def _listen() -> list[Library]:
 
 
 def _recorded(func: Any, op: str, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    """What a collective is made of comes by here too, and what a compiler only imagines: neither is one more."""
+    """What a collective is made of comes by here too, and what a compiler or the meta device only imagines: none of
+    these is one more."""
     keys = keys.remove(torch._C.DispatchKey.BackendSelect)
     if not _RECORDERS:
         return func.redispatch(keys, *args, **kwargs)
     recorders = _RECORDERS.copy()
     _RECORDERS.clear()
-    asked = [] if any(isinstance(t, FakeTensor) for t in _tensors(args)) else recorders
+    asked = [] if any(t.is_meta or isinstance(t, FakeTensor) for t in _tensors(args)) else recorders
     try:
         for recorder in asked:
             recorder.announce(op, args)
