@@ -164,7 +164,7 @@ def refer(trial: Trial) -> Reference:
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
-        drawn = trial.drawn(engine.model.mesh)
+        drawn = one.drawn(engine.model.mesh)
     notes = plain.notes_of(trial, engine, before, steps, sums, aux[0])
     return Reference(steps, alone, prints, sums, aux, notes, drawn)
 
