@@ -15,14 +15,15 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 
 from ..errors import DataError
+from ..ops.part_sizes import part_size
 from .arrow import groups_of, numbered_rows
 
 Split = Literal["file", "paragraph", "line"]
 
 SUFFIXES = (".jsonl", ".parquet", ".txt", ".md")
 ARROW = ".arrow"  # of data sets, which say themselves which files are theirs
-_RANGE_BYTES = 8 << 20
-_SAMPLE_BYTES = 1 << 20
+_RANGE_BYTES = part_size(__name__, "_RANGE_BYTES", 8 << 20, small=101)
+_SAMPLE_BYTES = part_size(__name__, "_SAMPLE_BYTES", 1 << 20, small=101)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, counted
 from ..log import logger, progress
+from ..ops.part_sizes import part_size
 from .permute import Indices
 from .reading import Row, Shard, Split, place_of, rows_of, shards_of, stamp
 from .tokens import Tokens
@@ -34,7 +35,7 @@ Make = Callable[[Mapping[str, Any]], list[Tokens]]
 
 _VERSION = 3  # of what is written: an older cache is made anew
 _INFO = "info.json"
-_BATCH_TOKENS = 4 << 20
+_BATCH_TOKENS = part_size(__name__, "_BATCH_TOKENS", 4 << 20, small=11)
 _NAMED = 20  # bad rows in one message
 _SCHEMA = pa.schema([
     ("ids", pa.list_(pa.int32())), ("spans", pa.list_(pa.int32())), ("file", pa.int32()), ("at", pa.int64()),

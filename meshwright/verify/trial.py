@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from ..engine import Engine, Model, gather, init, load, losses
 from ..layout import Context, Pipeline
 from ..mesh import Mesh
 from ..ops import delta, loss
+from ..ops.part_sizes import shrunk_part_sizes
 from ..parallel import Savings
 from ..weights import whole_tensors
 from . import plain
@@ -66,6 +67,7 @@ class Trial:
     draws: bool = False  # also new weights, which must not depend on the mesh
     fp8: str | None = None  # products in 8 bits
     fp8_skip: Sequence[str] = ()
+    small_parts: bool = False  # chunks, slices and buffers that cut a tiny model too, on the ranks of the mesh
 
     @property
     def tolerance(self) -> Tolerance:
@@ -153,6 +155,12 @@ class Reference:
     aux: tuple[float, dict[str, Tensor]] = (0.0, {})  # the router's part of the first loss, and of its gradients
     notes: Notes = field(default_factory=Notes)  # what is wrong with one process already
     drawn: dict[str, Tensor] = field(default_factory=dict)  # new weights
+
+
+def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
+    """Return the context in which the ranks of the mesh run. One process keeps the sizes of real runs, so that the two
+    differ at the bounds of parts."""
+    return shrunk_part_sizes() if trial.small_parts else nullcontext()
 
 
 def refer(trial: Trial) -> Reference:
