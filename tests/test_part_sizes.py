@@ -29,7 +29,8 @@ TRIED = ("ops", "optim", "mesh", "parallel", "weights", "verify")
 OTHERS = {
     "a format, or a definition of numbers": {
         "ops.fp8.BLOCK", "ops.codes.BLOCK", "ops.codes._ONE", "weights.init._ROWS", "data.plan.WINDOW",
-        "engine.pictures._BITS", "weights.source._LOOKS", "weights.source._LOOK", "data.permute._MIX", "verify.weights._ODD",
+        "engine.pictures._BITS", "weights.source._LOOKS", "weights.source._LOOK",
+        "data.permute._MIX", "verify.weights._ODD",
     },
     "which kernel is taken": {
         "ops.attention._EVEN", "ops.attention._LONG", "ops.experts._TILE", "ops.fused._FEW", "ops.planned._CHUNK",
