@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DataError
+from ..ops.part_sizes import part_size
 from .arrow import groups_of, numbered_rows
 from .json_values import kind_of
 
@@ -27,8 +28,8 @@ Split = Literal["file", "paragraph", "line", "array"]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".md")
 _OF_DIRECTORIES = (".jsonl", ".parquet", ".txt", ".md")  # a .json in one is often about the others
 ARROW = ".arrow"  # of data sets, which say themselves which files are theirs
-_RANGE_BYTES = 8 << 20
-_SAMPLE_BYTES = 1 << 20
+_RANGE_BYTES = part_size(__name__, "_RANGE_BYTES", 8 << 20, small=101)
+_SAMPLE_BYTES = part_size(__name__, "_SAMPLE_BYTES", 1 << 20, small=101)
 _ARRAY_BYTES = 1 << 30  # of a file that is one JSON value, which is read as a whole
 
 _SPACE = re.compile(r"[ \t\n\r]*")

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, counted
 from ..log import logger, progress
+from ..ops.part_sizes import part_size
 from .permute import Indices
 from .reading import Row, Shard, Split, place_of, places_of, rows_of, shards_of, stamp
 from .render import Unbounded
@@ -40,8 +41,9 @@ _VERSION = 4  # of what is written: an older cache is made anew
 _INFO = "info.json"
 RUN_BEGAN = "MESHWRIGHT_RUN_BEGAN"  # in the environment of ranks, from their launcher
 BEGAN = float(os.environ.get(RUN_BEGAN, time.time()))
-_READERS, _PART_BYTES = 4, 16 << 20
-_BATCH_TOKENS = 4 << 20
+_READERS = 4
+_PART_BYTES = part_size(__name__, "_PART_BYTES", 16 << 20, small=101)
+_BATCH_TOKENS = part_size(__name__, "_BATCH_TOKENS", 4 << 20, small=11)
 _NAMED = 20  # kinds of bad rows in one message
 _VARIES = re.compile(r"""'[^']*'|"[^"]*"|\S*/\S*|\d[\d.,]*""")  # in the reasons of one kind: names, paths, numbers
 _SCHEMA = pa.schema([

@@ -20,6 +20,7 @@ from ..errors import ExportError, LoadError, failure_in
 from ..layout import Piece, written
 from ..log import Advance, progress
 from ..mesh import Mesh
+from ..ops.part_sizes import part_size
 from .header import DTYPES, Entry, read_json
 from .keymap import KeyMap
 from .rescale import scales_for, write_scales
@@ -33,7 +34,7 @@ from .streaming import StoredModel
 from .target import Target, atomic_directory, check_target
 from .writing import Files, make_files
 
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = part_size(__name__, "_COPY_BYTES", 16 << 20, small=1001)
 _PUT_BACK = (
     "tensors that are not trained are copied from it, and it is no longer the file that was loaded; move the old file "
     "back to its place (a copy of it is another file), and keep it while the model is in use"

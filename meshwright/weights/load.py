@@ -14,17 +14,19 @@ from torch import Tensor
 
 from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKey
 from ..layout import Block, Box, Layout, Param, Piece, Table, interval
+from ..ops.part_sizes import part_size
 from .header import DTYPES, TRAINABLE, Entry
 from .runs import Checks
 from .scales import BYTES, NUMBERS, PACKED, Places, as_numbers, unpacked, values_of
 from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
-_STAGED_ELEMENTS = 1 << 20  # a read goes through a buffer of this many elements at most
+# a read goes through a buffer of this many elements at most
+_STAGED_ELEMENTS = part_size(__name__, "_STAGED_ELEMENTS", 1 << 20, small=1001)
 # Where tp cuts columns, a rank wants a strip of every row. Above this length a strip is read alone; shorter ones are
 # read with all that lies between them, since a file system serves one long read faster than a thousand short ones.
-_SHORT_BYTES = 64 << 10
-_SPAN_BYTES = 8 << 20  # of strips that are read together
+_SHORT_BYTES = part_size(__name__, "_SHORT_BYTES", 64 << 10, small=61)
+_SPAN_BYTES = part_size(__name__, "_SPAN_BYTES", 8 << 20, small=601)  # of strips that are read together
 
 
 def chosen(param: Param, choice: Choice) -> Layout:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import LoadError
+from ..ops.part_sizes import part_size
 from .stamp import Stamp, opened
 
 # What a tokenizer, a processor or a reader needs.
@@ -20,7 +21,7 @@ _ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".m
 MANIFEST, TRAINER = "meshwright.json", "trainer.json"
 _TEMPLATES = "additional_chat_templates"
 _KEPT_BYTES = 64 << 20  # of one file: the largest tokenizers have half of it
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = part_size(__name__, "_COPY_BYTES", 16 << 20, small=1001)
 _LOAD_AGAIN = "put the earlier one back (a copy is another file), or load the model again"
 
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..errors import ExportError
 from ..layout import Block, Box, Piece, as_it_lies, interval
+from ..ops.part_sizes import part_size
 from .header import DTYPES
 from .keymap import Key, KeyMap
 from .load import chosen, contiguous
 from .runs import Runs
 from .scales import Places, as_used, numbers_of
 
-_STAGED_ELEMENTS = 1 << 20  # converted at a time
+_STAGED_ELEMENTS = part_size(__name__, "_STAGED_ELEMENTS", 1 << 20, small=1001)  # converted at a time
 
 
 class Files:
