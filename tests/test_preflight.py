@@ -88,8 +88,8 @@ def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatc
     config = toml.read(file_of(at, at / "m", optim={"schedule": "wsd", "warmup": 0}, train={"steps": 20}))
     data = launch.prepared(config).data
     state = asdict(position.Position(data.plan.fingerprint, stream=36, num_steps=10))
-    monkeypatch.setattr(position, "newest_whole", lambda _: Path("step-000009"))
-    opened = SimpleNamespace(trainer={"state": state, "step": 9})
+    monkeypatch.setattr(position, "checkpoints", lambda _: [SimpleNamespace(path=Path("step-000009"))])
+    opened = SimpleNamespace(directory=Path("step-000009"), trainer={"state": state, "step": 9})
     monkeypatch.setattr(position, "opened_at", lambda _: opened)
     with pytest.raises(
         mw.ConfigError, match=r"step-000009: .*has fallen since step 8 of 10.*Begin from a checkpoint bef"

@@ -373,9 +373,9 @@ def test_dropped_documents_are_not_counted(tmp_path: Path) -> None:
     assert found.statistics.targets == 7 + 112 - 4
     config = SimpleNamespace(train=SimpleNamespace(streams_per_step=1), mesh=SimpleNamespace(num_data_ranks=1))
     data = SimpleNamespace(documents=[found], plan=Plan([source], length=10, epochs=1), num_steps=1)
-    text = show.dry_run(config, data)  # type: ignore[arg-type]
+    text = show.dry_run(config, data, {})  # type: ignore[arg-type]
     assert "2 documents longer than 10 tokens left out" in text
     assert text.splitlines()[1].split()[1:6] == ["4", "2", "7", "5", "4"]
     assert "leaves much room" in text
     full = SimpleNamespace(**{**vars(data), "plan": Plan([source], length=7, epochs=1)})
-    assert "leaves much room" not in show.dry_run(config, full)  # type: ignore[arg-type]
+    assert "leaves much room" not in show.dry_run(config, full, {})  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ def test_a_frame_cuts_neither_warnings_nor_samples(tmp_path: Path) -> None:
     assert "step 20 Why is it blue? because of Rayleigh scattering very" in text
     assert "old" not in text
     assert "in step 25, 24 of 48 got no token, and the busiest one, in layer 1, got 7.90 times its share" in text
-    assert "a second one ends it at once" in text
+    assert "a second one ends them at once" in text
     assert "24 experts" in text
 
 
