@@ -4,6 +4,7 @@ named by its file."""
 from __future__ import annotations
 
 import json
+import re
 import struct
 import threading
 import zlib
@@ -291,6 +292,8 @@ BROKEN: dict[str, tuple[str, str]] = {
     "model of tokenizer.json": ("tokenizer.json", '{"model": "x", "added_tokens": {}}'),
     "tokens of tokenizer_config.json": ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
     "eos_token of tokenizer_config.json": ("tokenizer_config.json", '{"eos_token": [1, {}]}'),
+    "model_type of config.json": ("config.json", '{"model_type": [1]}'),
+    "vocab_size of config.json": ("config.json", '{"model_type": "qwen3", "vocab_size": "x"}'),
     "text as eos_token_id": ("generation_config.json", '{"eos_token_id": "x"}'),
     "object as eos_token_id": ("generation_config.json", '{"eos_token_id": [{}]}'),
 }
@@ -315,7 +318,7 @@ def test_broken_files_of_a_tokenizer_are_named(directory: Path, case: str) -> No
             stop_ids_of(tokenizer_of(directory), generation_config_of(directory))
     finally:
         (directory / name).write_text(whole)
-    assert f"{name}" in str(error.value)
+    assert re.search(rf"(^|/){name}\b", str(error.value))
 
 
 def test_whole_files_of_a_tokenizer(directory: Path) -> None:

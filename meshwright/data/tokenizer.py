@@ -34,18 +34,19 @@ def tokenizer_of(directory: Path, otherwise: str = 'give rows of ids (kind = "to
     return tokenizer
 
 
-def _broken(directory: Path) -> str:
-    """Return which file keeps a tokenizer from being read."""
+def _broken(directory: Path) -> Path:
+    """Return which file keeps a tokenizer from being read: the first that cannot be read alone."""
     from tokenizers import Tokenizer
+    from transformers import AutoConfig
 
-    file = directory / _TOKENS
-    if not file.is_file():
-        return str(directory / _CONFIG)
-    try:
-        Tokenizer.from_file(str(file))
-    except Exception:  # noqa: BLE001 - the class of what tokenizers raises; the caller tells what it was
-        return str(file)
-    return str(directory / _CONFIG)
+    alone = ((_TOKENS, Tokenizer.from_file), ("config.json", AutoConfig.from_pretrained))
+    for file, read in ((directory / name, read) for name, read in alone):
+        try:
+            if file.is_file():
+                read(str(file))
+        except Exception:  # noqa: BLE001 - both libraries raise anything; the caller says what it was
+            return file
+    return directory / _CONFIG
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
