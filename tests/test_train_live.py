@@ -349,6 +349,8 @@ def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
         os.kill(run.pid, signal.SIGINT)
         assert run.end() == 130
     assert run.last_line == f"meshwright: ended by signal 2; the same command goes on from {out}"
+    nothing = toml.read(at / "run.toml", [f"out={out}/nothing"])
+    assert launch.what_next(nothing) == "nothing was saved yet: the same command begins anew"
     assert "step   13/" not in run.said
     before = steps(out)
     with Started([*command(at, out), "--plain"], 80) as run:
