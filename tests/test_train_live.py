@@ -375,6 +375,8 @@ def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
     assert re.search(
         r"ended at step \d+ of 2,000 by signal 2; loss \d\.\d+\nwritten to .*\n  checkpoints/step-", run.said
     )
+    nothing = toml.read(at / "run.toml", [f"out={out}/nothing"])
+    assert launch.what_next(nothing) == "nothing was saved yet: the same command begins anew"
     assert "step   13/" not in run.said
     before = steps(out)
     with Started([*command(at, out), "--plain"], 80) as run:

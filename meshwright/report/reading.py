@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .starts import Failure, Start, failures, start_of
 
 METRICS = "metrics.jsonl"
+_NUMBERS = ("step", "time", "seconds", "num_steps", "from", "world", "number")
 _OUR_FILES = ("config.toml", "environment.json", "layout.json", "verify.json", "failure.txt", "overcome.txt")
 
 
@@ -111,12 +112,36 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(line: str) -> dict[str, Any] | None:
+    """A line of ours. None: the last line of a run that was cut off or still runs, or one of another program."""
     try:
-        found = json.loads(line)
-    except ValueError:  # the last line of a run that was cut off, or still runs
+        found = json.loads(line, parse_constant=lambda _: None, parse_float=_finite, parse_int=_small)
+    except (ValueError, RecursionError):
         return None
     known = isinstance(found, dict) and isinstance(found.get("kind"), str) and isinstance(found.get("step"), int)
-    return found if known else None
+    return found if known and all(_fits(name, value) for name, value in found.items()) else None
+
+
+def _finite(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
+
+
+def _small(text: str) -> int | None:
+    return value if abs(value := int(text)) < 2**63 else None
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value is of the kind that its name promises."""
+    if name == "load":
+        return isinstance(value, list) and all(_is_list_of(int | float, layer) for layer in value)
+    if name in _NUMBERS:
+        return isinstance(value, int | float)
+    if name.startswith("experts/") and isinstance(value, list):
+        return _is_list_of(int | float | None, value)
+    return "/" not in name or isinstance(value, int | float | None)
+
+
+def _is_list_of(kind: Any, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def _key(found: Mapping[str, Any]) -> tuple[Any, ...]:

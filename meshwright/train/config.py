@@ -314,7 +314,7 @@ class LaunchSection(Section):
     """A restart leaves out the rank that failed: the mesh gets smaller, fsdp first, then replicate. By default this
     waits until a rank has failed twice."""
     shutdown_timeout: Positive = 600
-    """Seconds in which the ranks may save after a signal, before they are killed; 30 with torch 2.11, which says so."""
+    """Seconds in which the ranks may save after a signal, before they are killed."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that the ranks wait for one that is silent before the run ends. Under torchrun too."""
 

@@ -1,6 +1,6 @@
 """The ranks of one machine: processes that the launcher starts, watches and ends.
 
-They meet at a store of the launcher that listens on loopback alone. Nothing that comes over the network is unpickled.
+They meet at a store of the launcher. It listens on loopback alone, as they do: no other machine reaches them.
 """
 
 from __future__ import annotations
