@@ -17,7 +17,7 @@ import meshwright as mw
 from meshwright import cli, parallel
 from meshwright.axes import Axes
 from meshwright.errors import ConfigError
-from meshwright.layout import ROWS, hops, likely_rows
+from meshwright.layout import ROWS, WEIGHTS, hops, likely_rows
 from meshwright.models import qwen3_moe
 from meshwright.parallel.expert_group import Group
 from tests import parts, tiny, trials, worlds
