@@ -1,107 +1,33 @@
 """Train Qwen-family models on any mesh of devices, and prove the run right before renting the devices."""
 
+import importlib
 import sys
-from typing import TYPE_CHECKING, NoReturn
-
-from . import train
-from .checkpoint import copy_checkpoint
-from .data import Batch, pack, shift
-from .engine import (
-    Context,
-    Engine,
-    Model,
-    Pipeline,
-    Resumed,
-    Savings,
-    StepRecord,
-    batches,
-    check_export,
-    export,
-    gather,
-    init,
-    load,
-    logits,
-    logprobs,
-    losses,
-    resume,
-    sample,
-    save,
-    stream,
-)
-from .engine.names import OF_PACKAGE, refuse
-from .errors import (
-    BrokenFile,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ExportError,
-    LayoutError,
-    LoadError,
-    MeshError,
-    MeshwrightError,
-    MismatchedKey,
-    MissingKey,
-    NonFiniteError,
-    RankError,
-    StateError,
-    UnknownKey,
-)
-from .mesh import Mesh
-from .train import Trainer
-from .verify import Difference, WeightCheck, check_weights
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403 - a type checker reads the names where they are declared
+    from .api import __all__ as __all__
 
-    def __getattr__(name: str) -> NoReturn:
-        refuse("mw", OF_PACKAGE, name, sys.modules[__name__])
+else:
 
+    def __getattr__(name: str) -> Any:
+        """Import a module of the package, or all public names, on first use: `meshwright --help` needs no torch."""
+        if name.startswith("__") and name != "__all__":  # the import system and inspect ask for such names
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return importlib.import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+        api = importlib.import_module(".api", __name__)
+        globals().update({each: getattr(api, each) for each in api.__all__}, __all__=api.__all__)
+        if name in globals():
+            return globals()[name]
+        from .engine.names import OF_PACKAGE, refuse
 
-__all__ = [
-    "Batch",
-    "BrokenFile",
-    "CheckpointError",
-    "ConfigError",
-    "Context",
-    "DataError",
-    "Difference",
-    "Engine",
-    "ExportError",
-    "LayoutError",
-    "LoadError",
-    "Mesh",
-    "MeshError",
-    "MeshwrightError",
-    "MismatchedKey",
-    "MissingKey",
-    "Model",
-    "NonFiniteError",
-    "Pipeline",
-    "RankError",
-    "Resumed",
-    "Savings",
-    "StateError",
-    "StepRecord",
-    "Trainer",
-    "UnknownKey",
-    "WeightCheck",
-    "batches",
-    "check_export",
-    "check_weights",
-    "copy_checkpoint",
-    "export",
-    "gather",
-    "init",
-    "load",
-    "logits",
-    "logprobs",
-    "losses",
-    "pack",
-    "resume",
-    "sample",
-    "save",
-    "shift",
-    "stream",
-    "train",
-]
+        return refuse("mw", OF_PACKAGE, name, sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *importlib.import_module(".api", __name__).__all__})

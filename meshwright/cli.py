@@ -102,9 +102,13 @@ saves and exits; a second one exits at once. Exit codes: 0 trained, 2 something 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    options.command = shlex.join(["meshwright", *(sys.argv[1:] if arguments is None else arguments)])
     try:
+        parser = _parser()
+        options = parser.parse_args(arguments)
+        if options.name is None:
+            parser.print_help(sys.stderr)
+            return 2
+        options.command = shlex.join(["meshwright", *(sys.argv[1:] if arguments is None else arguments)])
         return int(options.run(options))
     except MeshwrightError as error:
         print(f"meshwright: {error}", file=sys.stderr)
@@ -117,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshwright", description="Train Qwen models on any mesh, proven right.")
     parser.add_argument("--version", action=_Version, nargs=0, help="of meshwright, and of what its numbers depend on")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND")
     _add_convert(commands)
     _add_copy(commands)
     _add_data(commands)
@@ -259,10 +263,10 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 class _Version(argparse.Action):
-    """Read only when it is asked for: it imports torch."""
+    """Print versions only when asked: reading them takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        from .plan.about import versions
+        from .versions import versions
 
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         parser.exit()
@@ -295,32 +299,42 @@ def _copy(options: argparse.Namespace) -> int:
 def _data(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .train import launch, show, sources, toml  # imports torch: --help should not wait for it
+    from .train import launch, preflight, show, sources, toml  # imports torch: --help should not wait for it
 
-    config = toml.read(options.config, options.set)
-    data = launch.prepared(config)
-    print(show.dry_run(config, data))
-    for document in show.shown(data, sources.model_directory(config.model), options.show):
+    config = toml.read(options.config, options.set, preflight.mistakes)
+    found = launch.prepared(config)
+    print(show.dry_run(config, found.data, found.held_out))
+    for document in show.shown(found.data, sources.model_directory(config.model), options.show):
         Console(soft_wrap=True, highlight=False).print(document)
     return 0
 
 
 def _train(options: argparse.Namespace) -> int:
     from .plan.show import print_plan  # imports torch: --help should not wait for it
-    from .train import launch, show, toml
+    from .report import last_words
+    from .train import launch, preflight, show, toml
     from .train.layout import layout_of
+    from .train.position import check_position
+    from .weights import path_of
 
     given = [*options.set, *(["log.plain=true"] if options.plain else [])]
-    config = toml.read(options.config, given)
+    if "WORLD_SIZE" in os.environ:  # a rank: its launcher has looked, or under torchrun the first read says it
+        config = toml.read(options.config, given)
+    else:
+        config = toml.read(options.config, given, preflight.mistakes)
     launch.refuse_other_world(config, options.nproc)
     if options.dry_run:
+        found = launch.prepared(config)
+        check_position(config, found.data)
         print_plan(layout_of(config))
-        print(show.dry_run(config, launch.prepared(config)))
+        print(show.dry_run(config, found.data, found.held_out))
         return 0
     sets = ["--set", *given] if given else []
     why = launch.start(config, ["train", options.config, *sets])
+    if launch.ends_at_the_terminal():
+        print("\n".join(last_words(path_of(config.out), config.out)), flush=True)
     if why and "WORLD_SIZE" not in os.environ:
-        print(f"meshwright: ended by {why}; the same command goes on from {config.out}", file=sys.stderr)
+        print(f"meshwright: ended by {why}; {launch.what_next(config)}", file=sys.stderr)
     return 128 + int(why.split()[1]) if why.startswith("signal") else 0
 
 

@@ -11,6 +11,7 @@ MeshwrightError
     + BrokenFile
   x ExportError
   x CheckpointError
+    + BrokenCheckpointError
   x DataError
   x StateError
   x RankError
@@ -70,6 +71,11 @@ class ExportError(MeshwrightError):
 class CheckpointError(MeshwrightError):
     """A checkpoint that could not be saved or resumed: `step-000200 trained 290 parameters, this engine 12; give the
     same train=`."""
+
+
+class BrokenCheckpointError(CheckpointError):
+    """A checkpoint that is not as it was saved: `step-000200 is broken (step-000100 has all its files: take that):
+    bytes 0 to 96 of model.safetensors fail their checksum`."""
 
 
 class DataError(MeshwrightError):

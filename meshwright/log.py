@@ -8,10 +8,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
 
-from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 logger = logging.getLogger("meshwright")
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -56,6 +52,9 @@ def _silent(n: int) -> None:
 
 @contextmanager
 def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
+    from rich.console import Console  # late: --help should not wait for it
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     amounts = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn(), TextColumn("{task.fields[unit]}")]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *amounts, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -85,6 +84,8 @@ def _lines(label: str, total: int, unit: str) -> Iterator[Advance]:
 
 
 def _write(label: str, done: int, total: int, unit: str, ending: str) -> None:
+    from rich.filesize import decimal
+
     amount = f"{decimal(done)} of {decimal(total)}" if unit == "bytes" else f"{done:,} of {total:,} {unit}"
     sys.stderr.write(f"{label}: {amount}, {ending}\n")
     sys.stderr.flush()

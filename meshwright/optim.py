@@ -14,11 +14,16 @@ from torch._utils import _flatten_dense_tensors
 
 from .errors import ConfigError
 from .ops import codes
+from .ops.part_sizes import part_size
 
-_PART = 1 << 24  # elements that are updated together: narrow moments are widened a part at a time
-_SMALL = 1 << 12  # elements of a gradient that is joined with others: a few MB for thousands of them
-_CODES = 1 << 22  # elements that become codes together, which takes a dozen buffers of their size
-_CODES_HOST = 1 << 19  # buffers that stay in the cache: larger ones took four times as long
+# elements that are updated together: narrow moments are widened a part at a time
+_PART = part_size(__name__, "_PART", 1 << 24, small=1001)
+# elements of a gradient that is joined with others: a few MB for thousands of them
+_SMALL = part_size(__name__, "_SMALL", 1 << 12, small=101)
+# elements that become codes together, which takes a dozen buffers of their size
+_CODES = part_size(__name__, "_CODES", 1 << 22, small=701)
+# buffers that stay in the cache: larger ones took four times as long
+_CODES_HOST = part_size(__name__, "_CODES_HOST", 1 << 19, small=701)
 _STATES = (torch.float32, torch.bfloat16, torch.uint8)
 _TINY = torch.finfo(torch.float32).tiny  # a smaller eps would be 0
 _MOST_BETA = 0.98  # with a larger beta a moment in bfloat16 stands still while the true one moves by 20% and more

@@ -6,9 +6,13 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+BEGAN = 1_790_000_000.0
+MESHES = ({"replicate": 1, "fsdp": 8, "tp": 2, "ep": 8}, {"pp": 2, "fsdp": 4, "tp": 2, "ep": 8})
+FAILURE = "rank 3 of 16 was killed (SIGKILL): somebody did, or the machine had no memory left; its log is logs/0/3.log"
 CONFIG = """model = "Qwen3-30B-A3B"
 out = "runs/{name}"
 seed = {seed}
@@ -32,6 +36,9 @@ def fake_run(folder: Path, *, steps: int = 1000, seed: int = 0, layers: int = 24
     (folder / "config.toml").write_text(config)
     (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "device": "NVIDIA H200", "world": 16}))
     (folder / "layout.json").write_text(json.dumps(_layout()))
+    if steps > 30:
+        failed = datetime.fromtimestamp(BEGAN + 4.2 * (steps // 3 + 8), UTC)
+        (folder / "overcome.txt").write_text(f"{failed:%Y-%m-%d %H:%M:%S %z}\n{FAILURE}\n\n")
     with (folder / "metrics.jsonl").open("w") as out:
         for line in _lines(steps, lr, random.Random(seed), layers, experts):
             out.write(json.dumps(line) + "\n")
@@ -52,13 +59,13 @@ def _layout() -> dict[str, Any]:
 
 
 def _lines(steps: int, lr: float, dice: random.Random, layers: int, experts: int) -> Iterator[dict[str, Any]]:
-    begin = 1_790_000_000.0
-    yield {"kind": "start", "step": 0, "time": begin, "num_steps": steps, "world": 16, "from": 0}
-    cut = steps // 3
+    begin, cut = BEGAN, steps // 3
+    about = {"kind": "start", "num_steps": steps, "world": 16, "experts": {"num": experts, "top_k": 8}}
+    yield {**about, "step": 0, "time": begin, "from": 0, "mesh": MESHES[0]}
     for first, last in ((1, cut + 7), (cut + 1, steps)) if steps > 30 else ((1, steps),):
         if first > 1:
             begin += 600
-            yield {"kind": "start", "step": cut, "time": begin, "num_steps": steps, "world": 16, "from": cut}
+            yield {**about, "step": cut, "time": begin + 4.2 * cut, "from": cut, "mesh": MESHES[1]}
         for step in range(first, last + 1):
             yield from _step(step, steps, begin, lr, dice, layers, experts)
     yield {"kind": "end", "step": steps, "time": begin + 4.2 * steps, "why": ""}
@@ -80,7 +87,7 @@ def _step(
         "time/data_wait_share": abs(dice.gauss(0.001, 0.0006)), "train/router_loss": 0.001,
         "experts/max_over_mean": [skew + abs(dice.gauss(0, 0.1)) for _ in range(layers)], "experts/dead": 0,
     }  # fmt: skip
-    if step % 10 == 1:
+    if step % 10 == 1 or step == steps:
         load = [[max(0, int(dice.gauss(1000, 250 * skew))) for _ in range(experts)] for _ in range(layers)]
         yield {"kind": "experts", **at, "load": load}
     if step % 100 == 0 or step == steps:

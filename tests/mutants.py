@@ -151,16 +151,26 @@ MUTANTS = [
 
 
 def plant(mutant: Mutant, package: Path) -> None:
-    path = package / mutant.file
+    plant_text(f"mutant {mutant.number}", package / mutant.file, mutant.old, mutant.new)
+
+
+def plant_text(what: str, path: Path, old: str, new: str) -> None:
+    """Put `new` in the place of `old`, which must stand in the file once."""
     text = path.read_text("utf-8")
-    if text.count(mutant.old) != 1 or not mutant.old:
-        raise SystemExit(f"mutant {mutant.number}: its text stands {text.count(mutant.old)} times in {mutant.file}")
-    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+    if text.count(old) != 1 or not old:
+        raise SystemExit(f"{what}: its text stands {text.count(old)} times in {path.name}")
+    path.write_text(text.replace(old, new), "utf-8")
 
 
-def verified(folder: Path, model: str, mesh: str, dtypes: str) -> dict[str, object]:
+def copied(folder: Path) -> Path:
+    """A copy of the package, to plant a bug in."""
+    shutil.copytree(ROOT / "meshwright", folder / "meshwright", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / "meshwright"
+
+
+def verified(folder: Path, *arguments: str) -> dict[str, object]:
     """What verify says of the package in a folder."""
-    command = [sys.executable, "-m", "meshwright", "verify", model, "--mesh", mesh, "--dtypes", dtypes, "--json"]
+    command = [sys.executable, "-m", "meshwright", "verify", *arguments, "--json"]
     env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode not in (0, 1):
@@ -172,11 +182,9 @@ def outcome(mutant: Mutant) -> Outcome:
     """In float64 first; where nothing is found, in all dtypes."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as at:
-        package = Path(at) / "meshwright"
-        shutil.copytree(ROOT / "meshwright", package, ignore=shutil.ignore_patterns("__pycache__"))
-        plant(mutant, package)
+        plant(mutant, copied(Path(at)))
         for dtypes in ("float64", "float32,bfloat16"):
-            found = findings(verified(Path(at), mutant.model, mutant.mesh, dtypes))
+            found = findings(verified(Path(at), mutant.model, "--mesh", mutant.mesh, "--dtypes", dtypes))
             if found:
                 break
     oracles = ", ".join(dict.fromkeys(oracle for oracle, _ in found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import Any
 
-_EMPTY = ("meta", "wbr")
+_EMPTY = ("meta", "wbr", "input")
 
 
 class Read(HTMLParser):

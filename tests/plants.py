@@ -362,7 +362,7 @@ def _read_by_heads(patch: Patch, ending: str) -> None:
 
     def permuted(self: Any, entry: Any, block: Any, part: Box) -> Tensor:
         out = real(self, entry, block, part)
-        return out.flip(0) if entry.key.endswith(ending) else out
+        return out.flip(0 if len(out) > 1 else -1) if entry.key.endswith(ending) else out
 
     patch.setattr(loading.Reader, "read", permuted)
 

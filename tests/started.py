@@ -14,14 +14,15 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from meshwright import cli
+from meshwright.train import processes
 
 Main = Callable[[list[str]], int]
 
@@ -31,7 +32,9 @@ def become(main: Main, arguments: list[str], out: int, errors: int | None = None
     code = 99
     try:
         os.setsid()
-        signal.set_wakeup_fd(-1)  # a launcher that this was forked from would take our signals for its own
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)  # not as the launcher that this was forked from handles them
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if os.isatty(out):
             fcntl.ioctl(out, termios.TIOCSCTTY, 0)
         for stream, to in ((0, out), (1, out), (2, out if errors is None else errors)):
@@ -46,17 +49,17 @@ def become(main: Main, arguments: list[str], out: int, errors: int | None = None
 
 
 class Rank:
-    """What subprocess.Popen is to elastic. The ranks of a launcher begin when all are forked: one that connected before
-    would wake a thread of the launcher, and what locks that thread holds the next fork would never see free."""
+    """What subprocess.Popen is to a launcher. Its ranks begin when all are forked: one that connected before would wake
+    a thread of the launcher, and what locks that thread holds the next fork would never see free."""
 
     gate = (-1, -1)
 
-    def __init__(self, handler: SubprocessHandler, args: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(self, args: Sequence[str], environment: Mapping[str, str], out: int = 1, errors: int = 2) -> None:
         self.code: int | None = None
         program, *rest = (each for each in args if each != "-u")  # of torchrun
         assert (program, *rest[:2]) == (sys.executable, "-m", "meshwright")
-        out, errors = (each.fileno() if each else at for at, each in ((1, handler._stdout), (2, handler._stderr)))
-        if handler.local_rank_id == 0:
+        rank = int(environment["LOCAL_RANK"])
+        if rank == 0:
             Rank.gate = os.pipe()
         begin, hold = Rank.gate
         self.pid = os.fork()
@@ -65,7 +68,7 @@ class Rank:
             os.read(begin, 1)
             become(cli.main, rest[2:], out, errors, **environment)
 
-        if handler.local_rank_id + 1 == int(environment["LOCAL_WORLD_SIZE"]):
+        if rank + 1 == int(environment["LOCAL_WORLD_SIZE"]):
             os.close(begin)
             os.close(hold)
 
@@ -86,16 +89,20 @@ class Rank:
 @contextmanager
 def forked_ranks() -> Iterator[None]:
     """Of every launcher that is started meanwhile."""
-    real = SubprocessHandler._popen
+    of_torchrun, ours = SubprocessHandler._popen, processes.start_process
 
-    def popen(*given: Any) -> Rank:
-        return Rank(*given)
+    def popen(handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]) -> Rank:
+        out, errors = (each.fileno() if each else at for at, each in ((1, handler._stdout), (2, handler._stderr)))
+        return Rank(args, environment, out, errors)
 
-    SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    def start(args: Sequence[str], environment: Mapping[str, str], log: int) -> Any:
+        return Rank(args, environment, log, log)
+
+    SubprocessHandler._popen, processes.start_process = popen, start  # type: ignore[method-assign]
     try:
         yield
     finally:
-        SubprocessHandler._popen = real  # type: ignore[method-assign]
+        SubprocessHandler._popen, processes.start_process = of_torchrun, ours  # type: ignore[method-assign]
 
 
 class Started:
@@ -155,6 +162,23 @@ class Started:
     @property
     def last_line(self) -> str:
         return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.said).strip().splitlines()[-1]
+
+
+def listening(pids: Sequence[int]) -> set[str]:
+    """The addresses at which these processes listen, as /proc/net has them: `0100007F` for 127.0.0.1. Without sockets
+    that they were forked with."""
+    inherited = _sockets(os.getpid())
+    owned = {inode for pid in pids for inode in _sockets(pid)} - inherited
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in owned}
+
+
+def _sockets(pid: int) -> set[str]:
+    found = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed since
+            found.add(os.readlink(file))
+    return found
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:

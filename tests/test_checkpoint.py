@@ -3,9 +3,11 @@ never been interrupted."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 
 import meshwright as mw
 from meshwright.checkpoint import check_bytes, opened_at
-from meshwright.weights import StoredModel, keys_of, open_source, whole_tensors
+from meshwright.weights import Files, StoredModel, keys_of, open_source, whole_tensors
 from meshwright.weights.keymap import KeyMap
 from tests import parts, tiny, worlds
 
@@ -137,10 +139,27 @@ def test_every_mesh_resumes_and_saves_the_same(saved: Any, tmp_path: Path, mesh:
 def interrupted(source: Path, out: Path, mesh: Mapping[str, int], wait: bool) -> tuple[list[float], Any]:
     engine = engine_of(source, mesh)
     losses = train(engine, 2)
-    mw.save(engine, out, state={"seen": 14}, wait=wait)
-    losses += train(engine, 2)
-    engine.wait()
+    with contextlib.nullcontext(threading.Event()) if wait else writes_held_back() as go_on:
+        mw.save(engine, out, state={"seen": 14}, wait=wait)
+        losses += train(engine, 2)
+        go_on.set()
+        engine.wait()
     return losses, state_of(engine)
+
+
+@contextlib.contextmanager
+def writes_held_back() -> Iterator[threading.Event]:
+    """A host so slow that nothing of a save is written before the event: a tiny one would end before the next update,
+    and a save of live memory would look right."""
+    go_on, write = threading.Event(), Files.write
+
+    def late(files: Files, *args: Any) -> None:
+        assert go_on.wait(worlds.SECONDS), "nobody let the save go on"
+        write(files, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Files, "write", late)
+        yield go_on
 
 
 def resumed(source: Path, out: Path, mesh: Mapping[str, int]) -> tuple[list[float], Any]:

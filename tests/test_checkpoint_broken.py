@@ -223,6 +223,9 @@ def test_a_full_disk_on_one_rank(saved: tuple[Path, Path], tmp_path: Path, name:
     told = [text for texts, _ in ranks for text in texts if text]
     assert len(told) >= 2, told
     assert all("No space left" in text for text in told)
+    at = words(f"rank {rank}", re.escape(str(tmp_path / "run" / "step-000002")))
+    file = "" if name == "rename" else r"unfinished-[0-9a-f]+/[\w/]*\w+\.(safetensors|json)"
+    assert all(re.search(at, text) and re.search(file, text) for text in told), told
     assert ranks[0][1] == ranks[1][1]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-000001", "step-000003"]
 
@@ -268,7 +271,15 @@ def resumes_another(sources: Mapping[str, Path], at: Path) -> dict[str, str]:
         ),
         "trained": lambda: mw.Engine(mw.load(sources["qwen3"], train="layers.*", dtype=torch.float32), lr=1e-3),
     }
-    return {name: error_of(lambda make=make: mw.resume(make(), at)) for name, make in made.items()}
+    told = {name: error_of(lambda make=make: mw.resume(make(), at)) for name, make in made.items()}
+    for name in ("rope_theta", "rms_norm_eps"):
+        config = json.loads((sources["qwen3"] / "config.json").read_text())
+        (sources["qwen3"] / "config.json").write_text(json.dumps({**config, name: 2.0, "eos_token_id": 5}))
+        engine = engine_of(sources["qwen3"], {})
+        told[name] = error_of(lambda engine=engine: mw.resume(engine, at))
+        assert mw.resume(engine, at, new_config=[name]).step == 2
+        (sources["qwen3"] / "config.json").write_text(json.dumps(config))
+    return told
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -280,18 +291,31 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert re.search(words("36", "40", "embed"), found["sizes"])
     assert re.search(words("head='lm'", "head='value'"), found["head"])
     assert re.search(words("trained", "embed.weight", "train="), found["trained"])
+    for name in ("rope_theta", "rms_norm_eps"):
+        expected = words(f"{name} of config.json was None", r"is 2\.0 now", "step-000002", f"new_config=.'{name}'")
+        assert re.search(expected, found[name]), found[name]
     assert all(text.startswith("CheckpointError") for text in found.values()), found
 
 
-def said(source: Path, at: Path) -> tuple[list[float], str]:
+def said_by(*acts: Callable[[], object]) -> list[str]:
+    """What is logged meanwhile."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    mw.resume(engine_of(source, dict(fsdp=2), betas=(0.9, 0.99)), at)
-    again = engine_of(source, dict(fsdp=2))
-    found = mw.resume(again, source)
-    assert (found.step, again.steps, again.optimizer.moments) == (0, 0, {})
+    for act in acts:
+        act()
+    logger.removeHandler(handler)
+    return lines
+
+
+def said(source: Path, at: Path) -> tuple[list[float], str]:
+    again, found = engine_of(source, dict(fsdp=2)), list[mw.Resumed]()
+    lines = said_by(
+        lambda: mw.resume(engine_of(source, dict(fsdp=2), betas=(0.9, 0.99)), at),
+        lambda: found.append(mw.resume(again, source)),
+    )
+    assert (found[0].step, again.steps, again.optimizer.moments) == (0, 0, {})
     return train(again, 1), "\n".join(lines)
 
 
@@ -312,6 +336,22 @@ def keeps(source: Path, out: Path) -> None:
     for _ in range(7):
         train(engine, 1)
         mw.save(engine, out, keep=2, keep_every=4)
+
+
+def test_weights_that_are_not_finite_replace_no_good_ones(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    [told] = worlds.run(1, keeps_the_good_ones, saved[0], tmp_path / "run")
+    assert re.search(words(r"layers\.1\.mlp\.down\.weight", "not finite", "step 3", "keep="), told), told
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-000002", "step-000003"]
+
+
+def keeps_the_good_ones(source: Path, out: Path) -> str:
+    engine = engine_of(source, {})
+    for _ in range(2):
+        train(engine, 1)
+        mw.save(engine, out, keep=1)
+    train(engine, 1)
+    engine.model.stored()["layers.1.mlp.down.weight"][3] = float("nan")
+    return "\n".join(said_by(lambda: mw.save(engine, out, keep=1, wait=False), engine.wait))
 
 
 def goes_on_from_its_own(source: Path, out: Path) -> str:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 import meshwright as mw
-from meshwright.data import reading
+from meshwright.data import hub, reading
 from meshwright.train import toml
 from meshwright.train.sources import Reader, documents_of
 from tests.runs import file_of, source
@@ -203,3 +203,32 @@ def test_the_package_itself(tmp_path: Path, model: Path) -> None:
     datasets.load_dataset(str(clone)).save_to_disk(tmp_path / "saved")
     again = documents(tmp_path, model, tmp_path / "saved", hf_split="train")
     assert tokens(found) == tokens(again) == tokens(wanted)
+
+
+@pytest.mark.parametrize("name", ["../out.arrow", "/tmp/out.arrow", "..", "", None, "a/../../out.arrow"])
+def test_a_set_names_no_files_outside(tmp_path: Path, name: str | None) -> None:
+    at = saved(tmp_path / "set", ROWS)
+    arrow(tmp_path / "out.arrow", ROWS)
+    (at / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}], "_split": "train"}))
+    with pytest.raises(mw.DataError, match=r"state.json names .*, which is no file of its directory"):
+        hub.saved_files(at, hub.Part())
+    (at / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
+    with pytest.raises(mw.DataError, match=r"dataset_dict.json names .*, which is no file of its directory"):
+        hub.saved_files(at, hub.Part())
+
+
+def test_a_set_that_chooses_rows_is_refused(tmp_path: Path) -> None:
+    at = saved(tmp_path / "set", ROWS)
+    state = json.loads((at / "state.json").read_text())
+    for change, wanted in (
+        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "chooses rows by _indices_data_files"),
+        ({"_data_files": None}, "_data_files of .*state.json is null, not a list"),
+    ):
+        (at / "state.json").write_text(json.dumps({**state, **change}))
+        with pytest.raises(mw.DataError, match=wanted):
+            hub.saved_files(at, hub.Part())
+    (at / "state.json").write_text(json.dumps({**state, "_indices_data_files": None}))
+    assert len(hub.saved_files(at, hub.Part())) == 1
+    (at / "state.json").write_text("[]")
+    with pytest.raises(mw.DataError, match=r"state.json holds an empty list"):
+        hub.saved_files(at, hub.Part())

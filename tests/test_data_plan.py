@@ -16,6 +16,7 @@ from meshwright.data.permute import permuted
 from meshwright.data.plan import DataSource, Piece, Plan, best_fit
 
 T = 64
+EIGHT = np.array([5] * 8)
 
 
 def lengths(num: int, median: float = 20, sigma: float = 1.0, most: int = T, seed: int = 0) -> Any:
@@ -126,6 +127,12 @@ def test_long_documents_are_cut() -> None:
         assert all(2 <= b - a <= T for a, b in mine)
 
 
+def test_epochs_that_hold_no_document_are_passed_over() -> None:
+    """Of two documents at a weight of 0.25 every second epoch takes one."""
+    plan = Plan([DataSource("a", np.array([5, 6]), weight=0.25)], length=T, epochs=8)
+    assert sorted(piece.document for piece in whole(plan)) == [0, 0, 1, 1]
+
+
 def test_shares_of_tokens() -> None:
     sources = [DataSource("small", lengths(100), share=0.2), DataSource("large", lengths(5000, seed=1), share=0.8)]
     plan = Plan(sources, length=T, streams=700)
@@ -162,6 +169,14 @@ def test_every_document_fits_best() -> None:
         ([DataSource("a", np.array([5]), weight=0)], {}, "not above 0"),
         ([DataSource("a", np.array([5]), share=0.5), DataSource("b", np.array([5]))], {}, "b has no share"),
         ([DataSource("a", np.array([5]))], dict(streams=3), "give one of them"),
+        ([DataSource("a", EIGHT)], dict(epochs=1e12),
+         r"1e\+12 epochs are 1e\+12 passes over 8 documents; at most 1,000,000,000 .*give fewer epochs"),
+        ([DataSource("a", EIGHT)], dict(epochs=None, streams=32 * 10**15), "give fewer steps or tokens"),
+        ([DataSource("a", EIGHT, weight=1e18)], {}, r"1e\+18 takes 8e\+18 documents of a in an epoch; at most"),
+        ([DataSource("a", EIGHT, weight=1e-300)], dict(epochs=None, streams=9),
+         r"none of the 8 documents of a; give 0\.12 or more, or leave"),
+        ([DataSource("a", EIGHT, share=1 - 1e-9), DataSource("b", np.array([5]), share=1e-9)],
+         dict(epochs=None, streams=9), "a share of 1e-09 of 576 tokens is not one token of b"),
     ],
 )  # fmt: skip
 def test_what_is_refused(sources: list[DataSource], options: dict[str, Any], wanted: str) -> None:

@@ -23,6 +23,7 @@ from meshwright.data.reading import Shard, files_of, place_of, rows_of, shards_o
 from meshwright.data.store import Documents, Recipe, prepare
 from meshwright.data.texts import Ready, Texts
 from meshwright.data.tokens import Tokens, tokens
+from meshwright.errors import counted
 from tests.templates import tokenizer
 
 
@@ -90,7 +91,7 @@ BAD = [
     (b'{"text": "fine"}', ""),
     (b"", ""),
     (b'{"text": "cut', "no JSON"),
-    (b'["text"]', "a JSON list, not an object"),
+    (b'["text"]', "a list, not an object"),
     (b'{"text": "\xff"}', "not UTF-8"),
     (b'{"text": 7}', "its field 'text' is no text"),
     (b'{"texts": "x"}', "its field 'text' is no text"),
@@ -104,17 +105,22 @@ def test_each_bad_row_is_named_by_its_line(tmp_path: Path, caplog: pytest.LogCap
     with pytest.raises(mw.DataError) as error:
         prepare(recipe(file), tmp_path / "cache")
     told = str(error.value).splitlines()
-    wanted = [(at + 1, why) for at, (_, why) in enumerate(BAD) if why]
-    assert len(told) == len(wanted) + 2
-    for line, (number, why) in zip(told[1:], wanted, strict=False):
-        assert f"{file}:{number}: " in line
-        assert why in line
+    wanted = {at + 1: why for at, (_, why) in enumerate(BAD) if why}
+    kinds = {why: number for number, why in reversed(wanted.items())}  # the first row of each
+    assert len(told) == len(kinds) + 2
+    for why, number in kinds.items():
+        [line] = [line for line in told[1:-1] if why in line]
+        assert f"{counted([*wanted.values()].count(why), 'row')}, the first {file}:{number}: " in line
+    listing = Path(told[-1].split()[-1])
+    assert [line.split(": ")[0] for line in listing.read_text().splitlines()] == [f"{file}:{n}" for n in (*wanted, 8)]
     assert not [*(tmp_path / "cache").glob("*/")]  # nothing that could be taken for whole
     caplog.clear()
     found = prepare(recipe(file, on_bad="skip"), tmp_path / "cache")
     assert (found.statistics.rows, found.statistics.skipped, found.statistics.without_targets) == (7, 5, 1)
-    assert "5 rows of mine cannot be used and are left out" in caplog.text
-    assert "1 row of mine have nothing to learn" in caplog.text
+    assert "5 rows of mine cannot be used, left out, each named in " in caplog.text
+    assert "1 row of mine with nothing to learn, left out, each named in " in caplog.text
+    listing = Path(caplog.text.split("each named in ")[1].split(":")[0])
+    assert f"{file}:8: nothing of it is to be learnt" in listing.read_text()
 
 
 def test_all_files_without_a_row(tmp_path: Path) -> None:
@@ -171,6 +177,56 @@ def test_another_recipe_is_another_cache(tmp_path: Path, change: dict[str, Any])
     assert replace(recipe(file), **change).fingerprint != recipe(file).fingerprint == recipe(file).fingerprint
 
 
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def zeroed(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[data.index(b"\x6f\0\0\0") if file.suffix == ".arrow" else len(data) // 2] ^= 1  # a token of "one"
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncated, zeroed, flipped, Path.unlink], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", ["000000.arrow", "info.json"])
+def test_a_damaged_cache_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    name: str, damage: Callable[[Path], None],
+) -> None:  # fmt: skip
+    of = recipe(lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}]))
+    cache, began = tmp_path / "cache", store.BEGAN
+    before = prepare(of, cache)
+    file = cache / of.fingerprint / name
+    whole = file.read_bytes()
+    damage(file)
+    for number in range(2):  # a run that begins now, and another one
+        monkeypatch.setattr(store, "BEGAN", began + 10**6 * (number + 1))
+        monkeypatch.setattr(time, "time", lambda now=began + 10**6 * (number + 1): now + 1)
+        again = prepare(of, cache)
+        assert texts(again) == ["one", "two"]
+        assert again.content == before.content
+        assert file.read_bytes() == whole
+    [warning] = caplog.messages
+    assert str(file) in warning
+    assert "damaged" in warning
+
+
+def test_the_first_process_of_a_run_looks_at_the_cache_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, seen = recipe(lines(tmp_path / "a.jsonl", [{"text": "one"}])), list[Path]()
+    monkeypatch.setattr(store, "_check", lambda file, digest: seen.append(file))
+    prepare(of, tmp_path / "cache")
+    prepare(of, tmp_path / "cache")
+    assert seen == []
+    monkeypatch.setattr(store, "BEGAN", time.time())
+    prepare(of, tmp_path / "cache")
+    prepare(of, tmp_path / "cache")
+    assert [file.name for file in seen] == ["000000.arrow"]
+
+
 def slowly(row: Mapping[str, Any]) -> list[Tokens]:
     with (Path(row["at"]) / "made").open("a") as out:
         out.write("x")
@@ -222,7 +278,7 @@ _lines = reading._lines
 Test = Callable[[Path, pytest.MonkeyPatch, pytest.LogCaptureFixture], None]
 PLANTS: dict[str, tuple[object, str, object, Test]] = {
     "empty lines are not counted": (
-        store, "place_of", lambda file, at: f"{file}:{len(file.read_bytes()[:at].split())}",
+        store, "places_of", lambda file, ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats},
         lambda at, _, caplog: test_each_bad_row_is_named_by_its_line(at, caplog),
     ),
     "a line at a border is left out": (

@@ -275,11 +275,11 @@ def test_a_check_that_passes_writes_nothing(source: Path, tmp_path: Path) -> Non
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-def test_a_source_that_is_gone_is_missed_before_the_training(source: Path, tmp_path: Path) -> None:
+def test_a_small_file_that_was_not_there_is_missed_before_the_training(source: Path, tmp_path: Path) -> None:
     def gone() -> str:
-        model = mw.load(source)
         (source / "tokenizer.json").unlink()
         (source / "tokenizer.json").symlink_to("nowhere")
+        model = mw.load(source)
         return error_of(lambda: mw.check_export(model, tmp_path / "out"))
 
     [text] = worlds.run(1, gone)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import meshwright as mw
 from meshwright.errors import RankError
+from meshwright.weights import small
 from tests import tiny, worlds
+from tests.test_weights import same_files
 from tests.words import words
 
 
@@ -24,6 +28,44 @@ def test_export_beside_a_link_to_nothing(tmp_path: Path) -> None:
 
 def export_into(source: Path, out: Path) -> None:
     mw.export(mw.load(source), out)
+
+
+def changed_after_loading(source: Path, out: Path) -> str:
+    """The tokenizer is changed after the model was loaded, then the whole directory is removed."""
+    shutil.copytree(source, out / "source")
+    model = mw.load(source)
+    engine = mw.Engine(model, lr=1e-3)
+    (source / "tokenizer.json").write_text('{"changed": 1}')
+    (source / "additional_chat_templates" / "tools.jinja").unlink()
+    mw.export(model, out / "changed")
+    shutil.rmtree(source)
+    mw.export(model, out / "removed")
+    mw.save(engine, out / "run")
+    shutil.copytree(out / "source", source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small, "_KEPT_BYTES", 10)
+        model = mw.load(source)
+    mw.export(model, out / "large")
+    (source / "tokenizer.json").write_text('{"changed": 1}')
+    with pytest.raises(mw.ExportError) as refused:
+        mw.export(model, out / "refused")
+    return str(refused.value)
+
+
+def test_small_files_are_those_that_the_model_was_loaded_with(tmp_path: Path) -> None:
+    source = tiny.directory(tmp_path / "m", "qwen3")
+    (source / "tokenizer.json").write_text('{"added_tokens": []}')
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    [told] = worlds.run(1, changed_after_loading, source, tmp_path / "out")
+    assert re.search(words(r"m/tokenizer\.json", "has changed", "load the model again"), told)
+    whole = tmp_path / "out" / "source"
+    for name in ("changed", "removed", "large"):
+        same_files(whole, tmp_path / "out" / name)
+    for each in ("tokenizer.json", "additional_chat_templates/tools.jinja"):
+        for name in ("changed", "removed", "large", "run/step-000000"):
+            assert (tmp_path / "out" / name / each).read_bytes() == (whole / each).read_bytes(), name
+    assert not (tmp_path / "out" / "refused").exists()
 
 
 def test_export_where_the_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 
 import meshwright as mw
 from meshwright import cli
+from meshwright.report import last_words
 from meshwright.report.page import report_page
 from meshwright.report.reading import read_run
 from meshwright.report.series import data_of
@@ -29,6 +32,10 @@ def line(kind: str, step: int, **values: Any) -> str:
     return json.dumps({"kind": kind, "step": step, "time": 1000.0 + step, **values}) + "\n"
 
 
+def without_scripts(page: str) -> str:
+    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
 def test_a_run_that_went_on(tmp_path: Path) -> None:
     """The steps behind its checkpoint were made anew; so was what had been saved there, and how it had ended."""
     text = line("start", 0, num_steps=9, **{"from": 0})
@@ -39,8 +46,79 @@ def test_a_run_that_went_on(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert [(each["step"], each["train/loss"]) for each in run.of("step")] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
     assert not [*run.of("save"), *run.of("end")]
-    assert (run.starts, run.num_steps) == (2, 9)
+    assert (len(run.starts), run.num_steps) == (2, 9)
     assert "at step 4 of 9" in report_page([run], {"command": "x", "date": "today"}).lower()
+
+
+def test_starts_on_several_meshes(tmp_path: Path) -> None:
+    """The story of the meshes, marks where one began, and how each start ended; a start that made no step is none."""
+    begun = [
+        (0, 47, {"fsdp": 2}, None), (40, 45, {"fsdp": 2}, None), (40, 49, {"tp": 2, "ep": 2}, "signal 15"),
+        (49, 49, {"pp": 2}, None), (49, 60, {"pp": 2}, ""),
+    ]  # fmt: skip
+    text, time = "", 0.0
+    for first, last, mesh, why in begun:
+        about = {"num_steps": 60, "world": 2, "mesh": mesh, "from": first, "experts": {"num": 8, "top_k": 1}}
+        text += line("start", first, **about, time=(time := time + 1000))
+        for step in range(first + 1, last + 1):
+            used = {"experts/max_over_mean": [1.0, 7.5], "experts/dead": 3} if step > 20 else {}
+            text += line("step", step, **{"train/loss": 1.0, "train/tokens": 10 * step, **used}, time=time + step)
+        text += line("end", last, why=why) if why is not None else ""
+    (tmp_path / "metrics.jsonl").write_text(text)
+    overcome = "1970-01-01 00:17:30 +0000\nrank 1 of 2 was killed\n  at step 47\n\n"
+    overcome += "1970-01-01 01:34:00 +0100\nrank 0 <died>\n\n"
+    (tmp_path / "overcome.txt").write_text(overcome)
+    (tmp_path / "failure.txt").write_text("not moved yet")
+    os.utime(tmp_path / "failure.txt", (4500, 4500))
+    run = read_run(tmp_path)
+    page = report_page([run], {"command": "x", "date": "today"})
+    assert "fsdp=2 (40 steps) → tp=2,ep=2 (9 steps) → pp=2 (11 steps)" in page
+    marks = data_of([run])["runs"][0]["marks"]
+    assert [(m["step"], m["tokens"], m["mesh"], m["again"]) for m in marks] == [
+        (1, 10, "fsdp=2", False), (40, 400, "tp=2,ep=2", True), (49, 490, "pp=2", True)
+    ]  # fmt: skip
+    rows = Read(without_scripts(page)).table("started")
+    assert [row["how it ended"] for row in rows] == [
+        "rank 1 of 2 was killed", "rank 0 <died>", "ended by signal 15", "not moved yet", "done"
+    ]  # fmt: skip
+    assert [row["mesh"] for row in rows][1:3] == ["fsdp=2", "tp=2 ep=2"]
+    assert re.search(r'class="finding overcome">[^<]*rank 1 of 2 was killed\n  at step 47</pre>', page)
+    assert re.search(r'class="finding overcome">[^<]*not moved yet</pre>', page)
+    assert 'class="finding"' not in page
+    assert "in step 60, 3 of 16 got no token" in page
+    assert "got 7.50 times its share, of 8.00 that are possible" in page
+
+
+def test_the_last_words_of_a_run(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "first", steps=120)
+    held_out = (2 * (1.25 + 1.3 * math.exp(-120 / 200)) - 0.2) / 2
+    said = rf"done, 120 steps; loss \d\.\d{{4}}; lowest held-out loss {held_out:.4f}, at step 120"
+    assert re.fullmatch(said, last_words(folder, "runs/a b")[0])
+    assert last_words(folder, "runs/a b")[1:] == [
+        "written to runs/a b:", "  metrics.jsonl              every figure of every step", "next:",
+        "  meshwright report 'runs/a b'",
+    ]  # fmt: skip
+    (folder / "export").mkdir()
+    assert any(row.startswith("  export  ") for row in last_words(folder, "x"))
+    (folder / "metrics.jsonl").write_text(line("start", 0))
+    assert last_words(folder, "x") == []
+
+
+def test_values_that_are_no_numbers(tmp_path: Path) -> None:
+    """NaN and what is too large are no number; a line of another kind than ours is left out, as is one without end."""
+    bad = ["NaN", "-Infinity", "1e400", "9" * 400, '"x"', "[1]", "{}", "[" * 9000 + "]" * 9000]
+    text = line("start", 0, num_steps=9) + "".join(
+        line("step", n, **{"train/loss": "@"}).replace('"@"', value) for n, value in enumerate(bad, 1)
+    )
+    text += line("step", 9, **{"train/loss": 1.0, "experts/max_over_mean": [1.0]}) + '{"a":' * 9000 + "\n"
+    text += line("experts", 9, load=[[1, "x"]]) + line("save", 9, seconds=None, path="p") + line("sample", 9, number=[])
+    (tmp_path / "metrics.jsonl").write_text(text)
+    run = read_run(tmp_path)
+    assert [(each["step"], each["train/loss"]) for each in run.of("step")] == [(n, None) for n in (1, 2, 3, 4)] + [
+        (9, 1.0)
+    ]
+    assert not [*run.of("experts"), *run.of("save"), *run.of("sample")]
+    assert "at step 9 of 9" in report_page([run], {"command": "x", "date": "today"}).lower()
 
 
 def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,16 +160,19 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 600_000 < len(text.encode()) < 2_000_000
     assert text.count("</script>") == 3
     assert "&lt;/script&gt;&lt;b&gt;1 &lt; 2 &amp; 3?" in text
-    without = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    without = without_scripts(text)
     assert not re.search(r"(?:src|href)=|url\(|@import", without)
-    read = Read(re.sub(r"<input [^>]*>", "", without))
+    read = Read(without)
     differs = {row["field"]: row["second"] for row in read.table("field")}
-    assert {*differs} == {"out", "seed", "optim.lr", "optim.schedule"}
+    assert {*differs} == {"seed", "optim.lr", "optim.schedule"}
     assert differs["optim.schedule"] == "linear"
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index] # it is there
     loss = data["charts"][0]["curves"]
     assert [curve["label"] for curve in loss][:3] == ["first", "first: code", "first: held-out"]
     assert len(loss[0]["y"]) == 1000
+    assert text.count('<i class="run run1"></i><small>second</small>') == len(data["charts"])  # beside every chart
+    assert [chart["metric"] for chart in data["charts"] if chart["from_zero"]] == ["memory/peak_bytes"]
+    assert [experts["steps"][-1] for experts in data["experts"]] == [1000] * 3
     key = '<i class="run run1"></i><small>code</small>'  # of the sources: colours of several runs are the runs' own
     assert key in report_page([read_run(runs[0])], {"command": "x", "date": "today"})
     assert key not in text

@@ -17,7 +17,7 @@ import meshwright as mw
 from meshwright import cli, parallel
 from meshwright.axes import Axes
 from meshwright.errors import ConfigError
-from meshwright.layout import ROWS, hops, likely_rows
+from meshwright.layout import ROWS, WEIGHTS, hops, likely_rows
 from meshwright.models import qwen3_moe
 from meshwright.parallel.expert_group import Group
 from tests import parts, tiny, trials, worlds
@@ -190,8 +190,8 @@ def _weights_in_the_order_they_came(patch: pytest.MonkeyPatch) -> None:
 def _weights_constant(patch: pytest.MonkeyPatch) -> None:
     real = Group.begin
 
-    def begin(self: Any, x: Tensor, received: list[int], sent: list[int], what: str = "") -> Any:
-        return real(self, x if what else x.detach() + 0 * x, received, sent, what)
+    def begin(self: Any, x: Tensor, received: list[int], sent: list[int], what: str) -> Any:
+        return real(self, x.detach() + 0 * x if what == WEIGHTS else x, received, sent, what)
 
     patch.setattr(Group, "begin", begin)
 

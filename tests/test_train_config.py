@@ -19,8 +19,8 @@ from meshwright.train.about import differences, documentation, schema
 from meshwright.train.config import Config, OptimSection, TrainSection
 from meshwright.train.contradictions import num_tokens
 from meshwright.train.fields import declared, named, section_of
-from meshwright.train.schedule import refusal, schedule
-from meshwright.train.sentences import ELSEWHERE
+from meshwright.train.foreign_names import ELSEWHERE, REFUSED
+from meshwright.train.schedule import jump_of, refusal, schedule
 from meshwright.train.toml import as_toml, read
 from tests.schemas import wrong_by_schema
 
@@ -140,6 +140,22 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
          "checkpoint; take 600"),
         (PLAIN + "[sample]\nevery = 5\n", "nothing to sample from"),
         (PLAIN + "[log]\nprofile = 3\n[train]\nsteps = 4\n", "and the run has 4; take at most 2"),
+        (PLAIN + "[optim]\nmax_norm = 0.0\n", "it should be a number above 0, or false, not 0.0"),
+        (PLAIN + "[optim]\nmax_norm = 0\n", "it should be a number above 0, or false, not 0"),
+        (PLAIN + "[train]\nsteps = 1000000000000000\n", "train.steps (line 6): 1,000,000,000,000,000 steps would take"),
+        (PLAIN + '[train]\ntokens = "1000T"\n', "train.tokens (line 6): 3,814,697,266 steps of 262,144 tokens would"),
+        (f"x = {'[' * 5000}{']' * 5000}", "nested too deeply"),
+        (PLAIN + "[lora]\nr = 8\n", "lora (line 5): there is no such field: LoRA and other adapters are not supported"),
+        (PLAIN + "[train]\nlora_alpha = 8\n", "LoRA and other adapters are not supported"),
+        (PLAIN + "[train]\npacking = true\n", "documents are always packed"),
+        (PLAIN + "[train]\nfp16 = true\n", "float16 is not supported"),
+        (PLAIN + '[train]\noptimizer = "adamw_torch"\n', "AdamW is the only optimizer; [optim] has its fields"),
+        (PLAIN + "[dpo]\nbeta = 0.1\n", "supervised fine-tuning and pre-training. Losses of your own (DPO"),
+        (PLAIN + '[train]\ndeepspeed = "z3.json"\n', "as ZeRO-3 does"),
+        (PLAIN + "[train]\nload-in-4bit = true\n", "a quantised base model is not supported"),
+        (PLAIN + "[train]\ngradient_accumulation_steps = 8\n", "gradients are accumulated over"),
+        (PLAIN + "[train]\nper_device_train_batch_size = 8\n", "tokens_per_step of [train] is the batch"),
+        (PLAIN + "[pipeline]\nstage = 2\n", "did you mean stages?"),
         ('resume = "nevr"\n' + PLAIN, "or a path with a slash, not \"nevr\"; did you mean \"never\"?"),
     ],
 )  # fmt: skip
@@ -172,7 +188,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
-    [("mesh.tp", "no FIELD=VALUE"), ("data.3.weight=1", "there is 1 of them"), ("data.x.weight=1", "x is none"),
+    [(f"x={'[' * 5000}", "nested too deeply"),
+     ("mesh.tp", "no FIELD=VALUE"), ("data.3.weight=1", "there is 1 of them"), ("data.x.weight=1", "x is none"),
      ("model.x=1", "model is a value, and has no fields"), ("mesh.tq=2", "mesh.tq (--set mesh.tq=2): there is no such"),
      ("mesh.tp=x", 'mesh.tp (--set mesh.tp=x): it should be a whole number, not "x"')],
 )  # fmt: skip
@@ -300,6 +317,9 @@ def test_savings_are_those_of_the_engine() -> None:
 def test_names_that_others_use_lead_to_fields() -> None:
     assert {*ELSEWHERE.values()} <= {place for place, _ in declared(Config)}
     assert not {*ELSEWHERE} & {place[-1] for place, _ in declared(Config)}
+    assert not {*ELSEWHERE} & {*REFUSED}
+    taken = {place[-1] for place, _ in declared(Config)} - {"optim"}  # as a field, the word means an optimizer
+    assert not {*REFUSED} & taken
 
 
 @pytest.mark.parametrize(
@@ -345,6 +365,26 @@ def test_learning_rates(name: Any, warmup: float) -> None:
     assert lr(500) == lr(100)
     if name == "wsd":
         assert each[80] == 2.0 > each[81]
+
+
+@pytest.mark.parametrize(
+    ("optim", "before", "now", "step", "wanted"),
+    [
+        ({}, 100, 200, 90, "has fallen since step 80 of 100: in a run of 200 steps it would jump from 0.001 to 0.002"),
+        ({}, 100, 200, 100, "would jump from 0 to 0.002"),
+        ({}, 100, 200, 80, ""),  # as long as it is constant
+        ({}, 100, 95, 90, ""),  # it falls faster
+        ({}, 100, 100, 90, ""),
+        ({"schedule": "cosine"}, 100, 200, 90, ""),
+        ({"final": 1.0}, 100, 200, 90, ""),
+    ],
+)
+def test_a_rate_that_would_jump_in_a_longer_run(
+    optim: dict[str, Any], before: int, now: int, step: int, wanted: str
+) -> None:
+    given = OptimSection(**{"schedule": "wsd", "lr": 2e-3, "warmup": 0, **optim})
+    assert wanted in jump_of(given, before, now, step)
+    assert bool(wanted) == bool(jump_of(given, before, now, step))
 
 
 def test_a_run_of_one_step() -> None:

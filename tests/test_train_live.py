@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import re
 import signal
 import sys
@@ -15,18 +16,18 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 import meshwright as mw
 from meshwright.log import logger
-from meshwright.train import elastic, failure, launch, loop, toml
-from meshwright.train.elastic import Ended
+from meshwright.train import failure, launch, lock, loop, processes, toml
 from meshwright.train.failure import Failure
 from meshwright.train.live import Display, Tail, parsed
 from meshwright.train.metrics import JsonLines, Lines
+from meshwright.train.processes import Ended
 from meshwright.train.terminal import Frame, Seen, sparkline
 from tests.pictures import BEGAN, seen, step_line
-from tests.started import Started, forked_ranks, gone
+from tests.started import Started, forked_ranks, gone, listening
 from tests.test_train import chats, file_of, source
 
 SHOWN = [
@@ -35,7 +36,7 @@ SHOWN = [
 ]  # fmt: skip
 
 
-def drawn(frame: Frame, width: int, encoding: str = "utf-8") -> list[str]:
+def drawn(frame: RenderableType, width: int, encoding: str = "utf-8") -> list[str]:
     out = io.TextIOWrapper(io.BytesIO(), encoding)
     Console(file=out, width=width, color_system=None).print(frame)
     out.seek(0)
@@ -70,6 +71,28 @@ def test_a_frame_of_little() -> None:
     assert text.isascii()
     assert sparkline([1.0, float("nan"), 3.0, 2.0], 9) == "▁ █▅"
     assert sparkline([*range(100)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_frame_cuts_neither_warnings_nor_samples(tmp_path: Path) -> None:
+    """The experts that nothing reaches, what the model wrote, and a status that is longer than a line."""
+    found = seen(0)
+    found.take({"kind": "start", "step": 0, "num_steps": 1000, "experts": {"num": 16, "top_k": 2}})
+    for step in range(1, 26):
+        unused = {"experts/max_over_mean": [1.2, 7.9, 1.0], "experts/dead": 24} if step > 4 else {}
+        found.take(step_line(step, **unused))
+        assert bool(found.experts.warning()) == (step >= 20)
+    for step, text in ((10, "old"), (20, "because of\nRayleigh scattering " + "very " * 40)):
+        found.take({"kind": "sample", "step": step, "time": 0, "number": 0, "prompt": "Why is it blue?", "text": text})
+    display = Display(found, tmp_path, plain=True, every=1, asked=[2])
+    lines = drawn(display._picture(ends=False), 80)
+    assert [line[:1] for line in lines[-2:]] == ["╰", ""], "^C is written behind the last line"
+    assert drawn(display._picture(ends=True), 80)[-1].startswith("╰")
+    text = " ".join(" ".join(lines).replace("│", "").split())
+    assert "step 20 Why is it blue? because of Rayleigh scattering very" in text
+    assert "old" not in text
+    assert "in step 25, 24 of 48 got no token, and the busiest one, in layer 1, got 7.90 times its share" in text
+    assert "a second one ends them at once" in text
+    assert "24 experts" in text
 
 
 def test_steps_that_are_made_again() -> None:
@@ -122,7 +145,7 @@ def test_plain_lines() -> None:
 
 def record(folder: Path, rank: int, when: float, error: Exception) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.json")
-    failure.record(error, rank, 0.0, folder / "out")
+    failure.record(error, rank)
     told = json.loads((folder / f"{rank}.json").read_text())
     told["meshwright"]["time"] = when
     (folder / f"{rank}.json").write_text(json.dumps(told))
@@ -162,9 +185,9 @@ def test_the_first_failure_is_named(
 def test_a_rank_that_blames_another_does_not_write_over_its_words(tmp_path: Path) -> None:
     began = time.time() - 1
     for error in (BLAMES, ValueError("x"), BLAMES):
-        failure.record(error, 1, began, tmp_path)
+        failure.write_first(error, 1, began, tmp_path)
     assert (tmp_path / "failure.txt").read_text().startswith("rank 1 failed: ValueError: x")
-    failure.record(BLAMES, 1, time.time() + 1, tmp_path)  # a later run
+    failure.write_first(BLAMES, 1, time.time() + 1, tmp_path)  # a later run
     assert "died" in (tmp_path / "failure.txt").read_text()
 
 
@@ -197,7 +220,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[in
     started, out = [], Path(config.out)
     sink = JsonLines(out / "metrics.jsonl")
 
-    def ended(world: int, arguments: list[str], logs: Path, timeout: int) -> Ended:
+    def ended(world: int, arguments: list[str], logs: Path, timeout: int, asked: list[int]) -> Ended:
         started.append((world, arguments[1:], logs.name, timeout))
         logs.mkdir(parents=True)
         if len(started) > len(script):
@@ -207,10 +230,10 @@ def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[in
             sink.write("step", step, step_line(step))
         return Ended(Failure(rank, world, "failed: it is planted", logs / f"{rank}.log", final))
 
-    monkeypatch.setattr(elastic, "ended", ended)
+    monkeypatch.setattr(processes, "ended", ended)
     with Display(Seen("", "", 9), out, plain=True, every=1) as display:
         try:
-            launch._launch(config, ["train"], out, display)
+            launch._launch(config, ["train"], out, display, [])
         except mw.RankError as error:
             started.append(str(error))
     return started
@@ -279,8 +302,13 @@ def test_a_killed_rank_and_a_terminal_without_colours(at: Path, out: Path) -> No
     with Started(command(at, out, "mesh.fsdp=2"), 80, NO_COLOR="1") as run:
         run.until(lambda: "tokens/s" in run.said)
         assert "no step yet" in run.said
+        assert listening([run.pid, *run.ranks]) == {"0100007F"}  # on loopback alone, whatever else the machine has
+        holder = f"in use by another run, process {run.pid} on {platform.node()}, since .*choose another out"
+        with pytest.raises(lock.OutInUse, match=holder):
+            lock.hold(out)
         os.kill(run.ranks[1], signal.SIGKILL)
         assert run.end() == 2
+    lock.hold(out).close()
     why = "killed (SIGKILL): somebody did, or the machine had no memory left"
     said = f"rank 1 of 2 was {why}; its log is {out}/logs/0/1.log"
     assert run.last_line == f"meshwright: {said}"
@@ -343,6 +371,12 @@ def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
         os.kill(run.pid, signal.SIGINT)
         assert run.end() == 130
     assert run.last_line == f"meshwright: ended by signal 2; the same command goes on from {out}"
+    assert f"  meshwright report {out}\n  meshwright sample {out} --prompt" in run.said
+    assert re.search(
+        r"ended at step \d+ of 2,000 by signal 2; loss \d\.\d+\nwritten to .*\n  checkpoints/step-", run.said
+    )
+    nothing = toml.read(at / "run.toml", [f"out={out}/nothing"])
+    assert launch.what_next(nothing) == "nothing was saved yet: the same command begins anew"
     assert "step   13/" not in run.said
     before = steps(out)
     with Started([*command(at, out), "--plain"], 80) as run:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
 from meshwright.layout import Param
-from meshwright.train import toml
+from meshwright.train import loop, toml
 from meshwright.train.flops import Flops, flops_of, peak_of
+from meshwright.train.loop import Habits, Loop
+from meshwright.train.position import Position
 from meshwright.train.run import Trainer, run
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, source
@@ -164,8 +167,37 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert environment["torch"] == torch.__version__
     [start], [end] = lines(tmp_path, "start"), lines(tmp_path, "end")
     assert (start["num_steps"], start["world"], end["why"], end["step"]) == (STEPS, 2, "", STEPS)
-    [first, second] = lines(tmp_path, "experts")
-    assert (first["step"], second["step"]) == (1, 11)
+    assert {axis: size for axis, size in start["mesh"].items() if size > 1} == {"fsdp": 2, "ep": 2}
+    assert start["experts"]["num"] == len(lines(tmp_path, "experts")[0]["load"][0])
+    first, *later = lines(tmp_path, "experts")
+    assert (first["step"], *(each["step"] for each in later)) == (1, 11, STEPS)
     step = lines(tmp_path)[0]
     assert sum(first["load"][0]) == pytest.approx(step["train/tokens"] * 3)
     assert step["memory/peak_bytes"] > 10**7
+
+
+def test_a_checkpoint_is_told_of_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads metrics.jsonl finds what it names, whenever the run is killed."""
+    told: list[tuple[int, str]] = []
+    engine: Any = SimpleNamespace(saving=None, steps=0)
+    feed: Any = SimpleNamespace(streams_per_step=1)
+    sink: Any = SimpleNamespace(write=lambda kind, step, values: told.append((step, values["path"])))
+    each = Loop(engine, feed, 9, Position("plan"), tmp_path, Habits(1), Any, Any, [sink])
+    each._saved_at = -1
+
+    def saved(*args: object, wait: bool, **more: object) -> Path:
+        engine.saving = None if wait else SimpleNamespace(succeeded=False)
+        return tmp_path / f"step-{each.step_number}"
+
+    monkeypatch.setattr(loop, "save", saved)
+    monkeypatch.setattr(loop, "_is_due", lambda number, every: number in (1, 3))
+    for each.position.stream in (1, 2):
+        each._between()
+    assert told == []
+    engine.saving.succeeded = True
+    each.position.stream = 3
+    each._between()
+    assert told == [(1, str(tmp_path / "step-1"))]
+    each.position.stream = 4
+    each.save(wait=True)
+    assert told[1:] == [(3, str(tmp_path / "step-3")), (4, str(tmp_path / "step-4"))]

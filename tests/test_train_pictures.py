@@ -94,7 +94,7 @@ def test_a_video_and_a_picture(model: Callable[[str], Path], tmp_path: Path) -> 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one more than the row has": (row("<image><image>which?", images=["a.png"]), "shows one more image"),
     "one that no message shows": (row("which?", images=["a.png"]), "its messages show 0"),
-    "a mark of the model": (row("what is <|image_pad|>?"), "the template writes 1 marks for 0 pictures"),
+    "a mark of the model": (row("what is <|image_pad|>?"), "message 0 of the user holds the special token"),
     "of the assistant": (
         {"messages": [{"role": "user", "content": "draw"},
                       {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
@@ -205,12 +205,12 @@ def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     place, vocab = config["image_token_id"], config["text_config"]["vocab_size"]
     section = DataSection(path="a.jsonl", kind="tokens")
-    make, told = sources._maker(section, sources.Reader(model, tmp_path, tower=True))
+    make, told, _ = sources._maker(section, sources.Reader(model, tmp_path, tower=True))
     assert str(place) in told
     assert len(make({"ids": [5, 6, 7]})) == 1
     with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for a picture"):
         make({"ids": [5, place, 7]})
     with pytest.raises(mw.DataError, match=f"from 0 to {vocab - 1}"):
         make({"ids": [5, vocab]})
-    blind, _ = sources._maker(section, sources.Reader(model, tmp_path))
+    blind, *_ = sources._maker(section, sources.Reader(model, tmp_path))
     assert len(blind({"ids": [5, place, 7]})) == 1

@@ -105,10 +105,10 @@ def passed(out: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", parts.every(2, TINY, 1))
 def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     mesh = {"tiny-qwen3": "pp=2", "tiny-qwen3.5": "cp=2"}.get(name, "fsdp=2")
-    context = ["--context", "attention=1,delta=1"] if mesh == "cp=2" else []
+    context = ["--context", "attention=2,delta=1"] if mesh == "cp=2" else []
     code, out, err = said(capsys, name, "--mesh", mesh, *context, "--dtypes", "float64", "--json")
     assert code == 0, out
-    assert passed(out)["context"] == ("delta: state 2, attention: gather 2" if context else "")
+    assert passed(out)["context"] == ("delta: state 2, attention: swap 2" if context else "")
     assert passed(out)["ranks"] == 2
     assert re.search(r"float64\b.*\bone process\b", err), err
     assert re.search(rf"float64\b.*\b2 ranks\b.*\b{mesh}\b", err), err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from meshwright.plan.html import Cell, flowing, page, table, tag
 from meshwright.plan.tables import ranges
 from meshwright.plan.wording import size
 from meshwright.verify import Finding, Plan, RunResult, plan
+from meshwright.verify.findings import Margin
 from meshwright.verify.page import verify_page
+from meshwright.verify.report import print_table
 from tests import tiny, worlds
 from tests.pages import Read
 from tests.test_verify import QWEN2, QWEN3_5, QWEN3_30B_A3B, directory
@@ -229,6 +232,34 @@ def test_the_verdict_says_where_to_begin() -> None:
         words("findings: 2", r"<p>begin with G1 norm\.weight, and with K1 all_reduce\b", "<p>not tried: "), verdict[1]
     )
     assert "begin with" not in read("tiny-qwen3", tp=2).text
+
+
+def test_the_first_line_is_for_a_lead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the terminal and on the page: the checks, the mesh, what fails, or the worst gradient and what is allowed."""
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "model.layers.2.post_attention_layernorm.weight"
+    margins = [Margin("D1", "scores", 9, 9e-10, 1e-9), Margin("G1", "gradients", 240, 1.7e-13, 1e-9, name)]
+    tried, asked = plan("tiny-qwen3", Axes(tp=2)), ("W1", "D1", "G1")
+    well = RunResult("float64", 1.0, [], asked, margins=margins)
+    bad = RunResult("float64", 1.0, [Finding("G1", name, "off")], asked, ended=("W1",))
+    lines = {
+        "4 checks on tp=2: all is well; worst gradient 1.7e-13 off, 1e-09 allowed": well,
+        "4 checks on tp=2: all is well; worst of 9 scores 9.0e-10 off, 1e-09 allowed": replace(
+            well, margins=margins[:1]
+        ),
+        "4 checks on tp=2: all is well": replace(well, margins=()),
+        "1 of 4 checks on tp=2 fails: G1; findings: 1; 1 check was not answered": bad,
+    }
+    for first, part in lines.items():
+        print_table("tiny-qwen3", tried, [part])
+        said = capsys.readouterr().out
+        assert said.splitlines()[0] == first
+        assert "…" not in said
+        verdict, _, more = first.partition("; ")
+        assert f"<strong>{verdict}</strong>" in whole(tried, [part])
+        assert more.split(";")[0] in Read(whole(tried, [part])).text
+    print_table("tiny-qwen3", tried, [well])
+    assert f"allowed, in {name}" in " ".join(capsys.readouterr().out.split()), "nothing is cut at 80 columns"
 
 
 def test_long_names_break_where_a_reader_would_break_them() -> None:

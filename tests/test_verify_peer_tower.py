@@ -141,3 +141,13 @@ def test_no_two_pictures_touch(step: int) -> None:
         for document, seen in zip(documents, pictures, strict=True):
             sizes = [height * width // 4 for _, (time, height, width) in seen for _ in range(time)]
             assert [b - a for a, b in runs_of(document, (120, 121))] == sizes
+
+
+def test_pictures_are_bytes_and_numbers() -> None:
+    """As `meshwright train` reads them, and as processors of others give them."""
+    data = Data(vocab=131, long=LONG, vision=Vision(120, 121, 96))
+    made = {step: [d for docs in data.pictures(1, step) for d in docs] for step in (0, LONG_STEP)}
+    kinds = {step: {pixels.dtype for document in found for pixels, _ in document} for step, found in made.items()}
+    assert kinds == {0: {torch.uint8, torch.float32}, LONG_STEP: set()}
+    (pixels, _), *_ = next(document for document in data.pictures(0, LONG_STEP)[0] if document)
+    assert pixels.dtype == torch.float32

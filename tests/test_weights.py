@@ -370,14 +370,6 @@ def test_small_files_are_found_again_from_elsewhere(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
 
 
-def test_export_without_the_source_that_it_copies_from(tmp_path: Path) -> None:
-    """The tokenizer would be missing, and nobody would be told."""
-    source = tiny.directory(tmp_path / "m", "qwen3")
-    with pytest.raises(RankError, match=words("ExportError", r"/out\b", "No such file or directory: '.*/m'")):
-        worlds.run(1, export_after, source, tmp_path / "out", shutil.rmtree)
-    assert {p.name for p in tmp_path.iterdir()} == set()
-
-
 def initialised(config: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     return mw.gather(mw.init(config, mw.Mesh(**mesh), seed=3))
 

@@ -114,8 +114,9 @@ def said_by_all(source: Path, acts: Mapping[str, tuple[dict[str, int], Act]]) ->
 
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
     return Trial(
-        source, Axes(**mesh), Data(target=head == "value"), head, dtype, steps=_STEPS if dtype == torch.float64 else 1
-    )
+        source, Axes(**mesh), Data(target=head == "value"), head, dtype, steps=_STEPS if dtype == torch.float64 else 1,
+        small_parts=dtype != torch.float32,
+    )  # fmt: skip
 
 
 _references: dict[Any, Reference] = {}

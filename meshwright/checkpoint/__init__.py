@@ -2,11 +2,11 @@
 
 from .background import Saving
 from .content import Content, Keep, random_plane
-from .folder import Draft, final_place, find, newest_whole
+from .folder import Draft, checkpoints, final_place, is_checkpoint, newest_whole
 from .look import check_bytes, differences, opened_at, summary
 from .manifest import write_part
 from .planes import FIRST, MASTER, SECOND, WEIGHTS, Plane, planes_of, with_zeros
-from .restore import Checkpoint, Wanted, check_frozen, open_checkpoint, restore
+from .restore import Checkpoint, Wanted, check_frozen, open_newest, pass_over, raise_together, restore, runs_of_model
 from .save import commit, save, write_beside
 from .sharded import Sharded, sharded, take
 from .store import copy_checkpoint, is_url

@@ -93,6 +93,10 @@ class Saving:
     def runs(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def succeeded(self) -> bool:
+        return not self.runs and self.failure is None
+
     def wait(self) -> None:
         """Until it is whole, or has failed."""
         self._thread.join()

@@ -16,18 +16,18 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LoadError
 from ..log import logger
-from ..weights import MANIFEST
-from .content import Keep
-from .manifest import LOCK, Manifest, to_disk, why_not_whole, write_manifest
+from ..weights import MANIFEST, TRAINER
+from .content import RANDOM_FILE, Keep
+from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, to_disk, why_not_whole, write_manifest
 
-STEP = re.compile(r"step-(\d{6,})")
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
+_REST = (TRAINER, "master/*.safetensors", "exp_avg*/*.safetensors", RANDOM_FILE, f"{PARTS}/[0-9]*.json")
 _MAKING_S = 3600.0  # a directory without a lock may be one that is just being made; for no longer than this
 
 
@@ -71,9 +71,25 @@ def newest_whole(folder: Path, but: Path | None = None) -> Path | None:
     return next((path for path in candidates if path != but and not why_not_whole(path)), None)
 
 
-def find(directory: Path) -> Path:
-    """A checkpoint: the directory itself, or the newest whole one of a folder of them."""
-    if (directory / MANIFEST).is_file():
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a manifest lies there. Refuse a checkpoint that lost its manifest, as a copy does that was cut off:
+    read as a plain model it would give rounded weights, no moments and step 0."""
+    if os.path.lexists(directory / MANIFEST):
+        return True
+    rest = next((path for name in _REST for path in sorted(directory.glob(name))), None)
+    if rest is not None:
+        raise CheckpointError(
+            f"{directory} holds {rest.relative_to(directory)} of a checkpoint and no {MANIFEST}, so nobody knows "
+            "whether it is whole; copy it again (`meshwright copy` checks every byte), or take another one. To use its "
+            "weights unchecked, remove all that is not of a Hugging Face model: "
+            f"{TRAINER}, master, exp_avg, exp_avg_sq, random, {PARTS}"
+        )
+    return False
+
+
+def find(directory: Path, but: Collection[Path] = ()) -> Path:
+    """A checkpoint: the directory itself, or the newest whole one of a folder of them. `but`: not one of these."""
+    if is_checkpoint(directory):
         return directory
     hidden = [found.path for found in checkpoints(directory.parent) if step_name(found.step) == directory.name]
     if not directory.exists() and hidden:
@@ -81,12 +97,15 @@ def find(directory: Path) -> Path:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory; give a checkpoint, or the folder of them")
     for found in checkpoints(directory):
+        if found.path in but:
+            continue
         wrong = why_not_whole(found.path)
         if not wrong:
             return found.path
         logger.warning("%s is not whole and is passed over: %s", found.path, wrong)
+    damaged = f" ({', '.join(path.name for path in but)}: damaged)" if but else ""
     raise CheckpointError(
-        f"{directory} holds no whole checkpoint, neither {MANIFEST} nor step-000200 or the like; give another "
+        f"{directory} holds no whole checkpoint{damaged}, neither {MANIFEST} nor step-000200 or the like; give another "
         "directory (a run of meshwright train keeps them in its checkpoints)"
     )
 
@@ -178,14 +197,26 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
     """Later ones stay too: they are of another run, or of a part of this one that was taken back. So does the one that
-    the model was loaded from (`in_use`): every save copies what is not trained from there."""
+    the model was loaded from (`in_use`): every save copies what is not trained from there. One that nobody could go on
+    from takes the place of none that is good."""
     mine = [found for found in checkpoints(folder) if found.step <= step and (found.path / MANIFEST).is_file()]
-    for found in mine[keep.last :]:
+    good = 0
+    for found in mine:
+        if good < (keep.last or 0):
+            good += _is_good(found.path)
+            continue
         if (keep.every and found.step % keep.every == 0) or (in_use.exists() and found.path.samefile(in_use)):
             continue
         gone = folder / f".{step_name(found.step)}.removed-{secrets.token_hex(4)}"
         found.path.rename(gone)  # from here on it is no checkpoint, whatever becomes of the rest
         _remove(gone)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return NOT_FINITE not in read_manifest(path).about
+    except LoadError:
+        return False
 
 
 def later_than(folder: Path, step: int) -> list[Path]:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from ..errors import BrokenFile, CheckpointError
 from ..log import progress
+from ..ops.part_sizes import part_size
 from ..weights import DTYPES, MANIFEST, Entry, Source, opened
 from .folder import find
 from .restore import Checkpoint, check_run, open_checkpoint
 
 _READERS = 4
-_PART_BYTES = 32 << 20
+_PART_BYTES = part_size(__name__, "_PART_BYTES", 32 << 20, small=808)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,8 @@ from ..errors import BrokenFile, LoadError
 from ..weights import MANIFEST, Runs, checksum, read_stamped_json, runs_of_json, short
 
 PARTS, LOCK = "runs", ".lock"
+NOT_FINITE = "not_finite"  # a parameter of which this is true, among what is said for people
+STEP = re.compile(r"step-(\d{6,})")
 FORMAT, VERSION = "meshwright checkpoint", 1
 _ENDING = ', "checksum": "'
 
@@ -98,13 +101,31 @@ def why_not_whole(directory: Path) -> str:
     try:
         manifest = read_manifest(directory)
         check_files(directory, manifest)
+        check_name(directory, manifest)
     except (LoadError, OSError) as error:
         return str(error)
     return ""
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    for name, num_bytes in manifest.files.items():
+    check_sizes(directory, manifest.files)
+    for name in manifest.parts:
+        if not (directory / name).is_file():
+            raise BrokenFile(f"{directory / name} is missing; the manifest lists it")
+
+
+def check_name(directory: Path, manifest: Manifest) -> None:
+    """Refuse a step under the name of another step: it would be resumed, or replaced, as that one."""
+    named = STEP.fullmatch(directory.name)
+    if named and int(named[1]) != manifest.step:
+        raise BrokenFile(
+            f"{directory} is named as step {int(named[1])}, and its manifest was written for step {manifest.step}; "
+            f"give it back its name, step-{manifest.step:06d}"
+        )
+
+
+def check_sizes(directory: Path, files: Mapping[str, int]) -> None:
+    for name, num_bytes in files.items():
         path = directory / name
         try:
             found = path.stat().st_size
@@ -112,27 +133,28 @@ def check_files(directory: Path, manifest: Manifest) -> None:
             raise BrokenFile(f"{path} cannot be read: {error.strerror}; the manifest lists it") from error
         if found != num_bytes:
             raise BrokenFile(f"{path} has {found} bytes, and {num_bytes} were written")
-    for name in manifest.parts:
-        if not (directory / name).is_file():
-            raise BrokenFile(f"{directory / name} is missing; the manifest lists it")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has written: the file that lists it, the checksum of that file, and how many bytes it lists."""
+    """What a rank has written: the file that lists it, the checksum of that file, and how many bytes it lists.
+
+    `not_finite`: the place in the table of a trained parameter that has values that are not finite; -1 for none.
+    """
 
     name: str
     checksum: int
     num_bytes: int
+    not_finite: int = -1
 
-    def numbers(self) -> tuple[float, float, float]:
+    def numbers(self) -> tuple[float, float, float, float]:
         """As floats, which hold 53 bits exactly."""
-        return self.num_bytes, self.checksum >> 32, self.checksum & 0xFFFFFFFF
+        return self.num_bytes, self.checksum >> 32, self.checksum & 0xFFFFFFFF, self.not_finite
 
     @staticmethod
     def of_numbers(rank: int, numbers: Sequence[float]) -> Part:
-        num_bytes, high, low = map(int, numbers)
-        return Part(part_name(rank), high << 32 | low, num_bytes)
+        num_bytes, high, low, not_finite = map(int, numbers)
+        return Part(part_name(rank), high << 32 | low, num_bytes, not_finite)
 
 
 def write_part(directory: Path, rank: int, runs: Runs) -> Part:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, LoadError, failure_in
+from ..errors import BrokenCheckpointError, BrokenFile, CheckpointError, LoadError, failure_in
 from ..layout import ShardingSpec, Table
+from ..log import logger
 from ..mesh import Mesh
 from ..weights import (
     TRAINER,
@@ -37,9 +38,9 @@ from ..weights import (
     read_header,
     read_json,
 )
-from .content import RANDOM_FILE
-from .folder import newest_whole
-from .manifest import Manifest, check_files, read_manifest, read_parts
+from .content import RANDOM, RANDOM_FILE
+from .folder import find, is_checkpoint, newest_whole
+from .manifest import Manifest, check_files, check_name, check_sizes, read_manifest, read_parts
 from .planes import MASTER, WEIGHTS
 
 
@@ -80,30 +81,74 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         manifest = read_manifest(directory)
         check_files(directory, manifest)
         runs = read_parts(directory, manifest)
-        _check_small(directory, runs)
-        planes = {name: _plane(directory, folder) for name, folder in manifest.planes.items()}
+        check_name(directory, manifest)
+        _check_small(directory, runs.of_file)
+        by_file = runs.sorted()
+        planes = {name: _plane(directory, folder, by_file) for name, folder in manifest.planes.items()}
         return Checkpoint(directory, manifest, runs, planes, read_json(directory / TRAINER))
+    except BrokenFile as error:
+        raise BrokenCheckpointError(f"{broken(directory)}: {error}") from error
     except LoadError as error:
-        raise CheckpointError(f"{broken(directory)}: {error}") from error
+        raise CheckpointError(f"{directory} cannot be read: {error}") from error
 
 
-def _check_small(directory: Path, runs: Runs) -> None:
+def open_newest(directory: Path, damaged: list[Path]) -> Checkpoint:
+    """A checkpoint, or of a folder the newest one that can be opened. What is not as it was saved joins `damaged`."""
+    while True:
+        path = find(directory, but=damaged)
+        try:
+            return open_checkpoint(path)
+        except BrokenCheckpointError as error:
+            pass_over(directory, path, error, damaged)
+
+
+def pass_over(directory: Path, path: Path, error: BrokenCheckpointError, damaged: list[Path]) -> None:
+    """Let an older checkpoint of the folder `directory` take the place of a damaged one. Raise where the user gave this
+    very checkpoint."""
+    if path.parent != directory:
+        raise error
+    logger.warning("%s is damaged and stays as it is; trying an older checkpoint: %s", path, error)
+    damaged.append(path)
+
+
+def runs_of_model(directory: Path) -> Mapping[str, Sequence[Run]]:
+    """What the weights of a checkpoint are compared with as they are read; nothing for a plain model directory.
+
+    Headers and small files are compared here. Nothing of masters and moments is asked for: they may have been removed.
+    """
+    if not is_checkpoint(directory):
+        return {}
+    try:
+        manifest = read_manifest(directory)
+        others = {f"{folder}/" for folder in (*manifest.planes.values(), RANDOM) if folder}
+        of_model = {name: size for name, size in manifest.files.items() if not name.startswith(tuple(others))}
+        check_sizes(directory, of_model)
+        runs = read_parts(directory, manifest).sorted()
+        check_name(directory, manifest)
+        _check_small(directory, {name: runs.get(name, []) for name in of_model})
+    except BrokenFile as error:
+        raise BrokenFile(f"{broken(directory)}: {error}") from error
+    return {name: runs[name] for name in of_model}
+
+
+def _check_small(directory: Path, runs: Mapping[str, Sequence[Run]]) -> None:
     """What is parsed is checked first: headers, and all that is no tensor."""
     checks = Checks(directory, {})
-    for file, found in runs.of_file.items():
+    for file, found in runs.items():
         with opened(directory / file) as source:
             for run in found:
                 if run.start == 0 or not file.endswith(".safetensors"):
                     checks.check(file, run, source.bytes_at(run.start, run.stop - run.start))
 
 
-def _plane(directory: Path, folder: str) -> Source:
+def _plane(directory: Path, folder: str, runs: Mapping[str, Sequence[Run]]) -> Source:
     """Its files are named as in the directory of the checkpoint."""
-    source = open_source(directory / folder)
+    source = replace(open_source(directory / folder), runs=runs)
     if not folder:
         return source
     entries = {key: entry._replace(file=f"{folder}/{entry.file}") for key, entry in source.entries.items()}
-    return Source(directory, entries, stamps={f"{folder}/{file}": stamp for file, stamp in source.stamps.items()})
+    stamps = {f"{folder}/{file}": stamp for file, stamp in source.stamps.items()}
+    return Source(directory, entries, stamps=stamps, runs=runs)
 
 
 @dataclass(frozen=True)
@@ -121,18 +166,16 @@ def check_frozen(
     checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh
 ) -> None:
     """Before anything is replaced: what takes no other values is the same in the checkpoint. All ranks call it."""
-    checks = Checks(checkpoint.directory, checkpoint.runs.sorted())
 
     def compare() -> None:
         for each in wanted:
             keymap = KeyMap(choice, keys_of(each.source), source=each.source)
             alone = range(mesh.rank, mesh.rank + 1)
-            check_same(
-                each.same, mesh.rank, list(plan_reads(spec, mesh.axes, alone, keymap, each.same)), each.source, checks
-            )
+            reads = plan_reads(spec, mesh.axes, alone, keymap, each.same)
+            check_same(each.same, mesh.rank, list(reads), each.source)
 
     failure = failure_in(compare, CheckpointError, f"{checkpoint.directory} cannot be resumed")
-    mesh.all_or_none(failure, f"the comparison with {checkpoint.directory}", CheckpointError)
+    raise_together(failure, f"the comparison with {checkpoint.directory}", mesh)
 
 
 def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh) -> None:
@@ -140,19 +183,28 @@ def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: 
 
     `choice`: the layouts of the checkpoint.
     """
-    checks = Checks(checkpoint.directory, checkpoint.runs.sorted())
 
     def read() -> None:
         for each in wanted:
             keymap = KeyMap(choice, keys_of(each.source), source=each.source)
             alone = range(mesh.rank, mesh.rank + 1)
             reads = plan_reads(spec, mesh.axes, alone, keymap, each.pieces)
-            fill(each.pieces, mesh, list(reads), alone, each.source, checks)
+            fill(each.pieces, mesh, list(reads), alone, each.source)
         for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
             check_run(checkpoint, file, run)
 
     failure = failure_in(read, CheckpointError, broken(checkpoint.directory))
-    mesh.all_or_none(failure, f"the reading of {checkpoint.directory}", CheckpointError)
+    raise_together(failure, f"the reading of {checkpoint.directory}", mesh)
+
+
+def raise_together(failure: BaseException | None, at: str, mesh: Mesh) -> None:
+    """If a rank failed, all raise the same kind of error, so that all of them take an older checkpoint or none does.
+    Only bytes that are not as they were saved are a reason to: a rank without memory would fail again."""
+    damage = None
+    if failure is not None and isinstance(failure.__cause__, BrokenFile | BrokenCheckpointError):
+        failure, damage = None, BrokenCheckpointError(str(failure))
+    mesh.all_or_none(failure, at, CheckpointError)
+    mesh.all_or_none(damage, at, BrokenCheckpointError)
 
 
 def broken(directory: Path) -> str:

@@ -10,9 +10,11 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, failure_in
@@ -25,7 +27,6 @@ from ..weights import (
     Files,
     Runs,
     StoredModel,
-    check_readable,
     copy_carried,
     interrupted_later,
     make_files,
@@ -34,7 +35,7 @@ from ..weights import (
 )
 from .content import RANDOM, Content, Group
 from .folder import LOCK, Draft, check_not_in_use, check_room, final_place, later_than, remove_earlier
-from .manifest import PARTS, Manifest, Part, to_disk, write_part
+from .manifest import NOT_FINITE, PARTS, Manifest, Part, to_disk, write_part
 from .planes import WEIGHTS, Plane
 
 Act = Callable[[], object]
@@ -70,7 +71,8 @@ class Share:
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.content, self.mesh, self.runs = content, mesh, Runs()
         self._part, made = Part("", 0, 0), list[Draft]()
-        failure = failure_of(lambda: made.append(self._make())) if mesh.rank == 0 else None
+        self._not_finite, self._trained = -1, frozenset[str](content.trainer["trained"])
+        failure = self._failure_of(lambda: made.append(self._make())) if mesh.rank == 0 else None
         mesh.all_or_none(failure, f"the making of {content.folder}", CheckpointError)
         self.draft = made[0] if made else None
         self.path: Path = mesh.of_rank_0(self.draft.path if self.draft else None)
@@ -80,8 +82,8 @@ class Share:
     def _make(self) -> Draft:
         """The directory to fill, with all that is small, and every file in its size."""
         content, axes = self.content, self.mesh.axes
-        check_readable(content.export)
-        check_not_in_use(final_place(content.folder, content.step), content.export.beside)
+        content.export.small.check()
+        check_not_in_use(final_place(content.folder, content.step), content.export.small.directory)
         check_room(content.folder, content.num_bytes(axes))
         with Draft(content.folder, content.step) as draft:
             self._fill(draft.path)
@@ -117,6 +119,9 @@ class Share:
     def _write(self, planes: Iterable[Plane], piece: Piece, rows: Tensor) -> None:
         for plane in planes:
             self.files[plane.name].write(piece, rows)
+        is_weight = any(plane.name == WEIGHTS for plane in planes)
+        if is_weight and piece.param.name in self._trained and not _is_finite(rows):
+            self._not_finite = list(self.content.spec.table.params).index(piece.param.name)
         self._advance(piece.numel)
 
     def complete(self, acts: Iterable[Act], agreement: Agreement) -> None:
@@ -125,10 +130,10 @@ class Share:
             if self.draft:
                 undo.callback(self.draft.abandon)
             with interrupted_later() as interrupts:
-                failure = self._write_all(acts, interrupts) or failure_of(self._finish)
+                failure = self._write_all(acts, interrupts) or self._failure_of(self._finish)
                 parts = agreement.parts(failure, self._part)
                 commit = functools.partial(self._commit, parts)
-                agreement.end(failure_of(commit) if self.draft else None)
+                agreement.end(self._failure_of(commit) if self.draft else None)
             undo.pop_all()
 
     def _write_all(self, acts: Iterable[Act], interrupts: list[int]) -> BaseException | None:
@@ -141,7 +146,7 @@ class Share:
             for act in acts:
                 if interrupts:
                     failure = failure or KeyboardInterrupt()
-                failure = failure or failure_of(act)
+                failure = failure or self._failure_of(act)
         return failure
 
     def _finish(self) -> None:
@@ -152,13 +157,30 @@ class Share:
         for files in self.files.values():
             files.to_disk()
             files.close()
-        self._part = write_part(self.path, self.mesh.rank, self.runs)
+        self._part = replace(write_part(self.path, self.mesh.rank, self.runs), not_finite=self._not_finite)
 
     def _commit(self, parts: Sequence[Part]) -> None:
         """Rank 0 alone: all others have written."""
         assert self.draft is not None
-        commit(self.draft, self.content.planes, parts, self.content.about)
+        about, odd = self.content.about, max(part.not_finite for part in parts)
+        if odd >= 0:
+            about = {**about, NOT_FINITE: list(self.content.spec.table.params)[odd]}
+            logger.warning(
+                "%s has values that are not finite in step %d; keep= does not count this checkpoint. Resume an earlier "
+                "one by its name, or remove this one", about[NOT_FINITE], self.content.step,
+            )  # fmt: skip
+        commit(self.draft, self.content.planes, parts, about)
         _tidy(self.content)
+
+    def _failure_of(self, act: Act) -> BaseException | None:
+        """Of what a rank does alone: the others must be told, so nothing is raised yet."""
+        place = final_place(self.content.folder, self.content.step)
+        return failure_in(act, CheckpointError, f"rank {self.mesh.rank} saved nothing to {place}")
+
+
+def _is_finite(rows: Tensor) -> bool:
+    """Smallest and largest are not a number where any is none, and take a third of the time of asking each."""
+    return not rows.numel() or bool(torch.stack(torch.aminmax(rows)).isfinite().all())
 
 
 def commit(draft: Draft, planes: Sequence[Plane], parts: Sequence[Part], about: Mapping[str, Any]) -> None:
@@ -193,14 +215,9 @@ def _tidy(content: Content) -> None:
         )  # fmt: skip
     if content.keep.last is not None:
         try:
-            remove_earlier(content.folder, content.step, content.keep, content.export.beside)
+            remove_earlier(content.folder, content.step, content.keep, content.export.small.directory)
         except OSError as error:
             logger.warning("earlier checkpoints in %s could not be removed: %s", content.folder, error)
-
-
-def failure_of(act: Act) -> BaseException | None:
-    """Of what a rank does alone: the others must be told, so nothing is raised yet."""
-    return failure_in(act, CheckpointError, "nothing was saved")
 
 
 def save(content: Content, mesh: Mesh) -> None:

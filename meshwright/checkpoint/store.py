@@ -22,8 +22,8 @@ import fsspec
 from ..errors import BrokenFile, CheckpointError, LoadError
 from ..log import Advance, logger, progress
 from ..weights import MANIFEST, Run, path_of
-from .folder import STEP, Draft, check_room, final_place, find, step_name
-from .manifest import Manifest, read_manifest, read_parts, to_disk
+from .folder import Draft, check_room, final_place, find, step_name
+from .manifest import STEP, Manifest, read_manifest, read_parts, to_disk
 
 TRIES = 4
 _WAIT_S = 1.0  # before the second try; each further one waits twice as long

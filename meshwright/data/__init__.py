@@ -10,7 +10,7 @@ from .pack import cut, filled, joined_batches, pack, shift
 from .plan import DataSource, Plan
 from .processor import Marks, Processor, Wishes
 from .reading import SUFFIXES, files_of
-from .store import Documents, Make, Recipe, prepare
+from .store import BEGAN, RUN_BEGAN, Documents, Make, Recipe, Unused, prepare
 from .texts import Ready, Texts, Unseeing
-from .tokenizer import fingerprint_of, generation_config_of, tokenizer_of
+from .tokenizer import fingerprint_of, generation_config_of, template_of, tokenizer_of
 from .tokens import Tokens

@@ -7,13 +7,18 @@ turn's prompt is no continuation of it. That needs no knowledge of any template.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import DataError
-from .layouts import Conversation, Message, conversation
+from .layouts import Conversation, conversation, unused_fields
+from .messages import Message
+from .parts import A
 from .processor import Processor
+from .render import MOST_CHARACTERS, bounded
+from .tokenizer import encoded
 from .tokens import Tokens, tokens
 from .views import View
 
@@ -44,6 +49,7 @@ class Chat:
     ) -> None:  # fmt: skip
         self.tokenizer, self.options, self.processor = tokenizer, options or ChatOptions(), processor
         self.stop_ids = frozenset(stop_ids) or stop_ids_of(tokenizer, {})
+        self._special = _special_tokens(tokenizer)
         if not self.options.template and not tokenizer.chat_template:
             raise DataError(
                 'the tokenizer has no chat template; give template= of the data, or take texts (kind = "text", --text)'
@@ -52,6 +58,7 @@ class Chat:
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
         """None where nothing of the row is to be trained on."""
         chat = conversation(row, self.options.fields, sees=self.processor is not None)
+        self._check_texts(chat)
         views = [views_of(message, self.processor) for message in chat.messages]
         if self.options.turns == "joined":
             return self._joined(chat, any(views))
@@ -69,18 +76,44 @@ class Chat:
             ids += turn
         return [tokens(ids, spans, seen) for ids, spans, seen in found]
 
+    def unused(self, row: Mapping[str, Any]) -> set[str]:
+        """Return the fields of a row that change nothing of its documents."""
+        return unused_fields(row, self.options.fields)
+
+    def _check_texts(self, chat: Conversation) -> None:
+        """Refuse texts that would become other tokens than their author meant."""
+        for number, message in enumerate(chat.messages):
+            if found := next(filter(None, map(self._special.search, _texts_of(message))), None):
+                raise DataError(
+                    f"message {number} of the {message['role']} holds the special token {found[0]!r}, which is no text "
+                    "to a model or a server: it would mark where a turn ends or begins. Write it otherwise"
+                )
+        if found := next(filter(None, map(self._special.search, _texts_of(chat.tools))), None):
+            raise DataError(f"the tools hold the special token {found[0]!r}, which is no text to a model")
+        for number, (message, learnt) in enumerate(zip(chat.messages, chat.learnt, strict=True)):
+            content = message["content"]
+            if learnt and content.lstrip().startswith("<think>") and "</think>" not in content:
+                raise DataError(
+                    f"message {number} begins with <think> and has no </think>: its thinking was cut off, and a model "
+                    "would learn never to answer. End it, or leave it out"
+                )
+
     def prompt(self, text: str) -> list[int]:
         """What a server would send where a user begins with `text`. With thinking="auto" the template decides."""
         chat, thinking = conversation({"messages": [{"role": "user", "content": text}]}), self.options.thinking
         flags = {**({} if thinking == "auto" else {"enable_thinking": thinking}), **self.options.template_args}
-        return self._ids(self._render(chat, 1, flags, add_generation_prompt=True))
+        return self._ids(bounded(lambda: self._render(chat, 1, flags, add_generation_prompt=True)))
 
     def _turn(self, chat: Conversation, number: int, seen: Sequence[View]) -> tuple[list[int], list[int]]:
         """What a server would send for message `number`, and what it should get."""
         thinks = _thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
-        flags = {"enable_thinking": thinks, **self.options.template_args}
-        head = self._render(chat, number, flags, add_generation_prompt=True)
-        whole = self._render(chat, number + 1, flags, add_generation_prompt=False)
+        flags = {"enable_thinking": thinks, **self.options.template_args, **chat.template_args}
+        head, whole = bounded(
+            lambda: (
+                self._render(chat, number, flags, add_generation_prompt=True),
+                self._render(chat, number + 1, flags, add_generation_prompt=False),
+            )
+        )
         if not whole.startswith(head):
             at = next(
                 (i for i, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), min(len(head), len(whole))
@@ -104,18 +137,24 @@ class Chat:
         return text if self.processor is None else self.processor.with_places(text, seen)
 
     def _render(self, chat: Conversation, num: int, flags: Mapping[str, Any], **how: Any) -> str:
-        try:
-            return str(self._apply(chat.messages[:num], tools=chat.tools, tokenize=False, **how, **flags))
-        except Exception as error:  # a template is a program of somebody else
+        text = str(self._apply(chat.messages[:num], tools=chat.tools, tokenize=False, **how, **flags))
+        if len(text) > MOST_CHARACTERS:
             raise DataError(
-                f"the template refuses the first {num} messages: {type(error).__name__}: {error}"
-            ) from error
+                f"the template writes {len(text):,} characters for the first {num} messages; at most "
+                f"{MOST_CHARACTERS:,} are taken"
+            )
+        return text
 
     def _apply(self, messages: Sequence[Message], **how: Any) -> Any:
-        return self.tokenizer.apply_chat_template(list(messages), chat_template=self.options.template, **how)
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), chat_template=self.options.template, **how)
+        except Exception as error:  # a template is a program of somebody else
+            raise DataError(
+                f"the template refuses the first {len(messages)} messages: {type(error).__name__}: {error}"
+            ) from error
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return encoded(self.tokenizer, text)
 
     def _joined(self, chat: Conversation, sees: bool) -> list[Tokens]:
         """As the template marks it. Which tokens are a message's only the template knows, so none can be left out."""
@@ -123,10 +162,17 @@ class Chat:
             raise DataError('turns="joined" knows no pictures; leave turns= out')
         if not all(learnt for learnt, m in zip(chat.learnt, chat.messages, strict=True) if m["role"] == "assistant"):
             raise DataError('turns="joined" trains every turn of the assistant, and one of them has train=false')
-        found = self._apply(
-            chat.messages, tools=chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-            **self.options.template_args,
-        )  # fmt: skip
+        flags = {**self.options.template_args, **chat.template_args}
+        found = bounded(
+            lambda: self._apply(
+                chat.messages,
+                tools=chat.tools,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                **flags,
+            )
+        )
         mask = [0, *found["assistant_masks"], 0]
         if not any(mask):
             raise DataError(
@@ -144,7 +190,7 @@ def views_of(message: Message, processor: Processor | None) -> list[View]:
     shown = [part for part in parts if part["type"] != "text"]
     if shown and processor is None:
         raise DataError(
-            f"a message of the {message['role']} shows a {shown[0]['type']}, which a model sees with its tower; set "
+            f"a message of the {message['role']} shows {A[shown[0]['type']]}, which a model sees with its tower; set "
             "train.tower = true"
         )
     return [
@@ -166,5 +212,27 @@ def _thinks(message: Message) -> bool:
 def stop_ids_of(tokenizer: Any, generation_config: Mapping[str, Any]) -> frozenset[int]:
     """What ends a turn: `eos_token_id` of generation_config.json, and that of the tokenizer."""
     given = generation_config.get("eos_token_id")
-    named = given if isinstance(given, list) else [given]
-    return frozenset(int(each) for each in (*named, tokenizer.eos_token_id) if each is not None)
+    named = [each for each in (given if isinstance(given, list) else [given]) if each is not None]
+    if not all(type(each) is int and each >= 0 for each in named):
+        raise DataError(
+            f"generation_config.json: eos_token_id={given!r:.80} must be the number of a token, or a list of such; "
+            "fetch the file again, or correct it"
+        )
+    own = tokenizer.eos_token_id
+    return frozenset(named if own is None else (*named, own))
+
+
+def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Return what finds the special tokens of a tokenizer in a text; the longest one where several begin."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """All texts of a message or of tools, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_of(each)

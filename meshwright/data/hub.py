@@ -6,14 +6,14 @@ Nothing is streamed. Which documents are trained on would depend on the number o
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
 from .arrow import num_rows_of
+from .json_values import kind_of, read_object
 
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
@@ -35,17 +35,38 @@ def is_saved(directory: Path) -> bool:
 def saved_files(directory: Path, part: Part) -> list[Path]:
     if part.subset or part.revision:
         raise DataError(f"{directory} was written by save_to_disk, without subset and revision; leave them out")
-    about = _json(directory / (_SAVED_SPLITS if (directory / _SAVED_SPLITS).is_file() else _SAVED))
+    file = directory / (_SAVED_SPLITS if (directory / _SAVED_SPLITS).is_file() else _SAVED)
+    about = read_object(file)
     if "splits" in about:
-        return saved_files(directory / _one(str(directory), about["splits"], part.split), Part())
+        splits = [_inside(file, each) for each in _listed(file, about, "splits")]
+        return saved_files(directory / _one(str(directory), splits, part.split), Part())
     if part.split not in ("", about.get("_split")):
         raise DataError(
             f"hf_split = {part.split!r}, and {directory} is one split, {about.get('_split')!r}; leave it out"
         )
-    files = [directory / each["filename"] for each in about["_data_files"]]
+    if about.get("_indices_data_files"):
+        raise DataError(
+            f"{file} chooses rows by _indices_data_files, as old versions of datasets did, which are not read; write "
+            "the set anew: datasets.load_from_disk(DIRECTORY).flatten_indices().save_to_disk(OTHER)"
+        )
+    named = [each.get("filename") if isinstance(each, dict) else each for each in _listed(file, about, "_data_files")]
+    files = [directory / _inside(file, name) for name in named]
     if lacking := [str(file) for file in files if not file.is_file()]:
         raise DataError(f"{', '.join(lacking)} of the data set {directory} is not there; save or copy it anew")
     return files
+
+
+def _listed(file: Path, about: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(found := about.get(name), list):
+        raise DataError(f"{name} of {file} is {kind_of(found)}, not a list; save or copy the data set anew")
+    return found
+
+
+def _inside(file: Path, name: Any) -> str:
+    """Return a name that a data set gives to a part of it. Refuse one that leads out of its directory."""
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+        raise DataError(f"{file} names {name!r:.80}, which is no file of its directory; save or copy the data set anew")
+    return name
 
 
 def fetched_files(name: str, part: Part) -> list[Path]:
@@ -90,10 +111,3 @@ def _one(name: str, splits: Sequence[str], wanted: str) -> str:
         return splits[0]
     said = f"hf_split = {wanted!r} is none" if wanted else "hf_split must name one"
     raise DataError(f"{said} of the splits of {name}: {', '.join(splits)}")
-
-
-def _json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise DataError(f"{file} is no JSON: {error}; save or copy the data set anew") from error

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import DataError, counted
+from .json_values import kind_of
 
 Part = dict[str, Any]  # {"type": "text", "text": ...}, {"type": "image", "image": path} or {"type": "video", ...}
 
+A = {"image": "an image", "video": "a video"}
 _PATHS = {"image": ("image", "path", "url"), "video": ("video", "path", "url")}
 _NESTED = {"image_url": "image", "video_url": "video"}  # {"type": "image_url", "image_url": {"url": path}}
 _LISTS = {"image": ("images", "image"), "video": ("videos", "video")}  # of a row: what its messages show, in order
@@ -96,7 +98,7 @@ def _path(given: Any, kind: str, number: int) -> Any:
         return [_path(each, "image", number) for each in given]
     if not isinstance(given, str):
         raise DataError(
-            f"message {number} shows a {kind} that is {type(given).__name__}, not a path; write it as a file beside "
+            f"message {number} shows {A[kind]} that is {kind_of(given)}, not a path; write it as a file beside "
             "the data, and name that"
         )
     return given

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import secrets
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from .permute import Indices, permuted
 WINDOW = 256  # streams of a window, about: packing wastes less in longer ones, and each is packed as a whole
 _VERSION = 2  # of the rules below: a run that began under others cannot go on
 _SHORTEST = 2  # a document of one token has no target
+MOST_DOCUMENTS = 10**9  # of a run, over all of its epochs: they would take hours to pack, and 8 GB
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Plan:
         self._check()
         self.weights = self._weights()
         self._epochs, self._streams = epochs, streams
+        self._check_amounts()
         self._windows, self.num_streams = self._kept_in(cache)
         self._packed = lru_cache(4)(self._pack)
 
@@ -101,6 +104,47 @@ class Plan:
         shares = [source.share is not None for source in self.sources]
         if any(shares) and not all(shares):
             raise DataError(f"{self.sources[shares.index(False)].name} has no share, others have; give all one or none")
+
+    def _check_amounts(self) -> None:
+        """Refuse a run that would be packed for ever, and a source of which the run takes nothing."""
+        sizes = [weight * len(kept) for weight, kept in zip(self.weights, self._kept, strict=True)]
+        if sum(sizes) > MOST_DOCUMENTS:
+            at = sizes.index(max(sizes))
+            raise DataError(
+                f"a weight of {self.weights[at]:g} takes {sizes[at]:.3g} documents of {self.sources[at].name} in an "
+                f"epoch; at most {MOST_DOCUMENTS:,} can be planned: give a smaller weight"
+            )
+        self._check_small(sizes)
+        if not max(self.num_epochs, self.num_epochs * sum(sizes)) <= MOST_DOCUMENTS:
+            what, less = f"{self._epochs or 0:g} epochs", "fewer epochs"
+            if self._streams is not None:
+                what, less = f"{self._streams:,} streams of {self.length:,} tokens", "fewer steps or tokens"
+            raise DataError(
+                f"{what} are {self.num_epochs:.3g} passes over {counted(round(sum(sizes)), 'document')}; at most "
+                f"{MOST_DOCUMENTS:,} documents can be planned, counted in each pass: give {less}"
+            )
+
+    def _check_small(self, sizes: Sequence[float]) -> None:
+        for source, kept, size in zip(self.sources, self._kept, sizes, strict=True):
+            if source.share is None and round(size * max(1.0, min(self.num_epochs, MOST_DOCUMENTS))) == 0:
+                raise DataError(
+                    f"a weight of {source.weight:g} takes none of the {counted(len(kept), 'document')} of "
+                    f"{source.name}; give {1 / len(kept):.2g} or more, or leave the source out"
+                )
+            if source.share is not None and self._streams and source.share * self._streams * self.length < 1:
+                raise DataError(
+                    f"a share of {source.share:g} of {self._streams * self.length:,} tokens is not one token of "
+                    f"{source.name}; give a larger share, or leave the source out"
+                )
+
+    @cached_property
+    def num_epochs(self) -> float:
+        """Passes over the list of documents in the run; of a run of streams about, since no packing is perfect."""
+        if self._epochs is not None:
+            return self._epochs
+        sizes = zip(self.weights, self.sources, self._kept, strict=True)
+        tokens = sum(weight * int(source.lengths[kept].sum()) for weight, source, kept in sizes)
+        return (self._streams or 0) * self.length / tokens if tokens > 0 else math.inf
 
     def _weights(self) -> tuple[float, ...]:
         """Passes over each source in an epoch. With shares, an epoch ends where the first source is used up."""
@@ -132,7 +176,7 @@ class Plan:
             share = 1.0 if self._epochs is None else min(1.0, self._epochs - epoch)
             if share <= 0 or (wanted is not None and first >= wanted):
                 return windows, first if wanted is None else wanted
-            for start, stop in self._cuts(epoch, share):
+            for start, stop in self._cuts(epoch, share) if self._num_places(epoch) else ():
                 window = _Window(epoch, start, stop, first)
                 windows.append(window)
                 first += len(self._pack(window))

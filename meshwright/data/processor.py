@@ -6,7 +6,6 @@ of a file when data are read, and at its pixels when they are trained on.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, counted
+from .json_values import read_object
 from .video import Clip, clip_of, size_of
 from .views import Grid, View
 
@@ -228,8 +228,4 @@ def _resized(picture: Any, size: tuple[int, int]) -> np.ndarray[Any, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text()) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return read_object(file) if file.is_file() else {}

@@ -6,23 +6,33 @@ which line something is wrong.
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DataError
+from ..ops.part_sizes import part_size
 from .arrow import groups_of, numbered_rows
+from .json_values import kind_of
 
-Split = Literal["file", "paragraph", "line"]
+Split = Literal["file", "paragraph", "line", "array"]
 
-SUFFIXES = (".jsonl", ".parquet", ".txt", ".md")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".md")
+_OF_DIRECTORIES = (".jsonl", ".parquet", ".txt", ".md")  # a .json in one is often about the others
 ARROW = ".arrow"  # of data sets, which say themselves which files are theirs
-_RANGE_BYTES = 8 << 20
-_SAMPLE_BYTES = 1 << 20
+_RANGE_BYTES = part_size(__name__, "_RANGE_BYTES", 8 << 20, small=101)
+_SAMPLE_BYTES = part_size(__name__, "_SAMPLE_BYTES", 1 << 20, small=101)
+_ARRAY_BYTES = 1 << 30  # of a file that is one JSON value, which is read as a whole
+
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,11 @@ def files_of(path: str | Path) -> list[Path]:
         return [found]
     if not found.is_dir():
         raise DataError(f"{found} is neither a file nor a directory; look at the path of the data")
-    files = sorted(each for each in found.rglob("*") if each.suffix in SUFFIXES and each.is_file())
+    files = sorted(each for each in found.rglob("*") if each.suffix in _OF_DIRECTORIES and each.is_file())
     if not files:
-        raise DataError(f"{found} holds no {', '.join(SUFFIXES)}; look at the path of the data")
+        arrays = sorted(str(each) for each in found.rglob("*.json"))
+        hint = f"name its .json yourself: path = {arrays[:3]}" if arrays else "look at the path of the data"
+        raise DataError(f"{found} holds no {', '.join(_OF_DIRECTORIES)}; {hint}")
     return files
 
 
@@ -73,11 +85,14 @@ def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
     for file in files:
         size = file.stat().st_size
         if file.suffix == ".parquet":
-            out += [Shard(file, group, group + 1) for group in range(pq.ParquetFile(file).num_row_groups)]
+            with _table(file) as table:
+                out += [Shard(file, group, group + 1) for group in range(table.num_row_groups)]
         elif file.suffix == ARROW:
             out += [Shard(file, start, stop) for start, stop in groups_of(file, _RANGE_BYTES)]
         elif is_text(file) and split != "line":
             out.append(Shard(file, 0, size, split))
+        elif file.suffix == ".json" and _is_array(file):
+            out.append(Shard(file, 0, size, "array"))
         else:
             starts = range(0, size, _RANGE_BYTES)
             out += [Shard(file, start, min(start + _RANGE_BYTES, size), "line") for start in starts]
@@ -89,6 +104,8 @@ def rows_of(shard: Shard) -> Iterator[Row]:
         yield from _rows_of_table(shard)
     elif shard.file.suffix == ARROW:
         yield from (Row(at, values) for at, values in numbered_rows(shard.file, shard.start, shard.stop))
+    elif shard.split == "array":
+        yield from _rows_of_array(shard.file)
     elif not is_text(shard.file):
         yield from (_of_json(at, line) for at, line in _lines(shard) if line.strip())
     elif shard.split == "line":
@@ -133,9 +150,58 @@ def _of_json(at: int, line: bytes) -> Row:
         return Row(at, {}, f"it is not UTF-8: {error.reason} at its byte {error.start}")
     except (ValueError, RecursionError) as error:
         return Row(at, {}, f"it is no JSON: {error}")
+    return _of_value(at, values)
+
+
+def _of_value(at: int, values: Any) -> Row:
     if not isinstance(values, dict):
-        return Row(at, {}, f"it is a JSON {type(values).__name__}, not an object")
+        return Row(at, {}, f"it is {kind_of(values)}, not an object")
     return Row(at, values)
+
+
+def _is_array(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(_SAMPLE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def _rows_of_array(file: Path) -> Iterator[Row]:
+    """Rows of a file that is a list of them. What is no JSON ends it: nobody knows where the next row begins."""
+    if (size := file.stat().st_size) > _ARRAY_BYTES:
+        raise DataError(
+            f"{file} is a list of {size / 2**30:.1f} GiB, and at most {_ARRAY_BYTES / 2**30:.0f} are read at once; "
+            "write a row a line: jq -c '.[]' FILE.json > FILE.jsonl"
+        )
+    try:
+        text = file.read_bytes().decode()
+        at, before = 0, 0  # the byte and the character of the row before
+        for char, values in _elements(text):
+            at, before = at + len(text[before:char].encode()), char
+            yield _of_value(at, values)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is no JSON list of rows: {error}; write it again, or write a row a line") from error
+
+
+def _elements(text: str) -> Iterator[tuple[int, Any]]:
+    """Elements of a list, each with the character where it begins."""
+    decoder, char = json.JSONDecoder(), _after(text, text.index("[") + 1)
+    is_last = text[char : char + 1] == "]"
+    while not is_last:
+        values, stop = decoder.raw_decode(text, char)
+        yield char, values
+        stop = _after(text, stop)
+        is_last = text[stop : stop + 1] == "]"
+        if not is_last and text[stop : stop + 1] != ",":
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, stop)
+        char = stop if is_last else _after(text, stop + 1)
+    if (char := _after(text, char + 1)) < len(text):
+        raise json.JSONDecodeError("Extra data", text, char)
+
+
+def _after(text: str, char: int) -> int:
+    """Where something stands at or after `char`."""
+    found = _SPACE.match(text, char)
+    assert found is not None, "it matches nothing too"
+    return found.end()
 
 
 def _of_text(at: int, part: bytes) -> Row:
@@ -146,21 +212,37 @@ def _of_text(at: int, part: bytes) -> Row:
 
 
 def _rows_of_table(shard: Shard) -> Iterator[Row]:
-    table = pq.ParquetFile(shard.file)
-    at = sum(table.metadata.row_group(group).num_rows for group in range(shard.start))
-    for batch in table.iter_batches(row_groups=[*range(shard.start, shard.stop)]):
-        for values in batch.to_pylist():
-            yield Row(at, values)
-            at += 1
+    with _table(shard.file) as table:
+        at = sum(table.metadata.row_group(group).num_rows for group in range(shard.start))
+        for batch in table.iter_batches(row_groups=[*range(shard.start, shard.stop)]):
+            for values in batch.to_pylist():
+                yield Row(at, values)
+                at += 1
+
+
+@contextmanager
+def _table(file: Path) -> Iterator[Any]:
+    try:
+        with pq.ParquetFile(file) as table:
+            yield table
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is no whole Parquet file: {error}; write or copy it again") from error
+
+
+def places_of(file: Path, ats: Iterable[int]) -> dict[int, str]:
+    """As people look for them: lines of a file, counted from 1, or rows of a table, counted from 0."""
+    if file.suffix in (".parquet", ARROW):
+        return {at: f"{file}, row {at}" for at in ats}
+    found, line, before = dict[int, str](), 1, 0
+    with file.open("rb") as opened:
+        for at in sorted({*ats}):
+            line += sum(chunk.count(b"\n") for chunk in _chunks(opened, at - before))
+            found[at], before = f"{file}:{line}", at
+    return found
 
 
 def place_of(file: Path, at: int) -> str:
-    """As people look for it: the line of a file, counted from 1, or the row of a table, counted from 0."""
-    if file.suffix in (".parquet", ARROW):
-        return f"{file}, row {at}"
-    with file.open("rb") as opened:
-        lines = sum(chunk.count(b"\n") for chunk in _chunks(opened, at))
-    return f"{file}:{lines + 1}"
+    return places_of(file, [at])[at]
 
 
 def _chunks(opened: Any, num_bytes: int) -> Iterator[bytes]:

@@ -15,6 +15,8 @@ _TURNED = (5, 6, 7, 8)  # ways in which a camera was held on its side
 _ORIENTATION = 0x0112
 _STILL = {".gif", ".webp", ".png", ".apng"}  # files of pictures that may be several
 _MOVING = ("GIF", "WEBP", "PNG")  # which Pillow counts
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow would give an EPS to Ghostscript
+MOST_PIXELS = 64 << 20  # of a picture: 4 times as many as any processor of Qwen keeps, and 192 MiB in colours
 # What it says of files that are broken.
 _OF_PILLOW = (OSError, ValueError, SyntaxError, IndexError, TypeError, RuntimeError, EOFError, struct.error)
 
@@ -31,14 +33,23 @@ class Clip:
 @contextmanager
 def open_picture(file: Path) -> Iterator[Any]:
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise DataError("pictures are read by Pillow; install it: pip install 'meshwright[vision]'") from error
     try:
-        with Image.open(file) as picture:
+        with Image.open(file, formats=_FORMATS) as picture:
+            _check_size(file, *picture.size)
             yield picture
+    except UnidentifiedImageError as error:
+        raise DataError(f"{file} cannot be read as a picture: it is none of {', '.join(_FORMATS)}") from error
     except (*_OF_PILLOW, Image.DecompressionBombError) as error:
         raise DataError(f"{file} cannot be read as a picture: {error}") from error
+
+
+def _check_size(file: Path, width: int, height: int) -> None:
+    """Refuse a picture by its header: a small file can hold more pixels than there is memory."""
+    if width * height > MOST_PIXELS:
+        raise DataError(f"{file} has {width} x {height} pixels, and at most {MOST_PIXELS:,} are read; make it smaller")
 
 
 def size_of(file: Path) -> tuple[int, int]:
@@ -115,6 +126,7 @@ def _clip(file: Path) -> Clip:
         num = stream.frames or sum(1 for _ in container.decode(video=0))
         if not num or not stream.average_rate:
             raise DataError(f"{file} does not say how many pictures it has, or how many a second")
+        _check_size(file, stream.width, stream.height)
         return Clip(num, float(stream.average_rate), (stream.height, stream.width))
 
 

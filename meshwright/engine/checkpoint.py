@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
 from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep, Wanted
-from ..errors import CheckpointError, ConfigError, failure_in
+from ..errors import BrokenCheckpointError, CheckpointError, ConfigError, failure_in
 from ..log import logger
 from ..watch import doing, names_lost_ranks
 from .agreement import Data, Proposal, agree, check_ready, compare, identity
@@ -26,9 +26,14 @@ from .export import Choices, check_pieces, exported, refuse_overflow
 from .model import Model
 from .moments import coded_in, dtypes_of, scales_of, spec_with, take_moments, to_be_read
 
+# Of config.json: what changes no value that the model computes. A difference of anything else is refused.
 _NO_MATTER = (
     "architectures", "dtype", "torch_dtype", "num_labels", "transformers_version", "id2label", "label2id",
     "quantization_config",
+)  # fmt: skip
+_SAID = (
+    "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range",
+    "router_aux_loss_coef", "output_router_logits",
 )  # fmt: skip
 
 
@@ -187,28 +192,41 @@ def about_model(blueprint: Blueprint) -> dict[str, Any]:
 
 
 @names_lost_ranks()
-def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
+def resume(engine: Engine, directory: str | os.PathLike[str], *, new_config: str | Sequence[str] = ()) -> Resumed:
     """Go on from a checkpoint, or from the newest whole one of a folder, on whatever mesh. All ranks call it.
 
-    It replaces weights, moments and counters of `engine`; every byte is checked against its checksum. A Hugging Face
-    directory without moments gives its weights alone, and says so.
+    It replaces weights, moments and counters of `engine`; every byte is checked against its checksum, and in a folder
+    an older checkpoint takes the place of a damaged one, with a warning. A Hugging Face directory without moments gives
+    its weights alone, and says so. `new_config`: fields of `config.json` that are meant to differ from those that were
+    saved, such as "rope_theta".
     """
     model = _model_of(engine, "resume")
-    path = _path(directory)
+    path, new_config = _path(directory), [new_config] if isinstance(new_config, str) else list(new_config)
     doing(f"the resuming of {path}")
 
     def prepare() -> tuple[None, Mapping[str, object], Data]:
         engine.settle_saving(wait=True)
-        return None, {**identity(model), "directory": str(path)}, Data()
+        return None, {**identity(model), "directory": str(path), "new_config": str(sorted(new_config))}, Data()
 
     compare(model.mesh, "resume", prepare)
-    source = _opened(model, path)
-    if isinstance(source, weights.Source):
-        return _weights_alone(engine, source)
-    trainer = source.trainer
+    damaged: list[Path] = []  # of rank 0
+    while True:
+        source = _opened(model, path, damaged)
+        if isinstance(source, weights.Source):
+            return _weights_alone(engine, source, new_config)
+        try:
+            return _resumed(engine, source, new_config)
+        except BrokenCheckpointError as error:
+            if source.directory.parent != path or model.mesh.rank == 0:  # which says it for all
+                disk.pass_over(path, source.directory, error, damaged)
+
+
+def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> Resumed:
+    model, trainer = engine.model, source.trainer
     _check_tower(model, source.directory, trainer.get("tower", False))
     blueprint = _drawn(model, source.planes[WEIGHTS], trainer["head"])
     _check_same(engine, source, blueprint, trainer)
+    _check_same_config(model, blueprint, source.directory, new_config)
     trained = {*engine.trained}
     stored = {name: tensor for name, tensor in model.stored().items() if name in trained}
     coded = coded_in(source, engine.trained) if FIRST in source.planes else []
@@ -230,16 +248,16 @@ def resume(engine: Engine, directory: str | os.PathLike[str]) -> Resumed:
     return Resumed(source.directory, engine.steps, engine.tokens, trainer["state"])
 
 
-def _opened(model: Model, path: Path) -> Checkpoint | weights.Source:
+def _opened(model: Model, path: Path, damaged: list[Path]) -> Checkpoint | weights.Source:
     """As rank 0 finds it, for all ranks: a thousand of them need not read every header."""
     found: list[Checkpoint | weights.Source] = []
 
     def look() -> None:
-        plain = (path / weights.CONFIG).is_file() and not (path / weights.MANIFEST).is_file()
-        found.append(weights.open_source(path) if plain else disk.open_checkpoint(disk.find(path)))
+        plain = (path / weights.CONFIG).is_file() and not disk.is_checkpoint(path)
+        found.append(weights.open_source(path) if plain else disk.open_newest(path, damaged))
 
     failure = failure_in(look, CheckpointError, f"{path} cannot be resumed") if model.mesh.rank == 0 else None
-    model.mesh.all_or_none(failure, f"the resuming of {path}", CheckpointError)
+    disk.raise_together(failure, f"the resuming of {path}", model.mesh)
     opened: Checkpoint | weights.Source = model.mesh.of_rank_0(found[0] if found else None)
     return opened
 
@@ -296,10 +314,30 @@ def _check_same_table(model: Model, blueprint: Blueprint, at: Path) -> None:
             raise CheckpointError(f"{name} is {there} in {at}, and {here} here; resume with the model that was saved")
     if blueprint.keymap.fresh:
         raise CheckpointError(f"{at} lacks {min(blueprint.keymap.fresh)}; give a checkpoint that has it")
-    if model.mesh.rank == 0:
-        for name, now, then in _differences(model.config, blueprint.config):
-            if name not in _NO_MATTER:
-                logger.warning("%s of config.json was %s in %s, and is %s now", name, then, at.name, now)
+
+
+def _check_same_config(model: Model, blueprint: Blueprint, at: Path, new_config: Sequence[str]) -> None:
+    """Refuse another `config.json` than the one that was saved: the same weights would compute other values."""
+    for name, now, then in _differences(_flat(model.config), _flat(blueprint.config)):
+        field = name.rpartition(".")[2]
+        if {*name.split(".")} & {*_NO_MATTER}:
+            continue
+        if field not in _SAID and name not in new_config and field not in new_config:
+            raise CheckpointError(
+                f"{name} of config.json was {then} in {at}, and is {now} now, so the model would compute other values "
+                f"than those that it was trained to; load the model with the config.json of {at}, or say that it is "
+                f"meant: mw.resume(engine, directory, new_config=[{name!r}])"
+            )
+        if model.mesh.rank == 0:
+            logger.warning("%s of config.json was %s in %s, and is %s now", name, then, at.name, now)
+
+
+def _flat(config: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
+    """Fields of fields under one name: `text_config.rope_theta`."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{inside}{name}.") if isinstance(value, Mapping) else {inside + name: value}
+    return flat
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, object, object]]:
@@ -330,11 +368,12 @@ def _set(engine: Engine, checkpoint: Checkpoint) -> None:
             torch.get_device_module(engine.model.mesh.device).set_rng_state(rows["device"], engine.model.mesh.device)
 
 
-def _weights_alone(engine: Engine, source: weights.Source) -> Resumed:
+def _weights_alone(engine: Engine, source: weights.Source, new_config: Sequence[str]) -> Resumed:
     """A Hugging Face directory: its weights, and new moments."""
     model = engine.model
     blueprint = _drawn(model, source, model.blueprint.head)
     _check_same_table(model, blueprint, source.directory)
+    _check_same_config(model, blueprint, source.directory, new_config)
     spec = replace(model.blueprint.spec, table=blueprint.table)
     alone, found = range(model.mesh.rank, model.mesh.rank + 1), blueprint.keymap.source or source
     live, same = model.values().apart

@@ -72,7 +72,7 @@ def _convert(state: State, source: Path, target: Path, to: str, dtype: torch.dty
 def _read(source: Path, like: Path | None) -> State:
     if (source / disk.TORCH_LIST).is_file():
         return _read_torch(source, like)
-    if (source / weights.CONFIG).is_file() and not (source / weights.MANIFEST).is_file():
+    if (source / weights.CONFIG).is_file() and not disk.is_checkpoint(source):
         found = weights.open_source(source)
         blueprint = draw(weights.read_config(source), found, directory=source)
         return State(HF, blueprint, {WEIGHTS: _mapped(found.scaled_by(blueprint.config), blueprint)})
@@ -199,7 +199,7 @@ def _export(state: State, target: Path, dtype: torch.dtype | None) -> weights.Ex
     if dtype is not None:
         exact = {key for param in state.blueprint.table if param.float32 for key in _keys(state.blueprint, param)}
         keymap = keymap.recast(dtype, exact)
-    return weights.Export(keymap, config, state.blueprint.directory, target.absolute())
+    return weights.Export(keymap, config, weights.read_small(state.blueprint.directory), target.absolute())
 
 
 def _write_hf(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:

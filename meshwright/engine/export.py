@@ -145,8 +145,7 @@ def _planned(model: Model, call: str, directory: str | os.PathLike[str], choices
 
 
 def exported(model: Model, at: Path, choices: Choices) -> weights.Export:
-    assert model.directory is not None, "a model on a mesh has a config.json somewhere"
-    return weights.Export(_keymap(model, choices), _config(model, choices), model.directory, at, choices.overwrite)
+    return weights.Export(_keymap(model, choices), _config(model, choices), model.small, at, choices.overwrite)
 
 
 def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..blueprint import Blueprint, draw
+from ..checkpoint import runs_of_model
 from ..errors import ConfigError, LoadError, StateError, failure_in
 from ..layout import (
     Charge,
@@ -42,6 +43,7 @@ from ..weights import (
     CONFIG,
     KeyMap,
     Reader,
+    SmallFiles,
     Source,
     StoredModel,
     Values,
@@ -54,6 +56,7 @@ from ..weights import (
     open_source,
     plan_reads,
     read_config,
+    read_small,
     read_stamped_config,
     rows_of,
 )
@@ -88,6 +91,7 @@ class Model:
     dtype: torch.dtype
     savings: Savings
     trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
+    small: SmallFiles  # beside its weights, kept by rank 0, which writes them
     begun: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # as `layout.Work.begins`
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
@@ -289,9 +293,10 @@ def load(
     check_tower(tower)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
+    runs = runs_of_model(directory)
     config, stamp = read_stamped_config(directory)
     with nothing_collected():
-        files = open_source(directory, {CONFIG: stamp})
+        files = replace(open_source(directory, {CONFIG: stamp}), runs=runs)
         stored = torch.promote_types(compute, torch.float32)
         blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
         blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
@@ -359,10 +364,10 @@ def put_on_mesh(
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
-    return Model(
-        mesh, blueprint, stages, gathers, compute, savings, tuple(n for n in blueprint.table.params if n in trained),
-        begun,
-    )  # fmt: skip
+    assert blueprint.directory is not None, "a model on a mesh has a config.json somewhere"
+    small = SmallFiles(blueprint.directory) if mesh.rank else read_small(blueprint.directory)
+    names = tuple(name for name in blueprint.table.params if name in trained)
+    return Model(mesh, blueprint, stages, gathers, compute, savings, names, small, begun)
 
 
 def _narrow(values: Mapping[str, torch.dtype]) -> dict[str, int]:

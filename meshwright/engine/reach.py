@@ -35,22 +35,21 @@ def begun_backward(
     for stage in spec.stages(axes, rank):
         part = begins_in(stage, spec, axes, trained, pictures=False)
         if part:
-            found[part] = _sent(_alone(spec, stage, part, paper, compute, savings, trained), axes, compute)
+            alone = _alone(spec, stage, part, paper, compute, savings)
+            for name, parameter in alone.named_parameters():
+                parameter.requires_grad_(name in trained)
+            found[part] = _sent(alone, axes, compute)
     return found
 
 
 def _alone(
-    spec: ShardingSpec, stage: Stage, part: str, paper: Paper, compute: torch.dtype, savings: Savings,
-    trained: Collection[str],
+    spec: ShardingSpec, stage: Stage, part: str, paper: Paper, compute: torch.dtype, savings: Savings
 ) -> Decoder:  # fmt: skip
-    """A part of a stage, which is given tokens and looks up none."""
+    """Return a part of a stage on the meta device, which is given tokens and looks up none."""
     numbers = [] if part == "head" else [part.partition(".")[2]]
     module = stage.module.part(numbers, first=False, last=part == "head")
     whole = Stage(stage.number, module, stage.units)
-    sketch = sketched(spec, whole, paper, compute, savings, [*map(int, numbers)])
-    for name, parameter in sketch.named_parameters():
-        parameter.requires_grad_(name in trained)
-    return sketch
+    return sketched(spec, whole, paper, compute, savings, [*map(int, numbers)])
 
 
 def _sent(sketch: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:

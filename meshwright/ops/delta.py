@@ -20,8 +20,9 @@ from meshwright.ops.documents import WHOLE, Documents, Parts, part_of
 from meshwright.ops.fused import fused
 from meshwright.ops.kernels import fastest, uncompiled
 from meshwright.ops.norms import at_least_float32, upcast
+from meshwright.ops.part_sizes import part_size
 
-CHUNK = 64  # tokens that are solved for at once
+CHUNK = part_size(__name__, "CHUNK", 64, small=64)  # tokens that are solved for at once
 
 
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents, halo: Parts = WHOLE) -> Tensor:

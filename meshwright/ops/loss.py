@@ -15,13 +15,20 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.ops.memory import fresh
 from meshwright.ops.norms import at_least_float32, upcast
+from meshwright.ops.part_sizes import part_size
 from meshwright.ops.planned import kind_of
 from meshwright.ops.product import operand, product_dtype
 
-CHUNK = 1024  # tokens whose logits exist at once on a CPU, or more than the next line allows elsewhere
-_LOGITS = 1 << 29  # that exist at once elsewhere: products of few tokens, and sums for each few, are slow
-_CAST_WORDS_ON_CPU, _CAST_WORDS = 1 << 12, 1 << 15  # of a weight or its gradient that are cast for a product
-_WIDENED_ON_CPU, _WIDENED = 1 << 19, 1 << 25  # logits at a time: few enough for a cache, elsewhere for few launches
+# tokens whose logits exist at once on a CPU, or more than the next line allows elsewhere
+CHUNK = part_size(__name__, "CHUNK", 1024, small=301)
+# that exist at once elsewhere: products of few tokens, and sums for each few, are slow
+_LOGITS = part_size(__name__, "_LOGITS", 1 << 29, small=1)
+# words of a weight or its gradient that are cast for a product
+_CAST_WORDS_ON_CPU = part_size(__name__, "_CAST_WORDS_ON_CPU", 1 << 12, small=37)
+_CAST_WORDS = part_size(__name__, "_CAST_WORDS", 1 << 15, small=37)
+# logits that are widened at a time: few enough for a cache, elsewhere for few launches
+_WIDENED_ON_CPU = part_size(__name__, "_WIDENED_ON_CPU", 1 << 19, small=701)
+_WIDENED = part_size(__name__, "_WIDENED", 1 << 25, small=701)
 
 
 def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 0, entropy: bool = True) -> Tensor:

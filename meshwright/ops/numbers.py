@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from meshwright.ops.part_sizes import part_size
+
 FORM = torch.float8_e4m3fn
-_PART = 1 << 22  # elements of which values are made together: scales of each, and wide values, take memory
+# elements of which values are made together: scales of each, and wide values, take memory
+_PART = part_size(__name__, "_PART", 1 << 22, small=301)
 _VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(FORM).to(torch.float32)  # by code
 
 

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from datetime import UTC, datetime
-from importlib.metadata import version
 
-import torch
-
-
-def versions() -> dict[str, str]:
-    """Of meshwright, and of what its numbers depend on."""
-    ours = {"meshwright": version("meshwright"), "torch": torch.__version__, "Python": platform.python_version()}
-    return {**ours, **{name: version(name) for name in ("transformers", "safetensors", "numpy")}}
+from ..versions import versions
 
 
 def origin(command: str, seed: int | None = None) -> dict[str, str]:

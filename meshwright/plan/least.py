@@ -41,7 +41,7 @@ class Least:
         return (self.model.dense + self.model.experts) / axes.world * axes.replicate
 
     def _passing(self, axes: Axes, savings: Savings, under_way: int) -> float:
-        """What the first place on pp keeps of micro-batches under way, while backward makes a layer of one again."""
+        """Return what the first rank of pp keeps of the micro-batches under way, while backward recomputes a layer."""
         if not under_way:
             return 0.0
         kept, whole = (self._kept(kind, axes.ep > 1) for kind in (savings.recompute, "none"))

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..plan import write_page
+from .ending import last_words as last_words
 from .page import report_page
 from .reading import Run, read_run
 

@@ -5,7 +5,7 @@
   const narrow = () => window.innerWidth < 740;
   const axis = document.getElementById("axis"), smooth = document.getElementById("smooth");
   const escape = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-  const drawn = [];
+  const drawn = [], MARK = "started again";
 
   const figure = (value) => {
     if (value === null || value === undefined) return "-";
@@ -60,10 +60,25 @@
     });
   };
 
+  // Where runs were started again: upright lines on an axis of their own, from 0 to 1, with the mesh where it changes.
+  // Names that lie close together stand below each other, and those near the right end left of their line.
+  const marks = (chart) => data.runs.flatMap((run, number) => run.marks.map((mark, nth) => {
+    const at = axis.value === "time" ? run.begin + mark.time : mark[axis.value];
+    const late = mark.step > 0.8 * run.step[run.step.length - 1];
+    const ink = data.runs.length > 1 ? colour(`run${number % 8}`) : colour("soft");
+    const named = chart.metric === "train/loss" && data.runs.length === 1 && mark.mesh;
+    const label = { show: !!named, formatter: mark.mesh, color: ink, fontSize: 12, offset: [0, 10 + 16 * (nth % 3)], position: late ? "left" : "right" };
+    return {
+      type: "line", name: MARK, yAxisIndex: 1, data: [{ value: [at, mark.again ? 0 : 1] }, { value: [at, 1], label }],
+      symbol: "circle", symbolSize: 0.1, showSymbol: true, showAllSymbol: true, silent: true, animation: false, z: 1,
+      lineStyle: { width: 1, type: [3, 3], color: ink }, itemStyle: { color: ink }, label: { show: false },
+    };
+  }));
+
   // The value of each curve that is nearest to the pointer: runs seldom have points at the same place.
   const tip = (chart) => (found) => {
     const at = (Array.isArray(found) ? found[0] : found).axisValue;
-    const rows = chart.instance.getOption().series.map((series) => {
+    const rows = chart.instance.getOption().series.filter((series) => series.name !== MARK).map((series) => {
       const there = series.data.filter((point) => point[0] !== null && point[1] !== null);
       if (!there.length || at < there[0][0] || at > there[there.length - 1][0]) return "";
       const near = there.reduce((a, b) => (Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a));
@@ -82,7 +97,7 @@
   });
 
   const draw = (chart) => {
-    const lines = curves(chart), soft = { color: colour("soft"), fontSize: 12, hideOverlap: true };
+    const lines = [...curves(chart), ...marks(chart)], soft = { color: colour("soft"), fontSize: 12, hideOverlap: true };
     chart.instance.setOption({
       ...look(),
       grid: { left: 6, right: 14, top: 14, bottom: 44, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
@@ -91,10 +106,10 @@
         type: "value", scale: true, min: "dataMin", max: "dataMax", splitNumber: narrow() ? 3 : 6, axisLabel: { ...soft, formatter: onAxis },
         axisLine: { lineStyle: { color: colour("line") } }, axisTick: { show: false }, splitLine: { show: false },
       },
-      yAxis: {
-        type: "value", scale: true, splitNumber: 4, axisLabel: { ...soft, formatter: short },
+      yAxis: [{
+        type: "value", scale: !chart.from_zero, splitNumber: 4, axisLabel: { ...soft, formatter: short },
         splitLine: { lineStyle: { color: colour("line") } },
-      },
+      }, { type: "value", min: 0, max: 1, show: false }],
       dataZoom: [
         { type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false, moveOnMouseMove: !narrow(), filterMode: "none" },
         {

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plan.html import Cell, details, page, section, table, tag, wrap
+from ..errors import counted
+from ..plan.html import Cell, details, flowing, page, section, table, tag, wrap
 from . import tables
 from .reading import Run
 from .series import CHARTS, data_of
+from .starts import story
 
 _HERE = Path(__file__).parent
 _PLACED = ["parameter", "count", "shape", "dtype", "trained", "cut", "a rank, all"]
@@ -20,7 +22,10 @@ _SAMPLES = 12  # times of samples that are shown, the last ones and the first
 def report_page(runs: Sequence[Run], origin: Mapping[str, str]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = data_of(runs)
-    sections = (_heading(title, runs), _differences(runs), _charts(data), _experts(data, runs), *map(_told, runs))
+    sections = (
+        _heading(title, runs), _history(runs), _differences(runs), _charts(data), _experts(data, runs),
+        *(_told(run, with_starts=len(runs) > 1) for run in runs),
+    )  # fmt: skip
     return page(title, origin, *sections, _script(data), style=(_HERE / "page.css").read_text("utf-8"))
 
 
@@ -29,11 +34,11 @@ def _heading(title: str, runs: Sequence[Run]) -> Iterator[str]:
     about = [tag("span", str(first), "chip")] if first else []
     yield wrap(
         "header", tag("p", "meshwright report", "eyebrow"), tag("h1", title),
-        wrap("p", *about, tag("span", tables.mesh(runs[0])), kind="mesh") if len(runs) == 1 else "",
+        wrap("p", *about, tag("span", _meshes(runs[0])), kind="mesh") if len(runs) == 1 else "",
     )  # fmt: skip
     for number, run in enumerate(runs):
         text, state = tables.verdict(run)
-        name = tag("small", run.name) if len(runs) > 1 else ""
+        name = tag("small", f"{run.name}: {_meshes(run)}") if len(runs) > 1 else ""
         kind = {"good": "pass", "bad": "fails", "open": ""}[state]
         key = wrap("i", kind=f"run run{number % 8}") if len(runs) > 1 else ""
         tiles = (
@@ -44,8 +49,30 @@ def _heading(title: str, runs: Sequence[Run]) -> Iterator[str]:
             "div", wrap("div", wrap("p", key, name), tag("strong", text), kind=f"verdict {kind}".strip()),
             wrap("dl", *tiles, kind="tiles"), kind="run-head",
         ) + "\n"  # fmt: skip
-        if failure := run.texts.get("failure.txt"):
-            yield wrap("div", tag("pre", failure), kind="finding")
+        if run.failure:
+            yield wrap("div", tag("pre", run.failure), kind="finding")
+        if warning := tables.experts(run):
+            yield wrap("div", tag("p", warning), kind="finding warning")
+
+
+def _meshes(run: Run) -> str:
+    return story(run.starts, run.last["step"]) or tables.mesh(run)
+
+
+def _history(runs: Sequence[Run]) -> Iterator[str]:
+    if len(runs) == 1 and len(runs[0].starts) > 1:
+        yield section("Starts", *_starts(runs[0]))
+
+
+def _starts(run: Run) -> Iterator[str]:
+    """Every start in a row, and in grey the failures that the run overcame."""
+    yield tag("p", "A start goes on from the newest checkpoint. The curves show each step as it was made last.")
+    yield table(*tables.starts(run))
+    boxes = [
+        wrap("pre", flowing(f"{tables.when(each.time)}  {each.words}"), kind="finding overcome")
+        for each in run.overcome
+    ]
+    yield _folded(f"{counted(len(boxes), 'failure')} that the run overcame", "".join(boxes), bool(boxes))
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[str]:
@@ -58,22 +85,25 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _charts(data: Mapping[str, Any]) -> Iterator[str]:
-    figures = [_figure(chart, with_key=len(data["runs"]) == 1) for chart in data["charts"]]
+    figures = [_figure(chart, [run["name"] for run in data["runs"]]) for chart in data["charts"]]
     controls = (
         '<div class="controls"><label>by <select id="axis"><option value="step">step</option>'
         '<option value="tokens">tokens</option><option value="time">time</option></select></label>'
         '<label>smooth the loss <input id="smooth" type="range" min="0" max="98" step="2" value="0"></label></div>'
     )
     about = "Drag the bar below a chart to zoom; Ctrl and the wheel does it too. Point at a curve for its figures."
+    if any(mark["again"] for run in data["runs"] for mark in run["marks"]):
+        about += " An upright line marks where a run was started again, and a name beside it the mesh from there on."
     yield section("Curves", tag("p", about), controls, wrap("div", *figures, kind="charts"))
 
 
-def _figure(chart: Mapping[str, Any], *, with_key: bool) -> str:
-    """Curves of several sources of one run have colours of their own, which the key tells."""
+def _figure(chart: Mapping[str, Any], runs: Sequence[str]) -> str:
+    """With a key: the runs, or the sources of one run."""
     metric = chart["metric"]
     title, unit = CHARTS[metric]
     wide = " wide" if metric == "train/loss" else ""
-    names = [curve["label"] for curve in chart["curves"]] if with_key and metric == "source" else []
+    own = [curve["label"] for curve in chart["curves"]] if metric == "source" else []
+    names = runs if len(runs) > 1 else own
     key = (wrap("span", tag("i", "", f"run run{n % 8}"), tag("small", name)) for n, name in enumerate(names))
     head = wrap("figcaption", tag("b", title), tag("small", unit), *key)
     return f'<figure class="chart{wide}">{head}<div class="plot" data-metric="{metric}"></div></figure>\n'
@@ -95,12 +125,13 @@ def _experts(data: Mapping[str, Sequence[object]], runs: Sequence[Run]) -> Itera
     yield section("Load of the experts", tag("p", about), *figures)
 
 
-def _told(run: Run) -> Iterator[str]:
+def _told(run: Run, *, with_starts: bool) -> Iterator[str]:
     """All tables of a run, folded."""
     head, rows = tables.held_out(run)
     proof = tables.proof(run)
     inner = [
         *_samples(run),
+        _folded("Starts", "".join(_starts(run)), with_starts and len(run.starts) > 1),
         _folded("Held-out data", table(head, rows), bool(rows)),
         _folded("Checkpoints", table(["step", "path", "took", ""], tables.checkpoints(run)), bool(run.of("save"))),
         _folded(f"The mesh: {tables.mesh(run)}", _placed(run), bool(run.json("layout.json"))),

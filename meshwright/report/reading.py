@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .starts import Failure, Start, failures, start_of
 
 METRICS = "metrics.jsonl"
-_OUR_FILES = ("config.toml", "environment.json", "layout.json", "verify.json", "failure.txt")
+_NUMBERS = ("step", "time", "seconds", "num_steps", "from", "world", "number")
+_OUR_FILES = ("config.toml", "environment.json", "layout.json", "verify.json", "failure.txt", "overcome.txt")
 
 
 @dataclass(frozen=True)
 class Run:
-    """`lines`: of each kind the values by step, those that were written last. A NaN is None there."""
+    """`lines`: of each kind the values by step, those that were written last. A NaN is None there. `failed_at`: when
+    failure.txt was written."""
 
     name: str
     lines: Mapping[str, Sequence[Mapping[str, Any]]]
     texts: Mapping[str, str] = field(default_factory=dict)
-    starts: int = 1
+    starts: Sequence[Start] = ()
+    failed_at: float = 0.0
 
     def of(self, kind: str) -> Sequence[Mapping[str, Any]]:
         return self.lines.get(kind, ())
@@ -45,6 +49,23 @@ class Run:
         return self.of("step")[-1]
 
     @property
+    def failure(self) -> str:
+        """Why the last start failed; "" if it goes on or has ended well."""
+        return "" if self.of("end") or self._started_again else self.texts.get("failure.txt", "")
+
+    @property
+    def overcome(self) -> list[Failure]:
+        """Failures after which the run was started again. The last may still lie where it was written."""
+        found = failures(self.texts.get("overcome.txt", ""))
+        if "failure.txt" in self.texts and not self.failure:
+            found.append(Failure(self.failed_at, self.texts["failure.txt"].strip()))
+        return found
+
+    @property
+    def _started_again(self) -> bool:
+        return bool(self.starts) and self.failed_at < self.starts[-1].time
+
+    @property
     def best(self) -> tuple[float, int] | None:
         """The lowest mean of the held-out losses, and its step."""
         found = []
@@ -56,34 +77,71 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
+    """Read a run that has made a step."""
     file = folder / METRICS
     if not file.is_file():
         raise ConfigError(f"{folder} holds no {METRICS}; give the `out` of a run's file, after its first step")
-    kept: dict[str, dict[Any, dict[str, Any]]] = {}
-    starts = 0
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            found = _read(line)
-            if found is None:
-                continue
-            if found["kind"] == "start":
-                starts += 1
-                _forget_after(kept, found)
-            kept.setdefault(found["kind"], {})[_key(found)] = found
-    if not kept.get("step"):
+    run = read_folder(folder)
+    if not run.of("step"):
         raise ConfigError(f"{file} holds no step yet; a report needs one")
+    return run
+
+
+def read_folder(folder: Path) -> Run:
+    """Read whatever a run has left so far."""
+    kept: dict[str, dict[Any, dict[str, Any]]] = {}
+    starts: list[Start] = []
+    for line in _lines(folder / METRICS):
+        if line["kind"] == "start":
+            starts.append(start_of(line))
+            _forget_after(kept, starts[-1].begins)
+        elif starts:
+            starts[-1] = starts[-1].after(line)
+        kept.setdefault(line["kind"], {})[_key(line)] = line
     ordered = {kind: [by[key] for key in sorted(by)] for kind, by in kept.items()}
     texts = {name: _text(folder / name) for name in _OUR_FILES if (folder / name).is_file()}
-    return Run(folder.resolve().name, ordered, texts, max(1, starts))
+    failed_at = (folder / "failure.txt").stat().st_mtime if "failure.txt" in texts else 0.0
+    return Run(folder.resolve().name, ordered, texts, starts, failed_at)
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.is_file():
+        return
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        yield from filter(None, map(_read, lines))
 
 
 def _read(line: str) -> dict[str, Any] | None:
+    """A line of ours. None: the last line of a run that was cut off or still runs, or one of another program."""
     try:
-        found = json.loads(line)
-    except ValueError:  # the last line of a run that was cut off, or still runs
+        found = json.loads(line, parse_constant=lambda _: None, parse_float=_finite, parse_int=_small)
+    except (ValueError, RecursionError):
         return None
     known = isinstance(found, dict) and isinstance(found.get("kind"), str) and isinstance(found.get("step"), int)
-    return found if known else None
+    return found if known and all(_fits(name, value) for name, value in found.items()) else None
+
+
+def _finite(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
+
+
+def _small(text: str) -> int | None:
+    return value if abs(value := int(text)) < 2**63 else None
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value is of the kind that its name promises."""
+    if name == "load":
+        return isinstance(value, list) and all(_is_list_of(int | float, layer) for layer in value)
+    if name in _NUMBERS:
+        return isinstance(value, int | float)
+    if name.startswith("experts/") and isinstance(value, list):
+        return _is_list_of(int | float | None, value)
+    return "/" not in name or isinstance(value, int | float | None)
+
+
+def _is_list_of(kind: Any, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def _key(found: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -91,10 +149,8 @@ def _key(found: Mapping[str, Any]) -> tuple[Any, ...]:
     return (found["step"], found.get("number", 0), bool(found.get("best")))
 
 
-def _forget_after(kept: Mapping[str, dict[Any, Any]], start: Mapping[str, Any]) -> None:
+def _forget_after(kept: Mapping[str, dict[Any, Any]], begins: int) -> None:
     """A run that goes on from a checkpoint makes the steps behind it anew. How it ended before is past, too."""
-    begins = start.get("from")
-    begins = begins if isinstance(begins, int) else start["step"]
     for kind, by in kept.items():
         for key in [key for key in by if kind == "end" or (kind != "start" and key[0] > begins)]:
             del by[key]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .reading import Run
+from .starts import Start, stretches
 from .thin import rounded, thinned
 
 POINTS = 2000  # of a curve, where two runs are compared at most
@@ -23,6 +25,7 @@ CHARTS: dict[str, tuple[str, str]] = {
     "time/data_wait_share": ("Waiting for data", "share of a step"),
     "experts/max_over_mean": ("Balance of the experts", "the busiest expert of the worst layer, by the mean"),
 }
+_FROM_ZERO = ("memory/peak_bytes",)  # a chart from the lowest value on would show 5% more memory as a cliff
 _SOURCE = "train/loss/"
 
 
@@ -31,14 +34,44 @@ def data_of(runs: Sequence[Run]) -> dict[str, Any]:
     most = max(200, min(POINTS, 2 * POINTS // len(runs)))
     curves = {metric: _chart(metric, runs, most) for metric in CHARTS}
     return {
-        "runs": [{"name": run.name, "begin": _begin(run), **_places(n, run, curves)} for n, run in enumerate(runs)],
-        "charts": [{"metric": metric, "curves": found} for metric, found in curves.items() if found],
+        "runs": [
+            {"name": run.name, "begin": _begin(run), "marks": _marks(run), **_places(n, run, curves)}
+            for n, run in enumerate(runs)
+        ],
+        "charts": [
+            {"metric": metric, "curves": found, "from_zero": metric in _FROM_ZERO}
+            for metric, found in curves.items()
+            if found
+        ],
         "experts": [_matrices(run, _MATRIX_NUMBERS // len(runs)) for run in runs],
     }
 
 
 def _begin(run: Run) -> float:
     return float(run.of("step")[0].get("time") or 0)
+
+
+def _marks(run: Run) -> list[dict[str, Any]]:
+    """Where the run was started again, and the name of the mesh where that changes. The first has only a name."""
+    kept = stretches(run.starts)
+    names = [start.on for start in kept]
+    changes = len({*names}) > 1
+    return [
+        {
+            **_place(run, start),
+            "mesh": names[n] if changes and (n == 0 or names[n] != names[n - 1]) else "",
+            "again": n > 0,
+        }
+        for n, start in enumerate(kept)
+    ]
+
+
+def _place(run: Run, start: Start) -> dict[str, Any]:
+    """Where a start begins, on each axis of the charts."""
+    steps = run.of("step")
+    line = steps[max(0, bisect_right(steps, start.begins, key=lambda line: line["step"]) - 1)]
+    time = max(0.0, start.time - _begin(run))
+    return {"step": line["step"], "tokens": line.get("train/tokens"), "time": round(time, 1)}
 
 
 def _places(number: int, run: Run, curves: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:

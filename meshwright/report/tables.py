@@ -10,7 +10,10 @@ from typing import Any
 from rich.filesize import decimal
 
 from ..errors import counted
+from ..metrics import ExpertUse
+from ..plan.html import Cell
 from .reading import Run
+from .starts import endings
 
 
 def verdict(run: Run) -> tuple[str, str]:
@@ -18,7 +21,7 @@ def verdict(run: Run) -> tuple[str, str]:
     step, total, ends = run.last["step"], run.num_steps, run.of("end")
     of = f" of {total:,}" if total else ""
     why = str(ends[-1].get("why", "")) if ends else ""
-    if "failure.txt" in run.texts and not ends:
+    if run.failure:
         return f"failed after step {step:,}{of}", "bad"
     if not ends:
         return f"at step {step:,}{of}", "open"
@@ -41,14 +44,15 @@ def tiles(run: Run, *, short_ones: bool = False) -> list[tuple[str, str]]:
         found.append(("most memory of a rank", decimal(int(peak))))
     if layout.get("parameters") and not short_ones:
         found.append(("parameters", short(layout["parameters"])))
-    found.append((f"took, in {run.starts} parts" if run.starts > 1 else "took", _duration(run)))
+    num = len(run.starts)
+    found.append((f"took, in {num} starts" if num > 1 else "took", _duration(run)))
     return found
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """What the configs do not have in common: a row a field."""
+    """What the configs do not have in common: a row a field. Where a run lies and what it logs changes no curve."""
     flat = [dict(_flat(_config(run))) for run in runs]
-    names = dict.fromkeys(name for each in flat for name in each)
+    names = dict.fromkeys(name for each in flat for name in each if name != "out" and not name.startswith("log."))
     rows = [[name, *(_text(each.get(name, "")) for each in flat)] for name in names]
     return [row for row in rows if len({*row[1:]}) > 1]
 
@@ -62,6 +66,31 @@ def placed(run: Run) -> list[list[str]]:
          decimal(int(row.get("bytes_per_rank", 0)))]
         for row in rows
     ]  # fmt: skip
+
+
+def starts(run: Run) -> tuple[list[str], list[list[str | Cell]]]:
+    """Every start: when, from which step to which, on which mesh, and how it ended; in grey what is past."""
+    ended, past = endings(run.starts, run.overcome, run.failure), len(run.starts) - 1
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(when(start.time), "whole"), f"{start.begins:,}", f"{start.last:,}",
+            Cell(start.on.replace(",", " "), "whole"), f"{start.world:,}", Cell(how, "overcome" if n < past else ""),
+        ]
+        for n, (start, how) in enumerate(zip(run.starts, ended, strict=True))
+    ]  # fmt: skip
+    return ["started", "from step", "to step", "mesh", "ranks", "how it ended"], rows
+
+
+def when(time: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(time):%Y-%m-%d %H:%M}"
+
+
+def experts(run: Run) -> str:
+    """One sentence if the router has given up experts, else ""."""
+    use = ExpertUse()
+    for line in (*run.of("start"), *run.of("step")):
+        use.take(line)
+    return use.warning()
 
 
 def mesh(run: Run) -> str:

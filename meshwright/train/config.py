@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
 
 from ..layout import Pipeline
 
@@ -22,6 +23,16 @@ FIXED, FREE = Fixed(), Fixed(False)
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _false(given: Any) -> Any:
+    """Refuse 0 and 0.0, which Python takes for false."""
+    if given is not False:
+        raise PydanticCustomError("literal_error", "it should be {expected}", {"expected": "false"})
+    return given
+
+
+No = Annotated[Literal[False], BeforeValidator(_false)]
 CheckpointPath = Annotated[str, Field(pattern="/")]  # without a slash, a slip in "auto" would be a path
 
 
@@ -100,8 +111,8 @@ class SourceSection(Section):
     """Where documents come from, and what is learnt of them."""
 
     path: Annotated[str | list[str], FREE]
-    """A file (.jsonl, .parquet, .txt, .md), a directory of them, a Hugging Face data set (a hub id, or a directory that
-    save_to_disk has written), or a list of these."""
+    """A file (.jsonl, .parquet, .txt, .md, or a .json that is a list of rows), a directory of them (without .json), a
+    Hugging Face data set (a hub id, or a directory that save_to_disk has written), or a list of these."""
     hf_subset: Annotated[str, FREE] = ""
     """Of a hub id, or of a directory that is laid out like one: which of its subsets."""
     hf_split: Annotated[str, FREE] = ""
@@ -126,16 +137,19 @@ class SourceSection(Section):
     """What is a document in a .txt or .md."""
     pictures: PicturesSection = PicturesSection()
     too_long: Literal["stop", "drop", "cut"] | None = None
-    """What becomes of documents longer than a stream; by default a chat stops the run, a text is cut."""
+    """What becomes of documents longer than a stream; by default a chat stops the run, a text is cut. Those that are
+    dropped are counted by `meshwright data`."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """What becomes of rows that cannot be used: told, all of them, before the run; or left out and counted."""
+    """What becomes of rows that cannot be used: they stop the run before it starts, or are left out and counted. Either
+    way a file beside the cache names each."""
 
 
 class DataSection(SourceSection):
     """A source of documents."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Passes over the source in an epoch; 0.5 takes another half in each."""
+    """Passes over the source in an epoch; 0.5 takes another half in each. A weight of which not one document follows is
+    refused."""
     share: Share | None = None
     """Share of the tokens, instead of weights: of all sources or of none, and not with epochs."""
 
@@ -209,7 +223,8 @@ class OptimSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """The highest learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How it falls: not at all, in a line, as a cosine, or in a line over the last `decay` of the steps."""
+    """How it falls: not at all, in a line, as a cosine, or in a line over the last `decay` of the steps. Once "wsd" has
+    begun to fall, the run cannot be made longer."""
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.03
     """In which it rises from 0: a share of the steps, or a number of them."""
     decay: Share = 0.2
@@ -222,8 +237,8 @@ class OptimSection(Section):
     """Of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Of AdamW. Norms and biases do not decay."""
-    max_norm: Annotated[float, Field(gt=0)] | Literal[False] = 1.0
-    """Gradients are scaled down to this norm; false does not scale them."""
+    max_norm: Annotated[float, Field(gt=0)] | No = 1.0
+    """Gradients are scaled down to this norm, a number above 0; false does not scale them."""
     state_dtype: Literal["float32", "bfloat16", "uint8"] | None = None
     """Of both moments, as stored; by default that of the weights. "bfloat16" takes 4 bytes a parameter, not 8, and
     "uint8" about 2."""
@@ -299,7 +314,7 @@ class LaunchSection(Section):
     """A restart leaves out the rank that failed: the mesh gets smaller, fsdp first, then replicate. By default this
     waits until a rank has failed twice."""
     shutdown_timeout: Positive = 600
-    """Seconds in which the ranks may save after a signal, before they are killed; 30 with torch 2.11, which says so."""
+    """Seconds in which the ranks may save after a signal, before they are killed."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that the ranks wait for one that is silent before the run ends. Under torchrun too."""
 

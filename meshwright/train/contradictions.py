@@ -14,6 +14,7 @@ from .fields import Place, written
 from .schedule import refusal
 
 Told = Iterator[tuple[Place, str]]
+MOST_STEPS = 10**9  # more would take 30 years at one a second
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _OF_CHATS = ("thinking", "turns", "template", "template_args")
 
@@ -31,7 +32,7 @@ def num_tokens(text: str | int) -> int | None:
     found = re.fullmatch(r"\s*([\d.]+)\s*([KMBT]?)\s*", str(text).upper())
     try:
         return round(float(found[1]) * _UNITS[found[2]]) if found else None
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -53,6 +54,13 @@ def _of_the_end(config: Config) -> Told:
         )
     if train.tokens is not None and not num_tokens(train.tokens):
         yield ("train", "tokens"), f'{written(train.tokens)} is no number of tokens; write 2000000000 or "2B"'
+    steps = num_steps(config) or 0
+    if steps > MOST_STEPS:
+        what = "" if train.tokens is None else f" of {train.step_tokens:,} tokens"
+        yield (
+            ("train", "steps" if train.tokens is None else "tokens"),
+            f"{steps:,} steps{what} would take for ever; at most {MOST_STEPS:,} can be planned: give fewer",
+        )
 
 
 def _of_a_step(config: Config) -> Told:
@@ -75,9 +83,11 @@ def _of_the_mesh(config: Config) -> Told:
     length, share = config.train.length, config.mesh.cp * config.mesh.tp
     if length % share:
         fits, axes = max(1, length // share) * share, "cp x tp" if config.mesh.cp > 1 else "tp"
+        more = "" if config.train.tokens_per_step is None else ", and a multiple of it as tokens_per_step"
         yield (
             ("train", "length"),
-            f"{length} tokens cannot be shared out evenly over {axes} = {share} ranks; take {fits} or {fits + share}",
+            f"{length} tokens cannot be shared out evenly over {axes} = {share} ranks; take {fits} or {fits + share}"
+            f"{more}",
         )
     try:
         mesh = Axes(**config.mesh.model_dump())
@@ -110,7 +120,8 @@ def _of_shares(config: Config) -> Told:
             yield ("data", number, "weight"), "share and weight both say how often a source is seen; give one"
 
 
-def _sources(config: Config) -> Iterator[tuple[Place, SourceSection]]:
+def sources_in(config: Config) -> Iterator[tuple[Place, SourceSection]]:
+    """Return all sources of a config, those to train on and those held out, with their places."""
     for number, data in enumerate(config.data):
         yield ("data", number), data
     yield ("eval",), config.eval
@@ -121,7 +132,7 @@ def _sources(config: Config) -> Iterator[tuple[Place, SourceSection]]:
 def _of_sources(config: Config) -> Told:
     """What would have no effect is refused: somebody meant something by it."""
     plain = SourceSection(path="")
-    for place, source in _sources(config):
+    for place, source in sources_in(config):
         if source.path == [] or (source.path == "" and source is not config.eval):
             yield (*place, "path"), "it is empty; name a file or a directory"
         for name in _OF_CHATS if source.kind != "chat" else ():

@@ -15,7 +15,8 @@ from typing import Any
 
 from ..errors import CheckpointError, ExportError, MeshwrightError, RankError
 
-FAILURE = "failure.txt"
+FAILURE, OVERCOME = "failure.txt", "overcome.txt"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name: its value is where a rank tells of its failure
 _FRAMES, _LINES = 4, 8  # of a traceback and of a log; the log has the rest
 _DEATHS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")  # nothing that a rank does because its peer fell
 _TRANSIENT = (RankError, CheckpointError, ExportError)  # of what meshwright refuses, the rest is refused again
@@ -49,25 +50,33 @@ def words_of(error: BaseException) -> str:
     return "\n".join([said, *(f"  {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in frames)])
 
 
-def record(error: BaseException, rank: int, began: float, out: Path) -> str:
-    """Of a rank that fails: to the file that the launcher reads, and to OUT/failure.txt unless another was first."""
-    words = words_of(error)
-    known = isinstance(error, MeshwrightError)
-    about: dict[str, Any] = {"timestamp": str(int(time.time()))}
-    if not known:
-        about["py_callstack"] = "".join(traceback.format_exception(error))
-    told = {
-        "message": {"message": words, "extraInfo": about},
-        "meshwright": {
-            "rank": rank, "time": time.time(), "blames": isinstance(error, RankError),
-            "final": known and not isinstance(error, _TRANSIENT),
-        },
-    }  # fmt: skip
-    if name := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _put(Path(name), json.dumps(told))
-    if not isinstance(error, RankError) or _written_at(out / FAILURE) < began:  # it speaks of a rank that was first
-        write(out, f"rank {rank} failed: {words}")
+def record(error: BaseException, rank: int) -> str:
+    """Tell the launcher why this rank fails. Returns the words."""
+    words, known = words_of(error), isinstance(error, MeshwrightError)
+    final = known and not isinstance(error, _TRANSIENT)
+    stack = "" if known else "".join(traceback.format_exception(error))
+    _tell(words, stack, rank=rank, blames=isinstance(error, RankError), final=final, signal=0)
     return words
+
+
+def record_signal(number: int, rank: int) -> None:
+    """Tell the launcher that this rank got a signal, and that the run was saved and ends."""
+    words = f"got {signal.Signals(number).name}; the step was finished and the run saved"
+    _tell(words, "", rank=rank, blames=False, final=False, signal=number)
+
+
+def _tell(words: str, stack: str, **about: int) -> None:
+    """In the file that the launcher reads, ours or torchrun."""
+    extra = {"timestamp": str(int(time.time())), **({"py_callstack": stack} if stack else {})}
+    record = {"message": {"message": words, "extraInfo": extra}, "meshwright": {"time": time.time(), **about}}
+    if name := os.environ.get(ERROR_FILE):
+        _put(Path(name), json.dumps(record))
+
+
+def write_first(error: BaseException, rank: int, began: float, out: Path) -> None:
+    """Write OUT/failure.txt, unless this rank blames another that has written it since `began`."""
+    if not isinstance(error, RankError) or _written_at(out / FAILURE) < began:
+        write(out, f"rank {rank} failed: {words_of(error)}")
 
 
 def write(out: Path, words: str) -> Path:
@@ -87,26 +96,53 @@ def _put(file: Path, text: str) -> None:
     part.replace(file)
 
 
-def first(codes: Mapping[int, tuple[int, float]], folder: Path, world: int) -> Failure | None:
-    """Of an attempt: `codes` are exit codes (of a signal, negative) and when they were seen, by rank."""
+class Overcome:
+    """A sink of metrics: moves OUT/failure.txt to OUT/overcome.txt once the run is past the step of that failure, or
+    ends. `reached`: the last step of the attempt that failed."""
+
+    def __init__(self, out: Path, reached: int) -> None:
+        self.out, self.reached = out, reached
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        file = self.out / FAILURE
+        if (kind == "end" or (kind == "step" and step > self.reached)) and file.exists():
+            when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(_written_at(file)))
+            with (self.out / OVERCOME).open("a") as earlier:
+                earlier.write(f"{when}\n{file.read_text()}\n")
+            file.unlink()
+
+
+def first(codes: Codes, folder: Path, world: int, asked: int = 0) -> Failure | None:
+    """The first failure of an attempt.
+
+    `codes`: exit codes (of a signal, negative) and when they were seen, of the ranks that the launcher did not kill.
+    `asked`: the signal that the launcher passed on. A rank that ends by it, or in its turn loses one that did, has not
+    failed.
+    """
     told = dict(_records(folder, world))
+    if asked:
+        all_left = len(codes) == world
+        codes = {rank: seen for rank, seen in codes.items() if seen[0] not in (0, -asked, 128 + asked)}
+        told = {rank: each for rank, each in told.items() if not each["meshwright"]["signal"]}
+        if all_left and all(rank in told and told[rank]["meshwright"]["blames"] for rank in codes):
+            return None
     found = sorted([*map(_order_of_record, told.values()), *_order_of_codes(codes, told)])
     if not found:
         return None
     rank = found[0][2]
     log = folder / f"{rank}.log"
     if rank in told:
-        words = told[rank]["message"]["message"]
-        return Failure(rank, world, f"failed: {words}", log, told[rank]["meshwright"]["final"])
+        return Failure(rank, world, _said(told[rank]), log, told[rank]["meshwright"]["final"])
     return Failure(rank, world, _how(codes[rank][0], log), log)
 
 
+Codes = Mapping[int, tuple[int, float]]
 _Order = tuple[int, float, int]  # how sure it is that this was first, when, which rank
 
 
 def _order_of_record(told: Mapping[str, Any]) -> _Order:
     about = told["meshwright"]
-    return int(about["blames"]), about["time"], about["rank"]
+    return int(about["blames"] or about["signal"] > 0), about["time"], about["rank"]
 
 
 def _order_of_codes(codes: Mapping[int, tuple[int, float]], told: Mapping[int, object]) -> Iterator[_Order]:
@@ -119,6 +155,13 @@ def _records(folder: Path, world: int) -> Iterator[tuple[int, dict[str, Any]]]:
     for rank in range(world):
         if (file := folder / f"{rank}.json").is_file():
             yield rank, json.loads(file.read_text())
+
+
+def _said(told: Mapping[str, Any]) -> str:
+    words = told["message"]["message"]
+    if told["meshwright"]["signal"]:
+        return f"{words}. This command did not send that signal: somebody did, or a guard of memory such as earlyoom"
+    return f"failed: {words}"
 
 
 def _signal(code: int) -> str:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import newest_whole
 from ..errors import ConfigError, RankError
 from ..log import logger
 from ..weights import path_of
-from . import failure
+from . import failure, processes
 from .config import Config
 from .contradictions import contradictions
-from .layout import layout_of
+from .held_out import held_out_of
 from .live import Display
-from .position import CHECKPOINTS
-from .rank import as_rank
+from .lock import hold
+from .position import CHECKPOINTS, check_position
+from .rank import LAUNCHER, as_rank
 from .run import run
 from .samples import prompts_of
-from .sinks import check_sinks
-from .sources import Data, data_of, model_directory
+from .sources import Data, all_of, data_of, model_directory
+from .stop import noted
 from .terminal import Seen
 
 LOGS = "logs"
@@ -33,34 +37,54 @@ def start(config: Config, arguments: Sequence[str]) -> str:
     """Train, and say why it ended early. `arguments`: those of the command that a rank is started with."""
     if "WORLD_SIZE" in os.environ:
         return as_rank(config, run)
-    check_sinks(config)
-    layout_of(config)
-    data = prepared(config)  # before any rank runs: ranks that wait for one that tokenises time out
     out, world = path_of(config.out), config.mesh.world
-    if world > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    seen = Seen(f"meshwright train {config.out}", shape(config), data.num_steps)
-    with Display(seen, out, plain=config.log.plain, every=config.log.every) as display:
-        return _launch(config, arguments, out, display)
+    with hold(out):
+        data = prepared(config).data  # before any rank runs: ranks that wait for one that tokenises time out
+        check_position(config, data)
+        if world > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+        seen, log = Seen(f"meshwright train {config.out}", shape(config), data.num_steps), config.log
+        with noted() as asked, Display(seen, out, plain=log.plain, every=log.every, asked=asked) as display:
+            return _launch(config, arguments, out, display, asked)
 
 
-def prepared(config: Config) -> Data:
+def ends_at_the_terminal() -> bool:
+    """Whether a person reads what this process prints: our launcher, or rank 0 of another one such as torchrun."""
+    return "WORLD_SIZE" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All data of a run: what is trained on, and the held-out sets by name."""
+
+    data: Data
+    held_out: Mapping[str, Data]
+
+
+def prepared(config: Config) -> Prepared:
     """The data, tokenised by as many processes as there are cores. That may take long: prompts are looked at first."""
     directory, processes = model_directory(config.model), min(8, os.cpu_count() or 1)
     prompts_of(config.sample, config.data[0], directory)
-    return data_of(config, directory, path_of(config.cache), processes=processes)
+    found: list[Any] = all_of(
+        partial(make, config, directory, path_of(config.cache), processes=processes) for make in (data_of, held_out_of)
+    )
+    return Prepared(*found)
 
 
-def _launch(config: Config, arguments: Sequence[str], out: Path, display: Display) -> str:
-    """Start the ranks, and again from the newest checkpoint where one has failed."""
-    from .elastic import ended  # late: it imports what a rank does not need
+def what_next(config: Config) -> str:
+    """What the same command does after a run that was ended early."""
+    if newest_whole(path_of(config.out) / CHECKPOINTS) is None:
+        return "nothing was saved yet: the same command begins anew"
+    return f"the same command goes on from {config.out}"
 
-    failed, restarts, in_vain = Counter[int](), 0, 0
-    given = list(arguments)
+
+def _launch(config: Config, arguments: Sequence[str], out: Path, display: Display, asked: Sequence[int]) -> str:
+    """Start the ranks, and again from the newest checkpoint where one has failed. `asked`: signals that came so far."""
+    failed, restarts, in_vain, given = Counter[int](), 0, 0, list(arguments)
     while True:
         logs = next_attempt(out / LOGS)
         display.starts(logs / "0.log", again=restarts > 0)
-        how = ended(config.mesh.world, given, logs, config.launch.shutdown_timeout)
+        how = processes.ended(config.mesh.world, given, logs, config.launch.shutdown_timeout, asked)
         if how.failure is None:
             return f"signal {how.signal}" if how.signal else ""
         display.follow()

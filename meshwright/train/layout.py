@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..axes import Axes
+from ..blueprint import Blueprint
 from ..engine import Context, Savings
 from ..engine.arguments import in_fp8, matching, patterns_of
 from ..engine.fit import fits, too_large
@@ -46,21 +47,55 @@ def warn_of_memory(config: Config, mesh: Mesh) -> None:
 
 def layout_of(config: Config) -> Figures:
     """Where its parameters lie and what a step sends. A mesh that cannot be is refused, with those that can."""
-    blueprint = find(config.model, "lm", weights=False, say=logger.info, tower=config.train.tower)
-    blueprint = blueprint.run_by(config.pipeline.settings(), savings_of(config.train).traffic)
-    blueprint = blueprint.in_context(Context(**config.context.model_dump()))
-    blueprint = blueprint.in_fp8(in_fp8(config.train.fp8, config.train.fp8_skip, blueprint.table))
-    sizes = config.mesh.model_dump()
-    num_batches = config.train.streams_per_step // config.mesh.num_data_ranks
-    refused = objections(blueprint, sizes, num_batches)
+    blueprint = laid_out(model_of(config), config)
+    refused = objections_to(blueprint, config)
     if refused:
         raise MeshError(told(refused))
-    axes = Axes(**sizes)
-    if config.optim.state_dtype == "uint8":
-        names = blueprint.table.params
-        trained = {name for each in patterns_of(config.train.train) for name in matching(each, names, "train")}
-        coded = coded_of(blueprint.table, [name for name in names if name in trained])
-        check_coded(blueprint.spec, axes, coded, 'state_dtype = "bfloat16"')
+    check_moments(blueprint, config)
+    axes = Axes(**config.mesh.model_dump())
     state = getattr(torch, config.optim.state_dtype) if config.optim.state_dtype else None
-    work, savings = work_of(axes, config.train.length, num_batches), savings_of(config.train)
+    work, savings = work_of(axes, config.train.length, _num_batches(config) or 1), savings_of(config.train)
     return Figures(config.model, blueprint, axes, work, savings=savings, state_dtype=state)
+
+
+def model_of(config: Config) -> Blueprint:
+    """Return the model of a config, of which only the headers are read."""
+    return find(config.model, "lm", weights=False, say=logger.info, tower=config.train.tower)
+
+
+def laid_out(blueprint: Blueprint, config: Config) -> Blueprint:
+    blueprint = blueprint.run_by(config.pipeline.settings(), savings_of(config.train).traffic)
+    blueprint = blueprint.in_context(Context(**config.context.model_dump()))
+    return blueprint.in_fp8(in_fp8(config.train.fp8, config.train.fp8_skip, blueprint.table))
+
+
+def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
+    """Say why the model cannot be trained on the mesh of a config."""
+    sizes, found = config.mesh.model_dump(), list[str]()
+    if sizes["ep"] > 1 and "ep" not in {blueprint.spec.rules.axis.get(d) for p in blueprint.table for d in p.dims}:
+        found.append(f"ep={sizes.pop('ep')} shares out experts, and this model has none; leave ep out")
+    return [*found, *objections(blueprint, sizes, _num_batches(config))]
+
+
+def check_trained(blueprint: Blueprint, config: Config) -> None:
+    """Refuse a pattern that names no parameter."""
+    _trained(blueprint, config)
+
+
+def check_moments(blueprint: Blueprint, config: Config) -> None:
+    """Refuse moments in 8 bits where a mesh cuts through their blocks."""
+    if config.optim.state_dtype == "uint8":
+        coded = coded_of(blueprint.table, _trained(blueprint, config))
+        check_coded(blueprint.spec, Axes(**config.mesh.model_dump()), coded, 'state_dtype = "bfloat16"')
+
+
+def _trained(blueprint: Blueprint, config: Config) -> list[str]:
+    names = blueprint.table.params
+    trained = {name for each in patterns_of(config.train.train) for name in matching(each, names, "train")}
+    return [name for name in names if name in trained]
+
+
+def _num_batches(config: Config) -> int | None:
+    """Return the micro-batches of a data rank in a step, None where they are no whole number."""
+    num, rest = divmod(config.train.step_tokens, config.train.length * config.mesh.num_data_ranks)
+    return None if rest else num

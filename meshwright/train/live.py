@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
-from .metrics import Lines, clock
+from .metrics import HISTORY, Lines, clock, parsed, tail_of
 from .rank import OURS
-from .terminal import Frame, Seen, tail_of
+from .terminal import Frame, Seen
 
 _TICK_S = 0.25
-_HISTORY = 256 * 1024  # bytes of metrics.jsonl that are read when a run goes on: the last hundreds of steps
 _ABOUT = ("kind", "step", "time", "attempt", "nan")  # of a line, not of what it tells
 _ASKED = "signal {}: the step is finished and the run saved; a second one ends it at once"
+_ASKED_EARLY = "signal {}: the ranks end, which have made no step yet; a second one ends them at once"
 _GRACE_S = 2.0  # after a second signal, until ranks that are stuck are left to themselves
 
 
@@ -49,17 +47,19 @@ class Tail:
 class Display(threading.Thread):
     """Shows a run until it is left. `starts` is called before each start of its ranks."""
 
-    def __init__(self, seen: Seen, out: Path, *, plain: bool, every: int) -> None:
+    def __init__(
+        self, seen: Seen, out: Path, *, plain: bool, every: int, asked: Sequence[int] = ()
+    ) -> None:  # fmt: skip
         super().__init__(daemon=True, name="display")
         self.console = Console()
         self.plain = plain or not self.console.is_terminal or self.console.is_dumb_terminal
         self.seen, self.metrics = seen, Tail(out / "metrics.jsonl", at_end=True)
         self.lines = Lines(seen.num_steps, every)
         self.log = Tail(out / "none")
-        self.num_steps_seen = 0
+        self.num_steps_seen, self._warned = 0, False
         self._last, self._began, self._ends = "", time.monotonic(), threading.Event()
-        self._signals, self._asked, self._lock = _Signals(), list[int](), threading.Lock()
-        for line in parsed(tail_of(self.metrics.file, _HISTORY).decode(errors="replace").splitlines()):
+        self._asked, self._said_so, self._lock = asked, False, threading.Lock()
+        for line in parsed(tail_of(self.metrics.file, HISTORY).decode(errors="replace").splitlines()):
             seen.take(line)
         seen.starts(again=False)
 
@@ -70,23 +70,21 @@ class Display(threading.Thread):
             self.log, self._last, self._began, self.num_steps_seen = Tail(log), "", time.monotonic(), 0
 
     def __enter__(self) -> Display:
-        self._signals.listen()
         self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ends.set()
         self.join()
-        self._signals.close()
 
     def run(self) -> None:
         with self._live() as live:
             while True:
                 ends = self._ends.wait(_TICK_S)
                 self.follow()
-                self._heed(self._signals.new())
+                self._heed()
                 if isinstance(live, Live):
-                    live.update(Frame(self.seen, "" if ends else self.status()), refresh=True)
+                    live.update(self._picture(ends=ends), refresh=True)
                 if ends:
                     return
                 if len(self._asked) > 1 and not self._ends.wait(_GRACE_S):
@@ -94,10 +92,15 @@ class Display(threading.Thread):
         say(f"signal {self._asked[-1]}: ended at once; what came after the last checkpoint is lost")
         os._exit(128 + self._asked[-1])  # the ranks go with this process
 
-    def _heed(self, signals: Sequence[int]) -> None:
-        if signals and not self._asked and self.plain:
-            say(_ASKED.format(signals[0]))
-        self._asked += signals
+    def _picture(self, *, ends: bool) -> RenderableType:
+        """A frame, and while it is drawn again an empty line: there the terminal writes the ^C of a person. Behind a
+        full line it would go on in the next one, and the frame would be drawn one line too low."""
+        return Frame(self.seen, "") if ends else Group(Frame(self.seen, self.status()), Text())
+
+    def _heed(self) -> None:
+        if self._asked and self.plain and not self._said_so:
+            say(self.status())
+            self._said_so = True
 
     def _live(self) -> AbstractContextManager[Live | None]:
         if self.plain:
@@ -121,51 +124,21 @@ class Display(threading.Thread):
             self.seen.take(line)
             self.num_steps_seen += line["kind"] == "step"
             self.lines.num_steps = self.seen.num_steps
+            if self.plain and not self._warned and (warning := self.seen.experts.warning()):
+                say(f"warning: {warning}")  # once; the live view shows it all the time
+                self._warned = True
             if self.plain:
                 self.lines.write(line["kind"], line["step"], {k: v for k, v in line.items() if k not in _ABOUT})
 
     def status(self) -> str:
         if self._asked:
-            return _ASKED.format(self._asked[0])
+            return (_ASKED if self.seen.begun else _ASKED_EARLY).format(self._asked[0])
         if self.seen.begun:
             return ""
         return f"no step yet, {clock(time.monotonic() - self._began)}: {self._last or 'the ranks are starting'}"
-
-
-def parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Without those that a run was killed in."""
-    for line in lines:
-        with suppress(json.JSONDecodeError):
-            yield json.loads(line)
 
 
 def say(text: str) -> None:
     """Above the live view, and never in the middle of it: a rank cannot do this."""
     sys.stderr.write(f"{OURS}{text}\n")
     sys.stderr.flush()
-
-
-class _Signals:
-    """Which ones this process has got, whoever handles them."""
-
-    _read = -1
-
-    def listen(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._read, self._write = os.pipe()
-        for end in (self._read, self._write):
-            os.set_blocking(end, False)
-        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-
-    def new(self) -> list[int]:
-        try:
-            return [*os.read(self._read, 64)] if self._read >= 0 else []
-        except BlockingIOError:
-            return []
-
-    def close(self) -> None:
-        if self._read >= 0:
-            signal.set_wakeup_fd(self._before)
-            os.close(self._read)
-            os.close(self._write)

@@ -78,6 +78,8 @@ class Loop:
     traced: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Callable[[], float] = time.monotonic
     why: str = ""  # the run ended before the data did
+    _writing: tuple[int, dict[str, object]] | None = None  # the save whose checkpoint is not whole yet: step, values
+    _unwritten_load: Mapping[str, Any] | None = None  # of the experts in the last step
 
     def run(self) -> str:
         """Why it ended: "" at the end of the data."""
@@ -100,6 +102,9 @@ class Loop:
                 self._between()
             yield record
         self.engine.wait()
+        self._tell_saved()
+        if self._unwritten_load is not None:
+            self._tell("experts", self._unwritten_load)  # the report shows the last step too
         self._tell("end", {"why": self.why})
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -111,7 +116,7 @@ class Loop:
         return self.position.stream // self.feed.streams_per_step
 
     def _step(self) -> tuple[StepRecord | None, Told]:
-        before = self.clock()
+        before, self._unwritten_load = self.clock(), None
         with region("wait for data"):
             batches, following = self.feed.step(self.position.stream)
         wait = self.clock() - before
@@ -173,20 +178,24 @@ class Loop:
         self._tell("step", values)
 
     def _of_experts(self, record: StepRecord, load: torch.Tensor) -> dict[str, Any]:
+        self._unwritten_load = {"load": load.long().tolist()}
         if self.step_number % _MATRIX_EVERY == 1:
-            self._tell("experts", {"load": load.long().tolist()})
+            self._tell("experts", self._unwritten_load)
+            self._unwritten_load = None
         return {
             "train/router_loss": record.router_loss,
             "experts/max_over_mean": (load.amax(1) / load.mean(1)).tolist(),
             "experts/dead": int((load == 0).sum()),
         }
 
-    def _tell(self, kind: str, values: Mapping[str, Any]) -> None:
+    def _tell(self, kind: str, values: Mapping[str, Any], step: int | None = None) -> None:
         for sink in self.sinks:
-            sink.write(kind, self.step_number, values)
+            sink.write(kind, self.step_number if step is None else step, values)
 
     def _between(self) -> None:
         """A run that ends before its time does what is due, and no more: it will go on as if it had not ended."""
+        if self.engine.saving is None or self.engine.saving.succeeded:
+            self._tell_saved()
         number, habits, last = self.step_number, self.habits, self.step_number == self.num_steps
         if self.held_out and (last or _is_due(number, habits.eval_every)):
             self.evaluate()
@@ -238,8 +247,17 @@ class Loop:
         state = asdict(self.position)
         with region("save"):
             path = save(self.engine, self.folder / name, keep=keep, keep_every=every, state=state, wait=wait)
-        told = {"path": str(path), "seconds": round(self.clock() - began, 3)}
-        self._tell("save", told | ({"best": True} if name == BEST else {}))
+        self._tell_saved()  # of the save before, which this one has waited for
+        values = {"path": str(path), "seconds": round(self.clock() - began, 3)}
+        self._writing = self.step_number, values | ({"best": True} if name == BEST else {})
+        if wait:
+            self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Tell of a checkpoint, which is whole by now: one that is written in the background may fail until then."""
+        if self._writing is not None:
+            (step, values), self._writing = self._writing, None
+            self._tell("save", values, step)
 
 
 def _is_due(number: int, every: int) -> bool:

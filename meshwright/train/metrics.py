@@ -7,10 +7,12 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+HISTORY = 256 * 1024  # bytes of metrics.jsonl that are read when a run goes on: the last hundreds of steps
 WIDTH = 80  # of a line on a terminal that is none, or a small one
 
 
@@ -55,6 +57,30 @@ class Lines:
             self.say(f"step {step}  save: {values['path']}, {values['seconds']} s")
         elif kind == "end" and values["why"]:
             self.say(f"step {step}  ended by {values['why']}")
+
+
+def tail_of(file: Path, num_bytes: int) -> bytes:
+    """The last whole lines, of which the first may lie further back."""
+    if not file.is_file():
+        return b""
+    with file.open("rb") as opened:
+        size = file.stat().st_size
+        opened.seek(max(0, size - num_bytes))
+        text = opened.read()
+    return text if size <= num_bytes else text.partition(b"\n")[2]
+
+
+def parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Without those that a run was killed in."""
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def last_step(file: Path) -> int:
+    """Return the last step that the file tells of; 0 for none."""
+    lines = parsed(tail_of(file, HISTORY).decode(errors="replace").splitlines())
+    return [0, *(line["step"] for line in lines if line["kind"] == "step")][-1]
 
 
 def _say(text: str) -> None:

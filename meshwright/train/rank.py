@@ -18,6 +18,7 @@ from ..watch import names_lost_ranks
 from ..weights import path_of
 from . import failure
 from .config import Config
+from .lock import OutInUse
 
 LAUNCHER, ATTEMPT = "MESHWRIGHT_LAUNCHER", "MESHWRIGHT_ATTEMPT"  # its process; which start of the run this is
 OURS = "meshwright: "  # how a line of a log begins that the person at the terminal is to see
@@ -36,12 +37,15 @@ def as_rank(config: Config, run: Callable[[Config], str]) -> str:
         return run(config)
     except Exception as unnamed:  # noqa: BLE001 - whatever it is, the launcher is told
         error = _named(unnamed)
-        words = failure.record(error, int(os.environ["RANK"]), began, path_of(config.out))
+        rank, out = int(os.environ["RANK"]), path_of(config.out)
+        words = failure.record(error, rank)
         if launched or not isinstance(error, MeshwrightError):
             traceback.print_exception(error)
         if not launched:
-            where = path_of(config.out) / failure.FAILURE
-            sys.stderr.write(f"{OURS}{words}\n{OURS}the first failure of the run is told in {where}\n")
+            sys.stderr.write(f"{OURS}{words}\n")
+        if not (launched or isinstance(error, OutInUse)):  # then that file is of another run
+            failure.write_first(error, rank, began, out)
+            sys.stderr.write(f"{OURS}the first failure of the run is told in {out / failure.FAILURE}\n")
         raise SystemExit(2) from error
 
 
@@ -75,9 +79,7 @@ def leave_with(parent: int) -> None:
 
 
 def _one_log() -> None:
-    """Both streams were opened on the same file, and would write over each other."""
-    sys.stdout.flush()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    """Both streams go to the same file: lines come in the order in which they are written."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # it is the stream that Python opened
     handler = logging.StreamHandler()
     handler.setFormatter(_Marked())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..axes import DENSE
+from ..axes import DENSE, Axes
 from ..engine import Model
 from ..layout import Param
 from ..plan import Figures, ParameterLine, alike, origin, parameter_lines, work_of
@@ -36,6 +36,10 @@ def device_name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
+def sizes_of(axes: Axes) -> dict[str, int]:
+    return {axis: axes.size_of(axis) for axis in (*DENSE, "ep")}
+
+
 def _environment(model: Model) -> dict[str, Any]:
     command = shlex.join(["python", "-m", "meshwright", *sys.argv[1:]])
     where = {"machine": platform.node(), "system": platform.platform(), "cores": os.cpu_count()}
@@ -52,7 +56,7 @@ def _layout(config: Config, model: Model) -> dict[str, Any]:
         "parameters": figures.num_parameters,
         "trained": sum(param.numel for param in model.table if param.name in trained),
         "world": axes.world,
-        "mesh": {axis: axes.size_of(axis) for axis in (*DENSE, "ep")},
+        "mesh": sizes_of(axes),
         "table": [_row(group, line, trained, model) for group, line in groups],
     }
 

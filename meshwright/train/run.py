@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -12,16 +13,19 @@ from ..engine import Context, Engine, Model, StepRecord, check_export, export, l
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..weights import path_of
+from . import failure
 from .config import Config
 from .flops import flops_of, peak_of
 from .gauges import BySource
-from .held_out import held_out
+from .held_out import batches_of, held_out_of
 from .layout import savings_of, warn_of_memory
+from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
-from .metrics import JsonLines, Lines, Sink
+from .metrics import JsonLines, Lines, Sink, last_step
 from .position import position_of
 from .profile import Profiler
-from .record import device_name, write_record
+from .rank import LAUNCHER
+from .record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
 from .schedule import schedule
 from .sinks import check_sinks, sinks_of
@@ -53,10 +57,12 @@ class Trainer:
         be_deterministic(config.train.deterministic)
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump(), timeout_s=config.launch.timeout_s)
+        self._lock = _lock_of(self.out, mesh)
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
-        self.data = data_of(config, directory, cache)
+        self.data, held_out = data_of(config, directory, cache), held_out_of(config, directory, cache)
+        prompts = prompts_of(config.sample, config.data[0], directory)
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
             tower=config.train.tower,
@@ -66,10 +72,9 @@ class Trainer:
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)
         self.engine = _engine(config, self.model, self.data)
-        self.position = position_of(config, self.engine, self.data.plan)
+        self.position = position_of(config, self.engine, self.data)
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
-        self.held_out = held_out(config, directory, mesh, cache)
-        prompts = prompts_of(config.sample, config.data[0], directory)
+        self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)
         self.sinks: list[Sink] = []
         self.why = ""  # the run ended before the data did
@@ -79,6 +84,7 @@ class Trainer:
         end it after a step, saved."""
         if self.mesh.rank == 0:
             write_record(self.out, self.config, self.model)
+            self.sinks.append(failure.Overcome(self.out, last_step(self.out / "metrics.jsonl")))
             self.sinks += [JsonLines(self.out / "metrics.jsonl"), Lines(self.data.num_steps, self.config.log.every)]
             self.sinks += sinks_of(self.config, self.out, self._first_step)
         with listening() as stop, Profiler(self.model, self.out, self.config.log.profile) as profiler:
@@ -89,6 +95,8 @@ class Trainer:
             loop.begin(self._beginning())
             yield from loop.steps()
             self.why = loop.why
+            if stop.signal is not None and self.why == f"signal {stop.signal}":
+                failure.record_signal(stop.signal, self.mesh.rank)
         self.feed.close()
 
     def run(self) -> str:
@@ -104,18 +112,34 @@ class Trainer:
         return self.position.stream // self.config.train.streams_per_step + 1
 
     def _beginning(self) -> dict[str, object]:
-        train = self.config.train
+        axes, balance = self.mesh.axes, self.model.blueprint.balance
+        experts = {"num": balance.num_experts, "top_k": balance.top_k}
         return {
             "num_steps": self.data.num_steps,
-            "world": self.mesh.axes.world,
-            "tokens_per_step": train.step_tokens,
+            "world": axes.world,
+            "mesh": sizes_of(axes),
+            "tokens_per_step": self.config.train.step_tokens,
             "from": self._first_step - 1,
+            **({"experts": experts} if balance.num_experts else {}),
         }
 
 
 def run(config: Config) -> str:
     """Train on this rank. All ranks of the mesh call it. Returns why it ended early, "" otherwise."""
     return Trainer(config).run()
+
+
+def _lock_of(out: Path, mesh: Mesh) -> Lock | None:
+    """Rank 0 holds OUT, unless its launcher does. All ranks refuse one that another run holds."""
+    found, told = None, ""
+    if mesh.rank == 0 and LAUNCHER not in os.environ:
+        try:
+            found = hold(out)
+        except OutInUse as error:
+            told = str(error)
+    if told := mesh.of_rank_0(told):
+        raise OutInUse(told)
+    return found
 
 
 def be_deterministic(wished: bool) -> None:
@@ -130,7 +154,8 @@ def _engine(config: Config, model: Model, data: Data) -> Engine:
     first, second = optim.betas
     return Engine(
         model, lr=schedule(optim, data.num_steps), betas=(first, second), eps=optim.eps,
-        weight_decay=optim.weight_decay, max_norm=optim.max_norm or None, router_aux=config.train.router_aux,
+        weight_decay=optim.weight_decay, max_norm=None if optim.max_norm is False else optim.max_norm,
+        router_aux=config.train.router_aux,
         state_dtype=getattr(torch, optim.state_dtype) if optim.state_dtype else None,
         loss=BySource(len(data.documents)) if several else losses.cross_entropy,
     )  # fmt: skip

@@ -13,11 +13,11 @@ from ..checkpoint import newest_whole
 from ..data import generation_config_of, stop_ids_of, tokenizer_of
 from ..engine import Engine, Model, check_no_places, check_prompts, load, sample
 from ..errors import CheckpointError, DataError
-from ..models import placeholders_in, text_config
+from ..models import placeholders_in, take, text_config
 from ..weights import path_of, read_config
 from .config import Config, SampleSection, SourceSection
 from .position import CHECKPOINTS, CONFIG
-from .sources import model_directory, prompter
+from .sources import model_directory, prompter, vocab_size_of
 from .toml import read
 
 _OTHERWISE = "leave prompts of [sample] out"
@@ -46,7 +46,8 @@ def prompts_of(section: SampleSection, source: SourceSection, directory: Path) -
     try:
         make, about = prompter(source, directory, tokenizer), text_config(read_config(directory))
         ids = [make(text) for text in section.prompts]
-        check_prompts(ids, section.tokens, int(about["vocab_size"]), about.get("max_position_embeddings"))
+        longest = take(about, "max_position_embeddings", int) if about.get("max_position_embeddings") else None
+        check_prompts(ids, section.tokens, vocab_size_of(directory), longest)
         check_no_places(ids, placeholders_in(read_config(directory)))
     except DataError as error:
         raise DataError(f"the prompts of a sample: {error}") from error

@@ -14,8 +14,7 @@ def schedule(optim: OptimSection, num_steps: int) -> Callable[[int], float]:
     a last step at a rate of 0 would be for nothing."""
     if wrong := refusal(optim, num_steps):
         raise ConfigError(f"optim.{wrong[0]}: {wrong[1]}")
-    warmup = warmup_steps(optim, num_steps)
-    falls_from = max(warmup, num_steps - _decay_steps(optim, num_steps)) if optim.schedule == "wsd" else warmup
+    warmup, falls_from = warmup_steps(optim, num_steps), _falls_from(optim, num_steps)
 
     def lr(step: int) -> float:
         if step < warmup:
@@ -39,6 +38,26 @@ def warmup_steps(optim: OptimSection, num_steps: int) -> int:
 
 def _decay_steps(optim: OptimSection, num_steps: int) -> int:
     return max(1, round(optim.decay * num_steps))
+
+
+def _falls_from(optim: OptimSection, num_steps: int) -> int:
+    """Return the last step at the full rate."""
+    warmup = warmup_steps(optim, num_steps)
+    return max(warmup, num_steps - _decay_steps(optim, num_steps)) if optim.schedule == "wsd" else warmup
+
+
+def jump_of(optim: OptimSection, before: int, now: int, step: int) -> str:
+    """Say how the rate of `wsd` would rise again in a run of `before` steps that is made `now` steps long; "" where it
+    does not. Until it begins to fall, such a run may get longer."""
+    if optim.schedule != "wsd" or refusal(optim, before) or step <= _falls_from(optim, before):
+        return ""
+    old, new = schedule(optim, before)(step), schedule(optim, now)(step)
+    if new <= old * (1 + 1e-9):
+        return ""
+    return (
+        f'the rate of "wsd" has fallen since step {_falls_from(optim, before)} of {before}: in a run of {now} steps it '
+        f"would jump from {old:.3g} to {new:.3g}"
+    )
 
 
 def refusal(optim: OptimSection, num_steps: int | None) -> tuple[str, str] | None:

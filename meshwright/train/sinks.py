@@ -12,17 +12,24 @@ from typing import Any
 from ..errors import ConfigError
 from ..log import logger
 from .config import Config
+from .fields import Place, named
 from .metrics import Sink
 from .toml import as_toml
 
 _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # package, by field of [log]
 
 
-def check_sinks(config: Config) -> None:
-    """Before any work: a run that finds out at its first step has loaded a model for nothing."""
+def missing_packages(config: Config) -> Iterator[tuple[Place, str]]:
+    """Say which packages the config needs that are not installed."""
     for field, package in _NEEDS.items():
         if getattr(config.log, field) and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"log.{field} needs the package {package}: pip install {package}, or leave it out")
+            yield ("log", field), f"needs the package {package}: pip install {package}, or leave it out"
+
+
+def check_sinks(config: Config) -> None:
+    """Before any work: a run that finds out at its first step has loaded a model for nothing."""
+    for place, why in missing_packages(config):
+        raise ConfigError(f"{named(place)} {why}")
 
 
 def sinks_of(config: Config, out: Path, first_step: int) -> list[Sink]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ..checkpoint import runs_of_model
 from ..data import (
     SUFFIXES,
     Chat,
@@ -24,6 +26,7 @@ from ..data import (
     Recipe,
     Texts,
     Unseeing,
+    Unused,
     Wishes,
     fetched_files,
     files_of,
@@ -34,15 +37,17 @@ from ..data import (
     saved_files,
     source_of,
     stop_ids_of,
+    template_of,
     tokenizer_of,
 )
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
-from ..models import patch_of, placeholders_of, text_config
+from ..models import patch_of, placeholders_of, take, text_config
 from ..weights import download, is_hub_id, path_of, read_config
 from .config import Config, SourceSection, TrainSection
 from .contradictions import num_tokens
 
+Made = TypeVar("Made")
 _OF_ROWS = ("kind", "fields", "thinking", "turns", "template", "template_args")
 
 
@@ -92,10 +97,10 @@ class Data:
 def documents_of(section: SourceSection, reader: Reader, *, name: str = "") -> Documents:
     """The documents of a source, tokenised."""
     paths = [section.path] if isinstance(section.path, str) else section.path
-    make, told = _maker(section, reader)
+    make, told, unused = _maker(section, reader)
     files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
-    recipe = Recipe(name, files, make, told, section.split, section.on_bad)
+    recipe = Recipe(name, files, make, told, section.split, section.on_bad, unused)
     return prepare(recipe, reader.cache, processes=reader.processes)
 
 
@@ -106,11 +111,33 @@ def _files(path: str, section: SourceSection) -> list[Path]:
         return saved_files(at, part)
     if at.is_dir() and part != Part():
         return fetched_files(str(at), part)
-    if not at.exists() and is_hub_id(path) and at.suffix not in SUFFIXES:
+    if _is_of_hub(path):
         return fetched_files(path, part)
     if part != Part():
         raise DataError(f"{at} is no data set, and hf_subset, hf_split and hf_revision are of one; leave them out")
     return files_of(at)
+
+
+def check_files(section: SourceSection) -> None:
+    """Refuse files of a source that are not there. What lies on the hub is looked at when it is downloaded."""
+    for path in [section.path] if isinstance(section.path, str) else section.path:
+        if not _is_of_hub(path):
+            _files(path, section)
+
+
+def _is_of_hub(path: str) -> bool:
+    at = path_of(path)
+    return not at.exists() and is_hub_id(path) and at.suffix not in SUFFIXES
+
+
+def check_template(section: SourceSection) -> None:
+    """Refuse a chat template that cannot be read."""
+    _template(section.template)
+
+
+def check_reader(section: SourceSection, reader: Reader) -> None:
+    """Refuse a source whose rows cannot be tokenised: no tokenizer, no chat template."""
+    _maker(section, reader)
 
 
 def names_of(sections: Sequence[SourceSection]) -> list[str]:
@@ -123,19 +150,25 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
     ]
 
 
-def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str]:
-    """What turns a row into documents, and all that it depends on."""
+def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
+    """What turns a row into documents, all that it depends on, and which fields of a row it does not use."""
     directory = reader.directory
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":
-        vocab_size = text_config(read_config(directory)).get("vocab_size", 1 << 31)
-        return _unseeing(Ready(int(vocab_size), section.fields).documents, f"{told} {vocab_size}", reader)
+        ready = Ready(vocab_size_of(directory), section.fields)
+        return *_unseeing(ready.documents, f"{told} {ready.vocab_size}", reader), ready.unused
     tokenizer, told = tokenizer_of(directory), told + fingerprint_of(directory)
     if section.kind == "text":
-        return _unseeing(Texts(tokenizer, section.fields).documents, told, reader)
+        texts = Texts(tokenizer, section.fields)
+        return *_unseeing(texts.documents, told, reader), texts.unused
     template, processor = _template(section.template), reader.processor(section)
     told += template + (processor.told if processor else "")
-    return _chat(section, directory, tokenizer, template, processor).documents, told
+    chat = _chat(section, directory, tokenizer, template, processor)
+    return chat.documents, told, chat.unused
+
+
+def vocab_size_of(directory: Path) -> int:
+    return int(take(text_config(read_config(directory)), "vocab_size", int))
 
 
 def _unseeing(make: Make, told: str, reader: Reader) -> tuple[Make, str]:
@@ -163,6 +196,7 @@ def model_directory(model: str) -> Path:
     """Where config, tokenizer and templates lie."""
     path = path_of(model)
     if path.is_dir():
+        runs_of_model(path)  # a damaged tokenizer of a checkpoint is named before anything is read with it
         return path
     if not is_hub_id(model):
         raise ConfigError(f"model = {model!r} is no directory and no hub id (org/name)")
@@ -170,17 +204,29 @@ def model_directory(model: str) -> Path:
 
 
 def _template(path: str) -> str:
-    try:
-        return path_of(path).read_text() if path else ""
-    except OSError as error:
-        raise DataError(f"the chat template {path} cannot be read: {error.strerror}") from error
+    return template_of(path_of(path)) if path else ""
+
+
+def all_of(makes: Iterable[Callable[[], Made]]) -> list[Made]:
+    """Make everything, and raise what failed together."""
+    made, failures = list[Made](), list[DataError]()
+    for make in makes:
+        try:
+            made.append(make())
+        except DataError as error:
+            failures.append(error)
+    if len(failures) > 1:
+        raise DataError("\n".join(map(str, failures))) from failures[0]
+    if failures:
+        raise failures[0]
+    return made
 
 
 def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
     """Of the training. Every process makes the same."""
     reader = Reader(directory, cache, config.train.tower, processes)
     named = zip(config.data, names_of(config.data), strict=True)
-    documents = [documents_of(section, reader, name=name) for section, name in named]
+    documents = all_of(partial(documents_of, section, reader, name=name) for section, name in named)
     train, length, plans = config.train, config.train.length, cache / "plans"
     sources = [
         source_of(found, length, weight=section.weight, share=section.share, too_long=is_too_long(section))

@@ -9,11 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_OF_LAUNCHERS = (*SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _MOMENT_S = 2.0
 
 
@@ -38,9 +39,26 @@ def listening() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, stop.ask) for number in SIGNALS}
-    try:
+    with _handled(SIGNALS, stop.ask):
         yield stop
+
+
+@contextmanager
+def noted() -> Iterator[list[int]]:
+    """Note the signals that this process gets, in their order, and heed none. One that it ignores (nohup) stays so."""
+    got: list[int] = []
+    numbers = [number for number in _OF_LAUNCHERS if signal.getsignal(number) != signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    with _handled(numbers, lambda number, _: got.append(number)):
+        yield got
+
+
+@contextmanager
+def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

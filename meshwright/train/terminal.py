@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -18,12 +17,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..metrics import ExpertUse
 from .metrics import amount, clock
 
 _KEPT = 200  # losses for the curve
 _PACE = 50  # steps over which the time left is reckoned: evaluations and saves are in it
 _CELL = 38  # columns that a name and its value take
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_SAMPLES = 2  # of those that were written last
 _BIG = 1e4  # a norm or a balance from which digits say nothing
 
 
@@ -41,10 +42,14 @@ class Seen:
     saved: tuple[int, float] | None = None
     begun: bool = False
     restarts: int = 0
+    samples: dict[int, tuple[str, str]] = field(default_factory=dict)
+    sampled_at: int = 0
+    experts: ExpertUse = field(default_factory=ExpertUse)
     _stamps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PACE))
 
     def take(self, line: Mapping[str, Any]) -> None:
         step = line["step"]
+        self.experts.take(line)
         if line["kind"] == "start":
             self.num_steps = line["num_steps"]
         elif line["kind"] == "step":
@@ -56,6 +61,9 @@ class Seen:
                     of[step] = math.nan if value is None else value
         elif line["kind"] == "save":
             self.saved = step, line["time"]
+        elif line["kind"] == "sample":
+            self.samples, self.sampled_at = (self.samples if step == self.sampled_at else {}), step
+            self.samples[line["number"]] = line["prompt"], line["text"]
 
     def _take_step(self, step: int, line: Mapping[str, Any]) -> None:
         """A run that goes on from a checkpoint makes some steps again: what was seen of them is no more."""
@@ -105,9 +113,23 @@ class Frame:
             cells.add_row(*(part for cell in flat[at : at + num_columns] for part in cell))
         if self.seen.values:
             inner.add_row(cells)
-        if self.status:
-            inner.add_row(Text(self.status, style="yellow", no_wrap=True, overflow="ellipsis"))
+        for text in (*self._samples(width), *self._warnings(width)):
+            inner.add_row(text)
         yield Panel(inner, title=Text(self.seen.title, style="bold"), title_align="left", border_style="dim")
+
+    def _samples(self, width: int) -> Iterator[Text]:
+        """What the model wrote last, each in a line or two."""
+        for prompt, text in list(self.seen.samples.values())[:_SAMPLES]:
+            said = Text(f"step {self.seen.sampled_at:,}  {_flat(prompt)[: width // 2]} ", style="dim", overflow="fold")
+            said.append(_flat(text), style="not dim")
+            said.truncate(2 * width, overflow="ellipsis")
+            yield said
+
+    def _warnings(self, width: int) -> Iterator[Text]:
+        for text in filter(None, (self.seen.experts.warning(), self.status)):
+            said = Text(text, style="yellow", overflow="fold")
+            said.truncate(5 * width, overflow="ellipsis")
+            yield said
 
     def _head(self, width: int) -> Table:
         seen = self.seen
@@ -143,6 +165,8 @@ class Frame:
             yield "memory", Text(f"{decimal(values['memory/peak_bytes'])}{rank}")
         if "experts/max_over_mean" in values:
             yield "experts", _experts(values)
+            if dead := values.get("experts/dead"):
+                yield "no tokens", Text(f"{dead:,} experts", style="yellow")
         yield "epoch", Text(_number(values["train/epoch"], ".2f"))
         yield "saved", self._saved()
         if self.seen.restarts:
@@ -171,17 +195,6 @@ def sparkline(values: Sequence[float], room: int) -> str:
 def _mean(values: Sequence[float]) -> float:
     real = [value for value in values if math.isfinite(value)]
     return sum(real) / len(real) if real else math.nan
-
-
-def tail_of(file: Path, num_bytes: int) -> bytes:
-    """The last whole lines, of which the first may lie further back."""
-    if not file.is_file():
-        return b""
-    with file.open("rb") as opened:
-        size = file.stat().st_size
-        opened.seek(max(0, size - num_bytes))
-        text = opened.read()
-    return text if size <= num_bytes else text.partition(b"\n")[2]
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -215,6 +228,8 @@ def _speed(values: Mapping[str, Any]) -> Text:
 
 def _experts(values: Mapping[str, Any]) -> Text:
     worst = max(values["experts/max_over_mean"])
-    dead = values.get("experts/dead", 0)
-    text = Text(f"fullest {worst:.2f} of the mean", style=_bad(worst > 4))
-    return text.append(f", {dead} dead", style="yellow") if dead else text
+    return Text(f"max {worst:.2f} of the mean", style=_bad(worst > 4))
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

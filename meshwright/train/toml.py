@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ from .fields import Place, is_list, named, section_of, written
 from .sentences import sentence
 
 Mistake = tuple[Place, str]
+Look = Callable[[Config], Iterable[Mistake]]
 _DUMMIES: dict[Place, Any] = {("model",): "?", ("out",): "?", ("data",): [{"path": "?"}]}
 
 
-def read(path: str | Path, sets: Sequence[str] = ()) -> Config:
-    """The config of a file, changed by `sets`: "mesh.tp=2", "data.0.weight=0.5"; "train.steps=" takes a field out."""
+def read(path: str | Path, sets: Sequence[str] = (), look: Look | None = None) -> Config:
+    """The config of a file, changed by `sets`: "mesh.tp=2", "data.0.weight=0.5"; "train.steps=" takes a field out.
+
+    `look`: what else is to be looked at, such as the files that it names.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -30,12 +34,28 @@ def read(path: str | Path, sets: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read: its lists or tables are nested too deeply") from error
     places, told = _changed(given, sets)
     config, mistakes = _validated(given)
-    mistakes += contradictions(config)
+    mistakes = _all(mistakes, [*contradictions(config)], look(config) if look else ())
     where = _lines(text, [place for place, _ in mistakes]) | places if mistakes else {}
     told += [f"{named(place)}{_where(place, where)}: {why}" for place, why in mistakes]
     return _unless(told, config, str(path))
+
+
+def _all(of_fields: Sequence[Mistake], conflicts: Sequence[Mistake], looked: Iterable[Mistake]) -> list[Mistake]:
+    """Leave out what follows from another mistake.
+
+    A field that is wrong holds something else by now. Where the model is missing or refuses the mesh, no length that
+    would fit to that mesh is advised: the mesh has to change first.
+    """
+    wrong = {place for place, _ in of_fields}
+    looked = [each for each in looked if not any(each[0][:end] in wrong for end in range(1, len(each[0]) + 1))]
+    if refused := {place for place, _ in looked if place[0] in ("model", "mesh")}:
+        conflicts = [each for each in conflicts if each[0] not in {("train", "length"), *refused}]
+    known = {place for place, _ in conflicts}
+    return list(dict.fromkeys([*of_fields, *conflicts, *(each for each in looked if each[0] not in known)]))
 
 
 def config_of(**given: Any) -> Config:
@@ -216,3 +236,5 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError as error:
+        raise ConfigError("its lists or tables are nested too deeply") from error

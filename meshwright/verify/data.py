@@ -102,7 +102,8 @@ class Data:
         for number, documents in enumerate(self.documents(data_rank, step)):
             g = self._generator(data_rank, step, number + 25)
             sizes = [self._sizes(len(d), at, data_rank, number, step) for at, d in enumerate(documents)]
-            out.append([[(self._patches(size, g), size) for size in of_document] for of_document in sizes])
+            as_bytes = number % 2 == 0 and step != LONG_STEP  # a processor may give either
+            out.append([[(self._patches(size, g, as_bytes), size) for size in of_doc] for of_doc in sizes])
         return out
 
     def sees(self, data_rank: int, number: int, step: int) -> bool:
@@ -122,9 +123,12 @@ class Data:
     def _sizes(self, size: int, at: int, *where: int) -> list[tuple[int, int, int]]:
         return [part for part in self._parts(size, at, *where) if not isinstance(part, int)]
 
-    def _patches(self, size: tuple[int, int, int], g: torch.Generator) -> Tensor:
+    def _patches(self, size: tuple[int, int, int], g: torch.Generator, as_bytes: bool) -> Tensor:
         assert self.vision is not None, "only a model that sees has pictures"
-        return torch.randn(size[0] * size[1] * size[2], self.vision.numbers, generator=g)
+        shape = (size[0] * size[1] * size[2], self.vision.numbers)
+        if as_bytes:  # as `meshwright train` reads pictures
+            return torch.randint(256, shape, generator=g, dtype=torch.uint8)
+        return torch.randn(shape, generator=g)
 
     def _with_places(self, words: list[int], at: int, *where: int) -> list[int]:
         """Places of pictures among the words, of which none looks like one."""

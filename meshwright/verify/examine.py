@@ -28,7 +28,7 @@ from .price import p1_price
 from .products import q1_products
 from .recorder import Recorder
 from .run import Run
-from .trial import Reference, Trial
+from .trial import Reference, Trial, part_sizes_of
 
 ORACLES: dict[str, Callable[..., Iterator[Finding]]] = {
     "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "M1": m1_against, "D1": d1_documents,
@@ -45,6 +45,12 @@ def examine(
     notes = notes or Notes()
     if mesh.rank == 0:
         notes.add(reference.notes)
+    with part_sizes_of(trial):
+        _examine(trial, reference, mesh, store, notes)
+    return notes.findings
+
+
+def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None, notes: Notes) -> None:
     with Recorder(store and PrefixStore("load", store), mesh.rank) as loading:
         engine = trial.engine(mesh)
     run = Run(trial, reference, engine, notes, loading.seen)
@@ -59,7 +65,6 @@ def examine(
     if trial.asks_products:
         notes.found("Q1", q1_products(engine, trial.batches(engine.model, 0), notes))
     _steps(run, store)
-    return notes.findings
 
 
 def _steps(run: Run, store: Store | None) -> None:

@@ -240,6 +240,7 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
         context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
         fp8_skip=plan.runs.spec.fp8_left_out, train=("**",) if small else trainable(plan.blueprint),
+        small_parts=small and dtype != "float32",  # one run keeps the sizes of real runs on the mesh too
     )  # fmt: skip
 
 

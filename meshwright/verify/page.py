@@ -8,7 +8,19 @@ from ..plan import Figures, work_of
 from ..plan.html import Cell, details, flowing, page, section, table, tag, wrap
 from ..plan.page import heading, plan_of, verdict_box
 from .inspection import SHRUNK, Plan, RunResult
-from .report import beginning, cell, found_by, lines_found, margins_of, planted, rows_of, sentence, shrunk, unproven
+from .report import (
+    beginning,
+    cell,
+    found_by,
+    headline,
+    lines_found,
+    margins_of,
+    planted,
+    rows_of,
+    sentence,
+    shrunk,
+    unproven,
+)
 
 _MOST_FINDINGS = 50
 
@@ -21,8 +33,9 @@ def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str
 
 
 def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
-    num = sum(len(part.findings) for part in parts)
-    yield verdict_box(f"findings: {num}" if num else "all is well", not num, beginning(parts), unproven(plan, parts))
+    verdict, more = headline(plan, parts)
+    well = not any(part.findings for part in parts)
+    yield verdict_box(verdict, well, more, beginning(parts), unproven(plan, parts))
     yield section(
         "What was checked", tag("p", f"{planted(plan)} {_what_ran(plan)}".strip()), _oracles(parts), *_findings(parts)
     )

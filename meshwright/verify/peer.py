@@ -198,9 +198,14 @@ def _inputs(model: Any, document: Document) -> dict[str, Tensor]:
     names = {True: ("pixel_values", "image_grid_thw"), False: ("pixel_values_videos", "video_grid_thw")}
     for still, (pixels, grids) in names.items():
         if of_kind := [each for each in document.pictures if _is_still(each) == still]:
-            inputs[pixels] = torch.cat([patches_PC for patches_PC, _ in of_kind])
+            inputs[pixels] = torch.cat([_normed(patches_PC) for patches_PC, _ in of_kind])
             inputs[grids] = torch.tensor([grid for _, grid in of_kind])
     return inputs
+
+
+def _normed(patches_PC: Tensor) -> Tensor:
+    """Return the values of a patch. Of bytes: rescaled to 0..1, then with mean and deviation 0.5, as processors do."""
+    return (patches_PC / 255 - 0.5) / 0.5 if patches_PC.dtype == torch.uint8 else patches_PC
 
 
 def _is_still(picture: Picture) -> bool:

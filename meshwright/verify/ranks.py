@@ -10,7 +10,6 @@ import gc
 import multiprocessing
 import os
 import pickle  # noqa: TID251 - between processes of one run, in a directory that is theirs alone
-import socket
 import tempfile
 import time
 import traceback
@@ -23,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ..errors import RankError
+from ..mesh.loopback import ADDRESS, loopback_devices, serve_store
 from ..watch import last_seen
 
 
@@ -55,18 +55,10 @@ def _start(ranks: list[BaseProcess]) -> None:
 def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Path) -> str:
     """As torchrun does, the parent keeps the store: it outlives any rank. It ends with this call, which raises nothing
     that would keep it: a rank that is forked beside a store hangs when it drops its copy, whose thread it has not."""
-    store = _store()
+    store = serve_store()
     for _ in ranks:
         ports.put(store.port)
     return _wait(ranks, seconds, folder, store)
-
-
-def _store() -> TCPStore:
-    """On IPv4. By itself it listens on IPv6 too, where each rank that connects is `::ffff:127.0.0.1`; torch asks the
-    name server for the name of that, and waits 5 s for an answer that is lost."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _wait(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStore) -> str:
@@ -99,8 +91,8 @@ def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
 def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     gc.freeze()  # garbage of the caller, such as a store whose thread is not here: it must not be destroyed here too
     gc.enable()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(ports.get()), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR=ADDRESS)
+    os.environ.update(MASTER_PORT=str(ports.get()), TORCHELASTIC_USE_AGENT_STORE="True", **loopback_devices())
     torch.set_num_threads(1)
     try:
         result = function(*args)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..errors import counted
 from ..layout import ORDERS, ways
 from ..models import text_config
 from .collectives import same_kind
@@ -46,14 +47,15 @@ def print_oracles() -> None:
 
 
 def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
-    """A line an oracle; below it what fails, with its likely cause, and at the end where to begin."""
+    """The verdict in a line; a line an oracle; below it what fails, with its likely cause, and where to begin."""
     console = Console()
+    console.print(Text("; ".join(filter(None, headline(plan, parts)))), soft_wrap=True)
     grid = Grid(box=None, pad_edge=False, expand=True, title=Text(_title(model, plan)), title_justify="left")
     grid.add_column("", width=3)
     for part in parts:
         title = SHORT.get(part.name, part.name)
         grid.add_column(title, no_wrap=True, width=max(len(title), *(len(cell(part, row)) for row in rows_of(parts))))
-    grid.add_column("compared, and how far off the worst is", no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_column("compared, and how far off the worst is", overflow="fold", ratio=1)
     for oracle in rows_of(parts):
         cells = (_styled(cell(part, oracle)) for part in parts)
         grid.add_row(oracle, *cells, Text(figure(parts, oracle)))
@@ -73,6 +75,33 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     console.print(f"{'all is well' if not num else f'findings: {num}'}, {seconds:.1f} s")
     for text in filter(None, (beginning(parts), unproven(plan, parts))):
         console.print(text, soft_wrap=True, markup=False)
+
+
+def headline(plan: Plan, parts: Sequence[RunResult]) -> tuple[str, str]:
+    """Return the verdict in one line, and what it rests on: the findings, or the worst that was measured."""
+    rows, on = rows_of(parts), str(plan.axes)
+    fail = [row for row in rows if any(found_by(part, row) for part in parts)]
+    if not fail:
+        return f"{counted(len(rows), 'check')} on {on}: all is well", _worst(parts)
+    silent = sum(all(cell(part, row) in ("-", "") for part in parts) for row in rows)
+    num = sum(len(part.findings) for part in parts)
+    unanswered = f"; {counted(silent, 'check was', 'checks were')} not answered" if silent else ""
+    verb = "fails" if len(fail) == 1 else "fail"
+    return (
+        f"{len(fail)} of {counted(len(rows), 'check')} on {on} {verb}: {', '.join(fail)}",
+        f"findings: {num}{unanswered}",
+    )
+
+
+def _worst(parts: Sequence[RunResult]) -> str:
+    """The worst gradient of the first run that compared them; without gradients, the worst of all that was measured."""
+    margins = [margin for part in parts for margin in part.margins if margin.allowed]
+    gradients = next(([m for m in part.margins if m.oracle == "G1" and m.allowed] for part in parts), [])
+    if not margins:
+        return ""
+    worst = max(gradients or margins, key=lambda margin: margin.share)
+    what = "worst gradient" if gradients else f"worst of {worst.count:,} {worst.what}"
+    return f"{what} {worst.worst:.1e} off, {worst.allowed:.0e} allowed"
 
 
 def _title(model: str, plan: Plan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from ..engine import Engine, Model, gather, init, load, losses
 from ..layout import Context, Pipeline
 from ..mesh import Mesh
 from ..ops import delta, loss
+from ..ops.part_sizes import shrunk_part_sizes
 from ..parallel import Savings
 from ..weights import whole_tensors
 from . import plain
@@ -66,6 +67,7 @@ class Trial:
     draws: bool = False  # also new weights, which must not depend on the mesh
     fp8: str | None = None  # products in 8 bits
     fp8_skip: Sequence[str] = ()
+    small_parts: bool = False  # chunks, slices and buffers that cut a tiny model too, on the ranks of the mesh
 
     @property
     def tolerance(self) -> Tolerance:
@@ -155,6 +157,12 @@ class Reference:
     drawn: dict[str, Tensor] = field(default_factory=dict)  # new weights
 
 
+def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
+    """Return the context in which the ranks of the mesh run. One process keeps the sizes of real runs, so that the two
+    differ at the bounds of parts."""
+    return shrunk_part_sizes() if trial.small_parts else nullcontext()
+
+
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
@@ -164,7 +172,7 @@ def refer(trial: Trial) -> Reference:
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
-        drawn = trial.drawn(engine.model.mesh)
+        drawn = one.drawn(engine.model.mesh)
     notes = plain.notes_of(trial, engine, before, steps, sums, aux[0])
     return Reference(steps, alone, prints, sums, aux, notes, drawn)
 

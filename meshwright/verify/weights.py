@@ -21,10 +21,12 @@ from ..engine.arguments import matching
 from ..errors import LoadError, StateError
 from ..layout import Block, Box
 from ..log import Advance, progress
+from ..ops.part_sizes import part_size
 from ..weights import Source, chosen
 
-_SLAB_ELEMENTS = 1 << 20  # compared at once
-_MAPPED_BYTES = 64 << 20  # looked at before the mapping of a file is given back
+_SLAB_ELEMENTS = part_size(__name__, "_SLAB_ELEMENTS", 1 << 20, small=1001)  # compared at once
+# looked at before the mapping of a file is given back
+_MAPPED_BYTES = part_size(__name__, "_MAPPED_BYTES", 64 << 20, small=10_007)
 _MOST = 100  # differences that a rank tells the others in full
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x2545F4914F6CDD1D

@@ -1,11 +1,8 @@
 """Hugging Face directories in and out, by intersection of boxes."""
 
 from .directory import (
-    MANIFEST,
-    TRAINER,
     Export,
     check_export,
-    check_readable,
     copy_carried,
     exported_config,
     interrupted_later,
@@ -25,6 +22,7 @@ from .rescale import check_scaled, numbers_and_scales
 from .rows import whole_rows
 from .runs import Checks, Run, Runs, checksum, runs_of_json
 from .scales import BYTES
+from .small import MANIFEST, TRAINER, SmallFiles, read_small
 from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config
 from .stamp import opened
 from .streaming import StoredModel, whole_tensors

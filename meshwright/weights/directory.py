@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,22 +20,21 @@ from ..errors import ExportError, LoadError, failure_in
 from ..layout import Piece, written
 from ..log import Advance, progress
 from ..mesh import Mesh
-from .header import DTYPES, read_json
+from ..ops.part_sizes import part_size
+from .header import DTYPES, Entry, read_json
 from .keymap import KeyMap
 from .rescale import scales_for, write_scales
 from .rows import whole_rows
+from .runs import Checks
 from .scales import Places, as_numbers, unpacked, values_of
+from .small import SmallFiles
 from .source import CONFIG, INDEX, Source
+from .stamp import Opened
 from .streaming import StoredModel
 from .target import Target, atomic_directory, check_target
 from .writing import Files, make_files
 
-# What a tokenizer, a processor or a reader needs.
-_SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
-# Of a checkpoint. It may be the source, but they are of no other one: a manifest beside new data would vouch for them.
-MANIFEST, TRAINER = "meshwright.json", "trainer.json"
-_TEMPLATES = "additional_chat_templates"
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = part_size(__name__, "_COPY_BYTES", 16 << 20, small=1001)
 _PUT_BACK = (
     "tensors that are not trained are copied from it, and it is no longer the file that was loaded; move the old file "
     "back to its place (a copy of it is another file), and keep it while the model is in use"
@@ -45,19 +43,19 @@ _PUT_BACK = (
 
 @dataclass(frozen=True)
 class Export:
-    """What is to be written, and where. `beside`: where the tokenizer's and other small files are copied from."""
+    """What is to be written, and where. `small`: the tokenizer's and other small files, and where the model lies."""
 
     keymap: KeyMap
     config: Mapping[str, Any]
-    beside: Path
+    small: SmallFiles
     directory: Path
     overwrite: bool = False
 
     def target(self) -> Target:
-        names = {CONFIG, *self.keymap.files, *map(str, small_files(self.beside, self.keymap))}
+        names = {CONFIG, *self.keymap.files, *self.small.names}
         if _has_index(self.keymap):
             names.add(INDEX)
-        return Target(self.directory, _total(self.keymap), frozenset(names), self.beside, self.overwrite)
+        return Target(self.directory, _total(self.keymap), frozenset(names), self.small.directory, self.overwrite)
 
 
 def check_export(mesh: Mesh, export: Export) -> None:
@@ -65,7 +63,7 @@ def check_export(mesh: Mesh, export: Export) -> None:
 
     def check() -> None:
         check_target(export.target())
-        check_readable(export)
+        export.small.check()
         _check_carried(export.keymap)
 
     what = f"nothing could be exported to {export.directory}"
@@ -178,14 +176,26 @@ def interrupted_later() -> Iterator[list[int]]:
 
 
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
-    """The bytes of a carried tensor, as they are."""
+    """The bytes of a carried tensor, as they are. Those of a checkpoint are compared with their checksums."""
     entry = source.entries[key]
     file = source.open(entry.file, _PUT_BACK)
     try:
-        for at in range(entry.start, entry.stop, _COPY_BYTES):
-            yield file.bytes_at(at, min(entry.stop - at, _COPY_BYTES))
+        yield from _checked_bytes(source, entry, file) if entry.file in source.runs else _bytes(entry, file)
     finally:
         os.close(file.fd)
+
+
+def _bytes(entry: Entry, file: Opened) -> Iterator[bytes]:
+    for at in range(entry.start, entry.stop, _COPY_BYTES):
+        yield file.bytes_at(at, min(entry.stop - at, _COPY_BYTES))
+
+
+def _checked_bytes(source: Source, entry: Entry, file: Opened) -> Iterator[bytes]:
+    checks = Checks(source.directory, source.runs)
+    for start, stop, run in checks.parts(entry.file, entry.start, entry.stop):
+        data = file.bytes_at(run.start, run.stop - run.start)
+        checks.check(entry.file, run, data, entry.key)
+        yield data[start - run.start : stop - run.start]
 
 
 def raw_tensor(source: Source, key: str) -> Tensor:
@@ -207,23 +217,6 @@ def whole_values(source: Source, key: str) -> Tensor:
     return values_of(found, Places.of(found, shape, scale).take(scales))
 
 
-def small_files(beside: Path, keymap: KeyMap) -> Iterator[Path]:
-    """Whatever small files lie beside the source (tokenizer, templates), as paths in its directory."""
-    others = {MANIFEST, TRAINER, *keymap.files}
-    top = [p for p in beside.iterdir() if p.name.endswith(_SMALL) and p.name not in others]
-    for path in sorted([*top, *(beside / _TEMPLATES).rglob("*")]):
-        if path.is_symlink() and not path.exists():
-            raise FileNotFoundError(f"{path} is a link to what is not there; mend or remove it")
-        if path.is_file() and not path.name.endswith(".index.json"):
-            yield path.relative_to(beside)
-
-
-def check_readable(export: Export) -> None:
-    for name in small_files(export.beside, export.keymap):
-        if not os.access(export.beside / name, os.R_OK):
-            raise PermissionError(f"{export.beside / name} is to be copied and cannot be read; change its mode")
-
-
 def _check_carried(keymap: KeyMap) -> None:
     if keymap.source is not None:
         of_source = {key: scale for key, scale in keymap.source.scales.items() if key in keymap.scales}
@@ -236,9 +229,7 @@ def write_small(export: Export, whole: Path) -> None:
     """Config, index, and copies of the small files."""
     keymap = export.keymap
     _check_carried(keymap)
-    for name in small_files(export.beside, keymap):
-        (whole / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(export.beside / name, whole / name)
+    export.small.write(whole)
     if not _holds(whole / CONFIG, export.config):  # else the copy is kept, to the byte
         (whole / CONFIG).write_text(json.dumps(export.config, indent=2) + "\n")  # to the byte as transformers does
     if _has_index(keymap):

@@ -18,7 +18,6 @@ from ..log import progress
 from ..ops import Grid
 from .load import Reader
 from .read_plan import Read
-from .runs import Checks
 from .source import Source
 
 
@@ -102,12 +101,12 @@ class NumbersView:
         return Grid(self.scales, rows, columns).values(matrix, torch.float32).view(codes.shape)
 
 
-def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source, checks: Checks | None = None) -> None:
+def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source) -> None:
     """Frozen matrices cannot take other values: those that this rank finds in a source must be the same."""
     total = sum(read.piece.numel for read in plan)
     label = f"compare what is frozen with {source.directory} on rank {rank}"
     with (
-        Reader(source, checks=checks) as reader,
+        Reader(source) as reader,
         progress(label, total, "elements", enabled=bool(plan) and rank == 0) as advance,
     ):
         for read in plan:

@@ -14,17 +14,19 @@ from torch import Tensor
 
 from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKey
 from ..layout import Block, Box, Layout, Param, Piece, Table, interval
+from ..ops.part_sizes import part_size
 from .header import DTYPES, TRAINABLE, Entry
 from .runs import Checks
 from .scales import BYTES, NUMBERS, PACKED, Places, as_numbers, unpacked, values_of
 from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
-_STAGED_ELEMENTS = 1 << 20  # a read goes through a buffer of this many elements at most
+# a read goes through a buffer of this many elements at most
+_STAGED_ELEMENTS = part_size(__name__, "_STAGED_ELEMENTS", 1 << 20, small=1001)
 # Where tp cuts columns, a rank wants a strip of every row. Above this length a strip is read alone; shorter ones are
 # read with all that lies between them, since a file system serves one long read faster than a thousand short ones.
-_SHORT_BYTES = 64 << 10
-_SPAN_BYTES = 8 << 20  # of strips that are read together
+_SHORT_BYTES = part_size(__name__, "_SHORT_BYTES", 64 << 10, small=61)
+_SPAN_BYTES = part_size(__name__, "_SPAN_BYTES", 8 << 20, small=601)  # of strips that are read together
 
 
 def chosen(param: Param, choice: Choice) -> Layout:
@@ -132,10 +134,10 @@ class Reader:
 
     source: Source
     num_bytes: int = 0
-    checks: Checks | None = None
 
     def __post_init__(self) -> None:
         self._open: dict[str, int] = {}
+        self._checks = Checks(self.source.directory, self.source.runs)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._scales = "", range(0), torch.empty(0, device="cpu")  # of the rows of blocks that were read last
         self._divisors: dict[str, Tensor] = {}
@@ -285,10 +287,10 @@ class Reader:
         try:
             if entry.file not in self._open:
                 self._open[entry.file] = self.source.open(entry.file).fd
-            if self.checks is None:
-                self._fetch(entry, into, offset)
+            if entry.file in self.source.runs:
+                self._fetch_checked(entry, into, offset)
             else:
-                self._fetch_checked(self.checks, entry, into, offset)
+                self._fetch(entry, into, offset)
         except OSError as error:
             raise BrokenFile(f"{path} cannot be read inside {entry.key}: {error.strerror}; check its disk") from error
 
@@ -301,17 +303,17 @@ class Reader:
             self.num_bytes += num
             into, offset = into[num:], offset + num
 
-    def _fetch_checked(self, checks: Checks, entry: Entry, into: memoryview, offset: int) -> None:
+    def _fetch_checked(self, entry: Entry, into: memoryview, offset: int) -> None:
         """Run by run: each is checked while it is in the cache. What is wanted of a run in part is read and checked
         whole, once."""
-        for start, stop, run in checks.parts(entry.file, offset, offset + len(into)):
+        for start, stop, run in self._checks.parts(entry.file, offset, offset + len(into)):
             part = into[start - offset : stop - offset]
             self._fetch(entry, part, start)
-            if not checks.is_checked(entry.file, run):
+            if not self._checks.is_checked(entry.file, run):
                 if len(part) < run.stop - run.start:
                     part = memoryview(bytearray(run.stop - run.start))
                     self._fetch(entry, part, run.start)
-                checks.check(entry.file, run, part, entry.key)
+                self._checks.check(entry.file, run, part, entry.key)
 
 
 def _dtype(entry: Entry) -> torch.dtype:

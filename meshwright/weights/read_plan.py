@@ -20,7 +20,6 @@ from ..mesh import Mesh
 from ..watch import names_lost_ranks
 from .keymap import KeyMap
 from .load import Reader, chosen
-from .runs import Checks
 from .scales import BYTES
 from .source import Source
 
@@ -71,10 +70,7 @@ def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
 
 
 @names_lost_ranks()
-def fill(
-    stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: range, source: Source,
-    checks: Checks | None = None,
-) -> int:  # fmt: skip
+def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: range, source: Source) -> int:
     """Fill what is stored with what the first rank of `node` reads. If that is this rank alone, nothing is sent.
 
     Returns how many bytes this rank read.
@@ -82,7 +78,7 @@ def fill(
     total = sum(d.piece.numel for d in plan)
     failure: LoadError | None = None
     with (
-        Reader(source, checks=checks) as reader,
+        Reader(source) as reader,
         progress(f"load {source.directory} on rank {mesh.rank}", total, "elements", enabled=mesh.rank == 0) as advance,
     ):
         for read in plan:

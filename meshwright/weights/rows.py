@@ -16,10 +16,11 @@ from torch import Tensor
 from ..layout import Param, Piece, ShardingSpec, across, piece, place, written
 from ..mesh import Mesh
 from ..mesh.collectives import exchange
+from ..ops.part_sizes import part_size
 from ..watch import waiting_at
 from .streaming import StoredModel
 
-_WINDOW_BYTES = 16 << 20  # of rows that a rank gets whole at a time
+_WINDOW_BYTES = part_size(__name__, "_WINDOW_BYTES", 16 << 20, small=2001)  # of rows that a rank gets whole at a time
 
 
 def whole_rows(stored_model: StoredModel, *, keep: bool = False) -> Iterator[tuple[Piece, Tensor]]:

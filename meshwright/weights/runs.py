@@ -102,7 +102,7 @@ class Checks:
         if not run.is_of(data):
             raise BrokenFile(
                 f"bytes {run.start} to {run.stop} of {self.directory / file} are not those that were written"
-                f"{key and f' for {key}'}: they fail their checksum"
+                f"{key and f' for {key}'}: they fail their checksum; copy the checkpoint again, or take another one"
             )
         self.checked.setdefault(file, set()).add(run)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import BrokenFile, LoadError
 from .header import Entry, read_header, read_stamped_json, short
+from .runs import Run
 from .scales import Scale, scales_of, with_matrices
 from .stamp import Opened, Stamp, open_file
 
@@ -33,6 +34,7 @@ class Source:
     stamps: Mapping[str, Stamp] = field(default_factory=dict)  # by file, as its header or its fields were read
     scales: Mapping[str, Scale] = field(default_factory=dict)  # by the key of a matrix of 8-bit numbers
     quantization: Mapping[str, Any] = field(default_factory=dict)  # what `config.json` tells of them
+    runs: Mapping[str, Sequence[Run]] = field(default_factory=dict)  # checksums of a checkpoint, by file, sorted
 
     @property
     def has_headers(self) -> bool:

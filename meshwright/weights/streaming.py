@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ..layout import Block, Box, Param, Piece, ShardingSpec, owned
 from ..mesh import Mesh
+from ..ops.part_sizes import part_size
 from .grids import NumbersView, Values
 from .header import DTYPES
 from .keymap import Key, KeyMap, blocks_by_key, widest
 
 _Dtypes = Mapping[str, torch.dtype]  # of keys, or of parameters
-_BATCH_BYTES = 64 << 20  # of keys in flight; a larger tensor goes alone
+# of keys in flight; a larger tensor goes alone
+_BATCH_BYTES = part_size(__name__, "_BATCH_BYTES", 64 << 20, small=20_011)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from ..errors import ExportError
 from ..layout import Block, Box, Piece, as_it_lies, interval
+from ..ops.part_sizes import part_size
 from .header import DTYPES
 from .keymap import Key, KeyMap
 from .load import chosen, contiguous
 from .runs import Runs
 from .scales import Places, as_used, numbers_of
 
-_STAGED_ELEMENTS = 1 << 20  # converted at a time
+_STAGED_ELEMENTS = part_size(__name__, "_STAGED_ELEMENTS", 1 << 20, small=1001)  # converted at a time
 
 
 class Files:
@@ -50,8 +52,9 @@ class Files:
 
     def to_disk(self) -> None:
         """What was written here, and not only to this machine's memory."""
-        for fd in self._open.values():
-            os.fsync(fd)
+        for file, fd in self._open.items():
+            with self._naming(file):
+                os.fsync(fd)
 
     def write(self, piece: Piece, values: Tensor) -> None:
         """What a piece holds, into every key that it is a part of."""
@@ -93,12 +96,21 @@ class Files:
     def _pwrite(self, key: Key, data: bytes | memoryview, offset: int) -> None:
         left, start = memoryview(data), self._start[key.name] + offset
         at, fd = start, self._fd(key.file)
-        while left:
-            done = os.pwrite(fd, left, at)
-            left, at = left[done:], at + done
+        with self._naming(key.file):
+            while left:
+                done = os.pwrite(fd, left, at)
+                left, at = left[done:], at + done
         _begin_to_disk(fd, start, at - start)
         if self.runs is not None:
             self.runs.add(os.path.join(self.inside, key.file), start, data)
+
+    @contextlib.contextmanager
+    def _naming(self, file: str) -> Iterator[None]:
+        """A full disk is an error of a descriptor, which does not say of which file."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.root / self.inside / file)) from error
 
     def _fd(self, file: str) -> int:
         if file not in self._open:

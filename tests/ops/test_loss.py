@@ -109,15 +109,24 @@ def test_large_logits_are_finite():
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
-def test_parts_of_rows_and_words_change_nothing(monkeypatch, entropy, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("dtype", "of_weight", "tolerance"),
+    [
+        (torch.float64, torch.float64, 1e-12),
+        (torch.float64, torch.float32, 1e-6),  # cast for the product
+        (torch.bfloat16, torch.float64, 2e-2),
+    ],
+)
+def test_parts_of_rows_and_words_change_nothing(monkeypatch, entropy, dtype, of_weight, tolerance):
     """What a large vocabulary does: few rows are widened together, few words cast."""
-    inputs, chunk = [rand(11, 4, dtype=dtype), rand(7, 4, seed=1)], 5
+    inputs, chunk = [rand(11, 4, dtype=dtype), rand(7, 4, seed=1, dtype=of_weight)], 5
     whole = differentiate(lambda x, w: token_stats(x, w, LABELS, chunk, entropy), inputs)
-    monkeypatch.setattr(loss, "_WIDENED_ON_CPU", 14)  # two rows
-    monkeypatch.setattr(loss, "_CAST_WORDS", 3)
+    for on in ("", "_ON_CPU"):
+        monkeypatch.setattr(loss, f"_WIDENED{on}", 14)  # two rows
+        monkeypatch.setattr(loss, f"_CAST_WORDS{on}", 3)
     parts = differentiate(lambda x, w: token_stats(x, w, LABELS, chunk, entropy), inputs)
     assert_same(parts, whole, tolerance)
+    assert of_weight == dtype or len(loss._words(inputs[1], inputs[0])) == 3, "the weight is cast in parts"
 
 
 def test_float32_is_summed_in_float32_over_chunks():

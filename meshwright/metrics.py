@@ -1,0 +1,51 @@
+"""What the metrics of a run say about its experts, for the live view and the report alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_DEAD = 0.25  # share of all experts
+_FULL = 0.9  # of what one expert can get at most
+_FEWEST = 20  # steps: a router may begin unevenly
+
+
+@dataclass
+class ExpertUse:
+    """Count the steps in which the router has given up experts. `take` gets the lines of metrics.jsonl in order."""
+
+    num_experts: int = 0
+    top_k: int = 1
+    num_steps: int = 0
+    num_collapsed: int = 0
+    _last: str = ""
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] == "start" and "experts" in line:
+            self.num_experts, self.top_k = line["experts"]["num"], line["experts"]["top_k"]
+        elif line["kind"] == "step" and "experts/max_over_mean" in line and self.num_experts:
+            self._take_step(line["step"], line["experts/max_over_mean"], line["experts/dead"])
+
+    def _take_step(self, step: int, by_layer: list[float], num_dead: int) -> None:
+        worst, total = max(by_layer), self.num_experts * len(by_layer)
+        self.num_steps += 1
+        self.num_collapsed += num_dead >= _DEAD * total or worst >= _FULL * self.limit
+        self._last = (
+            f"in step {step:,}, {num_dead:,} of {total:,} got no token, and the busiest one, in layer "
+            f"{by_layer.index(worst)}, got {worst:.2f} times its share, of {self.limit:.2f} that are possible"
+        )
+
+    @property
+    def limit(self) -> float:
+        """The load of an expert that every token chooses, divided by the mean of its layer."""
+        return self.num_experts / self.top_k
+
+    def warning(self) -> str:
+        """One sentence if experts were unused for most of the run, else ""."""
+        if self.num_steps < _FEWEST or 2 * self.num_collapsed <= self.num_steps:
+            return ""
+        return (
+            f"experts collapsed in {self.num_collapsed:,} of {self.num_steps:,} steps: {self._last}; "
+            "router_aux_loss_coef in config.json of the model evens them out"
+        )

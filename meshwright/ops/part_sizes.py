@@ -1,0 +1,51 @@
+"""Sizes at which work is cut into parts: chunks, slices, buffers, files.
+
+A tiny model fits into one part of each, so a mistake where one part ends would show in large models alone. `verify` and
+the tests therefore run with `shrunk_part_sizes`. A module declares such a constant with `part_size` and reads it by its
+name where it cuts: neither in a default argument nor through an import from another module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """A constant of a module. `small`: a size that cuts the work of a tiny model too."""
+
+    module: str
+    name: str
+    size: int
+    small: int
+
+
+_SIZES: list[PartSize] = []
+
+
+def part_size(module: str, name: str, size: int, small: int) -> int:
+    """Return `size`, the value of the constant `name` of `module`, and register the constant."""
+    _SIZES.append(PartSize(module, name, size, small))
+    return size
+
+
+def part_sizes() -> Sequence[PartSize]:
+    """Return the constants of all modules that have been imported."""
+    return tuple(_SIZES)
+
+
+@contextmanager
+def shrunk_part_sizes() -> Iterator[None]:
+    """Set each constant to its small size."""
+    modules = {each.module: sys.modules[each.module] for each in _SIZES}
+    kept = [(modules[each.module], each.name, vars(modules[each.module])[each.name]) for each in _SIZES]
+    for each in _SIZES:
+        setattr(modules[each.module], each.name, each.small)
+    try:
+        yield
+    finally:
+        for module, name, size in kept:
+            setattr(module, name, size)

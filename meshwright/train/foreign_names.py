@@ -1,0 +1,156 @@
+"""Names that users of other trainers write into a run file: what they are called here, or why there is nothing."""
+
+from __future__ import annotations
+
+from ..axes import OTHER_NAMES
+
+# The field of another name.
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    **{name: ("mesh", axis) for name, axis in OTHER_NAMES.items()},
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_degree"), ("mesh", "tp")),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pp_size", "pp_degree"), ("mesh", "pp")),
+    **dict.fromkeys(
+        ("context_parallel", "context_parallel_size", "cp_size", "sequence_parallel_size", "sequence_parallel_degree"),
+        ("mesh", "cp"),
+    ),
+    **dict.fromkeys(("nproc_per_node", "num_gpus", "n_gpus", "gpus", "devices"), ("mesh", "fsdp")),
+    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), ("optim", "lr")),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), ("optim", "schedule")),
+    **dict.fromkeys(("warmup_ratio", "warmup_steps", "num_warmup_steps", "lr_warmup_steps"), ("optim", "warmup")),
+    **dict.fromkeys(("min_lr", "min_lr_ratio", "lr_min"), ("optim", "final")),
+    **dict.fromkeys(("max_grad_norm", "clip_grad", "grad_clip", "gradient_clipping"), ("optim", "max_norm")),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), ("optim", "betas")),
+    **dict.fromkeys(("adam_epsilon", "adam_eps", "epsilon"), ("optim", "eps")),
+    "wd": ("optim", "weight_decay"),
+    **dict.fromkeys(("max_length", "max_seq_length", "seq_len", "sequence_len", "cutoff_len"), ("train", "length")),
+    **dict.fromkeys(("batch_size", "global_batch_size"), ("train", "tokens_per_step")),
+    **dict.fromkeys(("num_train_epochs", "num_epochs"), ("train", "epochs")),
+    **dict.fromkeys(("max_steps", "num_steps"), ("train", "steps")),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), ("train", "recompute")),
+    **dict.fromkeys(("bf16", "precision", "torch_dtype", "mixed_precision"), ("train", "dtype")),
+    **dict.fromkeys(("torch_compile", "use_compile"), ("train", "compiled")),
+    **dict.fromkeys(("early_stopping_patience", "patience"), ("train", "early_stopping")),
+    **dict.fromkeys(("freeze", "unfreeze", "trainable", "freeze_layers", "unfrozen_parameters"), ("train", "train")),
+    **dict.fromkeys(("base_model", "model_name_or_path", "model_name"), ("model",)),
+    **dict.fromkeys(("output_dir", "out_dir"), ("out",)),
+    **dict.fromkeys(("resume_from_checkpoint", "load_checkpoint"), ("resume",)),
+    **dict.fromkeys(("save_steps", "save_interval", "save_strategy"), ("save", "every")),
+    "save_total_limit": ("save", "keep"),
+    **dict.fromkeys(("eval_steps", "eval_interval", "eval_strategy", "evaluation_strategy"), ("eval", "every")),
+    "load_best_model_at_end": ("eval", "best"),
+    **dict.fromkeys(("val_set_size", "test_size", "eval_dataset", "val_file", "validation_file"), ("eval", "path")),
+    **dict.fromkeys(("dataset", "datasets", "dataset_path", "dataset_name", "train_file"), ("data", "path")),
+    **dict.fromkeys(("chat_template", "chat_template_path"), ("data", "template")),
+    **dict.fromkeys(("dataset_text_field", "field_messages", "columns"), ("data", "fields")),
+    "logging_steps": ("log", "every"),
+    **dict.fromkeys(("wandb_project",), ("log", "wandb")),
+    "ddp_timeout": ("launch", "timeout_s"),
+}  # fmt: skip
+
+_LORA = (
+    "LoRA and other adapters are not supported. `train = [...]` of [train] takes patterns of the parameters to train, "
+    "and freezes the others"
+)
+_BATCH = (
+    "tokens_per_step of [train] is the batch of a whole step, in tokens over all data ranks. A micro-batch is one "
+    "stream of `length` tokens on each data rank, so gradients are accumulated over "
+    "tokens_per_step / (length x replicate x fsdp) micro-batches"
+)
+_SHARDING = (
+    "fsdp of [mesh] shards parameters, gradients and optimizer state, as ZeRO-3 does; offload of [train] moves them "
+    "to the host"
+)
+_QUANTISED = (
+    'a quantised base model is not supported for training. fp8 = "block" of [train] computes in 8 bits, state_dtype = '
+    '"uint8" of [optim] stores the moments in 8 bits'
+)
+_REWARDS = (
+    "meshwright train does supervised fine-tuning and pre-training. Losses of your own (DPO, GRPO, PPO, distillation) "
+    "run in a Python loop: docs/rl.md and docs/losses.md"
+)
+_PACKING = (
+    "documents are always packed into streams of `length` tokens, and never see each other. Nothing is padded but the "
+    "end of a stream"
+)
+_LEARNT = 'a chat learns what the assistant says alone, as turns of [[data]] chooses; kind = "text" learns everything'
+_CODE = "no code of a model directory is ever run; only the model families of docs/README.md can be trained"
+_KERNELS = "the fastest attention kernel that is installed is taken; there is nothing to choose"
+_FP16 = 'float16 is not supported: its gradients overflow. dtype of [train] is "bfloat16", "float32" or "float64"'
+
+# What has no field of its own, and what to do instead. A name followed by more (`lora_alpha`) means the same.
+REFUSED = {
+    "streaming": "a stream has no exact plan: what is trained on would depend on the number of ranks and on restarts. "
+    "The set is downloaded and tokenised once; of one that is too large for the disk take a part: hf_subset, hf_split, "
+    "or some of its files as path",
+    **dict.fromkeys(
+        ("lora", "qlora", "dora", "peft", "use_peft", "adapter", "adapters", "target_modules", "modules_to_save",
+         "finetuning_type"),
+        _LORA,
+    ),
+    **dict.fromkeys(
+        ("gradient_accumulation", "grad_accum", "accumulate_grad_batches", "per_device_train_batch_size",
+         "per_device_batch_size", "micro_batch_size", "micro_batches", "train_batch_size", "local_batch_size"),
+        _BATCH,
+    ),
+    "per_device_eval_batch_size": "held-out data is packed into streams of `length` tokens, one on each data rank",
+    **dict.fromkeys(
+        ("deepspeed", "zero2", "zero3", "zero_stage", "zero_optimization", "fsdp_config", "fsdp_version", "fsdp2",
+         "sharding_strategy", "accelerate"),
+        _SHARDING,
+    ),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_bit", "bnb", "bitsandbytes"), _QUANTISED
+    ),
+    **dict.fromkeys(
+        ("dpo", "ppo", "grpo", "kto", "orpo", "simpo", "cpo", "rlhf", "rl", "rm", "reward", "reward_model", "ref_model",
+         "beta", "pref_beta", "distillation", "stage"),
+        _REWARDS,
+    ),
+    **dict.fromkeys(
+        ("packing", "pack", "sample_packing", "neat_packing", "eval_packing", "pad_to_sequence_len", "padding",
+         "padding_free", "group_by_length"),
+        _PACKING,
+    ),
+    **dict.fromkeys(("fp16", "half", "float16"), _FP16),
+    **dict.fromkeys(
+        ("optimizer", "optim", "optimizers"),
+        "AdamW is the only optimizer; [optim] has its fields: lr, schedule, betas, eps, weight_decay",
+    ),
+    **dict.fromkeys(
+        ("completion_only_loss", "assistant_only_loss", "train_on_inputs", "train_on_prompt", "mask_prompt",
+         "mask_history", "train_on_responses_only"),
+        _LEARNT,
+    ),
+    **dict.fromkeys(("trust_remote_code", "remote_code"), _CODE),
+    **dict.fromkeys(
+        ("flash_attn", "flash_attention", "use_flash_attention_2", "attn_implementation", "sdpa_attention",
+         "xformers_attention"),
+        _KERNELS,
+    ),
+    "report_to": 'tensorboard = true or wandb = "PROJECT" of [log]; OUT/metrics.jsonl is always written',
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_token", "hf_token"),
+        "nothing is uploaded: `hf upload ORG/NAME OUT/export` does it; downloads take the token of `hf auth login`",
+    ),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "num_workers", "preprocessing_num_workers", "dataset_num_proc"),
+        "data is tokenised once, by as many processes as there are cores (8 at most), and kept in `cache`",
+    ),
+    "shuffle": "documents are always shuffled, by `seed`",
+    **dict.fromkeys(
+        ("overwrite_output_dir",), 'the same command goes on from OUT; resume = "never" refuses an OUT with checkpoints'
+    ),
+    **dict.fromkeys(
+        ("max_samples", "max_train_samples", "max_eval_samples"),
+        "a source is read whole; weight of [[data]] takes a part of it in each epoch",
+    ),
+    **dict.fromkeys(
+        ("label_smoothing", "neftune", "liger_kernel", "use_liger_kernel", "ema"), "it is not supported"
+    ),
+}  # fmt: skip
+
+
+def refusal_of(name: str) -> str:
+    """Return what to do instead of a name that has no field, "" for a name that nobody uses elsewhere."""
+    plain = name.lower().replace("-", "_")
+    return next((why for known, why in REFUSED.items() if plain == known or plain.startswith(f"{known}_")), "")

@@ -1,0 +1,80 @@
+"""What `meshwright data`, `--dry-run` and `train` look at outside of the run file, before any row is read or rank runs.
+
+Packages, the model and its mesh, the files of all sources, templates and prompts. Each mistake has its place in the
+file, so that all are told at once with their lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from ..errors import MeshwrightError
+from ..weights import path_of
+from .config import Config
+from .contradictions import sources_in
+from .fields import Place
+from .layout import check_moments, check_trained, laid_out, model_of, objections_to
+from .samples import prompts_of
+from .sinks import missing_packages
+from .sources import Reader, check_files, check_reader, check_template, model_directory
+
+Mistakes = Iterator[tuple[Place, str]]
+
+
+def mistakes(config: Config) -> Mistakes:
+    """Say what is wrong with what the file names. What depends on the model waits until there is one."""
+    yield from missing_packages(config)
+    yield from _of_files(config)
+    try:
+        directory = model_directory(config.model)
+        model = model_of(config)
+    except MeshwrightError as error:
+        yield ("model",), str(error)
+        return
+    unreadable = [*_of_readers(config, directory)]
+    yield from unreadable
+    if not any(place[:2] == ("data", 0) for place, _ in unreadable):  # prompts are written as its rows are
+        yield from _refused(("sample", "prompts"), partial(prompts_of, config.sample, config.data[0], directory))
+    try:
+        blueprint = laid_out(model, config)
+    except MeshwrightError as error:
+        yield ("train", "fp8_skip" if config.train.fp8_skip else "fp8"), str(error)
+        return
+    refused = objections_to(blueprint, config)
+    yield from ((_place(text, config), text) for text in refused)
+    yield from _refused(("train", "train"), partial(check_trained, blueprint, config))
+    if not refused:
+        yield from _refused(("optim", "state_dtype"), partial(check_moments, blueprint, config))
+
+
+def _place(text: str, config: Config) -> Place:
+    """An objection begins with the name and value of a field, where it is of one field."""
+    word = re.match(r"(\w+)=", text)
+    for section in ("mesh", "context", "pipeline", "train") if word else ():
+        if word and word[1] in getattr(config, section).model_dump():
+            return section, word[1]
+    return ("mesh",)
+
+
+def _of_files(config: Config) -> Mistakes:
+    for place, section in sources_in(config):
+        if section.path:
+            yield from _refused((*place, "path"), partial(check_files, section))
+        yield from _refused((*place, "template"), partial(check_template, section))
+
+
+def _of_readers(config: Config, directory: Path) -> Mistakes:
+    reader = Reader(directory, path_of(config.cache), config.train.tower)
+    for place, section in sources_in(config):
+        if section.path:
+            yield from _refused((*place, "template"), partial(check_reader, section, reader))
+
+
+def _refused(place: Place, check: Callable[[], object]) -> Mistakes:
+    try:
+        check()
+    except MeshwrightError as error:
+        yield place, str(error)

@@ -1,0 +1,171 @@
+"""A checkpoint as the model of a run: its bytes are compared as `resume` compares them, and one that was copied in part
+is no model."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import meshwright as mw
+from meshwright import weights
+from meshwright.checkpoint import newest_whole, open_newest, opened_at
+from meshwright.engine.convert import convert
+from meshwright.train import position
+from meshwright.train.sources import model_directory
+from tests import tiny, worlds
+from tests.test_checkpoint_broken import error_of, flip
+from tests.words import words
+
+CARRIED = "mtp.fc.weight"
+
+
+def engine_of(source: Path) -> mw.Engine:
+    return mw.Engine(mw.load(source, mw.Mesh(device="cpu")), lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with steps 1 and 2 of a model with a tokenizer and a tensor that is not trained."""
+    at = tmp_path_factory.mktemp("saved")
+    source = tiny.directory(at / "source", "qwen3_5", dtype=torch.bfloat16)
+    tensors = load_file(source / "model.safetensors") | {CARRIED: torch.ones(300)}
+    save_file(tensors, source / "model.safetensors")
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    worlds.run(1, two_steps, source, at / "run")
+    return at / "run"
+
+
+def two_steps(source: Path, out: Path) -> None:
+    engine = engine_of(source)
+    for _ in range(2):
+        engine.step(tiny.batches(engine.steps))
+        mw.save(engine, out)
+
+
+@pytest.fixture
+def step(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run" / "step-000002"
+
+
+def middle_of(step: Path, key: str) -> int:
+    entry = weights.open_source(step).entries[key]
+    return (entry.start + entry.stop) // 2
+
+
+DAMAGED: dict[str, Callable[[Path], int]] = {
+    "model.safetensors": lambda step: middle_of(step, "model.layers.1.mlp.down_proj.weight"),
+    "tokenizer.json": lambda step: 3,
+    "config.json": lambda step: 9,
+}
+
+
+@worlds.world(1)
+def test_a_model_that_is_a_checkpoint_is_compared_with_its_checksums(step: Path) -> None:
+    for name, at in DAMAGED.items():
+        mw.load(step, mw.Mesh(device="cpu"))
+        flip(step / name, at(step))
+        expected = words("BrokenFile", re.escape(str(step / name)), "checksum", "take another|take that")
+        assert re.search(expected, error_of(lambda: mw.load(step, mw.Mesh(device="cpu"))))
+        told = error_of(lambda: model_directory(str(step)))  # what a run reads its tokenizer from
+        assert re.search(expected, told) or name == "model.safetensors"
+        flip(step / name, at(step))
+    for folder in ("master", "exp_avg", "exp_avg_sq"):
+        shutil.rmtree(step / folder)
+    mw.load(step, mw.Mesh(device="cpu"))  # its weights are whole
+
+
+@worlds.world(1)
+def test_what_is_copied_from_a_checkpoint_is_compared_too(step: Path, tmp_path: Path) -> None:
+    flip(step / "model.safetensors", middle_of(step, CARRIED))
+    model = mw.load(step, mw.Mesh(device="cpu"))  # which does not read it
+    told = error_of(lambda: mw.export(model, tmp_path / "out"))
+    assert re.search(words("ExportError", re.escape(CARRIED), "checksum"), told)
+    assert not (tmp_path / "out").exists()
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "mw.load": lambda step: mw.load(step, mw.Mesh(device="cpu")),
+    "mw.resume": lambda step: mw.resume(engine_of(step.parent / "step-000001"), step),
+    "model =": lambda step: model_directory(str(step)),
+    "convert": lambda step: convert(step, step.parent / "out", "hf"),
+    "inspect": opened_at,
+}
+
+
+def without_a_manifest(step: Path) -> None:
+    (step / weights.MANIFEST).unlink()
+
+
+def a_device(step: Path) -> None:
+    (step / weights.MANIFEST).unlink()
+    (step / weights.MANIFEST).symlink_to("/dev/zero")
+
+
+def too_large(step: Path) -> None:
+    os.truncate(step / weights.MANIFEST, 10**9)
+
+
+NO_CHECKPOINT: dict[Callable[[Path], object], str] = {
+    without_a_manifest: words(r"run/step-000002", r"no meshwright\.json", "copy it again", "remove"),
+    a_device: words(r"step-000002/meshwright\.json", "no regular file"),
+    too_large: words(r"step-000002/meshwright\.json", "1000000000 bytes are too many"),
+}
+
+
+@pytest.mark.parametrize("change", NO_CHECKPOINT, ids=lambda change: change.__name__)
+def test_a_checkpoint_without_its_manifest_is_no_model(step: Path, change: Callable[[Path], object]) -> None:
+    change(step)
+    [found] = worlds.run(1, what_readers_say, step)
+    for reader, told in found.items():
+        assert re.search(NO_CHECKPOINT[change], told), f"{reader}: {told}"
+
+
+def test_a_step_under_the_name_of_another(step: Path) -> None:
+    [found] = worlds.run(1, what_readers_say, step.rename(step.parent / "step-000009"))
+    for reader, told in found.items():
+        expected = words("step-000009 is named as step 9", "step 2", "give it back its name, step-000002")
+        assert re.search(expected, told), f"{reader}: {told}"
+    assert newest_whole(step.parent) == step.parent / "step-000001"
+
+
+def what_readers_say(step: Path) -> dict[str, str]:
+    return {name: error_of(lambda read=read: read(step)) for name, read in READERS.items()}
+
+
+@worlds.world(1)
+def test_a_folder_gives_an_older_one_where_the_newest_is_damaged(step: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(step.parent / "step-000001")
+    for file in ("exp_avg/model.safetensors", "trainer.json", "runs/00000.json"):
+        flip(step / file, (step / file).stat().st_size // 2)
+        damaged = (step / file).read_bytes()
+        assert mw.resume(engine, step.parent).directory == step.parent / "step-000001"
+        assert re.search(words("step-000002 is damaged", "stays as it is", re.escape(file)), caplog.text)
+        assert (step / file).read_bytes() == damaged
+        engine.step(tiny.batches(1))
+        assert re.search(words("^BrokenCheckpointError", re.escape(file)), error_of(lambda: mw.resume(engine, step)))
+        flip(step / file, (step / file).stat().st_size // 2)
+        caplog.clear()
+    for each in (step, step.parent / "step-000001"):
+        flip(each / "master" / "model.safetensors", 30_000)
+    told = error_of(lambda: mw.resume(engine, step.parent))
+    assert "no whole checkpoint (step-000002, step-000001: damaged)" in told
+
+
+def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path) -> None:
+    """It gives an older checkpoint where the newest is damaged. Where all are, no run begins anew."""
+    folder = step.parent.rename(tmp_path / "checkpoints")
+    config = mw.train.config_of(model="m", out=str(tmp_path), data=[{"path": "x"}])
+    assert position._found(config, tmp_path) == (folder, "")
+    for each in folder.iterdir():
+        (each / weights.MANIFEST).unlink()
+    assert position._found(config, tmp_path) == (folder, "")
+    with pytest.raises(mw.CheckpointError, match="no whole checkpoint"):
+        open_newest(folder, [])

@@ -1,0 +1,41 @@
+"""What the command line says before it imports anything that takes long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import meshwright as mw
+from meshwright import cli
+
+_HEAVY = ("torch", "numpy", "transformers", "pyarrow", "pydantic", "rich")
+_SAYS_WHAT_IT_IMPORTED = f"""
+import sys
+from meshwright import cli
+for arguments in (["--help"], ["--version"], ["trian"], ["train", "--help"], []):
+    try:
+        cli.main(arguments)
+    except SystemExit:
+        pass
+print("imported:", [name for name in {_HEAVY} if name in sys.modules])
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", _SAYS_WHAT_IT_IMPORTED], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("imported: []\n")
+
+
+def test_a_bare_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "train" in capsys.readouterr().err
+
+
+def test_public_names_are_found_on_first_use() -> None:
+    assert {*mw.__all__} <= {*dir(mw)}
+    assert mw.Engine is mw.engine.Engine
+    with pytest.raises(AttributeError, match=r"has no 'generate'; instead: mw\.sample"):
+        mw.generate  # noqa: B018 - it is the attribute that is looked for
+    assert not hasattr(mw, "__wrapped__")

@@ -1,0 +1,171 @@
+"""Every constant that cuts work into parts is registered, so that `verify` and tests try its bounds on tiny models."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright
+from meshwright.checkpoint import look
+from meshwright.data import reading
+from meshwright.data.store import Recipe, prepare
+from meshwright.data.tokens import tokens
+from meshwright.ops.part_sizes import PartSize, part_sizes, shrunk_part_sizes
+from meshwright.verify import inspection
+from meshwright.verify.trial import part_sizes_of
+from meshwright.weights import open_source
+from tests import tiny, trials
+
+PACKAGE = Path(meshwright.__file__).parent
+# Rooms whose parts a trial on a mesh cuts: it loads, trains, updates, gathers, hands out. The others have tests here.
+TRIED = ("ops", "optim", "mesh", "parallel", "weights", "verify")
+# Whole numbers of modules that cut nothing in parts, by what they are.
+OTHERS = {
+    "a format, or a definition of numbers": {
+        "ops.fp8.BLOCK", "ops.codes.BLOCK", "ops.codes._ONE", "weights.init._ROWS", "data.plan.WINDOW",
+        "engine.pictures._BITS", "weights.source._LOOKS", "weights.source._LOOK",
+        "data.permute._MIX", "verify.weights._ODD",
+    },
+    "which kernel is taken": {
+        "ops.attention._EVEN", "ops.attention._LONG", "ops.experts._TILE", "ops.fused._FEW", "ops.planned._CHUNK",
+    },
+    "calls to the system or to others, who cut by themselves": {
+        "ops.memory._HUGEPAGE", "ops.memory._MAPPED_APART", "checkpoint.store._FILES_AT_ONCE",
+        "checkpoint.store._PART_BYTES", "data.video._ORIENTATION",
+    },
+    "how many ranks are a group of hosts, which tests/test_hosts.py varies": {"mesh.hosts.MOST"},
+    "a limit of what is accepted": {
+        "weights.header._MAX_JSON_BYTES", "weights.header._MAX_DIMS", "weights.header._MAX_SIZE",
+        "weights.scales._WHOLE", "models.config.LARGEST", "models.config._MOST_EXPERTS",
+        "data.processor._MOST_OBLONG", "engine.fit._MOST", "verify.diagnose.forward.RIGHT",
+        "data.json_values._MOST_BYTES", "data.plan.MOST_DOCUMENTS", "data.reading._ARRAY_BYTES",
+        "data.render.MOST_CHARACTERS", "data.render._MOST_BYTES", "data.render._POLLS", "data.render._THREADS",
+        "data.tokenizer._MOST_TEMPLATE_BYTES", "data.video.MOST_PIXELS", "train.contradictions.MOST_STEPS",
+        "train.lock._MOST_BYTES",
+    },
+    "what is shown or said, and how much of it": {
+        "data.feed._NAMED", "data.store._NAMED", "checkpoint.show._MOST", "verify.weights._MOST",
+        "verify.page._MOST_FINDINGS", "train.terminal._KEPT", "train.terminal._PACE", "train.terminal._CELL",
+        "train.metrics.WIDTH", "train.failure._LINES", "train.loop._MATRIX_EVERY", "train.metrics.HISTORY",
+        "metrics._FEWEST",
+    },
+    "what verify and its models are made of": {
+        "verify.data.LENGTH", "verify.data.FEW", "verify.data.LONG", "verify.data._LEAST", "verify.shrink._WIDTH",
+        "verify.shrink.ODD", "verify.against._NOISE", "engine.reach._TOKENS",
+    },
+    "which small files are copied from where they lie (tests/test_export_places.py)": {"weights.small._KEPT_BYTES"},
+}  # fmt: skip
+NO_TENSORS = ("plan", "report")  # rooms that estimate and draw
+LEAST = 8  # a smaller number counts things, such as tries
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def numbers(path: Path) -> Iterator[str]:
+    """The constants of a module that are whole numbers, written as such."""
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.Assign):
+            continue
+        target = node.targets[0]
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        values = node.value.elts if isinstance(node.value, ast.Tuple) and len(names) > 1 else [node.value]
+        for name, value in zip(names, values, strict=False):
+            if isinstance(name, ast.Name) and name.id.isupper() and _size(value) >= LEAST:
+                yield f"{module_of(path)}.{name.id}"
+
+
+def _size(node: ast.expr) -> int:
+    """The whole number that an expression of numbers alone gives, else 0."""
+    plain = (ast.Constant, ast.BinOp, ast.operator)
+    if not all(isinstance(each, plain) for each in ast.walk(node)):
+        return 0
+    value = eval(compile(ast.Expression(node), "", "eval"))
+    return value if type(value) is int else 0
+
+
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in NO_TENSORS]
+
+
+def test_every_constant_that_cuts_is_registered() -> None:
+    """A new whole number in a module is a part size, or is said here to be something else."""
+    known = set().union(*OTHERS.values())
+    found = {name for path in MODULES for name in numbers(path)}
+    assert found - known == set(), "declare it with ops.part_sizes.part_size, or add it to OTHERS"
+    assert {name for name in known if name not in found} - {"data.permute._MIX"} == set(), "it is not there any more"
+
+
+def registered() -> list[PartSize]:
+    for path in MODULES:
+        if "part_size(" in path.read_text() and path.name != "__main__.py":
+            importlib.import_module(f"meshwright.{module_of(path)}")
+    return list(part_sizes())
+
+
+def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
+    found = registered()
+    assert len({(each.module, each.name) for each in found}) == len(found)
+    whole = [vars(importlib.import_module(each.module))[each.name] for each in found]
+    assert whole == [each.size for each in found], "a name is not that of the constant"
+    with part_sizes_of(trials.trial(Path(), {})):
+        small = [vars(importlib.import_module(each.module))[each.name] for each in found]
+    assert small == [each.small for each in found]
+    assert [each for each in found if each.small >= each.size and each.name != "CHUNK"] == []
+    assert whole == [vars(importlib.import_module(each.module))[each.name] for each in found]
+    rooms = {each.module.split(".")[1] for each in found}
+    assert rooms - {*TRIED} == {"data", "checkpoint"}, "add a test here that cuts them"
+
+
+def test_verify_shrinks_them_but_for_one_run() -> None:
+    """On the ranks of the mesh; one process, and float32, keep the sizes of real runs."""
+    plan = inspection.plan("tiny-qwen3", trials.Axes(), inspection.Options())
+    tried = {dtype: inspection.trial_of(plan, dtype, Path()) for dtype in inspection.DTYPES}
+    assert {dtype: trial.small_parts for dtype, trial in tried.items()} == {
+        "float64": True, "float32": False, "bfloat16": True
+    }  # fmt: skip
+
+
+def test_no_part_size_is_read_through_another_name() -> None:
+    """`from module import CHUNK`, or `def f(chunk=CHUNK)`, would keep the whole size."""
+    names = {each.name for each in registered()}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                taken = {alias.name for alias in node.names} & names
+                assert not taken, f"{path}: read {taken} as an attribute of its module"
+            if isinstance(node, ast.arguments):
+                defaults = [*node.defaults, *node.kw_defaults]
+                taken = {each.id for each in defaults if isinstance(each, ast.Name)} & names
+                assert not taken, f"{path}: {taken} is read once, where the function is made"
+
+
+def test_data_are_read_and_kept_in_parts(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": f"w{n} " * (n % 5 + 1)}) + "\n" for n in range(40)))
+    recipe = Recipe(name="it", files=(file,), make=lambda row: [tokens([*row["text"].encode()], [(0, 2)])], told="it")
+    with shrunk_part_sizes():
+        assert len(reading.shards_of([file])) > 1
+        parts = prepare(recipe, tmp_path / "parts")
+        places = [parts.place(at) for at in range(len(parts))]
+    whole = prepare(recipe, tmp_path / "whole")
+    assert len(parts) == len(whole) == 40
+    assert all(parts.tokens(at).ids.tolist() == whole.tokens(at).ids.tolist() for at in range(40))
+    assert places == [f"{file}:{n + 1}" for n in range(40)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_are_compared_in_parts(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = open_source(tiny.directory(tmp_path / "m", "qwen3", dtype=dtype))
+    entry = source.entries["model.embed_tokens.weight"]
+    (whole,) = look._parts(source, entry)
+    with shrunk_part_sizes():
+        parts = list(look._parts(source, entry))
+    assert len(parts) > 1
+    assert torch.equal(torch.cat(parts), whole)

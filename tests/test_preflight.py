@@ -1,0 +1,121 @@
+"""What `meshwright data`, `--dry-run` and `train` say before any process starts: all of it at once, with lines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import meshwright as mw
+from meshwright import cli
+from meshwright.train import launch, position, sinks, toml
+from tests.runs import chats, file_of, source
+
+COMMANDS = (["data"], ["train", "--dry-run"], ["train"])
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model of 4 heads and 2 kv heads, chats, and what cannot be read."""
+    at = tmp_path_factory.mktemp("preflight")
+    source(at / "m", "qwen3_tied")
+    chats(at / "chats.jsonl", 40)
+    chats(at / "held.jsonl", 20)
+    (at / "bad.jsonl").write_text('{"prompt": 1}\n')
+    return at
+
+
+def said(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, command: list[str]) -> str:
+    given = ["--set", *sets] if sets else []
+    assert cli.main([command[0], str(path), *command[1:], *given]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_all_that_cannot_be_read_is_told_at_once(
+    at: Path, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sinks._NEEDS, "tensorboard", "no_such_package")
+    path = file_of(at, at / "m", eval={"path": str(at / "no.jsonl")}, log={"tensorboard": True}, mesh={"tp": 3})
+    found = said(capsys, path, "data.0.template=/dev/zero", "data.1.path=no/where.jsonl", command=command)
+    lines = path.read_text().splitlines()
+    line_of = {name: 1 + next(n for n, line in enumerate(lines) if line.startswith(name)) for name in ("tp", "tens")}
+    for wanted in (
+        "has 5 mistakes:",
+        "data[0].template (--set data.0.template=/dev/zero): the chat template /dev/zero is no file",
+        "data[1].path (--set data.1.path=no/where.jsonl): no/where.jsonl is neither a file nor a directory",
+        f"eval.path (line {1 + lines.index('[eval]') + 1}): {at / 'no.jsonl'} is neither a file nor a directory",
+        f"mesh.tp (line {line_of['tp']}): tp=3 does not divide",
+        f"log.tensorboard (line {line_of['tens']}): needs the package no_such_package",
+    ):
+        assert wanted in found, found
+    assert "train.length" not in found  # no length is advised for a mesh that cannot be
+    wrong_model = said(capsys, path, "model=no/where/at/all", command=command)
+    assert "model (--set model=no/where/at/all): model = 'no/where/at/all' is no directory" in wrong_model
+    assert "has 3 mistakes" in wrong_model
+    assert "train.length" not in wrong_model  # the mesh waits for the model
+
+
+@pytest.mark.parametrize(
+    ("sets", "wanted"),
+    [
+        (["mesh.fsdp=2", "mesh.ep=2"], "mesh.ep (--set mesh.ep=2): ep=2 shares out experts, and this model has none"),
+        (["mesh.ep=3"], "mesh.ep (--set mesh.ep=3): ep=3 shares out experts, and this model has none; leave ep out"),
+        (["train.train=no.such.*"], "train='no.such.*' matches no parameter"),
+        (["train.fp8=block"], "train.fp8 (--set train.fp8=block): "),
+    ],
+)
+def test_what_the_model_refuses(at: Path, sets: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, file_of(at, at / "m"), *sets, command=["data"])
+    assert wanted in found
+    assert "has 1 mistake:" in found
+
+
+def test_bad_rows_of_all_sources_are_told_at_once(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of held-out data too, before any rank starts."""
+    path = file_of(at, at / "m", eval={"path": str(at / "bad.jsonl")})
+    assert "bad.jsonl:1" in said(capsys, path, command=["train"])
+    (at / "worse.jsonl").write_text("no JSON\n")
+    found = said(capsys, path, f"data.0.path={at / 'worse.jsonl'}", command=["data"])
+    assert "bad.jsonl:1" in found
+    assert "worse.jsonl:1" in found
+
+
+def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any rank starts, by what the newest checkpoint says."""
+    config = toml.read(file_of(at, at / "m", optim={"schedule": "wsd", "warmup": 0}, train={"steps": 20}))
+    data = launch.prepared(config).data
+    state = asdict(position.Position(data.plan.fingerprint, stream=36, num_steps=10))
+    monkeypatch.setattr(position, "checkpoints", lambda _: [SimpleNamespace(path=Path("step-000009"))])
+    opened = SimpleNamespace(directory=Path("step-000009"), trainer={"state": state, "step": 9})
+    monkeypatch.setattr(position, "opened_at", lambda _: opened)
+    with pytest.raises(
+        mw.ConfigError, match=r"step-000009: .*has fallen since step 8 of 10.*Begin from a checkpoint bef"
+    ):
+        position.check_position(config, data)
+    state["num_steps"] = 20
+    position.check_position(config, data)
+    state["plan"] = "another"
+    with pytest.raises(mw.CheckpointError, match="was trained on other data"):
+        position.check_position(config, data)
+
+
+def test_a_dry_run_lists_held_out_data_and_how_often_sources_are_read(
+    at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By shares of the tokens of the run, each of half of them: the small one is read twice as often."""
+    text = file_of(at, at / "m", eval={"path": str(at / "held.jsonl"), "every": 5})
+    shares = ["data.0.share=0.5", f"data.1.path={at / 'held.jsonl'}", "data.1.share=0.5", "train.steps=4"]
+    assert cli.main(["data", str(text), "--set", *shares]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tokens = {line.split()[0]: int(line.split()[3].replace(",", "")) for line in lines[1:3]}
+    times = {line.split()[0]: float(line.split()[-2]) for line in lines[1:3]}
+    assert lines[0].endswith("in the run")
+    assert times["chats.jsonl"] * tokens["chats.jsonl"] == pytest.approx(
+        times["held.jsonl"] * tokens["held.jsonl"], 0.02
+    )
+    assert times["chats.jsonl"] * tokens["chats.jsonl"] == pytest.approx(4 * 512 / 2, rel=0.1)
+    assert lines[3].startswith("held out: held-out ")
+    assert lines[3].endswith("every 5 steps")

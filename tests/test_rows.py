@@ -1,0 +1,384 @@
+"""Rows mean what their author meant: fields that change a row are taken or refused by name, and whatever is broken is
+named by its file."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import threading
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import meshwright as mw
+from meshwright.data import reading, render, video
+from meshwright.data.chat import Chat, ChatOptions, stop_ids_of
+from meshwright.data.feed import source_of
+from meshwright.data.layouts import conversation
+from meshwright.data.plan import Plan
+from meshwright.data.store import Recipe, prepare
+from meshwright.data.texts import Ready, Texts
+from meshwright.data.tokenizer import generation_config_of, template_of, tokenizer_of
+from meshwright.train import show
+from tests.templates import GOOD, tokenizer
+
+ASKS, SAYS = {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}
+HUMAN, GPT = {"from": "human", "value": "U"}, {"from": "gpt", "value": "A"}
+TOOL = {"name": "look", "parameters": {"type": "object"}}
+
+
+def messages(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in conversation(row).messages]
+
+
+def said(row: dict[str, Any], **options: Any) -> list[str]:
+    """Documents, with what is learnt in brackets."""
+    out = []
+    for document in Chat(tokenizer(), ChatOptions(**{"template": GOOD["hybrid"], **options})).documents(row):
+        text, at = "", 0
+        for start, stop in document.spans:
+            text += tokenizer().decode(document.ids[at:start]) + f"[{tokenizer().decode(document.ids[start:stop])}]"
+            at = stop
+        out.append(text + tokenizer().decode(document.ids[at:]))
+    return out
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"system": "S", "conversations": [HUMAN, GPT]},
+        {"system": "S", "messages": [ASKS, SAYS]},
+        {"system": "S", "messages": [{"role": "developer", "content": "S"}, ASKS, SAYS]},
+        {"system": "S", "prompt": "U", "completion": "A"},
+        {"system": "S", "instruction": "U", "output": "A", "history": []},
+    ],
+)
+def test_the_system_of_a_row_comes_first(row: dict[str, Any]) -> None:
+    assert messages(row) == [("system", "S"), ("user", "U"), ("assistant", "A")]
+    assert conversation(row).learnt == [False, False, True]
+
+
+def test_the_history_of_alpaca_is_its_earlier_turns() -> None:
+    row = {"instruction": "U2", "input": "more", "output": "A2", "history": [["U0", "A0"], ["U1", "A1"]]}
+    assert [text for _, text in messages(row)] == ["U0", "A0", "U1", "A1", "U2\n\nmore", "A2"]
+    assert conversation(row).learnt == [False, True] * 3
+
+
+def test_template_kwargs_of_a_row_reach_the_template() -> None:
+    """As in TRL: over the arguments of the source, and over what `thinking` would ask for."""
+    template = GOOD["hybrid"].replace(
+        "{%- for m in messages -%}", "{{- mood | default('') -}}{%- for m in messages -%}", 1
+    )
+    row = {"messages": [ASKS, SAYS], "chat_template_kwargs": {"mood": "calm", "enable_thinking": True, "unused": None}}
+    [text] = said(row, template=template, template_args={"mood": "cross"})
+    assert text.startswith("calm<|im_start|>user")
+    assert text.endswith("[<think>\n\n</think>\n\nA<|im_end|>]")  # as a server would get it that had asked for thinking
+    assert said({**row, "chat_template_kwargs": json.dumps({"mood": "calm"})}, template=template)[0][:4] == "calm"
+    assert conversation({**row, "chat_template_kwargs": ""}).template_args == {}
+
+
+def test_tools_of_llama_factory() -> None:
+    """Their layout becomes that of OpenAI, token by token."""
+    call = {"name": "look", "arguments": {"at": 1}}
+    theirs = {
+        "conversations": [
+            HUMAN, {"from": "function_call", "value": json.dumps(call)}, {"from": "observation", "value": "R"}, GPT,
+        ],
+        "tools": json.dumps([TOOL]), "system": "S",
+    }  # fmt: skip
+    ours = {
+        "messages": [
+            {"role": "system", "content": "S"}, ASKS, {"role": "assistant", "tool_calls": [{"function": call}]},
+            {"role": "tool", "content": "R"}, SAYS,
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+    }  # fmt: skip
+    assert said(theirs) == said(ours)
+    assert "[\n<call>look" in said(ours)[0]
+    old = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"at": 1}'}}
+    assert said({**ours, "messages": [*ours["messages"][:2], old, *ours["messages"][3:]]}) == said(ours)
+    several = conversation({"conversations": [HUMAN, {"from": "function_call", "value": json.dumps([call, call])}]})
+    assert [c["function"]["name"] for c in several.messages[1]["tool_calls"]] == ["look"] * 2
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thinking_has_many_names(name: str) -> None:
+    thinks = {"messages": [ASKS, {**SAYS, name: "T"}]}
+    assert said(thinks) == [
+        "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n[<think>\nT\n</think>\n\nA<|im_end|>]"
+    ]
+    assert conversation({"messages": [ASKS, {**SAYS, "reasoning": "T", "thinking": "T"}]}).messages[1] == {
+        **SAYS, "reasoning_content": "T",
+    }  # fmt: skip
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"system": "S", "messages": [{"role": "system", "content": "T"}, ASKS, SAYS]}, "else than its message 0"),
+    ({"system": ["S"], "messages": [ASKS, SAYS]}, "system is a list, not text"),
+    ({"history": [["U", "A"]], "messages": [ASKS, SAYS]}, "'history', which changes"),
+    ({"history": [["U"]], "instruction": "U", "output": "A"}, "no list of pairs"),
+    ({"instruction": ["U"], "output": "A"}, "instruction is a list, not text"),
+    ({"mask": [0, 1], "messages": [ASKS, SAYS]}, "'mask', which changes what it means"),
+    ({"weight": 0.5, "messages": [ASKS, SAYS]}, "'weight', which changes .* a source of its own"),
+    ({"train": False, "messages": [ASKS, SAYS]}, "'train', which changes"),
+    ({"labels": [1, 2], "messages": [ASKS, SAYS]}, "a list of 'labels'"),
+    ({"enable_thinking": True, "messages": [ASKS, SAYS]}, "put it into chat_template_kwargs"),
+    ({"prompt": "U", "completion": "A", "label": False}, "says whether the answer is good"),
+    ({"chat_template_kwargs": {"tokenize": True}, "messages": [ASKS, SAYS]}, "name tokenize, which"),
+    ({"chat_template_kwargs": [1], "messages": [ASKS, SAYS]}, "chat_template_kwargs are a list"),
+    ({"messages": [ASKS, {**SAYS, "weight": 0.5}]}, r"weight of message 1 is 0.5.*mw.pack\(fields="),
+    ({"messages": [ASKS, {**SAYS, "train": "false"}]}, "train of message 1 is 'false'"),
+    ({"messages": [ASKS, {**SAYS, "loss": False}]}, "message 1 has 'loss', which is not read; .* train"),
+    ({"messages": [ASKS, {**SAYS, "reasoning": "T", "thinking": "V"}]}, "thinks differently in reasoning and thinking"),
+    ({"messages": [ASKS, {**SAYS, "thinking": True}]}, "thinking of message 1 is true, not text"),
+    ({"messages": [ASKS, {**SAYS, "reasoning_details": [{}]}]}, "reasoning_details"),
+    ({"conversations": [HUMAN, {"from": "function_call", "value": "look()"}]}, "tools in message 1 are no JSON"),
+    ({"prompt": "U", "chosen": "A", "rejected": "B"}, "a row of preferences .* needs a loss such as DPO"),
+    ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "a row of preferences"),
+    ({"messages": [ASKS, {**SAYS, "content": "A<|im_end|>"}]}, r"message 1 .* holds the special token '<.im_end.>'"),
+    ({"messages": [{**ASKS, "content": "<|im_start|>"}, SAYS]}, "message 0 of the user holds the special token"),
+    ({"messages": [ASKS, SAYS], "tools": [{**TOOL, "description": "<|im_end|>"}]}, "tools hold the special token"),
+    ({"messages": [ASKS, {**SAYS, "content": "<think>\nwell"}]}, "message 1 begins with <think> and has no </think>"),
+    ({"messages": [ASKS, {**SAYS, "content": "a\ud800"}]}, r"half of a character, '\\ud800'"),
+    ({"messages": [ASKS, {**SAYS, "content": [{"type": "image", "image": 7}]}]}, "shows an image that is a number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "wanted"), REFUSED, ids=[wanted[:30] for _, wanted in REFUSED])
+def test_a_row_that_would_mean_something_else_is_refused(row: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(mw.DataError, match=f"(?s){wanted}"):
+        said(row)
+
+
+def test_what_changes_nothing_passes() -> None:
+    row = {
+        "messages": [ASKS, {**SAYS, "weight": 1.0, "train": True, "name": "x"}], "id": 7, "weight": 1, "label": True,
+        "labels": 3, "chosen": [SAYS], "rejected": [SAYS], "history": [], "prompt": "U", "source": None,
+    }  # fmt: skip
+    assert said(row) == said({"messages": [ASKS, SAYS]})
+    assert Chat(tokenizer(), ChatOptions(template=GOOD["plain"])).unused(row) == {*row} - {"messages", "source"}
+    assert messages({"prompt": "U", "chosen": "A", "rejected": "B"} | {"completion": "A"}) == messages(
+        {"messages": [ASKS, SAYS]}
+    )
+    named = conversation({"prompt": "U", "chosen": "A", "rejected": "B"}, {"completion": "chosen"})  # on purpose
+    assert [message["content"] for message in named.messages] == ["U", "A"]
+
+
+def test_masks_of_ready_tokens() -> None:
+    for row, wanted in (
+        ({"ids": [1, 2], "trained": [0.5, 1]}, "values other than 0 and 1"),
+        ({"ids": [1, 2], "labels": [-100, 2]}, "'labels', which says what is learnt"),
+        ({"ids": [1, 2], "loss_mask": [0, 1]}, "give trained"),
+    ):
+        with pytest.raises(mw.DataError, match=wanted):
+            Ready(10).documents(row)
+    assert Ready(10, {"trained": "loss_mask"}).documents({"ids": [1, 2], "loss_mask": [0, 1]})[0].spans == ((1, 2),)
+
+
+def chats(file: Path, *rows: Any) -> Path:
+    file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def recipe(file: Path, **options: Any) -> Recipe:
+    chat = Chat(tokenizer(), ChatOptions(template=GOOD["plain"]))
+    return Recipe(
+        **{"name": "mine", "files": (file,), "make": chat.documents, "told": "", "unused": chat.unused} | options
+    )
+
+
+def test_bad_rows_are_grouped_and_all_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good, typo = {"messages": [ASKS, SAYS], "id": 1}, [{"messages": [{**ASKS, "role": f"n{n}"}]} for n in range(30)]
+    half = {"messages": [ASKS, {**SAYS, "content": "a\ud800"}]}
+    file = chats(tmp_path / "a.jsonl", good, *typo, half, '{"messages"', "null")
+    with pytest.raises(mw.DataError) as error:
+        prepare(recipe(file), tmp_path / "cache")
+    said = str(error.value).splitlines()
+    assert [line.split(": ")[0] for line in said[1:-1]] == [
+        f"  30 rows, the first {file}:2", f"  1 row, the first {file}:32", f"  1 row, the first {file}:33",
+        f"  1 row, the first {file}:34",
+    ]  # fmt: skip
+    assert said[4].endswith("it is null, not an object")
+    documents = prepare(recipe(file, on_bad="skip"), tmp_path / "cache")
+    assert (len(documents), documents.statistics.skipped, documents.unused) == (1, 33, ["id"])
+    assert "fields of mine that are not used: id" in caplog.text
+    for listing in (tmp_path / "cache").glob("*.rows.txt"):
+        assert [line.split(": ")[0] for line in listing.read_text().splitlines()] == [
+            f"{file}:{n}" for n in range(2, 35)
+        ]
+    text = chats(tmp_path / "t.jsonl", {"text": "a"}, '{"text": "a\\ud800"}')
+    of_texts = recipe(text, make=Texts(tokenizer()).documents, unused=None, on_bad="skip")
+    assert prepare(of_texts, tmp_path / "cache").statistics.skipped == 1
+
+
+def test_a_list_of_rows_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": "ä€\n"}, {"text": "b"}, 7, {"text": "c"}]
+    file = tmp_path / "a.json"
+    for indent in (None, 1):
+        file.write_text("\ufeff\n" + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n")
+        [shard] = reading.shards_of(reading.files_of(file))
+        read = [*reading.rows_of(shard)]
+        assert [row.values for row in read] == [rows[0], rows[1], {}, rows[3]]
+        assert read[2].wrong == "it is a number, not an object"
+    assert [reading.place_of(file, row.at) for row in read] == [f"{file}:{n}" for n in (3, 6, 9, 10)]
+    for text, wanted in (
+        ('[{"text": "a"}', "Expecting ',' or ']'"), ('[{"text": "a"},]', "no JSON list"),
+        ('[{} {}]', "line 1 column 5"),
+        ("[{}] {}", "Extra data"), ("[" * 100_000, "no JSON list"), ('["\\ud8', "no JSON list"),
+    ):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(mw.DataError, match=f"a.json.*{wanted}"):
+            [*reading.rows_of(reading.shards_of([file])[0])]
+    monkeypatch.setattr(reading, "_ARRAY_BYTES", 3)
+    with pytest.raises(mw.DataError, match=r"at most .* jq -c '\.\[\]'"):
+        [*reading.rows_of(reading.shards_of([file])[0])]
+    chats(file, {"text": "a"}, {"text": "b"})  # lines under another name
+    assert [row.values["text"] for shard in reading.shards_of([file]) for row in reading.rows_of(shard)] == ["a", "b"]
+    with pytest.raises(mw.DataError, match=r"name its .json yourself"):
+        reading.files_of(tmp_path)
+
+
+@pytest.mark.parametrize("harm", ["empty", "junk", "cut", "inside"])
+def test_a_broken_table_is_named(tmp_path: Path, harm: str) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["words"] * 1000 + [str(n) for n in range(1000)]}), file, compression="none")
+    whole = file.read_bytes()
+    inside = whole[:40] + bytes(200) + whole[240:]
+    file.write_bytes({"empty": b"", "junk": b"x" * 500, "cut": whole[:-100], "inside": inside}[harm])
+    with pytest.raises(mw.DataError, match=r"a.parquet is no whole Parquet file"):
+        [row for shard in reading.shards_of([file]) for row in reading.rows_of(shard)]
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_a_template_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_bad: str) -> None:
+    monkeypatch.setattr(render, "_POLLS", 4)
+    make = Chat(tokenizer(), ChatOptions(template=ENDLESS)).documents
+    file = chats(tmp_path / "a.jsonl", {"messages": [ASKS, SAYS]})
+    before = threading.active_count()
+    with pytest.raises(mw.DataError, match=r"^\S*a.jsonl:1: the chat template has not ended in 0 seconds; look for"):
+        prepare(recipe(file, make=make, on_bad=on_bad), tmp_path / "cache")
+    for thread in threading.enumerate():
+        if thread.name.startswith("template"):
+            thread.join(5)
+    assert threading.active_count() <= before, "it goes on"
+
+
+def test_a_template_that_explodes_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([0, 1 << 20, 2 << 30])
+    monkeypatch.setattr(render, "_peak_bytes", lambda: next(sizes))
+    with pytest.raises(mw.DataError, match="more than 1 GiB of memory"):
+        said({"messages": [ASKS, SAYS]}, template=ENDLESS)
+    monkeypatch.undo()
+    monkeypatch.setattr("meshwright.data.chat.MOST_CHARACTERS", 10)
+    with pytest.raises(mw.DataError, match="writes 11 characters for the first 1 messages; at most 10"):
+        said({"messages": [ASKS, SAYS]}, template="{{ 'x' * 11 }}")
+
+
+DEEP = "[" * 100_000
+BROKEN: dict[str, tuple[str, str]] = {
+    f"{name} {text[:20]}": (name, text)
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
+    for text in ("[]", "null", '"x"', "{", DEEP, "")
+} | {
+    "model of tokenizer.json": ("tokenizer.json", '{"model": "x", "added_tokens": {}}'),
+    "tokens of tokenizer_config.json": ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
+    "eos_token of tokenizer_config.json": ("tokenizer_config.json", '{"eos_token": [1, {}]}'),
+    "model_type of config.json": ("config.json", '{"model_type": [1]}'),
+    "vocab_size of config.json": ("config.json", '{"model_type": "qwen3", "vocab_size": "x"}'),
+    "text as eos_token_id": ("generation_config.json", '{"eos_token_id": "x"}'),
+    "object as eos_token_id": ("generation_config.json", '{"eos_token_id": [{}]}'),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("tokenizer")
+    tokenizer().save_pretrained(at)
+    (at / "config.json").write_text('{"model_type": "qwen3"}')
+    (at / "generation_config.json").write_text('{"eos_token_id": [2]}')
+    return at
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_files_of_a_tokenizer_are_named(directory: Path, case: str) -> None:
+    name, text = BROKEN[case]
+    whole = (directory / name).read_text()
+    (directory / name).write_text(text)
+    try:
+        with pytest.raises(mw.DataError) as error:
+            stop_ids_of(tokenizer_of(directory), generation_config_of(directory))
+    finally:
+        (directory / name).write_text(whole)
+    assert re.search(rf"(^|/){name}\b", str(error.value))
+
+
+def test_whole_files_of_a_tokenizer(directory: Path) -> None:
+    assert stop_ids_of(tokenizer_of(directory), generation_config_of(directory)) == {2}
+
+
+def test_a_template_must_be_a_small_text(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    for path, content, wanted in (
+        (Path("/dev/zero"), None, "is no file"), (file, b"\xff", "is not UTF-8"), (file, bytes(5 << 20), "too many"),
+        (tmp_path, None, "is no file"), (tmp_path / "none", None, "No such file"),
+    ):  # fmt: skip
+        if content:
+            path.write_bytes(content)
+        with pytest.raises(mw.DataError, match=wanted):
+            template_of(path)
+
+
+def png(file: Path, width: int, height: int) -> Path:
+    """The header of a large picture, which needs no more bytes."""
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"")),
+        (b"IEND", b""),
+    )
+    made = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(made))
+    return file
+
+
+def test_pictures_that_no_processor_needs(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (9, 8)).save(tmp_path / "a.png")
+    assert video.size_of(tmp_path / "a.png") == (8, 9)
+    with pytest.raises(mw.DataError, match=r"a.png has 9000 x 9000 pixels, and at most 67,108,864"):
+        video.size_of(png(tmp_path / "a.png", 9000, 9000))
+    (tmp_path / "b.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    with pytest.raises(mw.DataError, match=r"b.png cannot be read as a picture: it is none of PNG, JPEG"):
+        video.size_of(tmp_path / "b.png")
+
+
+def test_dropped_documents_are_not_counted(tmp_path: Path) -> None:
+    rows = [{"text": "ab"}, {"text": "a" * 50}, {"text": "abc"}, {"text": "a" * 60}]
+    found = prepare(
+        recipe(chats(tmp_path / "a.jsonl", *rows), make=Texts(tokenizer()).documents, unused=None), tmp_path / "cache"
+    )
+    source = source_of(found, 10, too_long="drop")
+    counts = found.statistics_of(source.lengths > 0)
+    assert (counts.documents, counts.tokens, counts.targets, counts.longest, counts.too_long) == (2, 7, 5, 4, 2)
+    assert found.statistics.targets == 7 + 112 - 4
+    config = SimpleNamespace(train=SimpleNamespace(streams_per_step=1), mesh=SimpleNamespace(num_data_ranks=1))
+    data = SimpleNamespace(documents=[found], plan=Plan([source], length=10, epochs=1), num_steps=1)
+    text = show.dry_run(config, data, {})  # type: ignore[arg-type]
+    assert "2 documents longer than 10 tokens left out" in text
+    assert text.splitlines()[1].split()[1:6] == ["4", "2", "7", "5", "4"]
+    assert "leaves much room" in text
+    full = SimpleNamespace(**{**vars(data), "plan": Plan([source], length=7, epochs=1)})
+    assert "leaves much room" not in show.dry_run(config, full, {})  # type: ignore[arg-type]
