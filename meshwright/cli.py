@@ -35,8 +35,8 @@ filled with random weights, unless --full or --weights. The ranks of the mesh ru
 """
 INSPECT_EXAMPLES = """examples:
   meshwright inspect runs/first                                    the newest whole checkpoint of a run
-  meshwright inspect runs/first/step-000200 --verify               is every byte as it was written?
-  meshwright inspect runs/first/step-000200 --diff runs/second/step-000200
+  meshwright inspect runs/first/best --verify                      is every byte of the best as it was written?
+  meshwright inspect runs/first/checkpoints/step-000200 --diff runs/second
   meshwright inspect runs/first --json
 """
 INSPECT_ABOUT = """What a checkpoint holds: its step and mesh, its planes with their dtypes and sizes, your state.
@@ -45,7 +45,7 @@ Exit codes: 0 all is well, 1 bytes are not those that were written, or the two d
 """
 COPY_EXAMPLES = """examples:
   meshwright copy runs/first s3://bucket/first                        the newest whole checkpoint (pip install s3fs)
-  meshwright copy runs/first/step-000200 gs://bucket/first            this one (pip install gcsfs)
+  meshwright copy runs/first/checkpoints/step-000200 gs://bucket/first    this one (pip install gcsfs)
   meshwright copy s3://bucket/first runs/again                        and back, to go on from it
   meshwright copy /local/runs/first /shared/runs/first                from one disk to another
 """
@@ -55,8 +55,8 @@ Every byte is compared with its checksum on the way. The manifest is sent last: 
 is no checkpoint, and the same command begins it anew. Another checkpoint of the same step is never replaced.
 """
 CONVERT_EXAMPLES = """examples:
-  meshwright convert runs/first weights --to hf                       its weights as a Hugging Face directory
-  meshwright convert runs/first/step-000200 weights --to hf --dtype float32     the float32 masters as weights
+  meshwright convert runs/first/best weights --to hf     the best weights as a Hugging Face directory, with tokenizer
+  meshwright convert runs/first weights --to hf --dtype float32       of the newest checkpoint the float32 masters
   meshwright convert runs/first torch --to dcp                        for torch.distributed.checkpoint.load
   meshwright convert torch runs/again --to meshwright --like Qwen3-8B
 """
@@ -75,6 +75,7 @@ The page is one file and needs no network. It can be made while a run goes on. O
 """
 SAMPLE_EXAMPLES = """examples:
   meshwright sample runs/first --prompt "Why is the sky blue?"         the newest checkpoint, asked as it was trained
+  meshwright sample runs/first/best --prompt "Why is the sky blue?"    the one with the lowest held-out loss
   meshwright sample Qwen/Qwen3-0.6B --prompt Hello --prompt Bye --tokens 200 --top-p 0.9
   meshwright sample path/to/Qwen3-8B-Base --text --prompt "Once upon a time"
 """
@@ -140,7 +141,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=INSPECT_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     inspect.set_defaults(run=_inspect)
-    inspect.add_argument("checkpoint", help="a checkpoint, or a folder of them, of which the newest whole one is taken")
+    inspect.add_argument("checkpoint", help="a run, a checkpoint, or a folder of them: the newest whole one is taken")
     inspect.add_argument("--verify", action="store_true", help="read all of it, and compare the checksums")
     inspect.add_argument("--diff", metavar="OTHER", help="name the tensors that differ, and by how much")
     inspect.add_argument("--json", action="store_true", help="everything as JSON on standard output")
@@ -152,7 +153,7 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     convert.set_defaults(run=_convert)
-    convert.add_argument("source", help="a checkpoint of any kind, or a folder of them")
+    convert.add_argument("source", help="a run, a checkpoint of any kind, or a folder of them (RUN/best)")
     convert.add_argument("target", help="what to write: a directory, which must be new; with --to meshwright a folder")
     convert.add_argument("--to", required=True, choices=["hf", "dcp", "meshwright"], help="the kind to write")
     convert.add_argument(
@@ -169,7 +170,7 @@ def _add_copy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         epilog=COPY_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     copy.set_defaults(run=_copy)
-    copy.add_argument("source", help="a checkpoint, or a folder of them, of which the newest whole one is taken")
+    copy.add_argument("source", help="a run, a checkpoint, or a folder of them: the newest whole one is taken")
     copy.add_argument("target", help="the folder for it: a directory, or a URL that fsspec knows")
 
 
@@ -204,7 +205,7 @@ def _add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     sample.set_defaults(run=_sample)
-    sample.add_argument("model", help="the directory of a run, a Hugging Face directory, a checkpoint, a hub id")
+    sample.add_argument("model", help="a run, a checkpoint, a folder of them, a Hugging Face directory, a hub id")
     sample.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what a user says")
     sample.add_argument("--text", action="store_true", help="prompts as they are, without a chat template")
     sample.add_argument("--tokens", type=positive, default=64, metavar="N", help="of each text at most (default 64)")

@@ -12,15 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
+from meshwright import cli
+from meshwright.checkpoint import opened_at
+from meshwright.data import tokenizer_of
 from meshwright.layout import Param
 from meshwright.train import loop, toml
+from meshwright.train.config import SampleSection
 from meshwright.train.flops import Flops, flops_of, peak_of
 from meshwright.train.loop import Habits, Loop
 from meshwright.train.position import Position
 from meshwright.train.run import Trainer, run
+from meshwright.train.samples import sample_at
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, source
 
@@ -129,6 +135,25 @@ def stopped_once(path: Path, at_step: int, *sets: str) -> str:
     return trainer.why
 
 
+def look_at_the_best(out: Path, best: int, last: int) -> None:
+    """Commands take a run, a folder of checkpoints, or one of them alike."""
+    for where, step in ((out, last), (out / "best", best), (out / "best" / f"step-{best:06d}", best)):
+        assert opened_at(where).manifest.step == step
+        assert cli.main(["convert", str(where), str(out.parent / f"{where.name}-hf"), "--to", "hf"]) == 0
+        made = out.parent / f"{where.name}-hf"
+        checkpoint = load_file(opened_at(where).directory / "model.safetensors")
+        assert {key: t.tolist() for key, t in load_file(made / "model.safetensors").items()} == {
+            key: t.tolist() for key, t in checkpoint.items()
+        }
+        assert tokenizer_of(made).chat_template
+    section = SampleSection.model_construct(prompts=["3?"], tokens=4, top_p=None)
+    places = (out, out / "best", out.parent / "best-hf")
+    asked = {str(at): functools.partial(sample_at, str(at), section, seed=0, text=False) for at in places}
+    said = {at: answer for at, [answer] in worlds.in_turn(1, asked).items()}
+    assert len(said) == 3
+    assert all(prompt == "3?" for [(prompt, _)] in said.values())
+
+
 def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
     path = rising(tmp_path)
     worlds.run(1, functools.partial(run, toml.read(path)))
@@ -140,6 +165,7 @@ def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "out" / "best").iterdir()] == [f"step-{best:06d}"]
     assert lines(tmp_path, "save")[-1]["step"] == best + 4
     assert (tmp_path / "out" / "export" / "config.json").is_file()
+    look_at_the_best(tmp_path / "out", best, best + 4)
     worlds.run(1, functools.partial(run, toml.read(path)))  # there is nothing left to do
     assert max(line["step"] for line in lines(tmp_path)) == best + 4
     out = f"out={tmp_path / 'parts'}"

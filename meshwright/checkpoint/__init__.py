@@ -2,7 +2,7 @@
 
 from .background import Saving
 from .content import Content, Keep, random_plane
-from .folder import Draft, checkpoints, final_place, is_checkpoint, newest_whole
+from .folder import CHECKPOINTS, RUN, Draft, checkpoints, final_place, is_checkpoint, newest_of, newest_whole, run_of
 from .look import check_bytes, differences, opened_at, summary
 from .manifest import write_part
 from .planes import FIRST, MASTER, SECOND, WEIGHTS, Plane, planes_of, with_zeros

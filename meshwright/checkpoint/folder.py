@@ -26,6 +26,7 @@ from ..weights import MANIFEST, TRAINER
 from .content import RANDOM_FILE, Keep
 from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, to_disk, why_not_whole, write_manifest
 
+CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first beside the second
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
 _REST = (TRAINER, "master/*.safetensors", "exp_avg*/*.safetensors", RANDOM_FILE, f"{PARTS}/[0-9]*.json")
 _MAKING_S = 3600.0  # a directory without a lock may be one that is just being made; for no longer than this
@@ -88,15 +89,17 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def find(directory: Path, but: Collection[Path] = ()) -> Path:
-    """A checkpoint: the directory itself, or the newest whole one of a folder of them. `but`: not one of these."""
+    """Return a checkpoint: the directory itself, or the newest whole one of a folder of them, or of a run. `but`: not
+    one of these."""
     if is_checkpoint(directory):
         return directory
     hidden = [found.path for found in checkpoints(directory.parent) if step_name(found.step) == directory.name]
     if not directory.exists() and hidden:
         return hidden[0]
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory; give a checkpoint, or the folder of them")
-    for found in checkpoints(directory):
+        raise CheckpointError(f"{directory} is no directory; give a checkpoint, a folder of them, or a run")
+    folder = directory / CHECKPOINTS if _is_run(directory) else directory
+    for found in checkpoints(folder):
         if found.path in but:
             continue
         wrong = why_not_whole(found.path)
@@ -104,10 +107,29 @@ def find(directory: Path, but: Collection[Path] = ()) -> Path:
             return found.path
         logger.warning("%s is not whole and is passed over: %s", found.path, wrong)
     damaged = f" ({', '.join(path.name for path in but)}: damaged)" if but else ""
+    if folder != directory and not damaged:
+        raise CheckpointError(
+            f"{directory} is a run that has no whole checkpoint yet; give the model that it began with"
+        )
     raise CheckpointError(
-        f"{directory} holds no whole checkpoint{damaged}, neither {MANIFEST} nor step-000200 or the like; give another "
-        "directory (a run of meshwright train keeps them in its checkpoints)"
+        f"{folder} holds no whole checkpoint{damaged}, neither {MANIFEST} nor step-000200 or the like; give another "
+        "directory"
     )
+
+
+def newest_of(directory: Path) -> Path:
+    """Return the newest whole checkpoint of a run, or of a folder of checkpoints; any other directory as it is."""
+    return find(directory) if _is_run(directory) or checkpoints(directory) else directory
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the run that keeps a checkpoint, among its checkpoints or as its best, if one does."""
+    run = checkpoint.absolute().parent.parent
+    return run if _is_run(run) else None
+
+
+def _is_run(directory: Path) -> bool:
+    return (directory / RUN).is_file()
 
 
 class Draft:

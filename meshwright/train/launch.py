@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import newest_whole
+from ..checkpoint import CHECKPOINTS, newest_whole
 from ..errors import ConfigError, RankError
 from ..log import logger
 from ..weights import path_of
@@ -21,7 +21,7 @@ from .contradictions import contradictions
 from .held_out import held_out_of
 from .live import Display
 from .lock import hold
-from .position import CHECKPOINTS, check_position
+from .position import check_position
 from .rank import LAUNCHER, as_rank
 from .run import run
 from .samples import prompts_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import final_place, newest_whole
+from ..checkpoint import CHECKPOINTS, final_place, newest_whole
 from ..data import Batch, Feed
 from ..engine import Engine, StepRecord, save
 from ..errors import NonFiniteError
@@ -22,7 +22,7 @@ from ..watch import region
 from .flops import Flops
 from .gauges import BySource, Reading, Told, agree, squares_of
 from .metrics import Sink
-from .position import CHECKPOINTS, Position
+from .position import Position
 from .stop import Stop
 
 BEST = "best"

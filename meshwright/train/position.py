@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..checkpoint import checkpoints, opened_at
+from ..checkpoint import CHECKPOINTS, RUN, checkpoints, opened_at
 from ..engine import Engine, resume
 from ..errors import CheckpointError, ConfigError
 from ..log import logger
@@ -15,8 +15,6 @@ from .config import Config
 from .schedule import jump_of
 from .sources import Data
 from .toml import read
-
-CHECKPOINTS, CONFIG = "checkpoints", "config.toml"
 
 
 @dataclass
@@ -40,7 +38,7 @@ def position_of(config: Config, engine: Engine, data: Data) -> Position:
     if told:
         raise ConfigError(told)
     if mesh.rank == 0 and found is not None:
-        _tell_changes(config, out / CONFIG)
+        _tell_changes(config, out / RUN)
     if found is None:
         return Position(data.plan.fingerprint, num_steps=data.num_steps)
     resumed = resume(engine, found)
@@ -87,8 +85,8 @@ def _found(config: Config, out: Path) -> tuple[Path | None, str]:
         return (None if config.resume in ("auto", "never") else path_of(config.resume)), ""
     if config.resume == "never":
         return None, f'{newest} is there, and resume = "never"; choose another out, or remove it'
-    refused = [f"  {each}" for each in _changes(config, out / CONFIG)[0] if not each.may]
-    told = "\n".join([f"this is not the run that {out / CONFIG} tells of:", *refused]) if refused else ""
+    refused = [f"  {each}" for each in _changes(config, out / RUN)[0] if not each.may]
+    told = "\n".join([f"this is not the run that {out / RUN} tells of:", *refused]) if refused else ""
     return out / CHECKPOINTS, told
 
 

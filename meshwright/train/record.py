@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from ..axes import DENSE, Axes
+from ..checkpoint import RUN
 from ..engine import Model
 from ..layout import Param
 from ..plan import Figures, ParameterLine, alike, origin, parameter_lines, work_of
 from .config import Config
-from .position import CONFIG
 from .toml import as_toml
 
 
 def write_record(out: Path, config: Config, model: Model) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / CONFIG).write_text(as_toml(config))
+    (out / RUN).write_text(as_toml(config))
     for name, values in (("environment", _environment(model)), ("layout", _layout(config, model))):
         (out / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import newest_whole
+from ..checkpoint import RUN, is_checkpoint, newest_of, run_of
 from ..data import generation_config_of, stop_ids_of, tokenizer_of
 from ..engine import Engine, Model, check_no_places, check_prompts, load, sample
-from ..errors import CheckpointError, DataError
+from ..errors import DataError
 from ..models import placeholders_in, take, text_config
 from ..weights import path_of, read_config
 from .config import Config, SampleSection, SourceSection
-from .position import CHECKPOINTS, CONFIG
 from .sources import model_directory, prompter, vocab_size_of
 from .toml import read
 
@@ -74,20 +73,17 @@ class Samples:
 
 
 def sample_at(where: str, section: SampleSection, *, seed: int, text: bool) -> list[tuple[str, str]]:
-    """On one process: of the newest checkpoint of a run, asked as its first source, or of any model, asked as a chat.
+    """On one process: of a checkpoint, asked as the first source of its run, or of any model, asked as a chat. `where`
+    may be a run, or a folder of checkpoints, of which the newest is taken.
 
     With `text` prompts are given as they are.
     """
-    folder, source, dtype = path_of(where), SourceSection(path=[]), "bfloat16"
-    if (folder / CONFIG).is_file():
-        config = read(folder / CONFIG)
+    found, source, dtype = newest_of(path_of(where)), SourceSection(path=[]), "bfloat16"
+    where = where if found == path_of(where) else str(found)
+    run = run_of(found) if is_checkpoint(found) else None
+    if run is not None:
+        config = read(run / RUN)
         source, dtype = config.data[0], config.train.dtype
-        newest = newest_whole(folder / CHECKPOINTS)
-        if newest is None:
-            raise CheckpointError(
-                f"{folder} is a run that has no whole checkpoint yet; give the model that it began with"
-            )
-        where = str(newest)
     if text:
         source = SourceSection(path=[], kind="text")
     prompts = prompts_of(section, source, model_directory(where))
