@@ -106,9 +106,8 @@ def _fewer_tokens(figures: Figures) -> Iterator[tuple[str, Figures]]:
 
 def _narrower(figures: Figures) -> Iterator[tuple[str, Figures]]:
     """Moments in a narrower dtype."""
-    ladder = (None, torch.bfloat16, torch.uint8)
-    now = None if figures.state_dtype == torch.float32 else figures.state_dtype
-    for dtype in ladder[ladder.index(now) + 1 :]:
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8)
+    for dtype in dtypes[dtypes.index(figures.state_dtype or torch.float32) + 1 :]:
         coded = coded_of(figures.blueprint.table, figures.blueprint.table.params) if dtype == torch.uint8 else ()
         if not objections(figures.blueprint, asdict(figures.axes), figures.work.num_batches, coded):
             yield f"--state-dtype {name_of(dtype)}", replace(figures, state_dtype=dtype)
