@@ -321,7 +321,6 @@ def test_json_is_exact_and_says_what_made_it(capsys: Capture) -> None:
         "pictures": [],
         "frozen": [],
         "numbers": [],
-        "begins": {},
     }
     assert found["num_parameters"] == sum(line["num_parameters"] for line in found["parameters"])
     assert "head.weight" in {line["name"] for line in found["parameters"]}
