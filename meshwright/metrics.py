@@ -1,4 +1,4 @@
-"""What the metrics of a run say about its experts, for the live view and the report alike."""
+"""Expert collapse, read from the metrics of a run for the live view and the report."""
 
 from __future__ import annotations
 

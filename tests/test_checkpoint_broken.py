@@ -298,7 +298,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def said_by(*acts: Callable[[], object]) -> list[str]:
-    """What is logged meanwhile."""
+    """Collect the lines that are logged meanwhile."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

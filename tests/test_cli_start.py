@@ -1,4 +1,4 @@
-"""What the command line says before it imports anything that takes long."""
+"""The command line answers before it imports anything that takes long."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_long_documents_are_cut() -> None:
 
 
 def test_epochs_that_hold_no_document_are_passed_over() -> None:
-    """Of two documents at a weight of 0.25 every second epoch takes one."""
+    """Two documents at a weight of 0.25: every second epoch takes one."""
     plan = Plan([DataSource("a", np.array([5, 6]), weight=0.25)], length=T, epochs=8)
     assert sorted(piece.document for piece in whole(plan)) == [0, 0, 1, 1]
 

@@ -1,4 +1,4 @@
-"""What `meshwright data`, `--dry-run` and `train` say before any process starts: all of it at once, with lines."""
+"""`meshwright data`, `--dry-run` and `train` report all mistakes at once, with lines, before any process starts."""
 
 from __future__ import annotations
 

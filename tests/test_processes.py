@@ -30,7 +30,7 @@ def told(write: str) -> str:
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What ranks tell, as they write it."""
+    """Write the failure of a rank as a rank does."""
     for name, tell in {
         "blames": lambda: failure.record(BLAMES, 0),
         "fails": lambda: failure.record(ValueError("x"), 1),

@@ -137,7 +137,7 @@ def check_sizes(directory: Path, files: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has written: the file that lists it, the checksum of that file, and how many bytes it lists.
+    """One rank's share of the files: the file that lists it, the checksum of that file, and the bytes that it lists.
 
     `not_finite`: the place in the table of a trained parameter that has values that are not finite; -1 for none.
     """

@@ -112,7 +112,7 @@ def pass_over(directory: Path, path: Path, error: BrokenCheckpointError, damaged
 
 
 def runs_of_model(directory: Path) -> Mapping[str, Sequence[Run]]:
-    """What the weights of a checkpoint are compared with as they are read; nothing for a plain model directory.
+    """Return the checksums of a checkpoint's weights, for each file; nothing for a plain model directory.
 
     Headers and small files are compared here. Nothing of masters and moments is asked for: they may have been removed.
     """

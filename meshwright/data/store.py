@@ -80,7 +80,7 @@ LeftOut = tuple[int, int, str]  # a row: its file, where it is, and why
 
 @dataclass(frozen=True)
 class _Part:
-    """What became of a shard.
+    """The result of tokenising a shard.
 
     `content`: a checksum of its documents; `sum`: of the file that they were written to.
     """
@@ -381,7 +381,7 @@ class Documents:
         return self.statistics_of(np.ones(len(self), dtype=bool))
 
     def statistics_of(self, kept: NDArray[np.bool_]) -> Statistics:
-        """Of the documents that are kept; the others are too long."""
+        """Return the statistics of the documents that are kept; the others are too long."""
         info, lengths = self._info, self.lengths[kept]
         return Statistics(
             info["rows"], len(info["bad"]), len(info["empty"]), len(lengths), int(lengths.sum()),
@@ -390,7 +390,7 @@ class Documents:
 
     @cached_property
     def _num_targets(self) -> Indices:
-        """Of each document."""
+        """Return the number of trained tokens of each document."""
         return np.concatenate([_num_targets(offsets, spans) for offsets, spans in self._spans])
 
     def __repr__(self) -> str:
@@ -412,7 +412,7 @@ def _flat(column: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
 
 
 def _num_targets(offsets: NDArray[np.int64], spans: NDArray[np.int32]) -> Indices:
-    """Of each document of a batch. The first token of a document is never learnt."""
+    """Return the number of trained tokens of each document of a batch. A document's first token is never trained on."""
     pairs = spans.reshape(-1, 2).astype(np.int64)
     ends = np.concatenate([[0], np.cumsum(pairs[:, 1] - np.maximum(pairs[:, 0], 1))])
     found: Indices = np.diff(ends[offsets // 2])

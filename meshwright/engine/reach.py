@@ -53,7 +53,7 @@ def _alone(
 
 
 def _sent(sketch: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:
-    """What backward sends, given tokens without a gradient."""
+    """Count what backward sends, given tokens without a gradient."""
     x_TD = torch.empty(_TOKENS, sketch.shape.width, dtype=compute, device="meta")
     counted = _Counted()
     with counted:

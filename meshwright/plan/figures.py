@@ -183,7 +183,7 @@ class Figures:
 
     @cached_property
     def choices(self) -> list[str]:
-        """What would do where it does not fit."""
+        """Name options that would make a plan fit that does not."""
         assert self.device is not None
         return choices(self.need, _memory(self.device))
 

@@ -109,7 +109,7 @@ def _nearest(nearest: Candidate) -> str:
 
 
 def _largest(candidate: Candidate) -> str:
-    """What takes most of the device."""
+    """Name what takes most of the device's memory."""
     most = max((each for each in candidate.figures.most.stored if not each.host), key=lambda each: each.num_bytes)
     return f"{kind(most.what)} ({size(most.num_bytes)})"
 

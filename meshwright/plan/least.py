@@ -49,7 +49,7 @@ class Least:
         return (kept * self._share(axes.pp) * under_way + again) / (axes.cp * axes.tp)
 
     def _share(self, pp: int) -> float:
-        """Of the layers, those of the first place on pp."""
+        """Return the share of the layers that the first rank of pp holds."""
         line = self.blueprint.spec.line(pp)
         return sum(len(line.layers_of(stage)) for stage in line.stages_of(0)) / self.blueprint.table.num_layers
 

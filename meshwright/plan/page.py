@@ -133,7 +133,7 @@ def _traffic(figures: Figures) -> str:
 
 
 def _length(figures: Figures, row: Traffic) -> float:
-    """Of its bar: seconds, where it is known what links there are. A byte between nodes takes longer than inside."""
+    """Return the length of a bar: seconds where the links are known. A byte between nodes takes longer than inside."""
     return times.sent_of(figures, row).seconds if figures.cluster else float(row.num_bytes)
 
 

@@ -165,7 +165,7 @@ class Search:
         )
 
     def _least(self, cut: Cut, way: Way) -> float:
-        """What a rank of the device holds at least."""
+        """Return the bytes that a rank stores at least."""
         return self.least.num_bytes(cut.axes, cut.num_batches, way.savings, holds=_holds(cut, way))
 
     def _look(self, tried: Sequence[Cut], savings: Savings, until: float) -> None:
@@ -189,7 +189,7 @@ class Search:
 
     @property
     def _seconds(self) -> float:
-        """Of a CPU, since the search began."""
+        """Return the CPU seconds since the search began."""
         return time.process_time() - self.began
 
     def _ways(self, cut: Cut, savings: Savings) -> list[Way]:

@@ -79,7 +79,7 @@ def _searched(figures: Figures) -> list[Candidate]:
 
 
 def options_of(candidate: Candidate) -> str:
-    """What a search has chosen, as options of `meshwright plan`."""
+    """Spell what a search has chosen as options of `meshwright plan`."""
     figures = candidate.figures
     hold = {True: " --hold", False: " --no-hold", None: ""}[candidate.chosen_hold]
     recompute = figures.savings.recompute

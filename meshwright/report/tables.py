@@ -50,7 +50,7 @@ def tiles(run: Run, *, short_ones: bool = False) -> list[tuple[str, str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """What the configs do not have in common: a row a field. Where a run lies and what it logs changes no curve."""
+    """List the fields in which the configs differ, without where a run lies and what it logs: they change no curve."""
     flat = [dict(_flat(_config(run))) for run in runs]
     names = dict.fromkeys(name for each in flat for name in each if name != "out" and not name.startswith("log."))
     rows = [[name, *(_text(each.get(name, "")) for each in flat)] for name in names]

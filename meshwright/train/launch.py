@@ -72,7 +72,7 @@ def prepared(config: Config) -> Prepared:
 
 
 def what_next(config: Config) -> str:
-    """What the same command does after a run that was ended early."""
+    """Say what the same command does after a run that was ended early."""
     if newest_whole(path_of(config.out) / CHECKPOINTS) is None:
         return "nothing was saved yet: the same command begins anew"
     return f"the same command goes on from {config.out}"

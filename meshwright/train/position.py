@@ -32,7 +32,7 @@ class Position:
 
 
 def position_of(config: Config, engine: Engine, data: Data) -> Position:
-    """Of the newest checkpoint of the run that is as it was saved, of the one that `resume` names, or the beginning."""
+    """Resume the run: its newest checkpoint that is not damaged, or the one that `resume` names, or the beginning."""
     mesh, out = engine.model.mesh, path_of(config.out)
     found, told = mesh.of_rank_0(_found(config, out) if mesh.rank == 0 else None)
     if told:
@@ -78,8 +78,8 @@ def _taken(config: Config, data: Data, found: Path, state: object, step: int) ->
 
 
 def _found(config: Config, out: Path) -> tuple[Path | None, str]:
-    """What to resume, and why it cannot be: what rank 0 finds holds for all. Of the run's own checkpoints it is their
-    folder, so that an older one is taken where the newest is damaged."""
+    """Return what to resume, and why it cannot be resumed. Rank 0 decides for all. For the run's own
+    checkpoints return their folder, so that an older one is taken where the newest is damaged."""
     newest = next((each.path for each in checkpoints(out / CHECKPOINTS)), None)
     if newest is None:
         return (None if config.resume in ("auto", "never") else path_of(config.resume)), ""

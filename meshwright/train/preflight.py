@@ -1,4 +1,4 @@
-"""What `meshwright data`, `--dry-run` and `train` look at outside of the run file, before any row is read or rank runs.
+"""Checks that `meshwright data`, `--dry-run` and `train` make before any row is read and before any rank runs.
 
 Packages, the model and its mesh, the files of all sources, templates and prompts. Each mistake has its place in the
 file, so that all are told at once with their lines.

@@ -131,7 +131,7 @@ def _patience_s(ranks: _Ranks, asked: Sequence[int], shutdown_timeout: int) -> f
 
 
 def _passed_on(number: int) -> int:
-    """What a rank gets of a signal: one that it knows, so that it saves."""
+    """Return the signal to send to ranks: one that they handle, so that they save."""
     return number if number in (0, *SIGNALS) else signal.SIGTERM
 
 

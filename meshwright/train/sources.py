@@ -151,7 +151,7 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
 
 
 def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
-    """What turns a row into documents, all that it depends on, and which fields of a row it does not use."""
+    """Return what turns a row into documents, all that it depends on, and which fields of a row it does not use."""
     directory = reader.directory
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":

@@ -118,7 +118,7 @@ class Frame:
         yield Panel(inner, title=Text(self.seen.title, style="bold"), title_align="left", border_style="dim")
 
     def _samples(self, width: int) -> Iterator[Text]:
-        """What the model wrote last, each in a line or two."""
+        """Show the last samples of the model, each in a line or two."""
         for prompt, text in list(self.seen.samples.values())[:_SAMPLES]:
             said = Text(f"step {self.seen.sampled_at:,}  {_flat(prompt)[: width // 2]} ", style="dim", overflow="fold")
             said.append(_flat(text), style="not dim")

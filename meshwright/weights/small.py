@@ -61,7 +61,7 @@ class SmallFiles:
 
 
 def read_small(directory: Path) -> SmallFiles:
-    """What lies beside the weights now."""
+    """Read the small files that lie in a model directory now."""
     kept, large, unreadable = dict[str, bytes](), dict[str, Stamp](), dict[str, str]()
     for path in _paths(directory):
         name = str(path.relative_to(directory))
