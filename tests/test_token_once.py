@@ -98,8 +98,9 @@ def rows_sent(directory: Path, mesh: dict[str, int], savings: mw.Savings, skewed
         sent[what] += sum(sizes)
         return send(group, x, received, sizes, what)
 
-    real_begin = Group.begin
-    Group.begin = lambda *args: counting(real_begin, *args)  # type: ignore[method-assign]
+    there, back = Group.begin, Group.exchange
+    Group.begin = lambda *args: counting(there, *args)  # type: ignore[method-assign]
+    Group.exchange = lambda *args: counting(back, *args)  # type: ignore[method-assign]
     loss = engine.backward(tiny.batches(model.mesh.data_rank)[:1])
     return sent[ROWS], due["once"], due["each"], loss, mw.gather(model, "grad")
 
@@ -209,17 +210,17 @@ def _never_by_node(patch: pytest.MonkeyPatch) -> None:
 
 def _from_one_node_alone(patch: pytest.MonkeyPatch) -> None:
     """What other nodes found for a token is lost on its way back."""
-    real = parallel.expert_once._sent
+    real = parallel.expert_once._send
 
-    def sent_by(leaving: Any, *args: Any, **more: Any) -> Any:
-        sent = real(leaving, *args, **more)
-        if not leaving.wanted.group.hop.at.endswith("to nodes"):
+    def send(*args: Any) -> Any:
+        sent, group = real(*args), args[-1]
+        if not group.hop.at.endswith("to nodes"):
             return sent
         return replace(
             sent, back=lambda y: sent.back(y.where(torch.arange(len(y))[:, None] < sent.sizes.rows_in[0], 0))
         )
 
-    patch.setattr(parallel.expert_once, "_sent", sent_by)
+    patch.setattr(parallel.expert_once, "_send", send)
 
 
 PLANTED = {

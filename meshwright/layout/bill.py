@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from torch import nn
@@ -15,7 +15,7 @@ from .doors import Dispatch, Door, Insert, Join, Swap, find
 from .flow import part_of, passed
 from .fp8 import SCALES, num_scales
 from .frames import Placed, route
-from .hops import ROWS, Hop, hops, likely_rows, portions
+from .hops import ROWS, Hop, hops, likely_rows
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
 from .schedule import RECEIVE, SEND, Transfer
@@ -119,28 +119,20 @@ def _doors(model: nn.Module, axes: Axes, work: Work, passes: Counter[str]) -> It
 
 def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passes: Counter[str]) -> Iterator[Charge]:
     tokens, once = work.tokens // (axes.cp * axes.tp), spec.traffic.token_once
-    parts = portions(tokens, halves=spec.traffic.expert_halves)
     for name, door in find(model, Dispatch):
-        forwards = work.num_batches + door.again * passes[part_of(name)]
+        copies, back, row_bytes = tokens * door.top_k, passes[part_of(name)], door.width * work.compute_bytes
+        forwards = work.num_batches + door.again * back
+        sent = work.num_batches + forwards + 2 * back  # what comes back is not sent again
         for hop in hops(name, door.num_experts, axes, once):
             counts = hop.num_experts + (hop.size * min(door.top_k, hop.num_here) if once else 0)
-            yield Charge(f"{hop.at}, counts", "all_to_all", hop.axes, len(parts) * counts * 8, forwards)
-            for part, num in parts:
-                yield from _part(replace(hop, at=hop.at + part), door, num, work, passes, once=bool(once))
-
-
-def _part(hop: Hop, door: Dispatch, tokens: int, work: Work, passes: Counter[str], *, once: bool) -> Iterator[Charge]:
-    """Of the tokens that go to experts together."""
-    copies, back, row_bytes = tokens * door.top_k, passes[part_of(hop.at)], door.width * work.compute_bytes
-    forwards = work.num_batches + door.again * back
-    sent = work.num_batches + forwards + 2 * back  # what comes back is not sent again
-    yield Charge(f"{hop.at}, weights", "all_to_all", hop.axes, copies * work.stored_bytes, forwards + back)
-    if not once:
-        yield Charge(hop.at + ROWS, "all_to_all", hop.axes, copies * row_bytes, sent)
-        return
-    least, likely, most = (n * row_bytes for n in _rows(hop, tokens, door.top_k))
-    yield Charge(f"{hop.at}, the experts of rows", "all_to_all", hop.axes, copies * 8, forwards)
-    yield Charge(hop.at + ROWS, "all_to_all", hop.axes, likely, sent, (least, most))
+            yield Charge(f"{hop.at}, counts", "all_to_all", hop.axes, counts * 8, forwards)
+            yield Charge(f"{hop.at}, weights", "all_to_all", hop.axes, copies * work.stored_bytes, forwards + back)
+            if not once:
+                yield Charge(hop.at + ROWS, "all_to_all", hop.axes, copies * row_bytes, sent)
+                continue
+            least, likely, most = (n * row_bytes for n in _rows(hop, tokens, door.top_k))
+            yield Charge(f"{hop.at}, the experts of rows", "all_to_all", hop.axes, copies * 8, forwards)
+            yield Charge(hop.at + ROWS, "all_to_all", hop.axes, likely, sent, (least, most))
 
 
 def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
