@@ -117,7 +117,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], Sides]] = {
     "fsdp2+ep2": (
         "qwen3_moe", {"fsdp": 2, "ep": 2},
         {"meshwright": ours, "meshwright, tokens once": partial(ours, savings=mw.Savings(token_once=True)),
-         "meshwright, in halves": partial(ours, savings=mw.Savings(expert_halves=True)), "transformers": theirs},
+         "transformers": theirs},
     ),
     "fsdp2x4": (
         "qwen3", {"fsdp": 2},

@@ -62,9 +62,6 @@ def _add_savings(command: argparse.ArgumentParser) -> None:
         help="it goes once to each node of so many neighbours on ep, and from there once to each rank",
     )  # fmt: skip
     group.add_argument(
-        "--expert-halves", action="store_true", help="one half of tokens goes to experts beside the other"
-    )
-    group.add_argument(
         "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
     )
 

@@ -61,8 +61,6 @@ SENT = [
     ("qwen3_moe", dict(fsdp=2, ep=2), mw.Savings(token_once=True)),
     ("qwen3_5_moe", dict(tp=2, ep=2), mw.Savings("full", token_once=True)),
     ("qwen3", dict(fsdp=2), mw.Savings(narrow_grads=True)),
-    ("qwen3_moe", dict(fsdp=2, ep=2), mw.Savings(expert_halves=True)),
-    ("qwen3_5_moe", dict(tp=2, ep=2), mw.Savings("full", expert_halves=True)),
 ]
 
 

@@ -218,7 +218,7 @@ def test_the_bill_of_what_is_frozen(tmp_path: Path, recompute: str) -> None:
     assert not trials.findings(trial)
 
 
-FULL, ONCE, HALVES = mw.Savings("full"), mw.Savings(token_once=True), mw.Savings("full", expert_halves=True)
+FULL, ONCE = mw.Savings("full"), mw.Savings(token_once=True)
 BEGINS: dict[str, tuple[str, dict[str, int], list[str], mw.Savings]] = {
     "adapters of some matrices": ("qwen3", TP, ["*.mixer.q.weight", "*.mlp.gate_up.weight"], PLAIN),
     "the last matrix": ("qwen3", TP, ["layers.1.mlp.down.weight"], PLAIN),
@@ -227,7 +227,7 @@ BEGINS: dict[str, tuple[str, dict[str, int], list[str], mw.Savings]] = {
     "gates of a delta net": ("qwen3_5", TP, ["layers.0.mixer.gates*"], FULL),
     "experts": ("qwen3_moe", dict(tp=2, ep=2), ["layers.0.mlp.experts.down"], FULL),
     "a router": ("qwen3_moe", dict(fsdp=2, ep=2), ["layers.2.mlp.router"], ONCE),
-    "a shared expert": ("qwen3_5_moe", dict(fsdp=2, ep=2), ["layers.1.mlp.shared*"], HALVES),
+    "a shared expert": ("qwen3_5_moe", dict(fsdp=2, ep=2), ["layers.1.mlp.shared*"], FULL),
     "values alone": ("qwen3", dict(cp=2), ["layers.0.mixer.v*"], PLAIN),
     "a convolution": ("qwen3_5", dict(cp=2), ["layers.0.mixer.conv*"], FULL),
     "in a second stage": ("qwen3", dict(pp=2), ["layers.1.mixer.o*"], PLAIN),

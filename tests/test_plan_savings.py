@@ -34,7 +34,6 @@ CASES: dict[str, tuple[Savings, torch.dtype | None]] = {
     "both once, all again": (Savings("full", gather_once=True, sum_once=True), torch.bfloat16),
     "sent narrow": (Savings(narrow_grads=True), None),
     "tokens once": (Savings("full", token_once=True), None),
-    "in halves": (Savings("full", token_once=True, expert_halves=True), None),
     "moments in 8 bits": (Savings(), torch.uint8),
     "moments in bfloat16, on the host": (Savings(offload=True), torch.bfloat16),
 }
@@ -79,7 +78,7 @@ def test_each_option_does_what_its_field_does(capsys: Capture) -> None:
     _, usual = planned(capsys)
     assert usual["savings"] == {
         "recompute": "none", "reshard": True, "offload": False, "compiled": False, "gather_once": False,
-        "sum_once": False, "narrow_grads": False, "token_once": False, "expert_halves": False,
+        "sum_once": False, "narrow_grads": False, "token_once": False,
     }  # fmt: skip
     assert usual["state_dtype"] is None
 

@@ -173,10 +173,10 @@ def waits_of_a_step(
     renamed.install()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         there = mw.Mesh(**mesh, device=renamed.NAME)
-        once, halves = options.get("token_once", False), options.get("expert_halves", False)
-        savings = mw.Savings(recompute=recompute, token_once=once, narrow_grads=bool(once), expert_halves=halves)
+        once = options.get("token_once", False)
+        savings = mw.Savings(recompute=recompute, token_once=once, narrow_grads=bool(once))
         model = mw.load(source, there, dtype=torch.float32, savings=savings)
-        more = {name: value for name, value in options.items() if not name.startswith(("token_", "expert_"))}
+        more = {name: value for name, value in options.items() if name != "token_once"}
         engine = mw.Engine(model, lr=1e-2, loss=_looks if slips else _entropic, entropy=True, **more)
         batches = tiny.batches(there.data_rank)
         engine.step(batches)  # what is made once is made now
@@ -196,9 +196,9 @@ WAITING: list[tuple[str, dict[str, int], dict[str, Any], Any]] = [
     ("qwen3", {}, {}, "none"),
     ("qwen3", dict(fsdp=2), {}, "full"),
     ("qwen3", dict(pp=2), dict(state_dtype=torch.bfloat16), "none"),
-    ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(token_once=True, expert_halves=True), "full"),
+    ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(token_once=True), "full"),
     ("qwen3_5_moe", {}, {}, "none"),
-    ("qwen3_5_moe", dict(tp=2, ep=2), dict(token_once=True), "none"),
+    ("qwen3_5_moe", dict(tp=2, ep=2), {}, "none"),
     ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(router_aux="previous"), "full"),
     ("qwen3", dict(cp=2), {}, "none"),
     ("qwen3_5_moe", dict(fsdp=4, ep=4), dict(token_once=2), "none"),
@@ -216,8 +216,7 @@ def waits_on_ranks(size: int, *args: Any) -> bytes:
 def test_a_step_waits_for_the_device_once(
     fresh: ProcessPoolExecutor, tmp_path: Path, name: str, mesh: dict[str, int], options: dict[str, Any], recompute: str
 ) -> None:
-    """And once more for each layer of experts and forward, which must know how many rows it sends, in both halves;
-    twice over nodes."""
+    """And once more for each layer of experts and forward, which must know how many rows it sends; twice over nodes."""
     source = tiny.directory(tmp_path / "m", name, **MODELS[name])
     args = trials.world_of(mesh), source, mesh, options, recompute, False
     of_experts = 2 if "moe" in name else 0

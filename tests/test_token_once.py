@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout import ROWS, WEIGHTS, hops, likely_rows
 from meshwright.models import qwen3_moe
 from meshwright.parallel.expert_group import Group
+from meshwright.verify import Trial
 from tests import parts, tiny, trials, worlds
 from tests.test_savings import source, tried
 
@@ -27,16 +31,16 @@ __all__ = ["source"]  # a fixture
 
 Given = Callable[..., Path]
 CASES = [
+    # With a number: over a rank of each node.
     ("qwen3_moe", dict(fsdp=2, cp=2, ep=2), dict(recompute="selective", narrow_grads=True)),
     ("qwen3_moe", dict(pp=2, fsdp=2, ep=2), dict(sum_once=True)),
     ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=4), dict(recompute="full")),
-    ("qwen3_5_moe", dict(replicate=2, tp=2, ep=2), dict(offload=True)),
-    # over a rank of each node
+    ("qwen3_moe", dict(replicate=2, tp=4, ep=4), dict(token_once=2, narrow_grads=True)),
     ("qwen3_5_moe", dict(fsdp=4, ep=4), dict(token_once=2, recompute="full")),
     ("qwen3_moe", dict(tp=4, ep=4), dict()),
     ("qwen3_moe", dict(fsdp=2, tp=2, ep=4), dict(token_once=2)),
     ("qwen3_moe", dict(pp=2, fsdp=4, ep=4), dict(token_once=2, sum_once=True)),
-    ("qwen3_moe", dict(replicate=2, tp=4, ep=4), dict(token_once=2, narrow_grads=True)),
+    ("qwen3_5_moe", dict(replicate=2, tp=2, ep=2), dict(offload=True)),
     ("qwen3_5_moe", dict(fsdp=2, cp=2, tp=2, ep=8), dict(token_once=4, offload=True)),
     ("qwen3_moe", dict(fsdp=2, tp=4, ep=8), dict(token_once=2, recompute="selective")),
 ]
@@ -47,7 +51,7 @@ def test_the_numbers_stay_the_same(source: Given, name: str, mesh: dict[str, int
     assert trials.findings(tried(source(name), mesh, **{"token_once": True, **more})) == []
 
 
-FEW = dict(num_hidden_layers=2)  # one of experts, and one without
+SMALL = dict(num_hidden_layers=1, mlp_only_layers=[])  # a layer of experts
 ROUTES = {
     "an expert a rank": dict(num_experts=4),  # every copy is a row of its own
     "one expert each": dict(num_experts_per_tok=1),
@@ -58,28 +62,39 @@ ROUTES = {
 PAIRS = [(route, once) for number, route in enumerate(ROUTES) for once in ([True, 2], [2, True])[number % 2]]
 
 
-@pytest.mark.parametrize(
-    ("route", "once"), parts.every(2, PAIRS), ids=lambda part: {True: "a rank", 2: "a node"}.get(part, part)
-)
-def test_any_number_of_experts(source: Given, route: str, once: bool | int) -> None:
-    at = source("qwen3_moe", **ROUTES[route], **FEW)
-    trial = tried(at, dict(fsdp=2, tp=2, ep=4), token_once=once)
-    assert trials.findings(replace(trial, steps=trial.steps if parts.ALL else 1)) == []
+OVER_NODES = dict(fsdp=2, tp=2, ep=4)
 
 
-@pytest.mark.parametrize(("train", "once"), [(["layers.1.*"], True), (["head.*"], True), (["layers.1.*"], 2)], ids=str)
-def test_what_is_frozen_brings_no_gradients(source: Given, train: list[str], once: bool | int) -> None:
+def briefly(source: Path, mesh: dict[str, int], once: bool | int) -> Trial:
+    trial = tried(source, mesh, token_once=once)
+    return replace(trial, steps=trial.steps if parts.ALL else 1)
+
+
+def test_any_number_of_experts(source: Given) -> None:
+    several = {
+        (route, once): briefly(source("qwen3_moe", **ROUTES[route], **SMALL), OVER_NODES, once)
+        for route, once in parts.every(2, PAIRS)
+    }
+    found = trials.findings_in_turn(several)
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize(("once", "trained"), [(True, ["layers.1.*", "head.*"]), (2, ["layers.1.*"])])
+def test_what_is_frozen_brings_no_gradients(source: Given, once: bool | int, trained: list[str]) -> None:
     """Nor, where whole layers are frozen, collectives of backward that the bill does not know."""
     ranks = 2 * int(once)
-    trial = replace(tried(source("qwen3_moe"), dict(fsdp=ranks, ep=ranks), token_once=once), train=train)
-    assert trials.findings(trial) == []
+    trial = briefly(source("qwen3_moe"), dict(fsdp=ranks, ep=ranks), once)
+    found = trials.findings_in_turn({each: replace(trial, train=[each]) for each in trained})
+    assert not any(found.values()), found
 
 
-def rows_sent(directory: Path, mesh: dict[str, int], savings: mw.Savings, skewed: bool) -> tuple[Any, ...]:
+def rows_sent(directory: Path, token_once: bool | int, skewed: bool) -> tuple[Any, ...]:
     """Of all layers: the rows that this rank sent in a forward, those it should have sent, and the loss."""
-    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float64, savings=savings)
+    model = mw.load(
+        directory, trials.mesh_of(OVER_NODES), dtype=torch.float64, savings=mw.Savings(token_once=token_once)
+    )
     engine, due, real = mw.Engine(model, lr=1e-2), Counter[str](), qwen3_moe.ops.route
-    ep, num = mesh["ep"], model.config["num_experts"]
+    ep, num = OVER_NODES["ep"], model.config["num_experts"]
 
     def route(*args: Any) -> tuple[Tensor, Tensor]:
         weight_Tk, expert_Tk = real(*args)
@@ -87,39 +102,45 @@ def rows_sent(directory: Path, mesh: dict[str, int], savings: mw.Savings, skewed
             expert_Tk = torch.arange(expert_Tk.shape[1]).expand_as(expert_Tk)
         for each in expert_Tk.tolist():
             ranks = {expert // (num // ep) for expert in each}
-            due["once"] += len(ranks) + (len({rank // 2 for rank in ranks}) if savings.token_once == 2 else 0)
+            due["once"] += len(ranks) + (len({rank // 2 for rank in ranks}) if token_once == 2 else 0)
             due["each"] += len(each)
         return weight_Tk, expert_Tk
 
-    qwen3_moe.ops.route = route  # type: ignore[assignment]
     sent = Counter[str]()
 
     def counting(send: Any, group: Group, x: Tensor, received: list[int], sizes: list[int], what: str = "") -> Any:
         sent[what] += sum(sizes)
         return send(group, x, received, sizes, what)
 
-    real_begin = Group.begin
-    Group.begin = lambda *args: counting(real_begin, *args)  # type: ignore[method-assign]
-    loss = engine.backward(tiny.batches(model.mesh.data_rank)[:1])
+    there, back = Group.begin, Group.exchange
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen3_moe.ops, "route", route)
+        patch.setattr(Group, "begin", lambda *args: counting(there, *args))
+        patch.setattr(Group, "exchange", lambda *args: counting(back, *args))
+        loss = engine.backward(tiny.batches(model.mesh.data_rank)[:1])
     return sent[ROWS], due["once"], due["each"], loss, mw.gather(model, "grad")
+
+
+@pytest.fixture(scope="module")
+def sent(source: Given) -> dict[tuple[bool | int, bool], list[tuple[Any, ...]]]:
+    cases = {(once, skewed): partial(rows_sent, source("qwen3_moe", **SMALL), once, skewed)
+             for once, skewed in product((False, True, 2), (False, True))}  # fmt: skip
+    return worlds.in_turn(4, cases)
 
 
 @pytest.mark.parametrize("once", [True, 2], ids=["a rank", "a node"])
 @pytest.mark.parametrize("skewed", [False, True], ids=["spread", "all to two ranks"])
-def test_each_rank_gets_a_token_once(source: Given, skewed: bool, once: bool | int) -> None:
+def test_each_rank_gets_a_token_once(sent: dict[Any, Any], skewed: bool, once: bool | int) -> None:
     """In nodes of two also each node. All go to two ranks of the same node, if skewed."""
-    mesh, hops = dict(fsdp=2, tp=2, ep=4), int(once)
-    plain, once = (
-        worlds.run(4, rows_sent, source("qwen3_moe"), mesh, mw.Savings(token_once=on), skewed) for on in (False, once)
-    )
-    for (*_, loss, grads), (_, due, each, same, others) in zip(plain, once, strict=True):
+    plain, ours, hops = sent[False, skewed], sent[once, skewed], int(once)
+    for (*_, loss, grads), (_, due, each, same, others) in zip(plain, ours, strict=True):
         assert abs(loss - same) < 1e-12
         assert all(torch.allclose(grads[key], others[key], rtol=1e-9, atol=1e-12) for key in grads)
         if skewed:
             assert due * 3 == each * (1 + hops), "of three experts two are on the first rank"
         else:
             assert due < each * hops
-    assert sum(there for there, *_ in once) == 2 * sum(due for _, due, *_ in once), "there and back, and no more"
+    assert sum(there for there, *_ in ours) == 2 * sum(due for _, due, *_ in ours), "there and back, and no more"
 
 
 def test_likely_rows() -> None:
@@ -159,9 +180,8 @@ def test_nodes_that_are_none_are_refused(source: Given, capsys: pytest.CaptureFi
         hops("d", 16, Axes(fsdp=4, ep=4), 3)
 
 
-def in_bfloat16(directory: Path, once: bool | int, dtype: torch.dtype) -> dict[str, Tensor]:
-    savings = mw.Savings(token_once=once)
-    model = mw.load(directory, mw.Mesh(fsdp=2, tp=2, ep=4, device="cpu"), dtype=dtype, savings=savings)
+def gradients(directory: Path, once: bool | int, dtype: torch.dtype) -> dict[str, Tensor]:
+    model = mw.load(directory, trials.mesh_of(OVER_NODES), dtype=dtype, savings=mw.Savings(token_once=once))
     mw.Engine(model, lr=1e-2).backward(tiny.batches(model.mesh.data_rank))
     return {name: grad.float() for name, grad in mw.gather(model, "grad").items()}
 
@@ -169,10 +189,9 @@ def in_bfloat16(directory: Path, once: bool | int, dtype: torch.dtype) -> dict[s
 def test_bfloat16_is_rounded_once_more(source: Given) -> None:
     """Sums of a rank, beside rows and sums of tokens: of three roundings of one size where there were two. Sums of a
     node are a fourth."""
-    wide, plain, once, by_node = (
-        worlds.run(4, in_bfloat16, source("qwen3_moe", **FEW), on, dtype)[0]
-        for on, dtype in ((False, torch.float64), *((each, torch.bfloat16) for each in (False, True, 2)))
-    )
+    each = ((False, torch.float64), *((once, torch.bfloat16) for once in (False, True, 2)))
+    found = worlds.in_turn(4, {how: partial(gradients, source("qwen3_moe", **SMALL), *how) for how in each})
+    wide, plain, once, by_node = (found[how][0] for how in each)
 
     def off(found: dict[str, Tensor]) -> float:
         apart = sorted(((found[key] - wide[key]).norm() / wide[key].norm()).item() for key in wide)
@@ -209,32 +228,41 @@ def _never_by_node(patch: pytest.MonkeyPatch) -> None:
 
 def _from_one_node_alone(patch: pytest.MonkeyPatch) -> None:
     """What other nodes found for a token is lost on its way back."""
-    real = parallel.expert_once._sent
+    real = parallel.expert_once._send
 
-    def sent_by(leaving: Any, *args: Any, **more: Any) -> Any:
-        sent = real(leaving, *args, **more)
-        if not leaving.wanted.group.hop.at.endswith("to nodes"):
+    def send(*args: Any) -> Any:
+        sent, group = real(*args), args[-1]
+        if not group.hop.at.endswith("to nodes"):
             return sent
         return replace(
             sent, back=lambda y: sent.back(y.where(torch.arange(len(y))[:, None] < sent.sizes.rows_in[0], 0))
         )
 
-    patch.setattr(parallel.expert_once, "_sent", sent_by)
+    patch.setattr(parallel.expert_once, "_send", send)
 
 
-PLANTED = {
-    "weights in the order they came": _weights_in_the_order_they_came,
-    "weights without gradients": _weights_constant,
-    "a row for each copy": _a_row_for_each_copy,
-    "never by node": _never_by_node,
-    "from one node alone": _from_one_node_alone,
+PLANTED: dict[bool | int, dict[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    True: {
+        "weights in the order they came": _weights_in_the_order_they_came,
+        "weights without gradients": _weights_constant,
+        "a row for each copy": _a_row_for_each_copy,
+    },
+    2: {"never by node": _never_by_node, "from one node alone": _from_one_node_alone},
 }
 
 
-@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
-def test_planted_bugs_are_found(source: Given, plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    once = 2 if plant in (_never_by_node, _from_one_node_alone) else True
-    trial = replace(tried(source("qwen3_moe", **FEW), dict(fsdp=2, tp=2, ep=4), token_once=once), steps=1)
-    trials.reference(trial)
-    plant(monkeypatch)
-    assert trials.findings(trial)
+@pytest.mark.parametrize("once", PLANTED, ids=["a rank", "a node"])
+def test_planted_bugs_are_found(source: Given, once: bool | int) -> None:
+    """On two ranks, or on two nodes of two."""
+    bugs, ranks = PLANTED[once], 2 * int(once)
+    trial = replace(tried(source("qwen3_moe", **SMALL), dict(fsdp=ranks, ep=ranks), token_once=once), steps=1)
+
+    @contextmanager
+    def planted(name: str) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            bugs.get(name, lambda _: None)(patch)
+            yield
+
+    found = trials.findings_in_turn(dict.fromkeys(["", *bugs], trial), planted)
+    assert found.pop("") == []
+    assert all(found.values()), found

@@ -68,16 +68,21 @@ def cases_on(mesh: dict[str, int]) -> list[Case]:
     return [case for case in cases if "ep" not in mesh or "moe" in case[0]]
 
 
+Sources = Callable[[str, dict[str, int]], Path]
+
+
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Four layers, so that two stages can be cut where the first two take what the tower sees."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    """Three layers, or four where two stages are cut: the first two of either take what the tower sees."""
     at = tmp_path_factory.mktemp("seeing")
-    changes = {"layer_types": ["linear_attention", "full_attention"] * 2}
-    return functools.cache(
-        lambda name: seeing.directory(
-            at / name, name, num_hidden_layers=4, **(changes if name.startswith("qwen3_5") else {})
-        )
-    )
+
+    @functools.cache
+    def make(name: str, num_layers: int) -> Path:
+        kinds = (["linear_attention", "full_attention"] * 2)[:num_layers]
+        changes = {"layer_types": kinds} if name.startswith("qwen3_5") else {}
+        return seeing.directory(at / f"{name}-{num_layers}", name, num_hidden_layers=num_layers, **changes)
+
+    return lambda name, mesh: make(name, 4 if "pp" in mesh else 3)
 
 
 def batches(seen: str, data_rank: int) -> list[mw.Batch]:
@@ -119,19 +124,20 @@ def off(mine: torch.Tensor, one: torch.Tensor) -> float:
 _expected: dict[Any, Any] = {}
 
 
-def check(source: Callable[[str], Path], mesh: dict[str, int], cases: Sequence[Case]) -> None:
+def check(source: Sources, mesh: dict[str, int], cases: Sequence[Case]) -> None:
     num = mesh.get("fsdp", 1) * mesh.get("replicate", 1)
-    lacking = [case for case in cases if (case[:3], num) not in _expected]
-    alone = {case: functools.partial(steps, source(case[0]), {}, (*case[:3], "none"), range(num)) for case in lacking}
+    keys = {case: (source(case[0], mesh), case[1:3], num) for case in cases}
+    lacking = [case for case in cases if keys[case] not in _expected]
+    alone = {case: functools.partial(steps, keys[case][0], {}, (*case[:3], "none"), range(num)) for case in lacking}
     for case, (answer,) in (worlds.in_turn(1, alone) if alone else {}).items():
-        _expected[case[:3], num] = answer
-    there = {case: functools.partial(steps, source(case[0]), mesh, case) for case in cases}
+        _expected[keys[case]] = answer
+    there = {case: functools.partial(steps, keys[case][0], mesh, case) for case in cases}
     for case, answers in worlds.in_turn(world_of(mesh), there, seconds=120).items():
-        assert not differs(answers[0], _expected[case[:3], num]), case
+        assert not differs(answers[0], _expected[keys[case]]), case
 
 
 @pytest.mark.parametrize("mesh", TRIED, ids=named)
-def test_gradients_are_those_of_one_process(source: Callable[[str], Path], mesh: dict[str, int]) -> None:
+def test_gradients_are_those_of_one_process(source: Sources, mesh: dict[str, int]) -> None:
     check(source, mesh, cases_on(mesh))
 
 
@@ -167,21 +173,21 @@ ALL_ORACLES: list[Tried] = [
 
 
 @pytest.mark.parametrize("tried", parts.every(4, ORACLES_ON, 1), ids=str)
-def test_every_oracle(source: Callable[[str], Path], tried: Tried) -> None:
+def test_every_oracle(source: Sources, tried: Tried) -> None:
     """Also the bill of the tower: what it gathers, sums and sends, in number and bytes, and what is frozen does not."""
     family, mesh, *how = tried
-    assert not trials.findings(seen_by(family, source(family), mesh, *how))
+    assert not trials.findings(seen_by(family, source(family, mesh), mesh, *how))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tried", parts.every(96, ALL_ORACLES, 36), ids=str)
-def test_every_oracle_on_all_meshes(source: Callable[[str], Path], tried: Tried) -> None:
+def test_every_oracle_on_all_meshes(source: Sources, tried: Tried) -> None:
     test_every_oracle(source, tried)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", LARGE, ids=named)
-def test_all_axes_at_once(source: Callable[[str], Path], mesh: dict[str, int]) -> None:
+def test_all_axes_at_once(source: Sources, mesh: dict[str, int]) -> None:
     check(source, mesh, cases_on(mesh))
 
 
@@ -194,9 +200,9 @@ ONCE = [
 
 
 @pytest.mark.parametrize("tried", parts.every(3, ONCE), ids=str)
-def test_once_a_step(source: Callable[[str], Path], tried: tuple[str, dict[str, int], str, dict[str, bool]]) -> None:
+def test_once_a_step(source: Sources, tried: tuple[str, dict[str, int], str, dict[str, bool]]) -> None:
     """In the last micro-batch, after which all is summed, nobody has pictures."""
     family, mesh, trained, once = tried
-    trial = seen_by(family, source(family), mesh, trained)
+    trial = seen_by(family, source(family, mesh), mesh, trained)
     steps = trial.steps if parts.ALL else 1  # few tokens and long documents are above
     assert not trials.findings(replace(trial, savings=mw.Savings(**once), steps=steps))

@@ -6,6 +6,15 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+_keeps_frozen = False
+
+
+def freeze_for_good() -> None:
+    """Freeze all objects until this process ends, and remember it: counting 400,000 of them takes 40 ms."""
+    global _keeps_frozen  # noqa: PLW0603 - so is the state of the collector
+    gc.freeze()
+    _keeps_frozen = True
+
 
 @contextlib.contextmanager
 def nothing_collected() -> Iterator[None]:
@@ -19,7 +28,7 @@ def nothing_collected() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
+        if not (_keeps_frozen or gc.get_freeze_count()):
             gc.freeze()
             gc.unfreeze()
         if runs:

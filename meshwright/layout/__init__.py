@@ -28,7 +28,7 @@ from .extremes import extreme_ranks
 from .flow import begins_in, in_order, part_of, passed
 from .fp8 import SCALES, check_fp8, gathered_low
 from .frames import Placed, Route, route, share
-from .hops import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, goes_beside, hops, likely_rows, portions
+from .hops import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, hops, likely_rows
 from .line import Line, balanced, even
 from .params import (
     Block,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 from torch import nn
@@ -15,7 +15,7 @@ from .doors import Dispatch, Door, Insert, Join, Swap, find
 from .flow import begins_in, part_of, passed
 from .fp8 import SCALES, num_scales
 from .frames import Placed, route
-from .hops import CODES, COUNTS, ROWS, WEIGHTS, Hop, hops, likely_rows, portions
+from .hops import CODES, COUNTS, ROWS, WEIGHTS, Hop, hops, likely_rows
 from .params import matrix_shape
 from .rules import ShardingSpec, cut, piece, place
 from .schedule import RECEIVE, SEND, Transfer
@@ -147,30 +147,24 @@ def _doors(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterato
 
 def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
     tokens, once = work.tokens // (axes.cp * axes.tp), spec.traffic.token_once
-    parts = portions(tokens, halves=spec.traffic.expert_halves)
     for name, door in find(model, Dispatch):
+        copies, row_bytes = tokens * door.top_k, door.width * work.compute_bytes
         for hop in hops(name, door.num_experts, axes, once):
+            weights, rows, codes = hop.at + WEIGHTS, hop.at + ROWS, hop.at + CODES
             counts = hop.num_experts + (hop.size * min(door.top_k, hop.num_here) if once else 0)
-            forwards = work.num_batches + passes.again(hop.at + COUNTS, door.again)
-            yield Charge(hop.at + COUNTS, "all_to_all", hop.axes, len(parts) * counts * 8, forwards)
-            for part, num in parts:
-                yield from _part(replace(hop, at=hop.at + part), door, num, work, passes, once=bool(once))
-
-
-def _part(hop: Hop, door: Dispatch, tokens: int, work: Work, passes: _Passes, *, once: bool) -> Iterator[Charge]:
-    """Of the tokens that go to experts together."""
-    copies, row_bytes = tokens * door.top_k, door.width * work.compute_bytes
-    weights, rows, codes = hop.at + WEIGHTS, hop.at + ROWS, hop.at + CODES
-    num = work.num_batches + passes.again(weights, door.again) + passes.back(weights)
-    yield Charge(weights, "all_to_all", hop.axes, copies * work.stored_bytes, num)
-    sent = 2 * work.num_batches + passes.again(rows, door.again) + passes.back(rows, 2)  # again there, but not back
-    if not once:
-        yield Charge(rows, "all_to_all", hop.axes, copies * row_bytes, sent)
-        return
-    least, likely, most = (n * row_bytes for n in _rows(hop, tokens, door.top_k))
-    num = work.num_batches + passes.again(codes, door.again)
-    yield Charge(codes, "all_to_all", hop.axes, copies * 8, num)
-    yield Charge(rows, "all_to_all", hop.axes, likely, sent, (least, most))
+            num = work.num_batches + passes.again(hop.at + COUNTS, door.again)
+            yield Charge(hop.at + COUNTS, "all_to_all", hop.axes, counts * 8, num)
+            num = work.num_batches + passes.again(weights, door.again) + passes.back(weights)
+            yield Charge(weights, "all_to_all", hop.axes, copies * work.stored_bytes, num)
+            # A layer that backward runs again sends rows to their experts again, but not back.
+            sent = 2 * work.num_batches + passes.again(rows, door.again) + passes.back(rows, 2)
+            if not once:
+                yield Charge(rows, "all_to_all", hop.axes, copies * row_bytes, sent)
+                continue
+            num = work.num_batches + passes.again(codes, door.again)
+            yield Charge(codes, "all_to_all", hop.axes, copies * 8, num)
+            least, likely, most = (n * row_bytes for n in _rows(hop, tokens, door.top_k))
+            yield Charge(rows, "all_to_all", hop.axes, likely, sent, (least, most))
 
 
 def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:

@@ -51,18 +51,17 @@ class Door:
 
 
 Coming = Callable[[], Rows]  # rows on their way: a call waits for them
-ToExperts = Callable[[Tensor, Tensor, Tensor], list[Coming]]
+ToExperts = Callable[[Tensor, Tensor, Tensor], Coming]
 
 
 class Dispatch:
     """The door of a mixture of experts: tokens, with the weights and numbers of their experts -> rows of this rank's
     experts, and the way back to a sum for each token. Rows are on their way when it returns, so that something else can
-    be computed until they are asked for. They come in one part, or in halves, in the order of their tokens: so one half
-    is computed while the other is on its way. `alone`: where all experts are here.
+    be computed until they are asked for. `alone`: where all experts are here.
 
     Seven all-to-alls when armed: the counts, weights, rows there and back, and the three of backward. Three more when
     `again`, which needs no way back. Where a token goes once to each rank that has some of its experts, what these are
-    goes beside the rows: one more each time. In halves all but the counts go twice.
+    goes beside the rows: one more each time.
     """
 
     def __init__(self, num_experts: int, width: int, top_k: int, alone: Callable[..., Rows]) -> None:
@@ -70,12 +69,12 @@ class Dispatch:
         self.again = False
         self.armed: ToExperts | None = None
 
-    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> list[Coming]:
+    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
         return (self.armed or self.here)(x_TD, weight_Tk, expert_Tk)
 
-    def here(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> list[Coming]:
+    def here(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
         rows = self.alone(x_TD, weight_Tk, expert_Tk)
-        return [lambda: rows]
+        return lambda: rows
 
 
 class Insert:

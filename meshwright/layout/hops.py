@@ -14,8 +14,6 @@ WEIGHTS = ", weights"  # and where the weights of the experts of tokens are sent
 COUNTS = ", the counts"  # how many rows will come
 CODES = ", the experts of rows"
 
-_WITHIN = ", within nodes"
-
 
 @dataclass(frozen=True)
 class Hop:
@@ -50,22 +48,8 @@ def hops(at: str, num_experts: int, axes: Axes, token_once: bool | int) -> tuple
     (outer, inner), num_nodes = axes.halves(per_node, "ep"), axes.ep // per_node
     return (
         Hop(f"{at}, to nodes", (outer,), num_nodes, num_experts, num_nodes),
-        Hop(at + _WITHIN, (inner,), per_node, num_experts // num_nodes, axes.ep),
+        Hop(f"{at}, within nodes", (inner,), per_node, num_experts // num_nodes, axes.ep),
     )
-
-
-def portions(num_tokens: int, *, halves: bool) -> list[tuple[str, int]]:
-    """The tokens of a rank go to experts all at once, or in two halves, of which the second has a token less where they
-    are odd: of each its name, for errors and the bill, and its tokens."""
-    if not halves:
-        return [("", num_tokens)]
-    second = num_tokens // 2
-    return [(", first half", num_tokens - second), (", second half", second)]
-
-
-def goes_beside(what: str) -> bool:
-    """Whether these are rows that, in halves, travel while the other half is computed. Those within nodes hardly do."""
-    return what.endswith(ROWS) and _WITHIN not in what
 
 
 @cache

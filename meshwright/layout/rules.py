@@ -81,7 +81,7 @@ class Traffic:
     `reshard`: units are freed between forward and backward. `gather_once`: they stay gathered from one micro-batch to
     the next. `sum_once`: gradients are summed after the last micro-batch alone. `narrow_grads`: they are sent as narrow
     as products are. `token_once`: tokens go to their experts once a rank, and not once an expert; a number: once a node
-    of so many ranks, and from there once a rank. `expert_halves`: in two halves, one behind the other.
+    of so many ranks, and from there once a rank.
     """
 
     reshard: bool = True
@@ -89,7 +89,6 @@ class Traffic:
     sum_once: bool = False
     narrow_grads: bool = False
     token_once: bool | int = False
-    expert_halves: bool = False
 
 
 @dataclass(frozen=True)

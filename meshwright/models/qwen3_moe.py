@@ -109,22 +109,18 @@ class Experts(Low):
         self.down = weight(
             {"expert": E, **width}, {"expert_ffn": F_}, layouts=downs, group="experts", init=init, low=True
         )
-        self.ffn = F_
         self.dispatch = Dispatch(E, D, routing.top_k, partial(ops.by_expert, num_experts=E))
 
     def forward(
         self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, beside: Callable[[], Tensor | None]
     ) -> Tensor:
-        parts = self.dispatch(x_TD, weight_Tk, expert_Tk)
-        beside_TD = beside()
-        gate_up_ERD = self.meant("gate_up", self.gate_up).unflatten(0, (-1, 2 * self.ffn))
-        down_EDF = self.meant("down", self.down).unflatten(0, (-1, self.dispatch.width))
+        coming = self.dispatch(x_TD, weight_Tk, expert_Tk)
+        beside_TD, rows = beside(), coming()
+        del coming  # it holds rows as they came
+        matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
+        gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
-        ways_back: list[Callable[[], Tensor]] = []
-        while parts:
-            rows = parts.pop(0)()  # a part holds rows as they came, so it goes
-            ways_back.append(rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8)))
-        y_TD = ops.joined([way_back() for way_back in ways_back])
+        y_TD = rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8))
         return y_TD if beside_TD is None else beside_TD + y_TD
 
 

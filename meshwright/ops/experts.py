@@ -52,7 +52,7 @@ def experts(rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[boo
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
     if can_group(x_ND, down_EDF) and not any(fp8):  # no grouped kernel has scales for such blocks
         return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E, weight_N)
-    known = on_host([[counts_E]], [[len(x_ND)]])[0][0] if rows.counts is None else rows.counts
+    known = on_host([counts_E], [len(x_ND)])[0] if rows.counts is None else rows.counts
     return _looped(x_ND, gate_up_ERD, down_EDF, known, weight_N, fp8)
 
 

@@ -34,18 +34,14 @@ def kind_of(device: torch.device) -> str:
     return _meant if device.type == "meta" else device.type
 
 
-def on_host(counts: Sequence[Sequence[Tensor]], totals: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """What they count, for which the host waits once. On the meta device each shares its total evenly."""
-    flat = [each for some in counts for each in some]
-    if flat[0].device.type == "meta":
-        sizes = [[len(each) for each in some] for some in counts]
-        return [[*map(_shared, *both)] for both in zip(totals, sizes, strict=True)]
-    told = iter(torch.cat(flat).tolist())
-    return [[list(islice(told, len(each))) for each in some] for some in counts]
-
-
-def _shared(total: int, num: int) -> list[int]:
-    return [total // num + (i < total % num) for i in range(num)]
+def on_host(counts: Sequence[Tensor], totals: Sequence[int]) -> list[list[int]]:
+    """Copy counts to the host, which waits once for all of them. On the meta device each shares its total evenly."""
+    sizes = [len(each) for each in counts]
+    if counts[0].device.type == "meta":
+        shares = zip(sizes, totals, strict=True)
+        return [[total // num + (i < total % num) for i in range(num)] for num, total in shares]
+    values = iter(torch.cat([*counts]).tolist())
+    return [list(islice(values, num)) for num in sizes]
 
 
 def attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, _docs: object = None) -> Tensor:

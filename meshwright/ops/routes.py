@@ -16,14 +16,13 @@ from meshwright.ops.lookup import reordered
 @dataclass(frozen=True)
 class Rows:
     """Copies of tokens, sorted by expert, each with its weight; how many each expert has, on the device and, if it is
-    known there, on the host. `back` makes of what experts return, weighted, a sum for each token. They may be on their
-    way when it returns: a call of what it gives waits for them."""
+    known there, on the host. `back` makes of what experts return, weighted, a sum for each token."""
 
     x_ND: Tensor
     weight_N: Tensor
     counts_E: Tensor
     counts: list[int] | None
-    back: Callable[[Tensor], Callable[[], Tensor]]
+    back: Callable[[Tensor], Tensor]
 
 
 def by_expert(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, num_experts: int) -> Rows:
@@ -31,14 +30,9 @@ def by_expert(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, num_experts: i
     expert_N = expert_Tk.flatten()
     order_N = expert_N.argsort(stable=True)  # by expert; within one, by token
     back_N = order_N.argsort()
-
-    def back(y_ND: Tensor) -> Callable[[], Tensor]:
-        sum_TD: Tensor = _Sums.apply(y_ND, order_N, back_N, expert_Tk.shape[1])  # torch leaves apply untyped
-        return lambda: sum_TD
-
     return Rows(
         reordered(x_TD, order_N, back_N), weight_Tk.flatten().index_select(0, order_N), counted(expert_N, num_experts),
-        None, back,
+        None, lambda y_ND: _Sums.apply(y_ND, order_N, back_N, expert_Tk.shape[1]),
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def _place(
     _cut(names, spec, model, mesh, stored)
     tensor.arm(model, mesh)
     context.arm(spec, model, mesh)
-    expert.arm(model, mesh, savings.traffic)
+    expert.arm(model, mesh, token_once=savings.token_once)
     tower.arm(model, mesh)
     recompute.arm(model, savings)
     exact = {model.get_parameter(name) for name in names if spec.table[name].float32}

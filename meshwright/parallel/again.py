@@ -10,8 +10,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any, NoReturn
 
@@ -31,31 +30,6 @@ def saved_by_running_again(
     more, within `context`, up to the last of them."""
     again = _Again(run, args, context, saved)
     return saved_tensors_hooks(again.save, again.give)
-
-
-_AGAIN, _ASIDE = ContextVar("again", default=False), ContextVar("aside", default=False)
-
-
-@contextmanager
-def _within(what: ContextVar[bool]) -> Iterator[None]:
-    token = what.set(True)
-    try:
-        yield
-    finally:
-        what.reset(token)
-
-
-def aside() -> AbstractContextManager[None]:
-    """What runs within it is not wanted when backward runs a layer again, so it is no part of what the layer keeps."""
-    return _within(_ASIDE)
-
-
-def is_aside() -> bool:
-    return _ASIDE.get()
-
-
-def runs_again() -> bool:
-    return _AGAIN.get()
 
 
 class _Place:
@@ -101,7 +75,7 @@ class _Again:
         numbers = count()
         keep = functools.partial(self._keep, numbers)
         hooks = saved_tensors_hooks(keep, _refuse)
-        with contextlib.suppress(_EnoughError), _within(_AGAIN), self.context(), hooks, torch.enable_grad():
+        with contextlib.suppress(_EnoughError), self.context(), hooks, torch.enable_grad():
             self.run(*self.args)
         if (num := next(numbers)) != len(self.places):
             raise StateError(f"a layer saved {len(self.places)} tensors for backward, and {num} when it ran again")

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateError
-from .again import is_aside
 
 
 @dataclass(frozen=True)
@@ -111,13 +110,13 @@ class _Mode(TorchDispatchMode):
 class _Making(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.kept.ran(None if is_aside() else func, args, out)
+        self.kept.ran(func, args, out)
         return out
 
 
 class _Taking(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_aside() or not self.kept.has(func):
+        if not self.kept.has(func):
             return func(*args, **(kwargs or {}))
         self.number += 1
         return self.kept.take(func, self.number - 1)

@@ -30,9 +30,6 @@ class Savings:
     number: so many neighbours on ep are a node. A token goes once to each node that has some of its experts, and from
     there once to each of its ranks. The host then waits for the device twice a layer, and recompute="selective" keeps
     also what came to the node.
-    `expert_halves`: under expert parallelism the tokens of a micro-batch go to their experts in two halves. Rows of one
-    travel while those of the other are computed, there and back, forward and backward. It pays where ranks wait for the
-    network. Exchanges are twice as many and half as large; experts multiply, and add up their gradients, twice.
     `offload`: parameters, gradients and both moments lie in host memory, where AdamW runs; a unit comes to the device
     when it is gathered. Float32 parameters (`A_log`, ...), which are small, stay on the device; with `replicate`, so
     do gradients until the last micro-batch, after which replicas are summed.
@@ -50,13 +47,10 @@ class Savings:
     sum_once: bool = False
     narrow_grads: bool = False
     token_once: bool | int = False
-    expert_halves: bool = False
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(
-            self.reshard, self.gather_once, self.sum_once, self.narrow_grads, self.token_once, self.expert_halves
-        )
+        return Traffic(self.reshard, self.gather_once, self.sum_once, self.narrow_grads, self.token_once)
 
     def __post_init__(self) -> None:
         if type(self.token_once) is not bool and (type(self.token_once) is not int or self.token_once < 1):

@@ -76,7 +76,7 @@ def sketched(
     recompute.disarm(sketch)  # if it was armed: what is compiled would run the layers that it was compiled for
     tensor.arm(sketch, paper)
     context.arm(replace(spec, module=sketch), sketch, paper)
-    expert.arm(sketch, paper, savings.traffic)
+    expert.arm(sketch, paper, token_once=savings.token_once)
     recompute.arm(sketch, replace(savings, compiled=False))
     return sketch
 

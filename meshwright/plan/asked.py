@@ -57,7 +57,7 @@ def laid_out(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Callable[[
 
 def savings_of(options: Mapping[str, Any]) -> Savings:
     """An option for each field that a plan asks for; None where it was not given."""
-    names = ("recompute", "offload", "gather_once", "sum_once", "narrow_grads", "token_once", "expert_halves")
+    names = ("recompute", "offload", "gather_once", "sum_once", "narrow_grads", "token_once")
     given = {name: options[name] for name in names if options[name] is not None}
     if options["token_once_a_node"] is not None:
         given["token_once"] = options["token_once_a_node"]

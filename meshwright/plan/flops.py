@@ -34,13 +34,6 @@ def flops_of(blueprint: Blueprint, trained: Set[str]) -> Flops:
     return Flops(per_token, sum(6.0 * cols["heads"] * cols["head"] for cols in squares))
 
 
-def of_experts(blueprint: Blueprint) -> float:
-    """Of a token, in products of its experts alone."""
-    table, balance = blueprint.table, blueprint.balance
-    chosen = [param for param in table if "expert" in param.dims]
-    return sum(_of_matrix(param, balance.top_k / balance.num_experts, table.params.keys()) for param in chosen)
-
-
 def _is_matrix(param: Param, vocabulary: str) -> bool:
     """Looking a word up is no product, and neither is a convolution of a channel with itself. A tower is not counted:
     its work is by patches."""

@@ -18,7 +18,7 @@ from ..layout import Charge, Pipeline, Traffic, Work, costs_of_stages, part_of, 
 from ..parallel import Savings
 from .devices import Cluster
 from .flops import flops_of
-from .times import AGAIN, Estimate, experts_beside, host_seconds, seconds_of, waits_of
+from .times import AGAIN, Estimate, host_seconds, seconds_of, waits_of
 
 _BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "v": 1 / 3}  # of the waiting of 1F1B with as many stages
 
@@ -115,11 +115,10 @@ def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: 
     whole = [replace(charge, count=charge.count * times(charge)) for charge in charges]  # type: ignore[arg-type]
     again = AGAIN if savings.recompute == "full" else 1.0
     waits = [c for c in whole if c.what not in units] + _transfers(model, axes, work)
-    beside = again * experts_beside(model.whole, axes, work, savings) / cluster.products
     operations = again * model.operations(work.tokens) * work.num_batches / (axes.cp * axes.tp * axes.pp)
     return Estimate(
         products=operations / cluster.products,
-        waits=tuple(waits_of(waits, axes, cluster, beside)),
+        waits=tuple(waits_of(waits, axes, cluster)),
         gathers=sum(seconds_of(c, axes, cluster) for c in whole if c.what in units),
         host=host_seconds(model.whole, work, savings) / axes.pp,
         bubble_share=_bubble(model, axes.pp, work.num_batches),

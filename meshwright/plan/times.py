@@ -14,11 +14,11 @@ from math import gcd, prod
 from ..axes import ENDS, Axes
 from ..blueprint import Blueprint
 from ..errors import ConfigError
-from ..layout import Charge, Work, goes_beside
+from ..layout import Charge, Work
 from ..parallel import Savings
 from .devices import Cluster
 from .figures import Figures
-from .flops import Flops, flops_of, of_experts
+from .flops import Flops, flops_of
 from .pipeline import timetable
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
@@ -135,10 +135,9 @@ def estimate(figures: Figures) -> Estimate:
     work = operations(flops, figures) / (axes.cp * axes.tp * axes.pp)
     again = AGAIN if figures.savings.recompute == "full" else 1.0
     waits = [c for c in figures.charges if c.what not in units and c.op != "recv"]  # it comes while others are sent
-    beside = again * experts_beside(blueprint, axes, figures.work, figures.savings) / cluster.products
     return Estimate(
         products=again * work / cluster.products,
-        waits=tuple(waits_of(waits, axes, cluster, beside)),
+        waits=tuple(waits_of(waits, axes, cluster)),
         gathers=sum(seconds_of(c, axes, cluster) for c in figures.charges if c.what in units),
         host=host_seconds(blueprint, figures.work, figures.savings) / axes.pp,
         bubble_share=timetable(figures).bubble if axes.pp > 1 else 0.0,
@@ -158,28 +157,18 @@ def operations(flops: Flops, figures: Figures) -> float:
     return flops.of(tokens, tokens**2) * figures.work.num_batches
 
 
-def experts_beside(blueprint: Blueprint, axes: Axes, work: Work, savings: Savings) -> float:
-    """Operations of a rank in a step beside which the other half of tokens is sent."""
-    per_token = of_experts(blueprint) if savings.expert_halves else 0.0
-    return per_token * work.tokens * work.num_batches / (axes.cp * axes.tp * axes.pp)
-
-
 def seconds_of(charge: Charge, axes: Axes, cluster: Cluster) -> float:
     return charge.count * sent(charge.op, charge.num_bytes, charge.axes, axes, cluster).seconds
 
 
-def waits_of(charges: list[Charge], axes: Axes, cluster: Cluster, beside: float) -> Iterator[Wait]:
-    """Together what is for the same and goes over the same link; first what takes longest. `beside`: seconds of the
-    products of experts, which hide rows of the other half: one of both ways, since the first half comes, and the second
-    goes, beside nothing."""
+def waits_of(charges: list[Charge], axes: Axes, cluster: Cluster) -> Iterator[Wait]:
+    """Together what is for the same and goes over the same link; first what takes longest."""
     found = defaultdict[tuple[str, str], float](float)
-    rows = sum(seconds_of(charge, axes, cluster) for charge in charges if beside and goes_beside(charge.what))
-    shown = 1 - min(rows / 2, beside) / rows if rows else 1.0
     for charge in charges:
         live = [axis for axis in charge.axes if axes.size_of(axis) > 1]
         first = live[0].partition("/")[0].partition("%")[0] if len(live) == 1 else ""
         link = sent(charge.op, charge.num_bytes, charge.axes, axes, cluster).link
         what = _SUMS if charge.op == "all_reduce" else _WHAT.get(first, _SUMS)
-        found[what, link] += seconds_of(charge, axes, cluster) * (shown if goes_beside(charge.what) else 1.0)
+        found[what, link] += seconds_of(charge, axes, cluster)
     for (what, link), seconds in sorted(found.items(), key=lambda row: -row[1]):
         yield Wait(what, link, seconds)

@@ -191,8 +191,6 @@ class TrainSection(Section):
     token_once: bool | Positive = False
     """Under ep, send a token once to each rank that has some of its experts, and not once for each of these. A number:
     so many neighbours on ep are a node; send it once to each node, and on from there once to each rank."""
-    expert_halves: bool = False
-    """Under ep, send tokens to their experts in two halves, one of which travels while the other is computed."""
     offload: bool = False
     """Keep parameters, gradients and moments in host memory."""
     compiled: bool = False

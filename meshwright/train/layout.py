@@ -20,10 +20,7 @@ from ..plan.figures import COMPUTE
 from ..plan.wording import name_of
 from .config import Config, TrainSection
 
-_SAVINGS = (
-    "recompute", "reshard", "offload", "compiled", "gather_once", "sum_once", "narrow_grads", "token_once",
-    "expert_halves",
-)  # fmt: skip
+_SAVINGS = ("recompute", "reshard", "offload", "compiled", "gather_once", "sum_once", "narrow_grads", "token_once")
 
 
 def savings_of(section: TrainSection) -> Savings:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.bill import step_bill
-from ..layout import ROWS, Charge, Coming, Dispatch, Pictures, ToExperts, find, hops, portions
+from ..layout import ROWS, Charge, Coming, Dispatch, Pictures, ToExperts, find, hops
 from ..mesh import Mesh
 from .findings import Finding
 from .recorder import TRANSFERS, Seen
@@ -99,16 +99,13 @@ def watching_routes(run: Run) -> Iterator[None]:
     """Count how often each door of experts is passed, and to how many ranks its tokens must go."""
     doors = [found for part in run.model.parts for found in find(part, Dispatch) if found[1].armed is not None]
     real = [door.armed or door.here for _, door in doors]
-    axes, traffic = run.model.mesh.axes, run.model.blueprint.spec.traffic
+    axes, once = run.model.mesh.axes, run.model.blueprint.spec.traffic.token_once
 
-    def counted(route: ToExperts, name: str, door: Dispatch, *args: Tensor) -> list[Coming]:
-        names, sizes = zip(*portions(len(args[2]), halves=traffic.expert_halves), strict=True)
-        for hop in hops(name, door.num_experts, axes, traffic.token_once):
-            for part, expert_Tk in zip(names, args[2].split(sizes), strict=True):
-                what = hop.at + part + ROWS
-                passes, rows, _ = run.routed.get(what, (0, 0, 0))
-                distinct = 1 + ((expert_Tk // hop.num_here).sort(-1).values.diff(dim=-1) != 0).sum(-1)
-                run.routed[what] = passes + 1, rows + int(distinct.sum()), door.width
+    def counted(route: ToExperts, name: str, door: Dispatch, *args: Tensor) -> Coming:
+        for hop in hops(name, door.num_experts, axes, once):
+            passes, rows, _ = run.routed.get(hop.at + ROWS, (0, 0, 0))
+            distinct = 1 + ((args[2] // hop.num_here).sort(-1).values.diff(dim=-1) != 0).sum(-1)
+            run.routed[hop.at + ROWS] = passes + 1, rows + int(distinct.sum()), door.width
         return route(*args)
 
     for (name, door), route in zip(doors, real, strict=True):

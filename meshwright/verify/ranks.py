@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from ..engine.garbage import freeze_for_good
 from ..errors import RankError
 from ..mesh.loopback import ADDRESS, loopback_devices, serve_store
 from ..watch import last_seen
@@ -89,7 +90,7 @@ def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
 
 
 def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    gc.freeze()  # garbage of the caller, such as a store whose thread is not here: it must not be destroyed here too
+    freeze_for_good()  # garbage of the caller, such as a store whose thread is not here, must not be destroyed here too
     gc.enable()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR=ADDRESS)
     os.environ.update(MASTER_PORT=str(ports.get()), TORCHELASTIC_USE_AGENT_STORE="True", **loopback_devices())

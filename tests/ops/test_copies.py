@@ -54,7 +54,7 @@ def test_by_expert_against_reference():
     def ours(x, weight):
         rows = by_expert(x, weight, expert, 5)
         assert (rows.counts_E.tolist(), rows.counts) == ([2, 3, 1, 4, 0], None)
-        return rows.back(rows.x_ND * (factors.repeat_interleave(rows.counts_E) * rows.weight_N)[:, None])()
+        return rows.back(rows.x_ND * (factors.repeat_interleave(rows.counts_E) * rows.weight_N)[:, None])
 
     def plain(x, weight):
         return torch.stack(
