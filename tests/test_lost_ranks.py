@@ -345,7 +345,9 @@ def test_what_a_silent_process_of_this_machine_is() -> None:
     assert re.search(r"no sign of life\b.*\bmachine\b", diagnose(silent, silent, "elsewhere", 1.0))
 
 
-@pytest.mark.parametrize(("agent", "keeper"), [("True", r"the process that started .* on 127\.0\.0\.1"), ("", "rank 0")])
+@pytest.mark.parametrize(
+    ("agent", "keeper"), [("True", r"the process that started .* on 127\.0\.0\.1"), ("", "rank 0")]
+)
 def test_who_keeps_the_store(agent: str, keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No torchrun where our own launcher started the ranks."""
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": agent, "MASTER_ADDR": "127.0.0.1"}.items():

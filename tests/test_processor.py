@@ -149,8 +149,8 @@ def test_a_video_as_pictures(directory: Path, tmp_path: Path) -> None:
 def naming(at: Path) -> Path:
     """A file that names another one, which FFmpeg would open."""
     as_mp4(at.parent / "clip.mp4", 8, 4)
-    kinds = {".mp4": "ffconcat version 1.0\nfile clip.mp4\n", ".m3u8": "#EXTM3U\n#EXTINF:2,\nclip.mp4\n#EXT-X-ENDLIST\n"}
-    at.write_text(kinds[at.suffix])
+    playlist = "#EXTM3U\n#EXTINF:2,\nclip.mp4\n#EXT-X-ENDLIST\n"
+    at.write_text({".mp4": "ffconcat version 1.0\nfile clip.mp4\n", ".m3u8": playlist}[at.suffix])
     return at
 
 

@@ -314,18 +314,18 @@ def test_every_field_is_told() -> None:
 
 def test_a_run_as_the_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "first"
-    for number, place in enumerate(("checkpoints", "checkpoints", "best"), 1):
-        step = final_place(run / place, number)
+    for number, name in enumerate(("checkpoints", "checkpoints", "best"), 1):
+        step = final_place(run / name, number)
         step.mkdir(parents=True)
         write_manifest(step, Manifest(number, {}, {}, {}, {}))
     written(run, PLAIN).rename(run / "config.toml")
     path = written(tmp_path, PLAIN)
-    for given, wanted in {
+    for place, wanted in {
         run: run / "checkpoints/step-000002", run / "checkpoints": run / "checkpoints/step-000002",
         run / "best": run / "best/step-000003", run / "checkpoints/step-000001": run / "checkpoints/step-000001",
     }.items():  # fmt: skip
-        assert read(path, [f"model={given}"]).model == str(wanted)
-        assert config_of(model=str(given), out="b", data=[{"path": "x"}]).model == str(wanted)
+        assert read(path, [f"model={place}"]).model == str(wanted)
+        assert config_of(model=str(place), out="b", data=[{"path": "x"}]).model == str(wanted)
     shutil.rmtree(run / "checkpoints")
     said = refused(tmp_path, PLAIN.replace('"a"', f'"{run}"'))
     assert f"model (line 1): {run} is a run that has no whole checkpoint yet" in said

@@ -107,7 +107,7 @@ def _validated(given: Mapping[str, Any]) -> tuple[Config, list[Mistake]]:
 
 
 def _with_checkpoint(config: Config) -> tuple[Config, list[Mistake]]:
-    """Name the newest checkpoint where the model is a run, so that the record of the new run says what it began with."""
+    """Name the newest checkpoint where the model is a run, so that the record of the new run says which it was."""
     try:
         given = path_of(config.model)
         found = newest_of(given) if exists(given, Path.is_dir) else given
