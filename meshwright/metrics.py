@@ -24,8 +24,10 @@ class ExpertUse:
     def take(self, line: Mapping[str, Any]) -> None:
         if line["kind"] == "start" and "experts" in line:
             self.num_experts, self.top_k = line["experts"]["num"], line["experts"]["top_k"]
-        elif line["kind"] == "step" and "experts/max_over_mean" in line and self.num_experts:
-            self._take_step(line["step"], line["experts/max_over_mean"], line["experts/dead"])
+        elif line["kind"] == "step" and self.num_experts:
+            by_layer, num_dead = line.get("experts/max_over_mean"), line.get("experts/dead")
+            if by_layer and None not in by_layer and num_dead is not None:  # None: what is no number
+                self._take_step(line["step"], by_layer, num_dead)
 
     def _take_step(self, step: int, by_layer: list[float], num_dead: int) -> None:
         worst, total = max(by_layer), self.num_experts * len(by_layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import random
@@ -30,7 +31,7 @@ def chats(path: Path, num: int = 150) -> Path:
 def source(at: Path, name: str) -> Path:
     changes = dict(output_router_logits=True, router_aux_loss_coef=0.1) if "moe" in name else {}
     at = tiny.directory(at, name, vocab_size=400, **changes)
-    found = tokenizer()
+    found = copy.deepcopy(tokenizer())  # which other tests share
     found.chat_template = GOOD["hybrid"]
     found.save_pretrained(at)
     return at

@@ -16,6 +16,7 @@ from meshwright.data.plan import Plan
 from meshwright.data.store import Documents, Recipe, prepare
 from meshwright.data.texts import Ready
 from meshwright.data.tokens import Tokens, tokens
+from meshwright.train.sources import Data
 
 
 def drawn(seed: int) -> tuple[list[list[int]], list[list[bool]]]:
@@ -81,6 +82,9 @@ def test_too_long_documents(source: Documents) -> None:
     count = {name: sum(len(plan.stream(j)) for j in range(plan.num_streams)) for name, plan in
              (("dropped", dropped), ("cut", cut))}  # fmt: skip
     assert count == {"dropped": 200 - longer, "cut": 200 + longer}
+    said = [f"{longer} documents of mine longer than 30 tokens left out"]
+    assert [*Data([source], dropped, 1).left_out()] == said
+    assert [*Data([source], cut, 1).left_out()] == [*Data([source], plan_of(source), 1).left_out()] == []
     [feed] = [Feed([source], cut, micro_batches=1, rank=0, num_ranks=1)]
     targets = sum(feed.step(j).batches[0].num_targets for j in range(cut.num_streams))
     assert targets == int(source.lengths.sum()) - 200 - longer  # the first token of each piece has none before it

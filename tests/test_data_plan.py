@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +235,24 @@ def test_where_windows_begin_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert again.fingerprint == made.fingerprint
     three(cache=tmp_path, seed=6, **options)
     assert len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[: len(data) // 2],
+    lambda data: b"",
+    lambda data: data[:-24] + bytes([data[-24] ^ 1]) + data[-23:],
+    lambda data: bytes(len(data)),
+], ids=["truncated", "empty", "flipped", "zeroed"])  # fmt: skip
+def test_a_damaged_plan_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    made = three(cache=tmp_path)
+    [file] = tmp_path.iterdir()
+    whole_file = file.read_bytes()
+    file.write_bytes(damage(whole_file))
+    for _ in range(2):  # the second one finds it mended
+        assert told(whole(three(cache=tmp_path))) == told(whole(made))
+        assert [each.read_bytes() for each in tmp_path.iterdir()] == [whole_file]
+    [warning] = caplog.messages
+    assert str(file) in warning
+    assert "damaged" in warning

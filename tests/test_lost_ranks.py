@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -342,6 +343,18 @@ def test_what_a_silent_process_of_this_machine_is() -> None:
     silent = {0: at(WORKS, "x", pid=gone.pid)}
     assert re.search(r"\bdied\b.*\bprocess\b", diagnose(silent, silent, "here", 1.0))
     assert re.search(r"no sign of life\b.*\bmachine\b", diagnose(silent, silent, "elsewhere", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("agent", "keeper"), [("True", r"the process that started .* on 127\.0\.0\.1"), ("", "rank 0")]
+)
+def test_who_keeps_the_store(agent: str, keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No torchrun where our own launcher started the ranks."""
+    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": agent, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    watch = SimpleNamespace(rank=1, size=2, _elsewhere=lambda: "", _ask=lambda found: None)
+    said = heartbeat.Watch.diagnosis(watch)  # type: ignore[arg-type] # a store that does not answer
+    assert re.match(f"{keeper}: no answer from the store", said), said
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])

@@ -146,11 +146,21 @@ def test_a_video_as_pictures(directory: Path, tmp_path: Path) -> None:
     assert torch.equal(rows[1, :, :, 0], rows[1, :, :, 1])  # the last is shown twice
 
 
+def naming(at: Path) -> Path:
+    """A file that names another one, which FFmpeg would open."""
+    as_mp4(at.parent / "clip.mp4", 8, 4)
+    playlist = "#EXTM3U\n#EXTINF:2,\nclip.mp4\n#EXT-X-ENDLIST\n"
+    at.write_text({".mp4": "ffconcat version 1.0\nfile clip.mp4\n", ".m3u8": playlist}[at.suffix])
+    return at
+
+
 REFUSED = {
     "no file": (lambda p, at: p.picture("none.png"), "there is no file"),
     "an address": (lambda p, at: p.picture("https://example.com/a.png"), "no path of a file"),
     "no picture": (lambda p, at: p.picture("a.txt"), "cannot be read as a picture"),
     "no video": (lambda p, at: p.video("a.txt", None), "cannot be read as a video"),
+    "a playlist": (lambda p, at: p.video(naming(at / "a.m3u8").name, None), r"a\.m3u8 cannot be .*MP4, MOV, .*MPEG"),
+    "a list of files": (lambda p, at: p.video(naming(at / "b.mp4").name, None), r"b\.mp4 cannot be .*MP4, MOV, "),
     "too oblong": (lambda p, at: p.picture(noise(at / "long.png", 1, 300).name), "more than 200 times"),
     "no fps": (lambda p, at: p.video(["b.png", "b.png"], None), '"fps"'),
     "one picture": (lambda p, at: p.video(["b.png"], 2.0), "give two or more"),

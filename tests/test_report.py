@@ -106,17 +106,20 @@ def test_the_last_words_of_a_run(tmp_path: Path) -> None:
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:
     """NaN and what is too large are no number; a line of another kind than ours is left out, as is one without end."""
-    bad = ["NaN", "-Infinity", "1e400", "9" * 400, '"x"', "[1]", "{}", "[" * 9000 + "]" * 9000]
-    text = line("start", 0, num_steps=9) + "".join(
+    bad = ["NaN", "-Infinity", "1e308", "9" * 400, '"x"', "[1]", "{}", "[" * 9000 + "]" * 9000]
+    text = line("start", 0, num_steps=9, experts={"num": 4, "top_k": 1}) + "".join(
         line("step", n, **{"train/loss": "@"}).replace('"@"', value) for n, value in enumerate(bad, 1)
     )
-    text += line("step", 9, **{"train/loss": 1.0, "experts/max_over_mean": [1.0]}) + '{"a":' * 9000 + "\n"
-    text += line("experts", 9, load=[[1, "x"]]) + line("save", 9, seconds=None, path="p") + line("sample", 9, number=[])
+    text += line("step", 9, **{"train/loss": 1.0, "experts/max_over_mean": [1.0], "experts/dead": 1e308})
+    text += '{"a":' * 9000 + "\n"
+    text += line("step", 8, **{"train/loss": 1.0, "experts/max_over_mean": [1e308, 1.0], "experts/dead": 0})
+    text += line("step", 10, **{"time/step_s": 1e30}) + line("start", 10, time=2**62)
+    text += line("experts", 10, load=[[1e308, 1.0]]) + line("experts", 9, load=[[1, "x"]])
+    text += line("save", 9, seconds=None, path="p") + line("sample", 9, number=[])
     (tmp_path / "metrics.jsonl").write_text(text)
     run = read_run(tmp_path)
-    assert [(each["step"], each["train/loss"]) for each in run.of("step")] == [(n, None) for n in (1, 2, 3, 4)] + [
-        (9, 1.0)
-    ]
+    steps = [(each["step"], each["train/loss"]) for each in run.of("step")]
+    assert steps == [*((n, None) for n in (1, 2, 3, 4)), (8, 1.0), (9, 1.0)]
     assert not [*run.of("experts"), *run.of("save"), *run.of("sample")]
     assert "at step 9 of 9" in report_page([run], {"command": "x", "date": "today"}).lower()
 

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import meshwright as mw
 from meshwright.data import reading, render, video
@@ -22,6 +23,7 @@ from meshwright.data.chat import Chat, ChatOptions, stop_ids_of
 from meshwright.data.feed import source_of
 from meshwright.data.layouts import conversation
 from meshwright.data.plan import Plan
+from meshwright.data.sandbox import Sandbox
 from meshwright.data.store import Recipe, prepare
 from meshwright.data.texts import Ready, Texts
 from meshwright.data.tokenizer import generation_config_of, template_of, tokenizer_of
@@ -281,6 +283,25 @@ def test_a_template_that_explodes_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("meshwright.data.chat.MOST_CHARACTERS", 10)
     with pytest.raises(mw.DataError, match="writes 11 characters for the first 1 messages; at most 10"):
         said({"messages": [ASKS, SAYS]}, template="{{ 'x' * 11 }}")
+
+
+TOO_LARGE = {  # of one operation in C, which no thread could end
+    "'a' * 10 ** 8", "10 ** n", "[0] * n", "n * [0]", "(2 ** 999999) * (2 ** 999999)", "'%99999999d' % 1",
+    "'%*d' % (n, 1)", "'%99999999d'|format(1)", "'a'.rjust(n)", "'a'.zfill(n)", "'a'.center(width)",
+    "'a'|center(n)", "'a'|indent(width=n)", "1|round(n, 'ceil')", "[1]|batch(n, 2)|list", "range(n)|list",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", sorted(TOO_LARGE))
+def test_an_operation_that_could_not_be_ended_is_refused(operation: str) -> None:
+    with pytest.raises(mw.DataError, match=r"SecurityError|OverflowError"):
+        said({"messages": [ASKS, SAYS]}, template="{% set n = 99999999 %}{% set width = n %}{{ " + operation + " }}")
+
+
+def test_what_templates_reckon_stays() -> None:
+    given = "2 ** 10, 7 % 2, 'ab' * 3, [0] * 2, 2 * 0.5, '%05.1f' % 2, '%s'|format(10 ** 12), 'a'.ljust(3), 9e9|round"
+    [ours, plain] = [each().from_string("{{ [" + given + "] }}") for each in (Sandbox, ImmutableSandboxedEnvironment)]
+    assert ours.render() == plain.render()
 
 
 DEEP = "[" * 100_000

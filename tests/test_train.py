@@ -161,13 +161,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     from transformers import AutoModelForCausalLM
 
     model = source(tmp_path / "m", "qwen3_tied")
-    chats(tmp_path / "chats.jsonl")
+    with chats(tmp_path / "chats.jsonl").open("a") as out:
+        out.write(json.dumps({"prompt": "9?", "completion": "x" * 1000}) + "\n")
     path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"dtype": "float32"})
+    path.write_text(path.read_text().replace("[[data]]\n", '[[data]]\ntoo_long = "drop"\n'))
     assert cli.main(["train", str(path), "--dry-run"]) == 0
-    assert "2 micro-batches on each of 2 data ranks" in capsys.readouterr().out
+    planned, dropped = capsys.readouterr().out, "longer than 128 tokens left out"
+    assert "2 micro-batches on each of 2 data ranks" in planned
+    assert f"1 document {dropped}" in planned
     with forked_ranks(), Started(["train", str(path)]) as started:  # as processes of Python: the examples' tests
         assert started.end(120) == 0, started.said
     assert f"step {STEPS}/{STEPS}  loss " in started.said
+    assert started.said.count(f"1 document of chats.jsonl {dropped}") == 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export", dtype=torch.float32)
     assert sum(p.numel() for p in loaded.parameters()) > 10_000
     assert toml.read(tmp_path / "out" / "config.toml") == toml.read(path)

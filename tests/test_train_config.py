@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +16,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import meshwright as mw
+from meshwright.checkpoint import final_place
+from meshwright.checkpoint.manifest import Manifest, write_manifest
 from meshwright.train.about import differences, documentation, schema
 from meshwright.train.config import Config, OptimSection, TrainSection
 from meshwright.train.contradictions import num_tokens
 from meshwright.train.fields import declared, named, section_of
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
 from meshwright.train.schedule import jump_of, refusal, schedule
-from meshwright.train.toml import as_toml, read
+from meshwright.train.toml import as_toml, config_of, read
 from tests.schemas import wrong_by_schema
 
 ROOT = Path(__file__).parents[1]
@@ -307,6 +310,26 @@ def test_every_field_is_told() -> None:
     assert all(f"`{place.split('.')[-1]}`" in page for place, _ in places(Config))
     file = ROOT / "examples" / "meshwright.schema.json"
     assert json.loads(file.read_text()) == schema(), f"{file.name} {made}"
+
+
+def test_a_run_as_the_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    for number, name in enumerate(("checkpoints", "checkpoints", "best"), 1):
+        step = final_place(run / name, number)
+        step.mkdir(parents=True)
+        write_manifest(step, Manifest(number, {}, {}, {}, {}))
+    written(run, PLAIN).rename(run / "config.toml")
+    path = written(tmp_path, PLAIN)
+    for place, wanted in {
+        run: run / "checkpoints/step-000002", run / "checkpoints": run / "checkpoints/step-000002",
+        run / "best": run / "best/step-000003", run / "checkpoints/step-000001": run / "checkpoints/step-000001",
+    }.items():  # fmt: skip
+        assert read(path, [f"model={place}"]).model == str(wanted)
+        assert config_of(model=str(place), out="b", data=[{"path": "x"}]).model == str(wanted)
+    shutil.rmtree(run / "checkpoints")
+    said = refused(tmp_path, PLAIN.replace('"a"', f'"{run}"'))
+    assert f"model (line 1): {run} is a run that has no whole checkpoint yet" in said
+    assert "has 1 mistake:" in said
 
 
 def test_savings_are_those_of_the_engine() -> None:

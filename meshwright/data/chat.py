@@ -18,6 +18,7 @@ from .messages import Message
 from .parts import A
 from .processor import Processor
 from .render import MOST_CHARACTERS, bounded
+from .sandbox import install
 from .tokenizer import encoded
 from .tokens import Tokens, tokens
 from .views import View
@@ -50,6 +51,7 @@ class Chat:
         self.tokenizer, self.options, self.processor = tokenizer, options or ChatOptions(), processor
         self.stop_ids = frozenset(stop_ids) or stop_ids_of(tokenizer, {})
         self._special = _special_tokens(tokenizer)
+        install()
         if not self.options.template and not tokenizer.chat_template:
             raise DataError(
                 'the tokenizer has no chat template; give template= of the data, or take texts (kind = "text", --text)'

@@ -18,12 +18,16 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from ..errors import DataError, counted
+from ..log import logger
 from .permute import Indices, permuted
 
 WINDOW = 256  # streams of a window, about: packing wastes less in longer ones, and each is packed as a whole
 _VERSION = 2  # of the rules below: a run that began under others cannot go on
+_CACHE_FORMAT = 2  # of the files that keep where windows begin: files of an earlier one are made anew
+_DIGEST_BYTES = 16  # of XXH3-128
 _SHORTEST = 2  # a document of one token has no target
 MOST_DOCUMENTS = 10**9  # of a run, over all of its epochs: they would take hours to pack, and 8 GB
 
@@ -156,16 +160,19 @@ class Plan:
     def _kept_in(self, cache: Path | None) -> tuple[list[_Window], int]:
         if cache is None:
             return self._lay_out()
-        told = hashlib.sha256(f"{self.fingerprint} {self._epochs} {self._streams}".encode()).hexdigest()[:32]
-        file = cache / f"{told}.plan"
-        if file.is_file():
-            *found, last = np.frombuffer(file.read_bytes(), dtype="<i8").reshape(-1, 4).tolist()
-            return [_Window(*window) for window in found], last[0]
+        told = f"{_CACHE_FORMAT} {self.fingerprint} {self._epochs} {self._streams}"
+        file = cache / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.plan"
+        if file.exists():
+            try:
+                return _read_windows(file)
+            except (DataError, OSError) as error:
+                logger.warning("a plan in the cache is damaged and is made anew: %s", error)
         windows, num = self._lay_out()
         cache.mkdir(parents=True, exist_ok=True)
         rows = [(window.epoch, window.start, window.stop, window.first) for window in windows]
         making = file.with_suffix(f".{secrets.token_hex(4)}")
-        making.write_bytes(np.array([*rows, (num, 0, 0, 0)], dtype="<i8").tobytes())
+        data = np.array([*rows, (num, 0, 0, 0)], dtype="<i8").tobytes()
+        making.write_bytes(xxhash.xxh3_128_digest(data) + data)
         making.replace(file)  # whole or not there, whoever else makes it
         return windows, num
 
@@ -272,6 +279,16 @@ class Plan:
             told.update(repr((source.content, weight, source.cut)).encode())
             told.update(np.ascontiguousarray(source.lengths, dtype="<i8").tobytes())
         return told.hexdigest()
+
+
+def _read_windows(file: Path) -> tuple[list[_Window], int]:
+    """Return the windows and the number of streams that a file of the cache holds, behind the checksum of its bytes."""
+    found = file.read_bytes()
+    digest, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+    if digest != xxhash.xxh3_128_digest(data):
+        raise DataError(f"{file} fails its checksum")
+    *windows, last = np.frombuffer(data, dtype="<i8").reshape(-1, 4).tolist()
+    return [_Window(*window) for window in windows], last[0]
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

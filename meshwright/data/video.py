@@ -16,6 +16,9 @@ _ORIENTATION = 0x0112
 _STILL = {".gif", ".webp", ".png", ".apng"}  # files of pictures that may be several
 _MOVING = ("GIF", "WEBP", "PNG")  # which Pillow counts
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow would give an EPS to Ghostscript
+# FFmpeg would follow a playlist to other files and addresses: no format that only names others is among these.
+_CONTAINERS = {"format_whitelist": "mov,matroska,avi,mpeg,mpegts", "protocol_whitelist": "file"}
+_VIDEOS = "MP4, MOV, Matroska, WebM, AVI, MPEG"
 MOST_PIXELS = 64 << 20  # of a picture: 4 times as many as any processor of Qwen keeps, and 192 MiB in colours
 # What it says of files that are broken.
 _OF_PILLOW = (OSError, ValueError, SyntaxError, IndexError, TypeError, RuntimeError, EOFError, struct.error)
@@ -112,12 +115,12 @@ def _opened(file: Path) -> Iterator[Any]:
             'a list, and "fps"'
         ) from error
     try:
-        with av.open(str(file)) as container:
+        with av.open(str(file), container_options=_CONTAINERS) as container:
             if not container.streams.video:
                 raise DataError(f"{file} has no pictures")
             yield container
     except (av.FFmpegError, OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read as a video: {error}") from error
+        raise DataError(f"{file} cannot be read as a video ({_VIDEOS}): {error}") from error
 
 
 def _clip(file: Path) -> Clip:

@@ -335,6 +335,7 @@ def init(
     check_loading(mesh, dtype, savings, pipeline=pipeline, context=context)
     check_tower(tower)
     patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
+    runs_of_model(directory)  # a damaged config or tokenizer of a checkpoint is named before anything is read with it
     config = read_config(directory)
     check_unquantised(config)
     with nothing_collected():

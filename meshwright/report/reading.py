@@ -14,6 +14,8 @@ from .starts import Failure, Start, failures, start_of
 
 METRICS = "metrics.jsonl"
 _NUMBERS = ("step", "time", "seconds", "num_steps", "from", "world", "number")
+_LARGEST = 3e38  # about the range of float32: what is larger is no number, as what is not finite
+_LATEST_S, _LONGEST_S = 1e10, 1e7  # since 1970, about the year 2286; of a step or a save, 115 days
 _OUR_FILES = ("config.toml", "environment.json", "layout.json", "verify.json", "failure.txt", "overcome.txt")
 
 
@@ -122,7 +124,7 @@ def _read(line: str) -> dict[str, Any] | None:
 
 
 def _finite(text: str) -> float | None:
-    return value if math.isfinite(value := float(text)) else None
+    return value if abs(value := float(text)) <= _LARGEST else None
 
 
 def _small(text: str) -> int | None:
@@ -133,8 +135,11 @@ def _fits(name: str, value: Any) -> bool:
     """Whether a value is of the kind that its name promises."""
     if name == "load":
         return isinstance(value, list) and all(_is_list_of(int | float, layer) for layer in value)
-    if name in _NUMBERS:
-        return isinstance(value, int | float)
+    if name in _NUMBERS and not isinstance(value, int | float):
+        return False
+    if name in ("time", "seconds") or name.startswith("time/"):
+        most = _LATEST_S if name == "time" else _LONGEST_S
+        return value is None or (isinstance(value, int | float) and abs(value) <= most)
     if name.startswith("experts/") and isinstance(value, list):
         return _is_list_of(int | float | None, value)
     return "/" not in name or isinstance(value, int | float | None)

@@ -321,7 +321,7 @@ class Config(Section):
     """All of a run."""
 
     model: str
-    """A Hugging Face directory, a hub id, or a checkpoint."""
+    """A Hugging Face directory, a hub id, a checkpoint, or a run (RUN, RUN/best), of which the newest is taken."""
     out: str
     """The directory of the run: checkpoints, metrics, the config as it was read, the exported model."""
     seed: Annotated[int, FIXED] = 0

@@ -11,6 +11,7 @@ import torch
 
 from ..engine import Context, Engine, Model, StepRecord, check_export, export, load, losses
 from ..errors import ConfigError
+from ..log import logger
 from ..mesh import Mesh
 from ..weights import path_of
 from . import failure
@@ -62,6 +63,9 @@ class Trainer:
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
         self.data, held_out = data_of(config, directory, cache), held_out_of(config, directory, cache)
+        for each in (self.data, *held_out.values()) if mesh.rank == 0 else ():
+            for line in each.left_out():
+                logger.warning("%s", line)
         prompts = prompts_of(config.sample, config.data[0], directory)
         self.model = load(
             config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -40,7 +40,7 @@ from ..data import (
     template_of,
     tokenizer_of,
 )
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, counted
 from ..mesh import Mesh
 from ..models import patch_of, placeholders_of, take, text_config
 from ..weights import download, is_hub_id, path_of, read_config
@@ -85,6 +85,13 @@ class Data:
     plan: Plan
     num_steps: int
     processor: Processor | None = None
+
+    def left_out(self) -> Iterator[str]:
+        """Yield a line for each source of which documents are left out because they are longer than a stream."""
+        for documents, source in zip(self.documents, self.plan.sources, strict=True):
+            if too_long := int((source.lengths == 0).sum()):
+                what = counted(too_long, "document")
+                yield f"{what} of {documents.name} longer than {self.plan.length:,} tokens left out"
 
     def feed(self, mesh: Mesh, micro_batches: int) -> Feed:
         """The batches of this data rank, of which each step takes `micro_batches`."""

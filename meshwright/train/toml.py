@@ -10,7 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError, counted
+from ..checkpoint import newest_of
+from ..errors import ConfigError, MeshwrightError, counted
+from ..weights import exists, path_of
 from .config import Config
 from .contradictions import contradictions
 from .fields import Place, is_list, named, section_of, written
@@ -92,7 +94,8 @@ def _validated(given: Mapping[str, Any]) -> tuple[Config, list[Mistake]]:
     left = copy.deepcopy(dict(given))
     while True:
         try:
-            return Config.model_validate(left), mistakes
+            config, wrong = _with_checkpoint(Config.model_validate(left))
+            return config, [*mistakes, *wrong]
         except ValidationError as error:
             by_place: dict[Place, list[Any]] = {}
             for each in error.errors():
@@ -101,6 +104,16 @@ def _validated(given: Mapping[str, Any]) -> tuple[Config, list[Mistake]]:
             mistakes.append((place, sentence(place, errors, _at(left, place))))
         for place in sorted(by_place, key=len, reverse=True):  # what holds another goes last
             _leave_out(left, place, is_known=by_place[place][0]["type"] != "extra_forbidden")
+
+
+def _with_checkpoint(config: Config) -> tuple[Config, list[Mistake]]:
+    """Name the newest checkpoint where the model is a run, so that the record of the new run says which it was."""
+    try:
+        given = path_of(config.model)
+        found = newest_of(given) if exists(given, Path.is_dir) else given
+    except MeshwrightError as error:
+        return config, [(("model",), str(error))]
+    return (config if found == given else config.model_copy(update={"model": str(found)})), []
 
 
 def _field_at(loc: Place) -> Place:

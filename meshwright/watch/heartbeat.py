@@ -245,10 +245,8 @@ class Watch:
 
         It asks in a thread, because a store whose process is stopped never answers.
         """
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        keeper = f"the torchrun on {os.environ['MASTER_ADDR']}" if agent else "rank 0"
         found = [
-            f"{keeper}: no answer from the store of the run, which it keeps; it died, is stopped, or cannot be "
+            f"{_keeper()}: no answer from the store of the run, which it keeps; it died, is stopped, or cannot be "
             f"reached. {self._elsewhere()}rank {self.rank}: {heartbeat()}. "
             "See its own output and the log of its machine, and start all ranks again."
         ]
@@ -276,6 +274,13 @@ class Watch:
                 time.sleep(_every_s(self.size) / 5)
             found.append(look_twice(self.store, range(self.size), self.timeout_s))
             self.store.set("diagnosis", found[-1])
+
+
+def _keeper() -> str:
+    """Name the process that keeps the store of the run."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return "rank 0"
+    return f"the process that started the ranks (torchrun or meshwright) on {os.environ['MASTER_ADDR']}"
 
 
 def look_twice(store: Store, ranks: range, timeout_s: float) -> str:
