@@ -49,10 +49,11 @@ def kills_while_saving(at: Path, num: int, seed: int) -> Iterator[Trial]:
     model, dice = tiny.directory(at / "m", "qwen3_tied"), random.Random(seed)
     out = at / "run"
     worlds.run(1, begins, model, out)
+    whole = _whole_steps(out)
     for number in range(num):
         wait = number % 2 == 0
         pid = forked(lambda wait=wait: saves_on_and_on(model, out, wait))
-        names, whole = _names(out), set(_whole_steps(out))
+        names, earlier = _names(out), whole
         before = time.monotonic() + 60
         while _names(out) == names and time.monotonic() < before:
             time.sleep(0.001)
@@ -61,10 +62,11 @@ def kills_while_saving(at: Path, num: int, seed: int) -> Iterator[Trial]:
         os.waitpid(pid, 0)
         left = sorted({name.split(".")[2].partition("-")[0] for name in _names(out) if name.startswith(".")})
         broken = [f"{each.name} is broken" for each in out.glob("step-*") if error_of(lambda at=each: opened_at(at))]
-        lost = [f"step {step} is lost" for step in sorted(whole - set(_whole_steps(out)))]
+        whole = _whole_steps(out)
+        lost = [f"step {step} is lost" for step in sorted(earlier - whole)]
         yield f"kill {number}, {'waiting' if wait else 'background'}, leaves {left}", ", ".join(broken + lost)
     an_hour_passes(out)
-    [wrong] = worlds.run(1, _goes_on, model, out, max(_whole_steps(out)))
+    [wrong] = worlds.run(1, _goes_on, model, out, max(whole, default=0))
     yield "the process after the last kill", wrong
 
 
@@ -72,10 +74,10 @@ def _names(out: Path) -> set[str]:
     return {path.name for path in out.iterdir()}
 
 
-def _whole_steps(out: Path) -> list[int]:
+def _whole_steps(out: Path) -> set[int]:
     """The steps of which a checkpoint is there, every byte as it was written."""
     found = [each for each in folder.checkpoints(out) if not error_of(lambda at=each.path: opened_at(at))]
-    return [each.step for each in found if not check_bytes(opened_at(each.path))]
+    return {each.step for each in found if not check_bytes(opened_at(each.path))}
 
 
 def _goes_on(model: Path, out: Path, newest: int) -> str:
@@ -106,14 +108,23 @@ def _resume_all_damaged(model: Path, step: Path, num: int, seed: int) -> list[Tr
     for number in range(num):
         file = files[number // 4 % len(files)]
         what, undo = _damage(file, dice, ("flip", "truncate", "flip", "remove")[number % 4])
-        said = error_of(lambda: mw.resume(engine, step))
-        silent = "" if said else "mw.resume said nothing"
-        if file.parent == step and file.name != "trainer.json" and not silent:  # which load does not read
-            silent = "" if error_of(lambda: mw.load(step, dtype=torch.float32)) else "mw.load said nothing"
+        wrong = _not_refused(lambda: mw.resume(engine, step), "mw.resume")
+        if file.parent == step and file.name != "trainer.json":  # which load does not read
+            wrong = wrong or _not_refused(lambda: mw.load(step, dtype=torch.float32), "mw.load")
         undo()
-        trials.append((f"{file.relative_to(step)}: {what}", silent))
+        trials.append((f"{file.relative_to(step)}: {what}", wrong))
     mw.resume(engine, step)
     return trials
+
+
+def _not_refused(act: Callable[[], object], name: str) -> str:
+    try:
+        act()
+    except mw.MeshwrightError:
+        return ""
+    except Exception as error:  # noqa: BLE001 - it is reported
+        return f"{name} raised {error!r}"
+    return f"{name} said nothing"
 
 
 def _damage(file: Path, dice: random.Random, how: str) -> tuple[str, Callable[[], object]]:
