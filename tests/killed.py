@@ -23,6 +23,7 @@ from pathlib import Path
 from meshwright.data import Feed
 from meshwright.data.feed import Streams
 from meshwright.train import launch, toml
+from meshwright.train.failure import OVERCOME
 from meshwright.weights import MANIFEST
 from tests.runs import chats, file_of, source
 from tests.started import Started, forked_ranks, gone
@@ -79,9 +80,11 @@ def killed(path: Path, out: Path, moment: float, rank: int) -> Killed | None:
             return None
         assert run.end(_SECONDS) == 0, run.said[-3000:]
     restarts = len([*(out / "logs").iterdir()]) - 1
-    named = f"rank {rank} of {WORLD} was killed (SIGKILL)" in run.said
+    if not restarts:
+        return None
+    named = f"rank {rank} of {WORLD} was killed (SIGKILL)" in (out / OVERCOME).read_text()
     wrong = (*([] if named else ["the rank was not named"]), *([] if gone(ranks) else ["a rank is left"]))
-    return Killed(rank, step, after, restarts, wrong) if restarts else None
+    return Killed(rank, step, after, restarts, wrong)
 
 
 @contextmanager
