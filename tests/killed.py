@@ -15,7 +15,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,12 @@ from pathlib import Path
 from meshwright.data import Feed
 from meshwright.data.feed import Streams
 from meshwright.train import launch, toml
+from meshwright.train.failure import OVERCOME
 from meshwright.weights import MANIFEST
 from tests.runs import chats, file_of, source
-from tests.started import Started, forked_ranks
+from tests.started import Started, forked_ranks, gone
 
-WORLD = 4
+_MESH, WORLD = {"fsdp": 2, "tp": 2}, 4
 STEPS, _SAVE_EVERY = 30, 4
 _SECONDS = 100.0
 _DATE = re.compile(rb'"date": "[^"]*"|"checksum": "[^"]*"')  # of the manifest, the checksum of which the date is in
@@ -41,16 +42,17 @@ class Killed:
     step: int
     after_s: float
     restarts: int
+    wrong: tuple[str, ...] = ()  # but for what the run ended with
 
     def __str__(self) -> str:
         return f"rank {self.rank} after {self.after_s:.2f} s, at step {self.step}; {self.restarts} restarts"
 
 
-def prepare(at: Path, steps: int) -> Path:
+def prepare(at: Path, steps: int, mesh: Mapping[str, int] = _MESH) -> Path:
     """The file of the run. Its data are tokenised, so that only ranks are children of the command."""
     chats(at / "chats.jsonl")
     path = file_of(
-        at, source(at / "m", "qwen3_tied"), mesh={"fsdp": 2, "tp": 2}, launch={"max_restarts": 100},
+        at, source(at / "m", "qwen3_tied"), mesh=mesh, launch={"max_restarts": 100},
         train={"steps": steps, "dtype": "float32"}, save={"every": _SAVE_EVERY},
     )  # fmt: skip
     launch.prepared(toml.read(path))
@@ -78,7 +80,11 @@ def killed(path: Path, out: Path, moment: float, rank: int) -> Killed | None:
             return None
         assert run.end(_SECONDS) == 0, run.said[-3000:]
     restarts = len([*(out / "logs").iterdir()]) - 1
-    return Killed(rank, step, after, restarts) if restarts else None
+    if not restarts:
+        return None
+    named = f"rank {rank} of {WORLD} was killed (SIGKILL)" in (out / OVERCOME).read_text()
+    wrong = (*([] if named else ["the rank was not named"]), *([] if gone(ranks) else ["a rank is left"]))
+    return Killed(rank, step, after, restarts, wrong)
 
 
 @contextmanager
@@ -119,14 +125,7 @@ def _steps(out: Path) -> int:
 
 def state(out: Path, steps: int) -> dict[str, object]:
     """All that a run ends with. A step that was made twice was given the same both times."""
-    last = out / "checkpoints" / f"step-{steps:06d}"
-    found: dict[str, object] = {
-        str(file.relative_to(out)): _DATE.sub(b"", file.read_bytes()) if file.name == MANIFEST else file.read_bytes()
-        for folder in (last, out / "export")
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
-    assert sum(name.endswith(".safetensors") for name in found) > 3, sorted(found)
+    found: dict[str, object] = {**last_files(out, steps)}
     for rank in range(WORLD):
         lines = [json.loads(line) for line in (out / f"seen-{rank}.jsonl").read_text().splitlines()]
         seen = {first: told for first, *told in lines}
@@ -136,7 +135,19 @@ def state(out: Path, steps: int) -> dict[str, object]:
     return found
 
 
-def differences(ours: dict[str, object], other: dict[str, object]) -> list[str]:
+def last_files(out: Path, steps: int) -> dict[str, bytes]:
+    """Of the last checkpoint and the export, without dates."""
+    found = {
+        str(file.relative_to(out)): _DATE.sub(b"", file.read_bytes()) if file.name == MANIFEST else file.read_bytes()
+        for folder in (out / "checkpoints" / f"step-{steps:06d}", out / "export")
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+    assert sum(name.endswith(".safetensors") for name in found) > 3, sorted(found)
+    return found
+
+
+def differences(ours: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
     return sorted(name for name in {*ours, *other} if ours.get(name) != other.get(name))
 
 
@@ -150,7 +161,7 @@ def at_random_moments(at: Path, num: int, seed: int, steps: int = STEPS) -> Iter
         found = killed(path, out, life * (number + dice.random()) / num, dice.randrange(WORLD))
         if found is not None:
             number += 1
-            yield found, differences(state(out, steps), whole)
+            yield found, [*found.wrong, *differences(state(out, steps), whole)]
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -156,28 +156,53 @@ class Started:
 
     @property
     def ranks(self) -> list[int]:
-        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True, check=False)
-        return [int(pid) for pid in found.stdout.split()]
+        return children(self.pid)
 
     @property
     def last_line(self) -> str:
         return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", self.said).strip().splitlines()[-1]
 
 
+def children(pid: int) -> list[int]:
+    """The processes that it has started, the first one first: their numbers begin anew at some time."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return sorted((int(each) for each in found.stdout.split()), key=lambda each: (_started_at(each), each))
+
+
+def _started_at(pid: int) -> int:
+    """In ticks since the start of the machine; after all others where the process has ended since."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return sys.maxsize
+
+
+def descendants(pid: int) -> list[int]:
+    """Its children, and theirs."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
+
+
 def listening(pids: Sequence[int]) -> set[str]:
     """The addresses at which these processes listen, as /proc/net has them: `0100007F` for 127.0.0.1. Without sockets
     that they were forked with."""
+    return {address for address, _ in ports(pids)}
+
+
+def ports(pids: Sequence[int]) -> set[tuple[str, int]]:
+    """The address and the port of each socket at which these processes listen, as `listening` has them."""
     inherited = _sockets(os.getpid())
     owned = {inode for pid in pids for inode in _sockets(pid)} - inherited
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in owned}
+    heard = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in owned]
+    return {(address, int(port, 16)) for address, port in heard}
 
 
 def _sockets(pid: int) -> set[str]:
-    found = set()
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed since
-            found.add(os.readlink(file))
+    found, folder = set(), Path(f"/proc/{pid}/fd")
+    with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended since
+        for file in folder.iterdir():
+            with suppress(FileNotFoundError):  # it was closed since
+                found.add(os.readlink(file))
     return found
 
 
