@@ -101,7 +101,7 @@ def _is_fresh(func: Any) -> bool:
 
 
 def _is_meta(out: Any) -> bool:
-    return isinstance(out, Tensor) and out.device.type == "meta" and not out.untyped_storage().nbytes() == 0
+    return isinstance(out, Tensor) and out.device.type == "meta" and out.untyped_storage().nbytes() != 0
 
 
 def _shapes(value: Any) -> Any:
