@@ -121,6 +121,7 @@ def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatc
     """In a sum of three pieces, after the first is sent. What was left behind would come in the place of the next."""
     group, real = world(2), dist.isend
     monkeypatch.setattr(host_sends, "_PIECE", 3)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
     def interrupted(*sent: Any, **target: Any) -> Any:
         work = real(*sent, **target)
