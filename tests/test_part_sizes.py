@@ -57,7 +57,7 @@ OTHERS = {
     },
     "what verify and its models are made of": {
         "verify.data.LENGTH", "verify.data.FEW", "verify.data.LONG", "verify.data._LEAST", "verify.shrink._WIDTH",
-        "verify.shrink.ODD", "verify.against._NOISE", "engine.reach._TOKENS",
+        "verify.shrink.ODD", "verify.against._NOISE", "engine.reach._TOKENS", "verify.rounding._LEAST",
     },
     "which small files are copied from where they lie (tests/test_export_places.py)": {"weights.small._KEPT_BYTES"},
 }  # fmt: skip

@@ -27,13 +27,14 @@ from .plain import o1_updates
 from .price import p1_price
 from .products import q1_products
 from .recorder import Recorder
+from .rounding import r1_rounding
 from .run import Run
 from .trial import Reference, Trial, part_sizes_of
 
 ORACLES: dict[str, Callable[..., Iterator[Finding]]] = {
-    "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "M1": m1_against, "D1": d1_documents,
-    "Q1": q1_products, "S1": s1_loss, "G1": g1_gradients, "N1": n1_norm, "G2": g2_replicas, "O1": o1_updates,
-    "U1": u1_update, "C1": c1_collectives, "K1": k1_bill, "P1": p1_price,
+    "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "M1": m1_against, "R1": r1_rounding,
+    "D1": d1_documents, "Q1": q1_products, "S1": s1_loss, "G1": g1_gradients, "N1": n1_norm, "G2": g2_replicas,
+    "O1": o1_updates, "U1": u1_update, "C1": c1_collectives, "K1": k1_bill, "P1": p1_price,
 }  # fmt: skip
 
 

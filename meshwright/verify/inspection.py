@@ -49,6 +49,7 @@ RUN = "RUN"  # the finding where a run stopped before its end
 WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
 FULL, SHRUNK = "full", "shrunk"
 TRANSFORMERS = "transformers"  # the run that compares one process with it
+_OF_PEER = ("M1", "R1")  # oracles that have a run of their own
 FP8 = "fp8"  # the run that says what products in 8 bits cost
 
 
@@ -188,8 +189,8 @@ def _price(plan: Plan, source: Path, say: Say) -> RunResult:
 
 
 def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
-    """M1 asks of the family alone, so a small model of it is enough, whatever is tried: a language model, with the
-    tower if that is tried."""
+    """M1 and R1 ask of the family alone, so a small model of it is enough, whatever is tried: a language model, with
+    the tower if that is tried."""
     began, options, config = time.monotonic(), plan.options, _config_of_peers(plan)
     say("transformers: one process of ours beside its model")
     try:
@@ -198,13 +199,13 @@ def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
         layouts, vision = made[0]
         steps = steps_of(text_config(config)["vocab_size"], options.seed, vision)
         sources = [folder / "peers" / layout for layout in layouts]
-        notes, why_not = run_ranks(1, compare, sources, steps, seconds=options.seconds)[0]
+        notes, why_not = run_ranks(1, compare, sources, steps, options.device, seconds=options.seconds)[0]
     except RankError as error:
-        return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], ("M1",), ended=())
+        return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], _OF_PEER, ended=())
     seconds = time.monotonic() - began
     if why_not:
-        return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"M1, since {why_not}"])
-    return RunResult(TRANSFORMERS, seconds, notes.findings, ("M1",), (), notes.margins, notes.ended)
+        return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"{' and '.join(_OF_PEER)}, since {why_not}"])
+    return RunResult(TRANSFORMERS, seconds, notes.findings, _OF_PEER, (), notes.margins, notes.ended)
 
 
 def _config_of_peers(plan: Plan) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
 def asked_of(trial: Trial) -> list[str]:
     """M1 has a run of its own. Where weights are not kept after every step, nobody can add up their updates."""
     adds_up = trial.dtype == torch.float64 and trial.keeps_all
-    left_out = {"M1", "P1", *(() if adds_up else ["O1"]), *(() if trial.asks_products else ["Q1"])}
+    left_out = {*_OF_PEER, "P1", *(() if adds_up else ["O1"]), *(() if trial.asks_products else ["Q1"])}
     return [oracle for oracle in ORACLES if oracle not in left_out]
 
 
