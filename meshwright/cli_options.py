@@ -34,6 +34,28 @@ def add_mesh(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_savings(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options of `mw.Savings`. Return their group."""
+    group = command.add_argument_group("what saves memory or time")
+    group.add_argument(
+        "--recompute", choices=["none", "selective", "full"],
+        help="what backward makes again instead of keeping it (default none)",
+    )  # fmt: skip
+    group.add_argument("--offload", action="store_true", help="parameters, gradients and moments lie on the host")
+    group.add_argument("--gather-once", action="store_true", help="parameters are gathered once a step")
+    group.add_argument("--sum-once", action="store_true", help="gradients are summed once a step")
+    group.add_argument("--narrow-grads", action="store_true", help="gradients are sent in the dtype of products")
+    group.add_argument("--token-once", action="store_true", help="a token goes to its experts once a rank")
+    group.add_argument(
+        "--token-once-a-node", type=positive, metavar="RANKS",
+        help="it goes once to each node of so many neighbours on ep, and from there once to each rank",
+    )  # fmt: skip
+    group.add_argument(
+        "--expert-halves", action="store_true", help="one half of tokens goes to experts beside the other"
+    )
+    return group
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text[:12]) <= 10**9:
         raise argparse.ArgumentTypeError(f"{text!r:.50} is no number above 0")

@@ -19,13 +19,14 @@ from ..axes import Axes
 from ..blueprint import Blueprint, draw
 from ..engine import export, init, load
 from ..engine.arguments import in_fp8
-from ..errors import ConfigError, RankError, counted
+from ..errors import ConfigError, MeshError, RankError, counted
 from ..layout import Context, Pipeline
 from ..log import quiet
 from ..mesh import Mesh
 from ..models import text_config
 from ..ops.fp8 import BLOCK
-from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
+from ..parallel import Savings
+from ..plan import TINY, Say, check_devices, check_layout, check_memory, find, told, undivided
 from ..weights import of_table
 from .against import compare
 from .collectives import silent
@@ -70,6 +71,7 @@ class Options:
     tower: bool = False  # of a model that sees, with pictures
     fp8: str | None = None  # as `mw.load` takes it
     fp8_skip: Sequence[str] = ()
+    savings: Savings = Savings()
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -130,6 +132,8 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
         )
     runs = blueprint = _found(model, options, weights=False, say=say)
     check_layout(blueprint, axes, 2 * axes.pp)
+    if refused := undivided(options.savings, asdict(axes)):
+        raise MeshError(told(refused))
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
@@ -238,11 +242,18 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     )  # fmt: skip
     return Trial(
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
-        context=plan.options.context,
+        savings=savings_of(plan, dtype), context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
         fp8_skip=plan.runs.spec.fp8_left_out, train=("**",) if small else trainable(plan.blueprint),
         small_parts=small and dtype != "float32",  # one run keeps the sizes of real runs on the mesh too
     )  # fmt: skip
+
+
+def savings_of(plan: Plan, dtype: str) -> Savings:
+    """Return the options of a run. Where none are given, float32 tries two that change what a step does."""
+    if plan.options.savings == Savings() and dtype == "float32" and plan.kind == SHRUNK:
+        return Savings(recompute="selective", sum_once=True)
+    return plan.options.savings
 
 
 def trainable(blueprint: Blueprint) -> Sequence[str]:
@@ -271,13 +282,20 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
     notes, asked = read_notes(told), asked_of(trial)
     ended = [oracle for oracle in asked if oracle in notes.ended] if stopped else asked
     findings = [*stopped, *notes.findings]
-    return RunResult(dtype, time.monotonic() - began, findings, asked, (), notes.margins, ended)
+    with_savings = [f"with {said}"] if (said := saved(trial.savings)) else []
+    return RunResult(dtype, time.monotonic() - began, findings, asked, with_savings, notes.margins, ended)
+
+
+def saved(savings: Savings) -> str:
+    """Return the options that differ from the defaults, as `mw.Savings` takes them."""
+    given, plain = asdict(savings), asdict(Savings())
+    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != plain[name])
 
 
 def asked_of(trial: Trial) -> list[str]:
     """M1 has a run of its own. Where weights are not kept after every step, nobody can add up their updates."""
-    adds_up = trial.dtype == torch.float64 and trial.keeps_all
-    left_out = {*_OF_PEER, "P1", *(() if adds_up else ["O1"]), *(() if trial.asks_products else ["Q1"])}
+    left_out = {*_OF_PEER, "P1", *(() if trial.exports else ["O1", "E2"]), *(() if trial.asks_products else ["Q1"])}
+    left_out |= set() if trial.has_entropy else {"H1"}
     return [oracle for oracle in ORACLES if oracle not in left_out]
 
 

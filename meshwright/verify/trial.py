@@ -20,7 +20,7 @@ from ..ops import delta, loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..parallel import Savings
 from ..weights import whole_tensors
-from . import plain
+from . import entropy, plain
 from .data import LONG_STEP, Data
 from .diagnose.forward import scores_of, watched
 from .findings import Notes
@@ -77,6 +77,15 @@ class Trial:
     def asks_products(self) -> bool:
         """Whether each product in 8 bits is held against its definition."""
         return self.fp8 is not None and self.dtype == torch.float64 and self.keeps_all
+
+    @property
+    def has_entropy(self) -> bool:
+        return self.exports and self.head == "lm"
+
+    @property
+    def exports(self) -> bool:
+        """Whether exports are tried after training: of a small model, whose weights are known as wide as they are."""
+        return self.dtype == torch.float64 and self.keeps_all
 
     @property
     def loss(self) -> losses.Loss:
@@ -155,6 +164,7 @@ class Reference:
     aux: tuple[float, dict[str, Tensor]] = (0.0, {})  # the router's part of the first loss, and of its gradients
     notes: Notes = field(default_factory=Notes)  # what is wrong with one process already
     drawn: dict[str, Tensor] = field(default_factory=dict)  # new weights
+    entropy: entropy.Found = (0.0, {})  # the first loss with a term of entropy, and its gradients
 
 
 def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
@@ -166,15 +176,20 @@ def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
-        one = replace(trial, savings=Savings(), pipeline=Pipeline(), context=Context())
+        of_entropy, one = Notes(), replace(trial, savings=Savings(), pipeline=Pipeline(), context=Context())
         engine = one.engine(Mesh(device="cpu"))
         alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         sums, aux = _sums(trial, engine), _aux(trial, engine)
+        with_entropy = (0.0, dict[str, Tensor]())
+        if trial.has_entropy:
+            with_entropy = entropy.found_by(engine.model, trial.all_batches(), trial.router_aux)
+            of_entropy.found("", entropy.h1_of_one(trial, engine.model, with_entropy, aux[0], of_entropy))
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
         drawn = one.drawn(engine.model.mesh)
     notes = plain.notes_of(trial, engine, before, steps, sums, aux[0])
-    return Reference(steps, alone, prints, sums, aux, notes, drawn)
+    notes.add(of_entropy)
+    return Reference(steps, alone, prints, sums, aux, notes, drawn, with_entropy)
 
 
 @contextmanager

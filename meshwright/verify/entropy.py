@@ -1,0 +1,70 @@
+"""H1: a loss that has a term of entropy, which ranks combine from slices of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..data import IGNORE, Batch
+from ..engine import Engine, Model, gather, logits, losses
+from .findings import Finding, Margin, Notes
+
+if TYPE_CHECKING:
+    from .run import Run
+    from .trial import Trial
+
+_SHARE = 0.3  # of the entropy in the loss
+Found = tuple[float, dict[str, Tensor]]  # a loss, and its gradients by key
+
+
+def loss_of(scores: losses.Scores, _fields: losses.Fields) -> Tensor:
+    return -scores["logprobs"] - _SHARE * scores["entropy"]
+
+
+def found_by(model: Model, batches: Sequence[Batch], router_aux: str) -> Found:
+    """Return the loss of a step and its gradients, and leave none behind."""
+    engine = Engine(model, lr=0.0, loss=loss_of, entropy=True, router_aux=router_aux)
+    value, grads = engine.backward(batches), gather(model, "grad")
+    engine.discard()
+    return value, grads
+
+
+def h1_of_one(trial: Trial, model: Model, found: Found, aux: float, notes: Notes) -> Iterator[Finding]:
+    """Compare the loss of one process with a plain sum over logits."""
+    terms = weights = 0.0
+    for batch in (each for rank in range(trial.axes.num_data_ranks) for each in trial.data(rank, 0)):
+        words_TV = logits(model, batch).double().log_softmax(-1)
+        entropy_T = -(words_TV.exp() * words_TV).sum(-1)
+        labels_T = batch.labels.where(batch.labels != IGNORE, 0)
+        term_T = -words_TV.gather(1, labels_T[:, None])[:, 0] - _SHARE * entropy_T
+        weight_T = batch.fields.get("weight", torch.ones(len(batch))).double() * (batch.labels != IGNORE)
+        terms, weights = terms + float((term_T * weight_T).sum()), weights + float(weight_T.sum())
+    due, limit = terms / weights + aux, trial.tolerance.loss
+    error = abs(found[0] - due) / abs(due)
+    notes.measured(Margin("H1", "loss of one process beside the entropy of its logits", 1, error, limit))
+    if not error <= limit:
+        what = f"one process finds {found[0]!r}, its logits give {due!r}"
+        yield Finding("H1", "loss with entropy", what, "the entropy is wrong, on a mesh too")
+
+
+def h1_entropy(run: Run) -> Iterator[Finding]:
+    """A loss with a term of entropy, and its gradients, are those of one process; its loss is that of its logits."""
+    due, limit = run.reference.entropy, run.trial.tolerance
+    value, grads = found_by(run.model, run.trial.batches(run.model, 0), run.trial.router_aux)
+    error = abs(value - due[0]) / abs(due[0])
+    run.measured_once("H1", "loss with entropy", 1, error, limit.loss)
+    if not error <= limit.loss:
+        guess = run.blame or "slices of the vocabulary are combined wrongly"
+        yield Finding("H1", "loss with entropy", f"{value!r}, one process finds {due[0]!r}", guess)
+    norm = torch.stack([grad.double().norm() for grad in due[1].values()]).norm().item()
+    worst, at = 0.0, ""
+    for name in reversed(list(grads)):
+        wanted = due[1][name].double()
+        off = (grads[name].double() - wanted).norm().item() / max(wanted.norm().item(), 1e-6 * norm)
+        worst, at = max((worst, at), (off, name))
+        if not off <= limit.grad:
+            yield Finding("H1", name, f"its gradient of a loss with entropy is {off:.1e} of its norm off", run.blame)
+    run.measured_once("H1", "gradients of a loss with entropy", len(grads), worst, limit.grad, at)
