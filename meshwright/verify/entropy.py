@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..data import IGNORE, Batch
 from ..engine import Engine, Model, gather, logits, losses
+from ..weights import blocks_by_key
 from .findings import Finding, Margin, Notes
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .trial import Trial
 
 _SHARE = 0.3  # of the entropy in the loss
+_DIFFERENCE = 1e-4  # between two losses and the one between them
+_SLOPE = 1e-6  # what such a difference is off
 Found = tuple[float, dict[str, Tensor]]  # a loss, and its gradients by key
 
 
@@ -32,8 +35,36 @@ def found_by(model: Model, batches: Sequence[Batch], router_aux: str) -> Found:
     return value, grads
 
 
-def h1_of_one(trial: Trial, model: Model, found: Found, aux: float, notes: Notes) -> Iterator[Finding]:
-    """Compare the loss of one process with a plain sum over logits."""
+def h1_of_one(trial: Trial, model: Model, found: Found, aux: Found, notes: Notes) -> Iterator[Finding]:
+    """Compare the loss of one process, and its slope along the gradient of the head, with plain sums over logits."""
+    loss, (slope, due_slope) = _by_logits(trial, model) + aux[0], _slopes(trial, model, found, aux)
+    for what, one, due, allowed in (
+        ("loss of one process beside the entropy of its logits", found[0], loss, trial.tolerance.loss),
+        ("slope of that loss along its gradient", slope, due_slope, _SLOPE),
+    ):
+        error = abs(one - due) / abs(due)
+        notes.measured(Margin("H1", what, 1, error, allowed))
+        if not error <= allowed:
+            said = f"the {what} is {one!r}, {due!r} is due"
+            yield Finding("H1", "loss with entropy", said, "the entropy is wrong, on a mesh too")
+
+
+def _slopes(trial: Trial, model: Model, found: Found, aux: Found) -> tuple[float, float]:
+    """Return the norm of the gradient of the head, and the slope of plain sums over logits in its direction."""
+    name = "head.weight" if "head.weight" in model.table.params else "embed.weight"
+    made_of = blocks_by_key(model.table, model.keymap.choice)
+    key = next(key for key, parts in made_of.items() if parts[0][0].name == name)
+    grad, stored = found[1][key].double() - aux[1].get(key, torch.zeros(())), model.stored()[name]
+    kept, direction, losses_at = stored.clone(), (grad / grad.norm()).view(stored.shape), []
+    for sign in (1, -1):
+        stored.copy_(kept + sign * _DIFFERENCE * direction)
+        losses_at.append(_by_logits(trial, model))
+    stored.copy_(kept)
+    return grad.norm().item(), (losses_at[0] - losses_at[1]) / (2 * _DIFFERENCE)
+
+
+def _by_logits(trial: Trial, model: Model) -> float:
+    """Return the mean over all data ranks, by the log-probabilities of all words."""
     terms = weights = 0.0
     for batch in (each for rank in range(trial.axes.num_data_ranks) for each in trial.data(rank, 0)):
         words_TV = logits(model, batch).double().log_softmax(-1)
@@ -42,16 +73,11 @@ def h1_of_one(trial: Trial, model: Model, found: Found, aux: float, notes: Notes
         term_T = -words_TV.gather(1, labels_T[:, None])[:, 0] - _SHARE * entropy_T
         weight_T = batch.fields.get("weight", torch.ones(len(batch))).double() * (batch.labels != IGNORE)
         terms, weights = terms + float((term_T * weight_T).sum()), weights + float(weight_T.sum())
-    due, limit = terms / weights + aux, trial.tolerance.loss
-    error = abs(found[0] - due) / abs(due)
-    notes.measured(Margin("H1", "loss of one process beside the entropy of its logits", 1, error, limit))
-    if not error <= limit:
-        what = f"one process finds {found[0]!r}, its logits give {due!r}"
-        yield Finding("H1", "loss with entropy", what, "the entropy is wrong, on a mesh too")
+    return terms / weights
 
 
 def h1_entropy(run: Run) -> Iterator[Finding]:
-    """A loss with a term of entropy, and its gradients, are those of one process; its loss is that of its logits."""
+    """A loss with a term of entropy, and its gradients, are those of one process; they are those of its logits."""
     due, limit = run.reference.entropy, run.trial.tolerance
     value, grads = found_by(run.model, run.trial.batches(run.model, 0), run.trial.router_aux)
     error = abs(value - due[0]) / abs(due[0])

@@ -183,7 +183,7 @@ def refer(trial: Trial) -> Reference:
         with_entropy = (0.0, dict[str, Tensor]())
         if trial.has_entropy:
             with_entropy = entropy.found_by(engine.model, trial.all_batches(), trial.router_aux)
-            of_entropy.found("", entropy.h1_of_one(trial, engine.model, with_entropy, aux[0], of_entropy))
+            of_entropy.found("", entropy.h1_of_one(trial, engine.model, with_entropy, aux, of_entropy))
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
         drawn = one.drawn(engine.model.mesh)
