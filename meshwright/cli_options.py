@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
+TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5, tiny-qwen3.5-moe or tiny-qwen3-moe-fp8"
 
 
 def add_mesh(command: argparse.ArgumentParser) -> None:

@@ -115,7 +115,7 @@ def said_by_all(source: Path, acts: Mapping[str, tuple[dict[str, int], Act]]) ->
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
     return Trial(
         source, Axes(**mesh), Data(target=head == "value"), head, dtype, steps=_STEPS if dtype == torch.float64 else 1,
-        small_parts=dtype != torch.float32,
+        small_parts=int(dtype != torch.float32),
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ RUN = "RUN"  # the finding where a run stopped before its end
 WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
 FULL, SHRUNK = "full", "shrunk"
 TRANSFORMERS = "transformers"  # the run that compares one process with it
+_TINY = 100_000  # elements of a model that the small sizes of parts are chosen for
 _OF_PEER = ("M1", "R1")  # oracles that have a run of their own
 FP8 = "fp8"  # the run that says what products in 8 bits cost
 
@@ -245,8 +246,13 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
         savings=savings_of(plan, dtype), context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
         fp8_skip=plan.runs.spec.fp8_left_out, train=("**",) if small else trainable(plan.blueprint),
-        small_parts=small and dtype != "float32",  # one run keeps the sizes of real runs on the mesh too
+        small_parts=_small_parts(plan, dtype) if small else 0,
     )  # fmt: skip
+
+
+def _small_parts(plan: Plan, dtype: str) -> int:
+    """Return how large parts are that cut the model a few times. float32 keeps the sizes of real runs."""
+    return 0 if dtype == "float32" else sum(param.numel for param in plan.runs.table) // _TINY | 1
 
 
 def savings_of(plan: Plan, dtype: str) -> Savings:

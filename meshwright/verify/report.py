@@ -13,10 +13,12 @@ from rich.text import Text
 from ..errors import counted
 from ..layout import ORDERS, ways
 from ..models import text_config
+from ..parallel import Savings
+from ..plan import objections
 from .collectives import same_kind
 from .examine import ORACLES
 from .findings import Finding, Margin
-from .inspection import FULL, RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult
+from .inspection import FULL, RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult, savings_of
 from .planted import bug
 
 ROWS = (RUN, *ORACLES)
@@ -192,13 +194,21 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
     unasked = [what for part in parts for what in part.untried]
     return [
         *_untried_axes(plan),
+        *_larger(plan),
         *_left_out(plan),
         *unasked,
         *_untried_experts(plan),
         *_untried_schedules(plan),
         *(["other ways of cp for a mixer (--context)"] if plan.axes.cp > 1 else []),
-        "options of mw.load and mw.Engine",
+        *_untried_options(plan),
     ]
+
+
+def _untried_options(plan: Plan) -> Iterator[str]:
+    plain, runs = asdict(Savings()), [asdict(savings_of(plan, dtype)) for dtype in plan.options.dtypes]
+    left = [name for name, value in plain.items() if all(run[name] == value for run in runs)]
+    yield f"{', '.join(left)} of mw.Savings (try --recompute full, --token-once ...)"
+    yield "other options of mw.load and mw.Engine, such as state_dtype"
 
 
 def _untried_axes(plan: Plan) -> Iterator[str]:
@@ -207,6 +217,18 @@ def _untried_axes(plan: Plan) -> Iterator[str]:
         yield f"a mesh: one process was compared with itself (try {_other_meshes(plan)})"
     elif idle:
         yield f"{', '.join(idle)}, of size 1 here (try {_other_meshes(plan)})"
+
+
+def _larger(plan: Plan) -> Iterator[str]:
+    """Axes of size 2, where a mistake about ranks that are neither first nor last does not show."""
+    axes, meshes = [axis for axis in ("fsdp", "cp", "tp", "ep") if plan.axes.size_of(axis) == 2], []
+    for axis in axes:
+        sizes = {"fsdp": 4, "ep": 4} if axis == "ep" else {axis: 4}
+        if not objections(plan.blueprint, sizes, 1):
+            meshes.append("--mesh " + ",".join(f"{name}={size}" for name, size in sizes.items()))
+    if meshes:
+        why = "of 2 ranks each is the first or the last, and cuts fall in the middle"
+        yield f"larger sizes of {', '.join(axes)}: {why} (try {', then '.join(meshes)})"
 
 
 def _left_out(plan: Plan) -> Iterator[str]:

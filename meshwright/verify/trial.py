@@ -67,7 +67,7 @@ class Trial:
     draws: bool = False  # also new weights, which must not depend on the mesh
     fp8: str | None = None  # products in 8 bits
     fp8_skip: Sequence[str] = ()
-    small_parts: bool = False  # chunks, slices and buffers that cut a tiny model too, on the ranks of the mesh
+    small_parts: int = 0  # on the ranks of the mesh, times the sizes of parts that cut a tiny model; 0: as in real runs
 
     @property
     def tolerance(self) -> Tolerance:
@@ -170,7 +170,7 @@ class Reference:
 def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
     """Return the context in which the ranks of the mesh run. One process keeps the sizes of real runs, so that the two
     differ at the bounds of parts."""
-    return shrunk_part_sizes() if trial.small_parts else nullcontext()
+    return shrunk_part_sizes(trial.small_parts) if trial.small_parts else nullcontext()
 
 
 def refer(trial: Trial) -> Reference:
