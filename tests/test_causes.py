@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
+from meshwright.axes import Axes
 from meshwright.engine.bill import step_bill
 from meshwright.errors import RankError
 from meshwright.verify import Recorder, Trial
 from meshwright.verify.collectives import place_of
+from meshwright.verify.diagnose.causes import Suspect, cause_of
 from meshwright.verify.report import ROWS
 from tests import parts, plants, tiny, trials, worlds
 
@@ -453,3 +456,14 @@ def test_ranks_stand_where_the_bill_says(trial: TrialOf) -> None:
     for stood, billed in worlds.run(4, _places, tried):
         assert stood <= billed, stood - billed
         assert {"the last sums of gradients", "the loss", "the norm", "the router's pooled counts"} <= stood
+
+
+def test_a_sum_is_no_cause_where_none_is_made() -> None:
+    """tp cuts the head: none of its ranks sums the gradient, so no such sum can be missing."""
+    g = torch.Generator().manual_seed(0)
+    found, due = torch.randn(2, 64, generator=g)
+    of = functools.partial(Suspect, found, due, Axes(fsdp=2, tp=2), ["tp"])
+    assert "a sum over tp is missing" in cause_of(of())[1]
+    assert "missing" not in cause_of(of(spread=("fsdp",)))[1]
+    assert "missing" not in cause_of(of(last=True))[1]
+    assert "chunks of ops/loss.py" in cause_of(of(last=True))[1]

@@ -76,14 +76,16 @@ def _by_logits(trial: Trial, model: Model) -> float:
     return terms / weights
 
 
-def h1_entropy(run: Run) -> Iterator[Finding]:
-    """A loss with a term of entropy, and its gradients, are those of one process; they are those of its logits."""
-    due, limit = run.reference.entropy, run.trial.tolerance
-    value, grads = found_by(run.model, run.trial.batches(run.model, 0), run.trial.router_aux)
+def h1_entropy(run: Run, found: Found) -> Iterator[Finding]:
+    """A loss with a term of entropy, and its gradients, are those of one process; they are those of its logits.
+    `found`: before the first step. What is wrong without entropy too is not told again."""
+    (value, grads), due, limit = found, run.reference.entropy, run.trial.tolerance
+    if run.blame:
+        return
     error = abs(value - due[0]) / abs(due[0])
     run.measured_once("H1", "loss with entropy", 1, error, limit.loss)
     if not error <= limit.loss:
-        guess = run.blame or "slices of the vocabulary are combined wrongly"
+        guess = "slices of the vocabulary are combined wrongly"
         yield Finding("H1", "loss with entropy", f"{value!r}, one process finds {due[0]!r}", guess)
     norm = torch.stack([grad.double().norm() for grad in due[1].values()]).norm().item()
     worst, at = 0.0, ""
@@ -92,5 +94,5 @@ def h1_entropy(run: Run) -> Iterator[Finding]:
         off = (grads[name].double() - wanted).norm().item() / max(wanted.norm().item(), 1e-6 * norm)
         worst, at = max((worst, at), (off, name))
         if not off <= limit.grad:
-            yield Finding("H1", name, f"its gradient of a loss with entropy is {off:.1e} of its norm off", run.blame)
+            yield Finding("H1", name, f"its gradient of a loss with entropy is {off:.1e} of its norm off")
     run.measured_once("H1", "gradients of a loss with entropy", len(grads), worst, limit.grad, at)

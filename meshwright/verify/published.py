@@ -26,10 +26,11 @@ _LOOKED_AT = 100_000  # elements of a tensor, to know what is usual
 def strange_weights(model: Model) -> Iterator[Finding]:
     """What this rank holds and no model does."""
     for name, tensor in model.values().items():
-        yield from _strange(name, tensor, model.mesh.rank)
+        yield from strange_in(name, tensor, model.mesh.rank)
 
 
-def _strange(name: str, tensor: Tensor, rank: int) -> Iterator[Finding]:
+def strange_in(name: str, tensor: Tensor, rank: int) -> Iterator[Finding]:
+    """What no model holds, of one tensor."""
     if not tensor.numel():
         return
     num = int((~tensor.isfinite()).sum())
