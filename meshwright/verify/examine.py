@@ -72,7 +72,7 @@ def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None
     if trial.has_entropy:
         with_entropy = found_by(engine.model, trial.batches(engine.model, 0), trial.router_aux)
     _steps(run, store)
-    if with_entropy is not None:
+    if with_entropy is not None and not run.blame:  # else it is wrong too: H1 stays unanswered
         notes.found("H1", h1_entropy(run, with_entropy))
 
 

@@ -67,6 +67,7 @@ class Trial:
     draws: bool = False  # also new weights, which must not depend on the mesh
     fp8: str | None = None  # products in 8 bits
     fp8_skip: Sequence[str] = ()
+    state_dtype: torch.dtype | None = None  # of moments
     small_parts: int = 0  # on the ranks of the mesh, times the sizes of parts that cut a tiny model; 0: as in real runs
 
     @property
@@ -75,8 +76,13 @@ class Trial:
 
     @property
     def asks_products(self) -> bool:
-        """Whether each product in 8 bits is held against its definition."""
-        return self.fp8 is not None and self.dtype == torch.float64 and self.keeps_all
+        """Whether each product in 8 bits is held against its definition. In bfloat16 it is the kernel of the device."""
+        return self.fp8 is not None and self.dtype != torch.float32 and self.keeps_all
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether updates are those of a plain AdamW: it rounds no moments."""
+        return self.exports and self.state_dtype is None
 
     @property
     def has_entropy(self) -> bool:
@@ -97,7 +103,10 @@ class Trial:
             pipeline=self.pipeline, context=self.context, tower=self.data.vision is not None, fp8=self.fp8,
             fp8_skip=self.fp8_skip,
         )  # fmt: skip
-        return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
+        return Engine(
+            model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux,
+            state_dtype=self.state_dtype,
+        )  # fmt: skip
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
         """New weights, on rank 0."""
