@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright import cli
 from meshwright.axes import Axes
-from meshwright.errors import RankError
+from meshwright.errors import ConfigError, RankError
 from meshwright.layout import Pipeline
 from meshwright.parallel import Savings
 from meshwright.plan import TINY
@@ -259,7 +259,11 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     dense = told("tiny-qwen3", pp=2, replicate=2, fsdp=2, cp=2, tp=2)
     assert re.search(words(r"mw\.load", r"mw\.Engine", "zero-bubble and v"), dense)
     assert not re.search(r"--mesh \w+=2|router|replicate", dense), "a dense model has no experts to spread"
-    assert re.search(words("larger sizes of fsdp, cp, tp", "--mesh fsdp=4, then --mesh cp=4, then --mesh tp=4"), dense)
+    larger = words("larger sizes of fsdp, cp, tp", "--mesh fsdp=4, then --mesh cp=4, then --mesh tp=4")
+    assert re.search(larger, dense), "two layers make no three stages"
+    assert re.search(
+        "larger sizes of fsdp, ep: .*fsdp=4, then --mesh fsdp=4,ep=4", told("tiny-qwen3-moe", fsdp=2, ep=2)
+    )
     assert not re.search("larger sizes", told("tiny-qwen3", fsdp=4))
     others = words(r"\breplicate, fsdp, cp\b", "--mesh pp=2,replicate=2,fsdp=2, then --mesh cp=2\\)")
     assert re.search(others, told("tiny-qwen3", tp=2))
@@ -297,11 +301,21 @@ def test_a_tiny_model_has_whole_blocks(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_run_says_which_savings_it_took() -> None:
     shrunk, given = plan("tiny-qwen3", Axes(fsdp=2)), Options(savings=Savings(recompute="full"))
-    assert inspection.saved(inspection.savings_of(shrunk, "float32")) == "recompute='selective', sum_once=True"
-    assert inspection.saved(inspection.savings_of(shrunk, "float64")) == ""
-    asked = plan("tiny-qwen3", Axes(fsdp=2), given)
-    assert inspection.saved(inspection.savings_of(asked, "float32")) == "recompute='full'"
-    assert report.untried(shrunk, [])[-2].startswith("reshard, offload, "), report.untried(shrunk, [])
+    in_8_bits = plan(IN_BLOCKS, Axes(fsdp=2), replace(given, state_dtype=torch.uint8))
+
+    def said_of(tried: inspection.Plan, dtype: str) -> str:
+        return inspection.given_to(inspection.trial_of(tried, dtype, Path()))
+
+    assert said_of(shrunk, "float32") == "recompute='selective', sum_once=True"
+    assert said_of(shrunk, "float64") == ""
+    assert said_of(plan("tiny-qwen3", Axes(fsdp=2), given), "float32") == "recompute='full'"
+    assert said_of(in_8_bits, "float64") == "recompute='full', state_dtype=torch.uint8"
+    assert "O1" not in inspection.asked_of(inspection.trial_of(in_8_bits, "float64", Path()))
+    *_, savings, options = report.untried(shrunk, [])
+    assert savings.startswith("reshard, offload, compiled, gather_once, narrow_grads of mw.Savings"), savings
+    assert options.startswith("state_dtype")
+    with pytest.raises(ConfigError, match=f"no matrix .*8 bits; try {IN_BLOCKS}"):
+        plan("tiny-qwen3", Axes(fsdp=2), Options(state_dtype=torch.uint8))
 
 
 def test_the_help_names_every_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,8 @@ def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None
         notes.found("Q1", q1_products(engine, trial.batches(engine.model, 0), notes))
     with_entropy = None
     if trial.has_entropy:
-        with_entropy = found_by(engine.model, trial.batches(engine.model, 0), trial.router_aux)
+        with Recorder(store and PrefixStore("entropy", store), mesh.rank):  # a rank that leaves it out is named
+            with_entropy = found_by(engine.model, trial.batches(engine.model, 0), trial.router_aux)
     _steps(run, store)
     if with_entropy is not None and not run.blame:  # else it is wrong too: H1 stays unanswered
         notes.found("H1", h1_entropy(run, with_entropy))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..blueprint import Blueprint
-from ..engine import export
+from ..engine import Model, export, stream
 from ..mesh import Mesh
 from ..weights import DTYPES, TRAINABLE, blocks_by_key
 from .findings import Finding
@@ -23,12 +23,13 @@ from .run import Findings, Run
 from .trial import unrounded
 from .weights import scaled
 
-# Arguments of `mw.export`, by their name in findings.
+# Arguments of `mw.export`, or `mw.stream`, by their name in findings.
 _WAYS: dict[str, dict[str, Any]] = {
     "export()": {},
     **{f"export(dtype={DTYPES[name]})": {"dtype": DTYPES[name]} for name in TRAINABLE},
     'export(format="values")': {"format": "values"},
     'export(format="fp8")': {"format": "fp8"},
+    'stream(format="fp8")': {"format": "fp8"},
 }
 _BLOCK = (128, 128)
 _SCALES = "_scale_inv"
@@ -42,9 +43,9 @@ def e2_exports(run: Run) -> Findings:
     trained, ways = unrounded(run.model), ways_of(run.model.blueprint)
     with _folder(run.model.mesh) as folder:
         for number, way in enumerate(ways):
-            export(run.model, folder / str(number), **_WAYS[way])
+            made = _made(run.model, way, folder / str(number))
             if run.model.mesh.rank == 0:
-                yield from _compared(run, way, _read(folder / str(number)), trained)
+                yield from _compared(run, way, made, trained)
     run.measured_once("E2", "keys of exports", len(ways) * len(trained))
 
 
@@ -69,8 +70,13 @@ def _folder(mesh: Mesh) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(at: Path) -> dict[str, Tensor]:
-    return {key: tensor for file in at.glob("*.safetensors") for key, tensor in load_file(file).items()}
+def _made(model: Model, way: str, at: Path) -> dict[str, Tensor]:
+    """Return what rank 0 gets."""
+    if way.startswith("stream"):
+        return dict(stream(model, **_WAYS[way]))
+    export(model, at, **_WAYS[way])
+    files = at.glob("*.safetensors") if model.mesh.rank == 0 else ()
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
 def _compared(run: Run, way: str, files: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Iterator[Finding]:

@@ -259,7 +259,8 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
 
 def _small_parts(plan: Plan, dtype: str) -> int:
     """Return how large parts are that cut the model a few times. float32 keeps the sizes of real runs."""
-    return 0 if dtype == "float32" else sum(param.numel for param in plan.runs.table) // _TINY | 1
+    num = sum(param.numel for param in plan.runs.table)
+    return 0 if dtype == "float32" else max(1, num // _TINY)
 
 
 def savings_of(plan: Plan, dtype: str) -> Savings:

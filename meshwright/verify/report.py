@@ -240,7 +240,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
     if "float64" not in options.dtypes:
         yield "the proof: that is float64, which --dtypes leaves out"
     if options.against != TRANSFORMERS:
-        yield "M1, that one process agrees with transformers (--against none)"
+        yield "M1 and R1, that one process agrees with transformers (--against none)"
     elif options.head != "lm":
         yield "the head beside transformers: M1 takes a language model"
     if plan.kind != FULL and options.state_dtype:

@@ -68,6 +68,7 @@ class Trial:
     fp8: str | None = None  # products in 8 bits
     fp8_skip: Sequence[str] = ()
     state_dtype: torch.dtype | None = None  # of moments
+    thorough: bool = True  # also a loss with entropy and exports, where they can be
     small_parts: int = 0  # on the ranks of the mesh, times the sizes of parts that cut a tiny model; 0: as in real runs
 
     @property
@@ -80,9 +81,14 @@ class Trial:
         return self.fp8 is not None and self.dtype != torch.float32 and self.keeps_all
 
     @property
+    def is_proof(self) -> bool:
+        """Whether gradients and weights of every step are known as wide as they are."""
+        return self.dtype == torch.float64 and self.keeps_all
+
+    @property
     def adds_up(self) -> bool:
         """Whether updates are those of a plain AdamW: it rounds no moments."""
-        return self.exports and self.state_dtype is None
+        return self.is_proof and self.state_dtype is None
 
     @property
     def has_entropy(self) -> bool:
@@ -90,8 +96,8 @@ class Trial:
 
     @property
     def exports(self) -> bool:
-        """Whether exports are tried after training: of a small model, whose weights are known as wide as they are."""
-        return self.dtype == torch.float64 and self.keeps_all
+        """Whether exports are tried after training."""
+        return self.is_proof and self.thorough
 
     @property
     def loss(self) -> losses.Loss:
