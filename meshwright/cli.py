@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from .cli_options import TINY, add_mesh, positive, print_json
+from .cli_options import TINY, add_mesh, add_savings, positive, print_json
 from .cli_plan import add_plan
 from .errors import ConfigError, MeshwrightError
 from .log import Clock
@@ -24,6 +24,8 @@ EXAMPLES = """examples:
   meshwright verify path/to/Qwen3.5-9B --mesh cp=4 --context delta=1   states of the delta net are passed on
   meshwright verify path/to/Qwen3-VL-4B --mesh fsdp=2,tp=2 --tower     its tower too, with pictures on some ranks
   meshwright verify path/to/Qwen3-8B --mesh fsdp=2,tp=2 --fp8          products of 8-bit numbers
+  meshwright verify tiny-qwen3-moe-fp8 --mesh fsdp=2,ep=2 --fp8        the same, with no model at hand
+  meshwright verify tiny-qwen3-moe --mesh fsdp=2,ep=2 --recompute full --token-once    with what the run will save
   meshwright verify my-critic --mesh fsdp=2 --head value --json
   meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    what it looks like when an oracle fails
   meshwright verify --list
@@ -237,6 +239,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.set_defaults(run=_verify)
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
     add_mesh(verify)
+    add_savings(verify)
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
         help="float64 is the proof, the others show that the rest works (default all)",
@@ -397,7 +400,7 @@ def _verify(options: argparse.Namespace) -> int:
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
         options.against, options.seed, options.plant, *planning.ways_of(vars(options), sizes), options.tower,
-        *planning.fp8_of(vars(options)),
+        *planning.fp8_of(vars(options)), planning.savings_of(vars(options)), planning.state_of(vars(options)),
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
+TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5, tiny-qwen3.5-moe or tiny-qwen3-moe-fp8"
 
 
 def add_mesh(command: argparse.ArgumentParser) -> None:
@@ -32,6 +32,27 @@ def add_mesh(command: argparse.ArgumentParser) -> None:
         "--hold", action=argparse.BooleanOptionalAction,
         help="gather parameters and sum gradients once a step (default: where there is room)",
     )  # fmt: skip
+
+
+def add_savings(command: argparse.ArgumentParser) -> None:
+    """Add the options of `mw.Savings`, and `state_dtype` of `mw.Engine`."""
+    group = command.add_argument_group("what saves memory or time")
+    group.add_argument(
+        "--recompute", choices=["none", "selective", "full"],
+        help="what backward makes again instead of keeping it (default none)",
+    )  # fmt: skip
+    group.add_argument("--offload", action="store_true", help="parameters, gradients and moments lie on the host")
+    group.add_argument("--gather-once", action="store_true", help="parameters are gathered once a step")
+    group.add_argument("--sum-once", action="store_true", help="gradients are summed once a step")
+    group.add_argument("--narrow-grads", action="store_true", help="gradients are sent in the dtype of products")
+    group.add_argument("--token-once", action="store_true", help="a token goes to its experts once a rank")
+    group.add_argument(
+        "--token-once-a-node", type=positive, metavar="RANKS",
+        help="send each token once to each node (RANKS consecutive ep ranks), then to its experts within the node",
+    )  # fmt: skip
+    group.add_argument(
+        "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
+    )
 
 
 def positive(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .cli_options import TINY, add_mesh, amount, positive, print_json
+from .cli_options import TINY, add_mesh, add_savings, amount, positive, print_json
 from .errors import MeshError
 from .log import Clock
 
@@ -38,32 +38,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.add_argument("--tokens", type=positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
     plan.add_argument("--micro-batches", type=positive, metavar="N", help="in a step (default 1)")
     add_mesh(plan)
-    _add_savings(plan)
+    add_savings(plan)
     _add_cluster(plan)
     _add_search(plan)
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
     plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
-
-
-def _add_savings(command: argparse.ArgumentParser) -> None:
-    """As `mw.Savings` and `mw.Engine` name them."""
-    group = command.add_argument_group("what saves memory or time")
-    group.add_argument(
-        "--recompute", choices=["none", "selective", "full"],
-        help="what backward makes again instead of keeping it (default none)",
-    )  # fmt: skip
-    group.add_argument("--offload", action="store_true", help="parameters, gradients and moments lie on the host")
-    group.add_argument("--gather-once", action="store_true", help="parameters are gathered once a step")
-    group.add_argument("--sum-once", action="store_true", help="gradients are summed once a step")
-    group.add_argument("--narrow-grads", action="store_true", help="gradients are sent in the dtype of products")
-    group.add_argument("--token-once", action="store_true", help="a token goes to its experts once a rank")
-    group.add_argument(
-        "--token-once-a-node", type=positive, metavar="RANKS",
-        help="it goes once to each node of so many neighbours on ep, and from there once to each rank",
-    )  # fmt: skip
-    group.add_argument(
-        "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
-    )
 
 
 def _add_cluster(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""M1 of `meshwright verify`: one process beside transformers' model."""
+"""M1 and R1 of `meshwright verify`: one process beside transformers' model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from meshwright import ops
 from meshwright.axes import Axes
 from meshwright.engine.router import Router
+from meshwright.ops import norms
 from meshwright.verify import RunResult, against, inspection, plan, report
 from tests import parts, tiny
 from tests.words import words
@@ -42,6 +44,26 @@ def half_back_through_norms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ops, "rms_norm", lambda x, *more, **options: real((x + x.detach()) / 2, *more, **options))
 
 
+def one_added_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    """The weight of a zero-centred norm is small beside the 1."""
+
+    def normed(x: Tensor, weight: Tensor, eps: float, _zero_centred: bool) -> tuple[Tensor, ...]:
+        wide = norms.upcast(x)
+        rstd = norms._rstd(wide, eps)
+        return (wide * rstd * (1 + weight.to(x.dtype))).to(x.dtype), rstd
+
+    patch.setattr(norms, "_normed", normed)
+
+
+def one_added_in_bfloat16_in_backward(patch: pytest.MonkeyPatch) -> None:
+    real = norms._norm_gradients
+
+    def gradients(d: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, _zero_centred: bool) -> tuple[Tensor, ...]:
+        return real(d, x, norms.upcast(1 + weight.to(x.dtype)), rstd, False)
+
+    patch.setattr(norms, "_norm_gradients", gradients)
+
+
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "rotated the other way": (
         rotated_the_other_way,
@@ -59,6 +81,12 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
         "tiny-qwen3",
         r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and here",
     ),
+    "1 + w in bfloat16, in backward": (
+        one_added_in_bfloat16_in_backward,
+        "tiny-qwen3.5",
+        r"R1 \S*norm: in bfloat16 its (gradients of inputs|scales) .*",
+    ),
+    "1 + w in bfloat16": (one_added_in_bfloat16, "tiny-qwen3.5", r"R1 \S*norm: in bfloat16 its (outputs|scales) .*"),
 }
 
 
@@ -104,4 +132,4 @@ def test_a_padding_token_is_a_word_like_any_other(tmp_path: Path) -> None:
     recipe.mkdir()
     (recipe / "config.json").write_text(json.dumps(tiny.of("qwen3", pad_token_id=0)))
     part = beside_transformers(tmp_path, str(recipe))
-    assert (list(part.findings), part.oracles) == ([], ("M1",))
+    assert (list(part.findings), part.oracles) == ([], ("M1", "R1"))

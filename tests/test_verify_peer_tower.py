@@ -43,7 +43,7 @@ def beside_transformers(at: Path, family: str, *, whole: bool = False) -> RunRes
 def check_clean(part: RunResult, family: str) -> dict[str, int]:
     """How many things were compared."""
     assert not part.findings, part.findings[0]
-    assert (part.oracles, part.ended, part.untried) == (("M1",), ["M1"], ())
+    assert (part.oracles, part.ended, part.untried) == (("M1", "R1"), ["M1", "R1"], ())
     assert all(margin.worst <= margin.allowed for margin in part.margins)
     counts = {margin.what: margin.count for margin in part.margins}
     assert ("choices of experts" in counts) == (family in LAYOUTS)

@@ -25,7 +25,7 @@ _LIBRARY = Library("meshwright", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) out, Tensor mine, str group) -> ()")
 _LIBRARY.define("reduce_scatter(Tensor(a!) out, Tensor summands, str group) -> ()")
 
-_PIECE = part_size(__name__, "_PIECE", 1 << 20, small=2003)  # numbers of each rank that are there at once
+_PIECE = part_size(__name__, "_PIECE", 1 << 20, small=1009)  # numbers of each rank that are there at once
 
 # How often each group has gathered and summed. Ranks that are not at the same place wait for each other until the time
 # is over, and do not take the one's gradients for the other's weights.

@@ -1,4 +1,4 @@
-"""M1: one process of ours beside transformers' own model."""
+"""M1 and R1: one process of ours beside transformers' own model, in float64 and in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from .findings import Finding, Margin, Notes, merged
-from .peer import PATCHES, ROPE, Documents, Said, ours, stranger, theirs
+from .peer import PATCHES, ROPE, Documents, Said, our_cost, ours, stranger, their_cost, theirs
+from .rounding import r1_rounding
 
 _ALLOWED = {"logits": 1e-5, "gradients": 1e-5, "parts": 1e-5, "loss": 1e-6, "aux": 1e-5}  # what float32 may cost them
 _NOISE = 10  # times what float32 costs us, beside that
@@ -17,17 +18,20 @@ _CLOSE = 1e-3  # of a ratio to a whole number
 _GAP = 1e-5  # between two experts that may change places
 
 
-def compare(sources: Sequence[Path], steps: Mapping[str, Sequence[Documents]]) -> tuple[Notes, str]:
+def compare(
+    sources: Sequence[Path], steps: Mapping[str, Sequence[Documents]], device: str = "cpu"
+) -> tuple[Notes, str]:
     """What is found in several steps, or why transformers cannot be the peer. Call it in a process of its own.
 
     `sources`: the same model in several layouts of files. The first is spelled as transformers spells its parameters.
-    `steps`: micro-batches, by what they are.
+    `steps`: micro-batches, by what they are. `device`: where bfloat16 is tried, with the kernels that it has.
     """
     notes, why_not, first = Notes(), stranger(sources[0]), next(iter(steps.values()))
     if not why_not:
         try:
             peers = [theirs(sources[0], batches) for batches in steps.values()]
             others = [theirs(source, first) for source in sources[1:]]
+            cost = their_cost(sources[0], first[0])
         except Exception as error:  # noqa: BLE001 - what fails there says nothing of us
             return notes, f"transformers fails on this model: {type(error).__name__}: {error!s:.200}"
         for (name, batches), peer in zip(steps.items(), peers, strict=True):
@@ -37,6 +41,7 @@ def compare(sources: Sequence[Path], steps: Mapping[str, Sequence[Documents]]) -
         for source, peer in zip(sources[1:], others, strict=True):
             wide, narrow = (ours(source, first, dtype) for dtype in (torch.float64, torch.float32))
             notes.found("M1", _files(source.name, peer, wide, narrow, notes))
+        notes.found("R1", r1_rounding(our_cost(sources[0], first[0], device), cost, notes))
         notes.margins = merged(notes.margins)
     return notes, why_not
 

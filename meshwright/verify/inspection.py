@@ -19,13 +19,15 @@ from ..axes import Axes
 from ..blueprint import Blueprint, draw
 from ..engine import export, init, load
 from ..engine.arguments import in_fp8
-from ..errors import ConfigError, RankError, counted
+from ..errors import ConfigError, MeshError, RankError, counted
 from ..layout import Context, Pipeline
 from ..log import quiet
 from ..mesh import Mesh
 from ..models import text_config
+from ..ops import codes
 from ..ops.fp8 import BLOCK
-from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
+from ..parallel import Savings
+from ..plan import TINY, Say, check_devices, check_layout, check_memory, coded_in, find, told, undivided
 from ..weights import of_table
 from .against import compare
 from .collectives import silent
@@ -49,6 +51,9 @@ RUN = "RUN"  # the finding where a run stopped before its end
 WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
 FULL, SHRUNK = "full", "shrunk"
 TRANSFORMERS = "transformers"  # the run that compares one process with it
+IN_BLOCKS = "tiny-qwen3-moe-fp8"  # has whole blocks
+_TINY = 100_000  # elements of a model that the small sizes of parts are chosen for
+_OF_PEER = ("M1", "R1")  # oracles that have a run of their own
 FP8 = "fp8"  # the run that says what products in 8 bits cost
 
 
@@ -69,6 +74,8 @@ class Options:
     tower: bool = False  # of a model that sees, with pictures
     fp8: str | None = None  # as `mw.load` takes it
     fp8_skip: Sequence[str] = ()
+    savings: Savings = Savings()
+    state_dtype: torch.dtype | None = None  # of moments
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -128,12 +135,16 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
             options.plant, axes, training=options.kind != WEIGHTS, sees=options.tower, in_fp8=options.fp8 is not None
         )
     runs = blueprint = _found(model, options, weights=False, say=say)
-    check_layout(blueprint, axes, 2 * axes.pp)
+    check_layout(blueprint, axes, 2 * axes.pp, coded_in(blueprint, options.state_dtype))
+    if refused := undivided(options.savings, asdict(axes)):
+        raise MeshError(told(refused))
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
         runs = _small(blueprint, axes, options)
-        check_layout(runs, axes)
+        check_layout(runs, axes, None, coded_in(runs, options.state_dtype))
+    if options.state_dtype == torch.uint8 and not coded_in(runs, torch.uint8):
+        raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
     check_memory(runs, axes, widest, options.device, model, training=training)
     if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
         runs = blueprint = _found(model, options, weights=True, say=say)
@@ -159,8 +170,9 @@ def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
         placed, low = blueprint.run_by(pipeline).in_context(options.context), of_all.spec.fp8
         return placed.in_fp8(name for name in placed.table.params if name in low)  # it lacks some layers
 
-    small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=BLOCK if options.fp8 else 0)
-    if options.device == "cpu" and not options.fp8:
+    block = BLOCK if options.fp8 else codes.BLOCK if options.state_dtype == torch.uint8 else 0
+    small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=block)
+    if options.device == "cpu" and not block:
         with contextlib.suppress(ConfigError):
             return laid_out(draw(small(width=ODD), head=options.head, tower=options.tower))
     return laid_out(draw(small(), head=options.head, tower=options.tower))
@@ -188,8 +200,8 @@ def _price(plan: Plan, source: Path, say: Say) -> RunResult:
 
 
 def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
-    """M1 asks of the family alone, so a small model of it is enough, whatever is tried: a language model, with the
-    tower if that is tried."""
+    """M1 and R1 ask of the family alone, so a small model of it is enough, whatever is tried: a language model, with
+    the tower if that is tried."""
     began, options, config = time.monotonic(), plan.options, _config_of_peers(plan)
     say("transformers: one process of ours beside its model")
     try:
@@ -198,13 +210,13 @@ def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
         layouts, vision = made[0]
         steps = steps_of(text_config(config)["vocab_size"], options.seed, vision)
         sources = [folder / "peers" / layout for layout in layouts]
-        notes, why_not = run_ranks(1, compare, sources, steps, seconds=options.seconds)[0]
+        notes, why_not = run_ranks(1, compare, sources, steps, options.device, seconds=options.seconds)[0]
     except RankError as error:
-        return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], ("M1",), ended=())
+        return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], _OF_PEER, ended=())
     seconds = time.monotonic() - began
     if why_not:
-        return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"M1, since {why_not}"])
-    return RunResult(TRANSFORMERS, seconds, notes.findings, ("M1",), (), notes.margins, notes.ended)
+        return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"{' and '.join(_OF_PEER)}, since {why_not}"])
+    return RunResult(TRANSFORMERS, seconds, notes.findings, _OF_PEER, (), notes.margins, notes.ended)
 
 
 def _config_of_peers(plan: Plan) -> dict[str, Any]:
@@ -237,11 +249,25 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     )  # fmt: skip
     return Trial(
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
-        context=plan.options.context,
+        savings=savings_of(plan, dtype), context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
-        fp8_skip=plan.runs.spec.fp8_left_out, train=("**",) if small else trainable(plan.blueprint),
-        small_parts=small and dtype != "float32",  # one run keeps the sizes of real runs on the mesh too
+        fp8_skip=plan.runs.spec.fp8_left_out, state_dtype=plan.options.state_dtype,
+        train=("**",) if small else trainable(plan.blueprint),
+        small_parts=_small_parts(plan, dtype) if small else 0,
     )  # fmt: skip
+
+
+def _small_parts(plan: Plan, dtype: str) -> int:
+    """Return how large parts are that cut the model a few times. float32 keeps the sizes of real runs."""
+    num = sum(param.numel for param in plan.runs.table)
+    return 0 if dtype == "float32" else max(1, num // _TINY)
+
+
+def savings_of(plan: Plan, dtype: str) -> Savings:
+    """Return the options of a run. Where none are given, float32 tries two that change what a step does."""
+    if plan.options.savings == Savings() and dtype == "float32" and plan.kind == SHRUNK:
+        return Savings(recompute="selective", sum_once=True)
+    return plan.options.savings
 
 
 def trainable(blueprint: Blueprint) -> Sequence[str]:
@@ -268,16 +294,26 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
     except RankError as error:
         stopped = [_stopped(num, error)]
     notes, asked = read_notes(told), asked_of(trial)
-    ended = [oracle for oracle in asked if oracle in notes.ended] if stopped else asked
+    ended = [oracle for oracle in asked if oracle in notes.ended]
     findings = [*stopped, *notes.findings]
-    return RunResult(dtype, time.monotonic() - began, findings, asked, (), notes.margins, ended)
+    said = [f"with {given}"] if (given := given_to(trial)) else []
+    return RunResult(dtype, time.monotonic() - began, findings, asked, said, notes.margins, ended)
+
+
+def given_to(trial: Trial) -> str:
+    """Return the options that differ from the defaults, as `mw.Savings` and `mw.Engine` take them."""
+    given, plain = asdict(trial.savings), asdict(Savings())
+    texts = [f"{name}={value!r}" for name, value in given.items() if value != plain[name]]
+    return ", ".join([*texts, *([f"state_dtype={trial.state_dtype}"] if trial.state_dtype else [])])
 
 
 def asked_of(trial: Trial) -> list[str]:
     """M1 has a run of its own. Where weights are not kept after every step, nobody can add up their updates."""
-    adds_up = trial.dtype == torch.float64 and trial.keeps_all
-    left_out = {"M1", "P1", *(() if adds_up else ["O1"]), *(() if trial.asks_products else ["Q1"])}
-    return [oracle for oracle in ORACLES if oracle not in left_out]
+    asked = {
+        "O1": trial.adds_up, "E2": trial.exports, "H1": trial.has_entropy, "Q1": trial.asks_products,
+        "P1": False, **dict.fromkeys(_OF_PEER, False),
+    }  # fmt: skip
+    return [oracle for oracle in ORACLES if asked.get(oracle, True)]
 
 
 def _stopped(num_ranks: int, error: RankError) -> Finding:

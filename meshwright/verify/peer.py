@@ -8,7 +8,7 @@ of its tower too, if documents have pictures.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,9 @@ from ..mesh import Mesh
 from ..models import text_config
 from ..weights import read_config
 from .data import Picture, Pictures, labels_of
-from .diagnose.forward import tower_parts_of, watched
+from .diagnose.forward import parts_of, tower_parts_of, watched
 from .diagnose.routers import watched_routers
+from .rounding import Cost, Parts, Pass, cost_of, followed
 
 # Our parts by the names of theirs, those of lists, and those of a layer.
 ROPE, PATCHES = "RoPE", "tower.patches"
@@ -155,6 +156,58 @@ def theirs(source: Path, batches: Sequence[Documents]) -> Said:
     experts = [p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices for p in probs]
     scores = torch.cat([out.logits[0] for of in outs for out in of]).detach()
     return Said(scores, (loss + aux).item(), aux.item(), grads, experts, probs, _joined(prints))
+
+
+def our_cost(source: Path, documents: Documents, device: str) -> Cost:
+    """Return what bfloat16 costs each part of our model. The weights are those that products take."""
+    narrow, wide = (
+        load(source, Mesh(device=device), dtype=dtype, tower=_sees(source)) for dtype in (torch.bfloat16, torch.float64)
+    )
+    stored = narrow.stored()
+    for name, weight in wide.stored().items():
+        weight.copy_(stored[name] if narrow.table[name].float32 else stored[name].bfloat16())
+    batch = _packed(narrow, documents, sum(len(d.tokens) for d in documents))
+
+    def run(model: Model, seen: Pass) -> None:
+        Engine(model, lr=1e-3).backward([batch])
+        seen.grads = gather(model, "grad")
+
+    return cost_of(*_both([(model, [*parts_of(model), *_seeing_parts(model)]) for model in (narrow, wide)], run))
+
+
+def _seeing_parts(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a tower that get values: all but the one that makes them of pixels."""
+    return ((name, part) for name, part in tower_parts_of(model) if name != PATCHES)
+
+
+def their_cost(source: Path, documents: Documents) -> Cost:
+    """Return what bfloat16 costs each part of transformers' model."""
+    with_experts = bool(text_config(read_config(source)).get("num_experts"))
+    narrow, wide = (_model(source, with_experts).to(dtype) for dtype in (torch.bfloat16, torch.float64))
+    wide.load_state_dict(narrow.state_dict())
+
+    def run(model: Any, seen: Pass) -> None:
+        outs = [model(**_inputs(model, d), use_cache=False).logits[0] for d in documents]
+        torch.stack([_terms(out, _labels(model, d)) for out, d in zip(outs, documents, strict=True)]).sum().backward()
+        seen.grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+    return cost_of(*_both([(model, [*_their_parts(model)]) for model in (narrow, wide)], run))
+
+
+def _both(models: Sequence[tuple[Any, Parts]], run: Callable[[Any, Pass], None]) -> list[Pass]:
+    """Run a model in bfloat16, then the wide one that follows it."""
+    passes: list[Pass] = []
+    for model, parts in models:
+        with followed(parts, passes[0] if passes else None) as seen:
+            run(model, seen)
+        passes.append(seen)
+    return passes
+
+
+def _their_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of transformers' model by our names, but for the rotations, which get positions."""
+    named = ((_part_of(name), module) for name, module in model.base_model.named_modules())
+    return ((part, module) for part, module in named if part and part != ROPE)
 
 
 def _model(source: Path, with_experts: bool) -> Any:

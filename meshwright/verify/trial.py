@@ -20,7 +20,7 @@ from ..ops import delta, loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..parallel import Savings
 from ..weights import whole_tensors
-from . import plain
+from . import entropy, plain
 from .data import LONG_STEP, Data
 from .diagnose.forward import scores_of, watched
 from .findings import Notes
@@ -67,7 +67,9 @@ class Trial:
     draws: bool = False  # also new weights, which must not depend on the mesh
     fp8: str | None = None  # products in 8 bits
     fp8_skip: Sequence[str] = ()
-    small_parts: bool = False  # chunks, slices and buffers that cut a tiny model too, on the ranks of the mesh
+    state_dtype: torch.dtype | None = None  # of moments
+    thorough: bool = True  # also a loss with entropy and exports, where they can be
+    small_parts: int = 0  # on the ranks of the mesh, times the sizes of parts that cut a tiny model; 0: as in real runs
 
     @property
     def tolerance(self) -> Tolerance:
@@ -75,8 +77,27 @@ class Trial:
 
     @property
     def asks_products(self) -> bool:
-        """Whether each product in 8 bits is held against its definition."""
-        return self.fp8 is not None and self.dtype == torch.float64 and self.keeps_all
+        """Whether each product in 8 bits is held against its definition. In bfloat16 it is the kernel of the device."""
+        return self.fp8 is not None and self.dtype != torch.float32 and self.keeps_all
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether gradients and weights of every step are known as wide as they are."""
+        return self.dtype == torch.float64 and self.keeps_all
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether updates are those of a plain AdamW: it rounds no moments."""
+        return self.is_proof and self.state_dtype is None
+
+    @property
+    def has_entropy(self) -> bool:
+        return self.exports and self.head == "lm"
+
+    @property
+    def exports(self) -> bool:
+        """Whether exports are tried after training."""
+        return self.is_proof and self.thorough
 
     @property
     def loss(self) -> losses.Loss:
@@ -88,7 +109,10 @@ class Trial:
             pipeline=self.pipeline, context=self.context, tower=self.data.vision is not None, fp8=self.fp8,
             fp8_skip=self.fp8_skip,
         )  # fmt: skip
-        return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
+        return Engine(
+            model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux,
+            state_dtype=self.state_dtype,
+        )  # fmt: skip
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
         """New weights, on rank 0."""
@@ -155,26 +179,32 @@ class Reference:
     aux: tuple[float, dict[str, Tensor]] = (0.0, {})  # the router's part of the first loss, and of its gradients
     notes: Notes = field(default_factory=Notes)  # what is wrong with one process already
     drawn: dict[str, Tensor] = field(default_factory=dict)  # new weights
+    entropy: entropy.Found = (0.0, {})  # the first loss with a term of entropy, and its gradients
 
 
 def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
     """Return the context in which the ranks of the mesh run. One process keeps the sizes of real runs, so that the two
     differ at the bounds of parts."""
-    return shrunk_part_sizes() if trial.small_parts else nullcontext()
+    return shrunk_part_sizes(trial.small_parts) if trial.small_parts else nullcontext()
 
 
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
-        one = replace(trial, savings=Savings(), pipeline=Pipeline(), context=Context())
+        of_entropy, one = Notes(), replace(trial, savings=Savings(), pipeline=Pipeline(), context=Context())
         engine = one.engine(Mesh(device="cpu"))
         alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         sums, aux = _sums(trial, engine), _aux(trial, engine)
+        with_entropy = (0.0, dict[str, Tensor]())
+        if trial.has_entropy:
+            with_entropy = entropy.found_by(engine.model, trial.all_batches(), trial.router_aux)
+            of_entropy.found("", entropy.h1_of_one(trial, engine.model, with_entropy, aux, of_entropy))
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
         drawn = one.drawn(engine.model.mesh)
     notes = plain.notes_of(trial, engine, before, steps, sums, aux[0])
-    return Reference(steps, alone, prints, sums, aux, notes, drawn)
+    notes.add(of_entropy)
+    return Reference(steps, alone, prints, sums, aux, notes, drawn, with_entropy)
 
 
 @contextmanager

@@ -171,8 +171,8 @@ class _Comparison:
         return Difference(name, self.key, str(self.box), rank, self.num_wrong, self.box.size, moved, self.checksums)
 
 
-def _scaled(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Whole, block by block, and not as loading does it."""
+def scaled(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the values of numbers with scales: whole, block by block, and not as loading does it."""
     wide, (rows, columns) = scales.float(), numbers.shape[-2:]
     if scales.dtype == torch.uint8:  # powers of two
         wide = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
@@ -225,7 +225,7 @@ class _Mapped:
         scales = self._of_file(scale.key, num_elements)
         if scale.divisor:
             scales = scales.float() / self._of_file(scale.divisor, 1).float()
-        self._last = key, _scaled(numbers, scales, scale.block)
+        self._last = key, scaled(numbers, scales, scale.block)
         return self._last[1]
 
     def _of_file(self, key: str, num_elements: int) -> Tensor:

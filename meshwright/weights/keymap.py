@@ -20,7 +20,7 @@ from .load import Choice, carried_keys, chosen
 from .scales import BLOCK, PAYLOAD, Scale, also_plain, config_of
 from .source import Source
 
-_MAX_FILE_BYTES = part_size(__name__, "_MAX_FILE_BYTES", 5_000_000_000, small=30_011)
+_MAX_FILE_BYTES = part_size(__name__, "_MAX_FILE_BYTES", 5_000_000_000, small=60_011)
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

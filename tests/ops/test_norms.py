@@ -3,7 +3,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from meshwright.ops import gated_rms_norm, rms_norm, swiglu, upcast
+from meshwright.ops import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
 from tests.ops.references import compare, rand, smoke
 
 
@@ -77,3 +77,16 @@ def test_smoke(dtype, tolerance):
     smoke(plain, [x, weight], dtype, tolerance)
     smoke(gated, [x, gate, weight], dtype, tolerance)
     smoke(swiglu, [torch.cat([x, gate], -1)], dtype, tolerance)
+
+
+def test_gradients_of_a_layer_norm_are_summed_over_rows_in_float32():
+    """torch's kernel for CPUs sums them in bfloat16, and loses more the more rows there are."""
+
+    def gradients(dtype):
+        inputs = [rand(4000, 16), rand(16, seed=1), rand(16, seed=2)]
+        inputs = [each.detach().bfloat16().to(dtype).requires_grad_() for each in inputs]
+        layer_norm(*inputs, 1e-6).backward(rand(4000, 16, seed=3, grad=False).bfloat16().to(dtype))
+        return [each.grad.double() for each in inputs]
+
+    for found, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
+        assert (found - exact).norm() <= 4e-3 * exact.norm()
