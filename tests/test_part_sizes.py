@@ -30,7 +30,7 @@ OTHERS = {
     "a format, or a definition of numbers": {
         "ops.fp8.BLOCK", "ops.codes.BLOCK", "ops.codes._ONE", "weights.init._ROWS", "data.plan.WINDOW",
         "engine.pictures._BITS", "weights.source._LOOKS", "weights.source._LOOK",
-        "data.permute._MIX", "verify.weights._ODD",
+        "data.permute._MIX", "verify.weights._ODD", "data.plan._DIGEST_BYTES",
     },
     "which kernel is taken": {
         "ops.attention._EVEN", "ops.attention._LONG", "ops.experts._TILE", "ops.fused._FEW", "ops.planned._CHUNK",
@@ -45,7 +45,7 @@ OTHERS = {
         "weights.scales._WHOLE", "models.config.LARGEST", "models.config._MOST_EXPERTS",
         "data.processor._MOST_OBLONG", "engine.fit._MOST", "verify.diagnose.forward.RIGHT",
         "data.json_values._MOST_BYTES", "data.plan.MOST_DOCUMENTS", "data.reading._ARRAY_BYTES",
-        "data.render.MOST_CHARACTERS", "data.render._MOST_BYTES", "data.render._POLLS", "data.render._THREADS",
+        "data.sandbox._MOST_BITS", "data.render.MOST_CHARACTERS", "data.render._MOST_BYTES", "data.render._POLLS", "data.render._THREADS",
         "data.tokenizer._MOST_TEMPLATE_BYTES", "data.video.MOST_PIXELS", "train.contradictions.MOST_STEPS",
         "train.lock._MOST_BYTES",
     },
