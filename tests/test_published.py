@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from meshwright import cli
+from meshwright.verify.published import strange_in
 from tests import tiny
 from tests.words import words
 
@@ -91,3 +92,14 @@ def test_a_weight_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
     code, run = said(capsys, source)
     assert code == 1
     assert re.search(r"1 of \d+ elements on rank 1 are not finite", run["oracles"]["W1"][0]["what"]), run
+
+
+def test_a_factor_of_a_whole_matrix_is_no_damage() -> None:
+    """Scales that lack a global factor make all values large; a flipped bit makes one."""
+    matrix = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    damaged = matrix.clone()
+    damaged[3, 4] = 1e38
+    (of_bit,), (of_factor,) = (list(strange_in("it", each, 0)) for each in (damaged, matrix * 1e6))
+    assert "a flipped bit" in of_bit.guess
+    assert "its scales are taken otherwise" in of_factor.guess
+    assert list(strange_in("it", matrix, 0)) == []

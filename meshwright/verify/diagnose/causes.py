@@ -25,6 +25,8 @@ class Suspect:
     retried: Mapping[str, Tensor] = field(default_factory=dict)  # by axes: summed over them once more
     aux: Tensor | None = None  # the router's aux loss alone gives this
     tied: bool = False
+    spread: Sequence[str] = _AXES  # the axes over which ranks sum it, since none of them cuts it
+    last: bool = False  # it alone is wrong, and nothing comes after it but the loss
 
 
 def cause_of(s: Suspect) -> tuple[str, str]:
@@ -56,7 +58,10 @@ def _guess(s: Suspect, found: Tensor, reference: Tensor, norm: float) -> str:
         return "the right values in the wrong places, as when segments or heads are swapped"
     if s.tied:
         return "it is tied, as when the embedding or the head gives it no gradient"
-    missing = f"a sum over {' or '.join(s.summed)} is missing, or " if s.summed else ""
+    if s.last:
+        return "all others are right, and it is the last before the loss: look at the chunks of ops/loss.py"
+    over = [axis for axis in s.summed if axis in s.spread]
+    missing = f"a sum over {' or '.join(over)} is missing, or " if over else ""
     doors = [a for a in ("tp", "ep") if s.axes.size_of(a) > 1]
     through = f" through a door of {' or '.join(doors)}" if doors else ""
     return f"no simple factor, as when {missing}a part of it is lost on its way back{through}"

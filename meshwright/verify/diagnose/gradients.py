@@ -29,10 +29,11 @@ def suspects(
         whole = lambda grads, keys=keys: torch.cat([grads[k].double().flatten() for k in keys])  # noqa: E731 - short
         copies = " and ".join(axis for axis in placed[names[keys[0]]].copies if axis in again)
         retried = {axis: whole(grads) for axis, grads in again.items()}
-        due = whole(reference.steps[step].grads)
+        due, at = whole(reference.steps[step].grads), placed[names[keys[0]]]
         out[keys[0]] = Suspect(
             whole(found), due, model.mesh.axes, summed, {**retried, copies: whole(over_all)},
             whole(reference.aux[1]) if reference.aux[1] and step == 0 else None, model.table[names[keys[0]]].tied,
+            (*at.copies, *at.shard), {*names.values()} == {"head.weight"},
         )  # fmt: skip
     return out
 
