@@ -163,9 +163,9 @@ PLANTED = {
 }
 
 
-def products_with(bug: str, source: Path) -> list[str]:
+def products_with(bug: str, dtype: torch.dtype, source: Path) -> list[str]:
     """What Q1 says of one process in which a bug is planted."""
-    tried = replace(trials.trial(source, {}), fp8="block")
+    tried = replace(trials.trial(source, {}, dtype=dtype), fp8="block")
     with pytest.MonkeyPatch.context() as patch:
         if bug:
             PLANTED[bug][0](patch)
@@ -176,10 +176,12 @@ def products_with(bug: str, source: Path) -> list[str]:
 def test_planted_bugs_are_named(tmp_path: Path) -> None:
     config = {**tiny.ALIGNED["qwen3_moe"], "num_hidden_layers": 1, "hidden_size": 128, "mlp_only_layers": []}
     source = tiny.directory(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, **config)  # a layer has all of it
-    said = {bug: worlds.run(1, products_with, bug, source)[0] for bug in ["", *PLANTED]}
-    assert said[""] == []
-    for bug, (_, name, cause) in PLANTED.items():
-        assert [line for line in said[bug] if name in line and cause in line], (bug, said[bug][:3])
+    for dtype, bugs in ((torch.float64, [*PLANTED]), (torch.bfloat16, ["sideways"])):
+        said = {bug: worlds.run(1, products_with, bug, dtype, source)[0] for bug in ["", *bugs]}
+        assert said[""] == []
+        for bug in bugs:
+            _, name, cause = PLANTED[bug]
+            assert [line for line in said[bug] if name in line and cause in line], (bug, dtype, said[bug][:3])
 
 
 @contextmanager

@@ -55,6 +55,15 @@ def one_added_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(norms, "_normed", normed)
 
 
+def one_added_in_bfloat16_in_backward(patch: pytest.MonkeyPatch) -> None:
+    real = norms._norm_gradients
+
+    def gradients(d: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, _zero_centred: bool) -> tuple[Tensor, ...]:
+        return real(d, x, norms.upcast(1 + weight.to(x.dtype)), rstd, False)
+
+    patch.setattr(norms, "_norm_gradients", gradients)
+
+
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "rotated the other way": (
         rotated_the_other_way,
@@ -71,6 +80,11 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
         half_back_through_norms,
         "tiny-qwen3",
         r"M1 model\.layers\.1\.mlp\.down_proj\.weight: .*between lm_head\.weight and here",
+    ),
+    "1 + w in bfloat16, in backward": (
+        one_added_in_bfloat16_in_backward,
+        "tiny-qwen3.5",
+        r"R1 \S*norm: in bfloat16 its (gradients of inputs|scales) .*",
     ),
     "1 + w in bfloat16": (one_added_in_bfloat16, "tiny-qwen3.5", r"R1 \S*norm: in bfloat16 its (outputs|scales) .*"),
 }

@@ -18,12 +18,14 @@ from ..engine import Engine, Model
 from ..ops.experts import _LoopedLinear
 from ..ops.fp8 import largest_of, scales_of
 from ..ops.late import is_late
+from ..ops.norms import upcast
 from ..ops.product import _Linears
 from ..ops.quantised import Quantised
 from .findings import Finding, Margin, Notes
 
-_ALLOWED = 1e-9  # of a norm
-_ALIKE = 1e-6  # of a norm, to a product with a known mistake
+# Of a norm. A result in bfloat16 is rounded once, which costs 1.6e-3; 8 bits cost ten times as much.
+_ALLOWED = {torch.float64: 1e-9, torch.bfloat16: 4e-3}
+_ALIKE = {torch.float64: 1e-6, torch.bfloat16: 4e-3}  # to a product with a known mistake
 _SIZES = [k / 8 * 2.0**-6 for k in range(8)] + [(1 + k / 8) * 2.0**e for e in range(-6, 9) for k in range(8)][:-1]
 _VALUES = torch.tensor(_SIZES, dtype=torch.float64, device="cpu")  # of E4M3, without their sign
 
@@ -60,7 +62,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    return x
+    return x.double()
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -112,17 +114,17 @@ def q1_products(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Itera
     for name in sorted(asked - seen.names):
         yield Finding("Q1", name, "its product is not in 8 bits, as was asked for", "a product takes no notice of fp8=")
     yield from (_of_scales(name, *each) for name, each in seen.scales.items() if not torch.equal(*each))
-    worst, where, num = 0.0, "", 0
+    worst, where, num, dtype = 0.0, "", 0, engine.model.dtype
     for product in seen.products():
         for what, found, due, with_mistake in _compared(product):
             num, error = num + 1, _off(found, due)
             worst, where = max((worst, where), (error, f"{what} of {product.name}"))
-            if not error <= _ALLOWED:
+            if not error <= _ALLOWED[dtype]:
                 known = _OF_WEIGHT if what == "dW" else _MISTAKES
-                alike = (text for text, q1, q2 in known if _off(found, with_mistake(q1, q2)) < _ALIKE)
+                alike = (text for text, q1, q2 in known if _off(found, with_mistake(q1, q2)) < _ALIKE[dtype])
                 guess = next(alike, "").format("x" if what == "y" else "dy")
                 yield Finding("Q1", product.name, f"{what} is off by {error:.1e} of its norm", guess)
-    notes.measured(Margin("Q1", "products in 8 bits and their gradients", num, worst, _ALLOWED, where))
+    notes.measured(Margin("Q1", "products in 8 bits and their gradients", num, worst, _ALLOWED[dtype], where))
 
 
 def _of_scales(name: str, found: Tensor, due: Tensor) -> Finding:
@@ -138,15 +140,20 @@ def _off(found: Tensor, due: Tensor) -> float:
 
 def _compared(product: Product) -> Iterator[tuple[str, Tensor, Tensor, Callable[[Rounding, Rounding], Tensor]]]:
     """What it is, what was found, what is due, and what it would be of operands that are rounded in another way."""
-    x, weight, given = product.x, product.weight, product.gradients
-    yield "y", product.y, _rows(x) @ _matrix(weight).mT, lambda q1, q2: q1(x) @ q2(weight).mT
-    d = given.get("y")
-    if d is None:
+    x, weight, given = _wide(product.x), _wide(product.weight), product.gradients
+    yield "y", product.y.cpu(), _rows(x) @ _matrix(weight).mT, lambda q1, q2: q1(x) @ q2(weight).mT
+    if "y" not in given:
         return
+    d = _wide(given["y"])
     if "x" in given:
-        yield "dx", given["x"], _rows(d) @ _matrix(weight), lambda q1, q2: q1(d) @ q2(weight)
+        yield "dx", given["x"].cpu(), _rows(d) @ _matrix(weight), lambda q1, q2: q1(d) @ q2(weight)
     if "weight" in given:
-        yield "dW", given["weight"], d.mT @ x, lambda q1, _: q1(d).mT @ q1(x)
+        yield "dW", given["weight"].cpu(), _plain(d).mT @ _plain(x), lambda q1, _: q1(d).mT @ q1(x)
+
+
+def _wide(operand: Tensor) -> Tensor:
+    """Its scales are computed in at least float32."""
+    return upcast(operand).cpu()
 
 
 @dataclass
@@ -169,7 +176,7 @@ class _Call:
 
     def products(self) -> Iterator[Product]:
         x, y, grads = self.x.flatten(0, -2), self.y.flatten(0, -2), dict(self.gradients)
-        y = y if self.bias is None else y - self.bias
+        y = y.double() if self.bias is None else y.double() - self.bias
         for name in {"x", "y"} & grads.keys():
             grads[name] = grads[name].flatten(0, -2)
         if self.counts is None:
@@ -246,7 +253,7 @@ class Seen:
 
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
         names = [self._name(weight) for weight in weights]
-        kept = [self._values_of(name, weight) for name, weight in zip(names, weights, strict=True)]
+        kept = [self._values_of(name, weight).to(x.dtype) for name, weight in zip(names, weights, strict=True)]
         self._calls.append(_Call(names, x.detach(), kept, None if bias is None else bias.detach(), counts))
         return self._calls[-1]
 

@@ -1,7 +1,7 @@
 """What bfloat16 costs each part of a model, ours and transformers', beside float64.
 
 A run in bfloat16 is followed by one in float64 with the same weights. There each part gets what it got in bfloat16, its
-input on the way forth and the gradient of its output on the way back. So the difference is what the part itself rounds,
+input in the forward and the gradient of its output in the backward. So the difference is what the part itself rounds,
 not what came before it, and a few tokens that go to other experts count little in the medians.
 """
 
@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from .findings import Finding, Margin, Notes
 
 # Of each kind: times what bfloat16 costs transformers, and beside that. One rounding of a value costs 1.6e-3.
-_ALLOWED = {"forward": (1.25, 2e-4), "scale": (2.0, 2e-4), "gradient": (2.0, 1e-3)}
+_ALLOWED = {"forward": (1.25, 2e-4), "backward": (1.25, 2e-4), "scale": (2.0, 2e-4), "gradient": (2.0, 1e-3)}
+_KINDS = {
+    "forward": "outputs", "backward": "gradients of inputs", "scale": "scales of features", "gradient": "gradients",
+}  # fmt: skip
 
 _LEAST = 16  # rows or elements of a gradient: the error of fewer, such as those of 8 heads, is a matter of chance
 
@@ -33,6 +36,7 @@ class Pass:
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     d_outputs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    d_inputs: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # of this part alone, not of what adds to it
     grads: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -56,10 +60,13 @@ def _getting(name: str, seen: Pass, before: Pass | None) -> Callable[..., Any]:
         x = args[0] if args else kwargs["hidden_states"]
         if not x.is_floating_point():  # tokens
             return args, kwargs
-        numbers = seen.inputs.setdefault(name, [])
-        if before is not None:  # the value of the other run, and the way back of this one
-            x = x + (before.inputs[name][len(numbers)].to(x.dtype) - x).detach()
-        numbers.append(x.detach())
+        values = seen.inputs.setdefault(name, [])
+        at, x = len(values), x.view_as(x)  # a residual that reads x too has a gradient of its own
+        if before is not None:  # the value of the other run, and the graph of this one
+            x = x + (before.inputs[name][at].to(x.dtype) - x).detach()
+        if x.requires_grad:
+            x.register_hook(lambda d: seen.d_inputs.setdefault(name, {}).__setitem__(at, d.detach()))
+        values.append(x.detach())
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     return hook
@@ -68,9 +75,9 @@ def _getting(name: str, seen: Pass, before: Pass | None) -> Callable[..., Any]:
 def _giving(name: str, seen: Pass, before: Pass | None) -> Callable[..., None]:
     def hook(_module: nn.Module, _args: Any, out: Any) -> None:
         y = out[0] if isinstance(out, tuple) else out
-        numbers = seen.outputs.setdefault(name, [])
-        at = len(numbers)
-        numbers.append(y.detach())
+        values = seen.outputs.setdefault(name, [])
+        at = len(values)
+        values.append(y.detach())
         if not y.requires_grad:
             return
 
@@ -90,26 +97,34 @@ class Cost:
     """What bfloat16 costs a model, by part or key."""
 
     forward: dict[str, float]  # the median error of a token
-    scale: dict[str, float]  # of norms: the error of a feature over all tokens, which averages out if tokens differ
+    backward: dict[str, float]  # the same of the gradient of what the part got
+    scale: dict[
+        str, float
+    ]  # of norms, of both: the error of a feature over all tokens, which averages out if tokens differ
     gradient: dict[str, float]  # the median error of a row of a matrix
 
 
 def cost_of(narrow: Pass, wide: Pass) -> Cost:
     """Compare a run in bfloat16 with the one in float64 that followed it."""
-    both = {name: (_rows(narrow.outputs[name]), _rows(wide.outputs[name])) for name in wide.inputs}
-    gradients = {}
-    for name, keys in _alike(narrow.grads).items():
-        if narrow.grads[keys[0]].shape[0] * len(keys) < _LEAST:
-            continue
-        pairs = [(narrow.grads[key].double(), wide.grads[key].double()) for key in keys]
-        rows = [(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])) for a, b in pairs]
-        a, b = (torch.cat(each) for each in zip(*rows, strict=True))
-        gradients[name] = _median(a, b)
+    outputs = {name: (_rows(narrow.outputs[name]), _rows(wide.outputs[name])) for name in wide.inputs}
+    back = {name: (_by_call(narrow.d_inputs[name]), _by_call(wide.d_inputs[name])) for name in wide.d_inputs}
+    norms = [name for name in outputs if name.endswith("norm")]
     return Cost(
-        {name: _median(*pair) for name, pair in both.items()},
-        {name: _scale(*pair) for name, pair in both.items() if name.endswith("norm")},
-        gradients,
+        {name: _median(*pair) for name, pair in outputs.items()},
+        {name: _median(*pair) for name, pair in back.items()},
+        {name: max(_scale(*pairs[name]) for pairs in (outputs, back) if name in pairs) for name in norms},
+        dict(_of_gradients(narrow.grads, wide.grads)),
     )
+
+
+def _of_gradients(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    for name, keys in _alike(narrow).items():
+        if narrow[keys[0]].shape[0] * len(keys) >= _LEAST:
+            yield name, _median(*(_rows([grads[key] for key in keys]) for grads in (narrow, wide)))
+
+
+def _by_call(several: Mapping[int, Tensor]) -> Tensor:
+    return _rows([several[at] for at in sorted(several)])
 
 
 def _rows(several: Sequence[Tensor]) -> Tensor:
@@ -139,7 +154,7 @@ def _alike(grads: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 def r1_rounding(ours: Cost, theirs: Cost, notes: Notes) -> Iterator[Finding]:
     """In bfloat16 each part of the model, given the same, is about as near to float64 as that of transformers."""
-    for kind, what in (("forward", "outputs"), ("scale", "scales of features"), ("gradient", "gradients")):
+    for kind, what in _KINDS.items():
         factor, beside = _ALLOWED[kind]
         of_ours, of_theirs = vars(ours)[kind], vars(theirs)[kind]
         for name in sorted(of_ours.keys() & of_theirs.keys()):
