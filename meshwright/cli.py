@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   meshwright verify path/to/Qwen3.5-9B --mesh cp=4 --context delta=1   states of the delta net are passed on
   meshwright verify path/to/Qwen3-VL-4B --mesh fsdp=2,tp=2 --tower     its tower too, with pictures on some ranks
   meshwright verify path/to/Qwen3-8B --mesh fsdp=2,tp=2 --fp8          products of 8-bit numbers
+  meshwright verify tiny-qwen3-moe-fp8 --mesh fsdp=2,ep=2 --fp8        the same, with no model at hand
   meshwright verify tiny-qwen3-moe --mesh fsdp=2,ep=2 --recompute full --token-once    with what the run will save
   meshwright verify my-critic --mesh fsdp=2 --head value --json
   meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    what it looks like when an oracle fails
@@ -399,7 +400,7 @@ def _verify(options: argparse.Namespace) -> int:
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
         options.against, options.seed, options.plant, *planning.ways_of(vars(options), sizes), options.tower,
-        *planning.fp8_of(vars(options)), savings=planning.savings_of(vars(options)),
+        *planning.fp8_of(vars(options)), planning.savings_of(vars(options)), planning.state_of(vars(options)),
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5 or tiny-qwen3.5-moe"
+TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5, tiny-qwen3.5-moe or tiny-qwen3-moe-fp8"
 
 
 def add_mesh(command: argparse.ArgumentParser) -> None:
@@ -34,8 +34,8 @@ def add_mesh(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_savings(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of `mw.Savings`. Return their group."""
+def add_savings(command: argparse.ArgumentParser) -> None:
+    """Add the options of `mw.Savings`, and `state_dtype` of `mw.Engine`."""
     group = command.add_argument_group("what saves memory or time")
     group.add_argument(
         "--recompute", choices=["none", "selective", "full"],
@@ -53,7 +53,9 @@ def add_savings(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group.add_argument(
         "--expert-halves", action="store_true", help="one half of tokens goes to experts beside the other"
     )
-    return group
+    group.add_argument(
+        "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
+    )
 
 
 def positive(text: str) -> int:

@@ -38,9 +38,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.add_argument("--tokens", type=positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
     plan.add_argument("--micro-batches", type=positive, metavar="N", help="in a step (default 1)")
     add_mesh(plan)
-    add_savings(plan).add_argument(
-        "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
-    )
+    add_savings(plan)
     _add_cluster(plan)
     _add_search(plan)
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright import parallel, weights
+from meshwright import ops, parallel, weights
 from meshwright.axes import Sum
 from meshwright.engine import engine as engine_module
 from meshwright.engine import model as engine_model
@@ -23,6 +23,7 @@ from meshwright.engine import router as router_module
 from meshwright.layout import Box, rules
 from meshwright.mesh import collectives
 from meshwright.models import balance, decoder, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from meshwright.ops import loss
 from meshwright.parallel import tensor
 from meshwright.verify.trial import weight_of
 from meshwright.weights import load as loading
@@ -335,6 +336,22 @@ def labels_of_another_slice(patch: Patch) -> None:
     )
 
 
+def entropy_of_a_slice(patch: Patch) -> None:
+    """That of the first slice of the vocabulary is taken for that of all."""
+    real = ops.combine_stats
+
+    def combined(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
+        return real(stats_NT3)[0], real(stats_NT3[:1])[1]
+
+    patch.setattr(ops, "combine_stats", combined)
+
+
+def head_without_some_tokens(patch: Patch) -> None:
+    """As when a chunk of tokens is left out of the gradient of the head."""
+    real = loss._weight_gradient
+    patch.setattr(loss, "_weight_gradient", lambda dw, d, x, add: real(dw, d[9:], x[9:], add=add))
+
+
 # Documents.
 
 
@@ -400,6 +417,11 @@ def dropped_key(patch: Patch) -> None:
 def rounded_on_the_way_out(patch: Patch) -> None:
     real = streaming._packed
     patch.setattr(streaming, "_packed", lambda *args: {d: flat.bfloat16().to(d) for d, flat in real(*args).items()})
+
+
+def float32_rounded_by_exports(patch: Patch) -> None:
+    real = weights.KeyMap.recast
+    patch.setattr(weights.KeyMap, "recast", lambda keymap, dtype, _exact=(): real(keymap, dtype))
 
 
 def both_have_the_first_half(patch: Patch) -> None:

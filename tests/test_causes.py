@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
+from meshwright.axes import Axes
 from meshwright.engine.bill import step_bill
 from meshwright.errors import RankError
 from meshwright.verify import Recorder, Trial
 from meshwright.verify.collectives import place_of
+from meshwright.verify.diagnose.causes import Suspect, cause_of
 from meshwright.verify.report import ROWS
 from tests import parts, plants, tiny, trials, worlds
 
@@ -38,6 +41,10 @@ class Planted:
     def num_steps(self) -> int:
         """A mistake shows in the first step, or in what follows."""
         return 2 if "U1" in "".join((self.first, *self.also)) else 1
+
+    @property
+    def thorough(self) -> bool:
+        return self.first[:2] in ("H1", "E2")
 
 
 FSDP, TP, EP = dict(fsdp=2), dict(tp=2), dict(fsdp=2, ep=2)
@@ -304,6 +311,21 @@ PLANTS = {
     "rounded on the way out": Planted(
         plants.rounded_on_the_way_out, "qwen3", FSDP, r"E1 \S+: \d+ of \d+ elements\b", (r"E1 \S*q_proj",)
     ),
+    "float32 rounded by an export": Planted(
+        plants.float32_rounded_by_exports,
+        "qwen3_5",
+        FSDP,
+        r"E2 \S*A_log: export\(dtype=torch\.bfloat16\) .*\bbfloat16, not in torch\.float32\b.*\bnever rounded\b",
+    ),
+    "entropy of a slice": Planted(
+        plants.entropy_of_a_slice, "qwen3", TP, r"H1 loss with entropy: .*\bone process\b.*\bslices of the vocabulary\b"
+    ),
+    "a head without some tokens": Planted(
+        plants.head_without_some_tokens,
+        "qwen3",
+        FSDP,
+        r"G1 lm_head\.weight: (?!.*\bmissing\b).*\bchunks of ops/loss\.py\b",
+    ),
     "pieces that do not tile": Planted(
         plants.both_have_the_first_half, "qwen3", TP, r"T1 layers\.0\.mixer\.q\.weight: .*overlap"
     ),
@@ -408,7 +430,9 @@ def planted(name: str) -> Iterator[None]:
 def printed(trial: TrialOf, group: Sequence[str]) -> dict[str, list[str]]:
     """The findings in the order in which they are printed."""
     bugs = {name: (PLANTS | OTHERWISE)[name] for name in group}
-    tried = {n: replace(trial(b.model, b.mesh, b.changes), steps=b.num_steps) for n, b in bugs.items()}
+    tried = {
+        n: replace(trial(b.model, b.mesh, b.changes), steps=b.num_steps, thorough=b.thorough) for n, b in bugs.items()
+    }
     try:
         found = trials.findings_in_turn(tried, planted)
     except RankError as error:
@@ -453,3 +477,14 @@ def test_ranks_stand_where_the_bill_says(trial: TrialOf) -> None:
     for stood, billed in worlds.run(4, _places, tried):
         assert stood <= billed, stood - billed
         assert {"the last sums of gradients", "the loss", "the norm", "the router's pooled counts"} <= stood
+
+
+def test_a_sum_is_no_cause_where_none_is_made() -> None:
+    """tp cuts the head: none of its ranks sums the gradient, so no such sum can be missing."""
+    g = torch.Generator().manual_seed(0)
+    found, due = torch.randn(2, 64, generator=g)
+    of = functools.partial(Suspect, found, due, Axes(fsdp=2, tp=2), ["tp"])
+    assert "a sum over tp is missing" in cause_of(of())[1]
+    assert "missing" not in cause_of(of(spread=("fsdp",)))[1]
+    assert "missing" not in cause_of(of(last=True))[1]
+    assert "chunks of ops/loss.py" in cause_of(of(last=True))[1]

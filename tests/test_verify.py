@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from meshwright import cli
 from meshwright.axes import Axes
-from meshwright.errors import RankError
+from meshwright.errors import ConfigError, RankError
 from meshwright.layout import Pipeline
+from meshwright.parallel import Savings
 from meshwright.plan import TINY
 from meshwright.verify import (
     FULL,
@@ -33,6 +34,7 @@ from meshwright.verify import (
     RunResult,
     against,
     examine,
+    inspection,
     plain,
     plan,
     price,
@@ -92,7 +94,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def passed(out: str) -> dict[str, Any]:
     found = json.loads(out)
     assert found["ok"], out
-    assert {oracle for run in found["runs"] for oracle in run["oracles"]} == {*ROWS} - OF_FP8
+    left_out = {"P1"} if "--fp8" in found["command"] else OF_FP8 | ({"H1"} if found["head"] == "value" else set())
+    left_out |= {"O1"} if "--state-dtype" in found["command"] else set()
+    assert {oracle for run in found["runs"] for oracle in run["oracles"]} == {*ROWS} - left_out
     for run in found["runs"]:
         for oracle in {*run["oracles"]} - {"RUN"}:
             margins = run["margins"][oracle]
@@ -102,13 +106,23 @@ def passed(out: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", parts.every(2, TINY, 1))
+IN_BLOCKS = "tiny-qwen3-moe-fp8"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *parts.every(2, [name for name in TINY if name != IN_BLOCKS], 1),
+        pytest.param(IN_BLOCKS, marks=pytest.mark.slow),
+    ],
+)
 def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     mesh = {"tiny-qwen3": "pp=2", "tiny-qwen3.5": "cp=2"}.get(name, "fsdp=2")
     context = ["--context", "attention=2,delta=1"] if mesh == "cp=2" else []
+    context += ["--fp8", "--state-dtype", "uint8"] if name == IN_BLOCKS else []
     code, out, err = said(capsys, name, "--mesh", mesh, *context, "--dtypes", "float64", "--json")
     assert code == 0, out
-    assert passed(out)["context"] == ("delta: state 2, attention: swap 2" if context else "")
+    assert passed(out)["context"] == ("delta: state 2, attention: swap 2" if mesh == "cp=2" else "")
     assert passed(out)["ranks"] == 2
     assert re.search(r"float64\b.*\bone process\b", err), err
     assert re.search(rf"float64\b.*\b2 ranks\b.*\b{mesh}\b", err), err
@@ -245,7 +259,13 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
 
     dense = told("tiny-qwen3", pp=2, replicate=2, fsdp=2, cp=2, tp=2)
     assert re.search(words(r"mw\.load", r"mw\.Engine", "zero-bubble and v"), dense)
-    assert not re.search("--mesh|router|replicate", dense), "a dense model has no experts to spread"
+    assert not re.search(r"--mesh \w+=2|router|replicate", dense), "a dense model has no experts to spread"
+    larger = words("larger sizes of fsdp, cp, tp", "--mesh fsdp=4, then --mesh cp=4, then --mesh tp=4")
+    assert re.search(larger, dense), "two layers make no three stages"
+    assert re.search(
+        "larger sizes of fsdp, ep: .*fsdp=4, then --mesh fsdp=4,ep=4", told("tiny-qwen3-moe", fsdp=2, ep=2)
+    )
+    assert not re.search("larger sizes", told("tiny-qwen3", fsdp=4))
     others = words(r"\breplicate, fsdp, cp\b", "--mesh pp=2,replicate=2,fsdp=2, then --mesh cp=2\\)")
     assert re.search(others, told("tiny-qwen3", tp=2))
     full = report.untried(
@@ -270,6 +290,33 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     assert re.search(aux, told(own("a"), fsdp=2))
     no_weight = own("b", output_router_logits=True, router_aux_loss_coef=0.0)
     assert re.search(aux, told(no_weight, fsdp=2))
+
+
+def test_a_tiny_model_has_whole_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that products in 8 bits can be tried with no model at hand, on every axis."""
+    for axes in (Axes(), Axes(fsdp=2, tp=2, ep=2), Axes(cp=2)):
+        assert plan(IN_BLOCKS, axes, Options(fp8="block")).blueprint.spec.fp8
+    code, _, err = said(capsys, "tiny-qwen3-moe", "--mesh", "ep=4,fsdp=4", "--token-once-a-node", "3")
+    assert (code, "choose from 2, 4" in err) == (2, True), err
+
+
+def test_a_run_says_which_savings_it_took() -> None:
+    shrunk, given = plan("tiny-qwen3", Axes(fsdp=2)), Options(savings=Savings(recompute="full"))
+    in_8_bits = plan(IN_BLOCKS, Axes(fsdp=2), replace(given, state_dtype=torch.uint8))
+
+    def said_of(tried: inspection.Plan, dtype: str) -> str:
+        return inspection.given_to(inspection.trial_of(tried, dtype, Path()))
+
+    assert said_of(shrunk, "float32") == "recompute='selective', sum_once=True"
+    assert said_of(shrunk, "float64") == ""
+    assert said_of(plan("tiny-qwen3", Axes(fsdp=2), given), "float32") == "recompute='full'"
+    assert said_of(in_8_bits, "float64") == "recompute='full', state_dtype=torch.uint8"
+    assert "O1" not in inspection.asked_of(inspection.trial_of(in_8_bits, "float64", Path()))
+    *_, savings, options = report.untried(shrunk, [])
+    assert savings.startswith("reshard, offload, compiled, gather_once, narrow_grads of mw.Savings"), savings
+    assert options.startswith("state_dtype")
+    with pytest.raises(ConfigError, match=f"no matrix .*8 bits; try {IN_BLOCKS}"):
+        plan("tiny-qwen3", Axes(fsdp=2), Options(state_dtype=torch.uint8))
 
 
 def test_the_help_names_every_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:

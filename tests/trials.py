@@ -115,7 +115,7 @@ def said_by_all(source: Path, acts: Mapping[str, tuple[dict[str, int], Act]]) ->
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
     return Trial(
         source, Axes(**mesh), Data(target=head == "value"), head, dtype, steps=_STEPS if dtype == torch.float64 else 1,
-        small_parts=dtype != torch.float32,
+        thorough=False, small_parts=int(dtype != torch.float32),
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def reference(tried: Trial) -> Reference:
 def references(several: Sequence[Trial]) -> list[Reference]:
     """Those that are not known yet in one world."""
     keys = [
-        (t.source, t.axes.num_data_ranks, t.data, t.head, t.dtype, t.steps, *t.train, t.fp8, *t.fp8_skip)
+        (t.source, t.axes.num_data_ranks, t.data, t.head, t.dtype, t.steps, t.thorough, *t.train, t.fp8, *t.fp8_skip)
         for t in several
     ]
     lacking = {key: tried for key, tried in zip(keys, several, strict=True) if key not in _references}

@@ -38,12 +38,12 @@ def part_sizes() -> Sequence[PartSize]:
 
 
 @contextmanager
-def shrunk_part_sizes() -> Iterator[None]:
-    """Set each constant to its small size."""
+def shrunk_part_sizes(times: int = 1) -> Iterator[None]:
+    """Set each constant to its small size, or to `times` that for a model that is larger than a tiny one."""
     modules = {each.module: sys.modules[each.module] for each in _SIZES}
     kept = [(modules[each.module], each.name, vars(modules[each.module])[each.name]) for each in _SIZES]
     for each in _SIZES:
-        setattr(modules[each.module], each.name, each.small)
+        setattr(modules[each.module], each.name, min(each.size, times * each.small))
     try:
         yield
     finally:

@@ -51,6 +51,11 @@ TINY: dict[str, dict[str, Any]] = {
     "tiny-qwen3.5-moe": {
         **_COMMON, **_HYBRID, **_EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 28,
     },
+    "tiny-qwen3-moe-fp8": {  # in whole blocks of 128, for --fp8: one layer is dense, one has experts
+        **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0],
+        "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 128, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    },
 }  # fmt: skip
 
 

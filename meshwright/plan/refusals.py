@@ -76,9 +76,9 @@ def as_option(axes: Axes) -> str:
     return ",".join(f"{axis}={size}" for axis, size in asdict(axes).items() if size > 1) or "fsdp=1"
 
 
-def check_layout(blueprint: Blueprint, axes: Axes, num_batches: int | None = None) -> None:
+def check_layout(blueprint: Blueprint, axes: Axes, num_batches: int | None = None, coded: Sequence[str] = ()) -> None:
     """What any rank of the mesh would refuse."""
-    found = objections(blueprint, asdict(axes), num_batches)
+    found = objections(blueprint, asdict(axes), num_batches, coded)
     if found:
         raise MeshError(told(found))
 

@@ -135,7 +135,7 @@ def _pictures(run: Run) -> Pictures:
 
 def _stored_as_billed(run: Run) -> Findings:
     rank, due = run.model.mesh.rank, Counter(dict.fromkeys(run.stored, 0))
-    for stored in run.model.need().stored(rank):
+    for stored in run.model.need(run.trial.state_dtype).stored(rank):
         due[stored.what] += stored.num_bytes
     for what, num_bytes in run.stored.items():
         if num_bytes != due[what]:

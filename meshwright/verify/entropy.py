@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .trial import Trial
 
 _SHARE = 0.3  # of the entropy in the loss
+_LAST = "head.norm.weight"
 _DIFFERENCE = 1e-4  # between two losses and the one between them
 _SLOPE = 1e-6  # what such a difference is off
 Found = tuple[float, dict[str, Tensor]]  # a loss, and its gradients by key
@@ -36,7 +37,7 @@ def found_by(model: Model, batches: Sequence[Batch], router_aux: str) -> Found:
 
 
 def h1_of_one(trial: Trial, model: Model, found: Found, aux: Found, notes: Notes) -> Iterator[Finding]:
-    """Compare the loss of one process, and its slope along the gradient of the head, with plain sums over logits."""
+    """Compare the loss of one process, and its slope along a gradient, with plain sums over logits."""
     loss, (slope, due_slope) = _by_logits(trial, model) + aux[0], _slopes(trial, model, found, aux)
     for what, one, due, allowed in (
         ("loss of one process beside the entropy of its logits", found[0], loss, trial.tolerance.loss),
@@ -50,11 +51,13 @@ def h1_of_one(trial: Trial, model: Model, found: Found, aux: Found, notes: Notes
 
 
 def _slopes(trial: Trial, model: Model, found: Found, aux: Found) -> tuple[float, float]:
-    """Return the norm of the gradient of the head, and the slope of plain sums over logits in its direction."""
-    name = "head.weight" if "head.weight" in model.table.params else "embed.weight"
+    """Return the norm of a gradient, and the slope of plain sums over logits in its direction.
+
+    It is that of the last norm: what comes after it is smooth, no router and no product in 8 bits.
+    """
     made_of = blocks_by_key(model.table, model.keymap.choice)
-    key = next(key for key, parts in made_of.items() if parts[0][0].name == name)
-    grad, stored = found[1][key].double() - aux[1].get(key, torch.zeros(())), model.stored()[name]
+    key = next(key for key, parts in made_of.items() if parts[0][0].name == _LAST)
+    grad, stored = found[1][key].double() - aux[1].get(key, torch.zeros(())), model.stored()[_LAST]
     kept, direction, losses_at = stored.clone(), (grad / grad.norm()).view(stored.shape), []
     for sign in (1, -1):
         stored.copy_(kept + sign * _DIFFERENCE * direction)
@@ -76,14 +79,14 @@ def _by_logits(trial: Trial, model: Model) -> float:
     return terms / weights
 
 
-def h1_entropy(run: Run) -> Iterator[Finding]:
-    """A loss with a term of entropy, and its gradients, are those of one process; they are those of its logits."""
-    due, limit = run.reference.entropy, run.trial.tolerance
-    value, grads = found_by(run.model, run.trial.batches(run.model, 0), run.trial.router_aux)
+def h1_entropy(run: Run, found: Found) -> Iterator[Finding]:
+    """A loss with a term of entropy, and its gradients, are those of one process; they are those of its logits.
+    `found`: before the first step."""
+    (value, grads), due, limit = found, run.reference.entropy, run.trial.tolerance
     error = abs(value - due[0]) / abs(due[0])
     run.measured_once("H1", "loss with entropy", 1, error, limit.loss)
     if not error <= limit.loss:
-        guess = run.blame or "slices of the vocabulary are combined wrongly"
+        guess = "slices of the vocabulary are combined wrongly"
         yield Finding("H1", "loss with entropy", f"{value!r}, one process finds {due[0]!r}", guess)
     norm = torch.stack([grad.double().norm() for grad in due[1].values()]).norm().item()
     worst, at = 0.0, ""
@@ -92,5 +95,5 @@ def h1_entropy(run: Run) -> Iterator[Finding]:
         off = (grads[name].double() - wanted).norm().item() / max(wanted.norm().item(), 1e-6 * norm)
         worst, at = max((worst, at), (off, name))
         if not off <= limit.grad:
-            yield Finding("H1", name, f"its gradient of a loss with entropy is {off:.1e} of its norm off", run.blame)
+            yield Finding("H1", name, f"its gradient of a loss with entropy is {off:.1e} of its norm off")
     run.measured_once("H1", "gradients of a loss with entropy", len(grads), worst, limit.grad, at)

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..mesh import Mesh
 from .against import m1_against
 from .collectives import c1_collectives, k1_bill, l1_silent_load, moment_bytes, stored_bytes, watching_routes
-from .entropy import h1_entropy
+from .entropy import found_by, h1_entropy
 from .exports import e2_exports
 from .findings import Finding, Notes
 from .oracles import (
@@ -30,13 +30,13 @@ from .price import p1_price
 from .products import q1_products
 from .recorder import Recorder
 from .rounding import r1_rounding
-from .run import Run
+from .run import Run, everywhere
 from .trial import Reference, Trial, part_sizes_of
 
 ORACLES: dict[str, Callable[..., Iterator[Finding]]] = {
     "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "M1": m1_against, "R1": r1_rounding,
-    "D1": d1_documents, "Q1": q1_products, "S1": s1_loss, "H1": h1_entropy, "G1": g1_gradients, "N1": n1_norm,
-    "G2": g2_replicas, "O1": o1_updates, "U1": u1_update, "E2": e2_exports, "C1": c1_collectives, "K1": k1_bill,
+    "D1": d1_documents, "Q1": q1_products, "S1": s1_loss, "G1": g1_gradients, "N1": n1_norm, "G2": g2_replicas,
+    "O1": o1_updates, "U1": u1_update, "H1": h1_entropy, "E2": e2_exports, "C1": c1_collectives, "K1": k1_bill,
     "P1": p1_price,
 }  # fmt: skip
 
@@ -68,9 +68,13 @@ def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None
         notes.found(name, check(run))
     if trial.asks_products:
         notes.found("Q1", q1_products(engine, trial.batches(engine.model, 0), notes))
+    with_entropy = None
     if trial.has_entropy:
-        notes.found("H1", h1_entropy(run))
+        with Recorder(store and PrefixStore("entropy", store), mesh.rank):  # a rank that leaves it out is named
+            with_entropy = found_by(engine.model, trial.batches(engine.model, 0), trial.router_aux)
     _steps(run, store)
+    if with_entropy is not None and not run.blame:  # else it is wrong too: H1 stays unanswered
+        notes.found("H1", h1_entropy(run, with_entropy))
 
 
 def _steps(run: Run, store: Store | None) -> None:
@@ -100,7 +104,7 @@ def _steps(run: Run, store: Store | None) -> None:
         notes.found("G2", g2_replicas(run))
     run.stepping = recorder.seen
     notes.found("U1", u1_alive(run, losses))
-    if trial.exports:
+    if trial.exports and not any(n for (n,) in everywhere(mesh, [int(bool(run.blame))])):  # copies may differ
         notes.found("E2", e2_exports(run))
     notes.found("C1", c1_collectives(run))
     notes.found("K1", k1_bill(run, len(batches[0]), len(batches)))

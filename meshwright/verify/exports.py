@@ -5,27 +5,33 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..engine import export
-from ..weights import blocks_by_key
+from ..blueprint import Blueprint
+from ..engine import Model, export, stream
+from ..mesh import Mesh
+from ..weights import DTYPES, TRAINABLE, blocks_by_key
 from .findings import Finding
 from .run import Findings, Run
 from .trial import unrounded
 from .weights import scaled
 
-# Arguments of `mw.export`, by their name in findings.
+# Arguments of `mw.export`, or `mw.stream`, by their name in findings.
 _WAYS: dict[str, dict[str, Any]] = {
     "export()": {},
-    "export(dtype=float32)": {"dtype": torch.float32},
-    "export(dtype=bfloat16)": {"dtype": torch.bfloat16},
+    **{f"export(dtype={DTYPES[name]})": {"dtype": DTYPES[name]} for name in TRAINABLE},
+    'export(format="values")': {"format": "values"},
     'export(format="fp8")': {"format": "fp8"},
+    'stream(format="fp8")': {"format": "fp8"},
 }
+_BLOCK = (128, 128)
 _SCALES = "_scale_inv"
 _LARGEST = 448.0  # of E4M3
 _STEP = 2.0**-4  # half of the distance between two numbers of E4M3, in parts of the smaller one
@@ -34,70 +40,91 @@ _LEAST = 2.0**-10  # half of the smallest of them
 
 def e2_exports(run: Run) -> Findings:
     """What is exported after training, in every dtype and in 8 bits, is what was trained, rounded once."""
-    trained, num = unrounded(run.model), 0
-    with _folder(run) as at:
-        for way, arguments in _WAYS.items():
-            export(run.model, at / str(num), **arguments)
+    trained, ways = unrounded(run.model), ways_of(run.model.blueprint)
+    with _folder(run.model.mesh) as folder:
+        for number, way in enumerate(ways):
+            made = _made(run.model, way, folder / str(number))
             if run.model.mesh.rank == 0:
-                yield from _compared(run, way, _read(at / str(num)), trained, arguments.get("dtype"))
-            num += 1
-    run.measured_once("E2", "keys of exports", num * len(trained))
+                yield from _compared(run, way, made, trained)
+    run.measured_once("E2", "keys of exports", len(ways) * len(trained))
 
 
-class _folder:
+def ways_of(blueprint: Blueprint) -> list[str]:
+    """Return the ways to export: not in 8 bits where no matrix has whole blocks."""
+    return [way for way, given in _WAYS.items() if given.get("format") != "fp8" or in_blocks(blueprint)]
+
+
+def in_blocks(blueprint: Blueprint) -> bool:
+    """Return whether a matrix has whole blocks of 128, as 8 bits want them."""
+    return bool(blueprint.keymap.in_fp8(blueprint.table, blueprint.spec.fp8_left_out).scales)
+
+
+@contextmanager
+def _folder(mesh: Mesh) -> Iterator[Path]:
     """A directory that all ranks have, which rank 0 makes and removes."""
-
-    def __init__(self, run: Run) -> None:
-        self.mesh = run.model.mesh
-
-    def __enter__(self) -> Path:
-        made = Path(tempfile.mkdtemp(prefix="meshwright-verify-")) if self.mesh.rank == 0 else None
-        self.path: Path = self.mesh.of_rank_0(made)
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        if self.mesh.rank == 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+    path: Path = mesh.of_rank_0(Path(tempfile.mkdtemp(prefix="meshwright-verify-")) if mesh.rank == 0 else None)
+    try:
+        yield path
+    finally:
+        if mesh.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(at: Path) -> dict[str, Tensor]:
-    return {key: tensor for file in at.glob("*.safetensors") for key, tensor in load_file(file).items()}
+def _made(model: Model, way: str, at: Path) -> dict[str, Tensor]:
+    """Return what rank 0 gets."""
+    if way.startswith("stream"):
+        return dict(stream(model, **_WAYS[way]))
+    export(model, at, **_WAYS[way])
+    files = at.glob("*.safetensors") if model.mesh.rank == 0 else ()
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
-def _compared(
-    run: Run, way: str, files: Mapping[str, Tensor], trained: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> Iterator[Finding]:
-    made_of = blocks_by_key(run.model.table, run.model.keymap.choice)
-    source = run.model.keymap.keys
+def _compared(run: Run, way: str, files: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Iterator[Finding]:
+    made_of, of_keys = blocks_by_key(run.model.table, run.model.keymap.choice), run.model.keymap.keys
     for key, weight in trained.items():
         if key not in files:
             yield Finding("E2", key, f"{way} has not written it")
         elif key + _SCALES in files:
             yield from _in_8_bits(way, key, files[key], files[key + _SCALES], weight.to(run.model.dtype))
         else:
-            exact = any(param.float32 for param, _ in made_of[key])
-            wanted = torch.float32 if exact else dtype or _DTYPES[source[key].dtype]
-            due = weight.to(wanted)
-            if files[key].dtype != wanted:
-                what = f"{way} wrote it in {files[key].dtype}, not in {wanted}"
-                yield Finding("E2", key, what, "a parameter that is never rounded is rounded" if exact else "")
-            elif not torch.equal(files[key], due):
-                num = int((files[key] != due).sum())
-                yield Finding("E2", key, f"{num} of {due.numel()} elements of {way} are not those that were trained")
+            exact, of_source = any(param.float32 for param, _ in made_of[key]), DTYPES[of_keys[key].dtype]
+            dtype = _WAYS[way].get("dtype", of_source)
+            dtype = torch.promote_types(of_source, dtype) if exact else dtype
+            yield from _values(way, key, files[key], weight.to(dtype), exact)
 
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+def _values(way: str, key: str, found: Tensor, due: Tensor, exact: bool) -> Iterator[Finding]:
+    if found.dtype != due.dtype:
+        what = f"{way} wrote it in {found.dtype}, not in {due.dtype}"
+        yield Finding("E2", key, what, "a parameter that is never rounded is rounded" if exact else "")
+    elif not torch.equal(found, due):
+        what = f"{int((found != due).sum())} of {due.numel()} elements of {way} are not those that were trained"
+        yield Finding("E2", key, what, "an earlier copy is exported, or it is rounded twice")
 
 
 def _in_8_bits(way: str, key: str, codes: Tensor, scales: Tensor, weight: Tensor) -> Iterator[Finding]:
-    """Each value is the nearest that its scale has, and the scale no larger than its block needs."""
-    values = scaled(codes, scales, (128, 128)).double()
-    step = scaled(torch.ones_like(weight), scales, (128, 128)).double()
+    """Each value is the nearest that its scale has, and the largest of a block takes the largest code."""
+    size, values = weight.double().abs(), scaled(codes, scales, _BLOCK).double()
+    step = scaled(torch.ones_like(weight), scales, _BLOCK).double()
     off = (values - weight.double()).abs()
-    allowed = 1.001 * torch.maximum(weight.double().abs() * _STEP, step * _LEAST)
-    if (off > allowed).any():
-        what = f"{int((off > allowed).sum())} of {off.numel()} values of {way} are further off than rounding to 8 bits"
+    wrong = ~(off <= 1.001 * torch.maximum(size * _STEP, step * _LEAST))
+    if wrong.any():
+        what = f"{int(wrong.sum())} of {off.numel()} values of {way} are further off than rounding to 8 bits"
         yield Finding("E2", key, what, "codes or scales of other blocks")
-    largest = (weight.double().abs() / step).amax()
-    if not 0.99 * _LARGEST <= largest <= 1.01 * _LARGEST:
-        yield Finding("E2", key, f"the largest value of {way} is {largest:.4g} times its scale, not {_LARGEST:g}")
+    largest = _of_blocks(size / step)
+    unlike = ~((largest / _LARGEST - 1).abs() <= 0.01) & (_of_blocks(size) > 0)
+    if unlike.any():
+        what = f"{int(unlike.sum())} of {largest.numel()} scales of {way} are not those of the largest value of a block"
+        yield Finding("E2", key, what, "a scale of another block, or of some of its rows")
+
+
+def _of_blocks(of_elements: Tensor) -> Tensor:
+    """Return the largest of each block."""
+    rows, columns = _BLOCK
+    short = [-size % whole for size, whole in zip(of_elements.shape[-2:], _BLOCK, strict=True)]
+    return (
+        F.pad(of_elements, (0, short[1], 0, short[0]))
+        .unflatten(-1, (-1, columns))
+        .unflatten(-3, (-1, rows))
+        .amax((-3, -1))
+    )

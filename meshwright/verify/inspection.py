@@ -24,9 +24,10 @@ from ..layout import Context, Pipeline
 from ..log import quiet
 from ..mesh import Mesh
 from ..models import text_config
+from ..ops import codes
 from ..ops.fp8 import BLOCK
 from ..parallel import Savings
-from ..plan import TINY, Say, check_devices, check_layout, check_memory, find, told, undivided
+from ..plan import TINY, Say, check_devices, check_layout, check_memory, coded_in, find, told, undivided
 from ..weights import of_table
 from .against import compare
 from .collectives import silent
@@ -50,6 +51,8 @@ RUN = "RUN"  # the finding where a run stopped before its end
 WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
 FULL, SHRUNK = "full", "shrunk"
 TRANSFORMERS = "transformers"  # the run that compares one process with it
+IN_BLOCKS = "tiny-qwen3-moe-fp8"  # has whole blocks
+_TINY = 100_000  # elements of a model that the small sizes of parts are chosen for
 _OF_PEER = ("M1", "R1")  # oracles that have a run of their own
 FP8 = "fp8"  # the run that says what products in 8 bits cost
 
@@ -72,6 +75,7 @@ class Options:
     fp8: str | None = None  # as `mw.load` takes it
     fp8_skip: Sequence[str] = ()
     savings: Savings = Savings()
+    state_dtype: torch.dtype | None = None  # of moments
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -131,14 +135,16 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
             options.plant, axes, training=options.kind != WEIGHTS, sees=options.tower, in_fp8=options.fp8 is not None
         )
     runs = blueprint = _found(model, options, weights=False, say=say)
-    check_layout(blueprint, axes, 2 * axes.pp)
+    check_layout(blueprint, axes, 2 * axes.pp, coded_in(blueprint, options.state_dtype))
     if refused := undivided(options.savings, asdict(axes)):
         raise MeshError(told(refused))
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
         runs = _small(blueprint, axes, options)
-        check_layout(runs, axes)
+        check_layout(runs, axes, None, coded_in(runs, options.state_dtype))
+    if options.state_dtype == torch.uint8 and not coded_in(runs, torch.uint8):
+        raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
     check_memory(runs, axes, widest, options.device, model, training=training)
     if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
         runs = blueprint = _found(model, options, weights=True, say=say)
@@ -164,8 +170,9 @@ def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
         placed, low = blueprint.run_by(pipeline).in_context(options.context), of_all.spec.fp8
         return placed.in_fp8(name for name in placed.table.params if name in low)  # it lacks some layers
 
-    small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=BLOCK if options.fp8 else 0)
-    if options.device == "cpu" and not options.fp8:
+    block = BLOCK if options.fp8 else codes.BLOCK if options.state_dtype == torch.uint8 else 0
+    small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=block)
+    if options.device == "cpu" and not block:
         with contextlib.suppress(ConfigError):
             return laid_out(draw(small(width=ODD), head=options.head, tower=options.tower))
     return laid_out(draw(small(), head=options.head, tower=options.tower))
@@ -244,9 +251,16 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
         savings=savings_of(plan, dtype), context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
-        fp8_skip=plan.runs.spec.fp8_left_out, train=("**",) if small else trainable(plan.blueprint),
-        small_parts=small and dtype != "float32",  # one run keeps the sizes of real runs on the mesh too
+        fp8_skip=plan.runs.spec.fp8_left_out, state_dtype=plan.options.state_dtype,
+        train=("**",) if small else trainable(plan.blueprint),
+        small_parts=_small_parts(plan, dtype) if small else 0,
     )  # fmt: skip
+
+
+def _small_parts(plan: Plan, dtype: str) -> int:
+    """Return how large parts are that cut the model a few times. float32 keeps the sizes of real runs."""
+    num = sum(param.numel for param in plan.runs.table)
+    return 0 if dtype == "float32" else max(1, num // _TINY)
 
 
 def savings_of(plan: Plan, dtype: str) -> Savings:
@@ -280,23 +294,26 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
     except RankError as error:
         stopped = [_stopped(num, error)]
     notes, asked = read_notes(told), asked_of(trial)
-    ended = [oracle for oracle in asked if oracle in notes.ended] if stopped else asked
+    ended = [oracle for oracle in asked if oracle in notes.ended]
     findings = [*stopped, *notes.findings]
-    with_savings = [f"with {said}"] if (said := saved(trial.savings)) else []
-    return RunResult(dtype, time.monotonic() - began, findings, asked, with_savings, notes.margins, ended)
+    said = [f"with {given}"] if (given := given_to(trial)) else []
+    return RunResult(dtype, time.monotonic() - began, findings, asked, said, notes.margins, ended)
 
 
-def saved(savings: Savings) -> str:
-    """Return the options that differ from the defaults, as `mw.Savings` takes them."""
-    given, plain = asdict(savings), asdict(Savings())
-    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != plain[name])
+def given_to(trial: Trial) -> str:
+    """Return the options that differ from the defaults, as `mw.Savings` and `mw.Engine` take them."""
+    given, plain = asdict(trial.savings), asdict(Savings())
+    texts = [f"{name}={value!r}" for name, value in given.items() if value != plain[name]]
+    return ", ".join([*texts, *([f"state_dtype={trial.state_dtype}"] if trial.state_dtype else [])])
 
 
 def asked_of(trial: Trial) -> list[str]:
     """M1 has a run of its own. Where weights are not kept after every step, nobody can add up their updates."""
-    left_out = {*_OF_PEER, "P1", *(() if trial.exports else ["O1", "E2"]), *(() if trial.asks_products else ["Q1"])}
-    left_out |= set() if trial.has_entropy else {"H1"}
-    return [oracle for oracle in ORACLES if oracle not in left_out]
+    asked = {
+        "O1": trial.adds_up, "E2": trial.exports, "H1": trial.has_entropy, "Q1": trial.asks_products,
+        "P1": False, **dict.fromkeys(_OF_PEER, False),
+    }  # fmt: skip
+    return [oracle for oracle in ORACLES if asked.get(oracle, True)]
 
 
 def _stopped(num_ranks: int, error: RankError) -> Finding:

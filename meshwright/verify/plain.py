@@ -38,7 +38,7 @@ def notes_of(
     notes.findings += [*_loads(trial, engine, steps, notes), *_rounded(engine, steps[0].grads)]
     if trial.asks_products:
         notes.found("Q1", q1_products(engine, trial.data(0, 0)[:1], notes))
-    if steps[-1].weights and before and steps[0].grads:
+    if trial.adds_up:
         notes.found("O1", o1_updates(engine, before, steps, notes))
     return notes
 

@@ -13,10 +13,13 @@ from rich.text import Text
 from ..errors import counted
 from ..layout import ORDERS, ways
 from ..models import text_config
+from ..parallel import Savings
+from ..plan import objections
 from .collectives import same_kind
 from .examine import ORACLES
+from .exports import in_blocks
 from .findings import Finding, Margin
-from .inspection import FULL, RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult
+from .inspection import FULL, IN_BLOCKS, RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult, savings_of
 from .planted import bug
 
 ROWS = (RUN, *ORACLES)
@@ -192,13 +195,22 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
     unasked = [what for part in parts for what in part.untried]
     return [
         *_untried_axes(plan),
+        *_larger(plan),
         *_left_out(plan),
         *unasked,
         *_untried_experts(plan),
         *_untried_schedules(plan),
         *(["other ways of cp for a mixer (--context)"] if plan.axes.cp > 1 else []),
-        "options of mw.load and mw.Engine",
+        *_untried_options(plan),
     ]
+
+
+def _untried_options(plan: Plan) -> Iterator[str]:
+    plain, runs = asdict(Savings()), [asdict(savings_of(plan, dtype)) for dtype in plan.options.dtypes]
+    of_experts = () if plan.blueprint.balance.num_experts else ("token_once", "expert_halves")
+    left = [name for name, value in plain.items() if all(run[name] == value for run in runs)]
+    yield f"{', '.join(name for name in left if name not in of_experts)} of mw.Savings (try --recompute full ...)"
+    yield f"{'other options' if plan.options.state_dtype else 'state_dtype and other options'} of mw.load and mw.Engine"
 
 
 def _untried_axes(plan: Plan) -> Iterator[str]:
@@ -209,17 +221,34 @@ def _untried_axes(plan: Plan) -> Iterator[str]:
         yield f"{', '.join(idle)}, of size 1 here (try {_other_meshes(plan)})"
 
 
+def _larger(plan: Plan) -> Iterator[str]:
+    """Axes of size 2, where a mistake about ranks that are neither first nor last does not show."""
+    larger = {"pp": {"pp": 3}, "fsdp": {"fsdp": 4}, "cp": {"cp": 4}, "tp": {"tp": 4}, "ep": {"fsdp": 4, "ep": 4}}
+    can = {
+        axis: "--mesh " + ",".join(f"{name}={size}" for name, size in sizes.items())
+        for axis, sizes in larger.items()
+        if plan.axes.size_of(axis) == 2 and not objections(plan.blueprint, sizes)
+    }
+    if can:
+        why = "of 2 ranks each is the first or the last, and cuts fall in the middle"
+        yield f"larger sizes of {', '.join(can)}: {why} (try {', then '.join(can.values())})"
+
+
 def _left_out(plan: Plan) -> Iterator[str]:
     """By the options of this run."""
     options = plan.options
     if "float64" not in options.dtypes:
         yield "the proof: that is float64, which --dtypes leaves out"
     if options.against != TRANSFORMERS:
-        yield "M1, that one process agrees with transformers (--against none)"
+        yield "M1 and R1, that one process agrees with transformers (--against none)"
     elif options.head != "lm":
         yield "the head beside transformers: M1 takes a language model"
+    if plan.kind != FULL and options.state_dtype:
+        yield "O1, the updates of a plain AdamW, which rounds no moments (--state-dtype)"
+    if plan.kind != FULL and not in_blocks(plan.runs):
+        yield f"exports in 8 bits (try {'--fp8' if in_blocks(plan.blueprint) else IN_BLOCKS})"
     if plan.kind == FULL:
-        yield "gradients after the first step, weights before the last update, O1 and new weights (--full)"
+        yield "gradients after the first step, weights before the last update, O1, H1, E2 and new weights (--full)"
         yield from ["Q1, each product in 8 bits (--full)"] if options.fp8 else []
         yield "these weights beside transformers: M1 takes a small random model of the family"
 
@@ -245,7 +274,7 @@ def _untried_schedules(plan: Plan) -> Iterator[str]:
 
 
 def cell(part: RunResult, row: str) -> str:
-    """ "": not asked. "-": not answered, since the run stopped before."""
+    """ "": not asked. "-": not answered, since the run stopped before, or what it rests on is wrong."""
     found = found_by(part, row)
     if row != RUN and row not in part.oracles:
         return ""
@@ -290,7 +319,7 @@ def as_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[
 
 
 def _rows(part: RunResult, row: str) -> list[dict[str, str]] | None:
-    """None: it was not answered, since a rank stopped before."""
+    """None: it was not answered, since a rank stopped before or what it rests on is wrong."""
     if cell(part, row) == "-":
         return None
     return [{"name": f.name, "what": f.what, "guess": f.guess} for f in found_by(part, row)]

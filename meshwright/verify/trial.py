@@ -67,7 +67,9 @@ class Trial:
     draws: bool = False  # also new weights, which must not depend on the mesh
     fp8: str | None = None  # products in 8 bits
     fp8_skip: Sequence[str] = ()
-    small_parts: bool = False  # chunks, slices and buffers that cut a tiny model too, on the ranks of the mesh
+    state_dtype: torch.dtype | None = None  # of moments
+    thorough: bool = True  # also a loss with entropy and exports, where they can be
+    small_parts: int = 0  # on the ranks of the mesh, times the sizes of parts that cut a tiny model; 0: as in real runs
 
     @property
     def tolerance(self) -> Tolerance:
@@ -75,8 +77,18 @@ class Trial:
 
     @property
     def asks_products(self) -> bool:
-        """Whether each product in 8 bits is held against its definition."""
-        return self.fp8 is not None and self.dtype == torch.float64 and self.keeps_all
+        """Whether each product in 8 bits is held against its definition. In bfloat16 it is the kernel of the device."""
+        return self.fp8 is not None and self.dtype != torch.float32 and self.keeps_all
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether gradients and weights of every step are known as wide as they are."""
+        return self.dtype == torch.float64 and self.keeps_all
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether updates are those of a plain AdamW: it rounds no moments."""
+        return self.is_proof and self.state_dtype is None
 
     @property
     def has_entropy(self) -> bool:
@@ -84,8 +96,8 @@ class Trial:
 
     @property
     def exports(self) -> bool:
-        """Whether exports are tried after training: of a small model, whose weights are known as wide as they are."""
-        return self.dtype == torch.float64 and self.keeps_all
+        """Whether exports are tried after training."""
+        return self.is_proof and self.thorough
 
     @property
     def loss(self) -> losses.Loss:
@@ -97,7 +109,10 @@ class Trial:
             pipeline=self.pipeline, context=self.context, tower=self.data.vision is not None, fp8=self.fp8,
             fp8_skip=self.fp8_skip,
         )  # fmt: skip
-        return Engine(model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux)
+        return Engine(
+            model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux,
+            state_dtype=self.state_dtype,
+        )  # fmt: skip
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
         """New weights, on rank 0."""
@@ -170,7 +185,7 @@ class Reference:
 def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
     """Return the context in which the ranks of the mesh run. One process keeps the sizes of real runs, so that the two
     differ at the bounds of parts."""
-    return shrunk_part_sizes() if trial.small_parts else nullcontext()
+    return shrunk_part_sizes(trial.small_parts) if trial.small_parts else nullcontext()
 
 
 def refer(trial: Trial) -> Reference:

@@ -12,7 +12,7 @@ from .directory import (
     write_small,
 )
 from .grids import Values, check_same, grid_of, rows_of
-from .header import DTYPES, NAMES, Entry, read_header, read_json, read_stamped_json, short
+from .header import DTYPES, NAMES, TRAINABLE, Entry, read_header, read_json, read_stamped_json, short
 from .hub import download, is_hub_id, local_directory
 from .init import fill_fresh
 from .keymap import Key, KeyMap, blocks_by_key, keys_of, of_source, of_table, widest
