@@ -154,9 +154,9 @@ def test_large_meshes_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_of_a_large_mesh_take_no_time() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     groups = Axes(fsdp=2048, tp=8, ep=64).groups(("ep",))
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert len(groups) == 256
     assert groups[3] == tuple(range(192, 256))
 

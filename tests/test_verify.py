@@ -95,6 +95,7 @@ def passed(out: str) -> dict[str, Any]:
     found = json.loads(out)
     assert found["ok"], out
     left_out = {"P1"} if "--fp8" in found["command"] else OF_FP8 | ({"H1"} if found["head"] == "value" else set())
+    left_out |= {"O1"} if "--state-dtype" in found["command"] else set()
     assert {oracle for run in found["runs"] for oracle in run["oracles"]} == {*ROWS} - left_out
     for run in found["runs"]:
         for oracle in {*run["oracles"]} - {"RUN"}:
@@ -118,7 +119,7 @@ IN_BLOCKS = "tiny-qwen3-moe-fp8"
 def test_tiny_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     mesh = {"tiny-qwen3": "pp=2", "tiny-qwen3.5": "cp=2"}.get(name, "fsdp=2")
     context = ["--context", "attention=2,delta=1"] if mesh == "cp=2" else []
-    context += ["--fp8"] if name == IN_BLOCKS else []
+    context += ["--fp8", "--state-dtype", "uint8"] if name == IN_BLOCKS else []
     code, out, err = said(capsys, name, "--mesh", mesh, *context, "--dtypes", "float64", "--json")
     assert code == 0, out
     assert passed(out)["context"] == ("delta: state 2, attention: swap 2" if mesh == "cp=2" else "")

@@ -30,7 +30,7 @@ from .price import p1_price
 from .products import q1_products
 from .recorder import Recorder
 from .rounding import r1_rounding
-from .run import Run
+from .run import Run, everywhere
 from .trial import Reference, Trial, part_sizes_of
 
 ORACLES: dict[str, Callable[..., Iterator[Finding]]] = {
@@ -104,7 +104,7 @@ def _steps(run: Run, store: Store | None) -> None:
         notes.found("G2", g2_replicas(run))
     run.stepping = recorder.seen
     notes.found("U1", u1_alive(run, losses))
-    if trial.exports:
+    if trial.exports and not any(n for (n,) in everywhere(mesh, [int(bool(run.blame))])):  # copies may differ
         notes.found("E2", e2_exports(run))
     notes.found("C1", c1_collectives(run))
     notes.found("K1", k1_bill(run, len(batches[0]), len(batches)))
