@@ -43,7 +43,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 LATER = "trap '' TERM INT; touch $READY; sleep 0.2; {}; exit 2"
 HANGS = "trap '' TERM INT; touch $READY; while :; do sleep 0.02; done"
-STOPPED = "touch $READY; kill -STOP $$"
+STOPPED = "trap '' TERM INT; touch $READY; kill -STOP $$"  # a signal may come before it has stopped
 KILLED = "failed: rank 1: stopped (SIGSTOP, a debugger)"
 SENT = "got SIGTERM; the step was finished and the run saved. This command did not send that signal: "
 
