@@ -113,6 +113,28 @@ def test_resume_reads_nothing_that_is_broken(saved: tuple[Path, Path], run: Path
         assert re.search(words(re.escape(name), "step-000001 has all"), text), f"{name}: {text}"
 
 
+def resuming_together(source: Path, step: Path) -> list[str]:
+    """What two ranks say of a flipped byte of each of some weights, which are rounded masters: no rank needs them."""
+    engine, file, told = engine_of(source, dict(fsdp=2)), step / "model.safetensors", list[str]()
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    head = json.loads(file.read_bytes()[8 : 8 + size])
+    for begin in sorted(each["data_offsets"][0] for name, each in head.items() if name != "__metadata__")[:6]:
+        for again in (False, True):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                flip(file, 8 + size + begin + 1)
+            dist.barrier()
+            if not again:
+                told.append(error_of(lambda: mw.resume(engine, step)))
+    return told
+
+
+def test_ranks_share_out_what_none_of_them_needs(saved: tuple[Path, Path], run: Path) -> None:
+    for told in worlds.run(2, resuming_together, saved[0], run / "step-000002"):
+        assert len(told) == 6
+        assert all("model.safetensors" in text for text in told), told
+
+
 def test_the_tensor_is_named_on_all_ranks(saved: tuple[Path, Path], run: Path) -> None:
     pattern = words(
         "CheckpointError", r"exp_avg/model\.safetensors", r"layers\.1\.mlp\.down_proj\.weight", "step-000001"
@@ -182,6 +204,17 @@ def test_the_folder_gives_the_newest_whole_one(saved: tuple[Path, Path], run: Pa
     (run / "step-000001" / "meshwright.json").unlink()
     with pytest.raises(mw.CheckpointError, match=words("no whole checkpoint", "step-000200")):
         folder.find(run)
+
+
+def test_what_a_process_left_under_a_hidden_name(run: Path) -> None:
+    """What was on its way out is gone, however whole it looks; what was about to appear is there."""
+    hidden = {kind: run / f".step-000002.{kind}-0123abcd" for kind in ("removed", "replaced", "unfinished")}
+    (run / "step-000002").rename(hidden["removed"])
+    assert folder.find(run) == run / "step-000001"
+    shutil.copytree(hidden["removed"], hidden["replaced"])
+    assert folder.find(run) == hidden["replaced"]
+    hidden["removed"].rename(hidden["unfinished"])
+    assert folder.find(run) == hidden["unfinished"]
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -321,6 +321,22 @@ def test_an_interrupt_on_rank_0_reaches_all(source: Path, tmp_path: Path, where:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def written_bit_by_bit(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    model = mw.load(source, mw.Mesh(fsdp=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:101], at))
+        mw.export(model, out)
+
+
+def test_a_system_that_writes_less_than_it_is_given(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux does of more than 2 GB, and a network file system of less."""
+    worlds.run(2, written_bit_by_bit, source, tmp_path / "out", monkeypatch)
+    assert bytes_of(tmp_path / "out") == bytes_of(source)
+
+
 def full_disk(source: Path, out: Path) -> tuple[str, int]:
     """On rank 1 alone, in the middle of its work. Afterwards all go on."""
     model = mw.load(source, mw.Mesh(fsdp=2, tp=2, timeout_s=20))

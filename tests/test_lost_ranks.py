@@ -343,6 +343,8 @@ def test_what_a_silent_process_of_this_machine_is() -> None:
     silent = {0: at(WORKS, "x", pid=gone.pid)}
     assert re.search(r"\bdied\b.*\bprocess\b", diagnose(silent, silent, "here", 1.0))
     assert re.search(r"no sign of life\b.*\bmachine\b", diagnose(silent, silent, "elsewhere", 1.0))
+    nameless = {0: at(WORKS, "x", home="", pid=gone.pid)}  # the table of processes has no name: it may be any machine's
+    assert re.search(r"no sign of life\b.*\bmachine\b", diagnose(nameless, nameless, "", 1.0))
 
 
 @pytest.mark.parametrize(

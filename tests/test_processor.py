@@ -77,19 +77,20 @@ def test_sizes_are_those_of_transformers() -> None:
         assert fitted(height, width, 32, pixels, num) == video_size(num, height, width, 2, 32, *pixels)
 
 
-def test_a_picture_is_seen_upright(directory: Path, tmp_path: Path) -> None:
-    """A camera that was held on its side says so in the file."""
+@pytest.mark.parametrize(("way", "above"), [(5, 0), (6, 0), (7, 1), (8, 1)])
+def test_a_picture_is_seen_upright(directory: Path, tmp_path: Path, way: int, above: int) -> None:
+    """A camera that was held on its side says so in the file; 5 and 7 are mirrored too."""
     picture = Image.new("RGB", (32, 8), "white")
     picture.paste((0, 0, 0), (0, 0, 16, 8))
     about = Image.Exif()
-    about[0x0112] = 6
+    about[0x0112] = way
     picture.save(tmp_path / "a.png", exif=about)
     found = processor(directory, tmp_path)
     view = found.picture("a.png")
     assert view.grid == (1, 8, 2)
     half = found.pixels(view).view(2, -1)
-    assert half[0].float().mean() < 10  # black is above
-    assert half[1].float().mean() > 245
+    assert half[above].float().mean() < 10  # the half that is black, above or below
+    assert half[1 - above].float().mean() > 245
 
 
 def test_a_video_says_its_times(directory: Path) -> None:

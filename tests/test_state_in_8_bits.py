@@ -238,6 +238,19 @@ def test_a_step_takes_the_moments_before_they_are_rounded() -> None:
     assert float((both[0]["a"] - both[1]["a"]).abs().mean()) < 0.01
 
 
+def test_moments_from_elsewhere_are_rounded_as_by_the_last_step() -> None:
+    """So the next step, which throws dice of its own, does not throw the same again."""
+    coded = {"a": Place(lambda device: torch.arange(8, device=device), 0)}
+    wide, *narrow = AdamW({"a"}, Settings()), *(AdamW({"a"}, Settings(state=torch.uint8), coded) for _ in range(2))
+    for adam in (wide, narrow[0]):
+        adam.step({"a": some(8, 304)}, {"a": some(8, 304, seed=1)}, 0.1)
+    narrow[1].make_moments({"a": some(8, 304)})
+    narrow[1].steps = 1
+    narrow[1].encode("a", wide.moments["a"])
+    stepped, taken = ([t for both in adam.moments.values() for t in both] for adam in narrow)
+    assert same(stepped, taken)
+
+
 def test_no_generator_is_drawn_from() -> None:
     before = torch.get_rng_state()
     adam = AdamW({"a"}, Settings(state=torch.uint8), {"a": Place(lambda device: torch.arange(3, device=device), 0)})

@@ -23,6 +23,7 @@ from meshwright.layout import Param
 from meshwright.train import loop, toml
 from meshwright.train.config import SampleSection
 from meshwright.train.flops import Flops, flops_of, peak_of
+from meshwright.train.gauges import squares_of
 from meshwright.train.loop import Habits, Loop
 from meshwright.train.position import Position
 from meshwright.train.run import Trainer, run
@@ -111,6 +112,12 @@ def test_operations_of_what_is_frozen_and_of_delta_nets(tmp_path: Path) -> None:
     assert (peak_of("NVIDIA H100 80GB HBM3"), peak_of("cpu")) == (989e12, None)
 
 
+def test_squares_are_of_all_documents_and_no_filler() -> None:
+    full, filled = mw.pack([[1, 2], [3, 4, 5]]), mw.pack([[1, 2], [3, 4, 5]], length=12)
+    assert squares_of([full]) == squares_of([filled]) == 4 + 9
+    assert squares_of([full, filled]) == 2 * (4 + 9)
+
+
 def rising(at: Path, **train: Any) -> Path:
     """A rate that is far too high, two held-out sets."""
     model = source(at / "m", "qwen3_tied")
@@ -178,6 +185,17 @@ def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
         {n: line["eval/two/loss"] for n, line in found.items()}, rel=1e-6
     )
     assert len(losses(tmp_path)) == best + 4
+
+
+def test_a_lower_loss_renews_the_patience() -> None:
+    """A run that gets worse, then better than it ever was, then worse again."""
+    found = iter([3.0, 4.0, 2.0, 4.0, 4.0])
+    engine: Any = SimpleNamespace(evaluate=lambda _: next(found))
+    nothing: Any = None
+    habits = Habits(save_every=0, patience=2)
+    training = Loop(engine, nothing, 9, Position("plan"), Path(), habits, nothing, nothing, held_out={"set": []})
+    whys = [training.evaluate() and training.why for _ in range(5)]
+    assert whys == ["", "", "", "", "early stopping"]
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
