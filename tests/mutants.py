@@ -224,7 +224,8 @@ def main() -> int:
     caught, led = sum(bool(o.oracles) for o in outcomes), sum(o.led for o in outcomes)
     print(f"{caught} of {len(outcomes)} caught, {led} lead to the file")
     if options.write:
-        PAGE.write_text(table(outcomes), "utf-8")
+        _, heading, by_hand = PAGE.read_text("utf-8").partition("\n## ")
+        PAGE.write_text(table(outcomes) + heading + by_hand, "utf-8")
     return int(caught < len(outcomes))
 
 

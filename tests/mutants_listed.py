@@ -7,7 +7,7 @@ The file holds a list of objects with these fields, of which the first three are
     file, old, new    a file below meshwright/, a text that stands in it once, and what stands in its place
     what              the bug in a few words
     verify            command lines of `meshwright verify`, tried in turn until one finds something
-                      (default: "tiny-qwen3-moe --mesh fsdp=2,tp=2,ep=2")
+                      (default: "tiny-qwen3-moe --mesh fsdp=2,tp=2,ep=2"); paths of *.json begin at the repository
     tests             arguments of pytest, such as ["tests/test_engine.py", "-k", "norm"] (default: none are run)
 
 A patch without a change (`old` equal to `new`) shows what honest code gives. Exit code 1: a patch was found by nothing.
@@ -62,7 +62,8 @@ def tried(patch: Patch, number: int) -> Row:
         plant_text(f"patch {number}", copied(folder) / patch.file, patch.old, patch.new)
         found: list[tuple[str, str]] = []
         for line in patch.verify:
-            found = found or findings(verified(folder, *line.split()))
+            words = [str(ROOT / word) if word.endswith(".json") else word for word in line.split()]
+            found = found or findings(verified(folder, *words))
         said = _tested(folder, patch.tests) if patch.tests else ""
     oracles = ", ".join(dict.fromkeys(oracle for oracle, _ in found))
     return Row(patch, oracles, next((text for _, text in found), ""), said, time.monotonic() - began)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.errors import LoadError, RankError
+from meshwright.verify import oracles
 from meshwright.weights import load, scales, whole_tensors
 from tests import parts, quantised, tiny, trials, worlds
 from tests.quantised import FORMATS
@@ -282,6 +283,13 @@ def test_a_block_that_two_ranks_have_gets_one_scale(
     expected[18:] *= 3
     found = quantised.values(tmp_path / "out", FORMATS["bfloat16"])[KEY]
     assert (bool(((found - expected).norm() / expected.norm()) < 0.04)) is not plant
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu], ids=str)
+def test_verify_says_how_numbers_differ(dtype: torch.dtype) -> None:
+    """In 8 bits too, which torch cannot sort."""
+    one, other = (torch.tensor(values).to(dtype) for values in ([1.0, 2.0, 4.0], [4.0, 2.0, 1.0]))
+    assert oracles._differs(one, other) == "2 of 3 elements differ: the right values in the wrong places"
 
 
 def test_nothing_that_is_not_finite(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
