@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,14 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that starts tests in the background lets them ignore SIGINT. Shells of ranks could not trap it then."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 LATER = "trap '' TERM INT; touch $READY; sleep 0.2; {}; exit 2"
 HANGS = "trap '' TERM INT; touch $READY; while :; do sleep 0.02; done"
 STOPPED = "trap '' TERM INT; touch $READY; kill -STOP $$"  # a signal may come before it has stopped
@@ -48,6 +56,7 @@ KILLED = "failed: rank 1: stopped (SIGSTOP, a debugger)"
 SENT = "got SIGTERM; the step was finished and the run saved. This command did not send that signal: "
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("ranks", "asked", "first", "says", "number"),
     [
