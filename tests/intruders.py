@@ -27,7 +27,7 @@ _RENDEZVOUS = "torch.rendezvous.meshwright"  # torchrun loads a pickle of this n
 
 
 class Intruder:
-    """What a pickle makes of itself: a directory."""
+    """Pickle as a call that makes a directory."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -38,7 +38,7 @@ class Intruder:
 
 @dataclass
 class Attack:
-    """Of one run: where it listened, how often somebody connected, and which connections are still open."""
+    """Ports that a run listened on, the number of connections to them, and those still open."""
 
     mark: Path
     dice: random.Random
@@ -81,7 +81,7 @@ class Attack:
 
 
 def attack(at: Path, num: int, seed: int) -> Iterator[tuple[str, str]]:
-    """What was attacked, and what did not hold."""
+    """Return the ports that were attacked, and the promises that did not hold."""
     paths, whole = [], []
     for mesh in _MESHES[:num]:
         place = at / "-".join(mesh)

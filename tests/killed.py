@@ -136,7 +136,7 @@ def state(out: Path, steps: int) -> dict[str, object]:
 
 
 def last_files(out: Path, steps: int) -> dict[str, bytes]:
-    """Of the last checkpoint and the export, without dates."""
+    """Return the bytes of the last checkpoint and of the export, without dates."""
     found = {
         str(file.relative_to(out)): _DATE.sub(b"", file.read_bytes()) if file.name == MANIFEST else file.read_bytes()
         for folder in (out / "checkpoints" / f"step-{steps:06d}", out / "export")

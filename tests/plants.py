@@ -24,7 +24,6 @@ from meshwright.layout import Box, rules
 from meshwright.mesh import collectives
 from meshwright.models import balance, decoder, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from meshwright.ops import loss
-from meshwright.parallel import tensor
 from meshwright.verify.trial import weight_of
 from meshwright.weights import load as loading
 from meshwright.weights import streaming
@@ -336,7 +335,7 @@ def labels_of_another_slice(patch: Patch) -> None:
 
 
 def entropy_of_a_slice(patch: Patch) -> None:
-    """That of the first slice of the vocabulary is taken for that of all."""
+    """Take the entropy of the first slice of the vocabulary for that of all slices."""
     real = ops.combine_stats
 
     def combined(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,7 +345,7 @@ def entropy_of_a_slice(patch: Patch) -> None:
 
 
 def head_without_some_tokens(patch: Patch) -> None:
-    """As when a chunk of tokens is left out of the gradient of the head."""
+    """Leave a chunk of tokens out of the gradient of the head."""
     real = loss._weight_gradient
     patch.setattr(loss, "_weight_gradient", lambda dw, d, x, add: real(dw, d[9:], x[9:], add=add))
 
@@ -466,56 +465,3 @@ def replicas_drift(patch: Patch) -> None:
     patch.setattr(
         engine_module.AdamW, "step", lambda self, s, g, lr: real(self, s, g, lr * (1 + 1e-6 * dist.get_rank()))
     )
-
-
-# Collectives.
-
-
-def gathered_twice(patch: Patch) -> None:
-    real = tensor._collective
-
-    def twice(door: Any, size: int, group: str, at: str) -> Callable[[Tensor], Tensor]:
-        arm = real(door, size, group, at)
-
-        def enter(x: Tensor) -> Tensor:
-            collectives.gather(x.detach(), size, group)
-            return arm(x)
-
-        return enter if door.kind is tensor.ENTER else arm
-
-    patch.setattr(tensor, "_collective", twice)
-
-
-def in_another_dtype(patch: Patch) -> None:
-    real = collectives.scatter_sum
-    patch.setattr(collectives, "scatter_sum", lambda x, size, group: real(x.float(), size, group).to(x.dtype))
-
-
-def one_rank_skips(patch: Patch) -> None:
-    real = parallel.finish
-    patch.setattr(parallel, "finish", lambda grads, mesh: real(grads, mesh) if mesh.rank == 0 else None)
-
-
-def one_rank_does_more(patch: Patch) -> None:
-    real = parallel.finish
-
-    def more(grads: Any, mesh: Any) -> None:
-        real(grads, mesh)
-        if mesh.rank == 1:
-            mesh.gather_rows(torch.zeros(1), ("fsdp",))
-
-    patch.setattr(parallel, "finish", more)
-
-
-def other_order(patch: Patch) -> None:
-    """One rank reduces where the other gathers."""
-    real = parallel.finish
-
-    def two_kinds(grads: Any, mesh: Any) -> None:
-        real(grads, mesh)
-        zero, over = torch.zeros(1), ("fsdp",)
-        both = [lambda: mesh.sum_(zero, Sum("a sum", over)), lambda: mesh.gather_rows(zero, over)]
-        for each in both[:: 1 if mesh.rank == 0 else -1]:
-            each()
-
-    patch.setattr(parallel, "finish", two_kinds)

@@ -198,7 +198,7 @@ def _save(engine: mw.Engine, out: Path, wait: bool) -> None:
 
 
 def _calls_of_a_save(engine: mw.Engine, out: Path) -> dict[str, int]:
-    """Of one that follows another in the same folder."""
+    """Count the system calls of a save that follows another in the same folder."""
     mw.save(engine, out)
     counts = {}
     for name in _FAILING:

@@ -21,7 +21,7 @@ from meshwright.verify import Recorder, Trial
 from meshwright.verify.collectives import place_of
 from meshwright.verify.diagnose.causes import Suspect, cause_of
 from meshwright.verify.report import ROWS
-from tests import parts, plants, tiny, trials, worlds
+from tests import collective_plants, parts, plants, tiny, trials, worlds
 
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 
@@ -353,32 +353,32 @@ PLANTS = {
         plants.replicas_drift, "qwen3", TP, r"G2 \S*norm\.weight: .*\bweight\b.*\[0, 1\].*\btp\b"
     ),
     "a gather too many": Planted(
-        plants.gathered_twice,
+        collective_plants.gathered_twice,
         "qwen3",
         TP,
         r"K1 all_gather: \d+\b.*\[0, 1\].*\btp\b.*\bbill\b.*\b\d+\b.*\b10\b.*\bdeclare",
     ),
     "a door sends in another dtype": Planted(
-        plants.in_another_dtype,
+        collective_plants.in_another_dtype,
         "qwen3",
         TP,
         r"D1 ",
         (r"K1 reduce_scatter: \d+ bytes\b.*\[0, 1\].*\btp\b.*\bbill\b.*\b\d+\b",),
     ),
     "one rank leaves a collective out": Planted(
-        plants.one_rank_skips,
+        collective_plants.one_rank_skips,
         "qwen3",
         TP,
         r"RUN .*\brank 0\b.*\ball_reduce of \d+ bytes\b.*\bsums of gradients\b.*\brank 1\b.*\bthe loss\b",
     ),
     "one rank does one more": Planted(
-        plants.one_rank_does_more,
+        collective_plants.one_rank_does_more,
         "qwen3",
         FSDP,
         r"RUN .*\brank 0\b.*\ball_reduce of 24 bytes\b.*\bthe loss\b.*\brank 1\b.*\ball_gather of 4 bytes\b",
     ),
     "another order on one rank": Planted(
-        plants.other_order,
+        collective_plants.other_order,
         "qwen3",
         FSDP,
         r"RUN .*\brank 0\b.*\ball_reduce of 4 bytes\b.*\brank 1\b.*\ball_gather of 4 bytes\b",

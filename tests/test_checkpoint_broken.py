@@ -114,7 +114,7 @@ def test_resume_reads_nothing_that_is_broken(saved: tuple[Path, Path], run: Path
 
 
 def resuming_together(source: Path, step: Path) -> list[str]:
-    """What two ranks say of a flipped byte of each of some weights, which are rounded masters: no rank needs them."""
+    """Flip a byte of some weights that no rank needs (rounded masters), and return the errors of two ranks."""
     engine, file, told = engine_of(source, dict(fsdp=2)), step / "model.safetensors", list[str]()
     size = int.from_bytes(file.read_bytes()[:8], "little")
     head = json.loads(file.read_bytes()[8 : 8 + size])
@@ -207,7 +207,7 @@ def test_the_folder_gives_the_newest_whole_one(saved: tuple[Path, Path], run: Pa
 
 
 def test_what_a_process_left_under_a_hidden_name(run: Path) -> None:
-    """What was on its way out is gone, however whole it looks; what was about to appear is there."""
+    """Ignore a directory that was being removed, however whole; take one that was about to appear."""
     hidden = {kind: run / f".step-000002.{kind}-0123abcd" for kind in ("removed", "replaced", "unfinished")}
     (run / "step-000002").rename(hidden["removed"])
     assert folder.find(run) == run / "step-000001"

@@ -9,7 +9,7 @@ from meshwright.verify.exports import _in_8_bits
 
 
 def said(weight: Tensor, scales: Tensor, written: Tensor) -> list[str]:
-    """What is said of a file whose codes were made with `scales`, and which has the scales `written`."""
+    """Return the findings for a file whose codes were made with `scales`, and which holds the scales `written`."""
     codes = (weight / scales.repeat_interleave(128, 0).repeat_interleave(128, 1)).to(torch.float8_e4m3fn)
     return [finding.what for finding in _in_8_bits("it", "key", codes, written, weight)]
 

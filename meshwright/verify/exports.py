@@ -39,7 +39,7 @@ _LEAST = 2.0**-10  # half of the smallest of them
 
 
 def e2_exports(run: Run) -> Findings:
-    """What is exported after training, in every dtype and in 8 bits, is what was trained, rounded once."""
+    """An export after training, in every dtype and in 8 bits, holds the trained weights, rounded once."""
     trained, ways = unrounded(run.model), ways_of(run.model.blueprint)
     with _folder(run.model.mesh) as folder:
         for number, way in enumerate(ways):

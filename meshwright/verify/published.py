@@ -30,7 +30,7 @@ def strange_weights(model: Model) -> Iterator[Finding]:
 
 
 def strange_in(name: str, tensor: Tensor, rank: int) -> Iterator[Finding]:
-    """What no model holds, of one tensor."""
+    """Name the values of one tensor that no published model holds."""
     if not tensor.numel():
         return
     num = int((~tensor.isfinite()).sum())

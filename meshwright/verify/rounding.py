@@ -1,4 +1,4 @@
-"""What bfloat16 costs each part of a model, ours and transformers', beside float64.
+"""Measure the bfloat16 rounding error of each part of a model, ours and transformers', against float64.
 
 A run in bfloat16 is followed by one in float64 with the same weights. There each part gets what it got in bfloat16, its
 input in the forward and the gradient of its output in the backward. So the difference is what the part itself rounds,
@@ -94,13 +94,11 @@ def _giving(name: str, seen: Pass, before: Pass | None) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What bfloat16 costs a model, by part or key."""
+    """Errors of a bfloat16 run against float64, by module or key."""
 
     forward: dict[str, float]  # the median error of a token
     backward: dict[str, float]  # the same of the gradient of what the part got
-    scale: dict[
-        str, float
-    ]  # of norms, of both: the error of a feature over all tokens, which averages out if tokens differ
+    scale: dict[str, float]  # of norms, of both: the error of a feature over all tokens, in which rounding averages out
     gradient: dict[str, float]  # the median error of a row of a matrix
 
 
