@@ -67,7 +67,7 @@ def _bounded(of: Callable[..., Any], check: Callable[..., None]) -> Callable[...
 
 
 def _check_numbers(_: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a width beside the value, which may be any number."""
+    """Refuse a large width; the value itself may be any number."""
     for each in (*args, *kwargs.values()):
         _check(each if isinstance(each, int) else 0, MOST_CHARACTERS, "elements")
 

@@ -87,7 +87,7 @@ class Data:
     processor: Processor | None = None
 
     def left_out(self) -> Iterator[str]:
-        """Yield a line for each source of which documents are left out because they are longer than a stream."""
+        """Yield a line for each source with documents that are left out because they are longer than a stream."""
         for documents, source in zip(self.documents, self.plan.sources, strict=True):
             if too_long := int((source.lengths == 0).sum()):
                 what = counted(too_long, "document")
