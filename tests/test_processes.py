@@ -52,6 +52,8 @@ def interruptible() -> Iterator[None]:
 LATER = "trap '' TERM INT; touch $READY; sleep 0.2; {}; exit 2"
 HANGS = "trap '' TERM INT; touch $READY; while :; do sleep 0.02; done"
 STOPPED = "trap '' TERM INT; touch $READY; kill -STOP $$"  # a signal may come before it has stopped
+DIES = "trap '' TERM; touch $READY; kill -KILL $$"
+AFTER_RANK_1 = 'until test -e "$WRITTEN/ready-1"; do sleep 0.02; done'  # the launcher ends a rank that starts late
 KILLED = "failed: rank 1: stopped (SIGSTOP, a debugger)"
 SENT = "got SIGTERM; the step was finished and the run saved. This command did not send that signal: "
 
@@ -63,8 +65,8 @@ SENT = "got SIGTERM; the step was finished and the run saved. This command did n
         (["exit 0", "exit 0"], 0, None, "", 0),
         ([f"{told('blames')}; exit 2", STOPPED], 0, 0, KILLED, 0),
         ([f"{told('blames')}; exit 2", HANGS], 0, 0, KILLED, 0),
-        ([f"{told('blames')}; exit 2", "kill -KILL $$"], 0, 1, "was killed (SIGKILL): somebody did", 0),
-        (["sleep 0.1; exit 143", f"{told('signal')}; exit 143"], 0, 1, SENT, 0),
+        ([f"{AFTER_RANK_1}; {told('blames')}; exit 2", DIES], 0, 1, "was killed (SIGKILL): somebody did", 0),
+        ([f"{AFTER_RANK_1}; sleep 0.1; exit 143", f"{told('signal')}; touch $READY; exit 143"], 0, 1, SENT, 0),
         ([SAVES.format(138, "USR1"), SAVES.format(138, "USR1")], signal.SIGUSR1, None, "", signal.SIGUSR1),
         ([SAVES.format(143, "TERM"), SAVES.format(143, "TERM")], signal.SIGHUP, None, "", signal.SIGHUP),
         ([HANGS, SAVES.format(143, "TERM")], signal.SIGTERM, None, "", signal.SIGTERM),
