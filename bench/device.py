@@ -34,8 +34,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
 from meshwright.blueprint import draw
-from meshwright.engine.activations import ACTIVATIONS, Passing
-from meshwright.engine.fit import Need
+from meshwright.memory.budget import Need
+from meshwright.memory.simulate import ACTIVATIONS, Passing
 
 DOCUMENTS, TOKENS, ROUNDS = 2, 4096, 5
 QWEN3 = dict(

@@ -39,7 +39,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 from bench.pipelines import side, torchs
 from bench.step import MODELS, TOKENS, Step, document, make, needs, our_step, their_step
-from meshwright.engine.bill import step_bill
+from meshwright.engine.step_bill import step_bill
 from meshwright.verify import Recorder, run_ranks
 
 

@@ -24,16 +24,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
+from bench.step import MODELS, TOKENS
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.engine.activations import ACTIVATIONS, Passing
-from meshwright.engine.fit import Need, widths_of
-from meshwright.layout import Held
-from meshwright.mesh import collectives, host_sends
-from meshwright.plan.asked import mesh_of
-from meshwright.verify.ranks import run_ranks
-
-from .step import MODELS, TOKENS
+from meshwright.memory.budget import Need, widths_of
+from meshwright.memory.simulate import ACTIVATIONS, Passing
+from meshwright.mesh import collectives, local_collectives
+from meshwright.plan.requested import mesh_of
+from meshwright.sharding import Held
+from meshwright.verify.local_ranks import run_ranks
 
 BATCHES = 2  # the second finds gradients there
 MESHES = ("", "fsdp=2", "tp=2", "cp=2", "fsdp=2,ep=2", "pp=2", "fsdp=2,tp=2")
@@ -112,7 +111,7 @@ def _freed_here() -> Iterator[None]:
 
     real = collectives.begun
     of_doors = patch.multiple(collectives, gather=gather, scatter_sum=scatter_sum, begun=begun)
-    with of_doors, patch.object(host_sends, "_swap", swap):
+    with of_doors, patch.object(local_collectives, "_swap", swap):
         yield
 
 

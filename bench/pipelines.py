@@ -35,9 +35,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import meshwright as mw
 from bench.step import MODELS, make
 from meshwright.axes import Axes
-from meshwright.layout import ORDERS, Action, costs_of_stages, times
-from meshwright.layout.schedule import BACKWARD
 from meshwright.plan import mesh_of
+from meshwright.sharding import ORDERS, Action, costs_of_stages, times
+from meshwright.sharding.schedules import BACKWARD
 from meshwright.verify import run_ranks
 
 TOKENS, BATCHES = 256, 8

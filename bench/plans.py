@@ -26,11 +26,11 @@ from torch import Tensor
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint, draw
 from meshwright.checkpoint import planes_of
-from meshwright.layout import Block, Box, Piece, across, check_written, piece, place, written
+from meshwright.sharding import Block, Box, Piece, across, check_written, piece, place, written
 from meshwright.weights import Files, KeyMap, chosen, make_files, open_source
-from meshwright.weights.header import DTYPES, Entry
-from meshwright.weights.load import Reader, contiguous
-from meshwright.weights.writing import staged
+from meshwright.weights.reader import Reader, contiguous
+from meshwright.weights.safetensors_header import DTYPES, Entry
+from meshwright.weights.writer import staged
 
 QWEN3_8B: dict[str, Any] = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,

@@ -24,7 +24,7 @@ from meshwright.log import quiet
 from meshwright.mesh import Mesh
 from meshwright.plan import mesh_of as sizes_of
 from meshwright.verify import FULL, Options, Plan, plan, run_ranks
-from meshwright.verify.inspection import mesh_of, trial_of
+from meshwright.verify.session import mesh_of, trial_of
 
 _WORST = 5  # parameters that are named
 

@@ -27,7 +27,7 @@ import torch
 
 import meshwright as mw
 from bench.step import MODELS
-from meshwright.engine.bill import step_bill
+from meshwright.engine.step_bill import step_bill
 from meshwright.verify import run_ranks
 
 TOKENS, BATCHES = 2048, 2

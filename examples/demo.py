@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import meshwright as mw
-from meshwright import cli
+from meshwright.cli.main import main as cli
 from meshwright.log import quiet
 from meshwright.train import read
 

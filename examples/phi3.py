@@ -8,13 +8,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright import ops
-from meshwright.layout import ENTER, LEAVE, Block, Box, Door, Layout, Span
 from meshwright.models import FAMILIES, Family
-from meshwright.models.config import Json, divides, refuse, take
 from meshwright.models.decoder import Decoder, Layer, Rope, Shape
+from meshwright.models.hf_config import Json, divides, refuse, take
 from meshwright.models.linear import ALL, Linear, joined
 from meshwright.models.qwen3 import Heads, depth_of, heads_of, shape_of
-from meshwright.models.rope import rotary_of
+from meshwright.models.rope_config import rotary_of
+from meshwright.sharding import ENTER, LEAVE, Block, Box, Door, Layout, Span
 
 REFUSED = {  # fields that would change the numbers, and the values that this file computes
     "hidden_act": ("silu",),

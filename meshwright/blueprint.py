@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from .errors import ConfigError
-from .layout import Context, Param, Pipeline, Rules, ShardingSpec, Table, Traffic
 from .models import Balance, Decoder, describe, prefix_of, text_config
+from .sharding import Context, Param, Pipeline, Rules, ShardingSpec, Table, Traffic
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
 
 _USUAL = Traffic()

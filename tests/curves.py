@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.train import toml
+from meshwright.train import config_file
 from meshwright.train.run import run
 from tests import runs, worlds
 
@@ -50,7 +50,7 @@ def curve(at: Path, model: Path, kind: str, mesh: str, dtype: str) -> list[float
         )
     path.write_text(text.replace("lr = 0.01", "lr = 0.003"))
     sets = [f"mesh.{each}" for each in mesh.split(",") if each]
-    config = toml.read(path, sets)
+    config = config_file.read(path, sets)
     worlds.run(config.mesh.world, functools.partial(run, config), seconds=300)
     return runs.losses(at)
 

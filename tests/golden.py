@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import meshwright as mw
-from meshwright import cli
+from meshwright.cli.main import main as cli
 from tests import seeing, tiny, worlds
 
 _FULL, _SELECTIVE = (mw.Savings(recompute=kind) for kind in ("full", "selective"))

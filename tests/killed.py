@@ -22,7 +22,7 @@ from pathlib import Path
 
 from meshwright.data import Feed
 from meshwright.data.feed import Streams
-from meshwright.train import launch, toml
+from meshwright.train import config_file, launch
 from meshwright.train.failure import OVERCOME
 from meshwright.weights import MANIFEST
 from tests.runs import chats, file_of, source
@@ -55,7 +55,7 @@ def prepare(at: Path, steps: int, mesh: Mapping[str, int] = _MESH) -> Path:
         at, source(at / "m", "qwen3_tied"), mesh=mesh, launch={"max_restarts": 100},
         train={"steps": steps, "dtype": "float32"}, save={"every": _SAVE_EVERY},
     )  # fmt: skip
-    launch.prepared(toml.read(path))
+    launch.prepared(config_file.read(path))
     return path
 
 

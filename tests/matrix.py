@@ -30,7 +30,7 @@ import torch
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.log import quiet
-from meshwright.verify import Data, Finding, Recorder, Reference, Run, StepOf, Trial, collectives, oracles
+from meshwright.verify import Data, Finding, Recorder, Reference, Run, StepOf, Trial, collective_checks, oracles
 from tests import tiny, worlds
 
 BATCHES = (1, 3)  # micro-batches of the first step, and of the second
@@ -203,7 +203,7 @@ def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.M
         run = Run(trial, reference, engine)
         with Recorder() as recorder:
             loss = engine.backward(batches)
-            run.stored = collectives.stored_bytes(engine)
+            run.stored = collective_checks.stored_bytes(engine)
         found = [
             *oracles.s1_loss(run, loss),
             *oracles.g1_gradients(run),
@@ -213,7 +213,7 @@ def _steps(dials: Dials, course: Course, references: list[Reference], mesh: mw.M
         with recorder:
             engine.update()
         run.stepping = recorder.seen
-        found += [*collectives.c1_collectives(run), *collectives.k1_bill(run, len(batches[0]), num)]
+        found += [*collective_checks.c1_collectives(run), *collective_checks.k1_bill(run, len(batches[0]), num)]
         yield from (Finding(f.oracle, f"{num} micro-batches, {f.name}", f.what, f.guess) for f in found)
 
 

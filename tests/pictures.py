@@ -12,7 +12,7 @@ from typing import Any
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from meshwright.train.terminal import Frame, Seen
+from meshwright.train.display import Frame, Seen
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "train-terminal.svg"
 BEGAN = 1_750_000_000.0

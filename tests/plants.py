@@ -20,12 +20,12 @@ from meshwright.axes import Sum
 from meshwright.engine import engine as engine_module
 from meshwright.engine import model as engine_model
 from meshwright.engine import router as router_module
-from meshwright.layout import Box, rules
 from meshwright.mesh import collectives
-from meshwright.models import balance, decoder, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from meshwright.models import decoder, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, router_balance
 from meshwright.ops import loss
-from meshwright.verify.trial import weight_of
-from meshwright.weights import load as loading
+from meshwright.sharding import Box, rules
+from meshwright.verify.reference import weight_of
+from meshwright.weights import reader as loading
 from meshwright.weights import streaming
 
 Patch = pytest.MonkeyPatch
@@ -260,8 +260,8 @@ def aux_each_micro_batch(patch: Patch) -> None:
 
 
 def aux_with_filler(patch: Patch) -> None:
-    real = balance.Balance.begin
-    patch.setattr(balance.Balance, "begin", lambda self, has_term_T: real(self, torch.ones_like(has_term_T)))
+    real = router_balance.Balance.begin
+    patch.setattr(router_balance.Balance, "begin", lambda self, has_term_T: real(self, torch.ones_like(has_term_T)))
 
 
 def aux_of_own_rank(patch: Patch) -> None:

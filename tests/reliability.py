@@ -29,7 +29,7 @@ import torch
 
 import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, newest_whole, opened_at
-from meshwright.train import launch, toml
+from meshwright.train import config_file, launch
 from tests import intruders, killed, tiny, worlds
 from tests.runs import chats, file_of, source
 from tests.started import Started, descendants, forked_ranks, gone, running
@@ -356,7 +356,7 @@ def _prepared(at: Path, family: str) -> Path:
         at.mkdir()
         chats(at / "chats.jsonl")
         file_of(at, source(at / "m", family), launch={"max_restarts": 0}, train={"steps": 20_000, "dtype": "float32"})
-        launch.prepared(toml.read(at / "run.toml"))
+        launch.prepared(config_file.read(at / "run.toml"))
     return at / "run.toml"
 
 

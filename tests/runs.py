@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from meshwright.train import toml
+from meshwright.train import config_file
 from meshwright.train.run import run
 from tests import tiny, worlds
 from tests.templates import GOOD, tokenizer
@@ -48,8 +48,8 @@ def file_of(at: Path, model: Path, **sections: Mapping[str, Any]) -> Path:
     for name, values in sections.items():
         config[name] = {**config.get(name, {}), **values}
     plain = {k: v for k, v in config.items() if not isinstance(v, dict | list)}
-    text = toml._table(plain) + "".join(f"[[data]]\n{toml._table(each)}" for each in config["data"])
-    text += "".join(f"[{name}]\n{toml._table(v)}" for name, v in config.items() if isinstance(v, dict))
+    text = config_file._table(plain) + "".join(f"[[data]]\n{config_file._table(each)}" for each in config["data"])
+    text += "".join(f"[{name}]\n{config_file._table(v)}" for name, v in config.items() if isinstance(v, dict))
     (at / "run.toml").write_text(text)
     return at / "run.toml"
 
@@ -65,7 +65,7 @@ def losses(at: Path) -> list[float]:
 
 
 def trained(path: Path, *sets: str) -> str:
-    return run(toml.read(path, sets))
+    return run(config_file.read(path, sets))
 
 
 def on_mesh(path: Path, mesh: Mapping[str, int], *sets: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.train.about import schema
+from meshwright.train.config_docs import schema
 
 SCHEMA = schema()
 KINDS: dict[str, Any] = {

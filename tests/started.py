@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from meshwright import cli
+from meshwright.cli.main import main as cli
 from meshwright.train import processes
 
 Main = Callable[[list[str]], int]

@@ -15,12 +15,13 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import cli
 from meshwright.blueprint import draw
+from meshwright.cli.main import main
 from meshwright.engine import model as engine_model
 from meshwright.errors import LoadError, MismatchedKey, RankError
-from meshwright.layout import Block, Box
-from meshwright.weights import Reader, load, open_index, open_source, scales, whole_tensors
+from meshwright.sharding import Block, Box
+from meshwright.weights import Reader, open_index, open_source, quant_formats, whole_tensors
+from meshwright.weights import reader as load
 from tests import parts, quantised, tiny, trials, worlds
 from tests.quantised import FORMS, SIZES, in_groups, tensors, told, written
 from tests.test_fp8_files import bits, from_the_first_row, rewritten, same_bits, sealed
@@ -338,16 +339,16 @@ def multiplied(self: Reader, key: str, rows: range) -> Tensor:
     return right_some(self, key, rows) * (self.as_it_is(divisor) ** 2 if divisor else 1)
 
 
-def groups_of_32(view: Tensor, shape: Any, scale: scales.Scale) -> scales.Places:
-    return right_places(view, shape, scales.Scale(scale.key, (1, 32)))
+def groups_of_32(view: Tensor, shape: Any, scale: quant_formats.Scale) -> quant_formats.Places:
+    return right_places(view, shape, quant_formats.Scale(scale.key, (1, 32)))
 
 
-right_places, right_unpacked, right_some = scales.Places.of, scales.unpacked, Reader._some
+right_places, right_unpacked, right_some = quant_formats.Places.of, quant_formats.unpacked, Reader._some
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "the high four bits first": (load, "unpacked", high_first),
     "the global scale multiplies": (Reader, "_some", multiplied),
-    "scales of other groups": (scales.Places, "of", staticmethod(groups_of_32)),
-    "scales of the first rows": (scales.Places, "of", staticmethod(from_the_first_row)),
+    "scales of other groups": (quant_formats.Places, "of", staticmethod(groups_of_32)),
+    "scales of the first rows": (quant_formats.Places, "of", staticmethod(from_the_first_row)),
 }
 
 
@@ -374,7 +375,7 @@ def test_the_command(
 ) -> None:
     """It trains what can be trained."""
     at = directory(name, "NVFP4")
-    assert cli.main(["verify", str(at), "--mesh", "fsdp=2" if option == "--full" else "tp=2", option, "--json"]) == 0
+    assert main.main(["verify", str(at), "--mesh", "fsdp=2" if option == "--full" else "tp=2", option, "--json"]) == 0
     assert not any(any(run["oracles"].values()) for run in json.loads(capsys.readouterr().out)["runs"])
 
 

@@ -17,15 +17,15 @@ from bench.memory import Asked, counted, said
 from bench.scale import QWEN3_5_397B
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.engine import activations
-from meshwright.engine.activations import Live, Passing, most_held
-from meshwright.engine.fit import Need, ways_out, widths_of
-from meshwright.layout import GATHERED, GRADIENTS, ON_THEIR_WAY, Held, ShardingSpec
 from meshwright.log import logger
+from meshwright.memory import simulate
+from meshwright.memory.budget import Need, ways_out, widths_of
+from meshwright.memory.simulate import Live, Passing, most_held
 from meshwright.mesh import Memory
 from meshwright.models import Decoder
-from meshwright.ops import planned
-from meshwright.train.layout import warn_of_memory
+from meshwright.ops import meta_kernels
+from meshwright.sharding import GATHERED, GRADIENTS, ON_THEIR_WAY, Held, ShardingSpec
+from meshwright.train.config_model import warn_of_memory
 from tests import parts, seeing, tiny, trials
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -142,7 +142,7 @@ def test_frozen_layers_keep_what_a_gradient_asks_for(mesh: dict[str, int], monke
         parameter.requires_grad_(name.startswith("layers.7.mixer."))
     ranks, work = range(mesh.get("pp", 1)), passing(num_batches=2)
     held = [most_held(spec, Axes(**mesh), rank, work) for rank in ranks]
-    monkeypatch.setattr(activations, "_kinds", each_alone)
+    monkeypatch.setattr(simulate, "_kinds", each_alone)
     assert held == [most_held(spec, Axes(**mesh), rank, work) for rank in ranks]
 
 
@@ -155,7 +155,7 @@ def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytes
     spec, work = draw({**config, **{k: v for k, v in more.items() if k in config}}).spec, passing(kind)
     several = replace(work, num_batches=2)
     first, found = (most_held(spec, Axes(tp=2), 0, each) for each in (work, several))
-    monkeypatch.setattr(activations, "_kinds", each_alone)
+    monkeypatch.setattr(simulate, "_kinds", each_alone)
     assert most_held(spec, Axes(tp=2), 0, several) == found
     # in the first backward it matters when each layer's gradients come
     assert sum(most_held(spec, Axes(tp=2), 0, work).values()) == pytest.approx(sum(first.values()), rel=0.03)
@@ -197,7 +197,7 @@ def test_its_kernels_hold_no_scores() -> None:
     """Of attention they keep operands and results, of the delta rule operands and a system for each chunk."""
     T, heads, kv, K = 100, 8, 2, 16
     q, k, v = (torch.empty(T, n, K, dtype=BF16, device="meta", requires_grad=True) for n in (heads, kv, kv))
-    with planned.planned_for("cuda"), Live([q, k, v]) as live:
+    with meta_kernels.planned_for("cuda"), Live([q, k, v]) as live:
         o = mw.ops.attention(q, k, v, mw.ops.documents([60, 40], "meta"))
         assert live.now == T * heads * (K * 2 + 4)
         o.sum().backward()

@@ -16,7 +16,7 @@ SOURCES = sorted((ROOT / "meshwright").rglob("*.py"))
 
 MAX_FILE_LINES = 499
 MAX_FUNCTION_LINES = 60
-# The only rooms that import torch.distributed. A contract in .importlinter keeps layout, ops and models from them all.
+# The only rooms that import torch.distributed. A contract in .importlinter keeps sharding, ops and models from them.
 WITH_PROCESS_GROUP = ("checkpoint", "mesh", "watch", "parallel", "verify")
 GROUPED = {
     name
@@ -53,7 +53,7 @@ KINDS = {
     "tpu",
     "xla",
 }
-ON_THE_DEVICE = ("layout", "models", "parallel", "optim", "engine")  # others also work on the host, and say so
+ON_THE_DEVICE = ("sharding", "models", "parallel", "optim", "engine")  # others also work on the host, and say so
 
 Finding = tuple[int, str]
 Rule = Callable[[str, ast.Module, str], Iterator[Finding]]
@@ -223,14 +223,14 @@ def test_the_house_keeps(rule: Rule) -> None:
         (swallowed_exceptions, "engine.py", "with contextlib.suppress(Exception):\n    f()", 1),
         (swallowed_exceptions, "engine.py", "try:\n    f()\nexcept OSError:\n    pass", 0),
         (swallowed_exceptions, "engine.py", "try:\n    f()\nexcept Exception:\n    clean()\n    raise", 0),
-        (process_groups, "layout/boxes.py", "import torch.distributed as dist", 1),
+        (process_groups, "sharding/boxes.py", "import torch.distributed as dist", 1),
         (process_groups, "ops/loss.py", "import torch\nfrom torch import distributed", 2),
         (process_groups, "models/qwen3.py", "from torch.distributed.tensor import DTensor", 1),
-        (process_groups, "layout.py", "import torch\ntorch.distributed.barrier()", 2),
+        (process_groups, "sharding.py", "import torch\ntorch.distributed.barrier()", 2),
         (process_groups, "engine/model.py", "import torch.distributed as dist", 1),
         (process_groups, "train/run.py", "import torch.distributed as dist", 1),
         (process_groups, "parallel/tensor.py", "import torch.distributed as dist", 0),
-        (default_group, "weights/rows.py", "dist.send(x, 0)", 1),
+        (default_group, "weights/writer.py", "dist.send(x, 0)", 1),
         (default_group, "mesh/__init__.py", "\ndist.all_reduce(x)", 2),
         (default_group, "mesh/__init__.py", "dist.all_reduce(x, group=self.process_group(axes))", 0),
         (default_group, "mesh/__init__.py", "dist.get_rank()", 0),
@@ -244,8 +244,8 @@ def test_the_house_keeps(rule: Rule) -> None:
         (device_names, "ops/kernels.py", "torch.cuda.synchronize()", 1),
         (device_names, "ops/kernels.py", "import torch\nx.cuda()", 2),
         (device_names, "parallel/fsdp.py", "from torch.cuda import amp", 1),
-        (device_names, "verify/ranks.py", "import torch.xpu", 1),
-        (device_names, "verify/ranks.py", "dist.init_process_group('cpu:gloo,cuda:nccl')", 1),
+        (device_names, "verify/local_ranks.py", "import torch.xpu", 1),
+        (device_names, "verify/local_ranks.py", "dist.init_process_group('cpu:gloo,cuda:nccl')", 1),
         (device_names, "engine/model.py", "torch.accelerator.current_accelerator()", 0),
         (device_names, "engine/model.py", "torch.zeros(3, device='cpu')", 1),
         (device_names, "data/pack.py", "torch.device('cpu')", 0),

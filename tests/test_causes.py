@@ -15,10 +15,10 @@ import torch
 
 import meshwright as mw
 from meshwright.axes import Axes
-from meshwright.engine.bill import step_bill
+from meshwright.engine.step_bill import step_bill
 from meshwright.errors import RankError
 from meshwright.verify import Recorder, Trial
-from meshwright.verify.collectives import place_of
+from meshwright.verify.collective_checks import place_of
 from meshwright.verify.diagnose.causes import Suspect, cause_of
 from meshwright.verify.report import ROWS
 from tests import collective_plants, parts, plants, tiny, trials, worlds

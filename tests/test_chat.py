@@ -12,7 +12,7 @@ import pytest
 import meshwright as mw
 from meshwright.data import chat as chats
 from meshwright.data.chat import Chat, ChatOptions
-from meshwright.data.layouts import conversation
+from meshwright.data.chat_formats import conversation
 from meshwright.data.tokens import Tokens
 from tests import parts
 from tests.templates import GOOD, KEPT, REFUSED, tokenizer

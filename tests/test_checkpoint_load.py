@@ -17,8 +17,8 @@ import meshwright as mw
 from meshwright import weights
 from meshwright.checkpoint import newest_whole, open_newest, opened_at
 from meshwright.engine.convert import convert
-from meshwright.train import position
-from meshwright.train.sources import model_directory
+from meshwright.train import resume_point
+from meshwright.train.data_sources import model_directory
 from tests import tiny, worlds
 from tests.test_checkpoint_broken import error_of, flip
 from tests.words import words
@@ -165,9 +165,9 @@ def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path)
     """It gives an older checkpoint where the newest is damaged. Where all are, no run begins anew."""
     folder = step.parent.rename(tmp_path / "checkpoints")
     config = mw.train.config_of(model="m", out=str(tmp_path), data=[{"path": "x"}])
-    assert position._found(config, tmp_path) == (folder, "")
+    assert resume_point._found(config, tmp_path) == (folder, "")
     for each in folder.iterdir():
         (each / weights.MANIFEST).unlink()
-    assert position._found(config, tmp_path) == (folder, "")
+    assert resume_point._found(config, tmp_path) == (folder, "")
     with pytest.raises(mw.CheckpointError, match="no whole checkpoint"):
         open_newest(folder, [])

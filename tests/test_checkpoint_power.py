@@ -14,7 +14,7 @@ import pytest
 import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
 from meshwright.log import quiet
-from meshwright.weights import writing
+from meshwright.weights import writer
 from tests import parts, power, tiny, worlds
 from tests.test_checkpoint import engine_of, train
 
@@ -103,7 +103,7 @@ def manifest_before_data(patch: pytest.MonkeyPatch) -> None:
         for path in self.final.rglob("*.safetensors"):
             manifest.to_disk(path)
 
-    patch.setattr(writing.Files, "to_disk", lambda self: None)
+    patch.setattr(writer.Files, "to_disk", lambda self: None)
     patch.setattr(folder.Draft, "commit", commit)
 
 

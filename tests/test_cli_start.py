@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import meshwright as mw
-from meshwright import cli
+from meshwright.cli.main import main
 
 _HEAVY = ("torch", "numpy", "transformers", "pyarrow", "pydantic", "rich")
 _SAYS_WHAT_IT_IMPORTED = f"""
@@ -29,7 +29,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_a_bare_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
+    assert main.main([]) == 2
     assert "train" in capsys.readouterr().err
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import parallel
-from meshwright.layout import Deal, Span, Swap
 from meshwright.models import qwen3, qwen3_5
 from meshwright.parallel import context
+from meshwright.sharding import Deal, Span, Swap
 from tests import tiny, trials, worlds
 from tests.test_transformers import DOCUMENTS, kl, theirs
 

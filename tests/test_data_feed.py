@@ -12,11 +12,11 @@ import torch
 
 import meshwright as mw
 from meshwright.data.feed import Feed, batch_of, source_of
-from meshwright.data.plan import Plan
-from meshwright.data.store import Documents, Recipe, prepare
+from meshwright.data.packing_plan import Plan
 from meshwright.data.texts import Ready
+from meshwright.data.token_cache import Documents, Recipe, prepare
 from meshwright.data.tokens import Tokens, tokens
-from meshwright.train.sources import Data
+from meshwright.train.data_sources import Data
 
 
 def drawn(seed: int) -> tuple[list[list[int]], list[list[bool]]]:

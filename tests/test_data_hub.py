@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 import meshwright as mw
-from meshwright.data import hub, reading
-from meshwright.train import toml
-from meshwright.train.sources import Reader, documents_of
+from meshwright.data import hf_datasets, row_files
+from meshwright.train import config_file
+from meshwright.train.data_sources import Reader, documents_of
 from tests.runs import file_of, source
 
 ROWS = [{"prompt": f"{n}?", "completion": "x" * (n + 1)} for n in range(9)]
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def documents(at: Path, model: Path, *paths: Path | str, **fields: Any) -> Any:
     path = [str(each) for each in paths]
-    config = toml.read(_file(at, model, path, fields))
+    config = config_file.read(_file(at, model, path, fields))
     return documents_of(config.data[0], Reader(model, at / "cache"))
 
 
@@ -73,10 +73,10 @@ def test_a_saved_set_is_its_rows(tmp_path: Path, model: Path, monkeypatch: pytes
     assert [found.place(n) for n in (3, 6)] == [
         f"{at}/data-00000-of-00002.arrow, row 3", f"{at}/data-00001-of-00002.arrow, row 1",
     ]  # fmt: skip
-    monkeypatch.setattr(reading, "_RANGE_BYTES", 1)
-    shards = reading.shards_of([at / "data-00000-of-00002.arrow"])
+    monkeypatch.setattr(row_files, "_RANGE_BYTES", 1)
+    shards = row_files.shards_of([at / "data-00000-of-00002.arrow"])
     assert [(shard.start, shard.stop) for shard in shards] == [(0, 1), (1, 2), (2, 3)]
-    assert [(row.at, row.values) for shard in shards for row in reading.rows_of(shard)] == [*enumerate(ROWS[:5])]
+    assert [(row.at, row.values) for shard in shards for row in row_files.rows_of(shard)] == [*enumerate(ROWS[:5])]
 
 
 def test_bad_rows_of_a_saved_set(tmp_path: Path, model: Path) -> None:
@@ -94,8 +94,8 @@ def test_columns_of_json(tmp_path: Path) -> None:
     table = pa.table({"messages": lists, "tools": objects})
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as out:
         out.write_table(table)
-    [shard] = reading.shards_of([tmp_path / "a.arrow"])
-    assert [row.values for row in reading.rows_of(shard)] == [
+    [shard] = row_files.shards_of([tmp_path / "a.arrow"])
+    assert [row.values for row in row_files.rows_of(shard)] == [
         {"messages": [{"a": 1}, {"b": [2]}], "tools": {"x": {"a": 1}, "n": 1}},
         {"messages": [], "tools": {"x": {"b": [2]}, "n": 2}},
         {"messages": [None], "tools": {"x": None, "n": 3}},
@@ -211,10 +211,10 @@ def test_a_set_names_no_files_outside(tmp_path: Path, name: str | None) -> None:
     arrow(tmp_path / "out.arrow", ROWS)
     (at / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}], "_split": "train"}))
     with pytest.raises(mw.DataError, match=r"state.json names .*, which is no file of its directory"):
-        hub.saved_files(at, hub.Part())
+        hf_datasets.saved_files(at, hf_datasets.Part())
     (at / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
     with pytest.raises(mw.DataError, match=r"dataset_dict.json names .*, which is no file of its directory"):
-        hub.saved_files(at, hub.Part())
+        hf_datasets.saved_files(at, hf_datasets.Part())
 
 
 def test_a_set_that_chooses_rows_is_refused(tmp_path: Path) -> None:
@@ -226,9 +226,9 @@ def test_a_set_that_chooses_rows_is_refused(tmp_path: Path) -> None:
     ):
         (at / "state.json").write_text(json.dumps({**state, **change}))
         with pytest.raises(mw.DataError, match=wanted):
-            hub.saved_files(at, hub.Part())
+            hf_datasets.saved_files(at, hf_datasets.Part())
     (at / "state.json").write_text(json.dumps({**state, "_indices_data_files": None}))
-    assert len(hub.saved_files(at, hub.Part())) == 1
+    assert len(hf_datasets.saved_files(at, hf_datasets.Part())) == 1
     (at / "state.json").write_text("[]")
     with pytest.raises(mw.DataError, match=r"state.json holds an empty list"):
-        hub.saved_files(at, hub.Part())
+        hf_datasets.saved_files(at, hf_datasets.Part())

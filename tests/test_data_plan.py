@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.data import plan as planning
+from meshwright.data import packing_plan as planning
+from meshwright.data.packing_plan import DataSource, Piece, Plan, best_fit
 from meshwright.data.permute import permuted
-from meshwright.data.plan import DataSource, Piece, Plan, best_fit
 
 T = 64
 EIGHT = np.array([5] * 8)

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import meshwright as mw
-from meshwright.data import reading, store
-from meshwright.data.reading import Shard, files_of, place_of, rows_of, shards_of
-from meshwright.data.store import Documents, Recipe, prepare
+from meshwright.data import row_files, token_cache
+from meshwright.data.row_files import Shard, files_of, place_of, rows_of, shards_of
 from meshwright.data.texts import Ready, Texts
+from meshwright.data.token_cache import Documents, Recipe, prepare
 from meshwright.data.tokens import Tokens, tokens
 from meshwright.errors import counted
 from tests.templates import tokenizer
@@ -56,7 +56,7 @@ def test_documents_come_back(tmp_path: Path) -> None:
     assert found.tokens(1).spans == ((0, 5),)
     assert not found.tokens(1).ids.flags.owndata
     assert [found.place(at) for at in range(3)] == [f"{file}:1", f"{file}:1", f"{file}:2"]
-    assert found.statistics == store.Statistics(2, 0, 0, 3, 12, 9, 5)
+    assert found.statistics == token_cache.Statistics(2, 0, 0, 3, 12, 9, 5)
 
 
 def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: 
         if number % 3 == 0:
             file.write_bytes(file.read_bytes().rstrip(b"\r\n"))
         for size in (1, 2, 7, 16, 1000):
-            monkeypatch.setattr(reading, "_RANGE_BYTES", size)
+            monkeypatch.setattr(row_files, "_RANGE_BYTES", size)
             found = [row for shard in shards_of([file]) for row in rows_of(shard)]
             assert [row.values for row in found] == rows
             assert [place_of(file, row.at) for row in found] == [f"{file}:{n + 1}" for n in range(len(rows))]
@@ -78,7 +78,7 @@ def test_ranges_of_bytes_are_the_lines_of_the_file(tmp_path: Path, monkeypatch: 
 def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": f"w{n} " * (n % 5 + 1)} for n in range(300)]
     files = [lines(tmp_path / f"{at}.jsonl", rows[at::3]) for at in range(3)]
-    monkeypatch.setattr(reading, "_RANGE_BYTES", 1000)
+    monkeypatch.setattr(row_files, "_RANGE_BYTES", 1000)
     one = prepare(recipe(*files), tmp_path / "one")
     two = prepare(recipe(*files), tmp_path / "two", processes=2)
     [first], [other] = ([*cache.glob("*/")] for cache in (tmp_path / "one", tmp_path / "two"))
@@ -198,13 +198,13 @@ def test_a_damaged_cache_is_made_anew(
     name: str, damage: Callable[[Path], None],
 ) -> None:  # fmt: skip
     of = recipe(lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}]))
-    cache, began = tmp_path / "cache", store.BEGAN
+    cache, began = tmp_path / "cache", token_cache.BEGAN
     before = prepare(of, cache)
     file = cache / of.fingerprint / name
     whole = file.read_bytes()
     damage(file)
     for number in range(2):  # a run that begins now, and another one
-        monkeypatch.setattr(store, "BEGAN", began + 10**6 * (number + 1))
+        monkeypatch.setattr(token_cache, "BEGAN", began + 10**6 * (number + 1))
         monkeypatch.setattr(time, "time", lambda now=began + 10**6 * (number + 1): now + 1)
         again = prepare(of, cache)
         assert texts(again) == ["one", "two"]
@@ -217,11 +217,11 @@ def test_a_damaged_cache_is_made_anew(
 
 def test_the_first_process_of_a_run_looks_at_the_cache_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of, seen = recipe(lines(tmp_path / "a.jsonl", [{"text": "one"}])), list[Path]()
-    monkeypatch.setattr(store, "_check", lambda file, digest: seen.append(file))
+    monkeypatch.setattr(token_cache, "_check", lambda file, digest: seen.append(file))
     prepare(of, tmp_path / "cache")
     prepare(of, tmp_path / "cache")
     assert seen == []
-    monkeypatch.setattr(store, "BEGAN", time.time())
+    monkeypatch.setattr(token_cache, "BEGAN", time.time())
     prepare(of, tmp_path / "cache")
     prepare(of, tmp_path / "cache")
     assert [file.name for file in seen] == ["000000.arrow"]
@@ -274,19 +274,20 @@ def test_texts_and_ready_tokens() -> None:
             ready.documents(row)
 
 
-_lines = reading._lines
+_lines = row_files._lines
 Test = Callable[[Path, pytest.MonkeyPatch, pytest.LogCaptureFixture], None]
 PLANTS: dict[str, tuple[object, str, object, Test]] = {
     "empty lines are not counted": (
-        store, "places_of", lambda file, ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats},
+        token_cache, "places_of", lambda file, ats: {at: f"{file}:{len(file.read_bytes()[:at].split())}" for at in ats},
         lambda at, _, caplog: test_each_bad_row_is_named_by_its_line(at, caplog),
     ),
     "a line at a border is left out": (
-        reading, "_lines", lambda shard: (each for each in _lines(shard) if each[0] != shard.start or not shard.start),
+        row_files, "_lines",
+        lambda shard: (each for each in _lines(shard) if each[0] != shard.start or not shard.start),
         lambda at, patch, _: test_ranges_of_bytes_are_the_lines_of_the_file(at, patch),
     ),
     "only size and time are looked at": (
-        store, "stamp", lambda file: (*reading.stamp(file)[:3], b""),
+        token_cache, "stamp", lambda file: (*row_files.stamp(file)[:3], b""),
         lambda at, *_: test_a_file_that_changed_is_read_again(at),
     ),
 }  # fmt: skip

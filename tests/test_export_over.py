@@ -18,8 +18,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import meshwright as mw
-from meshwright.weights import directory, rows, target
-from meshwright.weights.writing import Files
+from meshwright.weights import directory, output_dir, writer
+from meshwright.weights.writer import Files
 from tests import tiny, trials, worlds
 from tests.words import words
 
@@ -196,7 +196,7 @@ def test_after_a_kill_nothing_is_lost(
 
     monkeypatch.setattr(Path, "rename", dies)
     if not last:
-        monkeypatch.setattr(target.shutil, "rmtree", lambda *_, **__: os._exit(9))
+        monkeypatch.setattr(output_dir.shutil, "rmtree", lambda *_, **__: os._exit(9))
     pid = os.fork()
     if not pid:
         overwritten(source, tmp_path / "out")
@@ -289,7 +289,7 @@ def test_a_small_file_that_was_not_there_is_missed_before_the_training(source: P
 def interrupted(source: Path, out: Path, where: str) -> tuple[str, int]:
     """Ctrl-C on rank 0 alone, which catches it and goes on, as the others do."""
     model = mw.load(source, mw.Mesh(tp=2, timeout_s=20))
-    at, name = (rows, "exchange") if where == "exchange" else (Files, "write")
+    at, name = (writer, "exchange") if where == "exchange" else (Files, "write")
     real = getattr(at, name)
 
     def and_then(*args: Any) -> Any:
@@ -380,7 +380,7 @@ def test_a_directory_that_not_all_see(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"])
 def test_columns_are_exchanged_in_windows(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller than a row, on a mesh that divides nothing evenly."""
-    monkeypatch.setattr(rows, "_WINDOW_BYTES", 100)
+    monkeypatch.setattr(writer, "_WINDOW_BYTES", 100)
     source = tiny.directory(tmp_path / "m", family)
     for mesh in (dict(fsdp=2, tp=2), dict(replicate=2, tp=2), dict(fsdp=3)):
         out = tmp_path / "-".join(mesh)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import meshwright as mw
 from meshwright.errors import RankError
-from meshwright.weights import small
+from meshwright.weights import small_files
 from tests import tiny, worlds
 from tests.test_weights import same_files
 from tests.words import words
@@ -43,7 +43,7 @@ def changed_after_loading(source: Path, out: Path) -> str:
     mw.save(engine, out / "run")
     shutil.copytree(out / "source", source)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small, "_KEPT_BYTES", 10)
+        patch.setattr(small_files, "_KEPT_BYTES", 10)
         model = mw.load(source)
     mw.export(model, out / "large")
     (source / "tokenizer.json").write_text('{"changed": 1}')

@@ -20,18 +20,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import cli, ops, parallel
+from meshwright import ops, parallel
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.engine.arguments import in_fp8
+from meshwright.cli.main import main
+from meshwright.engine.validation import in_fp8
 from meshwright.errors import LayoutError
-from meshwright.layout import check_fp8
-from meshwright.ops import fp8, product
-from meshwright.ops.fp8 import rounded_matrix
+from meshwright.ops import fp8_matmul, matmul
+from meshwright.ops.fp8_matmul import rounded_matrix
+from meshwright.sharding import check_fp8
 from meshwright.verify import Finding
-from meshwright.verify.findings import Notes
-from meshwright.verify.planted import BUGS
-from meshwright.verify.products import q1_products
+from meshwright.verify.fp8_matmuls import q1_products
+from meshwright.verify.planted_bugs import BUGS
+from meshwright.verify.results import Notes
 from tests import parts, tiny, trials, worlds
 from tests.words import words
 
@@ -122,11 +123,11 @@ def router_rounded(patch: pytest.MonkeyPatch) -> None:
 
 def multiplied(patch: pytest.MonkeyPatch) -> None:
     def rounded(weight: Tensor) -> Tensor:
-        numbers, scales = fp8._quantised_matrix(weight)
+        numbers, scales = fp8_matmul._quantised_matrix(weight)
         wide = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
         return ((wide * scales).clamp(-448, 448).to(numbers.dtype).to(wide.dtype) * scales).flatten(2).flatten(0, 1)
 
-    patch.setattr(fp8, "rounded_matrix", rounded)
+    patch.setattr(fp8_matmul, "rounded_matrix", rounded)
 
 
 def from_planted(name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -134,23 +135,23 @@ def from_planted(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def not_rounded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fp8, "rounded_rows", lambda x: x)
+    patch.setattr(fp8_matmul, "rounded_rows", lambda x: x)
 
 
 def gradient_rounded(patch: pytest.MonkeyPatch) -> None:
-    real = product._Linears.backward
+    real = matmul._Linears.backward
 
     def backward(ctx: Any, d: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         dx, d_bias, _, *_ = real(ctx, d)
         dw = (
-            (fp8.rounded_rows(d).mT @ fp8.rounded_rows(x)).split([len(w) for w in weights])
+            (fp8_matmul.rounded_rows(d).mT @ fp8_matmul.rounded_rows(x)).split([len(w) for w in weights])
             if ctx.fp8
             else real(ctx, d)[3:]
         )
         return dx, d_bias, None, *dw
 
-    patch.setattr(product._Linears, "backward", staticmethod(backward))
+    patch.setattr(matmul._Linears, "backward", staticmethod(backward))
 
 
 PLANTED = {
@@ -305,7 +306,7 @@ def test_what_is_served_is_what_was_trained(sources: dict[str, Path], tmp_path: 
 def test_from_the_command_line(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Of real weights, and what products in 8 bits cost them."""
     given = ["verify", str(sources["qwen3"]), "--mesh", "tp=2", "--fp8", "--full", "--dtypes", "float64"]
-    cli.main([*given, "--against", "none", "--json"])
+    main.main([*given, "--against", "none", "--json"])
     found = json.loads(capsys.readouterr().out)
     wide, fp8_run = found["runs"]
     assert {row: lines for row, lines in wide["oracles"].items() if lines} == {}
@@ -326,7 +327,7 @@ def test_a_small_model_in_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFix
         "--fp8-skip",
         "layers.0.mixer.k.*,layers.35.*",
     ]
-    assert cli.main([*given, "--dtypes", "float64", "--against", "none", "--json"]) == 0
+    assert main.main([*given, "--dtypes", "float64", "--against", "none", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["oracles"]["Q1"] == []
     assert run["margins"]["Q1"][0]["count"] > 0

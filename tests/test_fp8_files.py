@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from meshwright.errors import LoadError, RankError
 from meshwright.verify import oracles
-from meshwright.weights import load, scales, whole_tensors
+from meshwright.weights import quant_formats, reader, whole_tensors
 from tests import parts, quantised, tiny, trials, worlds
 from tests.quantised import FORMATS
 from tests.trials import named, world_of
@@ -221,23 +221,23 @@ def test_odd_rows_are_not_read_in_even_blocks(tmp_path: Path) -> None:
         assert torch.equal(found[key].float(), values.float()), key
 
 
-def halves(view: Tensor, shape: Any, scale: scales.Scale) -> scales.Places:
+def halves(view: Tensor, shape: Any, scale: quant_formats.Scale) -> quant_formats.Places:
     """Blocks as large as the shape of the grid lets them seem."""
     rows, columns = (-(-size // count) for size, count in zip(shape[-2:], scale.grid(shape)[-2:], strict=True))
-    return right_places(view, shape, scales.Scale(scale.key, (rows, columns)))
+    return right_places(view, shape, quant_formats.Scale(scale.key, (rows, columns)))
 
 
-def from_the_first_row(view: Tensor, shape: Any, scale: scales.Scale) -> scales.Places:
+def from_the_first_row(view: Tensor, shape: Any, scale: quant_formats.Scale) -> quant_formats.Places:
     """Of a piece, as if it began where the matrix does."""
     return right_places(view.as_strided(view.shape, view.stride(), 0), shape, scale)
 
 
-right_places = scales.Places.of
+right_places = quant_formats.Places.of
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "scales divide": (load, "values_of", lambda numbers, grid: numbers.float() / grid),
-    "no scales": (load, "values_of", lambda numbers, grid: numbers.float()),
-    "scales of another block": (scales.Places, "of", staticmethod(halves)),
-    "scales of the first rows": (scales.Places, "of", staticmethod(from_the_first_row)),
+    "scales divide": (reader, "values_of", lambda numbers, grid: numbers.float() / grid),
+    "no scales": (reader, "values_of", lambda numbers, grid: numbers.float()),
+    "scales of another block": (quant_formats.Places, "of", staticmethod(halves)),
+    "scales of the first rows": (quant_formats.Places, "of", staticmethod(from_the_first_row)),
 }
 
 
@@ -451,9 +451,9 @@ def test_a_head_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path)
 @pytest.mark.parametrize("most", [1e-9, 2e-7, 6.5e-7, 4e-5, 1e-3, 0.3, 20.0])
 def test_small_values_keep_their_size(most: float) -> None:
     """Also where float16 has few digits left for their scale."""
-    grid = scales.as_numbers(scales.as_stored(scales.needed(torch.tensor([[most]])), "F16"))
+    grid = quant_formats.as_numbers(quant_formats.as_stored(quant_formats.needed(torch.tensor([[most]])), "F16"))
     value = torch.tensor([[most]])
-    found = scales.values_of(scales.numbers_of(value, grid), grid)
+    found = quant_formats.values_of(quant_formats.numbers_of(value, grid), grid)
     assert abs(float(found) / most - 1) < (0.07 if most > 1e-7 else 1)
 
 

@@ -20,15 +20,15 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.engine.bill import engine_bill
-from meshwright.layout import GATHERED, SCALES
+from meshwright.engine.step_bill import engine_bill
 from meshwright.mesh import Mesh
-from meshwright.ops import Quantised, fp8
+from meshwright.ops import Quantised, fp8_matmul
 from meshwright.parallel import fp8_gather
 from meshwright.plan.figures import Figures, work_of
-from meshwright.verify import Recorder, planted
-from meshwright.verify.findings import Notes
-from meshwright.verify.products import q1_products
+from meshwright.sharding import GATHERED, SCALES
+from meshwright.verify import Recorder, planted_bugs
+from meshwright.verify.fp8_matmuls import q1_products
+from meshwright.verify.results import Notes
 from tests import parts, tiny, trials, worlds
 from tests.words import words
 
@@ -293,7 +293,7 @@ def test_planted_bugs_are_seen(source: Callable[..., Path]) -> None:
 
 def named(bug: str, source: Path) -> list[str]:
     """What Q1 says of a rank, where a bug is planted as a user plants it."""
-    planted.BUGS[bug].plant()
+    planted_bugs.BUGS[bug].plant()
     tried = trial(Case("qwen3", dict(fsdp=2), F64), source)
     engine = tried.engine(mw.Mesh(fsdp=2, device="cpu"))
     return [str(each) for each in q1_products(engine, tried.batches(engine.model, 0), Notes())]
@@ -355,7 +355,7 @@ def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: 
     ]
     for each in made:
         each.find_largest()
-    found = fp8.scales_of(torch.stack(scales).amax(0))
+    found = fp8_matmul.scales_of(torch.stack(scales).amax(0))
     sent = []
     for each in made:
         each.scales.copy_(found)
@@ -366,12 +366,13 @@ def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: 
     assert got is not None
     due = whole.to(compute)
     assert (got[0].shape, got[0].dtype) == (due.shape, compute)
-    assert torch.equal(fp8.rounded_matrix(got[0]), fp8.rounded_matrix(due))
+    assert torch.equal(fp8_matmul.rounded_matrix(got[0]), fp8_matmul.rounded_matrix(due))
     x = torch.randn(5, 384, generator=torch.Generator().manual_seed(4)).to(compute)
-    assert torch.equal(fp8.fp8_linear(x, got[0]), fp8.fp8_linear(x, due))
-    assert torch.equal(fp8.fp8_linear(x[:, :256], got[0].mT), fp8.fp8_linear(x[:, :256], due.mT))
+    assert torch.equal(fp8_matmul.fp8_linear(x, got[0]), fp8_matmul.fp8_linear(x, due))
+    assert torch.equal(fp8_matmul.fp8_linear(x[:, :256], got[0].mT), fp8_matmul.fp8_linear(x[:, :256], due.mT))
     assert torch.equal(
-        fp8.rounded_matrix(fp8.stacked([due[:128], got[0]])), fp8.rounded_matrix(torch.cat([due[:128], due]))
+        fp8_matmul.rounded_matrix(fp8_matmul.stacked([due[:128], got[0]])),
+        fp8_matmul.rounded_matrix(torch.cat([due[:128], due])),
     )
 
 

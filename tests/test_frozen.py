@@ -16,8 +16,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.blueprint import Blueprint
-from meshwright.engine.bill import step_bill
-from meshwright.verify.collectives import moment_bytes, stored_bytes
+from meshwright.engine.step_bill import step_bill
+from meshwright.verify.collective_checks import moment_bytes, stored_bytes
 from meshwright.verify.recorder import Recorder
 from meshwright.weights import StoredModel, open_source, whole_tensors
 from tests import parts, seeing, tiny, trials, worlds

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.mesh import host_sends
-from meshwright.mesh.host_sends import gather_into, scatter_sum_into, serves
+from meshwright.mesh import local_collectives
+from meshwright.mesh.local_collectives import gather_into, scatter_sum_into, serves
 from meshwright.verify import Recorder
 from tests import tiny, worlds
 
@@ -62,7 +62,7 @@ def sums(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_all_arrives_and_is_added_up_in_the_order_of_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_sends, "_PIECE", 3)  # numbers come in three pieces, the last of them smaller
+    monkeypatch.setattr(local_collectives, "_PIECE", 3)  # numbers come in three pieces, the last of them smaller
     worlds.in_turn(size, {"gathers": lambda: gathers(size), "sums": lambda: sums(size)})
 
 
@@ -120,7 +120,7 @@ def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
 def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a sum of three pieces, after the first is sent. What was left behind would come in the place of the next."""
     group, real = world(2), dist.isend
-    monkeypatch.setattr(host_sends, "_PIECE", 3)
+    monkeypatch.setattr(local_collectives, "_PIECE", 3)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
     def interrupted(*sent: Any, **target: Any) -> Any:
@@ -147,7 +147,7 @@ def apart(kind: str) -> str:
             scatter_sum_into(torch.empty(NUM), whole, group)
             return "summed"
         if kind == "a gather further" and group.rank() == 0:
-            host_sends._tag(group, "gather")
+            local_collectives._tag(group, "gather")
         if kind == "a transfer" and group.rank() == 0:
             dist.send(whole[:NUM], group=group, group_dst=1)
             return "sent"
@@ -165,13 +165,13 @@ def test_ranks_that_are_not_at_the_same_place_get_no_numbers(kind: str) -> None:
 
 def fsdp_steps(directory: Path, mesh: dict[str, int]) -> tuple[int, list[str]]:
     model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32)
-    swaps, real = [0], host_sends._swap
+    swaps, real = [0], local_collectives._swap
 
     def counted(*args: Any) -> None:
         swaps[0] += 1
         real(*args)
 
-    host_sends._swap = counted
+    local_collectives._swap = counted
     with Recorder() as recorder:
         mw.Engine(model, lr=0.0).backward(tiny.batches(model.mesh.data_rank))
     return swaps[0], [seen.op for seen in recorder.seen if seen.op != "all_reduce" and not seen.at]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train import launch, toml
+from meshwright.train import config_file, launch
 from tests.hosts import Hosts, two_hosts
 from tests.runs import chats, file_of, lines, losses, on_mesh, source
 from tests.started import Started, forked_ranks, gone
@@ -36,7 +36,7 @@ def run_of(at: Path) -> Path:
         at, source(at / "m", "qwen3_tied"), mesh={"fsdp": 2}, train={"dtype": "float32"},
         save={"every": 4, "wait": True}, launch={"timeout_s": TIMEOUT_S},
     )  # fmt: skip
-    launch.prepared(toml.read(path))
+    launch.prepared(config_file.read(path))
     return path
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import StateError
-from meshwright.parallel.again import saved_by_running_again
-from meshwright.parallel.kept import Kept
+from meshwright.parallel.replay import saved_by_running_again
+from meshwright.parallel.selective_recompute import Kept
 
 _aten = torch.ops.aten
 MM, SORT, COS, SIN, NEG = (getattr(_aten, name).default for name in ("mm", "sort", "cos", "sin", "neg"))

@@ -14,7 +14,8 @@ import yaml
 from torch.distributed.run import parse_args
 
 import meshwright as mw
-from meshwright.train import rank, stop
+from meshwright.train import rank
+from meshwright.train import rank as stop
 from tests.runs import chats, file_of, source
 
 FILES = Path(__file__).parents[1] / "examples" / "launch"

@@ -17,11 +17,11 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.engine.bill import engine_bill
+from meshwright.engine.step_bill import engine_bill
 from meshwright.errors import LayoutError, RankError
-from meshwright.layout import Work, ways
 from meshwright.ops import Parts, delta
 from meshwright.plan import objections
+from meshwright.sharding import Work, ways
 from meshwright.verify import Data, Finding
 from tests import parts, tiny, trials, worlds
 from tests.words import words

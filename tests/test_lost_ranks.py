@@ -26,7 +26,7 @@ import meshwright as mw
 from meshwright import mesh as mesh_module
 from meshwright.axes import DENSE, Sum
 from meshwright.errors import RankError
-from meshwright.verify import ranks, run_ranks
+from meshwright.verify import local_ranks, run_ranks
 from meshwright.watch import heartbeat
 from meshwright.watch.diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
 from tests import parts, tiny, trials
@@ -60,7 +60,7 @@ def survive(size: int, victim: int, tmp_path: Path, function: Callable[..., Any]
     fork = multiprocessing.get_context("fork")
     ports = fork.SimpleQueue()
     started = [
-        fork.Process(target=ranks._rank, args=(rank, size, ports, tmp_path, function, args), daemon=True)
+        fork.Process(target=local_ranks._rank, args=(rank, size, ports, tmp_path, function, args), daemon=True)
         for rank in range(size)
     ]
     for process in started:
@@ -241,7 +241,7 @@ def test_every_other_rank_names_it(
 @pytest.mark.parametrize(
     ("inner", "place"),
     [
-        (["meshwright/mesh/host_sends.py", "torch/_ops.py", "meshwright/parallel/fsdp.py"], (WAITS, "FSDP")),
+        (["meshwright/mesh/local_collectives.py", "torch/_ops.py", "meshwright/parallel/fsdp.py"], (WAITS, "FSDP")),
         (["work/train.py"], (WORKS, "train.py:7 in inner")),
         (["meshwright/parallel/fp8_gather.py"], (WORKS, "fp8_gather.py:7 in inner")),
     ],

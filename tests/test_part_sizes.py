@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import meshwright
-from meshwright.checkpoint import look
-from meshwright.data import reading
-from meshwright.data.store import Recipe, prepare
+from meshwright.checkpoint import inspect
+from meshwright.data import row_files
+from meshwright.data.token_cache import Recipe, prepare
 from meshwright.data.tokens import tokens
 from meshwright.ops.part_sizes import PartSize, part_sizes, shrunk_part_sizes
-from meshwright.verify import inspection
-from meshwright.verify.trial import part_sizes_of
+from meshwright.verify import session
+from meshwright.verify.reference import part_sizes_of
 from meshwright.weights import open_source
 from tests import tiny, trials
 
@@ -127,8 +127,8 @@ def test_every_part_size_is_shrunk_for_as_long_as_a_trial_takes() -> None:
 
 def test_verify_shrinks_them_but_for_one_run() -> None:
     """On the ranks of the mesh; one process, and float32, keep the sizes of real runs."""
-    plan = inspection.plan("tiny-qwen3", trials.Axes(), inspection.Options())
-    tried = {dtype: inspection.trial_of(plan, dtype, Path()) for dtype in inspection.DTYPES}
+    plan = session.plan("tiny-qwen3", trials.Axes(), session.Options())
+    tried = {dtype: session.trial_of(plan, dtype, Path()) for dtype in session.DTYPES}
     assert {dtype: trial.small_parts for dtype, trial in tried.items()} == {
         "float64": 1, "float32": 0, "bfloat16": 1
     }  # fmt: skip
@@ -153,7 +153,7 @@ def test_data_are_read_and_kept_in_parts(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({"text": f"w{n} " * (n % 5 + 1)}) + "\n" for n in range(40)))
     recipe = Recipe(name="it", files=(file,), make=lambda row: [tokens([*row["text"].encode()], [(0, 2)])], told="it")
     with shrunk_part_sizes():
-        assert len(reading.shards_of([file])) > 1
+        assert len(row_files.shards_of([file])) > 1
         parts = prepare(recipe, tmp_path / "parts")
         places = [parts.place(at) for at in range(len(parts))]
     whole = prepare(recipe, tmp_path / "whole")
@@ -166,8 +166,8 @@ def test_data_are_read_and_kept_in_parts(tmp_path: Path) -> None:
 def test_checkpoints_are_compared_in_parts(tmp_path: Path, dtype: torch.dtype) -> None:
     source = open_source(tiny.directory(tmp_path / "m", "qwen3", dtype=dtype))
     entry = source.entries["model.embed_tokens.weight"]
-    (whole,) = look._parts(source, entry)
+    (whole,) = inspect._parts(source, entry)
     with shrunk_part_sizes():
-        parts = list(look._parts(source, entry))
+        parts = list(inspect._parts(source, entry))
     assert len(parts) > 1
     assert torch.equal(torch.cat(parts), whole)

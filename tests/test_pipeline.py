@@ -21,7 +21,7 @@ import meshwright as mw
 from meshwright.blueprint import draw
 from meshwright.models import Balance, Decoder
 from meshwright.ops import Jobs, linears, weights_late
-from meshwright.parallel import fsdp, passes
+from meshwright.parallel import fsdp, run_step
 from meshwright.verify import Data, Trial
 from tests import parts, tiny, trials, worlds
 from tests.ops.rows import experts
@@ -120,7 +120,7 @@ def ends_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 def other_documents(patch: pytest.MonkeyPatch) -> None:
     """A stage that takes the bounds of another micro-batch."""
-    real = passes._Passes.forward
+    real = run_step._Passes.forward
 
     def forward(self: Any, step: Any) -> Any:
         kept = self.batches
@@ -132,21 +132,21 @@ def other_documents(patch: pytest.MonkeyPatch) -> None:
         finally:
             self.batches = kept
 
-    patch.setattr(passes._Passes, "forward", forward)
+    patch.setattr(run_step._Passes, "forward", forward)
 
 
 def other_filler(patch: pytest.MonkeyPatch) -> None:
     """What is recomputed counts with the filler of the micro-batch that went forward last."""
     real = Balance.begin
     in_backward = []
-    backward = passes._Passes.backward
+    backward = run_step._Passes.backward
 
     def marked(self: Any, step: Any) -> None:
         in_backward.append(1)
         backward(self, step)
         in_backward.pop()
 
-    patch.setattr(passes._Passes, "backward", marked)
+    patch.setattr(run_step._Passes, "backward", marked)
     patch.setattr(Balance, "begin", lambda self, mask: None if in_backward else real(self, mask))
 
 
@@ -155,13 +155,13 @@ def order_of_torch(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_dropped(patch: pytest.MonkeyPatch) -> None:
-    real = passes._Passes.weights
+    real = run_step._Passes.weights
 
     def weights(self: Any, step: Any) -> None:
         self._jobs[step.stage, step.batch] = self._jobs[step.stage, step.batch][: 1 if step.batch else None]
         real(self, step)
 
-    patch.setattr(passes._Passes, "weights", weights)
+    patch.setattr(run_step._Passes, "weights", weights)
 
 
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Run, str]] = {
@@ -299,7 +299,7 @@ def test_what_is_frozen_is_freed_after_backward(sources: dict[str, Path]) -> Non
 def cut_off(source: Path, first: int) -> list[str]:
     """What is said of calls after a pass that no rank finished."""
     engine = mw.Engine(mw.load(source, trials.mesh_of(PP), dtype=torch.float64), lr=1e-2, router_aux="previous")
-    real = passes._Passes.backward
+    real = run_step._Passes.backward
 
     def interrupted(self: Any, step: Any) -> None:
         if step.batch == first:
@@ -308,7 +308,7 @@ def cut_off(source: Path, first: int) -> list[str]:
 
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes._Passes, "backward", interrupted)
+        patch.setattr(run_step._Passes, "backward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step(Data(num=3)(0))
     engine.discard()

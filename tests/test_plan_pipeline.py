@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from meshwright import cli
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.engine.activations import most_held
-from meshwright.engine.bill import engine_bill
-from meshwright.layout import GRADIENTS, Pipeline
+from meshwright.cli.main import main
+from meshwright.engine.step_bill import engine_bill
+from meshwright.memory.simulate import most_held
 from meshwright.parallel import Savings
 from meshwright.plan import Figures, objections, plan_page, work_of
-from meshwright.plan.pipeline import notes, place_lines, timetable
+from meshwright.plan.pipeline_timing import notes, place_lines, timetable
+from meshwright.sharding import GRADIENTS, Pipeline
 from tests import tiny
 from tests.pages import Read
 from tests.words import words
@@ -40,7 +40,7 @@ def figures_of(
 
 
 def planned(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["plan", *arguments])
+    code = main.main(["plan", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_with_what_can(
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     for name, options, told in REFUSED:
         if command == "plan" or "--micro-batches" not in options:
-            assert cli.main([command, str(tmp_path / f"{name}.json"), *options.split()]) == 2, options
+            assert main.main([command, str(tmp_path / f"{name}.json"), *options.split()]) == 2, options
             err = capsys.readouterr().err.strip()
             assert re.search(told, err), (options, err)
 

@@ -12,19 +12,18 @@ from typing import Any
 
 import pytest
 
-from meshwright import cli
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.layout import Context, Pipeline, Stored
+from meshwright.cli.main import main
 from meshwright.parallel import Savings, mark
-from meshwright.plan import Cluster, Figures, Search, objections, search, times, work_of
-from meshwright.plan.candidates import Cut, Size, cuts, divisors
+from meshwright.plan import Cluster, Figures, Search, objections, search, step_time, work_of
 from meshwright.plan.figures import RankMemory
-from meshwright.plan.found import command
-from meshwright.plan.least import Least
-from meshwright.plan.price import first_price, held, least_bytes, thin
-from meshwright.plan.search import Asked, Candidate, Found
-from meshwright.plan.times import estimate
+from meshwright.plan.least_memory import Least
+from meshwright.plan.one_of_each_layer import first_price, held, least_bytes, thin
+from meshwright.plan.search import Asked, Candidate, Cut, Found, Size, cuts, divisors
+from meshwright.plan.step_time import estimate
+from meshwright.plan.terminal import command
+from meshwright.sharding import Context, Pipeline, Stored
 from tests import parts, tiny
 from tests.test_plan import QWEN3_30B_A3B, QWEN3_235B_A22B
 from tests.test_plan_pipeline import QWEN3_8B
@@ -200,7 +199,7 @@ def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytes
         return [replace(m, stored=(*(s for s in m.stored if s.what != more.what), more)) for m in known(self)]
 
     monkeypatch.setattr(Figures, "memories", property(memories))
-    monkeypatch.setattr(times, "HOST", dict.fromkeys(kept, (0.0, 0.0)))
+    monkeypatch.setattr(step_time, "HOST", dict.fromkeys(kept, (0.0, 0.0)))
     for device, kind in ((50_000_000, "selective"), (20_000_000, "full"), (90_000_000, "none")):
         assert {c.figures.savings.recompute for c in found_of(config, 2, device, top=2).best} == {kind}
     monkeypatch.undo()
@@ -213,7 +212,7 @@ def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytes
 
 
 def searched(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["plan", *arguments])
+    code = main.main(["plan", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -230,7 +229,7 @@ def test_what_was_found_is_what_a_plan_says(tmp_path: Path, capsys: Capture) -> 
     for best in found["best"]:
         program, *arguments = shlex.split(best["command"])
         assert program == "meshwright"
-        assert cli.main([*arguments, "--json"]) == 0
+        assert main.main([*arguments, "--json"]) == 0
         planned = json.loads(capsys.readouterr().out)
         assert planned["estimate"] == best["estimate"]
         assert planned["memory"][0]["bytes"] == best["bytes"]

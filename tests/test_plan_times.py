@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from meshwright import cli
 from meshwright.axes import ENDS, Axes
 from meshwright.blueprint import draw
+from meshwright.cli.main import main
 from meshwright.errors import ConfigError
-from meshwright.layout import Pipeline
 from meshwright.parallel import Savings
 from meshwright.plan import Cluster, Figures, cluster_of, plan_page, work_of
-from meshwright.plan.times import BETWEEN, INSIDE, estimate, in_a_node, sent
+from meshwright.plan.step_time import BETWEEN, INSIDE, estimate, in_a_node, sent
 from meshwright.plan.wording import duration
+from meshwright.sharding import Pipeline
 from tests import tiny
 from tests.pages import Read
 from tests.test_plan import QWEN3_235B_A22B
@@ -161,7 +161,7 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
     monkeypatch.setenv("COLUMNS", "80")
     at = directory(tmp_path / "m", QWEN3_235B_A22B)
     command = ["plan", at, "--mesh", "fsdp=128,tp=8,ep=64", "--device", "H100", "--between", "25"]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the directory
     said = " ".join(out.split())
@@ -172,7 +172,7 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
         "A document fills a micro-batch", "links reach 75% and products 45%",
     ]  # fmt: skip
     assert re.search(words(*wanted), said), said
-    assert cli.main([*command, "--json"]) == 0
+    assert main.main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     times = found["estimate"]
     parts = times["products"] + sum(w["seconds"] for w in times["waits"]) + times["not_hidden"] + times["bubble"]
@@ -219,5 +219,5 @@ def test_durations(seconds: float, text: str) -> None:
 @pytest.mark.parametrize("options", [["--between", "0"], ["--flops", "many"], ["--gpus-per-node", "0"]])
 def test_what_is_no_amount(options: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "tiny-qwen3", *options])
+        main.main(["plan", "tiny-qwen3", *options])
     assert stopped.value.code == 2

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.verify import Run, Seen, Trial, collectives
+from meshwright.verify import Run, Seen, Trial, collective_checks
 from tests import tiny, trials, worlds
 
 
@@ -18,7 +18,7 @@ def recorded_otherwise(trial: Trial, ref: Any) -> list[str]:
     engine = trial.engine(mw.Mesh(fsdp=2))
     run = Run(trial, ref, engine)
     run.stepping = [Seen("all_gather", (0, 1), 8), Seen("all_reduce", (0, 1), 8)][:: 1 if dist.get_rank() else -1]
-    return [str(f) for f in collectives.c1_collectives(run)]
+    return [str(f) for f in collective_checks.c1_collectives(run)]
 
 
 def test_recorded_orders_that_differ(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from meshwright import cli
+from meshwright.cli.main import main
 from meshwright.errors import RankError
-from meshwright.verify.planted import BUGS
+from meshwright.verify.planted_bugs import BUGS
 from meshwright.verify.report import ROWS
 from tests import parts, seeing, tiny, trials
 from tests.test_vision_meshes import seen_by
@@ -89,7 +89,7 @@ def test_told_of_towers(capsys: pytest.CaptureFixture[str], seeing_source: Path,
 
 
 def said(capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["verify", *arguments, "--dtypes", "float64", "--against", "none"])
+    code = main.main(["verify", *arguments, "--dtypes", "float64", "--against", "none"])
     return code, *capsys.readouterr()
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import meshwright as mw
-from meshwright import cli
-from meshwright.train import launch, position, sinks, toml
+from meshwright.cli.main import main
+from meshwright.train import config_file, launch, metrics, resume_point
 from tests.runs import chats, file_of, source
 
 COMMANDS = (["data"], ["train", "--dry-run"], ["train"])
@@ -29,7 +29,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def said(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, command: list[str]) -> str:
     given = ["--set", *sets] if sets else []
-    assert cli.main([command[0], str(path), *command[1:], *given]) == 2
+    assert main.main([command[0], str(path), *command[1:], *given]) == 2
     return capsys.readouterr().err
 
 
@@ -37,7 +37,7 @@ def said(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, command: li
 def test_all_that_cannot_be_read_is_told_at_once(
     at: Path, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sinks._NEEDS, "tensorboard", "no_such_package")
+    monkeypatch.setitem(metrics._NEEDS, "tensorboard", "no_such_package")
     path = file_of(at, at / "m", eval={"path": str(at / "no.jsonl")}, log={"tensorboard": True}, mesh={"tp": 3})
     found = said(capsys, path, "data.0.template=/dev/zero", "data.1.path=no/where.jsonl", command=command)
     lines = path.read_text().splitlines()
@@ -85,21 +85,21 @@ def test_bad_rows_of_all_sources_are_told_at_once(at: Path, capsys: pytest.Captu
 
 def test_a_longer_run_after_the_fall_of_its_rate_is_refused(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any rank starts, by what the newest checkpoint says."""
-    config = toml.read(file_of(at, at / "m", optim={"schedule": "wsd", "warmup": 0}, train={"steps": 20}))
+    config = config_file.read(file_of(at, at / "m", optim={"schedule": "wsd", "warmup": 0}, train={"steps": 20}))
     data = launch.prepared(config).data
-    state = asdict(position.Position(data.plan.fingerprint, stream=36, num_steps=10))
-    monkeypatch.setattr(position, "checkpoints", lambda _: [SimpleNamespace(path=Path("step-000009"))])
+    state = asdict(resume_point.Position(data.plan.fingerprint, stream=36, num_steps=10))
+    monkeypatch.setattr(resume_point, "checkpoints", lambda _: [SimpleNamespace(path=Path("step-000009"))])
     opened = SimpleNamespace(directory=Path("step-000009"), trainer={"state": state, "step": 9})
-    monkeypatch.setattr(position, "opened_at", lambda _: opened)
+    monkeypatch.setattr(resume_point, "opened_at", lambda _: opened)
     with pytest.raises(
         mw.ConfigError, match=r"step-000009: .*has fallen since step 8 of 10.*Begin from a checkpoint bef"
     ):
-        position.check_position(config, data)
+        resume_point.check_position(config, data)
     state["num_steps"] = 20
-    position.check_position(config, data)
+    resume_point.check_position(config, data)
     state["plan"] = "another"
     with pytest.raises(mw.CheckpointError, match="was trained on other data"):
-        position.check_position(config, data)
+        resume_point.check_position(config, data)
 
 
 def test_a_dry_run_lists_held_out_data_and_how_often_sources_are_read(
@@ -108,7 +108,7 @@ def test_a_dry_run_lists_held_out_data_and_how_often_sources_are_read(
     """By shares of the tokens of the run, each of half of them: the small one is read twice as often."""
     text = file_of(at, at / "m", eval={"path": str(at / "held.jsonl"), "every": 5})
     shares = ["data.0.share=0.5", f"data.1.path={at / 'held.jsonl'}", "data.1.share=0.5", "train.steps=4"]
-    assert cli.main(["data", str(text), "--set", *shares]) == 0
+    assert main.main(["data", str(text), "--set", *shares]) == 0
     lines = capsys.readouterr().out.splitlines()
     tokens = {line.split()[0]: int(line.split()[3].replace(",", "")) for line in lines[1:3]}
     times = {line.split()[0]: float(line.split()[-2]) for line in lines[1:3]}

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.train import failure, lock, processes, rank, stop
+from meshwright.train import failure, lock, processes, rank
+from meshwright.train import rank as stop
 from meshwright.train.metrics import JsonLines, last_step
 from meshwright.train.run import run
 from tests import worlds

@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 import meshwright as mw
 from meshwright.data.processor import Marks, Processor, Wishes, fitted
-from meshwright.data.views import View
+from meshwright.data.vision_files import View
 from tests import shown
 
 MARKS = Marks("<|image_pad|>", "<|video_pad|>", (1, 2))

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from meshwright.models import Layer
-from meshwright.train import toml
+from meshwright.train import config_file
 from meshwright.train.run import Trainer
 from meshwright.watch import trace
 from tests import worlds
@@ -23,13 +23,13 @@ def regions(file: Path) -> Counter[str]:
 
 def traced(path: Path, *sets: str) -> None:
     """A run, and the same without a trace."""
-    trainer = Trainer(toml.read(path, sets))
+    trainer = Trainer(config_file.read(path, sets))
     layers = [layer for layer in trainer.model.parts[0].modules() if isinstance(layer, Layer)]
     plain = [layer.run for layer in layers]
     trainer.run()
     assert [layer.run for layer in layers] == plain
     assert not trace.on
-    Trainer(toml.read(path, [*sets, "log.profile=0", f"out={path.parent / 'plain' / 'out'}"])).run()
+    Trainer(config_file.read(path, [*sets, "log.profile=0", f"out={path.parent / 'plain' / 'out'}"])).run()
 
 
 def test_a_trace_names_its_regions(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_trace_names_its_regions(tmp_path: Path) -> None:
 
 
 def cut_off(path: Path, last: int) -> None:
-    trainer = Trainer(toml.read(path, [f"out={path.parent / str(last)}"]))
+    trainer = Trainer(config_file.read(path, [f"out={path.parent / str(last)}"]))
     for record in trainer.steps():
         if record is not None and record.step == last:
             trainer.position.stream = trainer.data.plan.num_streams  # as if it were the last

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright import cli
-from meshwright.verify.published import strange_in
+from meshwright.cli.main import main
+from meshwright.verify.weight_checks import strange_in
 from tests import tiny
 from tests.words import words
 
@@ -27,7 +27,7 @@ def flipped(at: Path, bit: int) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], source: Path) -> tuple[int, dict[str, Any]]:
-    code = cli.main(["verify", str(source), "--mesh", "fsdp=2", "--weights", "--json"])
+    code = main.main(["verify", str(source), "--mesh", "fsdp=2", "--weights", "--json"])
     return code, json.loads(capsys.readouterr().out)["runs"][0]
 
 

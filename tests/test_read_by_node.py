@@ -81,7 +81,7 @@ def value_head(source: Path) -> bool:
 
 def shrinking(source: Path) -> str:
     """A file that ends early, found out in the middle of the work: nobody hangs, each says what it knows."""
-    from meshwright.weights.load import Reader
+    from meshwright.weights.reader import Reader
 
     real = Reader.fill
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.models.rope import KINDS, rotary_of
+from meshwright.models.rope_config import KINDS, rotary_of
 from meshwright.ops import Rotary, rope_tables
 from meshwright.verify import shrink
 from tests import parts, tiny, trials, worlds

@@ -18,16 +18,16 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import meshwright as mw
-from meshwright.data import reading, render, video
+from meshwright.data import row_files, template_sandbox, vision_files
 from meshwright.data.chat import Chat, ChatOptions, stop_ids_of
+from meshwright.data.chat_formats import conversation
 from meshwright.data.feed import source_of
-from meshwright.data.layouts import conversation
-from meshwright.data.plan import Plan
-from meshwright.data.sandbox import Sandbox
-from meshwright.data.store import Recipe, prepare
+from meshwright.data.packing_plan import Plan
+from meshwright.data.template_sandbox import Sandbox
 from meshwright.data.texts import Ready, Texts
+from meshwright.data.token_cache import Recipe, prepare
 from meshwright.data.tokenizer import generation_config_of, template_of, tokenizer_of
-from meshwright.train import show
+from meshwright.train import dry_run
 from tests.templates import GOOD, tokenizer
 
 ASKS, SAYS = {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}
@@ -224,11 +224,11 @@ def test_a_list_of_rows_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = tmp_path / "a.json"
     for indent in (None, 1):
         file.write_text("\ufeff\n" + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n")
-        [shard] = reading.shards_of(reading.files_of(file))
-        read = [*reading.rows_of(shard)]
+        [shard] = row_files.shards_of(row_files.files_of(file))
+        read = [*row_files.rows_of(shard)]
         assert [row.values for row in read] == [rows[0], rows[1], {}, rows[3]]
         assert read[2].wrong == "it is a number, not an object"
-    assert [reading.place_of(file, row.at) for row in read] == [f"{file}:{n}" for n in (3, 6, 9, 10)]
+    assert [row_files.place_of(file, row.at) for row in read] == [f"{file}:{n}" for n in (3, 6, 9, 10)]
     for text, wanted in (
         ('[{"text": "a"}', "Expecting ',' or ']'"), ('[{"text": "a"},]', "no JSON list"),
         ('[{} {}]', "line 1 column 5"),
@@ -236,14 +236,17 @@ def test_a_list_of_rows_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(mw.DataError, match=f"a.json.*{wanted}"):
-            [*reading.rows_of(reading.shards_of([file])[0])]
-    monkeypatch.setattr(reading, "_ARRAY_BYTES", 3)
+            [*row_files.rows_of(row_files.shards_of([file])[0])]
+    monkeypatch.setattr(row_files, "_ARRAY_BYTES", 3)
     with pytest.raises(mw.DataError, match=r"at most .* jq -c '\.\[\]'"):
-        [*reading.rows_of(reading.shards_of([file])[0])]
+        [*row_files.rows_of(row_files.shards_of([file])[0])]
     chats(file, {"text": "a"}, {"text": "b"})  # lines under another name
-    assert [row.values["text"] for shard in reading.shards_of([file]) for row in reading.rows_of(shard)] == ["a", "b"]
+    assert [row.values["text"] for shard in row_files.shards_of([file]) for row in row_files.rows_of(shard)] == [
+        "a",
+        "b",
+    ]
     with pytest.raises(mw.DataError, match=r"name its .json yourself"):
-        reading.files_of(tmp_path)
+        row_files.files_of(tmp_path)
 
 
 @pytest.mark.parametrize("harm", ["empty", "junk", "cut", "inside"])
@@ -254,7 +257,7 @@ def test_a_broken_table_is_named(tmp_path: Path, harm: str) -> None:
     inside = whole[:40] + bytes(200) + whole[240:]
     file.write_bytes({"empty": b"", "junk": b"x" * 500, "cut": whole[:-100], "inside": inside}[harm])
     with pytest.raises(mw.DataError, match=r"a.parquet is no whole Parquet file"):
-        [row for shard in reading.shards_of([file]) for row in reading.rows_of(shard)]
+        [row for shard in row_files.shards_of([file]) for row in row_files.rows_of(shard)]
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -262,7 +265,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 
 @pytest.mark.parametrize("on_bad", ["stop", "skip"])
 def test_a_template_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_bad: str) -> None:
-    monkeypatch.setattr(render, "_POLLS", 4)
+    monkeypatch.setattr(template_sandbox, "_POLLS", 4)
     make = Chat(tokenizer(), ChatOptions(template=ENDLESS)).documents
     file = chats(tmp_path / "a.jsonl", {"messages": [ASKS, SAYS]})
     before = threading.active_count()
@@ -276,7 +279,7 @@ def test_a_template_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_template_that_explodes_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([0, 1 << 20, 2 << 30])
-    monkeypatch.setattr(render, "_peak_bytes", lambda: next(sizes))
+    monkeypatch.setattr(template_sandbox, "_peak_bytes", lambda: next(sizes))
     with pytest.raises(mw.DataError, match="more than 1 GiB of memory"):
         said({"messages": [ASKS, SAYS]}, template=ENDLESS)
     monkeypatch.undo()
@@ -376,14 +379,14 @@ def test_pictures_that_no_processor_needs(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.new("RGB", (9, 8)).save(tmp_path / "a.png")
-    assert video.size_of(tmp_path / "a.png") == (8, 9)
+    assert vision_files.size_of(tmp_path / "a.png") == (8, 9)
     with pytest.raises(mw.DataError, match=r"a.png has 9000 x 9000 pixels, and at most 67,108,864"):
-        video.size_of(png(tmp_path / "a.png", 9000, 9000))
+        vision_files.size_of(png(tmp_path / "a.png", 9000, 9000))
     (tmp_path / "b.png").write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
     )
     with pytest.raises(mw.DataError, match=r"b.png cannot be read as a picture: it is none of PNG, JPEG"):
-        video.size_of(tmp_path / "b.png")
+        vision_files.size_of(tmp_path / "b.png")
 
 
 def test_dropped_documents_are_not_counted(tmp_path: Path) -> None:
@@ -397,9 +400,9 @@ def test_dropped_documents_are_not_counted(tmp_path: Path) -> None:
     assert found.statistics.targets == 7 + 112 - 4
     config = SimpleNamespace(train=SimpleNamespace(streams_per_step=1), mesh=SimpleNamespace(num_data_ranks=1))
     data = SimpleNamespace(documents=[found], plan=Plan([source], length=10, epochs=1), num_steps=1)
-    text = show.dry_run(config, data, {})  # type: ignore[arg-type]
+    text = dry_run.dry_run(config, data, {})  # type: ignore[arg-type]
     assert "2 documents longer than 10 tokens left out" in text
     assert text.splitlines()[1].split()[1:6] == ["4", "2", "7", "5", "4"]
     assert "leaves much room" in text
     full = SimpleNamespace(**{**vars(data), "plan": Plan([source], length=7, epochs=1)})
-    assert "leaves much room" not in show.dry_run(config, full, {})  # type: ignore[arg-type]
+    assert "leaves much room" not in dry_run.dry_run(config, full, {})  # type: ignore[arg-type]

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright import cli
+from meshwright.cli.main import main
 from meshwright.data import tokenizer_of
-from meshwright.engine.sample import _choose, _dice
-from meshwright.train import launch, toml
+from meshwright.engine.inference import _choose, _dice
+from meshwright.train import config_file, launch
 from meshwright.train.run import run
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, on_mesh, source
@@ -94,7 +94,7 @@ def with_and_without(path: Path) -> None:
     """The same run twice in one world."""
     sampled = ['sample.prompts=["3?","7?"]', "sample.every=2", "sample.tokens=6", "sample.top_p=0.9"]
     for name, sets in {"plain": [], "sampled": sampled}.items():
-        run(toml.read(path, [*sets, f"out={path.parent / name / 'out'}"]))
+        run(config_file.read(path, [*sets, f"out={path.parent / name / 'out'}"]))
 
 
 def test_training_does_not_see_it(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_samples_of_a_run_are_those_of_its_export(tmp_path: Path) -> None:
 def printed(arguments: list[str]) -> str:
     """By the command."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert cli.main(["sample", *arguments]) == 0
+        assert main.main(["sample", *arguments]) == 0
     return out.getvalue()
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_sampled_from_is_refused_before_the_run(tmp_path: Path, s
     config = (model / "config.json").read_text()
     (model / "config.json").write_text(config.replace('"model_type"', '"max_position_embeddings": 128, "model_type"'))
     with pytest.raises(mw.MeshwrightError, match=wanted):
-        launch.prepared(toml.read(path, [each.format(at=tmp_path) for each in sets]))
+        launch.prepared(config_file.read(path, [each.format(at=tmp_path) for each in sets]))
 
 
 def said_of(at: Path, **given: Any) -> list[str]:

@@ -22,9 +22,9 @@ import meshwright as mw
 from meshwright import parallel
 from meshwright.axes import Axes
 from meshwright.errors import ConfigError, MeshError
-from meshwright.layout.schedule import FORWARD, Action
 from meshwright.mesh import Memory
 from meshwright.parallel import recompute
+from meshwright.sharding.schedules import FORWARD, Action
 from meshwright.verify import Recorder, Trial
 from tests import parts, tiny, trials, worlds
 from tests.words import words
@@ -269,7 +269,7 @@ def test_moments_in_bfloat16(source: Callable[..., Path]) -> None:
 
 
 def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
-    from meshwright.optim import AdamW, Settings
+    from meshwright.optim.adamw.adamw import AdamW, Settings
 
     g = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(7, 5, generator=g) for name in ("a", "b")}
@@ -294,15 +294,15 @@ def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
 
 def test_parts_of_an_update_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of 16 elements: several to a parameter, several parameters to a part."""
-    from meshwright import optim
+    from meshwright.optim.adamw import adamw
 
     def trained(part: int) -> dict[str, Tensor]:
-        monkeypatch.setattr(optim, "_PART", part)
+        monkeypatch.setattr(adamw, "_PART", part)
         g = torch.Generator().manual_seed(0)
         weights = {
             name: torch.randn(size, generator=g) for name, size in dict(a=(7, 5), b=(3,), c=(16,), d=(1,)).items()
         }
-        adam = optim.AdamW({"a", "c"}, optim.Settings(state=torch.bfloat16))
+        adam = adamw.AdamW({"a", "c"}, adamw.Settings(state=torch.bfloat16))
         for _ in range(3):
             adam.step(weights, {name: torch.randn(w.shape, generator=g) for name, w in weights.items()}, 0.1)
         return weights
@@ -442,7 +442,7 @@ def _refused(directory: Path, savings: dict[str, Any]) -> str:
     ],
 )
 def test_refused_by_the_optimizer(more: dict[str, Any], pattern: str) -> None:
-    from meshwright.optim import Settings
+    from meshwright.optim.adamw.adamw import Settings
 
     with pytest.raises(ConfigError, match=pattern):
         Settings(state=more["state_dtype"], betas=more.get("betas", (0.9, 0.95)))
@@ -474,8 +474,8 @@ def test_what_cannot_fit_is_refused(source: Callable[..., Path]) -> None:
 
 def test_a_published_model_is_refused_where_it_cannot_fit() -> None:
     from meshwright.blueprint import draw
-    from meshwright.engine.fit import Need, refuse_too_large, widths_of
-    from meshwright.layout import Held
+    from meshwright.memory.budget import Need, refuse_too_large, widths_of
+    from meshwright.sharding import Held
     from tests.test_verify import QWEN3_30B_A3B
 
     blueprint = draw(QWEN3_30B_A3B)

@@ -12,9 +12,9 @@ from itertools import combinations, pairwise
 import pytest
 
 from meshwright.errors import ConfigError, LayoutError, MeshError
-from meshwright.layout import ORDERS, Action, Line, Transfer, balanced, even, forwards, program
-from meshwright.layout.schedule import v_schedule
-from meshwright.layout.timetable import Gathers, draw, gathers, most_kept, times
+from meshwright.sharding import ORDERS, Action, Line, Transfer, balanced, even, forwards, program
+from meshwright.sharding.schedules import v_schedule
+from meshwright.sharding.timetable import Gathers, draw, gathers, most_kept, times
 
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 KINDS = {"1f1b": "FB", "zero-bubble": "FIW", "v": "FIW", "forwards": "F"}

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright import cli
-from meshwright.train import launch, loop, toml
+from meshwright.cli.main import main
+from meshwright.train import config_file, launch, loop
 from meshwright.train.run import run
 from tests import worlds
 from tests.parts import ALL
@@ -61,7 +61,7 @@ def seen(path: Path, *sets: str, stop_at: int | None = None) -> list[str]:
 
     loop.Loop._tell_step = tell  # type: ignore[method-assign]
     try:
-        run(toml.read(path, sets))
+        run(config_file.read(path, sets))
     finally:
         loop.Loop._tell_step = real  # type: ignore[method-assign]
     return told
@@ -137,7 +137,7 @@ def with_nan(path: Path, steps: Sequence[int], *sets: str) -> str:
     step.calls = 0  # type: ignore[attr-defined]
     mw.Engine.step = step  # type: ignore[method-assign]
     try:
-        return run(toml.read(path, sets))
+        return run(config_file.read(path, sets))
     except mw.NonFiniteError as error:
         return str(error)
 
@@ -165,7 +165,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         out.write(json.dumps({"prompt": "9?", "completion": "x" * 1000}) + "\n")
     path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"dtype": "float32"})
     path.write_text(path.read_text().replace("[[data]]\n", '[[data]]\ntoo_long = "drop"\n'))
-    assert cli.main(["train", str(path), "--dry-run"]) == 0
+    assert main.main(["train", str(path), "--dry-run"]) == 0
     planned, dropped = capsys.readouterr().out, "longer than 128 tokens left out"
     assert "2 micro-batches on each of 2 data ranks" in planned
     assert f"1 document {dropped}" in planned
@@ -175,15 +175,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert started.said.count(f"1 document of chats.jsonl {dropped}") == 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export", dtype=torch.float32)
     assert sum(p.numel() for p in loaded.parameters()) > 10_000
-    assert toml.read(tmp_path / "out" / "config.toml") == toml.read(path)
+    assert config_file.read(tmp_path / "out" / "config.toml") == config_file.read(path)
     with pytest.raises(mw.ConfigError, match="--nproc 3, and the mesh of the run has 2"):
-        launch.refuse_other_world(toml.read(path), 3)
+        launch.refuse_other_world(config_file.read(path), 3)
 
 
 def test_what_is_learnt_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
-    assert cli.main(["data", str(file_of(tmp_path, model)), "--show", "2"]) == 0
+    assert main.main(["data", str(file_of(tmp_path, model)), "--show", "2"]) == 0
     said = capsys.readouterr().out
     assert "150 " in said
     assert f"{tmp_path / 'chats.jsonl'}:1: " in said

@@ -18,13 +18,12 @@ from pydantic.fields import FieldInfo
 import meshwright as mw
 from meshwright.checkpoint import final_place
 from meshwright.checkpoint.manifest import Manifest, write_manifest
-from meshwright.train.about import differences, documentation, schema
-from meshwright.train.config import Config, OptimSection, TrainSection
-from meshwright.train.contradictions import num_tokens
-from meshwright.train.fields import declared, named, section_of
+from meshwright.train.config import Config, OptimSection, TrainSection, declared, named, section_of
+from meshwright.train.config_checks import num_tokens
+from meshwright.train.config_docs import differences, documentation, schema
+from meshwright.train.config_file import as_toml, config_of, read
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
-from meshwright.train.schedule import jump_of, refusal, schedule
-from meshwright.train.toml import as_toml, config_of, read
+from meshwright.train.lr_schedule import jump_of, refusal, schedule
 from tests.schemas import wrong_by_schema
 
 ROOT = Path(__file__).parents[1]
@@ -304,7 +303,7 @@ def test_the_schema_refuses_mistakes() -> None:
 def test_every_field_is_told() -> None:
     assert all(field.description for _, field in places(Config))
     assert schema()["$defs"]["MeshSection"]["properties"]["tp"]["description"]
-    made = "is not what the declarations say; write it anew from meshwright.train.about"
+    made = "is not what the declarations say; write it anew from meshwright.train.config_docs"
     page = (ROOT / "docs" / "train-config.md").read_text()
     assert documentation() == page, f"docs/train-config.md {made}"
     assert all(f"`{place.split('.')[-1]}`" in page for place, _ in places(Config))

@@ -20,12 +20,11 @@ from rich.console import Console, RenderableType
 
 import meshwright as mw
 from meshwright.log import logger
-from meshwright.train import failure, launch, lock, loop, processes, toml
+from meshwright.train import config_file, failure, launch, lock, loop, processes
+from meshwright.train.display import Display, Frame, Seen, Tail, parsed, sparkline
 from meshwright.train.failure import Failure
-from meshwright.train.live import Display, Tail, parsed
 from meshwright.train.metrics import JsonLines, Lines
 from meshwright.train.processes import Ended
-from meshwright.train.terminal import Frame, Seen, sparkline
 from tests.pictures import BEGAN, seen, step_line
 from tests.started import Started, forked_ranks, gone, listening
 from tests.test_train import chats, file_of, source
@@ -194,7 +193,7 @@ def test_a_rank_that_blames_another_does_not_write_over_its_words(tmp_path: Path
 def config_of(tmp_path: Path, *sets: str) -> Any:
     text = 'model = "a"\nout = "%s"\n[[data]]\npath = "x"\n' % (tmp_path / "out")
     (tmp_path / "run.toml").write_text(text)
-    return toml.read(tmp_path / "run.toml", sets)
+    return config_file.read(tmp_path / "run.toml", sets)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +269,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats(at / "chats.jsonl")
     model = source(at / "m", "qwen3_tied")
     path = file_of(at, model, train={"steps": 2_000, "dtype": "float32"}, save={"export": False, "every": 1_000})
-    launch.prepared(toml.read(path))  # once for all tests
+    launch.prepared(config_file.read(path))  # once for all tests
     return at
 
 
@@ -375,7 +374,7 @@ def test_ctrl_c_and_a_killed_launcher(at: Path, out: Path) -> None:
     assert re.search(
         r"ended at step \d+ of 2,000 by signal 2; loss \d\.\d+\nwritten to .*\n  checkpoints/step-", run.said
     )
-    nothing = toml.read(at / "run.toml", [f"out={out}/nothing"])
+    nothing = config_file.read(at / "run.toml", [f"out={out}/nothing"])
     assert launch.what_next(nothing) == "nothing was saved yet: the same command begins anew"
     assert "step   13/" not in run.said
     before = steps(out)

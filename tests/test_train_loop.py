@@ -16,18 +16,17 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
-from meshwright import cli
 from meshwright.checkpoint import opened_at
+from meshwright.cli.main import main
 from meshwright.data import tokenizer_of
-from meshwright.layout import Param
-from meshwright.train import loop, toml
+from meshwright.sharding import Param
+from meshwright.train import config_file, loop
 from meshwright.train.config import SampleSection
-from meshwright.train.flops import Flops, flops_of, peak_of
-from meshwright.train.gauges import squares_of
 from meshwright.train.loop import Habits, Loop
-from meshwright.train.position import Position
+from meshwright.train.resume_point import Position
 from meshwright.train.run import Trainer, run
 from meshwright.train.samples import sample_at
+from meshwright.train.step_metrics import Flops, flops_of, peak_of, squares_of
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, source
 
@@ -46,7 +45,7 @@ def three_sources(at: Path) -> Path:
 
 def by_source(path: Path, *sets: str) -> None:
     """The loss of the first step, by source, reckoned from log-probabilities before it."""
-    trainer = Trainer(toml.read(path, sets))
+    trainer = Trainer(config_file.read(path, sets))
     batches = trainer.feed.step(0).batches
     rows = []
     for batch in batches:
@@ -135,7 +134,7 @@ def rising(at: Path, **train: Any) -> Path:
 
 def stopped_once(path: Path, at_step: int, *sets: str) -> str:
     """Asked to end after a step."""
-    trainer = Trainer(toml.read(path, sets))
+    trainer = Trainer(config_file.read(path, sets))
     for _ in trainer.steps():
         if trainer.engine.steps == at_step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -146,7 +145,7 @@ def look_at_the_best(out: Path, best: int, last: int) -> None:
     """Commands take a run, a folder of checkpoints, or one of them alike."""
     for where, step in ((out, last), (out / "best", best), (out / "best" / f"step-{best:06d}", best)):
         assert opened_at(where).manifest.step == step
-        assert cli.main(["convert", str(where), str(out.parent / f"{where.name}-hf"), "--to", "hf"]) == 0
+        assert main.main(["convert", str(where), str(out.parent / f"{where.name}-hf"), "--to", "hf"]) == 0
         made = out.parent / f"{where.name}-hf"
         checkpoint = load_file(opened_at(where).directory / "model.safetensors")
         assert {key: t.tolist() for key, t in load_file(made / "model.safetensors").items()} == {
@@ -163,7 +162,7 @@ def look_at_the_best(out: Path, best: int, last: int) -> None:
 
 def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
     path = rising(tmp_path)
-    worlds.run(1, functools.partial(run, toml.read(path)))
+    worlds.run(1, functools.partial(run, config_file.read(path)))
     found = {line["step"]: line for line in lines(tmp_path, "eval")}
     means = {n: (line["eval/one/loss"] + line["eval/two/loss"]) / 2 for n, line in found.items()}
     best = min(means, key=means.__getitem__)
@@ -173,12 +172,12 @@ def test_the_best_checkpoint_and_the_end_of_patience(tmp_path: Path) -> None:
     assert lines(tmp_path, "save")[-1]["step"] == best + 4
     assert (tmp_path / "out" / "export" / "config.json").is_file()
     look_at_the_best(tmp_path / "out", best, best + 4)
-    worlds.run(1, functools.partial(run, toml.read(path)))  # there is nothing left to do
+    worlds.run(1, functools.partial(run, config_file.read(path)))  # there is nothing left to do
     assert max(line["step"] for line in lines(tmp_path)) == best + 4
     out = f"out={tmp_path / 'parts'}"
     [why] = worlds.run(1, functools.partial(stopped_once, path, best + 3, out))  # one evaluation of patience is used up
     assert why == "signal 15"
-    worlds.run(2, functools.partial(run, toml.read(path, [out, "mesh.fsdp=2"])))
+    worlds.run(2, functools.partial(run, config_file.read(path, [out, "mesh.fsdp=2"])))
     (tmp_path / "out").rename(tmp_path / "whole")
     (tmp_path / "parts").rename(tmp_path / "out")
     assert {line["step"]: line["eval/two/loss"] for line in lines(tmp_path, "eval")} == pytest.approx(
@@ -201,7 +200,7 @@ def test_a_lower_loss_renews_the_patience() -> None:
 def test_what_a_run_leaves(tmp_path: Path) -> None:
     model = source(tmp_path / "m", "qwen3_5_moe")
     chats(tmp_path / "chats.jsonl")
-    worlds.run(2, functools.partial(run, toml.read(file_of(tmp_path, model, mesh=dict(fsdp=2, ep=2)))))
+    worlds.run(2, functools.partial(run, config_file.read(file_of(tmp_path, model, mesh=dict(fsdp=2, ep=2)))))
     layout = json.loads((tmp_path / "out" / "layout.json").read_text())
     assert layout["world"] == 2
     assert layout["parameters"] == layout["trained"]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.data import Chat, Marks, Processor, Wishes
-from meshwright.data.views import Grid
-from meshwright.train import sources, toml
+from meshwright.data.vision_files import Grid
+from meshwright.train import config_file, data_sources
 from meshwright.train.config import DataSection
 from meshwright.train.launch import prepared
 from tests import parts, runs, seeing, shown, worlds
@@ -120,12 +120,12 @@ def file_of(at: Path, model: Path, **train: Any) -> Path:
 
 def test_without_the_tower_it_is_said(model: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(mw.DataError, match=r"set train\.tower = true"):
-        prepared(toml.read(file_of(tmp_path, model("qwen3_vl"), tower=False)))
+        prepared(config_file.read(file_of(tmp_path, model("qwen3_vl"), tower=False)))
 
 
 def test_a_chat_that_is_too_long(model: Callable[[str], Path], tmp_path: Path) -> None:
     """It is not cut, which might go through a picture."""
-    config = toml.read(file_of(tmp_path, model("qwen3_vl"), length=32, tokens_per_step=128))
+    config = config_file.read(file_of(tmp_path, model("qwen3_vl"), length=32, tokens_per_step=128))
     with pytest.raises(mw.DataError, match=r"have more than 32 tokens.*may go through a picture"):
         prepared(config.model_copy(update={"data": [config.data[0].model_copy(update={"too_long": "cut"})]}))
 
@@ -205,12 +205,12 @@ def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     place, vocab = config["image_token_id"], config["text_config"]["vocab_size"]
     section = DataSection(path="a.jsonl", kind="tokens")
-    make, told, _ = sources._maker(section, sources.Reader(model, tmp_path, tower=True))
+    make, told, _ = data_sources._maker(section, data_sources.Reader(model, tmp_path, tower=True))
     assert str(place) in told
     assert len(make({"ids": [5, 6, 7]})) == 1
     with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for a picture"):
         make({"ids": [5, place, 7]})
     with pytest.raises(mw.DataError, match=f"from 0 to {vocab - 1}"):
         make({"ids": [5, vocab]})
-    blind, *_ = sources._maker(section, sources.Reader(model, tmp_path))
+    blind, *_ = data_sources._maker(section, data_sources.Reader(model, tmp_path))
     assert len(blind({"ids": [5, place, 7]})) == 1

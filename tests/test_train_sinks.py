@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.train.sinks import Guarded, check_sinks, sinks_of
+from meshwright.train.metrics import Guarded, check_sinks, sinks_of
 
 STEP = {"train/loss": 2.0, "train/grad_norm": float("nan"), "experts/max_over_mean": [1.0, 3.0], "path": "x"}
 SAMPLE = {"number": 0, "prompt": "Hi", "text": "there"}

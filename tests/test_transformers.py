@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.layout import segments
 from meshwright.models import qwen3_5
+from meshwright.sharding import segments
 from tests import parts, tiny, worlds
 
 DOCUMENTS = [[5, 6, 7, 1, 2], [9], [3] * 7 + [100, 130], list(range(40, 110)), [8, 8]]

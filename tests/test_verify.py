@@ -20,27 +20,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright import cli
 from meshwright.axes import Axes
+from meshwright.cli.main import main
 from meshwright.errors import ConfigError, RankError
-from meshwright.layout import Pipeline
 from meshwright.parallel import Savings
 from meshwright.plan import TINY
+from meshwright.sharding import Pipeline
 from meshwright.verify import (
     FULL,
     ORACLES,
     Finding,
     Options,
     RunResult,
-    against,
     examine,
-    inspection,
-    plain,
+    fp8_cost,
+    independent_checks,
     plan,
-    price,
     report,
     run_ranks,
+    session,
     shrink,
+    transformers_oracles,
 )
 from meshwright.verify.report import ROWS
 from tests import parts, tiny
@@ -86,7 +86,7 @@ def _quiet(_: str) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["verify", *arguments])
+    code = main.main(["verify", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -304,14 +304,14 @@ def test_a_run_says_which_savings_it_took() -> None:
     shrunk, given = plan("tiny-qwen3", Axes(fsdp=2)), Options(savings=Savings(recompute="full"))
     in_8_bits = plan(IN_BLOCKS, Axes(fsdp=2), replace(given, state_dtype=torch.uint8))
 
-    def said_of(tried: inspection.Plan, dtype: str) -> str:
-        return inspection.given_to(inspection.trial_of(tried, dtype, Path()))
+    def said_of(tried: session.Plan, dtype: str) -> str:
+        return session.given_to(session.trial_of(tried, dtype, Path()))
 
     assert said_of(shrunk, "float32") == "recompute='selective', sum_once=True"
     assert said_of(shrunk, "float64") == ""
     assert said_of(plan("tiny-qwen3", Axes(fsdp=2), given), "float32") == "recompute='full'"
     assert said_of(in_8_bits, "float64") == "recompute='full', state_dtype=torch.uint8"
-    assert "O1" not in inspection.asked_of(inspection.trial_of(in_8_bits, "float64", Path()))
+    assert "O1" not in session.asked_of(session.trial_of(in_8_bits, "float64", Path()))
     *_, savings, options = report.untried(shrunk, [])
     assert savings.startswith("reshard, offload, compiled, gather_once, narrow_grads of mw.Savings"), savings
     assert options.startswith("state_dtype")
@@ -321,7 +321,7 @@ def test_a_run_says_which_savings_it_took() -> None:
 
 def test_the_help_names_every_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["verify", "--help"])
+        main.main(["verify", "--help"])
     shown = " ".join(capsys.readouterr().out.split("--mesh AXIS")[1].split()).replace("- ", "-")
     assert set(re.findall(r"tiny-[a-z0-9.-]*[a-z0-9]", shown)) == set(TINY)
 
@@ -460,7 +460,8 @@ def test_no_thread_outlives_a_run() -> None:
 
 BREAKS = {
     "a sum is removed": (
-        "parallel/sums.py", '        mesh.sum_(flat, Sum("the last sums of gradients", axes, flat.nbytes))\n', "",
+        "parallel/gradient_sums.py",
+        '        mesh.sum_(flat, Sum("the last sums of gradients", axes, flat.nbytes))\n', "",
         ["tiny-qwen3", "--mesh", "tp=2"], [r"G1 model\.norm\.weight\b.*\bsum over tp\b"],
     ),
     "a sum becomes an average": (
@@ -468,7 +469,7 @@ BREAKS = {
         ["tiny-qwen3", "--mesh", "fsdp=2"], [r"\bG1\b.*\bratio 0\.5\b.*\b1/2 of it = 1/fsdp\b"],
     ),
     "the wrong half is loaded": (
-        "layout/rules.py", "_index(placement.shard, axes, coords))\n    return Piece", "0)\n    return Piece",
+        "sharding/rules.py", "_index(placement.shard, axes, coords))\n    return Piece", "0)\n    return Piece",
         ["tiny-qwen3", "--mesh", "fsdp=2"],
         [r"\bRUN\b", r"\brank 1\b.*\(65, 37\).*\(66, 37\)"],
     ),
@@ -495,6 +496,9 @@ def test_a_broken_copy_of_the_package_is_found_out(
 
 def test_every_oracle_that_is_listed_is_asked() -> None:
     """One that were in the list alone would always pass."""
-    asked = "".join(inspect.getsource(module) for module in (inspect.getmodule(examine), plain, against, price))
+    asked = "".join(
+        inspect.getsource(module)
+        for module in (inspect.getmodule(examine), independent_checks, transformers_oracles, fp8_cost)
+    )
     asked = re.sub(r"(?m)def \w+|\"\w+\": \w+|^    \w+,$|import .*", "", asked)  # neither defined nor listed
     assert [name for name, oracle in ORACLES.items() if oracle.__name__ not in asked] == []

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright import cli, parallel
+from meshwright import parallel
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.engine.bill import engine_bill, step_bill
-from meshwright.layout import Work
+from meshwright.cli.main import main
+from meshwright.engine.step_bill import engine_bill, step_bill
 from meshwright.plan import Figures, plan_page, work_of, write_page
 from meshwright.plan.html import Cell, flowing, page, table, tag
 from meshwright.plan.tables import ranges
 from meshwright.plan.wording import size
+from meshwright.sharding import Work
 from meshwright.verify import Finding, Plan, RunResult, plan
-from meshwright.verify.findings import Margin
-from meshwright.verify.page import verify_page
-from meshwright.verify.report import print_table
+from meshwright.verify.report import print_table, verify_page
+from meshwright.verify.results import Margin
 from tests import tiny, worlds
 from tests.pages import Read
 from tests.test_verify import QWEN2, QWEN3_5, QWEN3_30B_A3B, directory
@@ -311,7 +311,7 @@ def test_the_command_writes_it_whole(
     target.write_text("of yesterday")
     monkeypatch.setattr(parallel, "finish", lambda grads, mesh: None)
     said = ["verify", "tiny-qwen3", "--mesh", "tp=2", "--dtypes", "float64", "--against", "none", "--html", str(target)]
-    assert cli.main(said) == 1
+    assert main.main(said) == 1
     found = Read(target.read_text())
     assert "a sum over tp" in found.text
     assert next(row for row in found.table("oracle") if row["oracle"] == "G1")["holds if"].startswith("Every gradient")
@@ -335,5 +335,5 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(
     at: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main([command, "tiny-qwen3", "--mesh", "tp=2", "--html", at]) == 2
+    assert main.main([command, "tiny-qwen3", "--mesh", "tp=2", "--html", at]) == 2
     assert f"--html {at}" in capsys.readouterr().err

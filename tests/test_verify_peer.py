@@ -14,13 +14,13 @@ from meshwright import ops
 from meshwright.axes import Axes
 from meshwright.engine.router import Router
 from meshwright.ops import norms
-from meshwright.verify import RunResult, against, inspection, plan, report
+from meshwright.verify import RunResult, plan, report, session, transformers_oracles
 from tests import parts, tiny
 from tests.words import words
 
 
 def beside_transformers(at: Path, model: str = "tiny-qwen3") -> RunResult:
-    return inspection._against(plan(model, Axes(fsdp=2), say=lambda _: None), at, lambda _: None)
+    return session._against(plan(model, Axes(fsdp=2), say=lambda _: None), at, lambda _: None)
 
 
 def rotated_the_other_way(patch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_what_could_not_be_asked_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead: Callable[..., object], told: str
 ) -> None:
     """Not a pass: terminal, page and JSON say what was not tried from `untried`."""
-    monkeypatch.setattr(against, name, instead)
+    monkeypatch.setattr(transformers_oracles, name, instead)
     part = beside_transformers(tmp_path)
     assert (list(part.findings), list(part.oracles)) == ([], [])
     tried = plan("tiny-qwen3", Axes(fsdp=2), say=lambda _: None)

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from meshwright import ops
 from meshwright.axes import Axes
 from meshwright.data import batch
-from meshwright.models.tower import Merger, Tower
-from meshwright.verify import Data, RunResult, inspection, plan
-from meshwright.verify.data import LONG, LONG_STEP, Vision
-from meshwright.verify.inspection import Options
+from meshwright.models.vision_tower import Merger, Tower
+from meshwright.verify import Data, RunResult, plan, session
+from meshwright.verify.session import Options
+from meshwright.verify.small_data import LONG, LONG_STEP, Vision
 from tests import parts, seeing
 
 FIRST = "two micro-batches"
@@ -30,14 +30,14 @@ LAYOUTS = {"qwen3_vl_moe": 1, "qwen3_5_moe": 1}  # other spellings of the files
 
 def beside_transformers(at: Path, family: str, *, whole: bool = False) -> RunResult:
     """In its first step alone, or in all."""
-    recipe, real = at / "recipe", inspection.steps_of
+    recipe, real = at / "recipe", session.steps_of
     recipe.mkdir()
     (recipe / "config.json").write_text(json.dumps(seeing.of(family)))
     tried = plan(str(recipe), Axes(fsdp=2), Options(tower=True), say=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:
         if not whole:
-            patch.setattr(inspection, "steps_of", lambda *given: {FIRST: real(*given)[FIRST]})
-        return inspection._against(tried, at, lambda _: None)
+            patch.setattr(session, "steps_of", lambda *given: {FIRST: real(*given)[FIRST]})
+        return session._against(tried, at, lambda _: None)
 
 
 def check_clean(part: RunResult, family: str) -> dict[str, int]:

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.optim.adamw.adamw import AdamW
 from torch import Tensor
 
 import meshwright as mw
 from meshwright import weights
 from meshwright.engine import engine as engine_module
-from meshwright.engine import forward, terms
+from meshwright.engine import inference, loss_terms
 from meshwright.ops import Documents, delta, documents
-from meshwright.optim import AdamW
 from meshwright.verify import Data, Finding
-from meshwright.verify.data import FEW
 from meshwright.verify.diagnose import forward as diagnosed
+from meshwright.verify.small_data import FEW
 from tests import parts, tiny, trials, worlds
 
 Patch = pytest.MonkeyPatch
@@ -97,13 +97,13 @@ def evaluated_twice(patch: Patch) -> None:
 
 def logits_of_other_words(patch: Patch) -> None:
     def rolled(model: mw.Model, batch: mw.Batch) -> Tensor:
-        return forward.logits(model, batch).roll(1, 1)
+        return inference.logits(model, batch).roll(1, 1)
 
     patch.setattr(diagnosed, "logits", rolled)
 
 
 def weights_only_counted(patch: Patch) -> None:
-    patch.setattr(terms, "WEIGHT", "another field")
+    patch.setattr(loss_terms, "WEIGHT", "another field")
 
 
 def state_lost(after: int) -> Callable[[Patch], None]:

@@ -13,7 +13,7 @@ import torch
 
 import meshwright as mw
 from meshwright.verify import Data, Trial
-from meshwright.verify.data import Vision
+from meshwright.verify.small_data import Vision
 from tests import parts, seeing, trials, worlds
 from tests.trials import named, world_of
 

@@ -24,7 +24,7 @@ from meshwright.errors import RankError
 from meshwright.models import describe, prefix_of
 from meshwright.verify import Recorder
 from meshwright.weights import directory, open_source, raw_tensor
-from meshwright.weights.writing import Files
+from meshwright.weights.writer import Files
 from tests import parts, tiny, trials, worlds
 from tests.words import words
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import transformers
 
-from meshwright.verify.data import LENGTH  # noqa: F401 - of its batches
-from meshwright.verify.data import ragged as batches  # noqa: F401 - what all tests train on
+from meshwright.verify.small_data import LENGTH  # noqa: F401 - of its batches
+from meshwright.verify.small_data import ragged as batches  # noqa: F401 - what all tests train on
 from tests import parts
 
 ODD: dict[str, dict[str, Any]] = {

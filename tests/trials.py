@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.axes import Axes
-from meshwright.layout import Door, find
+from meshwright.sharding import Door, find
 from meshwright.verify import Data, Finding, Reference, Trial, examine, refer
 from tests import parts, tiny, worlds
 

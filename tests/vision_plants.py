@@ -24,15 +24,15 @@ from meshwright.data import Batch
 from meshwright.data import batch as data_batch
 from meshwright.data import images as data_images
 from meshwright.engine import engine as engine_module
-from meshwright.layout import frames as layout_frames
 from meshwright.mesh.collectives import Exchange
 from meshwright.models import Tower, decoder
-from meshwright.models import tower as models_tower
-from meshwright.parallel import passes
-from meshwright.parallel import tower as parallel_tower
+from meshwright.models import vision_tower as models_tower
+from meshwright.parallel import run_step
+from meshwright.parallel import vision_encoder as parallel_tower
+from meshwright.sharding import vision_balance as layout_frames
 
 Patch = pytest.MonkeyPatch
-ops_frames = importlib.import_module("meshwright.ops.frames")  # its name in the package is that of a function
+ops_frames = importlib.import_module("meshwright.ops.vision_frames")  # its name in the package is that of a function
 
 
 # Patches, and where they are.
@@ -294,7 +294,7 @@ def a_slice_for_a_sum(patch: Patch) -> None:
 
 def replicas_summed_at_the_last(patch: Patch) -> None:
     """FSDP is told to sum over replicas in the last micro-batch, though the tower ran before it alone."""
-    patch.setattr(passes, "sum_replicas", lambda tower, *, now: None)
+    patch.setattr(run_step, "sum_replicas", lambda tower, *, now: None)
 
 
 def frames_shared_otherwise(patch: Patch) -> None:
@@ -310,13 +310,13 @@ def frames_shared_otherwise(patch: Patch) -> None:
 
 
 def rows_at_other_places(patch: Patch) -> None:
-    real = passes.sight_of
+    real = run_step.sight_of
 
     def sight_of(*given: Any) -> Any:
         sight = real(*given)
         return sight and replace(sight, at_N=sight.at_N.roll(1))
 
-    patch.setattr(passes, "sight_of", sight_of)
+    patch.setattr(run_step, "sight_of", sight_of)
 
 
 def each_by_its_own_batch(patch: Patch) -> None:

@@ -2,15 +2,106 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..axes import Axes
-from ..layout import ShardingSpec, written
-from ..weights import Export, Key, KeyMap, Values
-from .planes import WEIGHTS, Plane, with_zeros
+from ..ops.int8_state import SCALES
+from ..sharding import ShardingSpec, Table, written
+from ..weights import DTYPES, NAMES, Export, Key, KeyMap, Values, chosen, widest
+
+WEIGHTS, MASTER, FIRST, SECOND = "weights", "master", "exp_avg", "exp_avg_sq"
+Dtypes = Mapping[str, torch.dtype]  # by parameter, of the whole model
+
+
+@dataclass(frozen=True)
+class Plane:
+    name: str
+    keymap: KeyMap
+
+    @property
+    def folder(self) -> str:
+        return "" if self.name == WEIGHTS else self.name
+
+
+def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[Plane]:
+    """`stored`: in which dtype each parameter is kept; `moments`: those of the optimizer, of what is trained. Where
+    these are codes, `moments` and `table` have the scales too."""
+    keys = {name: _keys(table, keymap, name) for name in table.params}
+    rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
+    planes, others = [Plane(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
+    made: dict[object, KeyMap] = {}  # 37,000 keys: planes that are alike share them, and their headers
+    for name, dtypes in others.items():
+        if dtypes:
+            alike = frozenset(dtypes.items())
+            if alike not in made:
+                made[alike] = _and_scales(_spelled_as(keymap, keys, dtypes), table, dtypes)
+            planes.append(Plane(name, made[alike]))
+    return planes
+
+
+def _rounds(keymap: KeyMap, keys: Sequence[str], dtype: torch.dtype) -> bool:
+    """Whether the files cannot hold all that is stored of a parameter."""
+    in_files = {DTYPES[kind] for kind in {keymap.keys[key].dtype for key in keys}}
+    return any(torch.promote_types(kind, dtype) != kind for kind in in_files)
+
+
+def _keys(table: Table, keymap: KeyMap, param: str) -> list[str]:
+    """Those that hold a parameter; not those that hold it once more."""
+    return list(dict.fromkeys(block.key for block in chosen(table[param], keymap.choice).blocks))
+
+
+def _spelled_as(keymap: KeyMap, keys_of: Mapping[str, Sequence[str]], dtypes: Dtypes) -> KeyMap:
+    """The keys of some parameters, in other dtypes."""
+    of_key: dict[str, set[torch.dtype]] = {}
+    for param, dtype in dtypes.items():
+        for key in keys_of[param]:
+            of_key.setdefault(key, set()).add(dtype)
+    with _uncollected():
+        kept = [(key, of_key[key.name]) for key in keymap.keys.values() if key.name in of_key]
+        keys = {key.name: Key(key.name, NAMES[widest(kinds)], key.shape, key.file) for key, kinds in kept}
+    return KeyMap(keymap.choice, keys)
+
+
+def _and_scales(keymap: KeyMap, table: Table, dtypes: Dtypes) -> KeyMap:
+    """Scales lie in the file of their matrix, behind all that the weights have there."""
+    keys = dict(keymap.keys)
+    for name in dtypes:
+        if name + SCALES in dtypes:
+            [block], file = table[name + SCALES].layouts[0].blocks, keys[_keys(table, keymap, name)[0]].file
+            keys[block.key] = Key(block.key, NAMES[dtypes[name + SCALES]], block.shape, file)
+    return replace(keymap, keys=keys)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Of 100,000 new keys none is garbage: the collector would walk through all that lives again and again, which took
+    three times as long as making them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def with_zeros(values: Values, plane: Plane, table: Table, stored: Values) -> Values:
+    """Also of parameters that have no value for a plane, but a part of its keys: every byte of a file is written."""
+    zeros, keys = dict[str, Tensor](), plane.keymap.keys
+    for name, tensor in stored.stored.items():
+        shared = [] if name in values else [key for key in _keys(table, plane.keymap, name) if key in keys]
+        if shared:
+            zeros[name] = tensor.new_zeros((), dtype=DTYPES[keys[shared[0]].dtype]).expand(tensor.shape)
+    return values.beside(zeros)
+
 
 RANDOM, _STATES = "random", "states.safetensors"
 RANDOM_FILE = f"{RANDOM}/{_STATES}"

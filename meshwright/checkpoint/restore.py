@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import BrokenCheckpointError, BrokenFile, CheckpointError, LoadError, failure_in
-from ..layout import ShardingSpec, Table
 from ..log import logger
 from ..mesh import Mesh
+from ..sharding import ShardingSpec, Table
 from ..weights import (
     TRAINER,
     Checks,
@@ -38,10 +38,9 @@ from ..weights import (
     read_header,
     read_json,
 )
-from .content import RANDOM, RANDOM_FILE
+from .content import MASTER, RANDOM, RANDOM_FILE, WEIGHTS
 from .folder import find, is_checkpoint, newest_whole
 from .manifest import Manifest, check_files, check_name, check_sizes, read_manifest, read_parts
-from .planes import MASTER, WEIGHTS
 
 
 @dataclass(frozen=True)

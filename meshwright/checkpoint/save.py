@@ -1,7 +1,7 @@
 """Write a checkpoint: every rank what it holds, rank 0 the small files and, when all have written, the manifest.
 
-No rank plans for another. Rows that tp cuts into strips are exchanged within tp (weights/rows.py); all else is written
-by those who hold it, and travels nowhere.
+No rank plans for another. Rows that tp cuts into strips are exchanged within tp (weights/writer.py); all else is
+written by those who hold it, and travels nowhere.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, failure_in
-from ..layout import Piece, across, place
 from ..log import logger, progress
 from ..mesh import Mesh
+from ..sharding import Piece, across, place
 from ..weights import (
     TRAINER,
     Export,
@@ -33,10 +33,9 @@ from ..weights import (
     whole_rows,
     write_small,
 )
-from .content import RANDOM, Content, Group
+from .content import RANDOM, WEIGHTS, Content, Group, Plane
 from .folder import LOCK, Draft, check_not_in_use, check_room, final_place, later_than, remove_earlier
 from .manifest import NOT_FINITE, PARTS, Manifest, Part, to_disk, write_part
-from .planes import WEIGHTS, Plane
 
 Act = Callable[[], object]
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..errors import DataError, counted
 from ..ops import Documents, documents, sent
-from .aligned import check_aligned
+from .field_values import check_aligned, joined, refuse_grad
 from .images import Frame, Images, turns_of
-from .values import joined, refuse_grad
 
 IGNORE = -100  # the label of a token that predicts nothing
 _STREAMS = ("tokens", "labels")  # of every batch, beside its fields

@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import DataError
-from .layouts import Conversation, conversation, unused_fields
+from .chat_formats import Conversation, conversation, unused_fields
+from .message_parts import A
 from .messages import Message
-from .parts import A
 from .processor import Processor
-from .render import MOST_CHARACTERS, bounded
-from .sandbox import install
+from .template_sandbox import MOST_CHARACTERS, bounded, install
 from .tokenizer import encoded
 from .tokens import Tokens, tokens
-from .views import View
+from .vision_files import View
 
 Turns = Literal["each", "last", "joined"]
 

@@ -13,10 +13,10 @@ import torch
 from ..errors import DataError, counted
 from .batch import IGNORE, Batch
 from .images import Images, images_of
+from .packing_plan import DataSource, Piece, Plan
 from .permute import Indices
-from .plan import DataSource, Piece, Plan
 from .processor import Processor
-from .store import Documents
+from .token_cache import Documents
 from .tokens import Tokens
 
 TooLong = Literal["stop", "drop", "cut"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import DataError
 from .json_values import kind_of, parsed, without_nulls
-from .parts import Shown
+from .message_parts import Shown
 
 Message = dict[str, Any]
 

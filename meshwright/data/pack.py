@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .aligned import check_aligned
-from .arguments import (
+from .batch import IGNORE, Batch
+from .field_values import check_aligned, joined
+from .images import PLACEHOLDERS, Picture, are_of_processor, ids_of, images_of, joined_images, of_processor
+from .pack_checks import (
     check_documents,
     check_lengths,
     check_mask,
@@ -22,9 +24,6 @@ from .arguments import (
     lengths_of,
     warn_of_padding,
 )
-from .batch import IGNORE, Batch
-from .images import PLACEHOLDERS, Picture, are_of_processor, ids_of, images_of, joined_images, of_processor
-from .values import joined
 
 
 def pack(

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..errors import DataError, counted
 from .json_values import read_object
-from .video import Clip, clip_of, size_of
-from .views import Grid, View
+from .vision_files import Clip, Grid, View, clip_of, size_of
 
 _MERGED, _SLICES = 2, 2  # patches of a side that take one place, and pictures that make one slice of a video
 _MOST_OBLONG = 200

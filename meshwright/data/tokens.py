@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .views import View
+from .vision_files import View
 
 Ids = NDArray[np.int32]
 Span = tuple[int, int]

@@ -1,13 +1,12 @@
 """Load, step, look, export: what a user calls."""
 
-from ..layout import Context, Pipeline
 from ..parallel import Savings
+from ..sharding import Context, Pipeline
 from . import losses
-from .arguments import check_no_places, check_prompts
-from .batches import batches
+from .batching import batches
 from .checkpoint import Resumed, resume, save
 from .engine import Engine, StepRecord
 from .export import check_export, export, gather, stream
-from .forward import logits, logprobs
+from .inference import logits, logprobs, sample
 from .model import Model, init, load
-from .sample import sample
+from .validation import check_no_places, check_prompts

@@ -23,9 +23,9 @@ from ..data import WEIGHT, Batch, check_shifted
 from ..errors import ConfigError, DataError, RankError, StateError, counted
 from ..log import logger
 from ..mesh import Mesh
-from .arguments import check_autocast, check_batches, check_inference_mode
 from .model import Model
-from .pictures import check_pictures, mask_of
+from .validation import check_autocast, check_batches, check_inference_mode
+from .vision_sync import check_pictures, mask_of
 
 Made = TypeVar("Made")
 

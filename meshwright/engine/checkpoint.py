@@ -24,7 +24,7 @@ from .agreement import Data, Proposal, agree, check_ready, compare, identity
 from .engine import Engine
 from .export import Choices, check_pieces, exported, refuse_overflow
 from .model import Model
-from .moments import coded_in, dtypes_of, scales_of, spec_with, take_moments, to_be_read
+from .optimizer_state import coded_in, dtypes_of, scales_of, spec_with, take_moments, to_be_read
 
 # Of config.json: what changes no value that the model computes. A difference of anything else is refused.
 _NO_MATTER = (

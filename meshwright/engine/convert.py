@@ -16,13 +16,12 @@ from .. import weights
 from ..blueprint import Blueprint, draw
 from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Plane
 from ..errors import CheckpointError, ConfigError
-from ..layout import Param, Table, coded_of, with_scales
 from ..log import progress
 from ..models import VISUAL
+from ..sharding import Param, Table, coded_of, with_scales
 from ..weights import DTYPES, Files, KeyMap, Runs
 from .checkpoint import about_model
-from .moments import key_of, named, scales_of
-from .state_dict import COUNTERS
+from .optimizer_state import COUNTERS, key_of, named, scales_of
 
 HF, TORCH, OURS = "hf", "dcp", "meshwright"
 Tensors = Mapping[str, Callable[[], Tensor]]  # by key of the files, each read when it is asked for

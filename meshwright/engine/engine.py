@@ -17,9 +17,10 @@ from ..axes import DENSE, Sum
 from ..checkpoint import Saving
 from ..data import Batch
 from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError, failure_in
-from ..layout import axes_left_to_sum
-from ..optim import AdamW, Settings, squares
+from ..memory.budget import refuse_too_large
+from ..optim.adamw import AdamW, Settings, squares
 from ..parallel import Scores
+from ..sharding import axes_left_to_sum
 from ..watch import doing, names_lost_ranks, region
 from .agreement import (
     EVALUATE,
@@ -33,7 +34,13 @@ from .agreement import (
     warn_of_same_data,
     whole_step,
 )
-from .arguments import (
+from .loss_terms import Terms
+from .losses import Loss, cross_entropy
+from .model import Model
+from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
+from .optimizer_state import COUNTERS, StateDict, check_same_keys, kept_by, planes_in_memory, take_planes
+from .router import Router, refuse_pooled
+from .validation import (
     check_complete,
     check_engine,
     check_inference_mode,
@@ -42,15 +49,7 @@ from .arguments import (
     lr_of_step,
     norm_bound,
 )
-from .fit import refuse_too_large
-from .losses import Loss, cross_entropy
-from .model import Model
-from .moments import kept_by
-from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
-from .pictures import as_all_see, at_least, give_zeros, unused_in
-from .router import Router, refuse_pooled
-from .state_dict import COUNTERS, StateDict, check_same_keys, planes_in_memory, take_planes
-from .terms import Terms
+from .vision_sync import as_all_see, at_least, give_zeros, unused_in
 
 LOSS, NORM = Sum("the loss", DENSE, 24), Sum("the norm", DENSE, 8)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import weights
 from ..errors import ConfigError, ExportError, StateError
-from ..layout import Piece, check_written
 from ..models import LM_HEAD, SCORE, classifier_of
+from ..sharding import Piece, check_written
 from ..watch import names_lost_ranks
 from .agreement import Proposal, agree, check_is_model
 from .model import Model

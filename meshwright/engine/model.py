@@ -16,7 +16,11 @@ from .. import parallel
 from ..blueprint import Blueprint, draw
 from ..checkpoint import runs_of_model
 from ..errors import ConfigError, LoadError, StateError, failure_in
-from ..layout import (
+from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
+from ..mesh import Mesh
+from ..models import Decoder, Low
+from ..parallel import Savings
+from ..sharding import (
     Charge,
     Context,
     Held,
@@ -35,9 +39,6 @@ from ..layout import (
     trained_from,
     ways,
 )
-from ..mesh import Mesh
-from ..models import Decoder, Low
-from ..parallel import Savings
 from ..weights import (
     BYTES,
     CONFIG,
@@ -60,11 +61,10 @@ from ..weights import (
     read_stamped_config,
     rows_of,
 )
-from .arguments import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
-from .fit import Need, refuse_too_large, widths_of, with_hold
 from .garbage import nothing_collected
+from .gradient_start import begun_backward
 from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
-from .reach import begun_backward
+from .validation import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Model:
     savings: Savings
     trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
     small: SmallFiles  # beside its weights, kept by rank 0, which writes them
-    begun: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # as `layout.Work.begins`
+    begun: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # as `sharding.Work.begins`
     bytes_read: int = 0
     load_bill: tuple[Charge, ...] = ()  # what loading sent and received
     calls: Calls = field(default_factory=Calls)

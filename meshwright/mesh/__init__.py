@@ -25,7 +25,7 @@ from ..errors import MeshError, MeshwrightError, RankError
 from ..watch import Watch, here, waiting_at
 from .collectives import gather
 from .hosts import rounds
-from .memory import Memory, memory_of
+from .memory_limits import Memory, memory_of
 
 
 class Mesh:

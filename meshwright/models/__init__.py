@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from torch import device
 
 from ..errors import ConfigError, UnknownKey
-from ..layout import Table, collect
+from ..sharding import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl
-from .balance import Balance
-from .config import LABELS, Json, group, take
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
+from .hf_config import LABELS, Json, group, take
 from .linear import Low
-from .rope import GROUPS, sections_of
-from .tower import Sight, Tower, TowerBlock, TowerShape, patch_of, tower_shape_of
+from .rope_config import GROUPS, sections_of
+from .router_balance import Balance
+from .vision_tower import Sight, Tower, TowerBlock, TowerShape, patch_of, tower_shape_of
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, MEET, SHARE, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
-from .balance import Balance
-from .config import Labels
-from .tower import Sight, Tower
+from ..sharding import ENTER, LEAVE, MEET, SHARE, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
+from .hf_config import Labels
+from .router_balance import Balance
+from .vision_tower import Sight, Tower
 
 Rope = tuple[Tensor, Tensor]
 LM_HEAD = "lm_head.weight"  # the key of the vocabulary matrix, or of a tied embedding's copy

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from .. import ops
-from ..layout import Init, Layout, weight
+from ..sharding import Init, Layout, weight
 
 ALL = slice(None)
 

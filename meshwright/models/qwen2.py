@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .config import Json, divides, refuse, take
 from .decoder import Decoder
+from .hf_config import Json, divides, refuse, take
 from .qwen3 import PLAIN, dense, depth_of, heads_of, shape_of
-from .rope import rotary_of
+from .rope_config import rotary_of
 
 
 def build(config: Json, at: str, head: str) -> Decoder:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import ENTER, LEAVE, Block, Box, Door, Join, Layout, Span, Swap
-from .config import Json, divides, labels_of, listed, refuse, take
+from ..sharding import ENTER, LEAVE, Block, Box, Door, Join, Layout, Span, Swap
 from .decoder import Decoder, Layer, Norm, Rope, Shape
+from .hf_config import Json, divides, labels_of, listed, refuse, take
 from .linear import ALL, Linear, joined
-from .rope import THETA, rotary_of
+from .rope_config import THETA, rotary_of
 
 PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,),

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import DELTA, ENTER, LEAVE, Declared, Door, Init, Join, Span, Swap, segments, weight
-from .config import Json, divides, listed, refuse, take
+from ..sharding import DELTA, ENTER, LEAVE, Declared, Door, Init, Join, Span, Swap, segments, weight
 from .decoder import Decoder, Layer, Rope, Shape
+from .hf_config import Json, divides, listed, refuse, take
 from .linear import ALL, Linear, WideLinear, joined
 from .qwen3 import MLP, PLAIN, Attention, heads_of, shape_of
-from .rope import rotary_of
+from .rope_config import rotary_of
 
 LINEAR, FULL = "linear_attention", "full_attention"
 Mixer = Callable[[str], nn.Module]  # key prefix of the layer -> mixer

@@ -7,13 +7,13 @@ from functools import partial
 from torch import Tensor, nn
 
 from .. import ops
-from ..layout import Init, weight
-from .balance import Balance
-from .config import Json, take
+from ..sharding import Init, weight
 from .decoder import Decoder, Layer, Shape
+from .hf_config import Json, take
 from .qwen3 import SwiGLU
 from .qwen3_5 import Mixer, backbone
 from .qwen3_moe import MoE, Routing, balance_of, routing_of
+from .router_balance import Balance
 
 
 def build(config: Json, at: str, head: str) -> Decoder:

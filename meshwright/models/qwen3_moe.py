@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import Block, Box, Dispatch, Init, Layout, weight
-from .balance import Balance
-from .config import Json, listed, refuse, refuse_endless, take
+from ..sharding import Block, Box, Dispatch, Init, Layout, weight
 from .decoder import Decoder, Layer, Shape
+from .hf_config import Json, listed, refuse, refuse_endless, take
 from .linear import Low
 from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, shape_of
-from .rope import THETA, rotary_of
+from .rope_config import THETA, rotary_of
+from .router_balance import Balance
 
 
 @dataclass(frozen=True)

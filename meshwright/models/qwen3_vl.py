@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import qwen3, qwen3_moe
-from .config import Json
 from .decoder import Decoder
+from .hf_config import Json
 
 _THETA = 5e5
 

@@ -6,22 +6,20 @@ every parameter that they receive a gradient. Which kernel runs is chosen here a
 obvious reference in `tests/ops/references.py`.
 """
 
-from meshwright.ops.attention import attention
-from meshwright.ops.copies import Copies, copied, copies_of, runs, summed, turns
-from meshwright.ops.delta import causal_conv, delta_rule, gates
-from meshwright.ops.documents import WHOLE, Documents, Parts, documents
-from meshwright.ops.experts import experts, route
-from meshwright.ops.frames import MERGED, Frames, frame_tables, frames, resampled
-from meshwright.ops.kernels import uncompiled
-from meshwright.ops.late import Jobs, weights_late
-from meshwright.ops.lookup import lookup, reordered
-from meshwright.ops.loss import combine_stats, token_stats
-from meshwright.ops.norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
-from meshwright.ops.numbers import Grid, Numbers, Weight
-from meshwright.ops.once import Choices
-from meshwright.ops.planned import on_host, planned_for
-from meshwright.ops.product import linear, linears
-from meshwright.ops.quantised import Quantised
-from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate
-from meshwright.ops.routes import Rows, by_expert, counted, joined
-from meshwright.ops.sending import sent
+from .attention import attention
+from .deferred_weight_grads import Jobs, weights_late
+from .delta import causal_conv, delta_rule, gates
+from .documents import WHOLE, Documents, Parts, documents
+from .experts import experts, route
+from .fp8_storage import Grid, Numbers, Weight
+from .fp8_tensor import Quantised
+from .host_memory import sent
+from .kernels import uncompiled
+from .loss import combine_stats, token_stats
+from .matmul import linear, linears
+from .meta_kernels import on_host, planned_for
+from .norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
+from .replayed_choices import Choices
+from .rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate
+from .rows import Copies, Rows, by_expert, copied, copies_of, counted, joined, lookup, reordered, runs, summed, turns
+from .vision_frames import MERGED, Frames, frame_tables, frames, resampled

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.ops import planned
-from meshwright.ops.documents import Documents, check_tokens
-from meshwright.ops.kernels import NARROW, SLOW, fastest, takes, uncompiled
-from meshwright.ops.planned import kind_of
-from meshwright.ops.product import product_dtype
+from . import meta_kernels
+from .documents import Documents, check_tokens
+from .kernels import NARROW, SLOW, fastest, takes, uncompiled
+from .matmul import product_dtype
+from .meta_kernels import kind_of
 
 _EVEN = 256  # lengths of which there are few: the kernel for one document is compiled for each, in half a second
 _LONG = 1 << 34  # multiplications of a document's queries with its keys: 4096 tokens with 8 heads of 128
@@ -37,16 +37,16 @@ def attention(
         raise ValueError(f"{kv_heads} kv heads do not divide {heads} query heads")
     if not causal:
         given = (q_THK, k_TGK, v_TGK)
-        op = fastest(_varlen_both_ways, _both_ways, given, planned=planned.attention) if num else _both_ways
+        op = fastest(_varlen_both_ways, _both_ways, given, planned=meta_kernels.attention) if num else _both_ways
         return op(q_THK, k_TGK, v_TGK, docs)
     if num == whole and _are_long(q_THK, docs):
         return _by_document(q_THK, k_TGK, v_TGK, docs)
     if num == whole:
-        op = fastest(_varlen, _by_document, (q_THK, k_TGK, v_TGK), planned=planned.attention)
+        op = fastest(_varlen, _by_document, (q_THK, k_TGK, v_TGK), planned=meta_kernels.attention)
         return op(q_THK, k_TGK, v_TGK, docs)
     start, docs = docs.reaching(first, first + num)
     k_TGK, v_TGK = (x[start : start + docs.bounds[-1]] for x in (k_TGK, v_TGK))
-    op = fastest(_varlen_late, _by_document, (q_THK, k_TGK, v_TGK), _late, (67, 130), planned.attention)
+    op = fastest(_varlen_late, _by_document, (q_THK, k_TGK, v_TGK), _late, (67, 130), meta_kernels.attention)
     return op(q_THK, k_TGK, v_TGK, docs)
 
 
@@ -110,7 +110,7 @@ def _of_one(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, causal: bool) -> Tensor
         # no kernel of torch's shares kv heads in float32 there: it would hold all scores at once
         k_TGK, v_TGK = (x.repeat_interleave(q_THK.shape[1] // x.shape[1], dim=1) for x in (k_TGK, v_TGK))
     if q_THK.device.type == "meta":
-        return planned.attention(q_THK, k_TGK, v_TGK)
+        return meta_kernels.attention(q_THK, k_TGK, v_TGK)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_TGK, v_TGK))
     num, whole = len(q_THK), len(k_TGK)
     seen = (

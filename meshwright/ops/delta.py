@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops import planned
-from meshwright.ops.documents import WHOLE, Documents, Parts, part_of
-from meshwright.ops.fused import fused
-from meshwright.ops.kernels import fastest, uncompiled
-from meshwright.ops.norms import at_least_float32, upcast
-from meshwright.ops.part_sizes import part_size
+from . import meta_kernels
+from .documents import WHOLE, Documents, Parts, part_of
+from .fused import fused
+from .kernels import fastest, uncompiled
+from .norms import at_least_float32, upcast
+from .part_sizes import part_size
 
 CHUNK = part_size(__name__, "CHUNK", 64, small=64)  # tokens that are solved for at once
 
@@ -117,7 +117,7 @@ def delta_rule(
     inputs = (q_TGK, k_TGK, v_TGRV, *gates)
     positions_T = part_of(docs, states, q=q_TGK, k=k_TGK, v=v_TGRV, g=gates[0], beta=gates[1])
     if states.parts == 1:
-        return fastest(_fla, chunked, inputs, _gated, planned=planned.delta_rule)(*inputs, docs)
+        return fastest(_fla, chunked, inputs, _gated, planned=meta_kernels.delta_rule)(*inputs, docs)
     return _chunked(inputs, positions_T, states)
 
 

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops.fp8 import fp8_linear
-from meshwright.ops.kernels import uncompiled
-from meshwright.ops.late import is_late, left_for_later
-from meshwright.ops.memory import fresh, give_back_before
-from meshwright.ops.norms import swiglu, upcast
-from meshwright.ops.numbers import Weight, kept, restored
-from meshwright.ops.once import once
-from meshwright.ops.planned import kind_of, on_host
-from meshwright.ops.product import operand, product_dtype
-from meshwright.ops.routes import Rows
+from .deferred_weight_grads import is_late, left_for_later
+from .fp8_matmul import fp8_linear
+from .fp8_storage import Weight, kept, restored
+from .host_memory import fresh, give_back_before
+from .kernels import uncompiled
+from .matmul import operand, product_dtype
+from .meta_kernels import kind_of, on_host
+from .norms import swiglu, upcast
+from .replayed_choices import once
+from .rows import Rows
 
 _GROUPING = (9, 10)  # GPUs from Hopper to Blackwell
 _TILE = 16  # rows that CPUs with matrix registers multiply at once

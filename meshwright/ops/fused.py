@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from meshwright.log import logger
-from meshwright.ops.kernels import NARROW, SLOW
+from ..log import logger
+from .kernels import NARROW, SLOW
 
 _TOLERANCE = 1e-2  # of a norm: the kernel rounds once where the formula rounds each of its parts to bfloat16
 _FEW = 512  # rows that both are tried on: all of them would take memory that no plan counts

@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.log import logger
-from meshwright.ops.documents import Documents, documents
-from meshwright.ops.planned import kind_of
+from ..log import logger
+from .documents import Documents, documents
+from .meta_kernels import kind_of
 
 Op = Callable[..., Tensor]
 Realism = Callable[[list[Tensor]], list[Tensor]]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops.memory import fresh
-from meshwright.ops.norms import at_least_float32, upcast
-from meshwright.ops.part_sizes import part_size
-from meshwright.ops.planned import kind_of
-from meshwright.ops.product import operand, product_dtype
+from .host_memory import fresh
+from .matmul import operand, product_dtype
+from .meta_kernels import kind_of
+from .norms import at_least_float32, upcast
+from .part_sizes import part_size
 
 # tokens whose logits exist at once on a CPU, or more than the next line allows elsewhere
 CHUNK = part_size(__name__, "CHUNK", 1024, small=301)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops.fused import fused
-from meshwright.ops.planned import kind_of
+from .fused import fused
+from .meta_kernels import kind_of
 
 
 def at_least_float32(x: Tensor) -> torch.dtype:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ops.fused import fused
-from meshwright.ops.norms import upcast
+from .fused import fused
+from .norms import upcast
 
 
 @dataclass(frozen=True)

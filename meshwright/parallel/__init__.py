@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ..axes import DENSE, REPLICA, TOKENS, Axes
 from ..errors import LayoutError
-from ..layout import (
+from ..mesh import Mesh
+from ..sharding import (
     ShardingSpec,
     Span,
     Stage,
@@ -31,14 +32,13 @@ from ..layout import (
     pieces,
     place,
 )
-from ..mesh import Mesh
-from . import context, expert, fsdp, recompute, tensor, tower
+from . import context, expert, fsdp, recompute, tensor, vision_encoder
 from .fp8_gather import LowGathers
 from .fsdp import reset_after_forward
-from .passes import Scores, run, run_forward
+from .gradient_sums import finish
+from .memory_options import KINDS, Savings, check_late, gathers_wide
 from .recompute import mark
-from .savings import KINDS, Savings, gathers_wide
-from .sums import finish
+from .run_step import Scores, run, run_forward
 
 _AXES = (  # between which ranks meet in a step, beside the last sums
     DENSE, TOKENS, ("pp",), ("pp", "cp"), ("tp",), ("cp",), ("cp", "tp"), ("ep",), ("replicate",), ("fsdp", "cp"),
@@ -86,7 +86,7 @@ def _place(
     tensor.arm(model, mesh)
     context.arm(spec, model, mesh)
     expert.arm(model, mesh, token_once=savings.token_once)
-    tower.arm(model, mesh)
+    vision_encoder.arm(model, mesh)
     recompute.arm(model, savings)
     exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
     ways = fsdp.Ways(compute, savings.offload, spec.sends_narrow(mesh.axes.pp))

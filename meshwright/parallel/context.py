@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..layout import SHARE, Door, Join, ShardingSpec, Swap, deals, find, is_run
-from ..layout.doors import Tensors
 from ..mesh import Mesh
 from ..mesh.collectives import Exchange, Gather
+from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, deals, find, is_run
+from ..sharding.doors import Tensors
 
 
 def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:

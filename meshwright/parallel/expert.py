@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layout import ROWS, WEIGHTS, Coming, Dispatch, find, hops
 from ..mesh import Mesh
 from ..ops import Rows
-from .expert_group import Group
-from .expert_once import dispatch_once
+from ..sharding import ROWS, WEIGHTS, Coming, Dispatch, find, hops
+from .expert_dedup import dispatch_once
+from .expert_exchange import Group
 
 
 def arm(model: nn.Module, mesh: Mesh, *, token_once: bool | int = False) -> None:

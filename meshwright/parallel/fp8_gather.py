@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import StateError
-from ..layout import SCALES, ShardingSpec, Stage, pieces
 from ..mesh import Mesh
 from ..ops import Quantised
-from ..ops.fp8 import BLOCK, codes_of, largest_of, scales_of
+from ..ops.fp8_matmul import BLOCK, codes_of, largest_of, scales_of
 from ..ops.part_sizes import part_size
+from ..sharding import SCALES, ShardingSpec, Stage, pieces
 
 _PART = part_size(__name__, "_PART", 1 << 24, small=1001)  # elements that are rounded together
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")  # FSDP looks for them on what a rank stores of a parameter

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # what `set_custom_...` takes
 
 from ..axes import Axes
-from ..layout import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
 from ..mesh import Mesh
-from ..mesh.host_sends import gather_into, scatter_sum_into, serves
+from ..mesh.local_collectives import gather_into, scatter_sum_into, serves
+from ..sharding import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..layout import Dispatch, Door, Join, Swap, find
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
-from .again import Context, saved_by_running_again
-from .kept import Kept
-from .savings import Savings
+from ..sharding import Dispatch, Door, Join, Swap, find
+from .memory_options import Savings
+from .replay import Context, saved_by_running_again
+from .selective_recompute import Kept
 
 _aten = torch.ops.aten
 

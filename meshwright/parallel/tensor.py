@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..layout import ENTER, LEAVE, MEET, Door, find
 from ..mesh import Mesh
 from ..mesh.collectives import Exchange, Gather, ScatterSum
+from ..sharding import ENTER, LEAVE, MEET, Door, find
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:

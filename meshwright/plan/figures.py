@@ -13,25 +13,14 @@ import torch
 
 from ..axes import DENSE, EXPERT, Axes
 from ..blueprint import Blueprint
-from ..engine.activations import Passing
-from ..engine.bill import engine_bill
-from ..engine.fit import Need, choices, fits, widths_of, with_hold
+from ..engine.step_bill import engine_bill
 from ..errors import ConfigError
-from ..layout import (
-    GRADIENTS,
-    Action,
-    Charge,
-    Held,
-    Stored,
-    Work,
-    coded_of,
-    extreme_ranks,
-    gathered_low,
-    program_of,
-)
-from ..layout.schedule import Orders
+from ..memory.budget import Need, choices, fits, widths_of, with_hold
+from ..memory.simulate import Passing
 from ..mesh import Memory
 from ..parallel import Savings, gathers_wide, mark
+from ..sharding import GRADIENTS, Action, Charge, Held, Stored, Work, coded_of, extreme_ranks, gathered_low, program_of
+from ..sharding.schedules import Orders
 from .devices import Cluster
 
 TOKENS = 8192  # of a micro-batch of a data rank, where none are given

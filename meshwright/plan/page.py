@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from ..errors import counted
-from . import step as times
-from .drawn import pipeline_section
+from . import step_time as times
 from .figures import Figures, RankMemory, Traffic
+from .fit_advice import verdict
 from .html import Cell, bar, bytes_cell, details, flowing, page, section, span_cell, table, tag, wrap
-from .picture import mesh_picture
-from .show import about, lies, notes, step
+from .svg import mesh_picture, pipeline_section
 from .tables import ChargeLine, ParameterLine, charge_lines, parameter_lines
-from .verdict import verdict
+from .terminal import about, lies, notes, step
 from .wording import Unit, at_the_fullest, duration, in_unit, kind, large, nominal, size, unit_of
 
 _MOST_ROWS = 64  # of the table of ranks

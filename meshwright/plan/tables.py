@@ -9,8 +9,8 @@ from math import prod
 from typing import Any
 
 from ..blueprint import Blueprint
-from ..engine.fit import widths_of
-from ..layout import Charge, Param, axes_left_to_sum, piece, place, summed_by_fsdp
+from ..memory.budget import widths_of
+from ..sharding import Charge, Param, axes_left_to_sum, piece, place, summed_by_fsdp
 from ..weights import chosen
 from .figures import COMPUTE, Figures, live_axes
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 import torch
 
 from ..errors import counted
-from ..layout import GRADIENTS
 from ..parallel import Savings
+from ..sharding import GRADIENTS
 from .devices import GB
 from .figures import ON_HOST, Figures
 

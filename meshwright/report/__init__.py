@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..plan import write_page
-from .ending import last_words as last_words
-from .page import report_page
-from .reading import Run, read_run
+from .end_of_run import last_words as last_words
+from .run_files import Run, read_run
+from .run_page import report_page
 
 
 def write_report(folders: Sequence[Path], file: Path, origin: Mapping[str, str]) -> None:

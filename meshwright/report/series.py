@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from .reading import Run
+from .run_files import Run
 from .starts import Start, stretches
-from .thin import rounded, thinned
 
 POINTS = 2000  # of a curve, where two runs are compared at most
 _MATRIX_NUMBERS = 90_000  # of all matrices of experts together
@@ -153,3 +153,23 @@ def _matrices(run: Run, most: int) -> dict[str, Any] | None:
 def _by_mean(layer: Sequence[float]) -> list[int]:
     mean = sum(layer) / len(layer)
     return [round(100 * load / mean) if mean else 0 for load in layer]
+
+
+def thinned(values: Sequence[float | None], most: int) -> list[int]:
+    """Which points stay. A gap (None) stays a gap where it is the first or the last of its stretch."""
+    if len(values) <= most:
+        return [*range(len(values))]
+    kept: set[int] = set()
+    stretches = max(1, most // 4)
+    bounds = [len(values) * n // stretches for n in range(stretches + 1)]
+    for begin, end in pairwise(bounds):
+        there = [at for at in range(begin, end) if values[at] is not None]
+        kept |= {begin, end - 1}
+        if there:
+            kept |= {min(there, key=lambda at: values[at] or 0.0), max(there, key=lambda at: values[at] or 0.0)}
+    return sorted(kept)
+
+
+def rounded(value: float | None, digits: int = 5) -> float | None:
+    """To so many significant digits: what a curve shows, and no more bytes."""
+    return None if value is None else float(f"{value:.{digits}g}")

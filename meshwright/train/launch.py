@@ -17,17 +17,14 @@ from ..log import logger
 from ..weights import path_of
 from . import failure, processes
 from .config import Config
-from .contradictions import contradictions
-from .held_out import held_out_of
-from .live import Display
+from .config_checks import contradictions
+from .data_sources import Data, all_of, data_of, held_out_of, model_directory
+from .display import Display, Seen
 from .lock import hold
-from .position import check_position
-from .rank import LAUNCHER, as_rank
+from .rank import LAUNCHER, as_rank, noted
+from .resume_point import check_position
 from .run import run
 from .samples import prompts_of
-from .sources import Data, all_of, data_of, model_directory
-from .stop import noted
-from .terminal import Seen
 
 LOGS = "logs"
 _IN_VAIN = 2  # starts in a row without a step, after which another would not help

@@ -19,11 +19,10 @@ from ..engine import Engine, StepRecord, save
 from ..errors import NonFiniteError
 from ..log import logger
 from ..watch import region
-from .flops import Flops
-from .gauges import BySource, Reading, Told, agree, squares_of
 from .metrics import Sink
-from .position import Position
-from .stop import Stop
+from .rank import Stop
+from .resume_point import Position
+from .step_metrics import BySource, Flops, Reading, Told, agree, squares_of
 
 BEST = "best"
 EARLY = "early stopping"

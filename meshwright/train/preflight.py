@@ -13,13 +13,12 @@ from pathlib import Path
 
 from ..errors import MeshwrightError
 from ..weights import path_of
-from .config import Config
-from .contradictions import sources_in
-from .fields import Place
-from .layout import check_moments, check_trained, laid_out, model_of, objections_to
+from .config import Config, Place
+from .config_checks import sources_in
+from .config_model import check_moments, check_trained, laid_out, model_of, objections_to
+from .data_sources import Reader, check_files, check_reader, check_template, model_directory
+from .metrics import missing_packages
 from .samples import prompts_of
-from .sinks import missing_packages
-from .sources import Reader, check_files, check_reader, check_template, model_directory
 
 Mistakes = Iterator[tuple[Place, str]]
 

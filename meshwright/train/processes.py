@@ -21,8 +21,7 @@ from ..log import logger
 from ..mesh.loopback import ADDRESS, loopback_devices, serve_store
 from ..watch.diagnosis import named
 from . import failure
-from .rank import ATTEMPT, LAUNCHER
-from .stop import SIGNALS
+from .rank import ATTEMPT, LAUNCHER, SIGNALS
 
 _TICK_S = 0.05
 _LAST_WORDS_S = 5.0  # that the others have once a rank has failed without a word: a diagnosis takes half of it

@@ -16,22 +16,18 @@ from ..mesh import Mesh
 from ..weights import path_of
 from . import failure
 from .config import Config
-from .flops import flops_of, peak_of
-from .gauges import BySource
-from .held_out import batches_of, held_out_of
-from .layout import savings_of, warn_of_memory
+from .config_model import savings_of, warn_of_memory
+from .data_sources import Data, batches_of, data_of, held_out_of, model_directory
 from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
-from .metrics import JsonLines, Lines, Sink, last_step
-from .position import position_of
-from .profile import Profiler
-from .rank import LAUNCHER
-from .record import device_name, sizes_of, write_record
+from .lr_schedule import schedule
+from .metrics import JsonLines, Lines, Sink, check_sinks, last_step, sinks_of
+from .profiler import Profiler
+from .rank import LAUNCHER, listening
+from .resume_point import position_of
+from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
-from .schedule import schedule
-from .sinks import check_sinks, sinks_of
-from .sources import Data, data_of, model_directory
-from .stop import listening
+from .step_metrics import BySource, flops_of, peak_of
 
 EXPORT = "export"
 

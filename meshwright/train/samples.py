@@ -16,8 +16,8 @@ from ..errors import DataError
 from ..models import placeholders_in, take, text_config
 from ..weights import path_of, read_config
 from .config import Config, SampleSection, SourceSection
-from .sources import model_directory, prompter, vocab_size_of
-from .toml import read
+from .config_file import read
+from .data_sources import model_directory, prompter, vocab_size_of
 
 _OTHERWISE = "leave prompts of [sample] out"
 

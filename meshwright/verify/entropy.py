@@ -11,11 +11,10 @@ from torch import Tensor
 from ..data import IGNORE, Batch
 from ..engine import Engine, Model, gather, logits, losses
 from ..weights import blocks_by_key
-from .findings import Finding, Margin, Notes
+from .results import Finding, Margin, Notes
 
 if TYPE_CHECKING:
-    from .run import Run
-    from .trial import Trial
+    from .reference import Run, Trial
 
 _SHARE = 0.3  # of the entropy in the loss
 _LAST = "head.norm.weight"

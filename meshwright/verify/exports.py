@@ -18,10 +18,9 @@ from ..blueprint import Blueprint
 from ..engine import Model, export, stream
 from ..mesh import Mesh
 from ..weights import DTYPES, TRAINABLE, blocks_by_key
-from .findings import Finding
-from .run import Findings, Run
-from .trial import unrounded
-from .weights import scaled
+from .reference import Findings, Run, unrounded
+from .results import Finding
+from .weight_checks import scaled
 
 # Arguments of `mw.export`, or `mw.stream`, by their name in findings.
 _WAYS: dict[str, dict[str, Any]] = {

@@ -17,16 +17,15 @@ from torch import Tensor
 from ..data import Batch
 from ..engine import gather, stream
 from ..errors import LayoutError
-from ..layout import Box, check_tiling, owned
+from ..sharding import Box, check_tiling, owned
 from ..weights import blocks_by_key, of_table, raw_tensor
 from .diagnose.causes import cause_of, cause_of_loss, scale
 from .diagnose.forward import Wrong, about_doors, by_logits, first_wrong, scores_of, watched
 from .diagnose.gradients import suspects, where
-from .findings import Finding
-from .plain import UPDATE
-from .run import Findings, Run, everywhere
-from .trial import schedule, unrounded
-from .weights import differences
+from .independent_checks import UPDATE
+from .reference import Findings, Run, everywhere, schedule, unrounded
+from .results import Finding
+from .weight_checks import differences
 
 
 def w1_load(run: Run) -> Findings:

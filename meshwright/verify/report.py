@@ -11,16 +11,18 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ..errors import counted
-from ..layout import ORDERS, ways
 from ..models import text_config
 from ..parallel import Savings
-from ..plan import objections
-from .collectives import same_kind
-from .examine import ORACLES
+from ..plan import Figures, objections, work_of
+from ..plan.html import Cell, details, flowing, page, section, table, tag, wrap
+from ..plan.page import heading, plan_of, verdict_box
+from ..sharding import ORDERS, ways
+from .collective_checks import same_kind
 from .exports import in_blocks
-from .findings import Finding, Margin
-from .inspection import FULL, IN_BLOCKS, RUN, TRANSFORMERS, WEIGHTS, Plan, RunResult, savings_of
-from .planted import bug
+from .planted_bugs import bug
+from .results import Finding, Margin
+from .run_oracles import ORACLES
+from .session import FULL, IN_BLOCKS, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, Plan, RunResult, savings_of
 
 ROWS = (RUN, *ORACLES)
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "hf"}  # columns of the terminal
@@ -323,3 +325,70 @@ def _rows(part: RunResult, row: str) -> list[dict[str, str]] | None:
     if cell(part, row) == "-":
         return None
     return [{"name": f.name, "what": f.what, "guess": f.guess} for f in found_by(part, row)]
+
+
+_MOST_FINDINGS = 50
+
+
+def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> str:
+    work = work_of(plan.axes, None, plan.num_batches if plan.axes.pp > 1 else 1)
+    figures = Figures(plan.model, plan.blueprint, plan.axes, work, head=plan.options.head)
+    title = f"{figures.name} on {figures.axes}"
+    return page(title, origin, heading("verify", figures), results(plan, parts), plan_of(figures))
+
+
+def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
+    verdict, more = headline(plan, parts)
+    well = not any(part.findings for part in parts)
+    yield verdict_box(verdict, well, more, beginning(parts), unproven(plan, parts))
+    yield section(
+        "What was checked", tag("p", f"{planted(plan)} {_what_ran(plan)}".strip()), _oracles(parts), *_findings(parts)
+    )
+
+
+def _oracles(parts: Sequence[RunResult]) -> str:
+    names = [f"{part.name}, {part.seconds:.1f} s" for part in parts]
+    rows = (
+        [Cell(row, "name"), Cell(sentence(row), "sentence"), *(_result(part, row) for part in parts)]
+        for row in rows_of(parts)
+    )
+    return table(["oracle", "holds if", *names], rows, "stacked oracles")
+
+
+def _result(part: RunResult, row: str) -> Cell:
+    """Of one oracle in one run, with what it compared, how far off the worst is, what is allowed, and where."""
+    text, figures = cell(part, row), "\n".join(map(str, margins_of(part, row)))
+    return Cell(text, {"pass": "pass", "-": "", "": ""}.get(text, "fails"), note=figures if text == "pass" else "")
+
+
+def _findings(parts: Sequence[RunResult]) -> Iterator[str]:
+    for part in parts:
+        yield from (tag("p", f"{part.name}: {note}") for note in part.notes)
+        lines = lines_found(part, "all stand below")
+        yield from (_finding(part, line) for line in lines)
+        if not {str(finding) for finding in part.findings} <= set(lines):
+            yield details(f"All {len(part.findings)} findings of {part.name}", *_every_finding(part))
+
+
+def _every_finding(part: RunResult) -> Iterator[str]:
+    for row in rows_of([part]):
+        found = found_by(part, row)
+        yield from (_finding(part, str(finding)) for finding in found[:_MOST_FINDINGS])
+        if len(found) > _MOST_FINDINGS:
+            yield wrap("p", flowing(f"and {len(found) - _MOST_FINDINGS} more of {row}: --json has them all"))
+
+
+def _finding(part: RunResult, line: str) -> str:
+    return wrap("pre", flowing(f"{part.name} {line}"), kind="finding")
+
+
+def _what_ran(plan: Plan) -> str:
+    if plan.kind != SHRUNK:
+        return f"The model and its weights as they are, of {plan.blueprint.directory}."
+    changed = [f"{name} {'unset' if was is None else was} → {now}" for name, (was, now) in shrunk(plan).items()]
+    if not changed:
+        return "The model is small as it is; its weights were drawn."
+    return (
+        "The oracles ran on a small model of the same kinds of layers, heads, experts and files, its weights drawn: "
+        f"{', '.join(changed)}. All else on this page is of the model as it is."
+    )

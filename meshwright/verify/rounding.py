@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .findings import Finding, Margin, Notes
+from .results import Finding, Margin, Notes
 
 # Of each kind: times what bfloat16 costs transformers, and beside that. One rounding of a value costs 1.6e-3.
 _ALLOWED = {"forward": (1.25, 2e-4), "backward": (1.25, 2e-4), "scale": (2.0, 2e-4), "gradient": (2.0, 1e-3)}

@@ -34,9 +34,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..errors import RankError
 from ..log import logger
+from .deferred_signals import put_off
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose, named
-from .regions import region, trace
-from .signals import put_off
+from .trace_regions import region, trace
 
 BEAT_S = 1.0
 PREFIX = "heartbeat"

@@ -17,22 +17,21 @@ import torch
 from torch import Tensor
 
 from ..errors import ExportError, LoadError, failure_in
-from ..layout import Piece, written
 from ..log import Advance, progress
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
-from .header import DTYPES, Entry, read_json
+from ..sharding import Piece, written
+from .checksums import Checks
+from .file_version import Opened
 from .keymap import KeyMap
-from .rescale import scales_for, write_scales
-from .rows import whole_rows
-from .runs import Checks
-from .scales import Places, as_numbers, unpacked, values_of
-from .small import SmallFiles
+from .output_dir import Target, atomic_directory, check_target
+from .quant_formats import Places, as_numbers, unpacked, values_of
+from .requantise import scales_for, write_scales
+from .safetensors_header import DTYPES, Entry, read_json
+from .small_files import SmallFiles
 from .source import CONFIG, INDEX, Source
-from .stamp import Opened
 from .streaming import StoredModel
-from .target import Target, atomic_directory, check_target
-from .writing import Files, make_files
+from .writer import Files, make_files, whole_rows
 
 _COPY_BYTES = part_size(__name__, "_COPY_BYTES", 16 << 20, small=1001)
 _PUT_BACK = (

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError
-from ..layout import Block, Param, Table
 from ..ops.part_sizes import part_size
-from .header import DTYPES, NAMES, TRAINABLE, num_bytes
-from .load import Choice, carried_keys, chosen
-from .scales import BLOCK, PAYLOAD, Scale, also_plain, config_of
+from ..sharding import Block, Param, Table
+from .quant_formats import BLOCK, PAYLOAD, Scale, also_plain, config_of
+from .reader import Choice, carried_keys, chosen
+from .safetensors_header import DTYPES, NAMES, TRAINABLE, num_bytes
 from .source import Source
 
 _MAX_FILE_BYTES = part_size(__name__, "_MAX_FILE_BYTES", 5_000_000_000, small=60_011)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..axes import Axes
 from ..errors import LoadError
-from ..layout import Charge, Layout, Piece, ShardingSpec, pieces
 from ..log import progress
 from ..mesh import Mesh
+from ..sharding import Charge, Layout, Piece, ShardingSpec, pieces
 from ..watch import names_lost_ranks
 from .keymap import KeyMap
-from .load import Reader, chosen
-from .scales import BYTES
+from .quant_formats import BYTES
+from .reader import Reader, chosen
 from .source import Source
 
 

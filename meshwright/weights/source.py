@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BrokenFile, LoadError
-from .header import Entry, read_header, read_stamped_json, short
-from .runs import Run
-from .scales import Scale, scales_of, with_matrices
-from .stamp import Opened, Stamp, open_file
+from .checksums import Run
+from .file_version import Opened, Stamp, open_file
+from .quant_formats import Scale, scales_of, with_matrices
+from .safetensors_header import Entry, read_header, read_stamped_json, short
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _LOAD_AGAIN = (

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layout import Block, Box, Param, Piece, ShardingSpec, owned
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
-from .grids import NumbersView, Values
-from .header import DTYPES
+from ..sharding import Block, Box, Param, Piece, ShardingSpec, owned
+from .frozen_scales import NumbersView, Values
 from .keymap import Key, KeyMap, blocks_by_key, widest
+from .safetensors_header import DTYPES
 
 _Dtypes = Mapping[str, torch.dtype]  # of keys, or of parameters
 # of keys in flight; a larger tensor goes alone

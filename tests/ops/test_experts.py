@@ -12,7 +12,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-from meshwright.ops import product, route
+from meshwright.ops import matmul, route
 from meshwright.ops.experts import _factor, can_group, without_unused
 from tests.ops import references
 from tests.ops.references import compare, differentiate, quick, rand, smoke
@@ -67,7 +67,7 @@ def test_what_is_frozen_gets_no_gradient_and_costs_none(monkeypatch, frozen):
 
 def test_bfloat16_on_a_cpu_meets_few_numbers_of_rows(monkeypatch):
     """Each would be a kernel more, compiled for 3 ms and kept in a megabyte."""
-    monkeypatch.setattr(product, "_cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: True)
     sizes = {n: len(_factor(torch.zeros(n, 1, dtype=torch.bfloat16))) for n in range(1, 2**15)}
     assert len(set(sizes.values())) <= 80
     assert all(0 <= size - n < max(16, n / 8 + 1) for n, size in sizes.items())
@@ -78,7 +78,7 @@ def test_bfloat16_on_a_cpu_meets_few_numbers_of_rows(monkeypatch):
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_bfloat16_with_and_without_instructions(monkeypatch, has_bf16):
-    monkeypatch.setattr(product, "_cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: has_bf16)
     counts = [1, 0, 37, 5]
     smoke(lambda *x: experts(*x, torch.tensor(counts)), inputs(counts), torch.bfloat16, 6e-2)
 
@@ -169,7 +169,7 @@ def resident():
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="of glibc")
 def test_large_gradients_come_after_freed_memory_has_gone(monkeypatch):
     """Freed blocks between small ones that stay: glibc would keep 250 MiB, and map 48 of gradients beside them."""
-    monkeypatch.setattr(product, "_cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: False)
     gate_up, x = rand(4, 4096, 512, dtype=torch.float32), rand(4, 512, dtype=torch.bfloat16)
     y = experts(x, gate_up, rand(4, 512, 2048, dtype=torch.float32), torch.tensor([1, 0, 2, 1]))
     blocks = [(bytearray(2**16), bytearray(600)) for _ in range(4000)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.ops import fp8, late, linear, linears
+from meshwright.ops import deferred_weight_grads, fp8_matmul, linear, linears
 from tests.ops.references import compare, fp8_block, fp8_matrix, fp8_rows, rand
 from tests.ops.rows import experts as experts_of
 
@@ -34,23 +34,23 @@ def special(*shape, dtype):
 @pytest.mark.parametrize("dtype", WIDE)
 def test_rows_bit_by_bit(dtype):
     x = special(5, 384, dtype=dtype)
-    assert torch.equal(bits(fp8.rounded_rows(x)), bits(fp8_rows(x)))
+    assert torch.equal(bits(fp8_matmul.rounded_rows(x)), bits(fp8_rows(x)))
 
 
 @pytest.mark.parametrize("dtype", WIDE)
 def test_matrices_bit_by_bit(dtype):
     weight = special(256, 384, dtype=dtype)
-    assert torch.equal(bits(fp8.rounded_matrix(weight)), bits(fp8_matrix(weight)))
+    assert torch.equal(bits(fp8_matmul.rounded_matrix(weight)), bits(fp8_matrix(weight)))
 
 
 def test_every_code_stays_as_it_is():
     row = torch.cat([FINITE, FINITE[:2]]).view(2, 128)
-    assert torch.equal(fp8.rounded_rows(row), row)
+    assert torch.equal(fp8_matmul.rounded_rows(row), row)
 
 
 def test_the_grid_of_a_turned_matrix_is_the_turned_grid():
     weight = rand(256, 384, grad=False)
-    assert torch.equal(fp8.rounded_matrix(weight.mT), fp8.rounded_matrix(weight).mT)
+    assert torch.equal(fp8_matmul.rounded_matrix(weight.mT), fp8_matmul.rounded_matrix(weight).mT)
 
 
 @pytest.mark.parametrize("worst", [torch.inf, -torch.inf, torch.nan])
@@ -110,7 +110,7 @@ def test_late_weights_get_the_same_gradients():
         if jobs is None:
             torch.cat(linears(given[0], given[1:], fp8=True), -1).square().sum().backward()
         else:
-            with late.weights_late(jobs):
+            with deferred_weight_grads.weights_late(jobs):
                 torch.cat(linears(given[0], given[1:], fp8=True), -1).square().sum().backward()
             for job in jobs:
                 job()
@@ -159,22 +159,22 @@ def test_a_kernel_gets_what_torch_wants_of_it(monkeypatch):
         seen.update(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
         assert a.is_contiguous()
         assert b.t().is_contiguous()  # as torch refuses others
-        assert (of_a, of_b) == (fp8.F.ScalingType.BlockWise1x128, fp8.F.ScalingType.BlockWise128x128)
+        assert (of_a, of_b) == (fp8_matmul.F.ScalingType.BlockWise1x128, fp8_matmul.F.ScalingType.BlockWise128x128)
         x = a.float().unflatten(1, (-1, 128)) * scale_a[:, :, None]
         grid = scale_b[: a.shape[1] // 128].t().repeat_interleave(128, 0).repeat_interleave(128, 1)
         return (x.flatten(1) @ (b.t().float() * grid).t()).to(output_dtype)
 
-    monkeypatch.setattr(fp8.F, "scaled_mm", kernel)
-    assert fp8._agrees(torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr(fp8_matmul.F, "scaled_mm", kernel)
+    assert fp8_matmul._agrees(torch.device("cpu"), torch.bfloat16)
     assert seen["a"].shape == (68, 384)  # 67 rows
     assert seen["scale_a"].shape == (68, 3)
     assert seen["scale_a"].stride() == (1, 68)
     assert seen["scale_b"].shape == (4, 2)
     assert seen["scale_b"].stride() == (1, 4)
     x, weight = rand(2, 3, 384, dtype=torch.bfloat16, grad=False), rand(256, 384, dtype=torch.bfloat16, grad=False)
-    assert torch.equal(fp8._by_kernel(x, weight), fp8.emulated(x, weight).bfloat16())
+    assert torch.equal(fp8_matmul._by_kernel(x, weight), fp8_matmul.emulated(x, weight).bfloat16())
     turned, column = weight.mT.contiguous().mT, x.mT.contiguous().mT
-    assert torch.equal(fp8._by_kernel(column, turned), fp8.emulated(x, weight).bfloat16())
+    assert torch.equal(fp8_matmul._by_kernel(column, turned), fp8_matmul.emulated(x, weight).bfloat16())
 
 
 @pytest.mark.parametrize("wrong", ["raises", "is off"])
@@ -184,8 +184,8 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch, caplog, wrong):
             raise RuntimeError("no such scaling")
         return torch.zeros(len(a), b.shape[1])
 
-    monkeypatch.setattr(fp8.F, "scaled_mm", kernel)
-    assert not fp8._agrees(torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr(fp8_matmul.F, "scaled_mm", kernel)
+    assert not fp8_matmul._agrees(torch.device("cpu"), torch.bfloat16)
     assert ("no such scaling" if wrong == "raises" else "of the norm") in caplog.text
 
 
@@ -200,11 +200,13 @@ def test_on_an_accelerator():
     """Numbers and scales to the bit, and products by whichever way is taken."""
     device = torch.accelerator.current_accelerator()
     x, weight = special(67, 384, dtype=torch.bfloat16), special(256, 384, dtype=torch.bfloat16)
-    assert torch.equal(bits(fp8.rounded_rows(x.to(device)).cpu()), bits(fp8.rounded_rows(x)))
-    assert torch.equal(bits(fp8.rounded_matrix(weight.to(device)).cpu()), bits(fp8.rounded_matrix(weight)))
+    assert torch.equal(bits(fp8_matmul.rounded_rows(x.to(device)).cpu()), bits(fp8_matmul.rounded_rows(x)))
+    assert torch.equal(
+        bits(fp8_matmul.rounded_matrix(weight.to(device)).cpu()), bits(fp8_matmul.rounded_matrix(weight))
+    )
     given = [x.to(device).requires_grad_(), weight.to(device).requires_grad_()]
     y = linear(*given, fp8=True)
     y.backward(torch.ones_like(y))
-    due = [fp8.emulated(x, weight), fp8.emulated(torch.ones(67, 256), weight.mT)]
+    due = [fp8_matmul.emulated(x, weight), fp8_matmul.emulated(torch.ones(67, 256), weight.mT)]
     for found, wanted in zip((y, given[0].grad), due, strict=True):
         assert (found.cpu().double() - wanted.double()).norm() <= 5e-3 * wanted.double().norm()

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshwright.ops import delta, documents, kernels, planned
+from meshwright.ops import delta, documents, kernels, meta_kernels
 from meshwright.ops.kernels import agrees, fastest
-from meshwright.parallel.again import saved_by_running_again
-from meshwright.parallel.kept import Kept
+from meshwright.parallel.replay import saved_by_running_again
+from meshwright.parallel.selective_recompute import Kept
 from tests.ops import references
 from tests.ops.references import assert_same, differentiate, rand
 
@@ -139,7 +139,7 @@ ONE_BY_ONE = [
 @pytest.mark.parametrize(("lengths", "heads", "long"), ONE_BY_ONE)
 def test_few_long_documents_are_called_one_by_one_on_a_gpu(lengths, heads, long):
     q_THK, docs = torch.empty(sum(lengths), heads, 128, device="meta"), documents(lengths, "cpu")
-    with planned.planned_for("cuda"):
+    with meta_kernels.planned_for("cuda"):
         assert attention._are_long(q_THK, docs) == long
     assert not attention._are_long(q_THK, docs)
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.ops import combine_stats, loss, planned, product, token_stats
+from meshwright.ops import combine_stats, loss, matmul, meta_kernels, token_stats
 from tests.ops import references
 from tests.ops.references import assert_same, compare, differentiate, quick, rand, smoke
 
@@ -30,7 +30,7 @@ def test_against_reference(num_tokens, chunk):
 def test_a_gpu_holds_half_a_billion_logits_at_once(words, tokens):
     x, weight = (torch.empty(rows, 4, device="meta") for rows in (9, words))
     assert loss._chunk(x, weight) == 1024
-    with planned.planned_for("cuda"):
+    with meta_kernels.planned_for("cuda"):
         assert loss._chunk(x, weight) == tokens
 
 
@@ -140,7 +140,7 @@ def test_float32_is_summed_in_float32_over_chunks():
 @pytest.mark.parametrize("chunk", [1, 1024])  # its logits made again, and its shares kept
 def test_a_sure_token_keeps_its_small_gradient_in_bfloat16(monkeypatch, chunk):
     """Its share is 0.999, which bf16 rounds to 1: the gradient of its label must not be made of that."""
-    monkeypatch.setattr(product, "_cpu_has_bf16", lambda: True)  # logits in bf16, whatever machine tests run on
+    monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: True)  # logits in bf16, whatever machine tests run on
     x, weight, labels = torch.full((2, 1), 6.9), torch.tensor([[1.0], [0.0], [-1.0]]), torch.tensor([0, 0])
 
     def ours(x, weight):

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.ops import memory
-from meshwright.ops.memory import fresh
+from meshwright.ops import host_memory
+from meshwright.ops.host_memory import fresh
 
 MIB = 1 << 20
 
@@ -32,7 +32,7 @@ def test_large_blocks_are_marked():
 def test_small_ones_are_left_alone(monkeypatch):
     """What is asked for and not what the mapping says: a block may lie where an earlier one was marked and freed."""
     asked = []
-    monkeypatch.setattr(memory, "_of_libc", lambda name: lambda *arguments: asked.append(name))
+    monkeypatch.setattr(host_memory, "_of_libc", lambda name: lambda *arguments: asked.append(name))
     fresh(torch.empty(20 * MIB, dtype=torch.uint8))
     assert not asked
     fresh(torch.empty(40 * MIB, dtype=torch.uint8))

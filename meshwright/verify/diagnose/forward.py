@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ...axes import DENSE
 from ...data import Batch
 from ...engine import Model, logits, logprobs
-from ...layout import Door, find
 from ...models import Embedding
+from ...sharding import Door, find
 
 RIGHT = 1 << 30  # stands for the number of a submodule where none is wrong
 
@@ -142,3 +142,23 @@ def about_doors(model: Model, part: str, passed: Mapping[str, int]) -> str:
     if doors and not cut:
         return f"no rule cuts a weight between its doors {' and '.join(doors)}: each rank of tp computes all of it"
     return ""
+
+
+Routed = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer of experts: weight_Tk, logits_TE, expert_Tk
+
+
+@contextmanager
+def watched_routers(model: Model) -> Iterator[Routed]:
+    seen: Routed = {}
+    balance = model.blueprint.balance
+    real = balance.watch
+
+    def watch(layer: int, weight_Tk: Tensor, logits_TE: Tensor, expert_Tk: Tensor) -> Tensor:
+        seen[layer] = (weight_Tk.detach(), logits_TE.detach(), expert_Tk)
+        return real(layer, weight_Tk, logits_TE, expert_Tk)
+
+    balance.watch = watch  # type: ignore[method-assign] # of this one object, and only for a forward
+    try:
+        yield seen
+    finally:
+        del balance.watch  # the method of the class is back

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...axes import DENSE, EXPERT, Sum
 from ...engine import Model, gather
 from ...weights import blocks_by_key
-from ..trial import Reference
+from ..reference import Reference
 from .causes import Suspect
 
 

@@ -1,0 +1,226 @@
+"""Tensors of the files, of which each rank holds some boxes, for `torch.distributed.checkpoint`.
+
+A DTensor cuts a dim into parts in the order of ranks. Our pieces are rows of a matrix that tp or ep cut before, so a
+fused key may hold several ranges of it on one rank: no DTensor can say that, and one that says something near it loses
+rows. So these tensors answer the questions that torch's planner asks DTensors too (`__create_write_items__` and the
+like): which boxes of the whole tensor are here. Its planner then writes and reads them on any mesh.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle  # noqa: TID251 - to refuse what a pickle could run
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..errors import BrokenFile, CheckpointError, StateError
+from ..sharding import Block, Box, Piece, as_it_lies
+from ..weights import DTYPES, KeyMap, chosen, short
+
+_new_empty = torch.ops.aten.new_empty.default
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a key, and the memory that holds it. Of copies on several ranks one is written."""
+
+    start: tuple[int, ...]
+    values: Tensor
+    written: bool
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.start), self.values.size())
+
+
+class Sharded(Tensor):
+    """Has the shape of a whole tensor and holds `parts` of it: live memory. It knows no operation of tensors."""
+
+    parts: list[tuple[tuple[int, ...], Tensor, bool]]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> Sharded:
+        made: Sharded = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        made.parts = [(part.start, part.values, part.written) for part in parts]
+        return made
+
+    def held(self) -> list[Part]:
+        return [Part(*part) for part in self.parts]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # the stub is of another torch
+        if func is _new_empty:  # an asynchronous save copies it: torch then copies `parts`
+            return Sharded(args[1], args[0].dtype, [])
+        raise StateError(
+            f"{func} of a tensor of a state dict: this rank holds parts of it, for torch.distributed.checkpoint alone; "
+            "mw.gather(model) gives whole tensors"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override] # the stub takes contents
+        return f"Sharded({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts here)"
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """Asked by the planner of a save."""
+        return [self._item(fqn, part) for part in self.held() if part.written]
+
+    def _item(self, fqn: str, part: Part) -> WriteItem:
+        data = TensorWriteData(part.chunk, TensorProperties(self.dtype), self.size())
+        return WriteItem(MetadataIndex(fqn, torch.Size(part.start)), WriteItemType.SHARD, tensor_data=data)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Asked by the planner of a load."""
+        return [part.chunk for part in self.held()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Asked by both: the memory."""
+        return next(part.values for part in self.held() if part.start == tuple(index.offset or ()))
+
+
+def sharded(
+    values: Mapping[str, Tensor], pieces: Mapping[str, Piece], owned: set[str], keymap: KeyMap
+) -> dict[str, Sharded]:
+    """The pieces of a rank as parts of keys."""
+    parts: dict[str, list[Part]] = {name: [] for name in keymap.keys if name not in keymap.carried}
+    dtypes: dict[str, torch.dtype] = {}
+    for name, tensor in values.items():
+        for block in chosen(pieces[name].param, keymap.choice).blocks:
+            dtypes[block.key] = tensor.dtype
+            for box, view in pieces[name].views(tensor):
+                common = block.ours.meet(box)
+                if common is not None:
+                    held = view[common.within(box).slices]
+                    parts[block.key] += [Part(at, part, name in owned) for at, part in _parts(block, common, held)]
+    return {key: Sharded(keymap.keys[key].shape, dtype, parts[key]) for key, dtype in dtypes.items()}
+
+
+def _parts(block: Block, common: Box, held: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """A box of ours as few boxes of the key, each with its memory in the shape of that box."""
+    wanted = block.view(torch.empty(block.shape, device="meta"))[common.within(block.ours).slices]
+    order = as_it_lies(wanted)
+    yield from _boxes(block.shape, wanted.permute(order), held.permute(order))
+
+
+def _boxes(shape: tuple[int, ...], wanted: Tensor, held: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """`wanted`: where the elements of `held` lie in the key, as a view of a tensor without memory."""
+    first = int(wanted.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(wanted.shape, wanted.stride(), strict=True))
+    start, end = _unravel(first, shape), _unravel(last, shape)
+    size = tuple(b - a + 1 for a, b in zip(start, end, strict=True))
+    try:
+        if min(size, default=1) < 1 or torch.Size(size).numel() != wanted.numel():
+            raise RuntimeError("no box")
+        yield start, held.view(size)
+    except RuntimeError:  # elements that no view can put side by side
+        dim = next(dim for dim, num in enumerate(wanted.shape) if num > 1)
+        for at in range(wanted.shape[dim]):
+            yield from _boxes(shape, wanted.select(dim, at), held.select(dim, at))
+
+
+def _unravel(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    out: list[int] = []
+    for size in reversed(shape):
+        at, here = divmod(at, size)
+        out.insert(0, here)
+    return tuple(out)
+
+
+def take(mine: Sharded, given: Tensor, key: str) -> None:
+    """Copy what was given for a key into the memory that `mine` shows: nothing, where it is that memory."""
+    if mine.shape != given.shape:
+        raise CheckpointError(f"{key} is {tuple(given.shape)} in the state dict, and {tuple(mine.shape)} here")
+    if not isinstance(given, Sharded):
+        for part in mine.held():
+            part.values.copy_(given[tuple(slice(a, a + n) for a, n in zip(part.start, part.values.shape, strict=True))])
+        return
+    theirs = {part.start: part.values for part in given.held()}
+    for part in mine.held():
+        if part.start not in theirs or theirs[part.start].shape != part.values.shape:
+            raise CheckpointError(
+                f"{key} of the state dict lacks this rank's part at {part.start}; give what engine.state_dict() of the "
+                "same mesh returned, filled by torch.distributed.checkpoint.load"
+            )
+        if theirs[part.start].data_ptr() != part.values.data_ptr():
+            part.values.copy_(theirs[part.start])
+
+
+TORCH_LIST = ".metadata"
+_OF_DCP = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    (_OF_DCP, "Metadata"), (_OF_DCP, "MetadataIndex"), (_OF_DCP, "StorageMeta"), (_OF_DCP, "TensorProperties"),
+    (_OF_DCP, "TensorStorageMetadata"), (_OF_DCP, "BytesStorageMetadata"), (_OF_DCP, "ChunkStorageMetadata"),
+    (_OF_DCP, "_MEM_FORMAT_ENCODING"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES.values()),
+}  # fmt: skip
+
+
+class _Known(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of contents needs")
+        return super().find_class(module, name)
+
+
+class TorchFiles(FileSystemReader):
+    """A directory that `torch.distributed.checkpoint.save` wrote: its tensors one by one."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.directory, self.contents = directory, _contents(directory)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self.contents
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found = self.contents.state_dict_metadata
+        return {name: tuple(value.size) for name, value in found.items() if isinstance(value, TensorStorageMetadata)}
+
+    def tensor(self, name: str) -> Tensor:
+        about = self.contents.state_dict_metadata[name]
+        assert isinstance(about, TensorStorageMetadata)
+        into = torch.empty(about.size, dtype=about.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            planner = DefaultLoadPlanner(flatten_state_dict=False)
+            dcp.load({name: into}, storage_reader=self, planner=planner, no_dist=True)
+        return into
+
+
+def _contents(directory: Path) -> Metadata:
+    path = directory / TORCH_LIST
+    try:
+        found = _Known(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:
+        raise BrokenFile(f"{path} is not the list of contents of a checkpoint of torch: {error}") from error
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, Mapping):
+        raise BrokenFile(f"{path} holds {short(found)}, and no list of contents; give a checkpoint of torch")
+    for place in found.storage_data.values():
+        name = place.relative_path if isinstance(place, _StorageInfo) else None
+        if not isinstance(name, str) or PurePath(name).name != name or not (directory / name).is_file():
+            raise BrokenFile(f"{path} names the file {short(name)}, which is not in {directory}")
+    return found
+
+
+def write_torch_files(directory: Path, state: Mapping[str, Any]) -> None:
+    """By this process alone. `state` may map files: torch writes one tensor after the other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=True)

@@ -1,0 +1,197 @@
+"""Look at a checkpoint: what it holds, whether its bytes are those that were written, and how it differs from another.
+
+Nothing of a model is needed for that, and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table as Grid
+from rich.text import Text
+from torch import Tensor
+
+from ..errors import BrokenFile, CheckpointError, counted
+from ..log import progress
+from ..ops.part_sizes import part_size
+from ..weights import DTYPES, MANIFEST, Entry, Source, opened
+from .folder import find
+from .restore import Checkpoint, check_run, open_checkpoint
+
+_READERS = 4
+_PART_BYTES = part_size(__name__, "_PART_BYTES", 32 << 20, small=808)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same in two checkpoints. `largest`: of the differences of its elements."""
+
+    plane: str
+    key: str
+    why: str
+    largest: float | None = None
+    num: int = 0  # elements that differ
+
+
+def opened_at(directory: Path) -> Checkpoint:
+    return open_checkpoint(find(directory))
+
+
+def summary(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What it holds, as JSON has it."""
+    manifest, trainer = checkpoint.manifest, checkpoint.trainer
+    planes = {}
+    for name, source in checkpoint.planes.items():
+        entries = source.entries.values()
+        planes[name] = {
+            "tensors": len(source.entries),
+            "bytes": sum(entry.stop - entry.start for entry in entries),
+            "dtypes": sorted({entry.dtype for entry in entries}),
+            "files": len(source.files),
+        }
+    return {
+        "directory": str(checkpoint.directory),
+        **{name: trainer[name] for name in ("step", "tokens", "head", "settings", "state")},
+        "trained": len(trainer["trained"]),
+        **manifest.about,
+        "bytes": sum(manifest.files.values()),
+        "ranks": len(manifest.parts),
+        "runs": sum(len(runs) for runs in checkpoint.runs.of_file.values()),
+        "planes": planes,
+        "strangers": strangers(checkpoint),
+    }
+
+
+def strangers(checkpoint: Checkpoint) -> list[str]:
+    """Files in the directory that the manifest does not list."""
+    known = {*checkpoint.manifest.files, *checkpoint.manifest.parts, MANIFEST}
+    found = (path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file())
+    return sorted(str(name) for name in found if str(name) not in known)
+
+
+def check_bytes(checkpoint: Checkpoint) -> list[str]:
+    """Read all of it, and say what is not as it was written."""
+    runs = [(file, run) for file, found in checkpoint.runs.of_file.items() for run in found]
+    label, total = f"check {checkpoint.directory}", checkpoint.runs.num_bytes
+    wrong: list[str] = []
+    with progress(label, total, "bytes", enabled=True) as advance, ThreadPoolExecutor(_READERS) as readers:
+        for failure, (_, run) in zip(readers.map(lambda each: _failure(checkpoint, *each), runs), runs, strict=True):
+            advance(run.stop - run.start)
+            if failure:
+                wrong.append(failure)
+    return wrong
+
+
+def _failure(checkpoint: Checkpoint, file: str, run: Any) -> str:
+    try:
+        check_run(checkpoint, file, run)
+    except BrokenFile as error:
+        return str(error)
+    return ""
+
+
+def differences(mine: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
+    """Tensor by tensor, of every plane."""
+    for plane in dict.fromkeys((*mine.planes, *other.planes)):
+        here, there = (c.planes[plane].entries if plane in c.planes else {} for c in (mine, other))
+        for key in dict.fromkeys((*here, *there)):
+            if key not in here or key not in there:
+                yield Difference(plane, key, f"only in {(mine if key in here else other).directory}")
+            elif here[key].shape != there[key].shape:
+                yield Difference(plane, key, f"shape {here[key].shape} and {there[key].shape}")
+            else:
+                yield from _of_values(plane, (mine.planes[plane], here[key]), (other.planes[plane], there[key]))
+
+
+def _of_values(plane: str, *both: tuple[Source, Entry]) -> Iterator[Difference]:
+    (_, first), (_, second) = both
+    kinds = f"{first.dtype} and {second.dtype}" if first.dtype != second.dtype else ""
+    largest, num = 0.0, 0
+    for a, b in zip(_parts(*both[0]), _parts(*both[1]), strict=True):
+        apart = (a.double() - b.double()).abs() if a.is_floating_point() else (a != b).double()
+        unequal = ~(apart == 0) & ~(a.isnan() & b.isnan())
+        num += int(unequal.sum())
+        largest = max(largest, float(apart[unequal].nan_to_num(nan=float("inf")).max()) if unequal.any() else 0.0)
+    if num or kinds:
+        yield Difference(plane, first.key, kinds or "values", largest, num)
+
+
+def _parts(source: Source, entry: Entry) -> Iterator[Tensor]:
+    """A tensor a part at a time, in equally many elements whatever its dtype."""
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"{entry.key} is {entry.dtype}, which torch has no dtype for; compare its bytes with cmp")
+    dtype = DTYPES[entry.dtype]
+    step = _PART_BYTES // 8 * dtype.itemsize
+    with opened(source.directory / entry.file) as file:
+        for at in range(entry.start, entry.stop, step):
+            data = bytearray(file.bytes_at(at, min(step, entry.stop - at)))
+            yield torch.frombuffer(data, dtype=dtype)
+
+
+_MOST = 20  # differences that are shown
+
+Wrong = Sequence[str] | None  # None: nobody looked
+Apart = Sequence[Difference] | None
+
+
+def as_json(checkpoint: Checkpoint, wrong: Wrong, apart: Apart) -> dict[str, Any]:
+    found = summary(checkpoint)
+    if wrong is not None:
+        found["wrong"] = list(wrong)
+    if apart is not None:
+        found["differences"] = [asdict(each) for each in apart]
+    return found
+
+
+def print_checkpoint(checkpoint: Checkpoint, wrong: Wrong, apart: Apart) -> None:
+    console, found = Console(), summary(checkpoint)
+    console.print(Text(f"{checkpoint.directory}", style="bold"), soft_wrap=True)
+    lines = {
+        "model": f"{found['model']}, {found['parameters']:,} parameters, {counted(found['trained'], 'tensor')} trained",
+        "step": f"{found['step']:,}, {found['tokens']:,} tokens",
+        "saved": f"{found['date']} on {found['mesh']} by {counted(found['ranks'], 'rank')}",
+        "size": f"{decimal(found['bytes'])} in {counted(found['runs'], 'run')}, each with its checksum",
+        "settings": ", ".join(f"{name} {value}" for name, value in found["settings"].items()),
+        "state": "none" if found["state"] is None else f"{found['state']!r:.200}",
+    }
+    for name, text in lines.items():
+        console.print(Text(f"  {name:9} {text}"), soft_wrap=True)
+    console.print(_planes(found))
+    for name in found["strangers"]:
+        console.print(Text(f"  {name} is no part of it: the manifest does not list it", style="bold"), soft_wrap=True)
+    _print_checks(console, wrong, apart)
+
+
+def _planes(found: dict[str, Any]) -> Grid:
+    grid = Grid(box=box.SIMPLE, show_edge=False)
+    for title in ("plane", "tensors", "files", "dtypes", "bytes"):
+        grid.add_column(title, justify="right" if title in ("tensors", "files", "bytes") else "left")
+    for name, plane in found["planes"].items():
+        row = (f"{plane['tensors']:,}", f"{plane['files']:,}", ", ".join(plane["dtypes"]), decimal(plane["bytes"]))
+        grid.add_row(name, *row)
+    return grid
+
+
+def _print_checks(console: Console, wrong: Wrong, apart: Apart) -> None:
+    if wrong is None:
+        console.print(Text("  bytes not read; --verify compares them with their checksums"))
+    elif not wrong:
+        console.print(Text("  every byte is as it was written", style="bold green"))
+    for text in wrong or ():
+        console.print(Text(f"  {text}", style="bold red"), soft_wrap=True)
+    if apart is not None:
+        told = f"{counted(len(apart), 'tensor')} differ" if apart else "no tensor differs"
+        console.print(Text(f"  {told}", style="bold"))
+        for each in apart[:_MOST]:
+            by = f", {each.num:,} elements, by up to {each.largest:.3g}" if each.largest is not None else ""
+            console.print(Text(f"  {each.plane} {each.key}: {each.why}{by}"), soft_wrap=True)
+        if len(apart) > _MOST:
+            console.print(Text(f"  and {len(apart) - _MOST:,} more; --json has them all"))

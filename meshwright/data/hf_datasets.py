@@ -1,0 +1,171 @@
+"""Data sets of Hugging Face become Arrow files, which are read as any other file of rows: those of a directory that
+`save_to_disk` has written, and those that `datasets.load_dataset` makes of a hub id or a directory.
+
+Nothing is streamed. Which documents are trained on would depend on the number of ranks and on restarts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ..errors import DataError
+from .json_values import kind_of, read_object
+
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which rows of a data set. "": the only subset, the only split, the newest revision."""
+
+    subset: str = ""
+    split: str = ""
+    revision: str = ""
+
+
+def is_saved(directory: Path) -> bool:
+    """By `save_to_disk`, one split or several."""
+    return any((directory / name).is_file() for name in (_SAVED, _SAVED_SPLITS))
+
+
+def saved_files(directory: Path, part: Part) -> list[Path]:
+    if part.subset or part.revision:
+        raise DataError(f"{directory} was written by save_to_disk, without subset and revision; leave them out")
+    file = directory / (_SAVED_SPLITS if (directory / _SAVED_SPLITS).is_file() else _SAVED)
+    about = read_object(file)
+    if "splits" in about:
+        splits = [_inside(file, each) for each in _listed(file, about, "splits")]
+        return saved_files(directory / _one(str(directory), splits, part.split), Part())
+    if part.split not in ("", about.get("_split")):
+        raise DataError(
+            f"hf_split = {part.split!r}, and {directory} is one split, {about.get('_split')!r}; leave it out"
+        )
+    if about.get("_indices_data_files"):
+        raise DataError(
+            f"{file} chooses rows by _indices_data_files, as old versions of datasets did, which are not read; write "
+            "the set anew: datasets.load_from_disk(DIRECTORY).flatten_indices().save_to_disk(OTHER)"
+        )
+    named = [each.get("filename") if isinstance(each, dict) else each for each in _listed(file, about, "_data_files")]
+    files = [directory / _inside(file, name) for name in named]
+    if lacking := [str(file) for file in files if not file.is_file()]:
+        raise DataError(f"{', '.join(lacking)} of the data set {directory} is not there; save or copy it anew")
+    return files
+
+
+def _listed(file: Path, about: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(found := about.get(name), list):
+        raise DataError(f"{name} of {file} is {kind_of(found)}, not a list; save or copy the data set anew")
+    return found
+
+
+def _inside(file: Path, name: Any) -> str:
+    """Return a name that a data set gives to a part of it. Refuse one that leads out of its directory."""
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+        raise DataError(f"{file} names {name!r:.80}, which is no file of its directory; save or copy the data set anew")
+    return name
+
+
+def fetched_files(name: str, part: Part) -> list[Path]:
+    """Of a hub id, or of a directory that is laid out like one. They lie in the cache of `datasets`."""
+    try:
+        import datasets  # slow, and an extra
+    except ImportError:
+        raise DataError(
+            f"{name} is no file of this machine, and data sets of Hugging Face are read by the package datasets, which "
+            "is not installed: pip install 'meshwright[hub]'; or download its files, and give their directory as path"
+        ) from None
+    where = {"revision": part.revision or None}
+    try:
+        splits = datasets.get_dataset_split_names(name, part.subset or None, **where)
+        split = _one(name, splits, part.split)
+        found = datasets.load_dataset(name, part.subset or None, split=split, **where)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{name} could not be loaded: {type(error).__name__}: {error}\nLook at path, hf_subset, hf_split and "
+            "hf_revision, the network, and the room on the disk. A set that is too large for the disk cannot be "
+            "trained on by an exact plan: take a subset or a split of it, or download some of its files"
+        ) from error
+    return _whole(name, found)
+
+
+def _whole(name: str, found: Any) -> list[Path]:
+    """Its files hold all of its rows, and no others."""
+    files = [Path(each["filename"]) for each in found.cache_files]
+    if (num_rows := sum(map(num_rows_of, files))) != len(found):
+        raise DataError(
+            f"the files of {name} hold {num_rows} rows, and its split has {len(found)}; write it to a directory with "
+            "save_to_disk, and give that as path"
+        )
+    return files
+
+
+def _one(name: str, splits: Sequence[str], wanted: str) -> str:
+    """No slices and sums of splits: their rows would be those of no file."""
+    if wanted in splits:
+        return wanted
+    if not wanted and len(splits) == 1:
+        return splits[0]
+    said = f"hf_split = {wanted!r} is none" if wanted else "hf_split must name one"
+    raise DataError(f"{said} of the splits of {name}: {', '.join(splits)}")
+
+
+Decode = Callable[[Any], Any]
+
+
+def groups_of(file: Path, num_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of its batches, each of about so many bytes. Only their headers are read."""
+    found, start, held, at = list[tuple[int, int]](), 0, 0, -1
+    for at, batch in enumerate(_batches(file)):
+        held += batch.nbytes
+        if held >= num_bytes:
+            found.append((start, at + 1))
+            start, held = at + 1, 0
+    return [*found, (start, at + 1)] if start <= at else found
+
+
+def num_rows_of(file: Path) -> int:
+    return sum(len(batch) for batch in _batches(file))
+
+
+def numbered_rows(file: Path, start: int, stop: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Of a range of batches, each with its number in the file."""
+    at = 0
+    for number, batch in enumerate(_batches(file)):
+        if number >= stop:
+            return
+        if number >= start:
+            decoders = {name: _decoder(batch.schema.field(name).type) for name in batch.schema.names}
+            for row, values in enumerate(batch.to_pylist(), at):
+                yield row, {name: _decoded(value, decoders[name]) for name, value in values.items()}
+        at += len(batch)
+
+
+def _batches(file: Path) -> Iterator[pa.RecordBatch]:
+    try:
+        yield from pa.ipc.open_stream(pa.memory_map(str(file)))
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file} is no whole Arrow stream, as datasets writes it: {error}; make it anew") from error
+
+
+def _decoder(kind: Any) -> Decode | None:
+    """What makes values of JSON texts: such a column holds objects that differ from row to row. None: nothing to do."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return json.loads if kind.extension_name == "arrow.json" else None
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        inner = _decoder(kind.value_type)
+        return inner and (lambda values: [_decoded(each, inner) for each in values])
+    if pa.types.is_struct(kind):
+        inners = {kind.field(at).name: _decoder(kind.field(at).type) for at in range(kind.num_fields)}
+        if any(inners.values()):
+            return lambda values: {name: _decoded(each, inners[name]) for name, each in values.items()}
+    return None
+
+
+def _decoded(value: Any, decode: Decode | None) -> Any:
+    return value if value is None or decode is None else decode(value)

@@ -1,0 +1,41 @@
+"""The bill of a step of the engine: the model's, and the engine's own: agreement, loss, norm and the router's sums."""
+
+from __future__ import annotations
+
+from ..axes import DENSE, Axes
+from ..blueprint import Blueprint
+from ..sharding import Charge, Pictures, Work, bill
+from .agreement import NUMBERS, STEP, place
+from .engine import LOSS, NORM
+from .model import Model
+from .router import pooled_counts, step_load
+from .vision_sync import at_least
+
+
+def step_bill(
+    model: Model, tokens: int, num_batches: int, router_aux: str = "pooled", pictures: Pictures = ()
+) -> list[Charge]:
+    """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens. `pictures`: of each batch the
+    frames of this data rank, None where no data rank has any."""
+    compute = model.dtype.itemsize
+    frozen = frozenset(model.table.params) - {*model.trained}
+    if at_least(model, num_batches):  # the tower runs, whoever sees
+        pictures = tuple(frames or () for frames in pictures or [None] * num_batches)
+    numbers = model.numbers | model.low.names
+    work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen, numbers, model.begun)
+    return engine_bill(model.blueprint, model.mesh.axes, model.mesh.rank, work, router_aux)
+
+
+def engine_bill(blueprint: Blueprint, axes: Axes, rank: int, work: Work, router_aux: str = "pooled") -> list[Charge]:
+    """The same of any rank of any mesh, without devices and process groups."""
+    charges = bill(blueprint.spec, axes, rank, work)
+    if axes.world > 1:
+        # Between hosts. More than 32 ranks with accelerators make several of it, among few; the last is of this size.
+        charges.append(Charge(place(STEP), "all_gather", DENSE, axes.world * NUMBERS * 8, 1))
+        charges += [Charge.of(LOSS), Charge.of(NORM)]
+        balance = blueprint.balance
+        if balance.num_layers:
+            charges.append(Charge.of(step_load(balance)))
+        if balance.num_layers and balance.coefficient and router_aux == "pooled":
+            charges.append(Charge.of(pooled_counts(balance), work.num_batches))
+    return charges

@@ -1,0 +1,239 @@
+"""The tower of the models that see: patches of pictures -> rows of the width of the text, one for four patches.
+
+It sees frames (a picture, or a slice of a video in time), each alone. A rank runs whole frames with whole weights, and
+one door brings the rows to the tokens whose places they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import ConfigError
+from ..sharding import Block, Box, Init, Insert, Layout, belongs_to, weight
+from .hf_config import Json, divides, group, listed, refuse, take
+from .linear import WideLinear
+
+_EPS = 1e-6  # of its norms, whatever the config says of those of the text
+_FIXED: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("gelu_pytorch_tanh",), "in_channels": (3,), "spatial_merge_size": (ops.MERGED,),
+    "temporal_patch_size": (2,),
+}  # fmt: skip
+Tables = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """What a row of pixels is: channels, slices in time, rows and columns of a patch."""
+
+    chan: int = 3
+    time: int = 2
+    side: int = 16
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.chan, self.time, self.side, self.side
+
+    @property
+    def num(self) -> int:
+        return self.chan * self.time * self.side * self.side
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """The shape of a tower. `taps`: blocks behind which what it has seen goes to the first layers of the text."""
+
+    width: int
+    depth: int
+    heads: int
+    ffn: int
+    places: int  # of the table of positions, which is square
+    theta: float
+    std: float
+    pixels: Pixels
+    taps: tuple[int, ...] = ()
+
+    @property
+    def head(self) -> int:
+        return self.width // self.heads
+
+    def cost(self, num: int) -> float:
+        """Of a frame of so many patches, in multiplications of a block: products, and every patch with every other."""
+        return num * (4.0 * self.width**2 + 2 * self.width * self.ffn + 2 * num * self.width)
+
+
+@dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
+class Sight:
+    """What a rank has to do with the pictures of a micro-batch: the patches of frames that it runs; how many rows it
+    sends to each rank of its data rank and gets from each; and the places of those among its own tokens."""
+
+    patches_PC: Tensor
+    frames: ops.Frames
+    sent: list[int]
+    got: list[int]
+    at_N: Tensor
+
+
+def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
+    """`width`, `layers`: of the text. From the whole config of a model that sees."""
+    vision = group(config, "vision_config")
+    refuse(vision, _FIXED)
+    num_heads = take(vision, "num_heads", int, take(vision, "num_attention_heads", int, 16))
+    shape = TowerShape(
+        width=take(vision, "hidden_size", int, 1152), ffn=take(vision, "intermediate_size", int, 4304),
+        depth=take(vision, "depth", int, take(vision, "num_hidden_layers", int, 27)), heads=num_heads,
+        places=take(vision, "num_position_embeddings", int, 2304), theta=_theta(vision),
+        std=take(vision, "initializer_range", float, 0.02), pixels=Pixels(side=patch_of(config)),
+        taps=_taps(config, vision),
+    )  # fmt: skip
+    if divides("num_heads", num_heads, "hidden_size", shape.width) % 4:
+        raise ConfigError(f"config.json: a head of the tower has {shape.head} dims; it must be a multiple of 4")
+    if round(shape.places**0.5) ** 2 != shape.places:
+        raise ConfigError(f"config.json: num_position_embeddings={shape.places} is no square number; correct it")
+    out = take(vision, "out_hidden_size", int, 3584)
+    if out != width:
+        raise ConfigError(f"config.json: out_hidden_size={out} of the tower, but hidden_size={width} of the text")
+    taps = list(shape.taps)
+    if any(tap >= shape.depth for tap in taps) or taps != sorted({*taps}) or len(taps) > layers:
+        raise ConfigError(
+            f"config.json: deepstack_visual_indexes={taps} must rise, and be below depth={shape.depth}; there can be "
+            f"{layers} of them, one for each layer of the text"
+        )
+    return shape
+
+
+def patch_of(config: Json) -> int:
+    """Pixels of a side of a patch."""
+    return take(group(config, "vision_config"), "patch_size", int, 16)
+
+
+def _theta(vision: Json) -> float:
+    fields = group(vision, "rope_parameters")
+    refuse(fields, {"rope_type": ("axial", "default")})
+    return float(take(fields, "rope_theta", float, 10000.0))
+
+
+def _taps(config: Json, vision: Json) -> tuple[int, ...]:
+    """Qwen3-VL has them, Qwen3.5 has not."""
+    if not str(config.get("model_type")).startswith("qwen3_vl"):
+        refuse(vision, {"deepstack_visual_indexes": ([],)})
+        return ()
+    absent = vision.get("deepstack_visual_indexes") is None
+    return (8, 16, 24) if absent else tuple(listed(vision, "deepstack_visual_indexes", int))
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, rows: dict[str, int], key: str) -> None:
+        super().__init__()
+        self.weight = weight(rows, key=f"{key}.weight", decay=False, init=Init("ones"))
+        self.bias = weight(rows, key=f"{key}.bias", decay=False, init=Init("zeros"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, _EPS)
+
+
+class Patches(nn.Module):
+    """Pixels, and where each patch is in its frame. The files have a convolution whose kernel is as wide as its stride:
+    a matrix."""
+
+    def __init__(self, shape: TowerShape, at: str) -> None:
+        super().__init__()
+        E, sizes, key = shape.width, shape.pixels.sizes, at + "patch_embed.proj"
+        whole = Box.whole((E, *sizes))
+        spelled = Layout("convolution", (Block(whole, f"{key}.weight", (E, *sizes), whole),))
+        names = ("chan", "time", "patch_row", "patch_col")
+        init = Init("normal", shape.std)
+        self.weight = weight({"eye": E}, dict(zip(names, sizes, strict=True)), layouts=[spelled], init=init)
+        self.bias = weight({"eye": E}, key=f"{key}.bias", decay=False, init=Init("zeros"))
+        self.grid = weight({"place": shape.places}, {"eye": E}, key=at + "pos_embed.weight", init=init)
+
+    def forward(self, patches_PC: Tensor, frames: ops.Frames) -> Tensor:
+        x_PE = ops.linear(patches_PC, self.weight, self.bias)
+        return x_PE + ops.resampled(self.grid, frames, x_PE)
+
+
+class TowerBlock(nn.Module):
+    """`x += attention(norm(x)); x += mlp(norm(x))`, in which a patch sees all of its frame, and nothing else."""
+
+    def __init__(self, shape: TowerShape, at: str) -> None:
+        super().__init__()
+        E, H, K = shape.width, shape.heads, shape.head
+        self.heads, self.head = H, K
+        self.norm = LayerNorm({"eye": E}, at + "norm1")
+        qkv, wide = {"part": 3, "eye_heads": H, "eye_head": K}, {"eye_ffn": shape.ffn}
+        self.qkv = WideLinear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True)
+        self.proj = WideLinear({"eye": E}, {"eye_heads": H, "eye_head": K}, shape.std, key=at + "attn.proj", bias=True)
+        self.mlp_norm = LayerNorm({"eye": E}, at + "norm2")
+        self.fc1 = WideLinear(wide, {"eye": E}, shape.std, key=at + "mlp.linear_fc1", bias=True)
+        self.fc2 = WideLinear({"eye": E}, wide, shape.std, key=at + "mlp.linear_fc2", bias=True)
+        self.run: Callable[[Tensor, Tables, ops.Documents], Tensor] = self.block  # `parallel.recompute` may exchange it
+
+    def forward(self, x_PE: Tensor, tables: Tables, docs: ops.Documents) -> Tensor:
+        return self.run(x_PE, tables, docs)
+
+    def block(self, x_PE: Tensor, tables: Tables, docs: ops.Documents) -> Tensor:
+        q_PHK, k_PHK, v_PHK = self.qkv(self.norm(x_PE)).view(-1, 3, self.heads, self.head).unbind(1)
+        q_PHK, k_PHK = ops.rotate(q_PHK, *tables), ops.rotate(k_PHK, *tables)
+        x_PE = x_PE + self.proj(ops.attention(q_PHK, k_PHK, v_PHK, docs, causal=False).flatten(1))
+        return x_PE + self.fc2(F.gelu(self.fc1(self.mlp_norm(x_PE)), approximate="tanh"))
+
+
+class Merger(nn.Module):
+    """Four neighbouring patches -> one row of the width of the text. Its GELU is the exact one, whatever the config
+    says. `late`: its norm is over all four, as for what goes to the first layers of the text."""
+
+    def __init__(self, shape: TowerShape, width: int, at: str, *, late: bool = False) -> None:
+        super().__init__()
+        four, self.late = ops.MERGED**2 * shape.width, late
+        self.norm = LayerNorm({"four_eye": four} if late else {"eye": shape.width}, at + "norm")
+        self.fc1 = WideLinear({"four_eye_out": four}, {"four_eye": four}, shape.std, key=at + "linear_fc1", bias=True)
+        self.fc2 = WideLinear({"embed": width}, {"four_eye": four}, shape.std, key=at + "linear_fc2", bias=True)
+
+    def forward(self, x_PE: Tensor) -> Tensor:
+        four = ops.MERGED**2 * x_PE.shape[1]
+        x_NF = self.norm(x_PE.view(-1, four)) if self.late else self.norm(x_PE).view(-1, four)
+        return self.fc2(F.gelu(self.fc1(x_NF)))
+
+
+class Tower(nn.Module):
+    """`forward` gives one row a token: what takes its place, and side by side what the first layers add to it."""
+
+    def __init__(self, shape: TowerShape, width: int, ids: Sequence[int], at: str) -> None:
+        super().__init__()
+        self.shape, self.ids, self.compute = shape, tuple(ids), torch.float32
+        self.patches = Patches(shape, at)
+        self.blocks = nn.ModuleDict({str(i): TowerBlock(shape, f"{at}blocks.{i}.") for i in range(shape.depth)})
+        self.merger = Merger(shape, width, at + "merger.")
+        deep = [Merger(shape, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(shape.taps))]
+        self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
+        self.insert = Insert(width * (1 + len(deep)), shape.cost)
+        belongs_to(self, first=True)
+
+    def units(self) -> list[nn.Module]:
+        """In the order of forward: by it, backward gathers the next one ahead."""
+        found: list[nn.Module] = [self.patches]
+        for number, block in self.blocks.items():
+            taken = [self.shape.taps.index(int(number))] if int(number) in self.shape.taps else []
+            found += [block, *(self.deep[str(n)] for n in taken)]
+        return [*found, self.merger]
+
+    def is_place(self, tokens_T: Tensor) -> Tensor:
+        """Which tokens stand for a part of a picture."""
+        return torch.isin(tokens_T, tokens_T.new_tensor(self.ids))
+
+    def forward(self, sight: Sight) -> tuple[Tensor, ...]:
+        """For each place among this rank's tokens: a row for it, and one for each of the first layers."""
+        x_PE = self.patches(sight.patches_PC.to(self.compute), sight.frames)
+        tables = ops.frame_tables(sight.frames, self.shape.head, self.shape.theta, ops.upcast(x_PE[:0]).dtype)
+        found: list[Tensor] = []
+        for number, block in self.blocks.items():
+            x_PE = block(x_PE, tables, sight.frames.docs)
+            if int(number) in self.shape.taps:
+                found.append(self.deep[str(len(found))](x_PE))
+        rows_ND = torch.cat([self.merger(x_PE), *found], -1)
+        return self.insert(rows_ND, sight.sent, sight.got).chunk(1 + len(found), -1)

@@ -1,0 +1,105 @@
+"""Matrix products, in the dtype in which this machine makes them fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .deferred_weight_grads import is_late, left_for_later
+from .fp8_matmul import fp8_linear, stacked
+from .fp8_storage import Numbers, Weight, kept, restored
+from .fp8_tensor import Quantised
+from .kernels import uncompiled
+from .meta_kernels import kind_of
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """x's own; but float32 for bf16 on a CPU that has no such instructions: there, it takes up to 100 times as long."""
+    slow = x.dtype == torch.bfloat16 and kind_of(x.device) == "cpu" and not _cpu_has_bf16()
+    return torch.float32 if slow else x.dtype
+
+
+@cache
+def _cpu_has_bf16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
+    """Return x @ weight.T + bias in x.dtype. `fp8`: quantise both operands in blocks first (ops/fp8_matmul.py)."""
+    if product_dtype(x) == x.dtype and not is_late() and not fp8 and isinstance(weight, Tensor):
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return linears(x, [weight], None if bias is None else [bias], fp8=fp8)[0]
+
+
+def linears(
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None, *, fp8: bool = False
+) -> tuple[Tensor, ...]:
+    """`linear` of the same x with each of the weights, as one product: small ones are slow."""
+    bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
+    apply = _of_numbers if any(isinstance(weight, Numbers) for weight in weights) else _Linears.apply
+    y: Tensor = apply(x, bias, fp8, *weights)  # torch leaves apply untyped
+    return y.split([len(w) for w in weights], -1)
+
+
+@uncompiled  # it takes tensors alone for operands
+def _of_numbers(x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+    y: Tensor = _Linears.apply(x, bias, fp8, *weights)
+    return y
+
+
+def operand(weight: Weight, x: Tensor) -> Tensor:
+    """A parameter as it meets x in a product: rounded to x.dtype, then as wide as the product. Or it is in 8 bits."""
+    if isinstance(weight, Quantised):
+        return weight
+    return weight.to(x.dtype).to(product_dtype(x))
+
+
+class _Linears(torch.autograd.Function):
+    """Keeps its operands as they came: neither their joined copy nor wide or rounded ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+        tensors, ctx.grids = kept(weights)
+        ctx.save_for_backward(x, *tensors)
+        ctx.fp8, ctx.weights = fp8, weights if is_late() else ()
+        joined = _joined(weights, x)
+        if fp8:
+            y = fp8_linear(x, joined)
+            return (y if bias is None else y + bias).to(x.dtype)
+        wide = product_dtype(x)
+        return F.linear(x.to(wide), joined, None if bias is None else bias.to(wide)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        x, *tensors = ctx.saved_tensors
+        weights = restored(tensors, ctx.grids)
+        wide, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
+        d_bias = d.flatten(0, -2).sum(0) if need_bias else None
+        dx = _of_input(d, _joined(weights, x), x, ctx.fp8) if need_x else None
+        d = d.to(wide)
+        if not any(need_weights):
+            return dx, d_bias, None, *(None for _ in weights)
+        kinds = [(len(w), w.dtype if isinstance(w, Tensor) else None) for w in weights]
+
+        def gradients() -> list[Tensor | None]:
+            dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).split([rows for rows, _ in kinds])
+            return [None if dtype is None else part.to(dtype) for part, (_, dtype) in zip(dw, kinds, strict=True)]
+
+        if left_for_later(ctx.weights, gradients):
+            return dx, d_bias, None, *(None for _ in weights)
+        return dx, d_bias, None, *gradients()
+
+
+def _of_input(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
+    return (fp8_linear(d, joined.mT) if fp8 else d.to(joined.dtype) @ joined).to(x.dtype)
+
+
+def _joined(weights: Sequence[Weight], x: Tensor) -> Tensor:
+    return operand(weights[0], x) if len(weights) == 1 else stacked([operand(w, x) for w in weights])

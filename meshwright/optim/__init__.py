@@ -1,0 +1,1 @@
+"""Optimizers: how parameters are updated, and which state each one keeps."""

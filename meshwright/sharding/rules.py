@@ -1,0 +1,331 @@
+"""Where dims go: from declarations, rules and a mesh to the piece of every parameter that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import gcd, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..axes import DENSE, ENDS, EXPERT, Axes
+from ..errors import LayoutError
+from .boxes import Box, check_tiling, chunk, interval
+from .doors import Context
+from .params import Param, Table, matrix_shape
+from .stage_map import Line
+from .stages import Pipeline, Stage, line_of, stages_of, stages_of_param
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which mesh axis splits which dim.
+
+    `whole`: dims that stay whole where the axis does not divide them (kv heads under a large tp: each rank keeps all
+    of them and slices in forward). `uneven`: dims whose last piece may be shorter. Every other dim must divide.
+    """
+
+    axis: Mapping[str, str] = field(
+        # `key`: key heads of the delta net, each with its value heads
+        default_factory=lambda: {**dict.fromkeys(("heads", "kv", "key", "ffn", "vocab"), "tp"), "expert": "ep"}
+    )
+    whole: frozenset[str] = frozenset({"kv"})
+    uneven: frozenset[str] = frozenset({"vocab"})
+
+    def split(self, dims: Mapping[str, int], axes: Axes, what: str) -> dict[str, str]:
+        """The dims of `dims` that are split on this mesh, each with its axis. What does not divide is refused."""
+        out = {}
+        for dim, size in dims.items():
+            axis = self.axis.get(dim)
+            parts = axes.size_of(axis) if axis else 1
+            if axis is None or parts == 1 or (size % parts and dim in self.whole):
+                continue
+            if size % parts and dim not in self.uneven:
+                choices = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+                raise LayoutError(
+                    f"{axis}={parts} does not divide {dim}={size} of {what}; choose {axis} from {choices}"
+                )
+            out[dim] = axis
+        return out
+
+    def span(self, dim: str, size: int, axes: Axes, coords: Mapping[str, int], what: str) -> tuple[int, int]:
+        """This rank's range of a dim, on which it must have something to compute with."""
+        axis = self.split_to_all({dim: size}, axes, what).get(dim)
+        return (0, size) if axis is None else chunk(size, axes.size_of(axis), coords[axis])
+
+    def split_to_all(self, dims: Mapping[str, int], axes: Axes, what: str) -> dict[str, str]:
+        """`split`, where a rank that got nothing is refused: on every rank, so that none goes on alone."""
+        out = self.split(dims, axes, what)
+        for dim, axis in out.items():
+            size, parts = dims[dim], axes.size_of(axis)
+            if not _reaches_all(size, parts):
+                choices = ", ".join(str(n) for n in range(1, min(size, 2 * parts) + 1) if _reaches_all(size, n))
+                raise LayoutError(
+                    f"{axis}={parts} leaves a rank without any of {dim}={size} of {what}; choose {axis} from {choices}"
+                )
+        return out
+
+
+def _reaches_all(size: int, parts: int) -> bool:
+    """Whether the last of `parts` gets something too."""
+    return chunk(size, parts, parts - 1)[0] < size
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How often, and how wide, ranks send.
+
+    `reshard`: units are freed between forward and backward. `gather_once`: they stay gathered from one micro-batch to
+    the next. `sum_once`: gradients are summed after the last micro-batch alone. `narrow_grads`: they are sent as narrow
+    as products are. `token_once`: tokens go to their experts once a rank, and not once an expert; a number: once a node
+    of so many ranks, and from there once a rank.
+    """
+
+    reshard: bool = True
+    gather_once: bool = False
+    sum_once: bool = False
+    narrow_grads: bool = False
+    token_once: bool | int = False
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """A model and the rules of a run: pieces, bytes and collectives on any mesh follow from it."""
+
+    table: Table
+    rules: Rules
+    module: Any = field(default_factory=nn.Module)  # a models.Decoder: its doors, and the parts that stages are
+    traffic: Traffic = field(default_factory=Traffic)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    context: Context = field(default_factory=Context)
+    fp8: frozenset[str] = frozenset()  # parameters whose products are in 8 bits
+    _lines: dict[int, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stages: dict[int, tuple[Stage, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def fp8_left_out(self) -> list[str]:
+        """Where some products are in 8 bits: the parameters whose products could be, and are not."""
+        return [param.name for param in self.table if param.low and param.name not in self.fp8] if self.fp8 else []
+
+    def line(self, pp: int) -> Line:
+        """Where the stages end on so many ranks, and which of them hold what."""
+        if pp not in self._lines:
+            self._lines[pp] = line_of(self.table, self.module, pp, self.pipeline)
+        return self._lines[pp]
+
+    def stages(self, axes: Axes, rank: int) -> list[Stage]:
+        """Those that a rank holds."""
+        line = self.line(axes.pp)
+        if axes.pp not in self._stages:
+            self._stages[axes.pp] = stages_of(
+                self.module, line, reshard=self.traffic.reshard and not self.gathers_once(axes.pp)
+            )
+        return [self._stages[axes.pp][number] for number in line.stages_of(axes.coords(rank)["pp"])]
+
+    def holds(self, pp: int) -> bool:
+        """Whether units are gathered and summed once a step because a pipeline does so."""
+        return pp > 1 and bool(self.pipeline.hold)
+
+    def gathers_once(self, pp: int) -> bool:
+        return self.traffic.gather_once or self.holds(pp)
+
+    def sums_once(self, pp: int) -> bool:
+        return self.traffic.sum_once or self.holds(pp)
+
+    def sends_narrow(self, pp: int) -> bool:
+        """Whether gradients are sent as products made them: not what several micro-batches have added up."""
+        return self.traffic.narrow_grads and not self.sums_once(pp)
+
+    def places(self, param: Param, axes: Axes) -> set[int]:
+        """The places on the axis pp that hold a parameter."""
+        line = self.line(axes.pp)
+        return {line.rank_of(stage) for stage in stages_of_param(param, line)}
+
+    def beside(self, table: Table, pp: int) -> ShardingSpec:
+        """Another table of parameters that lie where those of this one do: what it has more moves no stage."""
+        out = replace(self, table=table)
+        out._lines[pp] = self.line(pp)
+        return out
+
+    def params(self, axes: Axes, rank: int) -> list[Param]:
+        """Those of which a rank holds a piece, which may be empty."""
+        at = axes.coords(rank)["pp"]
+        return [param for param in self.table if at in self.places(param, axes)]
+
+
+def sizes_here(param: Param, rules: Rules, axes: Axes) -> dict[str, int]:
+    """Of the dims of a parameter, on a rank; a last uneven piece may be smaller."""
+    split = rules.split(param.dims, axes, param.name)
+    return {dim: size // axes.size_of(split[dim]) if dim in split else size for dim, size in param.dims.items()}
+
+
+def tp_sizes(spec: ShardingSpec) -> list[int]:
+    """The sizes of tp that divide what they must."""
+    rules = spec.rules
+    freely = rules.whole | rules.uneven
+    cut = {
+        size for p in spec.table for dim, size in p.dims.items() if rules.axis.get(dim) == "tp" and dim not in freely
+    }
+    common = gcd(*cut)
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What each axis does to a parameter: it cuts it, or stores it in shards, or holds copies of it."""
+
+    split: Mapping[str, str]  # dim -> axis
+    shard: tuple[str, ...]  # FSDP: the rows of the local matrix
+    copies: tuple[str, ...]  # equal on all; gradients summed over them
+
+
+def place(param: Param, rules: Rules, axes: Axes) -> Placement:
+    """Experts live on the expert view of the ranks, all else on the dense one; float32 parameters in no shards."""
+    split = rules.split(param.dims, axes, param.name)
+    expert = any(rules.axis.get(dim) == "ep" for dim in param.dims)
+    view = EXPERT if expert else DENSE
+    shard: tuple[str, ...] = ("efsdp",) if expert else ("fsdp", "cp")
+    cuts = list(split.values())
+    if len(set(cuts)) < len(cuts) or not set(cuts) <= set(view) - set(shard) - {"pp", "replicate"}:
+        raise LayoutError(
+            f"{param.name}: the rules cut {' and '.join(f'{d} by {a}' for d, a in split.items())}; "
+            "an axis cuts one dim of a parameter, and experts are cut by ep alone"
+        )
+    shard = () if param.float32 else shard
+    stages = (ENDS,) if param.tied else ()
+    return Placement(split, shard, (*stages, *(a for a in view[1:] if a not in cuts and a not in shard)))
+
+
+def summed_by_fsdp(param: Param, placement: Placement) -> tuple[str, ...]:
+    """The axes over which FSDP sums a gradient: none, where a parameter is kept from it."""
+    return () if param.float32 else ("replicate", *placement.shard)
+
+
+def axes_left_to_sum(param: Param, rules: Rules, axes: Axes) -> tuple[str, ...]:
+    """The axes over which a gradient is still to be summed when backward is over: FSDP did the others."""
+    placement = place(param, rules, axes)
+    return tuple(a for a in placement.copies if a not in summed_by_fsdp(param, placement))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank stores: rows `lo..hi` of the matrix of `box` (its cut by tp or ep)."""
+
+    param: Param
+    box: Box
+    lo: int
+    hi: int
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return (self.hi - self.lo, *matrix_shape(self.param, self.box.shape)[1:])
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes of the parameter that the stored rows are, in the order of the rows."""
+        num_rows = len(self.param.rows)
+        rows = Box(self.box.start[:num_rows], self.box.stop[:num_rows])
+        cols = (self.box.start[num_rows:], self.box.stop[num_rows:])
+        return tuple(Box(b.start + cols[0], b.stop + cols[1]) for b in interval(rows, self.lo, self.hi))
+
+    def views(self, stored: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Each box with the view of the stored tensor that holds it, in the shape of the box."""
+        at = 0
+        for box in self.boxes:
+            num = prod(box.shape[: len(self.param.rows)])
+            yield box, stored[at : at + num].view(box.shape)
+            at += num
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def first_col(self) -> int:
+        """In the matrix of the whole parameter, if its columns follow each other there."""
+        at = 0
+        for start, size in zip(self.box.start[len(self.param.rows) :], self.param.cols.values(), strict=True):
+            at = at * size + start
+        return at
+
+    def row_numbers(self, device: torch.device) -> Tensor:
+        """Of the stored rows, in the matrix of the whole parameter."""
+        num_dims = len(self.param.rows)
+        numbers = torch.arange(self.param.matrix[0], device=device).view(*self.param.rows.values())
+        return torch.cat([numbers[box.slices[:num_dims]].reshape(-1) for box in self.boxes])
+
+
+def pieces(spec: ShardingSpec, axes: Axes, rank: int) -> dict[str, Piece]:
+    """The piece of every parameter that the stages of a rank hold, by name. A piece may be empty."""
+    coords = axes.coords(rank)
+    return {param.name: piece(param, spec.rules, axes, coords) for param in spec.params(axes, rank)}
+
+
+def owned(spec: ShardingSpec, axes: Axes, rank: int) -> dict[str, Piece]:
+    """Those of the pieces that this rank counts in the norm and hands out: every element has one owner."""
+    held = pieces(spec, axes, rank)
+    return {name: piece for name, piece in held.items() if holders(piece.param, spec.rules, axes, rank)[0] == rank}
+
+
+def piece(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> Piece:
+    placement = place(param, rules, axes)
+    box = cut(param, placement, axes, coords)
+    rows = matrix_shape(param, box.shape)[0]
+    lo, hi = chunk(rows, prod(axes.sizes(placement.shard)), _index(placement.shard, axes, coords))
+    return Piece(param, box, lo, hi)
+
+
+def written(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:
+    """What a rank writes into files: rows, with all their columns, since a file holds rows one after the other.
+
+    Ranks that hold the same rows, or other columns of them, share them out.
+    """
+    placement = place(param, rules, axes)
+    held = piece(param, rules, axes, axes.coords(rank))
+    sharing = axes.group(rank, (*placement.copies, *across(param, placement)))
+    lo, hi = chunk(held.hi - held.lo, len(sharing), sharing.index(rank))
+    num_rows = len(param.rows)
+    box = Box((*held.box.start[:num_rows], *(0 for _ in param.cols)),
+              (*held.box.stop[:num_rows], *param.cols.values()))  # fmt: skip
+    return Piece(param, box, held.lo + lo, held.lo + hi)
+
+
+def check_written(param: Param, spec: ShardingSpec, axes: Axes) -> None:
+    """Raise unless the rows that all ranks write are the parameter, each element once."""
+    places = spec.places(param, axes)
+    ranks = [rank for rank in range(axes.world) if axes.coords(rank)["pp"] in places]
+    boxes = [box for rank in ranks for box in written(param, spec.rules, axes, rank).boxes]
+    check_tiling(boxes, param.shape, f"what the ranks write of {param.name} on {axes}")
+
+
+def across(param: Param, placement: Placement) -> tuple[str, ...]:
+    """The axes that cut its columns."""
+    return tuple(axis for dim, axis in placement.split.items() if dim in param.cols)
+
+
+def holders(param: Param, rules: Rules, axes: Axes, rank: int) -> tuple[int, ...]:
+    """The ranks that hold the same elements of a parameter as `rank`, which is one of them; the first is their owner.
+
+    Each of them has a part of the gradient, or the same sum of it.
+    """
+    return axes.group(rank, place(param, rules, axes).copies)
+
+
+def cut(param: Param, placement: Placement, axes: Axes, coords: Mapping[str, int]) -> Box:
+    """The box that tp or ep gives to this rank, before it is stored in shards."""
+    ranges = [(0, size) for size in param.shape]
+    for at, dim in enumerate(param.dims):
+        if dim in placement.split:
+            axis = placement.split[dim]
+            ranges[at] = chunk(param.dims[dim], axes.size_of(axis), coords[axis])
+    return Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
+
+
+def _index(shard: tuple[str, ...], axes: Axes, coords: Mapping[str, int]) -> int:
+    at = 0
+    for axis in shard:
+        at = at * axes.size_of(axis) + coords[axis]
+    return at

@@ -1,0 +1,161 @@
+"""Pipeline stages: which layers make one, what of the model is in it, which units it gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError, MeshError, counted
+from .doors import Dispatch, find
+from .fsdp_units import Unit, units_of
+from .params import Param, Table
+from .schedules import ORDERS, Program, forwards, program
+from .stage_map import Line, balanced, even
+
+LATE = ("zero-bubble", "v")  # they leave gradients of weights for later
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a run goes through its pipeline stages. With pp=1 it says nothing.
+
+    `schedule`: "1f1b"; "zero-bubble", where gradients of weights fill the time in which a rank would wait; or "v", with
+    two stages a rank there and back, which waits least. `stages`: of each rank; more than one makes it wait less and
+    send more often. `ends`: after how many layers each stage ends, the last after all; by default stages cost about the
+    same. `hold`: with fsdp, parameters are gathered and gradients summed once a step and not in each micro-batch. It
+    takes the memory of the gathered stage and of its whole gradients. None: where both take less than a third of the
+    memory; the schedules that leave gradients for later need it.
+    """
+
+    schedule: str = "1f1b"
+    stages: int = 1
+    ends: tuple[int, ...] | None = None
+    hold: bool | None = None
+
+    def __post_init__(self) -> None:
+        given: object = self.hold
+        if type(self.schedule) is not str or self.schedule not in ORDERS:
+            raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(ORDERS)}")
+        if self.schedule == "v" and self.stages == 1:
+            object.__setattr__(self, "stages", 2)
+        if type(self.stages) is not int or self.stages < 1:
+            raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
+        if given not in (True, False, None) or type(given) is int:
+            raise ConfigError(f"hold={given!r} must be True, False or None (where there is room)")
+        self._check_ends(self.ends)
+
+    def _check_ends(self, ends: object) -> None:
+        if ends is None:
+            return
+        if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
+            raise ConfigError(f"ends={ends!r} must be a list of numbers of layers, after which the stages end")
+        object.__setattr__(self, "ends", tuple(ends))
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A part of the model, under the names of the whole, with the units that are gathered in it."""
+
+    number: int
+    module: Any  # models.Decoder, which this room does not know
+    units: tuple[Unit, ...]
+
+
+def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Line:
+    """Where the stages of a model end on so many ranks."""
+    if pp == 1:
+        return Line(1, (max(1, table.num_layers),))
+    num_stages, turn = pp * pipeline.stages, pipeline.schedule == "v"
+    costs, last = costs_of(table, module)
+    alike = balanced(Line(pp, even(costs, num_stages, last=last), turn), costs, last).ends
+    alike = tuple(max(end, table.num_first_layers + stage) for stage, end in enumerate(alike))
+    ends = alike if pipeline.ends is None else pipeline.ends
+    if len(ends) != num_stages or ends[-1] != table.num_layers:
+        raise MeshError(
+            f"ends={ends}: pp={pp} with {counted(pipeline.stages, 'stage')} a rank has {num_stages} stages, and the "
+            f"last of them ends after all {table.num_layers} layers; ends={alike} would make them cost about the same"
+        )
+    if ends[0] < table.num_first_layers:
+        raise MeshError(
+            f"ends={ends}: the first {table.num_first_layers} layers take what the tower sees, so all of them must be "
+            f"in the first stage; choose ends={alike}, or fewer stages"
+        )
+    line = Line(pp, tuple(ends), turn)
+    if line.turn and any(param.tied for param in table):
+        raise MeshError(
+            "the schedule v has the first and the last stage on one rank, which would hold a tied embedding twice; "
+            "choose 1f1b or zero-bubble"
+        )
+    return line
+
+
+def costs_of(table: Table, module: nn.Module) -> tuple[list[float], float]:
+    """Of each layer, and of the head: the elements that a token is multiplied with. Attention among tokens is left out:
+    it depends on the lengths of documents."""
+    costs, last = [0.0] * table.num_layers, 0.0
+    top_k = {door.num_experts: door.top_k for _, door in find(module, Dispatch)}
+    for param in table:
+        experts = param.dims.get("expert", 0)
+        active = prod(param.shape) * (top_k.get(experts, experts) / experts if experts else 1)
+        if param.layer is not None:
+            costs[param.layer] += active
+        elif param.tied or not param.first:
+            last += active
+    return costs, last
+
+
+def costs_of_stages(table: Table, module: nn.Module, line: Line) -> list[float]:
+    """What `costs_of` gives the layers of each stage together, and the head to the last."""
+    costs, last = costs_of(table, module)
+    sums = [sum(costs[layer] for layer in line.layers_of(stage)) for stage in range(line.num_stages)]
+    return [*sums[:-1], sums[-1] + last]
+
+
+def stages_of_param(param: Param, line: Line) -> tuple[int, ...]:
+    """The stages that hold it: a tied embedding is in the first and the last."""
+    if param.layer is not None:
+        return (line.stage_of(param.layer),)
+    if param.tied:
+        return tuple(dict.fromkeys((0, line.last)))
+    return (0,) if param.first else (line.last,)
+
+
+def stages_of(module: Any, line: Line, *, reshard: bool) -> tuple[Stage, ...]:
+    """All stages. One alone is the whole model. Several are freed between forward and backward, if they are ever: other
+    micro-batches pass in between."""
+    if line.num_stages == 1:
+        return (Stage(0, module, units_of(module, module.units(), reshard=reshard)),)
+    parts = [
+        module.part(line.layers_of(number), first=number == 0, last=number == line.last)
+        for number in range(line.num_stages)
+    ]
+    return tuple(
+        Stage(number, part, units_of(part, part.units(), reshard=reshard, kept=False))
+        for number, part in enumerate(parts)
+    )
+
+
+@cache
+def program_of(line: Line, schedule: str, num_batches: int, trained_from: int) -> Program:
+    """Of a step, a list for each place of the axis pp."""
+    return program(line, ORDERS[schedule](line, num_batches, trained_from))
+
+
+@cache
+def forward_program(line: Line, num_batches: int) -> Program:
+    return program(line, forwards(line, num_batches))
+
+
+def transfer_name(way: str, stage: int) -> str:
+    """What errors and the bill call a transfer to a stage."""
+    return f"what goes {way} to stage {stage}"
+
+
+def trained_from(table: Table, line: Line, trained: Sequence[str]) -> int:
+    """The first stage that has something to train: those before it need no backward."""
+    return min((min(stages_of_param(table[name], line)) for name in trained), default=0)

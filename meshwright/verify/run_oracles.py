@@ -1,0 +1,109 @@
+"""All oracles in their order, in one load and a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ..mesh import Mesh
+from .collective_checks import c1_collectives, k1_bill, l1_silent_load, moment_bytes, stored_bytes, watching_routes
+from .entropy import found_by, h1_entropy
+from .exports import e2_exports
+from .fp8_cost import p1_price
+from .fp8_matmuls import q1_products
+from .independent_checks import o1_updates
+from .oracles import (
+    d1_documents,
+    e1_export,
+    g1_gradients,
+    g2_replicas,
+    n1_norm,
+    s1_loss,
+    t1_tiling,
+    u1_alive,
+    u1_update,
+    w1_load,
+)
+from .recorder import Recorder
+from .reference import Reference, Run, Trial, everywhere, part_sizes_of
+from .results import Finding, Notes
+from .rounding import r1_rounding
+from .transformers_oracles import m1_against
+
+ORACLES: dict[str, Callable[..., Iterator[Finding]]] = {
+    "L1": l1_silent_load, "T1": t1_tiling, "W1": w1_load, "E1": e1_export, "M1": m1_against, "R1": r1_rounding,
+    "D1": d1_documents, "Q1": q1_products, "S1": s1_loss, "G1": g1_gradients, "N1": n1_norm, "G2": g2_replicas,
+    "O1": o1_updates, "U1": u1_update, "H1": h1_entropy, "E2": e2_exports, "C1": c1_collectives, "K1": k1_bill,
+    "P1": p1_price,
+}  # fmt: skip
+
+
+def examine(
+    trial: Trial, reference: Reference, mesh: Mesh, store: Store | None = None, notes: Notes | None = None
+) -> list[Finding]:
+    """Every rank calls it and gets its own findings; those of one process come with rank 0. `notes` has them as soon as
+    they are known, with what was measured."""
+    notes = notes or Notes()
+    if mesh.rank == 0:
+        notes.add(reference.notes)
+    with part_sizes_of(trial):
+        _examine(trial, reference, mesh, store, notes)
+    return notes.findings
+
+
+def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None, notes: Notes) -> None:
+    with Recorder(store and PrefixStore("load", store), mesh.rank) as loading:
+        engine = trial.engine(mesh)
+    run = Run(trial, reference, engine, notes, loading.seen)
+    for name, check in (
+        ("L1", l1_silent_load),
+        ("T1", t1_tiling),
+        ("W1", w1_load),
+        ("E1", e1_export),
+        ("D1", d1_documents),
+    ):
+        notes.found(name, check(run))
+    if trial.asks_products:
+        notes.found("Q1", q1_products(engine, trial.batches(engine.model, 0), notes))
+    with_entropy = None
+    if trial.has_entropy:
+        with Recorder(store and PrefixStore("entropy", store), mesh.rank):  # a rank that leaves it out is named
+            with_entropy = found_by(engine.model, trial.batches(engine.model, 0), trial.router_aux)
+    _steps(run, store)
+    if with_entropy is not None and not run.blame:  # else it is wrong too: H1 stays unanswered
+        notes.found("H1", h1_entropy(run, with_entropy))
+
+
+def _steps(run: Run, store: Store | None) -> None:
+    engine, mesh, notes, trial = run.engine, run.model.mesh, run.notes, run.trial
+    batches, losses = trial.batches(run.model, 0), []
+    before, pushed = {n: t.clone() for n, t in run.model.stored().items()}, set[str]()
+    with Recorder(store and PrefixStore("evaluate", store), mesh.rank):
+        evaluated = engine.evaluate(batches)
+    recorder = Recorder(store and PrefixStore("step", store), mesh.rank)
+    for step in range(trial.steps):
+        first = step == 0
+        with recorder if first else nullcontext(), watching_routes(run) if first else nullcontext():
+            losses.append(engine.backward(trial.batches(run.model, step)))
+        if first:
+            pushed = {name for name, grad in run.model.grads().items() if grad.any()}
+            run.stored = stored_bytes(engine)
+            notes.found("S1", s1_loss(run, losses[0], evaluated))
+        notes.found("G1", g1_gradients(run, step))
+        with Recorder(store and PrefixStore(f"norm {step}", store), mesh.rank):  # a rank that leaves it out is named
+            notes.found("N1", n1_norm(run, step))
+        notes.found("G2", g2_replicas(run))
+        with recorder if first else nullcontext():
+            engine.update()
+        if first:
+            run.stored["moments"] = moment_bytes(engine)
+        notes.found("U1", u1_update(run, step, before, pushed))
+        notes.found("G2", g2_replicas(run))
+    run.stepping = recorder.seen
+    notes.found("U1", u1_alive(run, losses))
+    if trial.exports and not any(n for (n,) in everywhere(mesh, [int(bool(run.blame))])):  # copies may differ
+        notes.found("E2", e2_exports(run))
+    notes.found("C1", c1_collectives(run))
+    notes.found("K1", k1_bill(run, len(batches[0]), len(batches)))

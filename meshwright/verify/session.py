@@ -1,0 +1,420 @@
+"""Verify a model of the user on a mesh of the user: make a source, run one process, run the mesh, compare them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..axes import Axes
+from ..blueprint import Blueprint, draw
+from ..engine import export, init, load
+from ..engine.validation import in_fp8
+from ..errors import ConfigError, MeshError, RankError, counted
+from ..log import quiet
+from ..mesh import Mesh
+from ..models import text_config
+from ..ops import int8_state
+from ..ops.fp8_matmul import BLOCK
+from ..parallel import Savings
+from ..plan import TINY, Say, check_devices, check_layout, check_memory, coded_in, find, told, undivided
+from ..sharding import Context, Pipeline
+from ..weights import of_table
+from .collective_checks import silent
+from .fp8_cost import price
+from .local_ranks import run_ranks
+from .planted_bugs import bug, check_felt
+from .recorder import Recorder
+from .reference import Reference, Trial, refer
+from .results import Finding, Margin, Notes, read_notes
+from .run_oracles import ORACLES, examine
+from .small_data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data, Vision
+from .small_model import ODD, shrink
+from .transformers_oracles import compare
+from .transformers_peer import Document, Documents
+from .weight_checks import WeightCheck, check_weights, damaged_files, published_sums, strange_weights
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_STEPS = {"float64": 3, "float32": 1, "bfloat16": 1}
+
+RUN = "RUN"  # the finding where a run stopped before its end
+WEIGHTS = "weights"  # a run that loads the model as it is and compares its bytes, and does no more
+FULL, SHRUNK = "full", "shrunk"
+TRANSFORMERS = "transformers"  # the run that compares one process with it
+IN_BLOCKS = "tiny-qwen3-moe-fp8"  # has whole blocks
+_TINY = 100_000  # elements of a model that the small sizes of parts are chosen for
+_OF_PEER = ("M1", "R1")  # oracles that have a run of their own
+FP8 = "fp8"  # the run that says what products in 8 bits cost
+
+
+@dataclass(frozen=True)
+class Options:
+    """What of a model is to be tried, and how."""
+
+    head: str = "lm"
+    dtypes: Sequence[str] = tuple(DTYPES)
+    kind: str = SHRUNK  # or FULL, or WEIGHTS
+    device: str = "cpu"
+    seconds: float = 600.0  # that one run may take
+    against: str = TRANSFORMERS  # or "none"
+    seed: int = 0  # of weights and data
+    plant: str = ""  # a bug in the ranks of the mesh, to see it found
+    pipeline: Pipeline = Pipeline()
+    context: Context = Context()
+    tower: bool = False  # of a model that sees, with pictures
+    fp8: str | None = None  # as `mw.load` takes it
+    fp8_skip: Sequence[str] = ()
+    savings: Savings = Savings()
+    state_dtype: torch.dtype | None = None  # of moments
+
+    def __post_init__(self) -> None:
+        if self.plant:
+            bug(self.plant)
+        unknown = [d for d in self.dtypes if d not in DTYPES]
+        if unknown:
+            raise ConfigError(f"dtype {unknown[0]!r} is unknown; choose from {', '.join(DTYPES)}")
+        if not 0 < self.seconds < float("inf"):
+            raise ConfigError(f"--seconds {self.seconds} must be above 0; the default is 600")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be tried. Made by `plan`, which refuses what cannot be."""
+
+    model: str  # as the user names it
+    blueprint: Blueprint  # in its real sizes
+    runs: Blueprint  # what runs in its place: small, or the same
+    axes: Axes
+    options: Options
+
+    @property
+    def kind(self) -> str:
+        return self.options.kind
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches of a step. In a pipeline so many that each rank works forth and back in turn; with a tower
+        one in which nobody has pictures."""
+        return max(2 * self.axes.pp, 3 if self.runs.tower else 0)
+
+    @property
+    def directory(self) -> Path:
+        assert self.blueprint.directory is not None, "`find` has refused a model that has no files"
+        return self.blueprint.directory
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What was found in one run. `name`: its dtype, or WEIGHTS, or TRANSFORMERS."""
+
+    name: str
+    seconds: float
+    findings: Sequence[Finding]
+    oracles: Sequence[str] = tuple(ORACLES)  # what was asked
+    notes: Sequence[str] = ()
+    margins: Sequence[Margin] = ()
+    ended: Sequence[str] = tuple(ORACLES)  # what was answered, if a rank stopped before the end
+    untried: Sequence[str] = ()  # what it could not ask, and why
+
+
+def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
+    """Everything that can be refused is refused here, before any process starts."""
+    check_devices(axes, options.device, model)
+    if options.plant:
+        check_felt(
+            options.plant, axes, training=options.kind != WEIGHTS, sees=options.tower, in_fp8=options.fp8 is not None
+        )
+    runs = blueprint = _found(model, options, weights=False, say=say)
+    check_layout(blueprint, axes, 2 * axes.pp, coded_in(blueprint, options.state_dtype))
+    if refused := undivided(options.savings, asdict(axes)):
+        raise MeshError(told(refused))
+    training = options.kind != WEIGHTS
+    widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
+    if options.kind == SHRUNK and model not in TINY:
+        runs = _small(blueprint, axes, options)
+        check_layout(runs, axes, None, coded_in(runs, options.state_dtype))
+    if options.state_dtype == torch.uint8 and not coded_in(runs, torch.uint8):
+        raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
+    check_memory(runs, axes, widest, options.device, model, training=training)
+    if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
+        runs = blueprint = _found(model, options, weights=True, say=say)
+    return Plan(model, blueprint, runs, axes, options)
+
+
+def _found(model: str, options: Options, *, weights: bool, say: Say) -> Blueprint:
+    found = find(model, options.head, weights=weights, say=say, tower=options.tower).run_by(options.pipeline)
+    return _in_fp8(found.in_context(options.context), options)
+
+
+def _in_fp8(blueprint: Blueprint, options: Options) -> Blueprint:
+    return blueprint.in_fp8(in_fp8(options.fp8, options.fp8_skip, blueprint.table))
+
+
+def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
+    """Of odd width, where the family can be: some want their heads to divide it, and kernels of devices 16 bytes. Its
+    stages end elsewhere than those of a deep model."""
+    pipeline = replace(options.pipeline, ends=None)
+    num_stages = axes.pp * pipeline.stages if axes.pp > 1 else 1
+
+    def laid_out(blueprint: Blueprint) -> Blueprint:
+        placed, low = blueprint.run_by(pipeline).in_context(options.context), of_all.spec.fp8
+        return placed.in_fp8(name for name in placed.table.params if name in low)  # it lacks some layers
+
+    block = BLOCK if options.fp8 else int8_state.BLOCK if options.state_dtype == torch.uint8 else 0
+    small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=block)
+    if options.device == "cpu" and not block:
+        with contextlib.suppress(ConfigError):
+            return laid_out(draw(small(width=ODD), head=options.head, tower=options.tower))
+    return laid_out(draw(small(), head=options.head, tower=options.tower))
+
+
+def inspect(plan: Plan, say: Say) -> list[RunResult]:
+    """Run it. `say` is told what is going on."""
+    if plan.kind == WEIGHTS:
+        return [_compare_weights(plan, say)]
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        source = source_of(plan, Path(folder), say)
+        runs = [_run(plan, dtype, source, Path(folder), say) for dtype in plan.options.dtypes]
+        runs += [_price(plan, source, say)] if plan.options.fp8 and plan.kind == FULL else []
+        return runs + ([_against(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
+
+
+def _price(plan: Plan, source: Path, say: Say) -> RunResult:
+    began, low = time.monotonic(), trial_of(plan, "bfloat16", source)
+    say("fp8: one process beside itself in bfloat16")
+    try:
+        notes, told = run_ranks(1, price, replace(low, fp8=None, fp8_skip=()), low, seconds=plan.options.seconds)[0]
+    except RankError as error:
+        return RunResult(FP8, time.monotonic() - began, [_stopped(1, error)], ("P1",), ended=())
+    return RunResult(FP8, time.monotonic() - began, notes.findings, ("P1",), told, notes.margins)
+
+
+def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
+    """M1 and R1 ask of the family alone, so a small model of it is enough, whatever is tried: a language model, with
+    the tower if that is tried."""
+    began, options, config = time.monotonic(), plan.options, _config_of_peers(plan)
+    say("transformers: one process of ours beside its model")
+    try:
+        made = run_ranks(1, _make_peers, config, plan.runs.tower, folder / "peers", options.seed,
+                         seconds=options.seconds)  # fmt: skip
+        layouts, vision = made[0]
+        steps = steps_of(text_config(config)["vocab_size"], options.seed, vision)
+        sources = [folder / "peers" / layout for layout in layouts]
+        notes, why_not = run_ranks(1, compare, sources, steps, options.device, seconds=options.seconds)[0]
+    except RankError as error:
+        return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], _OF_PEER, ended=())
+    seconds = time.monotonic() - began
+    if why_not:
+        return RunResult(TRANSFORMERS, seconds, [], (), untried=[f"{' and '.join(_OF_PEER)}, since {why_not}"])
+    return RunResult(TRANSFORMERS, seconds, notes.findings, _OF_PEER, (), notes.margins, notes.ended)
+
+
+def _config_of_peers(plan: Plan) -> dict[str, Any]:
+    config = dict(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
+    # transformers gives the embedding of a padding token no gradient, unlike any other
+    text = {**text_config(config), "pad_token_id": None}
+    return {**config, "text_config": text} if plan.runs.tower else text
+
+
+def source_of(plan: Plan, folder: Path, say: Say) -> Path:
+    """The directory that is tried: the user's, or a small model that is made in `folder`."""
+    if plan.kind == FULL:
+        return plan.directory
+    source = folder / "model"
+    say("making a model of odd sizes")
+    run_ranks(1, _make, plan, source, seconds=plan.options.seconds)
+    return source
+
+
+def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
+    share = plan.axes.tp * plan.axes.cp
+    length, few, long = (-(-n // share) * share for n in (LENGTH, FEW, LONG))  # a batch divides into shares
+    head, small = plan.options.head, plan.kind == SHRUNK
+    special = (few, long) if small else (0, 0)
+    pp, pipeline = plan.axes.pp, plan.runs.spec.pipeline
+    groups = pp if pipeline.stages > 1 else 1  # interleaved stages take micro-batches by pp
+    data = Data(
+        plan.num_batches, length, plan.runs.vocab, head == "value", *special, seed=plan.options.seed,
+        num_special=groups, vision=vision_of(plan.runs),
+    )  # fmt: skip
+    return Trial(
+        source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
+        savings=savings_of(plan, dtype), context=plan.options.context,
+        router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
+        fp8_skip=plan.runs.spec.fp8_left_out, state_dtype=plan.options.state_dtype,
+        train=("**",) if small else trainable(plan.blueprint),
+        small_parts=_small_parts(plan, dtype) if small else 0,
+    )  # fmt: skip
+
+
+def _small_parts(plan: Plan, dtype: str) -> int:
+    """Return how large parts are that cut the model a few times. float32 keeps the sizes of real runs."""
+    num = sum(param.numel for param in plan.runs.table)
+    return 0 if dtype == "float32" else max(1, num // _TINY)
+
+
+def savings_of(plan: Plan, dtype: str) -> Savings:
+    """Return the options of a run. Where none are given, float32 tries two that change what a step does."""
+    if plan.options.savings == Savings() and dtype == "float32" and plan.kind == SHRUNK:
+        return Savings(recompute="selective", sum_once=True)
+    return plan.options.savings
+
+
+def trainable(blueprint: Blueprint) -> Sequence[str]:
+    """Patterns of all but the matrices in formats that are only read."""
+    frozen = {param.name for param in blueprint.table if blueprint.keymap.only_read(param) is not None}
+    return [name for name in blueprint.table.params if name not in frozen] if frozen else ("**",)
+
+
+def vision_of(blueprint: Blueprint) -> Vision | None:
+    tower = blueprint.module.tower
+    return None if tower is None else Vision(tower.ids[0], tower.ids[1], tower.shape.pixels.num)
+
+
+def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunResult:
+    began, trial, seconds = time.monotonic(), trial_of(plan, dtype, source), plan.options.seconds
+    num, stopped, told = 1, list[Finding](), folder / f"{dtype} notes"
+    told.mkdir()
+    try:
+        say(f"{dtype}: one process")
+        reference = run_ranks(num, refer, trial, seconds=seconds)[0]
+        num = plan.axes.world
+        say(f"{dtype}: {counted(num, 'rank')}, {plan.axes}")
+        run_ranks(num, _examine, plan, trial, reference, told, seconds=seconds)
+    except RankError as error:
+        stopped = [_stopped(num, error)]
+    notes, asked = read_notes(told), asked_of(trial)
+    ended = [oracle for oracle in asked if oracle in notes.ended]
+    findings = [*stopped, *notes.findings]
+    said = [f"with {given}"] if (given := given_to(trial)) else []
+    return RunResult(dtype, time.monotonic() - began, findings, asked, said, notes.margins, ended)
+
+
+def given_to(trial: Trial) -> str:
+    """Return the options that differ from the defaults, as `mw.Savings` and `mw.Engine` take them."""
+    given, plain = asdict(trial.savings), asdict(Savings())
+    texts = [f"{name}={value!r}" for name, value in given.items() if value != plain[name]]
+    return ", ".join([*texts, *([f"state_dtype={trial.state_dtype}"] if trial.state_dtype else [])])
+
+
+def asked_of(trial: Trial) -> list[str]:
+    """M1 has a run of its own. Where weights are not kept after every step, nobody can add up their updates."""
+    asked = {
+        "O1": trial.adds_up, "E2": trial.exports, "H1": trial.has_entropy, "Q1": trial.asks_products,
+        "P1": False, **dict.fromkeys(_OF_PEER, False),
+    }  # fmt: skip
+    return [oracle for oracle in ORACLES if asked.get(oracle, True)]
+
+
+def _stopped(num_ranks: int, error: RankError) -> Finding:
+    return Finding(RUN, "one process" if num_ranks == 1 else counted(num_ranks, "rank"), f"it stopped\n{error}")
+
+
+def mesh_of(plan: Plan) -> Mesh:
+    seconds = plan.options.seconds
+    # with WEIGHTS a rank may have to wait until the slowest has read its part
+    patience = seconds if plan.kind == WEIGHTS else min(seconds, 60.0)
+    return Mesh(**asdict(plan.axes), device=plan.options.device, timeout_s=patience)
+
+
+def _examine(plan: Plan, trial: Trial, reference: Reference, told: Path) -> None:
+    mesh = mesh_of(plan)
+    store = dist.distributed_c10d._get_default_store() if plan.axes.world > 1 else None
+    _plant(plan)
+    examine(trial, reference, mesh, store, Notes(told / f"{mesh.rank}.notes"))
+
+
+def _plant(plan: Plan) -> None:
+    if plan.options.plant:
+        bug(plan.options.plant).plant()
+
+
+def _compare_weights(plan: Plan, say: Say) -> RunResult:
+    began, num = time.monotonic(), plan.axes.world
+    say(f"{plan.directory}: loading on {counted(num, 'rank')}, {plan.axes}, then comparing")
+    try:
+        ranks = run_ranks(num, _load_and_compare, plan, seconds=plan.options.seconds)
+    except RankError as error:
+        return RunResult(WEIGHTS, time.monotonic() - began, [_stopped(num, error)], ("L1", "W1"))
+    check: WeightCheck = ranks[0][1]
+    found = [finding for of_rank, _ in ranks for finding in of_rank]
+    found += [Finding("W1", d.name, str(d)) for d in check.differences]
+    files = plan.blueprint.keymap.files
+    sums = published_sums(plan.directory, files)
+    say(f"sha256 of {counted(len(sums), 'file')} that the hub's cache knows")
+    found += damaged_files(plan.directory, sums)
+    notes = [f"{counted(check.num_differences, 'box', 'boxes')} differ; an element that two ranks store counts twice"]
+    notes += [f"{name} is not in the files and was drawn: nothing to compare" for name in check.skipped]
+    if len(sums) < len(files):
+        notes.append(f"the published sha256 of {counted(len(files) - len(sums), 'file')} is not known here")
+    margins = [Margin("L1", "collectives", 0), Margin("W1", "elements of all ranks", check.num_elements)]
+    margins += [Margin("W1", "files with the hub's sha256", len(sums))] if sums else []
+    return RunResult(WEIGHTS, time.monotonic() - began, found, ("L1", "W1"), notes, margins)
+
+
+def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
+    wide = "F64" in {key.dtype for key in plan.blueprint.keymap.keys.values()}
+    mesh, train = mesh_of(plan), trainable(plan.blueprint)
+    _plant(plan)
+    with Recorder() as recorder:
+        model = load(
+            plan.directory, mesh, head=plan.options.head, dtype=torch.float64 if wide else None,
+            pipeline=plan.options.pipeline, context=plan.options.context, tower=plan.options.tower, train=train,
+        )  # fmt: skip
+    return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)
+
+
+def _make(plan: Plan, at: Path) -> None:
+    options, choice = plan.options, plan.blueprint.keymap.choice
+    _write(at, plan.runs, choice, torch.bfloat16, options.seed)
+
+
+def _make_peers(config: Mapping[str, Any], tower: bool, folder: Path, seed: int) -> tuple[list[str], Vision | None]:
+    """In every layout that files of experts have; first in the one that transformers' parameters have."""
+    blueprint = draw(config, tower=tower)
+    layouts = sorted(blueprint.table.groups.get("experts", ["fused"]), key=lambda name: name != "fused")
+    for layout in layouts:
+        _write(folder / layout, blueprint, {"experts": layout}, torch.float32, seed)
+    return layouts, vision_of(blueprint)
+
+
+def steps_of(vocab: int, seed: int, vision: Vision | None = None) -> dict[str, list[Documents]]:
+    """What M1 is asked of, by its name in findings. The long document has the first and the last word, too. Pictures
+    are in the first micro-batch and in the long document, and none in few tokens."""
+    data = Data(vocab=vocab, few=FEW, long=LONG, seed=seed, vision=vision, apart=True)
+    longest = _documents(data, LONG_STEP)[0][0]
+    long = [[Document([0, *longest.tokens, vocab - 1], longest.pictures)]]
+    return {
+        "two micro-batches": _documents(data, 0), "few tokens": _documents(data, FEW_STEP), "a long document": long,
+    }  # fmt: skip
+
+
+def _documents(data: Data, step: int) -> list[Documents]:
+    both = zip(data.documents(0, step), data.pictures(0, step), strict=True)
+    return [[Document(*each) for each in zip(tokens, pictures, strict=True)] for tokens, pictures in both]
+
+
+def _write(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dtype, seed: int) -> None:
+    """Random weights, all away from values such as 0 and 1 that would hide a mistake."""
+    recipe = at.with_name(f"{at.name}'s recipe")
+    recipe.mkdir(parents=True)
+    plain = {name: value for name, value in like.config.items() if name != "quantization_config"}
+    (recipe / "config.json").write_text(json.dumps(plain))
+    model = init(recipe, Mesh(device="cpu"), head=like.head, dtype=torch.float32, seed=seed, tower=like.tower)
+    g = torch.Generator().manual_seed(seed + 1)
+    for name, stored in model.stored().items():
+        stored.add_(torch.randn(stored.shape, generator=g), alpha=0.05)
+        if model.table[name].init.kind == "log_uniform":  # a decay: every other head remembers for long
+            stored.view(-1)[::2] = -4.6
+    choice = {group: name for group, name in choice.items() if group in model.table.groups}
+    model.blueprint = replace(model.blueprint, keymap=of_table(model.table, dtype, choice))  # as files are spelled
+    export(model, at)

@@ -1,0 +1,115 @@
+"""A small model like a given one: the same kinds of layers, heads, experts and files, but narrow, shallow and odd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm
+from typing import Any
+
+Json = Mapping[str, Any]
+
+_WIDTH, ODD = 36, 37
+_WIDTHS = {
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+
+
+def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: int = 0) -> dict[str, Any]:
+    """Widths and depth become small. Head counts, experts and everything else stay. `width` 0: one that every family
+    can have. `block`: in the sides of matrices, as many of it as tp cuts."""
+    if "text_config" not in config:
+        return _in_blocks(_shrink(config, tp, width, num_stages), tp, block)
+    num_taps = _num_taps(config)
+    text = _in_blocks(_shrink(config["text_config"], tp, width, num_stages, num_taps + 1), tp, block)
+    text = _with_sections(text)
+    small = {**config, "text_config": text}
+    if config.get("vision_config"):
+        small |= {"vision_config": _shrink_tower(config["vision_config"], text["hidden_size"], num_taps)}
+        # words of the small vocabulary
+        small |= {f"{name}_token_id": text["vocab_size"] - 5 - at for at, name in enumerate(("image", "video"))}
+    return small
+
+
+def _in_blocks(text: dict[str, Any], tp: int, block: int) -> dict[str, Any]:
+    """Heads and experts of one block, MLPs of one a rank, and two or more in the width."""
+    if not block:
+        return text
+    step = lcm(text["num_attention_heads"], block)
+    wide = {"hidden_size": -(-2 * block // step) * step, "head_dim": block}
+    wide |= {"intermediate_size": block * tp} if "intermediate_size" in text else {}
+    return {**text, **wide, **{name: block for name in _WIDTHS if name in text}}
+
+
+def _num_taps(config: Json) -> int:
+    """How many layers of the text take what the tower sees on its way."""
+    taps = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
+    return 3 if taps is None and str(config.get("model_type")).startswith("qwen3_vl") else len(taps or ())
+
+
+def _shrink_tower(vision: Json, width: int, num_taps: int) -> dict[str, Any]:
+    """Heads of 8 dims, a table that some pictures are larger than, and blocks behind the last that is tapped."""
+    heads = vision.get("num_heads") or vision.get("num_attention_heads") or 16
+    return {
+        **vision, "num_heads": heads, "hidden_size": 8 * heads, "intermediate_size": 21, "depth": num_taps + 2,
+        "patch_size": 4, "num_position_embeddings": 9, "out_hidden_size": width,
+        "deepstack_visual_indexes": list(range(num_taps)),
+    }  # fmt: skip
+
+
+def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
+    """Heads of which 3 frequencies or more are rotated, so that time, height and width have each one."""
+    group = next((name for name in ("rope_scaling", "rope_parameters") if text.get(name)), None)
+    rope = text.get(group or "") or {}
+    if "mrope_section" not in rope and "linear_key_head_dim" not in text:
+        return text
+    partial = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor")
+    share = partial or (0.25 if "linear_key_head_dim" in text else 1.0)
+    text["head_dim"] = max(24, text["head_dim"]) if share == 0.25 else text["head_dim"]
+    num = int(text["head_dim"] * share) // 2
+    sections = [num - 2 * (num // 3), num // 3, num // 3]
+    if group:
+        return {**text, group: {**rope, "mrope_section": sections}}
+    return {**text, "rope_parameters": {"rope_type": "default", "mrope_section": sections}}
+
+
+def _shrink(text: Json, tp: int, width: int, num_stages: int, first: int = 1) -> dict[str, Any]:
+    out = dict(text)
+    out.update({name: width for name, width in _WIDTHS.items() if name in out})
+    out["vocab_size"] = _uneven(131, tp)
+    if "intermediate_size" in out:
+        out["intermediate_size"] = (43 // tp | 1) * tp  # of each rank an odd number
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}  # as models/rope_config.py
+    whole = (rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0) == 1.0
+    out["head_dim"] = 10 if whole and "linear_key_head_dim" not in text else 16
+    heads = out["num_attention_heads"]
+    out["hidden_size"] = width or -(-_WIDTH // heads) * heads  # some families want the heads to divide it
+    depth = _depth(text, num_stages + first)
+    out["num_hidden_layers"] = depth
+    if text.get("layer_types"):
+        out["layer_types"] = list(text["layer_types"])[:depth]
+    if text.get("mlp_only_layers"):
+        out["mlp_only_layers"] = [i for i in text["mlp_only_layers"] if i < depth]
+    return out
+
+
+def _uneven(width: int, tp: int) -> int:
+    """About `width`, so that every rank has something, and the last rank less than the others."""
+    return -(-width // tp) * tp - 1 if tp > 1 else width
+
+
+def _depth(text: Json, least: int) -> int:
+    """As many of the first layers as hold every kind that the model has, and at least so many: a pipeline has a stage
+    of more than one."""
+    kinds = [_kind(text, i) for i in range(text["num_hidden_layers"])]
+    return min(len(kinds), max(least, *(kinds.index(kind) + 1 for kind in set(kinds))))
+
+
+def _kind(text: Json, layer: int) -> tuple[object, bool]:
+    every = text.get("full_attention_interval") or (4 if "linear_key_head_dim" in text else 1)
+    kinds = text.get("layer_types")
+    mixer = kinds[layer] if kinds else (layer + 1) % every == 0
+    dense = layer in (text.get("mlp_only_layers") or ()) or (layer + 1) % (text.get("decoder_sparse_step") or 1) != 0
+    return mixer, dense
