@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import meshwright as mw
-from meshwright.cli.main import main as cli
+from meshwright.cli import main as command_line
 from meshwright.log import quiet
 from meshwright.train import read
 
@@ -197,7 +197,7 @@ def set_of(sets: list[str]) -> list[str]:
 def say(*arguments: str) -> None:
     """A command of meshwright that this process can run itself."""
     announce(arguments)
-    if code := cli.main(arguments):
+    if code := command_line(arguments):
         sys.exit(f"demo: that command ended with exit code {code}")
 
 

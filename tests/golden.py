@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import meshwright as mw
-from meshwright.cli.main import main as cli
+from meshwright.cli import main as command_line
 from tests import seeing, tiny, worlds
 
 _FULL, _SELECTIVE = (mw.Savings(recompute=kind) for kind in ("full", "selective"))
@@ -112,7 +112,7 @@ def numbers(at: Path) -> dict[str, Any]:
     for name, command in COMMANDS.items():
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            cli.main(command)
+            command_line(command)
         every[name] = _without_times(json.loads(text.getvalue()))
         print(name, flush=True)
     return every

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from meshwright.cli.main import main as cli
+from meshwright.cli import main
 from meshwright.train import processes
 
 Main = Callable[[list[str]], int]
@@ -66,7 +66,7 @@ class Rank:
         if self.pid == 0:
             os.close(hold)
             os.read(begin, 1)
-            become(cli.main, rest[2:], out, errors, **environment)
+            become(main, rest[2:], out, errors, **environment)
 
         if rank + 1 == int(environment["LOCAL_WORLD_SIZE"]):
             os.close(begin)
@@ -108,7 +108,7 @@ def forked_ranks() -> Iterator[None]:
 class Started:
     """The command on a terminal of so many columns, or with both streams on a pipe."""
 
-    def __init__(self, arguments: list[str], columns: int = 0, main: Main = cli.main, **environment: str) -> None:
+    def __init__(self, arguments: list[str], columns: int = 0, main: Main = main, **environment: str) -> None:
         self.read, write = pty.openpty() if columns else os.pipe()
         if columns:
             fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.engine import model as engine_model
 from meshwright.errors import LoadError, MismatchedKey, RankError
 from meshwright.sharding import Block, Box
@@ -375,7 +375,7 @@ def test_the_command(
 ) -> None:
     """It trains what can be trained."""
     at = directory(name, "NVFP4")
-    assert main.main(["verify", str(at), "--mesh", "fsdp=2" if option == "--full" else "tp=2", option, "--json"]) == 0
+    assert main(["verify", str(at), "--mesh", "fsdp=2" if option == "--full" else "tp=2", option, "--json"]) == 0
     assert not any(any(run["oracles"].values()) for run in json.loads(capsys.readouterr().out)["runs"])
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import meshwright as mw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.engine import model as engine_model
 from meshwright.errors import RankError
 from meshwright.models import describe
@@ -238,7 +238,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def verified(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    code = main.main(["verify", *arguments, "--weights", "--json"])
+    code = main(["verify", *arguments, "--weights", "--json"])
     return code, json.loads(capsys.readouterr().out)["runs"][0]
 
 
@@ -299,7 +299,7 @@ def test_refused_at_once(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny.ODD["qwen3"]))
     named = [a.format(source=source("qwen3"), empty=tmp_path) for a in arguments]
-    assert main.main(["verify", *named]) == 2
+    assert main(["verify", *named]) == 2
     assert re.search(pattern, capsys.readouterr().err)
 
 
@@ -307,7 +307,7 @@ def test_more_weights_than_memory(
     source: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("os.sysconf", lambda name: 100)
-    assert main.main(["verify", str(source("qwen3")), "--mesh", "replicate=2", "--weights"]) == 2
+    assert main(["verify", str(source("qwen3")), "--mesh", "replicate=2", "--weights"]) == 2
     wanted = words("float32", r"\b0\.0 GB\b", r"\branks\b", r"\bfsdp\b")
     assert re.search(wanted, capsys.readouterr().err)
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.log import logger
 from meshwright.weights import runs_of_json
 from tests import parts, tiny, worlds
@@ -437,16 +437,16 @@ def test_any_text_as_a_manifest(tmp_path: Path, text: bytes) -> None:
 
 
 def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["inspect", str(run), "--verify", "--json"]) == 0
+    assert main(["inspect", str(run), "--verify", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["wrong"], found["strangers"], found["ranks"]) == (2, [], [], 2)
     assert found["planes"]["exp_avg"]["dtypes"] == ["F32"]
-    assert main.main(["inspect", str(run / "step-000001"), "--diff", str(run), "--json"]) == 1
+    assert main(["inspect", str(run / "step-000001"), "--diff", str(run), "--json"]) == 1
     apart = json.loads(capsys.readouterr().out)["differences"]
     assert {each["plane"] for each in apart} == {"weights", "master", "exp_avg", "exp_avg_sq"}
     flip(run / "step-000002" / "model.safetensors", 40000)
     (run / "step-000002" / "notes").write_text("mine")
-    assert main.main(["inspect", str(run), "--verify"]) == 1
+    assert main(["inspect", str(run), "--verify"]) == 1
     out = capsys.readouterr().out
     assert re.search(words(r"model\.safetensors", "checksum", "notes is no part"), out)
-    assert main.main(["inspect", str(run / "nowhere")]) == 2
+    assert main(["inspect", str(run / "nowhere")]) == 2

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import meshwright as mw
-from meshwright.cli.main import main
+from meshwright.cli import main
 
 _HEAVY = ("torch", "numpy", "transformers", "pyarrow", "pydantic", "rich")
 _SAYS_WHAT_IT_IMPORTED = f"""
@@ -16,7 +16,7 @@ import sys
 from meshwright import cli
 for arguments in (["--help"], ["--version"], ["trian"], ["train", "--help"], []):
     try:
-        cli.main(arguments)
+        main(arguments)
     except SystemExit:
         pass
 print("imported:", [name for name in {_HEAVY} if name in sys.modules])
@@ -29,7 +29,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_a_bare_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main([]) == 2
+    assert main([]) == 2
     assert "train" in capsys.readouterr().err
 
 

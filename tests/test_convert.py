@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import meshwright as mw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from tests import tiny, worlds
 from tests.test_checkpoint import bytes_of, engine_of, same, state_of, train
 from tests.words import words
@@ -50,7 +50,7 @@ def loads(source: Path, at: Path, kind: str, mesh: Mapping[str, int]) -> Any:
 
 
 def run(*arguments: object) -> int:
-    return main.main(["convert", *map(str, arguments)])
+    return main(["convert", *map(str, arguments)])
 
 
 def test_ours_to_hf_is_the_export(made: tuple[Path, Path], tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_torch_to_ours_and_back(made: tuple[Path, Path], tmp_path: Path) -> None
     assert run(made[1] / "dcp", tmp_path / "ours", "--to", "meshwright", "--like", made[0]) == 0
     step = "step-000002"
     assert bytes_of(tmp_path / "ours" / step) == bytes_of(made[1] / "ours" / step)
-    assert main.main(["inspect", str(tmp_path / "ours"), "--verify"]) == 0
+    assert main(["inspect", str(tmp_path / "ours"), "--verify"]) == 0
     assert run(tmp_path / "ours", tmp_path / "dcp", "--to", "dcp") == 0
     [there] = worlds.run(1, loads, made[0], made[1] / "ours", "ours", {})
     [back] = worlds.run(1, loads, made[0], tmp_path / "dcp", "dcp", {})

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import meshwright as mw
 from meshwright.checkpoint import check_bytes, copy, opened_at
-from meshwright.cli.main import main
+from meshwright.cli import main
 from tests import tiny, worlds
 from tests.test_checkpoint import engine_of, train
 from tests.words import words
@@ -101,8 +101,8 @@ def bytes_below(path: Path) -> dict[str, bytes]:
 
 def test_there_and_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
-        assert main.main(["copy", str(run / f"step-00000{step}"), "faulty://b/run"]) == 0
-    assert main.main(["copy", "faulty://b/run", str(tmp_path / "a")]) == 0
+        assert main(["copy", str(run / f"step-00000{step}"), "faulty://b/run"]) == 0
+    assert main(["copy", "faulty://b/run", str(tmp_path / "a")]) == 0
     assert capsys.readouterr().out.split()[-1] == str(tmp_path / "a" / "step-000002")
     mw.copy_checkpoint("faulty://b/run/step-000001", tmp_path / "a")
     assert bytes_below(tmp_path / "a") == bytes_below(run)

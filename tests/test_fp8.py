@@ -23,7 +23,7 @@ import meshwright as mw
 from meshwright import ops, parallel
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.engine.validation import in_fp8
 from meshwright.errors import LayoutError
 from meshwright.ops import fp8_matmul, matmul
@@ -306,7 +306,7 @@ def test_what_is_served_is_what_was_trained(sources: dict[str, Path], tmp_path: 
 def test_from_the_command_line(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Of real weights, and what products in 8 bits cost them."""
     given = ["verify", str(sources["qwen3"]), "--mesh", "tp=2", "--fp8", "--full", "--dtypes", "float64"]
-    main.main([*given, "--against", "none", "--json"])
+    main([*given, "--against", "none", "--json"])
     found = json.loads(capsys.readouterr().out)
     wide, fp8_run = found["runs"]
     assert {row: lines for row, lines in wide["oracles"].items() if lines} == {}
@@ -327,7 +327,7 @@ def test_a_small_model_in_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFix
         "--fp8-skip",
         "layers.0.mixer.k.*,layers.35.*",
     ]
-    assert main.main([*given, "--dtypes", "float64", "--against", "none", "--json"]) == 0
+    assert main([*given, "--dtypes", "float64", "--against", "none", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["oracles"]["Q1"] == []
     assert run["margins"]["Q1"][0]["count"] > 0

@@ -16,7 +16,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import ops
 from meshwright.blueprint import Blueprint
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.weights import chosen, frozen_scales
 from tests import parts, quantised, tiny, trials, worlds
 from tests.test_frozen import BF16, EXPERTS, F32, F64, FSDP, ONE, REPLICAS, SOME, TP, Case, same, told_by
@@ -298,7 +298,7 @@ def test_from_torch_and_back(source: Callable[[str], Path], tmp_path: Path) -> N
     at = source("qwen3_moe")
     (saved,) = worlds.run(1, by_torch, at, tmp_path / "dcp")
     command = ["convert", str(tmp_path / "dcp"), str(tmp_path / "again"), "--to", "meshwright", "--like", str(at)]
-    assert main.main(command) == 0
+    assert main(command) == 0
     assert same(worlds.run(1, resumed, at, tmp_path / "again")[0], saved)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from tests import tiny, worlds
 from tests.trials import build
 
@@ -105,7 +105,7 @@ def test_python_still_tells_a_name_that_is_alike() -> None:
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main.main(["--version"])
+        main(["--version"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith(f"meshwright {mw.__version__}, ")

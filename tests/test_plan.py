@@ -17,7 +17,7 @@ import torch.distributed as dist
 from meshwright import __version__
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.engine.step_bill import engine_bill
 from meshwright.errors import ConfigError
 from meshwright.plan import Figures, device_bytes, objections, plan_page, work_of
@@ -38,7 +38,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def planned(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    code = main.main(["plan", *arguments])
+    code = main(["plan", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -260,11 +260,11 @@ def test_refusals_for_a_program(capsys: Capture) -> None:
 def test_a_path_to_config_json(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     source = tiny.directory(tmp_path / "q3", "qwen3")
     monkeypatch.chdir(tmp_path)
-    assert main.main([command, "q3/config.json", "--json", *(["--weights"] if command == "verify" else [])]) == 0
+    assert main([command, "q3/config.json", "--json", *(["--weights"] if command == "verify" else [])]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "q3/config.json"
     (source / "model.safetensors").unlink()
     monkeypatch.chdir(source)
-    assert main.main(["plan", "config.json"]) == 0
+    assert main(["plan", "config.json"]) == 0
     assert "config.json on one process" in capsys.readouterr().out
 
 
@@ -272,7 +272,7 @@ def test_a_path_to_config_json(tmp_path: Path, capsys: Capture, monkeypatch: pyt
 def test_a_config_under_another_name(tmp_path: Path, capsys: Capture, command: str) -> None:
     at = tmp_path / "c44.json"
     at.write_text(json.dumps(tiny.of("qwen3")))
-    assert main.main([command, str(at), "--json", *(["--dtypes", "float32"] if command == "verify" else [])]) == 0
+    assert main([command, str(at), "--json", *(["--dtypes", "float32"] if command == "verify" else [])]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == str(at)
 
 
@@ -283,7 +283,7 @@ def test_what_a_file_of_json_may_not_be(tmp_path: Path, capsys: Capture) -> None
     assert code == 2
     assert re.search(words(r"tokenizer\.json is no config of a model", "model_type=None"), err), err
     at.write_text(json.dumps(tiny.of("qwen3")))
-    assert main.main(["verify", str(at), "--weights"]) == 2
+    assert main(["verify", str(at), "--weights"]) == 2
     assert re.search(words(r"tokenizer\.json is a config without weights", "a directory"), capsys.readouterr().err)
 
 
@@ -391,11 +391,11 @@ def test_it_starts_nothing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_help_shows_examples(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
-        main.main(["plan", "--help"])
+        main(["plan", "--help"])
     out = capsys.readouterr().out
     assert out.count("meshwright plan ") >= 5
     with pytest.raises(SystemExit) as stopped:
-        main.main(["plan", "tiny-qwen3", "--tokens", "0"])
+        main(["plan", "tiny-qwen3", "--tokens", "0"])
     assert stopped.value.code == 2
 
 
@@ -435,7 +435,7 @@ def test_verify_of_a_mesh_too_large_for_this_machine(
     """It says so before it reads anything, and offers what can be done here."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setattr("meshwright.verify.session.find", lambda *_, **__: pytest.fail("it began to work"))
-    assert main.main(["verify", "org/huge", "--mesh", f"fsdp={4 * RANKS_A_CORE},tp=2,ep=64"]) == 2
+    assert main(["verify", "org/huge", "--mesh", f"fsdp={4 * RANKS_A_CORE},tp=2,ep=64"]) == 2
     err = capsys.readouterr().err
     assert re.search(
         words(r"128 processes for 1 core\b", "meshwright plan org/huge --mesh fsdp=64,tp=2,ep=64 "), err
@@ -448,7 +448,7 @@ def test_verify_of_a_mesh_too_large_for_the_memory(
 ) -> None:
     few: Callable[..., Any] = lambda *_, **__: type("Memory", (), {"host_bytes": 10**9})  # noqa: E731
     monkeypatch.setattr("meshwright.plan.mesh_checks.memory_of", few)
-    assert main.main(["verify", "tiny-qwen3", "--mesh", "fsdp=16,tp=2"]) == 2
+    assert main(["verify", "tiny-qwen3", "--mesh", "fsdp=16,tp=2"]) == 2
     err = capsys.readouterr().err
     assert re.search(words("32 processes", "1.0 GB", "meshwright plan tiny-qwen3 --mesh fsdp=16,tp=2 "), err), err
     assert "meshwright verify tiny-qwen3 --mesh fsdp=2,tp=2 " in err

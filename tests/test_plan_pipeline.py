@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.engine.step_bill import engine_bill
 from meshwright.memory.simulate import most_held
 from meshwright.parallel import Savings
@@ -40,7 +40,7 @@ def figures_of(
 
 
 def planned(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    code = main.main(["plan", *arguments])
+    code = main(["plan", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_with_what_can(
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     for name, options, told in REFUSED:
         if command == "plan" or "--micro-batches" not in options:
-            assert main.main([command, str(tmp_path / f"{name}.json"), *options.split()]) == 2, options
+            assert main([command, str(tmp_path / f"{name}.json"), *options.split()]) == 2, options
             err = capsys.readouterr().err.strip()
             assert re.search(told, err), (options, err)
 

@@ -15,7 +15,7 @@ import torch
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.engine.step_bill import step_bill
 from meshwright.parallel import Savings
 from meshwright.plan import Figures, work_of
@@ -70,7 +70,7 @@ def test_a_plan_says_what_a_model_needs(tmp_path: Path, name: str, sizes: str) -
 
 
 def planned(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = main.main(["plan", "tiny-qwen3-moe", "--mesh", "fsdp=2,ep=2", "--micro-batches", "4", *arguments, "--json"])
+    code = main(["plan", "tiny-qwen3-moe", "--mesh", "fsdp=2,ep=2", "--micro-batches", "4", *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -101,11 +101,11 @@ def test_each_option_does_what_its_field_does(capsys: Capture) -> None:
 
 def test_what_is_on_the_host_is_not_on_the_device(capsys: Capture) -> None:
     command = ["plan", "tiny-qwen3", "--mesh", "fsdp=2", "--offload", "--recompute", "full"]
-    assert main.main([*command, "--device", "1GB"]) == 0
+    assert main([*command, "--device", "1GB"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     wanted = ["recompute=full, offload=True", "parameters, float32 on the host", "fits 1 GB", "on the host, and"]
     assert re.search(words(*wanted), said), said
-    assert main.main([*command, "--device", "10kB"]) == 1
+    assert main([*command, "--device", "10kB"]) == 1
     assert "Way out" in capsys.readouterr().out
 
 
@@ -119,6 +119,6 @@ def test_what_is_on_the_host_is_not_on_the_device(capsys: Capture) -> None:
 def test_what_a_run_refuses_is_refused(tmp_path: Path, capsys: Capture, options: list[str], told: str) -> None:
     at = tmp_path / "a.json"
     at.write_text(json.dumps(tiny.of("qwen3", hidden_size=256, intermediate_size=384)))
-    assert main.main(["plan", str(at), *options]) == 2
+    assert main(["plan", str(at), *options]) == 2
     err = capsys.readouterr().err
     assert re.search(told, " ".join(err.split())), err

@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.parallel import Savings, mark
 from meshwright.plan import Cluster, Figures, Search, objections, search, step_time, work_of
 from meshwright.plan.figures import RankMemory
@@ -212,7 +212,7 @@ def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytes
 
 
 def searched(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    code = main.main(["plan", *arguments])
+    code = main(["plan", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -229,7 +229,7 @@ def test_what_was_found_is_what_a_plan_says(tmp_path: Path, capsys: Capture) -> 
     for best in found["best"]:
         program, *arguments = shlex.split(best["command"])
         assert program == "meshwright"
-        assert main.main([*arguments, "--json"]) == 0
+        assert main([*arguments, "--json"]) == 0
         planned = json.loads(capsys.readouterr().out)
         assert planned["estimate"] == best["estimate"]
         assert planned["memory"][0]["bytes"] == best["bytes"]

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.axes import ENDS, Axes
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.parallel import Savings
 from meshwright.plan import Cluster, Figures, cluster_of, plan_page, work_of
@@ -161,7 +161,7 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
     monkeypatch.setenv("COLUMNS", "80")
     at = directory(tmp_path / "m", QWEN3_235B_A22B)
     command = ["plan", at, "--mesh", "fsdp=128,tp=8,ep=64", "--device", "H100", "--between", "25"]
-    assert main.main(command) == 0
+    assert main(command) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the directory
     said = " ".join(out.split())
@@ -172,7 +172,7 @@ def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkey
         "A document fills a micro-batch", "links reach 75% and products 45%",
     ]  # fmt: skip
     assert re.search(words(*wanted), said), said
-    assert main.main([*command, "--json"]) == 0
+    assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     times = found["estimate"]
     parts = times["products"] + sum(w["seconds"] for w in times["waits"]) + times["not_hidden"] + times["bubble"]
@@ -219,5 +219,5 @@ def test_durations(seconds: float, text: str) -> None:
 @pytest.mark.parametrize("options", [["--between", "0"], ["--flops", "many"], ["--gpus-per-node", "0"]])
 def test_what_is_no_amount(options: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main.main(["plan", "tiny-qwen3", *options])
+        main(["plan", "tiny-qwen3", *options])
     assert stopped.value.code == 2

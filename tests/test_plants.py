@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.errors import RankError
 from meshwright.verify.planted_bugs import BUGS
 from meshwright.verify.report import ROWS
@@ -89,7 +89,7 @@ def test_told_of_towers(capsys: pytest.CaptureFixture[str], seeing_source: Path,
 
 
 def said(capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    code = main.main(["verify", *arguments, "--dtypes", "float64", "--against", "none"])
+    code = main(["verify", *arguments, "--dtypes", "float64", "--against", "none"])
     return code, *capsys.readouterr()
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import meshwright as mw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.train import config_file, launch, metrics, resume_point
 from tests.runs import chats, file_of, source
 
@@ -29,7 +29,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def said(capsys: pytest.CaptureFixture[str], path: Path, *sets: str, command: list[str]) -> str:
     given = ["--set", *sets] if sets else []
-    assert main.main([command[0], str(path), *command[1:], *given]) == 2
+    assert main([command[0], str(path), *command[1:], *given]) == 2
     return capsys.readouterr().err
 
 
@@ -108,7 +108,7 @@ def test_a_dry_run_lists_held_out_data_and_how_often_sources_are_read(
     """By shares of the tokens of the run, each of half of them: the small one is read twice as often."""
     text = file_of(at, at / "m", eval={"path": str(at / "held.jsonl"), "every": 5})
     shares = ["data.0.share=0.5", f"data.1.path={at / 'held.jsonl'}", "data.1.share=0.5", "train.steps=4"]
-    assert main.main(["data", str(text), "--set", *shares]) == 0
+    assert main(["data", str(text), "--set", *shares]) == 0
     lines = capsys.readouterr().out.splitlines()
     tokens = {line.split()[0]: int(line.split()[3].replace(",", "")) for line in lines[1:3]}
     times = {line.split()[0]: float(line.split()[-2]) for line in lines[1:3]}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.verify.weight_checks import strange_in
 from tests import tiny
 from tests.words import words
@@ -27,7 +27,7 @@ def flipped(at: Path, bit: int) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], source: Path) -> tuple[int, dict[str, Any]]:
-    code = main.main(["verify", str(source), "--mesh", "fsdp=2", "--weights", "--json"])
+    code = main(["verify", str(source), "--mesh", "fsdp=2", "--weights", "--json"])
     return code, json.loads(capsys.readouterr().out)["runs"][0]
 
 

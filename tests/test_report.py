@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.report import last_words
 from meshwright.report.run_files import read_run
 from meshwright.report.run_page import report_page
@@ -124,12 +124,12 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["report", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text(line("start", 0))
-    assert main.main(["report", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "holds no step yet" in capsys.readouterr().err
-    assert main.main(["report", str(tmp_path / "none")]) == 2
+    assert main(["report", str(tmp_path / "none")]) == 2
     assert "is no directory" in capsys.readouterr().err
 
 
@@ -156,7 +156,7 @@ def test_charts_of_what_is_there(tmp_path: Path) -> None:
 def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whole, below 2 MB, and nothing in it ends a script or asks the network for anything."""
     runs = [fake_run(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second", "third"))]
-    assert main.main(["report", *map(str, runs), "--html", str(tmp_path / "all.html")]) == 0
+    assert main(["report", *map(str, runs), "--html", str(tmp_path / "all.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "all.html")
     text = (tmp_path / "all.html").read_text()
     assert 600_000 < len(text.encode()) < 2_000_000
@@ -215,7 +215,7 @@ def browser() -> Iterator[Any]:
 def test_in_a_browser(tmp_path: Path, browser: Any, width: int, scheme: str, runs: int) -> None:
     """No request but for the page, no error, no line too wide; a tooltip holds every run; a slider changes experts."""
     folders = [fake_run(tmp_path / f"run-{n}", seed=n, steps=60 if n else 1) for n in reversed(range(runs))]
-    main.main(["report", *map(str, folders), "--html", str(tmp_path / "page.html")])
+    main(["report", *map(str, folders), "--html", str(tmp_path / "page.html")])
     context = browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True, is_mobile=width < 500,
         has_touch=width < 500,

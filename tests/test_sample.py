@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.data import tokenizer_of
 from meshwright.engine.inference import _choose, _dice
 from meshwright.train import config_file, launch
@@ -146,7 +146,7 @@ def test_samples_of_a_run_are_those_of_its_export(tmp_path: Path) -> None:
 def printed(arguments: list[str]) -> str:
     """By the command."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main.main(["sample", *arguments]) == 0
+        assert main(["sample", *arguments]) == 0
     return out.getvalue()
 
 

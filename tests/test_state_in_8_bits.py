@@ -19,7 +19,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.ops.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, ladder
 from meshwright.optim.adamw import adamw
 from meshwright.sharding import Piece, coded_of, pieces
@@ -319,7 +319,7 @@ def test_what_lies_in_the_files(saved: Any) -> None:
     assert torch.equal(scales, whole["layers.1.mlp.down.weight.scales"][0])
     assert {t.dtype for key, t in first.items() if key.endswith("norm.weight")} == {torch.float32}
     assert not any(key.endswith(".scales") for key in load_file(at / "model.safetensors"))
-    assert main.main(["inspect", str(at), "--verify"]) == 0
+    assert main(["inspect", str(at), "--verify"]) == 0
 
 
 def interrupted(source: Path, out: Path, resume: bool) -> tuple[list[float], Any]:
@@ -378,9 +378,9 @@ def test_through_torch_and_back(tmp_path: Path) -> None:
     worlds.run(4, by_torch, source, tmp_path, dict(fsdp=2, tp=2, ep=2), False)
     ours = bytes_of(tmp_path / "ours" / step)
     convert = ["convert", str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "meshwright", "--like", str(source)]
-    assert main.main(convert) == 0
+    assert main(convert) == 0
     assert bytes_of(tmp_path / "back" / step) == ours
-    assert main.main(["convert", str(tmp_path / "back"), str(tmp_path / "dcp2"), "--to", "dcp"]) == 0
+    assert main(["convert", str(tmp_path / "back"), str(tmp_path / "dcp2"), "--to", "dcp"]) == 0
     (tmp_path / "dcp").rename(tmp_path / "dcp1")
     (tmp_path / "dcp2").rename(tmp_path / "dcp")
     worlds.run(3, by_torch, source, tmp_path, dict(fsdp=3), True)
@@ -471,7 +471,7 @@ def test_a_mesh_that_cuts_a_block_is_refused(saved: Any, tmp_path: Path, capsys:
         assert re.search(told, message), message
     run = f'model = "{source}"\nout = "out"\n[[data]]\npath = "x"\n[mesh]\ntp = 4\n[optim]\nstate_dtype = "uint8"\n'
     (tmp_path / "run.toml").write_text(run)
-    assert main.main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 2
+    assert main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 2
     assert re.search(words("256 columns", "tp=4", 'state_dtype = "bfloat16"'), capsys.readouterr().err)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import parallel
 from meshwright.axes import Axes
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.models import qwen3_moe
 from meshwright.parallel.expert_exchange import Group
@@ -172,11 +172,11 @@ def test_nodes_that_are_none_are_refused(source: Given, capsys: pytest.CaptureFi
         with pytest.raises(ConfigError, match="is no number of ranks; give True"):
             mw.Savings(token_once=given)  # type: ignore[arg-type]
     plan = ["plan", str(source("qwen3_moe")), "--mesh", "fsdp=4,ep=4", "--token-once-a-node"]
-    assert main.main([*plan, "3", "--json"]) == 2
+    assert main([*plan, "3", "--json"]) == 2
     told = capsys.readouterr()
     assert "token_once: nodes of 3 ranks do not divide ep=4; choose from 2, 4" in told.err
     assert "nodes of 3 ranks" in json.loads(told.out)["refused"][0]
-    assert main.main([*plan, "2"]) == 0
+    assert main([*plan, "2"]) == 0
     with pytest.raises(ConfigError, match="nodes of 3 ranks do not divide"):
         hops("d", 16, Axes(fsdp=4, ep=4), 3)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.train import config_file, launch, loop
 from meshwright.train.run import run
 from tests import worlds
@@ -165,7 +165,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         out.write(json.dumps({"prompt": "9?", "completion": "x" * 1000}) + "\n")
     path = file_of(tmp_path, model, mesh={"fsdp": 2}, train={"dtype": "float32"})
     path.write_text(path.read_text().replace("[[data]]\n", '[[data]]\ntoo_long = "drop"\n'))
-    assert main.main(["train", str(path), "--dry-run"]) == 0
+    assert main(["train", str(path), "--dry-run"]) == 0
     planned, dropped = capsys.readouterr().out, "longer than 128 tokens left out"
     assert "2 micro-batches on each of 2 data ranks" in planned
     assert f"1 document {dropped}" in planned
@@ -183,7 +183,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_is_learnt_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = source(tmp_path / "m", "qwen3_tied")
     chats(tmp_path / "chats.jsonl")
-    assert main.main(["data", str(file_of(tmp_path, model)), "--show", "2"]) == 0
+    assert main(["data", str(file_of(tmp_path, model)), "--show", "2"]) == 0
     said = capsys.readouterr().out
     assert "150 " in said
     assert f"{tmp_path / 'chats.jsonl'}:1: " in said

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
 from meshwright.checkpoint import opened_at
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.data import tokenizer_of
 from meshwright.sharding import Param
 from meshwright.train import config_file, loop
@@ -145,7 +145,7 @@ def look_at_the_best(out: Path, best: int, last: int) -> None:
     """Commands take a run, a folder of checkpoints, or one of them alike."""
     for where, step in ((out, last), (out / "best", best), (out / "best" / f"step-{best:06d}", best)):
         assert opened_at(where).manifest.step == step
-        assert main.main(["convert", str(where), str(out.parent / f"{where.name}-hf"), "--to", "hf"]) == 0
+        assert main(["convert", str(where), str(out.parent / f"{where.name}-hf"), "--to", "hf"]) == 0
         made = out.parent / f"{where.name}-hf"
         checkpoint = load_file(opened_at(where).directory / "model.safetensors")
         assert {key: t.tolist() for key, t in load_file(made / "model.safetensors").items()} == {

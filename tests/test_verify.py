@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.axes import Axes
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.errors import ConfigError, RankError
 from meshwright.parallel import Savings
 from meshwright.plan import TINY
@@ -86,7 +86,7 @@ def _quiet(_: str) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main.main(["verify", *arguments])
+    code = main(["verify", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -321,7 +321,7 @@ def test_a_run_says_which_savings_it_took() -> None:
 
 def test_the_help_names_every_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main.main(["verify", "--help"])
+        main(["verify", "--help"])
     shown = " ".join(capsys.readouterr().out.split("--mesh AXIS")[1].split()).replace("- ", "-")
     assert set(re.findall(r"tiny-[a-z0-9.-]*[a-z0-9]", shown)) == set(TINY)
 

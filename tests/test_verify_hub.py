@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import errors
 
 from meshwright.axes import Axes
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.verify import FULL, WEIGHTS, Options, plan
 from tests import tiny
 from tests.words import words
@@ -42,7 +42,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_the_config_alone_is_fetched_for_a_shrunk_run(asked: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["verify", "org/tiny", "--mesh", "fsdp=2,ep=2", "--dtypes", "float64", "--against", "none"]) == 0
+    assert main(["verify", "org/tiny", "--mesh", "fsdp=2,ep=2", "--dtypes", "float64", "--against", "none"]) == 0
     assert asked == [False]
     assert re.search(words("org/tiny", r"\bhub\b", r"\bconfig\b"), capsys.readouterr().err)
 
@@ -79,7 +79,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download, raising=False)
     began = time.monotonic()
-    assert main.main(["verify", "org/tiny", "--mesh", "tp=2"]) == 2
+    assert main(["verify", "org/tiny", "--mesh", "tp=2"]) == 2
     wanted = words("org/tiny", r"\bhub\b", r"\bcache\b", "HF_HUB_OFFLINE")
     assert re.search(wanted, capsys.readouterr().err)
     assert time.monotonic() - began < 5

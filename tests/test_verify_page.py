@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright import parallel
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.engine.step_bill import engine_bill, step_bill
 from meshwright.plan import Figures, plan_page, work_of, write_page
 from meshwright.plan.html import Cell, flowing, page, table, tag
@@ -311,7 +311,7 @@ def test_the_command_writes_it_whole(
     target.write_text("of yesterday")
     monkeypatch.setattr(parallel, "finish", lambda grads, mesh: None)
     said = ["verify", "tiny-qwen3", "--mesh", "tp=2", "--dtypes", "float64", "--against", "none", "--html", str(target)]
-    assert main.main(said) == 1
+    assert main(said) == 1
     found = Read(target.read_text())
     assert "a sum over tp" in found.text
     assert next(row for row in found.table("oracle") if row["oracle"] == "G1")["holds if"].startswith("Every gradient")
@@ -335,5 +335,5 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(
     at: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.main([command, "tiny-qwen3", "--mesh", "tp=2", "--html", at]) == 2
+    assert main([command, "tiny-qwen3", "--mesh", "tp=2", "--html", at]) == 2
     assert f"--html {at}" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.blueprint import draw
-from meshwright.cli.main import main
+from meshwright.cli import main
 from meshwright.data.images import turns_of
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshError
 from meshwright.models.vision_tower import LayerNorm
@@ -402,7 +402,7 @@ def test_a_tower_in_checkpoints(tmp_path: Path) -> None:
     source = seeing.directory(tmp_path / "source", "qwen3_vl", dtype=torch.bfloat16)
     said = worlds.run(2, saved_with_a_tower, source, tmp_path)
     assert all("was saved with tower=True, and the engine's model has tower=False" in each for each in said)
-    convert = lambda *given: main.main(["convert", *map(str, given)])  # noqa: E731 - one line reads better
+    convert = lambda *given: main(["convert", *map(str, given)])  # noqa: E731 - one line reads better
     assert convert(tmp_path / "dcp", tmp_path / "again", "--to", "meshwright", "--like", source) == 0
     assert bytes_of(tmp_path / "again" / "step-000001") == bytes_of(tmp_path / "ours" / "step-000001")
     moments = load_file(tmp_path / "ours" / "step-000001" / "exp_avg" / "model.safetensors")
