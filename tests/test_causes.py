@@ -19,7 +19,7 @@ from meshwright.engine.step_bill import step_bill
 from meshwright.errors import RankError
 from meshwright.verify import Recorder, Trial
 from meshwright.verify.collective_checks import place_of
-from meshwright.verify.diagnose.causes import Suspect, cause_of
+from meshwright.verify.diagnose.causes import Suspect, cause_of, cause_of_loss
 from meshwright.verify.report import ROWS
 from tests import collective_plants, parts, plants, tiny, trials, worlds
 
@@ -485,6 +485,13 @@ def test_a_sum_is_no_cause_where_none_is_made() -> None:
     found, due = torch.randn(2, 64, generator=g)
     of = functools.partial(Suspect, found, due, Axes(fsdp=2, tp=2), ["tp"])
     assert "a sum over tp is missing" in cause_of(of())[1]
-    assert "missing" not in cause_of(of(spread=("fsdp",)))[1]
+    assert "missing" not in cause_of(of(sharded=("fsdp",)))[1]
     assert "missing" not in cause_of(of(last=True))[1]
     assert "chunks of ops/loss.py" in cause_of(of(last=True))[1]
+
+
+def test_a_mistake_that_gives_the_right_loss_is_no_cause() -> None:
+    """With one data rank its own targets are all targets."""
+    said = cause_of_loss(2.0 + 0.3, 2.0 + 0.1, 0.1, [[(4.0, 2.0), (4.0, 2.0)]], 4.0, Axes(tp=2))
+    assert "own targets" not in said
+    assert "filler" in said

@@ -25,7 +25,7 @@ class Suspect:
     retried: Mapping[str, Tensor] = field(default_factory=dict)  # by axes: summed over them once more
     aux: Tensor | None = None  # the router's aux loss alone gives this
     tied: bool = False
-    spread: Sequence[str] = _AXES  # the axes over which ranks sum it, since none of them cuts it
+    sharded: Sequence[str] = _AXES  # the axes over which FSDP reduces it; `retried` shows sums over the others
     last: bool = False  # it alone is wrong, and nothing comes after it but the loss
 
 
@@ -60,7 +60,7 @@ def _guess(s: Suspect, found: Tensor, reference: Tensor, norm: float) -> str:
         return "it is tied, as when the embedding or the head gives it no gradient"
     if s.last:
         return "all others are right, and it is the last before the loss: look at the chunks of ops/loss.py"
-    over = [axis for axis in s.summed if axis in s.spread]
+    over = [axis for axis in s.summed if axis in s.sharded]
     missing = f"a sum over {' or '.join(over)} is missing, or " if over else ""
     doors = [a for a in ("tp", "ep") if s.axes.size_of(a) > 1]
     through = f" through a door of {' or '.join(doors)}" if doors else ""
@@ -120,10 +120,11 @@ def cause_of_loss(
         "it is divided by the targets of one micro-batch": total / batches[0][1],
         "it is divided by nothing": total,
     }
-    for what, loss in guesses.items():
-        if abs(found - aux - loss) <= 1e-6 * abs(loss):
-            return what
     main = reference - aux
+    for what, loss in guesses.items():
+        # With one data rank or one micro-batch some mistakes give the right loss, and so explain nothing.
+        if abs(found - aux - loss) <= 1e-6 * abs(loss) < abs(main - loss):
+            return what
     if aux and abs(found - reference) <= 0.5 * abs(main):
         return (
             f"the router's aux loss would be {found - main:.6g}, one process has {aux:.6g} "

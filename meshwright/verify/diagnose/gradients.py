@@ -33,7 +33,7 @@ def suspects(
         out[keys[0]] = Suspect(
             whole(found), due, model.mesh.axes, summed, {**retried, copies: whole(over_all)},
             whole(reference.aux[1]) if reference.aux[1] and step == 0 else None, model.table[names[keys[0]]].tied,
-            (*at.copies, *at.shard), {*names.values()} == {"head.weight"},
+            at.shard, {*names.values()} == {"head.weight"},
         )  # fmt: skip
     return out
 
