@@ -17,7 +17,6 @@ from .pack_checks import (
     check_documents,
     check_lengths,
     check_mask,
-    check_named,
     check_unlearnt,
     check_values,
     check_whole_numbers,
@@ -28,7 +27,7 @@ from .pack_checks import (
 
 def pack(
     documents: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]],
-    *_others: object,
+    *,
     labels: Sequence[Sequence[int]] | None = None,
     trained: Sequence[Sequence[bool]] | None = None,
     images: Sequence[Sequence[Picture]] | None = None,
@@ -54,7 +53,6 @@ def pack(
     >>> pack([[5, 6, 7, 8]], trained=[[0, 0, 1, 1]]).labels.tolist()
     [-100, 7, 8, -100]
     """
-    check_named(_others)
     documents, images, placeholders = _from_processor(documents, images, ids_of(placeholders))
     check_documents(documents, fields, labels=labels, trained=trained)
     if labels is not None and trained is not None:

@@ -26,15 +26,6 @@ def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
         raise DataError(f"{what} must be a list for each document, as in pack([[5, 6, 7], [8, 9]])") from None
 
 
-def check_named(others: Sequence[object]) -> None:
-    """A mask in the place of labels would be learnt as the ids 0 and 1."""
-    if others:
-        raise DataError(
-            "mw.pack takes one list of documents, and all else by name: a mask over the tokens as trained=, what each "
-            "token is to predict as labels="
-        )
-
-
 def warn_of_padding(documents: Sequence[Sequence[int]]) -> None:
     """Nobody can know that a token is padding, but documents of one length that end in a run of one token look so."""
     ends = {document[-1] for document in documents if len(document) > 1 and document[-1] == document[-2]}

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,6 @@ from ..weights import (
 )
 from .garbage import nothing_collected
 from .gradient_start import begun_backward
-from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
 from .validation import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
 
 
@@ -244,15 +243,6 @@ class Model:
 
     __deepcopy__ = __reduce__ = _refuse_copies
 
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise StateError(
-            "a model is not called: mw.logits(model, batch) and mw.logprobs(model, batch) look at it, and "
-            "mw.Engine(model, lr=...).step(batches) trains it"
-        )
-
-    if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
-        __getattr__ = refusing("Model", OF_MODEL)
-
     def __repr__(self) -> str:
         num = sum(p.numel for p in self.table)
         found = ways(self.blueprint.spec, self.mesh.axes)
@@ -260,7 +250,6 @@ class Model:
         return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes}{of_cp})"
 
 
-@refusing_arguments("load", ARGUMENTS_OF_LOAD)
 def load(
     source: str | os.PathLike[str],
     mesh: Mesh | None = None,
@@ -315,7 +304,6 @@ def load(
     return model
 
 
-@refusing_arguments("init", ARGUMENTS_OF_LOAD)
 def init(
     source: str | os.PathLike[str],
     mesh: Mesh | None = None,

@@ -10,7 +10,7 @@ import atexit
 import datetime
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..axes import DENSE, OTHER_NAMES, Axes, Sum
+from ..axes import DENSE, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError
 from ..watch import Watch, here, waiting_at
 from .collectives import gather
@@ -36,7 +36,7 @@ class Mesh:
 
     def __init__(
         self,
-        *_sizes: int,
+        *,
         pp: int = 1,
         replicate: int = 1,
         fsdp: int = 1,
@@ -45,9 +45,7 @@ class Mesh:
         ep: int = 1,
         device: str | torch.device | None = None,
         timeout_s: float = 600.0,
-        **_others: object,
     ) -> None:
-        _refuse_unnamed(_sizes, _others)
         self.axes = Axes(pp, replicate, fsdp, cp, tp, ep)
         if not timeout_s > 0:
             raise MeshError(f"timeout_s={timeout_s!r}: it must be a number of seconds above 0")
@@ -299,16 +297,6 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, rank {self.rank} of {self.axes.world} on {self.device})"
-
-
-def _refuse_unnamed(sizes: tuple[int, ...], others: Mapping[str, object]) -> None:
-    """A size without the name of its axis would be another axis than the caller thinks."""
-    known = "pp, replicate, fsdp, cp, tp, ep, device and timeout_s"
-    if sizes:
-        raise MeshError(f"mw.Mesh{sizes!r} names no axis; name it, as in mw.Mesh(fsdp={sizes[0]}); there are {known}")
-    for name, size in others.items():
-        hint = f"choose {OTHER_NAMES[name]}={size}" if name in OTHER_NAMES else f"there are {known}"
-        raise MeshError(f"mw.Mesh has no {name!r}; {hint}")
 
 
 def _device(wanted: str | torch.device | None) -> torch.device:
