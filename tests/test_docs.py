@@ -227,9 +227,10 @@ def test_the_index_names_every_page() -> None:
     assert {*PAGES} - linked == {INDEX}
 
 
-@pytest.mark.parametrize(("function", "num"), [(mw.pack, 3), (mw.shift, 1)], ids=["pack", "shift"])
+@pytest.mark.parametrize(("function", "num"), [(mw.pack, 3), (mw.over_tokens, 2)], ids=["pack", "over_tokens"])
 def test_examples_of_docstrings(function: Any, num: int) -> None:
-    found = doctest.DocTestFinder().find(function, function.__name__, globs={function.__name__: function})
+    globs = {"pack": mw.pack, "over_tokens": mw.over_tokens}
+    found = doctest.DocTestFinder().find(function, function.__name__, globs=globs)
     results = [doctest.DocTestRunner().run(test) for test in found]
     assert (sum(r.attempted for r in results), sum(r.failed for r in results)) == (num, 0)
     assert sum(r.failed for r in results) == 0
