@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..errors import CheckpointError, failure_in
 from ..log import logger, progress
 from ..mesh import Mesh
 from ..sharding import Piece, across, place
+from ..watch import deferred
 from ..weights import (
     TRAINER,
     Export,
@@ -28,7 +30,6 @@ from ..weights import (
     Runs,
     StoredModel,
     copy_carried,
-    interrupted_later,
     make_files,
     whole_rows,
     write_small,
@@ -128,7 +129,7 @@ class Share:
         with contextlib.ExitStack() as undo:
             if self.draft:
                 undo.callback(self.draft.abandon)
-            with interrupted_later() as interrupts:
+            with deferred(signal.SIGINT) as interrupts:
                 failure = self._write_all(acts, interrupts) or self._failure_of(self._finish)
                 parts = agreement.parts(failure, self._part)
                 commit = functools.partial(self._commit, parts)

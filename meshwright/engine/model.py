@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from ..errors import ConfigError, LoadError, StateError, failure_in
 from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
 from ..mesh import Mesh
 from ..models import Decoder, Low
+from ..ops.garbage import collector_paused
 from ..parallel import Savings
 from ..sharding import (
     Charge,
@@ -61,7 +63,6 @@ from ..weights import (
     read_stamped_config,
     rows_of,
 )
-from .garbage import nothing_collected
 from .gradient_start import begun_backward
 from .validation import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
 
@@ -284,7 +285,8 @@ def load(
     directory = local_directory(source, mesh)
     runs = runs_of_model(directory)
     config, stamp = read_stamped_config(directory)
-    with nothing_collected():
+    gc.collect()  # else a model that was dropped would keep its memory beside the new one
+    with collector_paused():
         files = replace(open_source(directory, {CONFIG: stamp}), runs=runs)
         stored = torch.promote_types(compute, torch.float32)
         blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
@@ -326,7 +328,8 @@ def init(
     runs_of_model(directory)  # a damaged config or tokenizer of a checkpoint is named before anything is read with it
     config = read_config(directory)
     check_unquantised(config)
-    with nothing_collected():
+    gc.collect()  # else a model that was dropped would keep its memory beside the new one
+    with collector_paused():
         blueprint = replace(draw(config, head=head, tower=tower, directory=directory), origin=f"seed {seed}")
         blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
         blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))

@@ -6,7 +6,6 @@ from .directory import (
     check_export,
     copy_carried,
     exported_config,
-    interrupted_later,
     raw_tensor,
     whole_values,
     write_directory,

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..log import Advance, progress
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
 from ..sharding import Piece, written
+from ..watch import deferred
 from .checksums import Checks
 from .file_version import Opened
 from .keymap import KeyMap
@@ -107,7 +107,7 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: 
     failure: BaseException | None = None
     label = f"export to {export.directory} on rank {mesh.rank}"
     with (
-        interrupted_later() as interrupts,
+        deferred(signal.SIGINT) as interrupts,
         Files(folder, export.keymap, scales=scales) as files,
         progress(label, _num_written(stored_model), "elements", enabled=mesh.rank == 0) as advance,
     ):
@@ -156,22 +156,6 @@ def _carried_bytes(keymap: KeyMap, name: str) -> Iterator[bytes]:
     if bool((wide.isfinite() & ~values.isfinite()).any()):
         raise ExportError(f"{name} has values that {values.dtype} cannot hold; export with a wider dtype=")
     yield values.view(-1).view(torch.uint8).numpy().tobytes()
-
-
-@contextlib.contextmanager
-def interrupted_later() -> Iterator[list[int]]:
-    """A Ctrl-C in here is noted, and takes effect at the end. Only the main thread gets one, and only it may ask."""
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
-    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if seen:
-        signal.raise_signal(signal.SIGINT)
 
 
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
