@@ -15,7 +15,7 @@ from .. import parallel
 from ..axes import DENSE, Sum
 from ..checkpoint import Saving
 from ..data import Batch
-from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError, failure_in
+from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
 from ..optim.adamw import AdamW, Settings, squares
 from ..parallel import Scores
@@ -232,8 +232,7 @@ class Engine:
             self.tokens = int(numbers["tokens"])
             self.router.resume(numbers["router_load"].tolist())
 
-        failure = failure_in(take, CheckpointError, "the state dict was not taken")
-        self.model.mesh.all_or_none(failure, "the taking of a state dict", CheckpointError)
+        self.model.mesh.together(take, "the taking of a state dict", CheckpointError, "the state dict was not taken")
 
     def discard(self) -> None:
         """Forget the gradients, also those of a step that failed half way, and what it counted."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import parallel
 from ..blueprint import Blueprint, draw
 from ..checkpoint import runs_of_model
-from ..errors import ConfigError, LoadError, StateError, failure_in
+from ..errors import ConfigError, LoadError, StateError
 from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
 from ..mesh import Mesh
 from ..models import Decoder, Low
@@ -407,8 +407,7 @@ def _give_grids(model: Model, source: Source, together: bool) -> int:
                 holder.grids[last] = grid_of(param, box, chosen(param, keymap.choice), reader).to(mesh.device)
 
         if together and model.numbers:
-            failure = failure_in(read, LoadError, "nothing was loaded")
-            mesh.all_or_none(failure, "the reading of scales", LoadError)
+            mesh.together(read, "the reading of scales", LoadError, "nothing was loaded")
         else:
             read()
         return reader.num_bytes

@@ -10,9 +10,9 @@ import atexit
 import datetime
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..axes import DENSE, Axes, Sum
-from ..errors import MeshError, MeshwrightError, RankError
+from ..errors import MeshError, MeshwrightError, RankError, failure_in
 from ..watch import Watch, here, waiting_at
 from .collectives import gather
 from .hosts import rounds
 from .memory_limits import Memory, memory_of
+
+Made = TypeVar("Made")
 
 
 class Mesh:
@@ -260,6 +262,15 @@ class Mesh:
                 next(f"rank {rank} failed in {at}: {why}" for rank, why in told if why)
             )
         return rows[:, 1:]
+
+    def together(self, act: Callable[[], Made], at: str, error: type[MeshwrightError], what: str) -> Made:
+        """Run what each rank does alone. If it fails on any rank, all raise `error`, as in `all_or_none`.
+
+        `what` begins the message of the rank that failed: "nothing was loaded: " and the reason.
+        """
+        made = list[Made]()
+        self.all_or_none(failure_in(lambda: made.append(act()), error, what), at, error)
+        return made[0]
 
     def settle(self) -> None:
         """Wait for the device. NCCL times a send from when it is queued, so a queue that is long would time out."""

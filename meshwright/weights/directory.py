@@ -61,13 +61,13 @@ def check_export(mesh: Mesh, export: Export) -> None:
     """All that can be known of the place before anything is written. Every rank calls it; rank 0 looks."""
 
     def check() -> None:
-        check_target(export.target())
-        export.small.check()
-        _check_carried(export.keymap)
+        if mesh.rank == 0:
+            check_target(export.target())
+            export.small.check()
+            _check_carried(export.keymap)
 
-    what = f"nothing could be exported to {export.directory}"
-    failure = failure_in(check, ExportError, what) if mesh.rank == 0 else None
-    mesh.all_or_none(failure, f"the check of the export to {export.directory}", ExportError)
+    at, what = f"the check of the export to {export.directory}", f"nothing could be exported to {export.directory}"
+    mesh.together(check, at, ExportError, what)
 
 
 def write_directory(stored_model: StoredModel, export: Export) -> None:
@@ -77,26 +77,25 @@ def write_directory(stored_model: StoredModel, export: Export) -> None:
         scales = scales_for(stored_model, export.keymap)
         whole = _made(mesh, export, made)
         _write_all(stored_model, export, whole, scales)
-        failure = _failure_of(export, made.close)
-    mesh.all_or_none(failure, f"the export to {export.directory}", ExportError)
+        mesh.together(made.close, f"the export to {export.directory}", ExportError, _nothing(export))
 
 
-def _failure_of(export: Export, act: Callable[[], object]) -> BaseException | None:
-    return failure_in(act, ExportError, f"nothing was exported to {export.directory}")
+def _nothing(export: Export) -> str:
+    return f"nothing was exported to {export.directory}"
 
 
 def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
     """The directory to fill, with all that is small, and every file in its size. Rank 0 makes it."""
-    folder: list[Path] = []
 
-    def make() -> None:
-        folder.append(made.enter_context(atomic_directory(export.target())))
-        write_small(export, folder[0])
-        make_files(folder[0], export.keymap)
+    def make() -> Path | None:
+        if mesh.rank:
+            return None
+        folder = made.enter_context(atomic_directory(export.target()))
+        write_small(export, folder)
+        make_files(folder, export.keymap)
+        return folder
 
-    failure = _failure_of(export, make) if mesh.rank == 0 else None
-    mesh.all_or_none(failure, f"the making of {export.directory}", ExportError)
-    path: Path = mesh.of_rank_0(folder[0] if folder else None)
+    path: Path = mesh.of_rank_0(mesh.together(make, f"the making of {export.directory}", ExportError, _nothing(export)))
     return path
 
 
@@ -114,7 +113,7 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: 
         for act in _acts(stored_model, files, advance):
             if interrupts:
                 failure = failure or KeyboardInterrupt()
-            failure = failure or _failure_of(export, act)
+            failure = failure or failure_in(act, ExportError, _nothing(export))
         mesh.all_or_none(failure, f"the writing of {export.directory}", ExportError)
 
 
