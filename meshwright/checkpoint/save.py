@@ -31,12 +31,13 @@ from ..weights import (
     StoredModel,
     copy_carried,
     make_files,
+    to_disk,
     whole_rows,
     write_small,
 )
 from .content import RANDOM, WEIGHTS, Content, Group, Plane
-from .folder import LOCK, Draft, check_not_in_use, check_room, final_place, later_than, remove_earlier
-from .manifest import NOT_FINITE, PARTS, Manifest, Part, to_disk, write_part
+from .folder import LOCK, Draft, check_not_in_use, final_place, later_than, remove_earlier
+from .manifest import NOT_FINITE, PARTS, Manifest, Part, write_part
 
 Act = Callable[[], object]
 
@@ -84,8 +85,7 @@ class Share:
         content, axes = self.content, self.mesh.axes
         content.export.small.check()
         check_not_in_use(final_place(content.folder, content.step), content.export.small.directory)
-        check_room(content.folder, content.num_bytes(axes))
-        with Draft(content.folder, content.step) as draft:
+        with Draft(content.folder, content.step, content.num_bytes(axes)) as draft:
             self._fill(draft.path)
         return draft
 
