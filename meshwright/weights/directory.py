@@ -19,13 +19,13 @@ from ..errors import ExportError, LoadError, failure_in
 from ..log import Advance, progress
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
-from ..sharding import Piece, written
+from ..sharding import Block, Box, Piece, written
 from ..watch import deferred
 from .checksums import Checks
 from .file_version import Opened
 from .keymap import KeyMap
 from .output_dir import Target, atomic_directory, check_target
-from .quant_formats import Places, as_numbers, unpacked, values_of
+from .reader import Reader
 from .requantise import scales_for, write_scales
 from .safetensors_header import DTYPES, Entry, read_json
 from .small_files import SmallFiles
@@ -189,14 +189,10 @@ def raw_tensor(source: Source, key: str) -> Tensor:
 
 
 def whole_values(source: Source, key: str) -> Tensor:
-    """A tensor of the source; numbers times their scales, in float32, where it has some."""
-    found, scale, shape = raw_tensor(source, key), source.scales.get(key), source.entries[key].shape
-    if scale is None:
-        return found
-    found = unpacked(found).view(shape) if scale.packed else found
-    scales = as_numbers(raw_tensor(source, scale.key)).view(scale.grid(shape))
-    scales = scales / raw_tensor(source, scale.divisor) if scale.divisor else scales
-    return values_of(found, Places.of(found, shape, scale).take(scales))
+    """Return a quantised tensor of the source times its scales, in float32."""
+    entry, whole = source.entries[key], Box.whole(source.entries[key].shape)
+    with Reader(source) as reader:
+        return reader.read(entry, Block(whole, key, tuple(entry.shape), whole), whole)
 
 
 def _check_carried(keymap: KeyMap) -> None:
