@@ -14,7 +14,7 @@ from meshwright.cli import main
 _HEAVY = ("torch", "numpy", "transformers", "pyarrow", "pydantic", "rich")
 _SAYS_WHAT_IT_IMPORTED = f"""
 import sys
-from meshwright import cli
+from meshwright.cli import main
 for arguments in (["--help"], ["--version"], ["trian"], ["train", "--help"], []):
     try:
         main(arguments)
