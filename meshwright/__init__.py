@@ -13,21 +13,11 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import a module of the package, or all public names, on first use: `meshwright --help` needs no torch."""
+        """Import all public names when the first of them is used, since `meshwright --help` needs no torch."""
         if name.startswith("__") and name != "__all__":  # the import system and inspect ask for such names
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
-            return importlib.import_module(f".{name}", __name__)
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
         api = importlib.import_module(".api", __name__)
         globals().update({each: getattr(api, each) for each in api.__all__}, __all__=api.__all__)
-        if name in globals():
-            return globals()[name]
-        from .engine.names import OF_PACKAGE, refuse
-
-        return refuse("mw", OF_PACKAGE, name, sys.modules[__name__])
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *importlib.import_module(".api", __name__).__all__})
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        return globals()[name]

@@ -2,7 +2,7 @@
 
 from . import train
 from .checkpoint import copy_checkpoint
-from .data import Batch, pack, shift
+from .data import Batch, over_tokens, pack
 from .engine import (
     Context,
     Engine,
@@ -87,11 +87,11 @@ __all__ = [
     "logits",
     "logprobs",
     "losses",
+    "over_tokens",
     "pack",
     "resume",
     "sample",
     "save",
-    "shift",
     "stream",
     "train",
 ]

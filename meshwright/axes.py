@@ -17,13 +17,6 @@ REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that hold a
 TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks between which the tokens of a micro-batch are divided
 DATA_RANK = ("cp", "tp")  # the ranks that share a stream of tokens, in the order of their parts of it
 ENDS = "ends"  # the first and the last pipeline stage: they share a tied embedding
-# What other libraries call an axis.
-OTHER_NAMES = {
-    **dict.fromkeys(("dp", "dp_shard", "dp_size", "data_parallel", "world_size", "num_ranks"), "fsdp"),
-    **dict.fromkeys(("ddp", "dp_replicate", "hsdp"), "replicate"),
-    **dict.fromkeys(("sp", "tensor_parallel", "tp_size", "model_parallel"), "tp"),
-    **dict.fromkeys(("expert_parallel", "ep_size"), "ep"),
-}
 
 Ranks = TypeVar("Ranks", int, Tensor)
 

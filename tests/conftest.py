@@ -16,8 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.engine.garbage import freeze_for_good
-
 torch.set_num_threads(1)
 
 
@@ -30,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Leave imported modules out of garbage collections, which took a tenth of the tests' CPU time."""
     gc.collect()
-    freeze_for_good()
+    gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 

@@ -124,9 +124,7 @@ MUTANTS = [
            "DTYPES[k.dtype] for k in batch}",
            DENSE, "fsdp=2", r"G1 .*handed out in"),
     Mutant(20, "a last token predicts the next document", "data/pack.py",
-           "batch = Batch(\n        tokens=",
-           "shifted = [[*d[:-1], n[0]] for d, n in zip(shifted, [*documents[1:], [IGNORE]], strict=True)]\n"
-           "    batch = Batch(\n        tokens=",
+           "labels_T = to_terms(tokens_T, bounds, IGNORE)\n", "labels_T = tokens_T.roll(-1)\n",
            DENSE, "fsdp=2", r"D1 labels"),
     Mutant(21, "filler counts in the router", "models/router_balance.py",
            "self._counted_T = counted_T\n", "self._counted_T = torch.ones_like(counted_T)\n",

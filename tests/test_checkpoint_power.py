@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
+from meshwright.checkpoint import check_bytes, folder, opened_at
 from meshwright.log import quiet
-from meshwright.weights import writer
+from meshwright.weights import to_disk, writer
 from tests import parts, power, tiny, worlds
 from tests.test_checkpoint import engine_of, train
 
@@ -101,7 +101,7 @@ def manifest_before_data(patch: pytest.MonkeyPatch) -> None:
     def commit(self: Any, made: Any) -> None:
         real(self, made)
         for path in self.final.rglob("*.safetensors"):
-            manifest.to_disk(path)
+            to_disk(path)
 
     patch.setattr(writer.Files, "to_disk", lambda self: None)
     patch.setattr(folder.Draft, "commit", commit)

@@ -103,17 +103,10 @@ def shown(default: object) -> str:
     return f'"{default}"' if isinstance(default, str) else repr(default)
 
 
-def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """But for `*_sizes` and `**_others`, which are there to refuse what they catch."""
-    catching = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    found = inspect.signature(function).parameters.values()
-    return [p for p in found if not (p.kind in catching and p.name.startswith("_"))]
-
-
 def signature(function: Callable[..., Any]) -> str:
     """As a caller sees it: names and defaults."""
     out: list[str] = []
-    for p in parameters(function):
+    for p in inspect.signature(function).parameters.values():
         if p.kind is p.KEYWORD_ONLY and "*" not in out:
             out.append("*")
         if p.name != "self":
@@ -135,7 +128,7 @@ def due(name: str) -> Iterator[str]:
         yield from (f"`mw.{name}.{k}{signature(v)}`" for k, v in functions.items())
     elif isinstance(public, FunctionType) or not is_dataclass(public) or made_by_users(public):
         yield f"### `mw.{name}{signature(public)}`\n"
-        arguments = [p.name for p in parameters(public)]
+        arguments = list(inspect.signature(public).parameters)
         yield from (f"`{k}`" for k in arguments if len(arguments) > 2)  # two speak for themselves
     if isinstance(public, type):
         yield from (f"`{field.name}`" for field in (fields(public) if is_dataclass(public) else ()))
@@ -234,9 +227,10 @@ def test_the_index_names_every_page() -> None:
     assert {*PAGES} - linked == {INDEX}
 
 
-@pytest.mark.parametrize(("function", "num"), [(mw.pack, 3), (mw.shift, 1)], ids=["pack", "shift"])
+@pytest.mark.parametrize(("function", "num"), [(mw.pack, 3), (mw.over_tokens, 2)], ids=["pack", "over_tokens"])
 def test_examples_of_docstrings(function: Any, num: int) -> None:
-    found = doctest.DocTestFinder().find(function, function.__name__, globs={function.__name__: function})
+    globs = {"pack": mw.pack, "over_tokens": mw.over_tokens}
+    found = doctest.DocTestFinder().find(function, function.__name__, globs=globs)
     results = [doctest.DocTestRunner().run(test) for test in found]
     assert (sum(r.attempted for r in results), sum(r.failed for r in results)) == (num, 0)
     assert sum(r.failed for r in results) == 0

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import meshwright as mw
-from meshwright.data import check_shifted
 from meshwright.errors import RankError
 from tests import parts, tiny, trials, worlds
 from tests.trials import build, mine
@@ -333,16 +332,6 @@ def test_pack_refuses_what_does_not_fit() -> None:
 def test_pack_says_what_it_wants(arguments: tuple[Any, ...], options: dict[str, Any], pattern: str) -> None:
     with pytest.raises(mw.DataError, match=pattern):
         mw.pack(*arguments, **options)
-
-
-def test_labels_that_repeat_their_tokens_by_chance() -> None:
-    check_shifted(mw.pack([[7, 7, 7, 7, 7]], labels=[[7, 7, 7, 7, 3]]))  # a run of one token
-    check_shifted(mw.pack([[1, 2, 3]], labels=[[-100, 2, -100]]))  # one may be chance
-    check_shifted(mw.pack([[1, 2, 3], [4, 5], [6, 7]], labels=[[-100, 2, -100], [4, -100], [6, -100]]))
-    check_shifted(mw.pack([[1, 2, 3, 4, 5]], labels=[[1, 2, 3, 4, 6]]))
-    mw.pack(
-        [[7, 7], [7, 7], [7, 7], [7, 7]], labels=[[7, 7], [7, 7], [7, 7], [7, -100]]
-    )  # windows of a run of one token
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])

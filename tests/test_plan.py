@@ -217,7 +217,7 @@ REFUSED = [
     (["tiny-qwen3", "--mesh", "tp=2", "--tokens", "8191"], [r"--tokens 8191\b.*\bcp\*tp=2\b.*\b8192$"]),
     (["tiny-qwen3", "--device", "large"], ["--device 'large'"]),
     (["tiny-qwen3", "--device", "80"], ["--device '80' without a unit; did you mean 80GB"]),
-    (["tiny-qwen3", "--mesh", "dp=2"], ["there is no 'dp'; choose fsdp=2$"]),
+    (["tiny-qwen3", "--mesh", "dp=2"], ["'dp=2' is not AXIS=N with AXIS of pp, replicate, fsdp, cp, tp, ep$"]),
     (["no/c44.json"], ["no/c44.json is not there"]),
     (["no/config.json"], ["no/config.json is not there"]),
     (["no/such/place"], [r"no/such/place\b.*\btiny-qwen2"]),

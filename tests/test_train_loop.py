@@ -19,6 +19,8 @@ import meshwright as mw
 from meshwright.checkpoint import opened_at
 from meshwright.cli import main
 from meshwright.data import tokenizer_of
+from meshwright.plan.devices import peak_of
+from meshwright.plan.step_time import Flops, flops_of
 from meshwright.sharding import Param
 from meshwright.train import config_file, loop
 from meshwright.train.config import SampleSection
@@ -26,7 +28,7 @@ from meshwright.train.loop import Habits, Loop
 from meshwright.train.resume_point import Position
 from meshwright.train.run import Trainer, run
 from meshwright.train.samples import sample_at
-from meshwright.train.step_metrics import Flops, flops_of, peak_of, squares_of
+from meshwright.train.step_metrics import squares_of
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, source
 
@@ -76,7 +78,7 @@ def test_the_loss_of_each_source(tmp_path: Path) -> None:
 
 def operations(directory: Path, **options: Any) -> tuple[Flops, list[Param]]:
     model = mw.load(str(directory), mw.Mesh(), dtype=torch.float32, **options)
-    return flops_of(model), [*model.table]
+    return flops_of(model.blueprint, {*model.trained}), [*model.table]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"])

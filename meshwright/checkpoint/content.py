@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..axes import Axes
+from ..ops.garbage import collector_paused
 from ..ops.int8_state import SCALES
 from ..sharding import ShardingSpec, Table, written
 from ..weights import DTYPES, NAMES, Export, Key, KeyMap, Values, chosen, widest
@@ -64,7 +63,7 @@ def _spelled_as(keymap: KeyMap, keys_of: Mapping[str, Sequence[str]], dtypes: Dt
     for param, dtype in dtypes.items():
         for key in keys_of[param]:
             of_key.setdefault(key, set()).add(dtype)
-    with _uncollected():
+    with collector_paused():  # of 100,000 new keys none is garbage
         kept = [(key, of_key[key.name]) for key in keymap.keys.values() if key.name in of_key]
         keys = {key.name: Key(key.name, NAMES[widest(kinds)], key.shape, key.file) for key, kinds in kept}
     return KeyMap(keymap.choice, keys)
@@ -78,19 +77,6 @@ def _and_scales(keymap: KeyMap, table: Table, dtypes: Dtypes) -> KeyMap:
             [block], file = table[name + SCALES].layouts[0].blocks, keys[_keys(table, keymap, name)[0]].file
             keys[block.key] = Key(block.key, NAMES[dtypes[name + SCALES]], block.shape, file)
     return replace(keymap, keys=keys)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Of 100,000 new keys none is garbage: the collector would walk through all that lives again and again, which took
-    three times as long as making them."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def with_zeros(values: Values, plane: Plane, table: Table, stored: Values) -> Values:

@@ -21,9 +21,9 @@ import fsspec
 
 from ..errors import BrokenFile, CheckpointError, LoadError
 from ..log import Advance, logger, progress
-from ..weights import MANIFEST, Run, path_of
-from .folder import Draft, check_room, final_place, find, step_name
-from .manifest import STEP, Manifest, read_manifest, read_parts, to_disk
+from ..weights import MANIFEST, Run, path_of, to_disk
+from .folder import Draft, final_place, find, step_name
+from .manifest import STEP, Manifest, read_manifest, read_parts
 
 TRIES = 4
 _WAIT_S = 1.0  # before the second try; each further one waits twice as long
@@ -254,8 +254,7 @@ def _fetch(found: Whole, folder: Path) -> Path:
             logger.info("%s is there already", final)
             return final
         raise CheckpointError(f"{final} is another checkpoint; remove it, or choose another folder")
-    check_room(folder, sum(manifest.files.values()))
-    with _draft(folder, manifest.step) as draft:
+    with _draft(folder, manifest.step, sum(manifest.files.values())) as draft:
         _copy(found, Place(fsspec.filesystem("file"), str(draft.path), str(final)))
         for name in (*manifest.files, *manifest.parts):
             to_disk(draft.path / name)
@@ -264,9 +263,9 @@ def _fetch(found: Whole, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _draft(folder: Path, step: int) -> Iterator[Draft]:
+def _draft(folder: Path, step: int, num_bytes: int) -> Iterator[Draft]:
     try:
-        with Draft(folder, step) as draft:
+        with Draft(folder, step, num_bytes) as draft:
             yield draft
     except OSError as error:
         raise CheckpointError(f"{final_place(folder, step)} was not written: {error}") from error

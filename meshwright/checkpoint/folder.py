@@ -22,9 +22,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError, LoadError
 from ..log import logger
-from ..weights import MANIFEST, TRAINER
+from ..weights import MANIFEST, TRAINER, check_writable, to_disk
 from .content import RANDOM_FILE, Keep
-from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, to_disk, why_not_whole, write_manifest
+from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, why_not_whole, write_manifest
 
 CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first beside the second
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
@@ -135,10 +135,11 @@ def _is_run(directory: Path) -> bool:
 class Draft:
     """A checkpoint that is being made, by the process that holds its lock."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, num_bytes: int = 0) -> None:
+        """`num_bytes`: what it will take of the disk."""
         self.folder, self.step = folder, step
         self.final, self.mark = final_place(folder, step), secrets.token_hex(4)
-        check_place(folder, step)
+        _check_place(self.final, num_bytes)
         _make(folder)
         _clean(folder)
         self.path = folder / f".{self.final.name}.unfinished-{self.mark}"
@@ -195,26 +196,14 @@ def check_not_in_use(final: Path, in_use: Path) -> None:
         )
 
 
-def check_place(folder: Path, step: int) -> None:
+def _check_place(final: Path, num_bytes: int) -> None:
     """Refuse a place in which nothing could be written, or something else than a checkpoint would be replaced."""
-    final = final_place(folder, step)
     if final.exists() and not (final / MANIFEST).is_file():
         raise CheckpointError(f"{final} exists and is no checkpoint; move it away, or choose another folder")
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise CheckpointError(f"{there} is a file, and {final} would lie in it; choose another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise CheckpointError(f"this process may not write into {there}; choose another folder, or change its mode")
-
-
-def check_room(folder: Path, num_bytes: int) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk = shutil.disk_usage(there)
-    if disk.total and disk.free < num_bytes:  # a total of 0 where a file system does not say
-        raise CheckpointError(
-            f"{num_bytes:,} bytes are to be written, and {there} has room for {disk.free:,}; make more (keep= removes "
-            "earlier checkpoints), or choose another place"
-        )
+    try:
+        check_writable(final.absolute(), num_bytes)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:

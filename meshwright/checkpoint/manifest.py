@@ -8,7 +8,6 @@ checksums. docs/checkpoint.md describes both for other programs.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import xxhash
 
 from ..errors import BrokenFile, LoadError
-from ..weights import MANIFEST, Runs, checksum, read_stamped_json, runs_of_json, short
+from ..weights import MANIFEST, Runs, checksum, read_stamped_json, runs_of_json, short, to_disk
 
 PARTS, LOCK = "runs", ".lock"
 NOT_FINITE = "not_finite"  # a parameter of which this is true, among what is said for people
@@ -42,10 +41,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     fields = {"format": FORMAT, "version": VERSION, **asdict(manifest), "parts": parts}
     text = json.dumps(fields, indent=1)[:-2]
     made = directory / f".{MANIFEST}"
-    with made.open("w") as out:
-        out.write(f'{text}{_ENDING}{_checksum(text)}"}}\n')
-        out.flush()
-        os.fsync(out.fileno())
+    made.write_text(f'{text}{_ENDING}{_checksum(text)}"}}\n')
+    to_disk(made)
     made.rename(directory / MANIFEST)
     to_disk(directory)
 
@@ -160,10 +157,8 @@ class Part:
 def write_part(directory: Path, rank: int, runs: Runs) -> Part:
     """What a rank wrote."""
     name, text = part_name(rank), runs.as_json().encode()
-    with (directory / name).open("wb") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
+    (directory / name).write_bytes(text)
+    to_disk(directory / name)
     return Part(name, checksum(text), runs.num_bytes)
 
 
@@ -190,15 +185,3 @@ def read_parts(directory: Path, manifest: Manifest) -> Runs:
         if wrong := runs.gap(file, num_bytes):
             raise BrokenFile(f"{directory / file}: {wrong}, so it was not written as a whole; take another checkpoint")
     return runs
-
-
-def to_disk(path: Path) -> None:
-    """A file, or the names in a directory. Some network file systems cannot for a directory."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError:
-        if not path.is_dir():
-            raise
-    finally:
-        os.close(fd)

@@ -7,10 +7,10 @@ no rank needs (weights that are rounded masters, tensors that are not trained, s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ from ..weights import (
 from .content import MASTER, RANDOM, RANDOM_FILE, WEIGHTS
 from .folder import find, is_checkpoint, newest_whole
 from .manifest import Manifest, check_files, check_name, check_sizes, read_manifest, read_parts
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,8 @@ def check_frozen(
             reads = plan_reads(spec, mesh.axes, alone, keymap, each.same)
             check_same(each.same, mesh.rank, list(reads), each.source)
 
-    failure = failure_in(compare, CheckpointError, f"{checkpoint.directory} cannot be resumed")
-    raise_together(failure, f"the comparison with {checkpoint.directory}", mesh)
+    at, what = f"the comparison with {checkpoint.directory}", f"{checkpoint.directory} cannot be resumed"
+    together(compare, at, mesh, what)
 
 
 def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh) -> None:
@@ -192,18 +194,20 @@ def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: 
         for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
             check_run(checkpoint, file, run)
 
-    failure = failure_in(read, CheckpointError, broken(checkpoint.directory))
-    raise_together(failure, f"the reading of {checkpoint.directory}", mesh)
+    together(read, f"the reading of {checkpoint.directory}", mesh, broken(checkpoint.directory))
 
 
-def raise_together(failure: BaseException | None, at: str, mesh: Mesh) -> None:
-    """If a rank failed, all raise the same kind of error, so that all of them take an older checkpoint or none does.
+def together(act: Callable[[], Made], at: str, mesh: Mesh, what: str) -> Made:
+    """As `Mesh.together`, but all ranks raise the same kind of error, so that all take an older checkpoint or none.
     Only bytes that are not as they were saved are a reason to: a rank without memory would fail again."""
-    damage = None
+    made = list[Made]()
+    damage: BrokenCheckpointError | None = None
+    failure = failure_in(lambda: made.append(act()), CheckpointError, what)
     if failure is not None and isinstance(failure.__cause__, BrokenFile | BrokenCheckpointError):
         failure, damage = None, BrokenCheckpointError(str(failure))
     mesh.all_or_none(failure, at, CheckpointError)
     mesh.all_or_none(damage, at, BrokenCheckpointError)
+    return made[0]
 
 
 def broken(directory: Path) -> str:

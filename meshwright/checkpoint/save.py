@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..errors import CheckpointError, failure_in
 from ..log import logger, progress
 from ..mesh import Mesh
 from ..sharding import Piece, across, place
+from ..watch import deferred
 from ..weights import (
     TRAINER,
     Export,
@@ -28,14 +30,14 @@ from ..weights import (
     Runs,
     StoredModel,
     copy_carried,
-    interrupted_later,
     make_files,
+    to_disk,
     whole_rows,
     write_small,
 )
 from .content import RANDOM, WEIGHTS, Content, Group, Plane
-from .folder import LOCK, Draft, check_not_in_use, check_room, final_place, later_than, remove_earlier
-from .manifest import NOT_FINITE, PARTS, Manifest, Part, to_disk, write_part
+from .folder import LOCK, Draft, check_not_in_use, final_place, later_than, remove_earlier
+from .manifest import NOT_FINITE, PARTS, Manifest, Part, write_part
 
 Act = Callable[[], object]
 
@@ -69,22 +71,21 @@ class Share:
 
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.content, self.mesh, self.runs = content, mesh, Runs()
-        self._part, made = Part("", 0, 0), list[Draft]()
+        self._part = Part("", 0, 0)
         self._not_finite, self._trained = -1, frozenset[str](content.trainer["trained"])
-        failure = self._failure_of(lambda: made.append(self._make())) if mesh.rank == 0 else None
-        mesh.all_or_none(failure, f"the making of {content.folder}", CheckpointError)
-        self.draft = made[0] if made else None
+        self.draft = mesh.together(self._make, f"the making of {content.folder}", CheckpointError, self._nothing)
         self.path: Path = mesh.of_rank_0(self.draft.path if self.draft else None)
         planes = content.all_planes(mesh.axes)
         self.files = {plane.name: Files(self.path, plane.keymap, self.runs, plane.folder) for plane in planes}
 
-    def _make(self) -> Draft:
-        """The directory to fill, with all that is small, and every file in its size."""
+    def _make(self) -> Draft | None:
+        """On rank 0, the directory to fill, with all that is small, and every file in its size."""
+        if self.mesh.rank:
+            return None
         content, axes = self.content, self.mesh.axes
         content.export.small.check()
         check_not_in_use(final_place(content.folder, content.step), content.export.small.directory)
-        check_room(content.folder, content.num_bytes(axes))
-        with Draft(content.folder, content.step) as draft:
+        with Draft(content.folder, content.step, content.num_bytes(axes)) as draft:
             self._fill(draft.path)
         return draft
 
@@ -128,7 +129,7 @@ class Share:
         with contextlib.ExitStack() as undo:
             if self.draft:
                 undo.callback(self.draft.abandon)
-            with interrupted_later() as interrupts:
+            with deferred(signal.SIGINT) as interrupts:
                 failure = self._write_all(acts, interrupts) or self._failure_of(self._finish)
                 parts = agreement.parts(failure, self._part)
                 commit = functools.partial(self._commit, parts)
@@ -171,10 +172,13 @@ class Share:
         commit(self.draft, self.content.planes, parts, about)
         _tidy(self.content)
 
+    @property
+    def _nothing(self) -> str:
+        return f"rank {self.mesh.rank} saved nothing to {final_place(self.content.folder, self.content.step)}"
+
     def _failure_of(self, act: Act) -> BaseException | None:
         """Of what a rank does alone: the others must be told, so nothing is raised yet."""
-        place = final_place(self.content.folder, self.content.step)
-        return failure_in(act, CheckpointError, f"rank {self.mesh.rank} saved nothing to {place}")
+        return failure_in(act, CheckpointError, self._nothing)
 
 
 def _is_finite(rows: Tensor) -> bool:

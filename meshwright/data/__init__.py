@@ -3,9 +3,10 @@
 from .batch import IGNORE, Batch
 from .chat import Chat, ChatOptions, stop_ids_of
 from .feed import SOURCE, Feed, batch_of, source_of
+from .field_values import OverTokens, over_tokens
 from .hf_datasets import Part, fetched_files, is_saved, saved_files
 from .images import PLACEHOLDERS, Frame, Images, Picture
-from .pack import cut, filled, joined_batches, pack, shift
+from .pack import cut, filled, joined_batches, pack
 from .pack_checks import WEIGHT, check_shifted
 from .packing_plan import DataSource, Plan
 from .processor import Marks, Processor, Wishes

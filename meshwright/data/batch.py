@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import DataError, counted
 from ..ops import Documents, documents, sent
-from .field_values import check_aligned, joined, refuse_grad
+from .field_values import OverTokens, joined, refuse_grad, to_terms
 from .images import Frame, Images, turns_of
 
 IGNORE = -100  # the label of a token that predicts nothing
@@ -112,18 +112,23 @@ class Batch:
         return [values[a:b] for a, b in pairwise(self.bounds) if b <= len(self) - self.num_filler]
 
     def with_fields(self, **fields: Any) -> Batch:
-        """The same batch with more fields, each `[T]`, such as the log-probabilities of another model."""
-        for name, values in fields.items():
-            refuse_grad(values, name)
-            if isinstance(values, list | tuple) and any(hasattr(each, "__len__") and len(each) for each in values):
-                raise DataError(
-                    f"{name} is a list by document; with_fields takes one tensor of all {len(self)} tokens, such as "
-                    "mw.logprobs gives. Lists by document go to pack(..., fields=)"
-                )
-        more = {name: joined([values], name, self.tokens.device) for name, values in fields.items()}
-        batch = replace(self, fields={**self.fields, **more})
-        check_aligned(self.is_target_T, self.bounds, more)
-        return batch
+        """Return the batch with more fields, each `[T]`, such as the log-probabilities of another model."""
+        return replace(
+            self, fields={**self.fields, **{name: self._field(name, values) for name, values in fields.items()}}
+        )
+
+    def _field(self, name: str, values: Any) -> Tensor:
+        if isinstance(values, OverTokens):
+            values_T = self._field(name, values.values)
+            _check_stream(name, values_T, len(self))
+            return to_terms(values_T, self.bounds)
+        refuse_grad(values, name)
+        if isinstance(values, list | tuple) and any(hasattr(each, "__len__") and len(each) for each in values):
+            raise DataError(
+                f"{name} is a list by document; with_fields takes one tensor of all {len(self)} tokens, such as "
+                "mw.logprobs gives. Lists by document go to pack(..., fields=)"
+            )
+        return joined([values], name, self.tokens.device)
 
     def __repr__(self) -> str:
         fields = f", fields {', '.join(self.fields)}" if self.fields else ""

@@ -1,9 +1,9 @@
-"""Values over the tokens themselves, as chat templates and other libraries have them: off by one in a batch."""
+"""Values that go with the tokens of a batch: how they become tensors, and how values over the tokens become terms'."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,56 +12,32 @@ from torch import Tensor
 from ..errors import DataError
 
 
-def check_aligned(term_T: Tensor, bounds: Sequence[int], fields: Mapping[str, Tensor]) -> None:
-    """Refuse fields over the tokens. `term_T` says which tokens have a term: that of token t is about token t+1.
+@dataclass(frozen=True)
+class OverTokens:
+    """Values that stand at the tokens they are about. `over_tokens` makes it; `pack` and `with_fields` read it."""
 
-    So such a field is 0 at the first term of each answer, and not 0 at the token behind its last term. As a value of
-    the terms, it would stand where nobody ever reads it.
+    values: Any
+
+
+def over_tokens(values: Any) -> OverTokens:
+    """Mark values that stand at the tokens they are about, as chat templates and most libraries have them.
+
+    A causal model predicts token t+1 at token t, so the loss has its term of token t+1 at t. Plain `fields` and
+    `labels` are over the terms. Values marked here move from t+1 to t, within their document: the value of a first
+    token, which nothing predicts, is dropped, and a last token gets 0 (-100 as a label).
+
+    >>> advantages = over_tokens([[0.0, 0.0, 0.5, 0.75]])
+    >>> pack([[5, 6, 7, 8]], fields={"advantage": advantages}).fields["advantage"].tolist()
+    [0.0, 0.5, 0.75, 0.0]
     """
-    term_T = term_T.cpu()
-    begins = torch.zeros(len(term_T) + 1, dtype=torch.bool, device="cpu")
-    begins[list(bounds)] = True
-    first_T = term_T & ~(term_T.roll(1) & ~begins[:-1])  # the token before, of the same document, has no term
-    last_T = term_T & ~(term_T.roll(-1) & ~begins[1:])
-    behind_T = (last_T & ~begins[1:]).roll(1)  # the token before, of the same document, has the last term of an answer
-    for name, values in fields.items():
-        values_T = values.cpu().nan_to_num() if values.is_floating_point() else values.cpu()
-        is_set_T = values_T != 0
-        if not (is_set_T & behind_T).any() or (is_set_T & first_T).any():
-            continue  # as nearly always
-        documents = [slice(a, b) for a, b in pairwise(bounds) if behind_T[a:b].any() and is_set_T[a:b].any()]
-        found = {_over_tokens(values_T[d], term_T[d], behind_T[d]) for d in documents}
-        if True in found and False not in found:
-            raise DataError(
-                f"the field {name!r} seems to belong to the tokens: it is 0 at the first term of each answer, and not "
-                "0 at the token behind the last. A value at t is for the term of token t, which predicts token t+1. "
-                f"Give a mask as trained=, other values to pack as mw.shift({name}). If it is meant so, give 0 where "
-                "no label is"
-            )
+    return OverTokens(values)
 
 
-def _over_tokens(values_T: Tensor, term_T: Tensor, behind_T: Tensor) -> bool | None:
-    """Whether the values of a document, which are 0 at the first terms of its answers, are over its tokens; None if
-    they may be either.
-
-    What may look so without being it: positions, and whatever else rises from 0; scores of all tokens, of which the
-    first is 0; numbers of roles, where the first is 0.
-    """
-    is_set_T = values_T != 0
-    run = int(is_set_T.nonzero()[0])  # of zeros, from the first token on
-    if run == 0:
-        return False
-    if len(values_T) < 3 or not (is_set_T & behind_T).any():
-        return None
-    if (values_T[is_set_T] == values_T[run]).all():
-        return True  # a mask, or one advantage for all of an answer
-    if run == 1:  # log-probabilities of the tokens have none for the first
-        return True if values_T.is_floating_point() and bool((values_T[1:] < 0).all()) else None
-    if term_T[:-1].all():  # every token is learnt, so nothing but the zeros says where an answer would be
-        rises = values_T[1:] >= values_T[:-1]
-        falls = values_T[1:] <= values_T[:-1]
-        return values_T.is_floating_point() and not bool(rises.all() or falls.all())
-    return not (is_set_T[1:] & ~term_T[:-1]).any()  # 0 but at what is learnt
+def to_terms(values_T: Tensor, bounds: Sequence[int], fill: float = 0) -> Tensor:
+    """Move the value of each token to the term that predicts it. The last token of a document gets `fill`."""
+    moved_T = values_T.roll(-1, 0)
+    moved_T[torch.tensor(bounds[1:], device=values_T.device) - 1] = fill
+    return moved_T
 
 
 def refuse_grad(values: object, what: str) -> None:

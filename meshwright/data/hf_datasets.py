@@ -7,8 +7,9 @@ Nothing is streamed. Which documents are trained on would depend on the number o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,6 @@ def _one(name: str, splits: Sequence[str], wanted: str) -> str:
     raise DataError(f"{said} of the splits of {name}: {', '.join(splits)}")
 
 
-Decode = Callable[[Any], Any]
-
-
 def groups_of(file: Path, num_bytes: int) -> list[tuple[int, int]]:
     """Ranges of its batches, each of about so many bytes. Only their headers are read."""
     found, start, held, at = list[tuple[int, int]](), 0, 0, -1
@@ -134,16 +132,14 @@ def num_rows_of(file: Path) -> int:
 
 
 def numbered_rows(file: Path, start: int, stop: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Of a range of batches, each with its number in the file."""
+    """Yield the rows of a range of batches, each with its number in the file."""
     at = 0
-    for number, batch in enumerate(_batches(file)):
-        if number >= stop:
-            return
-        if number >= start:
-            decoders = {name: _decoder(batch.schema.field(name).type) for name in batch.schema.names}
+    for batch in islice(_batches(file), stop):
+        if start <= 0:
+            kinds = {field.name: field.type for field in batch.schema}
             for row, values in enumerate(batch.to_pylist(), at):
-                yield row, {name: _decoded(value, decoders[name]) for name, value in values.items()}
-        at += len(batch)
+                yield row, {name: _decoded(value, kinds[name]) for name, value in values.items()}
+        start, at = start - 1, at + len(batch)
 
 
 def _batches(file: Path) -> Iterator[pa.RecordBatch]:
@@ -153,19 +149,12 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
         raise DataError(f"{file} is no whole Arrow stream, as datasets writes it: {error}; make it anew") from error
 
 
-def _decoder(kind: Any) -> Decode | None:
-    """What makes values of JSON texts: such a column holds objects that differ from row to row. None: nothing to do."""
+def _decoded(value: Any, kind: Any) -> Any:
+    """Return the values of JSON texts: such a column holds objects that differ from row to row."""
+    if value is None or "arrow.json" not in str(kind):
+        return value
     if isinstance(kind, pa.BaseExtensionType):
-        return json.loads if kind.extension_name == "arrow.json" else None
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        inner = _decoder(kind.value_type)
-        return inner and (lambda values: [_decoded(each, inner) for each in values])
-    if pa.types.is_struct(kind):
-        inners = {kind.field(at).name: _decoder(kind.field(at).type) for at in range(kind.num_fields)}
-        if any(inners.values()):
-            return lambda values: {name: _decoded(each, inners[name]) for name, each in values.items()}
-    return None
-
-
-def _decoded(value: Any, decode: Decode | None) -> Any:
-    return value if value is None or decode is None else decode(value)
+        return json.loads(value)
+    if isinstance(value, list):
+        return [_decoded(each, kind.value_type) for each in value]
+    return {name: _decoded(each, kind.field(name).type) for name, each in value.items()}

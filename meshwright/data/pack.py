@@ -11,37 +11,36 @@ from torch import Tensor
 
 from ..errors import DataError
 from .batch import IGNORE, Batch
-from .field_values import check_aligned, joined
+from .field_values import OverTokens, joined, to_terms
 from .images import PLACEHOLDERS, Picture, are_of_processor, ids_of, images_of, joined_images, of_processor
 from .pack_checks import (
     check_documents,
     check_lengths,
     check_mask,
-    check_named,
     check_unlearnt,
     check_values,
     check_whole_numbers,
     lengths_of,
-    warn_of_padding,
 )
 
 
 def pack(
     documents: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]],
-    *_others: object,
-    labels: Sequence[Sequence[int]] | None = None,
+    *,
+    labels: Sequence[Sequence[int]] | OverTokens | None = None,
     trained: Sequence[Sequence[bool]] | None = None,
     images: Sequence[Sequence[Picture]] | None = None,
     placeholders: Sequence[int] = PLACEHOLDERS,
     length: int | None = None,
-    fields: Mapping[str, Sequence[Any]] | None = None,
+    fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
 ) -> Batch:
     """Pack documents in their order into one stream, filled up to `length` with a document that nothing counts.
 
     `labels`: for each document, what each of its tokens is to predict (already shifted); by default the next token
     of the same document, and nothing for its last one. `trained`: instead of labels, a mask over the tokens, as chat
     templates give it: token t is learnt where `trained[t]` is true. `fields`: per-token values, a list or tensor for
-    each document; those at t are for the term of token t, which predicts token t+1 (`shift`).
+    each document; those at t are for the term at t, which predicts token t+1. `over_tokens` marks labels or values
+    that stand at the tokens they are about instead.
 
     `images`: for each document its pictures and videos in the order of their places, each as (pixels, (time, height,
     width)) in patches, as a processor of Hugging Face gives them (`pixel_values`, `image_grid_thw`). `placeholders`:
@@ -54,7 +53,6 @@ def pack(
     >>> pack([[5, 6, 7, 8]], trained=[[0, 0, 1, 1]]).labels.tolist()
     [-100, 7, 8, -100]
     """
-    check_named(_others)
     documents, images, placeholders = _from_processor(documents, images, ids_of(placeholders))
     check_documents(documents, fields, labels=labels, trained=trained)
     if labels is not None and trained is not None:
@@ -63,27 +61,34 @@ def pack(
     check_lengths(sizes, length)
     documents = [_plain(document) for document in documents]
     seen = None if images is None else images_of(documents, images, placeholders)
-    places = frozenset(placeholders if seen else ())
-    shifted = [_next_of(d, places) for d in documents] if labels is None else [_plain(each) for each in labels]
-    if trained is not None:
-        check_values(trained, sizes, "trained")
-        shifted = [_learnt(d, mask) for d, mask in zip(shifted, trained, strict=True)]
+    places = placeholders if seen else ()
+    bounds = tuple(accumulate(sizes, initial=0))
 
-    def stream(values: Sequence[Any], what: str) -> Tensor:
+    def stream(values: Sequence[Any] | OverTokens, what: str) -> Tensor:
+        if isinstance(values, OverTokens):
+            return to_terms(stream(values.values, what), bounds)
         check_values(values, sizes, what)
         return joined(values, what)
 
-    batch = Batch(
-        tokens=_whole(stream(documents, "documents"), "documents"),
-        labels=_whole(stream(shifted, "labels"), "labels"),
-        bounds=tuple(accumulate(sizes, initial=0)),
-        fields={name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()},
-        images=seen,
-    )
+    def ids(values: Sequence[Any] | OverTokens, what: str) -> Tensor:
+        if isinstance(values, OverTokens):
+            return to_terms(ids(values.values, what), bounds, IGNORE)
+        values_T = stream([_plain(each) for each in values], what)
+        check_whole_numbers(values_T, what)
+        return values_T.long()
+
+    tokens_T = ids(documents, "documents")
+    if labels is None:
+        labels_T = _next_tokens(tokens_T, bounds, places)
+    else:
+        labels_T = ids(labels, "labels")
+    if trained is not None:
+        mask_T = stream(trained, "trained")
+        check_mask(mask_T)
+        labels_T = labels_T.where(to_terms(mask_T, bounds) != 0, IGNORE)
+    streams = {name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()}
+    batch = Batch(tokens_T, labels_T, bounds, streams, images=seen)
     check_unlearnt(batch, places)
-    check_aligned(batch.is_target_T, batch.bounds, batch.fields)
-    if labels is None and trained is None:
-        warn_of_padding(documents)
     return batch if length is None else filled(batch, int(length))
 
 
@@ -100,12 +105,13 @@ def _from_processor(
     return [tokens for tokens, _, _ in read], [each for _, each, _ in read], sorted(set().union(*(i for *_, i in read)))
 
 
-def _next_of(document: Sequence[int], places: frozenset[int]) -> list[int]:
-    """The labels of a document: the next token of each, but nothing of and at the places of pictures."""
-    labels = [*document[1:], IGNORE]
-    if not places:
-        return labels
-    return [IGNORE if {token, label} & places else label for token, label in zip(document, labels, strict=True)]
+def _next_tokens(tokens_T: Tensor, bounds: Sequence[int], places: Sequence[int]) -> Tensor:
+    """Return the next token of each, but nothing of and at the places of pictures."""
+    labels_T = to_terms(tokens_T, bounds, IGNORE)
+    if places:
+        of_picture_T = torch.isin(torch.stack([tokens_T, labels_T]), torch.tensor([*places], device=tokens_T.device))
+        labels_T[of_picture_T.any(0)] = IGNORE
+    return labels_T
 
 
 def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
@@ -159,61 +165,6 @@ def filled(batch: Batch, length: int) -> Batch:
     )
 
 
-def shift(values: Sequence[Any], fill: float | None = None) -> list[Any]:
-    """Values of the tokens themselves, by document, as values of the terms: those of token t go to t-1.
-
-    For what other libraries keep beside token t: advantages, old log-probabilities, masks. What belongs to a first
-    token has no term and is left out; the last token of a document gets `fill`.
-
-    >>> shift([[0.0, 0.0, 0.5, 0.7], [0.0, 1.0]])
-    [[0.0, 0.5, 0.7, 0], [1.0, 0]]
-    """
-    inner = values if isinstance(values, list | tuple) else ()
-    if any(isinstance(each, Mapping | str) for each in (values, *inner)):
-        raise DataError(
-            "mw.shift takes the values of one field, a list for each document; for several: "
-            "{name: mw.shift(values) for name, values in fields.items()}"
-        )
-    lengths_of(values, "values")
-    if fill is None:  # labels of other libraries, which are over the tokens: nothing is behind the last
-        fill = IGNORE if any(_are_labels(of_document) for of_document in values) else 0
-    return [_moved(of_document, fill) for of_document in values]
-
-
-def _are_labels(values: Any) -> bool:
-    """Whole numbers, some of them -100. A reward may be -100.0."""
-    if hasattr(values, "__array__"):
-        found = torch.as_tensor(values)
-        return not found.is_floating_point() and bool((found == IGNORE).any())
-    return any(isinstance(value, int) and value == IGNORE for value in values)
-
-
-def _moved(values: Any, fill: float) -> Any:
-    """In their own kind: booleans stay booleans, of which `~` means what it says."""
-    if isinstance(values, Tensor):
-        return torch.cat([values[1:], values.new_full((1, *values.shape[1:]), fill)])
-    if hasattr(values, "__array__"):
-        moved = values.copy()
-        moved[:-1], moved[-1:] = values[1:], fill
-        return moved
-    are_bools = all(isinstance(value, bool) for value in values) and fill in (0, 1)
-    return [*values[1:], bool(fill) if are_bools else fill]
-
-
-def _learnt(next_tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
-    """The labels of a document of which only some tokens are learnt, and never places of pictures."""
-    over_tokens = joined([mask], "trained")
-    check_mask(over_tokens)
-    return [
-        token if learnt else IGNORE for token, learnt in zip(next_tokens, [*over_tokens[1:].tolist(), 0], strict=True)
-    ]
-
-
 def _plain(numbers: Sequence[int]) -> Sequence[int]:
     """A tensor or array of whatever width as a list."""
     return numbers.tolist() if hasattr(numbers, "tolist") else numbers
-
-
-def _whole(flat: Tensor, what: str) -> Tensor:
-    check_whole_numbers(flat, what)
-    return flat.long()

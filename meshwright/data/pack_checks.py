@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, counted
-from ..log import logger
 from .batch import IGNORE, Batch
-from .field_values import refuse_grad
+from .field_values import refuse_grad, to_terms
 
 WEIGHT = "weight"  # the field that weighs the terms of a loss
-_FEW = 4  # documents of one target each whose label may be its own token by chance
 
 
 def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
@@ -24,27 +21,6 @@ def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
         return [len(v) for v in values]
     except TypeError:
         raise DataError(f"{what} must be a list for each document, as in pack([[5, 6, 7], [8, 9]])") from None
-
-
-def check_named(others: Sequence[object]) -> None:
-    """A mask in the place of labels would be learnt as the ids 0 and 1."""
-    if others:
-        raise DataError(
-            "mw.pack takes one list of documents, and all else by name: a mask over the tokens as trained=, what each "
-            "token is to predict as labels="
-        )
-
-
-def warn_of_padding(documents: Sequence[Sequence[int]]) -> None:
-    """Nobody can know that a token is padding, but documents of one length that end in a run of one token look so."""
-    ends = {document[-1] for document in documents if len(document) > 1 and document[-1] == document[-2]}
-    alike = len(documents) > 1 and len({len(document) for document in documents}) == 1
-    if alike and len(ends) == 1 and any(document[-1] not in ends for document in documents):
-        logger.warning(
-            "all %d documents have %d tokens, and some end in a run of token %s: if that is padding, it is learnt; "
-            "tokenize without padding=, or cut it off",
-            len(documents), len(documents[0]), *ends,
-        )  # fmt: skip
 
 
 def check_documents(documents: object, fields: object, **by_document: object) -> None:
@@ -92,12 +68,8 @@ def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: st
         )
     if found != list(sizes):
         at = next(i for i, (a, b) in enumerate(zip(found, sizes, strict=True)) if a != b)
-        hint = ""
-        if all(size - num == 1 for num, size in zip(found, sizes, strict=True)):
-            hint = "; the value at t is for token t+1, so what is known from the second token on gets a 0 at the end"
         raise DataError(
             f"{what}: document {at} differs in length: {counted(found[at], 'value')} for {counted(sizes[at], 'token')}"
-            + hint
         )
     for of_document in values:
         refuse_grad(of_document, what)
@@ -113,51 +85,24 @@ def check_whole_numbers(flat: Tensor, what: str) -> None:
 def check_shifted(*batches: Batch) -> None:
     """Refuse labels as other libraries take them, the tokens themselves: a model would learn to repeat what it reads.
 
-    A document shows the mistake by itself if it has two targets or more, or if nothing but its last token is one. Those
-    of another single target show it only together, be they in one batch or in several.
+    Certain is a batch whose labels, two or more, all repeat their own tokens, of which one is not the next token too.
     """
-    if not any(_repeats_tokens(batch) for batch in batches):
-        return  # as nearly always
-    by_batch = [_suspects(batch) for batch in batches]
-    together = [suspect for suspects in by_batch for suspect in suspects]
-    for suspects in (*by_batch, together):
-        most = 2 * sum(num > 0 for num in suspects) > len(suspects)
-        if most and (max(suspects) > 1 or len(suspects) >= _FEW):
+    for batch in batches:
+        targets_T, own_T = batch.is_target_T, batch.labels == batch.tokens
+        next_T = to_terms(batch.tokens, batch.bounds, IGNORE)
+        other_T = targets_T & (next_T != IGNORE) & (next_T != batch.labels)
+        if batch.num_targets > 1 and own_T[targets_T].all() and other_T.any():
             raise DataError(
                 "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
-                "Leave labels= out, give trained= over the tokens, or shift them: tokens[1:] + [-100]"
+                "Leave labels= out, give trained= over the tokens, or labels=mw.over_tokens(labels)"
             )
 
 
-def _repeats_tokens(batch: Batch) -> bool:
-    return bool(((batch.labels == batch.tokens) & (batch.labels != _next(batch))).any())
-
-
-def _next(batch: Batch) -> Tensor:
-    """The token behind each; what follows a last token is not known."""
-    next_T = batch.tokens.roll(-1)
-    next_T[torch.tensor(batch.bounds[1:], device="cpu") - 1] = IGNORE
-    return next_T
-
-
-def _suspects(batch: Batch) -> list[int]:
-    """For each document with targets: how sure it is that they are its own tokens; 0 if they are not."""
-    given, own, next_T = batch.is_target_T, batch.labels == batch.tokens, _next(batch)
-    suspects = []
-    for a, b in pairwise(batch.bounds):
-        targets, known = given[a:b], given[a:b] & (next_T[a:b] != IGNORE)
-        if targets.any():
-            shifted = known.any() and (batch.labels[a:b] == next_T[a:b])[known].all()
-            only_last = b - a > 1 and bool(targets[-1])
-            suspects.append(0 if shifted or not own[a:b][targets].all() else int(targets.sum()) + only_last)
-    return suspects
-
-
-def check_unlearnt(batch: Batch, places: Set[int]) -> None:
+def check_unlearnt(batch: Batch, places: Sequence[int]) -> None:
     """What stands for a picture is not a word: no label may name it."""
     if not places:
         return
-    wrong_T = torch.isin(batch.labels, torch.tensor(sorted(places), device=batch.labels.device))
+    wrong_T = torch.isin(batch.labels, torch.tensor([*places], device=batch.labels.device))
     if wrong_T.any():
         at = int(wrong_T.nonzero()[0])
         raise DataError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import IGNORE, PLACEHOLDERS, Batch, Picture, cut, pack
+from ..data import IGNORE, PLACEHOLDERS, Batch, OverTokens, Picture, cut, pack
 from ..errors import DataError, counted
 from ..mesh import Mesh
 from ..watch import names_lost_ranks
@@ -25,11 +25,11 @@ def batches(
     mesh: Mesh,
     *,
     length: int,
-    labels: Sequence[Sequence[int]] | None = None,
+    labels: Sequence[Sequence[int]] | OverTokens | None = None,
     trained: Sequence[Sequence[bool]] | None = None,
     images: Sequence[Sequence[Picture]] | None = None,
     placeholders: Sequence[int] = PLACEHOLDERS,
-    fields: Mapping[str, Sequence[Any]] | None = None,
+    fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
 ) -> list[Batch]:
     """This data rank's batches of `length` tokens, of documents that all ranks give alike.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
 from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep, Wanted
-from ..errors import BrokenCheckpointError, CheckpointError, ConfigError, failure_in
+from ..errors import BrokenCheckpointError, CheckpointError, ConfigError
 from ..log import logger
 from ..watch import doing, names_lost_ranks
 from .agreement import Data, Proposal, agree, check_ready, compare, identity
@@ -250,15 +250,15 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
 
 def _opened(model: Model, path: Path, damaged: list[Path]) -> Checkpoint | weights.Source:
     """As rank 0 finds it, for all ranks: a thousand of them need not read every header."""
-    found: list[Checkpoint | weights.Source] = []
 
-    def look() -> None:
+    def look() -> Checkpoint | weights.Source | None:
+        if model.mesh.rank:
+            return None
         plain = (path / weights.CONFIG).is_file() and not disk.is_checkpoint(path)
-        found.append(weights.open_source(path) if plain else disk.open_newest(path, damaged))
+        return weights.open_source(path) if plain else disk.open_newest(path, damaged)
 
-    failure = failure_in(look, CheckpointError, f"{path} cannot be resumed") if model.mesh.rank == 0 else None
-    disk.raise_together(failure, f"the resuming of {path}", model.mesh)
-    opened: Checkpoint | weights.Source = model.mesh.of_rank_0(found[0] if found else None)
+    found = disk.together(look, f"the resuming of {path}", model.mesh, f"{path} cannot be resumed")
+    opened: Checkpoint | weights.Source = model.mesh.of_rank_0(found)
     return opened
 
 
@@ -385,14 +385,11 @@ def _weights_alone(engine: Engine, source: weights.Source, new_config: Sequence[
     def read() -> None:
         weights.fill(live, model.mesh, list(weights.plan_reads(spec, axes, alone, keymap, live)), alone, found)
 
-    def together(act: Callable[[], None]) -> None:
-        failure = failure_in(act, CheckpointError, f"{source.directory} cannot be resumed")
-        model.mesh.all_or_none(failure, f"the reading of {source.directory}", CheckpointError)
-
+    at, what = f"the reading of {source.directory}", f"{source.directory} cannot be resumed"
     if model.numbers:
-        together(compare)
+        model.mesh.together(compare, at, CheckpointError, what)
     with _replacing(engine, source.directory):
-        together(read)
+        model.mesh.together(read, at, CheckpointError, what)
     engine.steps = engine.optimizer.steps = engine.tokens = 0
     engine.optimizer.moments = {}
     if model.mesh.rank == 0:

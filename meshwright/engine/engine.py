@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from .. import parallel
 from ..axes import DENSE, Sum
 from ..checkpoint import Saving
 from ..data import Batch
-from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError, failure_in
+from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
 from ..optim.adamw import AdamW, Settings, squares
 from ..parallel import Scores
@@ -37,7 +36,6 @@ from .agreement import (
 from .loss_terms import Terms
 from .losses import Loss, cross_entropy
 from .model import Model
-from .names import ARGUMENTS_OF_ENGINE, OF_ENGINE, refusing, refusing_arguments
 from .optimizer_state import COUNTERS, StateDict, check_same_keys, kept_by, planes_in_memory, take_planes
 from .router import Router, refuse_pooled
 from .validation import (
@@ -79,7 +77,6 @@ class Engine:
     `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, AdamW).
     """
 
-    @refusing_arguments("Engine", ARGUMENTS_OF_ENGINE)
     def __init__(
         self,
         model: Model,
@@ -113,12 +110,6 @@ class Engine:
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
         refuse_pooled(self.router, axes.pp)
-
-    if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
-        __getattr__ = refusing("Engine", OF_ENGINE)
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise StateError("an engine is not called; engine.step(batches) trains, engine.evaluate(batches) looks")
 
     def __repr__(self) -> str:
         lr = self.lr if isinstance(self.lr, int | float) else "a schedule"
@@ -241,8 +232,7 @@ class Engine:
             self.tokens = int(numbers["tokens"])
             self.router.resume(numbers["router_load"].tolist())
 
-        failure = failure_in(take, CheckpointError, "the state dict was not taken")
-        self.model.mesh.all_or_none(failure, "the taking of a state dict", CheckpointError)
+        self.model.mesh.together(take, "the taking of a state dict", CheckpointError, "the state dict was not taken")
 
     def discard(self) -> None:
         """Forget the gradients, also those of a step that failed half way, and what it counted."""

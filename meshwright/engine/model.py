@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from .. import parallel
 from ..blueprint import Blueprint, draw
 from ..checkpoint import runs_of_model
-from ..errors import ConfigError, LoadError, StateError, failure_in
+from ..errors import ConfigError, LoadError, StateError
 from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
 from ..mesh import Mesh
 from ..models import Decoder, Low
+from ..ops.garbage import collector_paused
 from ..parallel import Savings
 from ..sharding import (
     Charge,
@@ -61,9 +63,7 @@ from ..weights import (
     read_stamped_config,
     rows_of,
 )
-from .garbage import nothing_collected
 from .gradient_start import begun_backward
-from .names import ARGUMENTS_OF_LOAD, OF_MODEL, refusing, refusing_arguments
 from .validation import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
 
 
@@ -244,15 +244,6 @@ class Model:
 
     __deepcopy__ = __reduce__ = _refuse_copies
 
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise StateError(
-            "a model is not called: mw.logits(model, batch) and mw.logprobs(model, batch) look at it, and "
-            "mw.Engine(model, lr=...).step(batches) trains it"
-        )
-
-    if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
-        __getattr__ = refusing("Model", OF_MODEL)
-
     def __repr__(self) -> str:
         num = sum(p.numel for p in self.table)
         found = ways(self.blueprint.spec, self.mesh.axes)
@@ -260,7 +251,6 @@ class Model:
         return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes}{of_cp})"
 
 
-@refusing_arguments("load", ARGUMENTS_OF_LOAD)
 def load(
     source: str | os.PathLike[str],
     mesh: Mesh | None = None,
@@ -295,7 +285,8 @@ def load(
     directory = local_directory(source, mesh)
     runs = runs_of_model(directory)
     config, stamp = read_stamped_config(directory)
-    with nothing_collected():
+    gc.collect()  # else a model that was dropped would keep its memory beside the new one
+    with collector_paused():
         files = replace(open_source(directory, {CONFIG: stamp}), runs=runs)
         stored = torch.promote_types(compute, torch.float32)
         blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
@@ -315,7 +306,6 @@ def load(
     return model
 
 
-@refusing_arguments("init", ARGUMENTS_OF_LOAD)
 def init(
     source: str | os.PathLike[str],
     mesh: Mesh | None = None,
@@ -338,7 +328,8 @@ def init(
     runs_of_model(directory)  # a damaged config or tokenizer of a checkpoint is named before anything is read with it
     config = read_config(directory)
     check_unquantised(config)
-    with nothing_collected():
+    gc.collect()  # else a model that was dropped would keep its memory beside the new one
+    with collector_paused():
         blueprint = replace(draw(config, head=head, tower=tower, directory=directory), origin=f"seed {seed}")
         blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
         blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
@@ -416,8 +407,7 @@ def _give_grids(model: Model, source: Source, together: bool) -> int:
                 holder.grids[last] = grid_of(param, box, chosen(param, keymap.choice), reader).to(mesh.device)
 
         if together and model.numbers:
-            failure = failure_in(read, LoadError, "nothing was loaded")
-            mesh.all_or_none(failure, "the reading of scales", LoadError)
+            mesh.together(read, "the reading of scales", LoadError, "nothing was loaded")
         else:
             read()
         return reader.num_bytes

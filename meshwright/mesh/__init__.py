@@ -10,9 +10,9 @@ import atexit
 import datetime
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..axes import DENSE, OTHER_NAMES, Axes, Sum
-from ..errors import MeshError, MeshwrightError, RankError
+from ..axes import DENSE, Axes, Sum
+from ..errors import MeshError, MeshwrightError, RankError, failure_in
 from ..watch import Watch, here, waiting_at
 from .collectives import gather
 from .hosts import rounds
 from .memory_limits import Memory, memory_of
+
+Made = TypeVar("Made")
 
 
 class Mesh:
@@ -36,7 +38,7 @@ class Mesh:
 
     def __init__(
         self,
-        *_sizes: int,
+        *,
         pp: int = 1,
         replicate: int = 1,
         fsdp: int = 1,
@@ -45,9 +47,7 @@ class Mesh:
         ep: int = 1,
         device: str | torch.device | None = None,
         timeout_s: float = 600.0,
-        **_others: object,
     ) -> None:
-        _refuse_unnamed(_sizes, _others)
         self.axes = Axes(pp, replicate, fsdp, cp, tp, ep)
         if not timeout_s > 0:
             raise MeshError(f"timeout_s={timeout_s!r}: it must be a number of seconds above 0")
@@ -263,6 +263,15 @@ class Mesh:
             )
         return rows[:, 1:]
 
+    def together(self, act: Callable[[], Made], at: str, error: type[MeshwrightError], what: str) -> Made:
+        """Run what each rank does alone. If it fails on any rank, all raise `error`, as in `all_or_none`.
+
+        `what` begins the message of the rank that failed: "nothing was loaded: " and the reason.
+        """
+        made = list[Made]()
+        self.all_or_none(failure_in(lambda: made.append(act()), error, what), at, error)
+        return made[0]
+
     def settle(self) -> None:
         """Wait for the device. NCCL times a send from when it is queued, so a queue that is long would time out."""
         if self.device.type != "cpu":
@@ -299,16 +308,6 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, rank {self.rank} of {self.axes.world} on {self.device})"
-
-
-def _refuse_unnamed(sizes: tuple[int, ...], others: Mapping[str, object]) -> None:
-    """A size without the name of its axis would be another axis than the caller thinks."""
-    known = "pp, replicate, fsdp, cp, tp, ep, device and timeout_s"
-    if sizes:
-        raise MeshError(f"mw.Mesh{sizes!r} names no axis; name it, as in mw.Mesh(fsdp={sizes[0]}); there are {known}")
-    for name, size in others.items():
-        hint = f"choose {OTHER_NAMES[name]}={size}" if name in OTHER_NAMES else f"there are {known}"
-        raise MeshError(f"mw.Mesh has no {name!r}; {hint}")
 
 
 def _device(wanted: str | torch.device | None) -> torch.device:

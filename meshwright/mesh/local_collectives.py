@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ..ops.part_sizes import part_size
-from ..watch import put_off
+from ..watch import deferred
 
 _LIBRARY = Library("meshwright", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) out, Tensor mine, str group) -> ()")
@@ -58,9 +58,8 @@ def _all_gather(out: Tensor, mine: Tensor, name: str) -> None:
     place = places[group.rank()]
     if place.data_ptr() != mine.data_ptr():
         place.copy_(mine)
-    with put_off(signal.SIGINT) as asked:
+    with deferred(signal.SIGINT):  # a rank that leaves something behind would receive it in the place of the next
         _swap([place] * len(places), places, group, _tag(group, "gather"))
-    _interrupt(asked)
 
 
 def _reduce_scatter(out: Tensor, summands: Tensor, name: str) -> None:
@@ -69,14 +68,13 @@ def _reduce_scatter(out: Tensor, summands: Tensor, name: str) -> None:
     mine, rooms = group.rank(), out.new_empty(group.size(), min(_PIECE, out.numel()))
     parts = [part.split(_PIECE) for part in summands.chunk(group.size())]
     tag = _tag(group, "sum")
-    with put_off(signal.SIGINT) as asked:
+    with deferred(signal.SIGINT):
         for total, *sent in zip(out.split(_PIECE), *parts, strict=True):
             got = [part if rank == mine else rooms[rank, : part.numel()] for rank, part in enumerate(sent)]
             _swap(sent, got, group, tag)
             total.copy_(got[0])
             for part in got[1:]:
                 total.add_(part)
-    _interrupt(asked)
 
 
 def _swap(sent: Sequence[Tensor], got: Sequence[Tensor], group: dist.ProcessGroup, tag: int) -> None:
@@ -98,12 +96,6 @@ def _tag(group: dist.ProcessGroup, kind: str) -> int:
     turns = _TURNS.setdefault(group, Counter())
     turns[kind] += 1
     return 1 + 2 * (turns[kind] % (1 << 20)) + (kind == "sum")
-
-
-def _interrupt(asked: Sequence[int]) -> None:
-    """Not in the middle: a rank that leaves something behind would receive it in the place of the next."""
-    if asked:
-        signal.raise_signal(asked[0])
 
 
 def _named(name: str) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..axes import OTHER_NAMES, Axes
+from ..axes import Axes
 from ..blueprint import Blueprint
 from ..engine.validation import in_fp8
 from ..errors import ConfigError
@@ -28,8 +28,6 @@ def mesh_of(text: str) -> dict[str, int]:
     for part in filter(None, text.replace(" ", ",").split(",")):
         axis, equals, size = part.partition("=")
         valid = bool(equals) and size.isdecimal() and len(size) <= 9
-        if valid and axis in OTHER_NAMES:
-            raise ConfigError(f"--mesh {text!r:.200}: there is no {axis!r}; choose {OTHER_NAMES[axis]}={size}")
         if axis not in _AXES or not valid:
             raise ConfigError(f"--mesh {text!r:.200}: {part!r:.200} is not AXIS=N with AXIS of {', '.join(_AXES)}")
         if axis in sizes:

@@ -74,19 +74,15 @@ def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
     return [*found, *objections(blueprint, sizes, _num_batches(config))]
 
 
-def check_trained(blueprint: Blueprint, config: Config) -> None:
-    """Refuse a pattern that names no parameter."""
-    _trained(blueprint, config)
-
-
 def check_moments(blueprint: Blueprint, config: Config) -> None:
     """Refuse moments in 8 bits where a mesh cuts through their blocks."""
     if config.optim.state_dtype == "uint8":
-        coded = coded_of(blueprint.table, _trained(blueprint, config))
+        coded = coded_of(blueprint.table, trained_names(blueprint, config))
         check_coded(blueprint.spec, Axes(**config.mesh.model_dump()), coded, 'state_dtype = "bfloat16"')
 
 
-def _trained(blueprint: Blueprint, config: Config) -> list[str]:
+def trained_names(blueprint: Blueprint, config: Config) -> list[str]:
+    """Return the parameters that are trained. Refuse a pattern that names none."""
     names = blueprint.table.params
     trained = {name for each in patterns_of(config.train.train) for name in matching(each, names, "train")}
     return [name for name in names if name in trained]

@@ -105,7 +105,7 @@ class Data:
 def documents_of(section: SourceSection, reader: Reader, *, name: str = "") -> Documents:
     """The documents of a source, tokenised."""
     paths = [section.path] if isinstance(section.path, str) else section.path
-    make, told, unused = _maker(section, reader)
+    make, told, unused = maker(section, reader)
     files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
     recipe = Recipe(name, files, make, told, section.split, section.on_bad, unused)
@@ -138,16 +138,6 @@ def _is_of_hub(path: str) -> bool:
     return not at.exists() and is_hub_id(path) and at.suffix not in SUFFIXES
 
 
-def check_template(section: SourceSection) -> None:
-    """Refuse a chat template that cannot be read."""
-    _template(section.template)
-
-
-def check_reader(section: SourceSection, reader: Reader) -> None:
-    """Refuse a source whose rows cannot be tokenised: no tokenizer, no chat template."""
-    _maker(section, reader)
-
-
 def names_of(sections: Sequence[SourceSection]) -> list[str]:
     """What the user calls them, or else the last part of the path; the whole path where two would be the same."""
     paths = [[s.path] if isinstance(s.path, str) else s.path for s in sections]
@@ -158,8 +148,11 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
     ]
 
 
-def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
-    """Return what turns a row into documents, all that it depends on, and which fields of a row it does not use."""
+def maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
+    """Return what turns a row into documents, all that it depends on, and which fields of a row it does not use.
+
+    Refuse a source whose rows cannot be tokenised: no tokenizer, no chat template.
+    """
     directory = reader.directory
     told = json.dumps(section.model_dump(include={*_OF_ROWS}), sort_keys=True)
     if section.kind == "tokens":
@@ -169,7 +162,7 @@ def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
     if section.kind == "text":
         texts = Texts(tokenizer, section.fields)
         return *_unseeing(texts.documents, told, reader), texts.unused
-    template, processor = _template(section.template), reader.processor(section)
+    template, processor = read_template(section.template), reader.processor(section)
     told += template + (processor.told if processor else "")
     chat = _chat(section, directory, tokenizer, template, processor)
     return chat.documents, told, chat.unused
@@ -196,7 +189,7 @@ def _chat(
 def prompter(section: SourceSection, directory: Path, tokenizer: Any) -> Callable[[str], list[int]]:
     """What turns a text into the ids that a model goes on from, as it was trained on this source."""
     if section.kind == "chat":
-        return _chat(section, directory, tokenizer, _template(section.template)).prompt
+        return _chat(section, directory, tokenizer, read_template(section.template)).prompt
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -211,7 +204,7 @@ def model_directory(model: str) -> Path:
     return download(model, weights=False)
 
 
-def _template(path: str) -> str:
+def read_template(path: str) -> str:
     return template_of(path_of(path)) if path else ""
 
 

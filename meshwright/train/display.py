@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..expert_collapse import ExpertUse
-from .metrics import HISTORY, Lines, amount, clock, parsed, tail_of
+from .metrics import HISTORY, Lines, amount, clock, number, parsed, tail_of
 from .rank import OURS
 
 _TICK_S = 0.25
@@ -280,14 +280,14 @@ class Frame:
         values = self.seen.values
         if not values:
             return
-        loss = Text(_number(values["train/loss"], ".4f"), style="bold")
+        loss = Text(number(values["train/loss"], ".4f"), style="bold")
         if curve:
             loss.append("  " + sparkline(list(self.seen.losses.values()), room), style="cyan")
         yield "loss", loss
         for name, losses in self.seen.held_out.items():
             yield ("held out" if len(self.seen.held_out) == 1 else name), _held_out(losses)
         yield "grad norm", _norm(values)
-        yield "lr", Text(_number(values["train/learning_rate"], ".2e"))
+        yield "lr", Text(number(values["train/learning_rate"], ".2e"))
         yield "tokens/s", _speed(values)
         yield (
             "data wait",
@@ -300,7 +300,7 @@ class Frame:
             yield "experts", _experts(values)
             if dead := values.get("experts/dead"):
                 yield "no tokens", Text(f"{dead:,} experts", style="yellow")
-        yield "epoch", Text(_number(values["train/epoch"], ".2f"))
+        yield "epoch", Text(number(values["train/epoch"], ".2f"))
         yield "saved", self._saved()
         if self.seen.restarts:
             yield "restarts", Text(str(self.seen.restarts), style="yellow")
@@ -330,10 +330,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(real) / len(real) if real else math.nan
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "nan" if value is None or math.isnan(value) else format(value, spec)
-
-
 def _bad(is_bad: bool) -> str:
     return "yellow" if is_bad else ""
 
@@ -343,13 +339,13 @@ def _held_out(losses: Mapping[int, float]) -> Text:
         return Text("not yet", style="dim")
     step, loss = list(losses.items())[-1]
     best = min(losses, key=lambda at: losses[at])
-    text = f"{_number(loss, '.4f')} at step {step:,}"
-    return Text(text) if best == step else Text(f"{text}, best {_number(losses[best], '.4f')}", style="yellow")
+    text = f"{number(loss, '.4f')} at step {step:,}"
+    return Text(text) if best == step else Text(f"{text}, best {number(losses[best], '.4f')}", style="yellow")
 
 
 def _norm(values: Mapping[str, Any]) -> Text:
     norm = values["train/grad_norm"]
-    text = Text(_number(norm, ".2e" if norm and norm > _BIG else ".3g"))
+    text = Text(number(norm, ".2e" if norm and norm > _BIG else ".3g"))
     return text.append("  clipped", style="dim") if values.get("train/clipped") else text
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ..axes import OTHER_NAMES
-
 # The field of another name.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
-    **{name: ("mesh", axis) for name, axis in OTHER_NAMES.items()},
+    **dict.fromkeys(("dp", "dp_shard", "dp_size", "data_parallel", "world_size", "num_ranks"), ("mesh", "fsdp")),
+    **dict.fromkeys(("ddp", "dp_replicate", "hsdp"), ("mesh", "replicate")),
+    **dict.fromkeys(("sp", "tensor_parallel", "tp_size", "model_parallel"), ("mesh", "tp")),
+    **dict.fromkeys(("expert_parallel", "ep_size"), ("mesh", "ep")),
     **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_degree"), ("mesh", "tp")),
     **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pp_size", "pp_degree"), ("mesh", "pp")),
     **dict.fromkeys(

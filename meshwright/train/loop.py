@@ -18,11 +18,12 @@ from ..data import Batch, Feed
 from ..engine import Engine, StepRecord, save
 from ..errors import NonFiniteError
 from ..log import logger
+from ..plan.step_time import Flops
 from ..watch import region
 from .metrics import Sink
 from .rank import Stop
 from .resume_point import Position
-from .step_metrics import BySource, Flops, Reading, Told, agree, squares_of
+from .step_metrics import BySource, Reading, Told, agree, squares_of
 
 BEST = "best"
 EARLY = "early stopping"

@@ -56,7 +56,7 @@ class Lines:
             if step % self.every == 0 or step == self.num_steps:
                 self.say(_step_line(step, self.num_steps, values))
         elif kind == "eval":
-            told = "  ".join(f"{name} {_number(value, '.4f')}" for name, value in values.items())
+            told = "  ".join(f"{name} {number(value, '.4f')}" for name, value in values.items())
             self.say("\n".join(textwrap.wrap(f"step {step}  {told}", WIDTH, subsequent_indent="  ")))
         elif kind == "sample":
             self.say(f"step {step}  sample {values.get('number', '')}: {values['prompt']!r} -> {values['text']!r}")
@@ -97,16 +97,16 @@ def _say(text: str) -> None:
 
 def _step_line(step: int, num_steps: int, values: Mapping[str, Any]) -> str:
     left = (num_steps - step) * values["time/step_s"]
-    lr = f"  lr {_number(values['train/learning_rate'], '.2e')}"
+    lr = f"  lr {number(values['train/learning_rate'], '.2e')}"
     text = (
-        f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {_number(values['train/loss'], '.4f')}  "
-        f"norm {_number(values['train/grad_norm'], '.3g')}{lr}  "
+        f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {number(values['train/loss'], '.4f')}  "
+        f"norm {number(values['train/grad_norm'], '.3g')}{lr}  "
         f"{amount(values['throughput/tokens_per_s'])} tok/s  {clock(left)} left"
     )
     return text if len(text) <= WIDTH else text.replace(lr, "")  # which the schedule says as well
 
 
-def _number(value: float | None, spec: str) -> str:
+def number(value: float | None, spec: str) -> str:
     """JSON has no number for what is none."""
     return "nan" if value is None else format(value, spec)
 

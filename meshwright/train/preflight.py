@@ -15,8 +15,8 @@ from ..errors import MeshwrightError
 from ..weights import path_of
 from .config import Config, Place
 from .config_checks import sources_in
-from .config_model import check_moments, check_trained, laid_out, model_of, objections_to
-from .data_sources import Reader, check_files, check_reader, check_template, model_directory
+from .config_model import check_moments, laid_out, model_of, objections_to, trained_names
+from .data_sources import Reader, check_files, maker, model_directory, read_template
 from .metrics import missing_packages
 from .samples import prompts_of
 
@@ -44,7 +44,7 @@ def mistakes(config: Config) -> Mistakes:
         return
     refused = objections_to(blueprint, config)
     yield from ((_place(text, config), text) for text in refused)
-    yield from _refused(("train", "train"), partial(check_trained, blueprint, config))
+    yield from _refused(("train", "train"), partial(trained_names, blueprint, config))
     if not refused:
         yield from _refused(("optim", "state_dtype"), partial(check_moments, blueprint, config))
 
@@ -62,14 +62,14 @@ def _of_files(config: Config) -> Mistakes:
     for place, section in sources_in(config):
         if section.path:
             yield from _refused((*place, "path"), partial(check_files, section))
-        yield from _refused((*place, "template"), partial(check_template, section))
+        yield from _refused((*place, "template"), partial(read_template, section.template))
 
 
 def _of_readers(config: Config, directory: Path) -> Mistakes:
     reader = Reader(directory, path_of(config.cache), config.train.tower)
     for place, section in sources_in(config):
         if section.path:
-            yield from _refused((*place, "template"), partial(check_reader, section, reader))
+            yield from _refused((*place, "template"), partial(maker, section, reader))
 
 
 def _refused(place: Place, check: Callable[[], object]) -> Mistakes:

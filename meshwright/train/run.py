@@ -13,6 +13,8 @@ from ..engine import Context, Engine, Model, StepRecord, check_export, export, l
 from ..errors import ConfigError
 from ..log import logger
 from ..mesh import Mesh
+from ..plan.devices import peak_of
+from ..plan.step_time import flops_of
 from ..weights import path_of
 from . import failure
 from .config import Config
@@ -27,7 +29,7 @@ from .rank import LAUNCHER, listening
 from .resume_point import position_of
 from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
-from .step_metrics import BySource, flops_of, peak_of
+from .step_metrics import BySource
 
 EXPORT = "export"
 
@@ -179,4 +181,5 @@ def _habits(config: Config) -> Habits:
 
 def _speed(model: Model) -> Speed:
     peak = peak_of(device_name(model.mesh.device))
-    return Speed(flops_of(model), None if peak is None else peak * model.mesh.axes.world)
+    flops = flops_of(model.blueprint, {*model.trained})
+    return Speed(flops, None if peak is None else peak * model.mesh.axes.world)

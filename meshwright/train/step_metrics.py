@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from ..data import IGNORE, SOURCE, Batch
-from ..engine import Model, losses
+from ..engine import losses
 from ..engine.losses import Fields, Scores
 from ..errors import RankError
 from ..mesh import Mesh
-from ..plan.devices import peak_of as peak_of
-from ..plan.step_time import Flops
-from ..plan.step_time import flops_of as _flops_of
 
 
 class BySource:
@@ -89,7 +86,3 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def flops_of(model: Model) -> Flops:
-    return _flops_of(model.blueprint, {*model.trained})

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from ..engine.garbage import freeze_for_good
 from ..errors import RankError
 from ..mesh.loopback import ADDRESS, loopback_devices, serve_store
+from ..ops.garbage import collector_paused
 from ..watch import last_seen
 
 
@@ -36,21 +36,11 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
             fork.Process(target=_rank, args=(rank, size, ports, Path(folder), function, args), daemon=True)
             for rank in range(size)
         ]
-        _start(ranks)
+        with collector_paused():  # nothing is collected between the fork and the `gc.freeze` of a rank
+            for process in ranks:
+                process.start()
         lost = _with_store(ranks, ports, seconds, Path(folder))
         return _results(size, Path(folder), lost)
-
-
-def _start(ranks: list[BaseProcess]) -> None:
-    """Nothing is collected between the fork and the `gc.freeze` of a rank."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        for process in ranks:
-            process.start()
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _with_store(ranks: list[BaseProcess], ports: Any, seconds: float, folder: Path) -> str:
@@ -90,7 +80,7 @@ def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
 
 
 def _rank(rank: int, size: int, ports: Any, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    freeze_for_good()  # garbage of the caller, such as a store whose thread is not here, must not be destroyed here too
+    gc.freeze()  # garbage of the caller, such as a store whose thread is not here, must not be destroyed here too
     gc.enable()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR=ADDRESS)
     os.environ.update(MASTER_PORT=str(ports.get()), TORCHELASTIC_USE_AGENT_STORE="True", **loopback_devices())

@@ -9,14 +9,19 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def put_off(number: int) -> Iterator[list[int]]:
-    """Within it the signal does nothing. Whoever asks for it looks afterwards whether it came, and raises it again."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield asked
+def deferred(number: int) -> Iterator[list[int]]:
+    """Hold a signal back until the end, and then raise it. The body may look at the list to see whether it came.
+
+    Only the main thread gets signals and may handle them; in another thread the list stays empty.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
         return
-    before = signal.signal(number, lambda number, _: asked.append(number))
+    before = signal.signal(number, lambda number, _: came.append(number))
     try:
-        yield asked
+        yield came
     finally:
         signal.signal(number, before or signal.SIG_DFL)
+    if came:
+        signal.raise_signal(number)

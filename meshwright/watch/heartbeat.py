@@ -34,7 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..errors import RankError
 from ..log import logger
-from .deferred_signals import put_off
+from .deferred_signals import deferred
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose, named
 from .trace_regions import region, trace
 
@@ -112,22 +112,13 @@ def names_lost_ranks() -> Iterator[None]:
             here.watch.tell()
             raise
         here.now = (WAITS, _stood(error), here.now[2])
-        with _to_the_end() as told:
-            told.append(here.watch.diagnosis())
-        raise RankError(told[0]) from error
+        with deferred(signal.SIGTERM) as came:  # torchrun ends all ranks of a machine as soon as one of them dies
+            diagnosis = here.watch.diagnosis()
+            if came:
+                logger.error("%s", diagnosis)
+        raise RankError(diagnosis) from error
     finally:
         here.inside = False
-
-
-@contextlib.contextmanager
-def _to_the_end() -> Iterator[list[str]]:
-    """Delay SIGTERM while a diagnosis is made: torchrun ends all ranks of a machine as soon as one of them dies."""
-    told: list[str] = []
-    with put_off(signal.SIGTERM) as asked:
-        yield told
-    if asked:
-        logger.error("%s", told[0])
-        signal.raise_signal(signal.SIGTERM)
 
 
 def _text(error: BaseException) -> str:

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,13 @@ from ..errors import ExportError, LoadError, failure_in
 from ..log import Advance, progress
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
-from ..sharding import Piece, written
+from ..sharding import Block, Box, Piece, written
+from ..watch import deferred
 from .checksums import Checks
 from .file_version import Opened
 from .keymap import KeyMap
 from .output_dir import Target, atomic_directory, check_target
-from .quant_formats import Places, as_numbers, unpacked, values_of
+from .reader import Reader
 from .requantise import scales_for, write_scales
 from .safetensors_header import DTYPES, Entry, read_json
 from .small_files import SmallFiles
@@ -61,13 +61,13 @@ def check_export(mesh: Mesh, export: Export) -> None:
     """All that can be known of the place before anything is written. Every rank calls it; rank 0 looks."""
 
     def check() -> None:
-        check_target(export.target())
-        export.small.check()
-        _check_carried(export.keymap)
+        if mesh.rank == 0:
+            check_target(export.target())
+            export.small.check()
+            _check_carried(export.keymap)
 
-    what = f"nothing could be exported to {export.directory}"
-    failure = failure_in(check, ExportError, what) if mesh.rank == 0 else None
-    mesh.all_or_none(failure, f"the check of the export to {export.directory}", ExportError)
+    at, what = f"the check of the export to {export.directory}", f"nothing could be exported to {export.directory}"
+    mesh.together(check, at, ExportError, what)
 
 
 def write_directory(stored_model: StoredModel, export: Export) -> None:
@@ -77,26 +77,25 @@ def write_directory(stored_model: StoredModel, export: Export) -> None:
         scales = scales_for(stored_model, export.keymap)
         whole = _made(mesh, export, made)
         _write_all(stored_model, export, whole, scales)
-        failure = _failure_of(export, made.close)
-    mesh.all_or_none(failure, f"the export to {export.directory}", ExportError)
+        mesh.together(made.close, f"the export to {export.directory}", ExportError, _nothing(export))
 
 
-def _failure_of(export: Export, act: Callable[[], object]) -> BaseException | None:
-    return failure_in(act, ExportError, f"nothing was exported to {export.directory}")
+def _nothing(export: Export) -> str:
+    return f"nothing was exported to {export.directory}"
 
 
 def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
     """The directory to fill, with all that is small, and every file in its size. Rank 0 makes it."""
-    folder: list[Path] = []
 
-    def make() -> None:
-        folder.append(made.enter_context(atomic_directory(export.target())))
-        write_small(export, folder[0])
-        make_files(folder[0], export.keymap)
+    def make() -> Path | None:
+        if mesh.rank:
+            return None
+        folder = made.enter_context(atomic_directory(export.target()))
+        write_small(export, folder)
+        make_files(folder, export.keymap)
+        return folder
 
-    failure = _failure_of(export, make) if mesh.rank == 0 else None
-    mesh.all_or_none(failure, f"the making of {export.directory}", ExportError)
-    path: Path = mesh.of_rank_0(folder[0] if folder else None)
+    path: Path = mesh.of_rank_0(mesh.together(make, f"the making of {export.directory}", ExportError, _nothing(export)))
     return path
 
 
@@ -107,14 +106,14 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: 
     failure: BaseException | None = None
     label = f"export to {export.directory} on rank {mesh.rank}"
     with (
-        interrupted_later() as interrupts,
+        deferred(signal.SIGINT) as interrupts,
         Files(folder, export.keymap, scales=scales) as files,
         progress(label, _num_written(stored_model), "elements", enabled=mesh.rank == 0) as advance,
     ):
         for act in _acts(stored_model, files, advance):
             if interrupts:
                 failure = failure or KeyboardInterrupt()
-            failure = failure or _failure_of(export, act)
+            failure = failure or failure_in(act, ExportError, _nothing(export))
         mesh.all_or_none(failure, f"the writing of {export.directory}", ExportError)
 
 
@@ -158,22 +157,6 @@ def _carried_bytes(keymap: KeyMap, name: str) -> Iterator[bytes]:
     yield values.view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@contextlib.contextmanager
-def interrupted_later() -> Iterator[list[int]]:
-    """A Ctrl-C in here is noted, and takes effect at the end. Only the main thread gets one, and only it may ask."""
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
-    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if seen:
-        signal.raise_signal(signal.SIGINT)
-
-
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
     """The bytes of a carried tensor, as they are. Those of a checkpoint are compared with their checksums."""
     entry = source.entries[key]
@@ -206,14 +189,10 @@ def raw_tensor(source: Source, key: str) -> Tensor:
 
 
 def whole_values(source: Source, key: str) -> Tensor:
-    """A tensor of the source; numbers times their scales, in float32, where it has some."""
-    found, scale, shape = raw_tensor(source, key), source.scales.get(key), source.entries[key].shape
-    if scale is None:
-        return found
-    found = unpacked(found).view(shape) if scale.packed else found
-    scales = as_numbers(raw_tensor(source, scale.key)).view(scale.grid(shape))
-    scales = scales / raw_tensor(source, scale.divisor) if scale.divisor else scales
-    return values_of(found, Places.of(found, shape, scale).take(scales))
+    """Return a quantised tensor of the source times its scales, in float32."""
+    entry, whole = source.entries[key], Box.whole(source.entries[key].shape)
+    with Reader(source) as reader:
+        return reader.read(entry, Block(whole, key, tuple(entry.shape), whole), whole)
 
 
 def _check_carried(keymap: KeyMap) -> None:

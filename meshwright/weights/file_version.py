@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,6 @@ class Stamp:
             f"it was written into, or touched, {(now.changed_ns - self.changed_ns) / 1e9:.3f} s after the version that "
             f"was read (if it was only touched, `touch -d @{seconds}.{rest:09} FILE` gives it back its time)"
         )
-
-
-Stamps = Mapping[str, Stamp]  # by file
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A directory of this machine is taken as it is, and no rank talks to another.
 
 from __future__ import annotations
 
+import functools
 import os
 import string
 from pathlib import Path
@@ -42,16 +43,12 @@ def is_hub_id(source: str) -> bool:
 
 
 def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
-    first, path = os.environ.get("LOCAL_RANK", "0") == "0", Path()
-    for mine in (first, not first):
-        failure = None
-        if mine:
-            try:
-                path = download(hub_id, weights)
-            except LoadError as error:
-                failure = error
-        mesh.all_or_none(failure, f"the download of {hub_id}", LoadError)  # the others then find it in the cache
-    return path
+    first, fetch = os.environ.get("LOCAL_RANK", "0") == "0", functools.partial(download, hub_id, weights)
+    paths = [  # the first of each node, then the others, which find it in the cache
+        mesh.together(fetch if mine else Path, f"the download of {hub_id}", LoadError, "nothing was loaded")
+        for mine in (first, not first)
+    ]
+    return paths[not first]
 
 
 def download(hub_id: str, weights: bool) -> Path:

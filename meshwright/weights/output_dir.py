@@ -44,7 +44,7 @@ def check_target(target: Target) -> None:
         raise FileExistsError(f"this process runs in {Path.cwd()}, which would be replaced; choose another directory")
     if path.is_mount():
         raise FileExistsError(f"{path} is a mount point, which no whole directory can replace; choose one inside it")
-    _check_room(path, target.num_bytes)
+    check_writable(path, target.num_bytes)
 
 
 def _is_full(path: Path) -> bool:
@@ -73,7 +73,8 @@ def _refuse_to_replace(path: Path, target: Target) -> None:
             )
 
 
-def _check_room(path: Path, num_bytes: int) -> None:
+def check_writable(path: Path, num_bytes: int) -> None:
+    """Refuse a place below a file, without permission or without room."""
     there = next(p for p in path.parents if p.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"{there} is a file, and {path} would lie in it; choose another directory")
@@ -102,7 +103,7 @@ def atomic_directory(target: Target) -> Iterator[Path]:
     try:
         yield whole
         for each in (*whole.rglob("*"), whole):
-            _to_disk(each)
+            to_disk(each)
         if path.exists():
             whole.chmod(path.stat().st_mode & 0o7777)
         whole = whole.rename(path.with_name(f".{path.name}.finished-{mark}"))
@@ -129,13 +130,14 @@ def _take_its_place(whole: Path, path: Path, earlier: Path) -> None:
         if earlier.exists() and not path.exists():
             earlier.rename(path)
         raise
-    _to_disk(path.parent)
+    to_disk(path.parent)
     shutil.rmtree(earlier, ignore_errors=True)
     if earlier.exists():  # a network file system keeps what a reader has open
         logger.warning("%s was replaced and could not be removed; remove %s", path, earlier)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Write a file, or the names in a directory, from memory to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -8,12 +8,13 @@ the most of all counts: that is exact. A matrix in a format that is only read mu
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import ExportError, failure_in
+from ..errors import ExportError
 from ..log import progress
 from ..sharding import Block, Box, Param, piece
 from .keymap import KeyMap
@@ -33,8 +34,8 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
     mesh = stored_model.mesh
     with contextlib.ExitStack() as files:
         looked = Look(keymap, trained, files)
-        failure = failure_in(lambda: looked.at(stored_model), ExportError, "nothing was exported")
-        mesh.all_or_none(failure, "the comparison with the source", ExportError)
+        look = functools.partial(looked.at, stored_model)
+        mesh.together(look, "the comparison with the source", ExportError, "nothing was exported")
         for grids in (looked.most, looked.changed):
             found = mesh.most_(torch.cat([grids[key].view(-1) for key in trained]).to(mesh.device), "scales").cpu()
             parts = found.split([grids[key].numel() for key in trained])
