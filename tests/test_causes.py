@@ -213,6 +213,7 @@ PLANTS = {
     "a mean of the ranks' means": Planted(
         plants.mean_of_means, "qwen3", FSDP, r"S1 loss: .*\bmean\b.*\bdata ranks\b.*\bmeans\b"
     ),
+    "weights of tokens are ignored": Planted(plants.weights_ignored, "qwen3", FSDP, r"S1 loss: "),
     "targets counted on tp ranks too": Planted(plants.by_tp_ranks_too, "qwen3", TP, r"S1 loss: .*\b1/2 of it = 1/tp\b"),
     "aux loss counted for each micro-batch": Planted(
         plants.aux_each_micro_batch,

@@ -136,6 +136,10 @@ RANKS: dict[str, OnRanks] = {
     "a slice for a sum": OnRanks(vision_plants.a_slice_for_a_sum, TP, LOST.format("tp")),
     "frames shared otherwise": OnRanks(vision_plants.frames_shared_otherwise, TP, FORWARD),
     "rows at other places": OnRanks(vision_plants.rows_at_other_places, TP, FORWARD),
+    "pictures see each other": OnRanks(vision_plants.frames_see_each_other, TP, FORWARD),
+    "shares of gradients not summed": OnRanks(
+        vision_plants.shares_not_summed, TP, r"G1 \S*visual\S*: .*a sum over tp is missing"
+    ),
     "a table without gradient": OnRanks(
         vision_plants.table_of_zero_gradient, TP, r"G1 \S*visual\.pos_embed\.weight: .*\bit is zero\b"
     ),
@@ -229,11 +233,11 @@ def _lines(source: Path, name: str) -> list[str]:
     return [str(finding) for row in ROWS for finding in found if finding.oracle == row]
 
 
-NAMED = "each by its own batch"  # `make test` leaves the others to CI; tests/test_plants.py has some of their kind
+NAMED = ("each by its own batch", "pictures see each other", "shares of gradients not summed")  # others: slow, in CI
 TOLD = [name for name, bug in RANKS.items() if bug.mesh != CP or parts.ALL]  # the plants of cp are those of tp
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != NAMED)) for n in TOLD])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in NAMED)) for n in TOLD])
 def test_the_cause_is_named(source: Source, name: str) -> None:
     """By the oracles of `verify`, on its data."""
     lines = _lines(source("qwen3_vl"), name)

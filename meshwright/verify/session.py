@@ -130,9 +130,7 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     """Everything that can be refused is refused here, before any process starts."""
     check_devices(axes, options.device, model)
     if options.plant:
-        check_felt(
-            options.plant, axes, training=options.kind != WEIGHTS, sees=options.tower, in_fp8=options.fp8 is not None
-        )
+        check_felt(options.plant, axes, training=options.kind != WEIGHTS)
     runs = blueprint = _found(model, options, weights=False, say=say)
     check_layout(blueprint, axes, 2 * axes.pp, coded_in(blueprint, options.state_dtype))
     if refused := undivided(options.savings, asdict(axes)):
