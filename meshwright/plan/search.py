@@ -25,7 +25,7 @@ from .devices import Cluster
 from .figures import COMPUTE, Figures, work_of
 from .least_memory import Least
 from .mesh_checks import objections
-from .one_of_each_layer import Thin, first_price, held, least_bytes, thin
+from .one_of_each_layer import Thin, first_price, held, thin
 from .step_time import Estimate, estimate
 
 SECONDS_BETWEEN_LINES = 4.0
@@ -113,7 +113,7 @@ class Search:
         self.model: Thin = thin(blueprint)
         self.coded = coded_of(blueprint.table, blueprint.table.params) if asked.state_dtype == torch.uint8 else ()
         moment = 1.0 if self.coded else widths_of(COMPUTE, asked.state_dtype).moment
-        self.least = Least(blueprint, self.model, asked.size.tokens, moment)
+        self.least = Least(blueprint, asked.size.tokens, moment)
         self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
         self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
@@ -236,7 +236,7 @@ class Search:
     def _nearest(self, tried: Sequence[Cut]) -> Candidate:
         """With all savings, of the meshes that cut a model into the smallest parts."""
         most = replace(self.asked.savings, recompute=self.asked.recompute[-1], offload=not self._once)
-        smallest = sorted(tried, key=lambda cut: (least_bytes(self.model, cut.axes, 4), -cut.axes.tp * cut.axes.pp))
+        smallest = sorted(tried, key=lambda cut: (self.least.elements(cut.axes), -cut.axes.tp * cut.axes.pp))
         first, *others = (self._in_full(cut, self._ways(cut, most)[-1]) for cut in smallest[:_NEAREST])
         for each in others:
             self._tell(self._seconds / _LONGEST)
