@@ -26,7 +26,7 @@ from meshwright.train.loop import Habits, Loop
 from meshwright.train.resume_point import Position
 from meshwright.train.run import Trainer, run
 from meshwright.train.samples import sample_at
-from meshwright.train.step_metrics import Flops, flops_of, peak_of, squares_of
+from meshwright.train.step_metrics import Flops, peak_of, squares_of, trained_flops
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, source
 
@@ -76,7 +76,7 @@ def test_the_loss_of_each_source(tmp_path: Path) -> None:
 
 def operations(directory: Path, **options: Any) -> tuple[Flops, list[Param]]:
     model = mw.load(str(directory), mw.Mesh(), dtype=torch.float32, **options)
-    return flops_of(model), [*model.table]
+    return trained_flops(model), [*model.table]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe"])

@@ -16,7 +16,7 @@ from ..engine.step_bill import engine_bill
 from ..parallel import Savings
 from ..sharding import Charge, Pipeline, Traffic, Work, costs_of_stages, part_of, transfer_name
 from .devices import Cluster
-from .step_time import Estimate, Flops, Step, flops_of, fsdp_units
+from .step_time import Estimate, Flops, StepCost, flops_of, fsdp_units
 
 _BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "v": 1 / 3}  # of the waiting of 1F1B with as many stages
 
@@ -88,7 +88,7 @@ def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: 
     whole = [replace(charge, count=charge.count * times(charge)) for charge in charges]  # type: ignore[arg-type]
     whole += _transfers(model, axes, work)
     bubble = _bubble(model, axes.pp, work.num_batches)
-    step = Step(model.whole, axes, work, savings, cluster, model.flops)
+    step = StepCost(model.whole, axes, work, savings, cluster, model.flops)
     return step.estimate(whole, fsdp_units(blueprint, of_a_stage, 0), bubble)
 
 

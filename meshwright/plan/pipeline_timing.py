@@ -80,7 +80,7 @@ def place_lines(figures: Figures) -> list[PlaceLine]:
     ]  # fmt: skip
 
 
-def told(stage: StageLine) -> str:
+def layers_of_stage(stage: StageLine) -> str:
     layers = f"layer {stage.first}" if stage.first == stage.last else f"layers {stage.first}-{stage.last}"
     return f"stage {stage.stage}: {layers}"
 
@@ -94,7 +94,7 @@ def about_schedule(figures: Figures) -> str:
     )
 
 
-def notes(figures: Figures) -> list[str]:
+def pipeline_notes(figures: Figures) -> list[str]:
     """What costs time or memory, or differs, because there is a pipeline."""
     pp, spec, num = figures.axes.pp, figures.blueprint.spec, figures.work.num_batches
     found = []
@@ -114,7 +114,7 @@ def notes(figures: Figures) -> list[str]:
     return found
 
 
-def as_json(figures: Figures) -> dict[str, Any]:
+def pipeline_json(figures: Figures) -> dict[str, Any]:
     """`timetable`: of each place on pp its actions in order, each with kind, stage, micro-batch, start and end."""
     table = timetable(figures)
     return {

@@ -124,14 +124,14 @@ def sent(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cluster: Cl
     return Sent(BETWEEN if between else INSIDE, seconds)
 
 
-def cluster_in(figures: Figures) -> Cluster:
+def required_cluster(figures: Figures) -> Cluster:
     if figures.cluster is None:
         raise ConfigError("these figures are of no cluster, so nothing says how long a step takes")
     return figures.cluster
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """What ranks compute in a step of a model that is trained as a whole."""
 
     blueprint: Blueprint
@@ -168,10 +168,10 @@ class Step:
         )
 
 
-def step_of(figures: Figures) -> Step:
+def step_of(figures: Figures) -> StepCost:
     blueprint = figures.blueprint
     flops = flops_of(blueprint, blueprint.table.params.keys())
-    return Step(blueprint, figures.axes, figures.work, figures.savings, cluster_in(figures), flops)
+    return StepCost(blueprint, figures.axes, figures.work, figures.savings, required_cluster(figures), flops)
 
 
 def estimate(figures: Figures) -> Estimate:
@@ -242,7 +242,7 @@ def speed(figures: Figures) -> str:
 
 def mfu(figures: Figures) -> float:
     """Model FLOPs utilisation: what the tokens need, by what the devices could do, without what is recomputed."""
-    return step_of(figures).operations / (estimate(figures).seconds * cluster_in(figures).flops * 10**12)
+    return step_of(figures).operations / (estimate(figures).seconds * required_cluster(figures).flops * 10**12)
 
 
 def tokens_a_second(figures: Figures) -> float:
@@ -255,12 +255,12 @@ def tokens_a_second(figures: Figures) -> float:
 def assumptions(figures: Figures) -> str:
     """In one line."""
     left_out = ", and so are copies to and from the host" if figures.savings.offload else ""
-    return f"Estimated for {cluster_in(figures).told}. {ASSUMED}{left_out}."
+    return f"Estimated for {required_cluster(figures).told}. {ASSUMED}{left_out}."
 
 
 def sent_of(figures: Figures, line: Traffic | ChargeLine) -> Sent:
     """The time of all collectives of a line."""
-    return sent(line.op, line.num_bytes, line.axes, figures.axes, cluster_in(figures))
+    return sent(line.op, line.num_bytes, line.axes, figures.axes, required_cluster(figures))
 
 
 def timed(figures: Figures, line: Traffic | ChargeLine) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def all_of(makes: Iterable[Callable[[], Made]]) -> list[Made]:
     return made
 
 
-def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
+def training_data(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
     """Of the training. Every process makes the same."""
     reader = Reader(directory, cache, config.train.tower, processes)
     named = zip(config.data, names_of(config.data), strict=True)

@@ -101,7 +101,7 @@ def _step_line(step: int, num_steps: int, values: Mapping[str, Any]) -> str:
     text = (
         f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {_number(values['train/loss'], '.4f')}  "
         f"norm {_number(values['train/grad_norm'], '.3g')}{lr}  "
-        f"{amount(values['throughput/tokens_per_s'])} tok/s  {clock(left)} left"
+        f"{token_amount(values['throughput/tokens_per_s'])} tok/s  {clock(left)} left"
     )
     return text if len(text) <= WIDTH else text.replace(lr, "")  # which the schedule says as well
 
@@ -111,7 +111,7 @@ def _number(value: float | None, spec: str) -> str:
     return "nan" if value is None else format(value, spec)
 
 
-def amount(value: float) -> str:
+def token_amount(value: float) -> str:
     """Of tokens: 12,345 or 1.23M."""
     return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:.2f}M"
 

@@ -11,7 +11,7 @@ from ..errors import CheckpointError, ConfigError
 from ..log import logger
 from ..weights import path_of
 from .config import Config
-from .config_docs import Difference, differences
+from .config_docs import ChangedField, changed_fields
 from .config_file import read
 from .data_sources import Data
 from .lr_schedule import jump_of
@@ -99,9 +99,9 @@ def _tell_changes(config: Config, file: Path) -> None:
         logger.warning("what has changed since the run began is not known: %s", unknown)
 
 
-def _changes(config: Config, file: Path) -> tuple[list[Difference], str]:
+def _changes(config: Config, file: Path) -> tuple[list[ChangedField], str]:
     """Return what differs, and why that is not known where the file of an earlier version cannot be read."""
     try:
-        return (differences(read(file), config) if file.is_file() else []), ""
+        return (changed_fields(read(file), config) if file.is_file() else []), ""
     except ConfigError as error:
         return [], str(error)

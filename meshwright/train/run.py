@@ -17,7 +17,7 @@ from ..weights import path_of
 from . import failure
 from .config import Config
 from .config_model import savings_of, warn_of_memory
-from .data_sources import Data, batches_of, data_of, held_out_of, model_directory
+from .data_sources import Data, batches_of, held_out_of, model_directory, training_data
 from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
 from .lr_schedule import schedule
@@ -27,7 +27,7 @@ from .rank import LAUNCHER, listening
 from .resume_point import position_of
 from .run_record import device_name, sizes_of, write_record
 from .samples import Samples, prompts_of
-from .step_metrics import BySource, flops_of, peak_of
+from .step_metrics import BySource, peak_of, trained_flops
 
 EXPORT = "export"
 
@@ -58,7 +58,7 @@ class Trainer:
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
-        self.data, held_out = data_of(config, directory, cache), held_out_of(config, directory, cache)
+        self.data, held_out = training_data(config, directory, cache), held_out_of(config, directory, cache)
         for each in (self.data, *held_out.values()) if mesh.rank == 0 else ():
             for line in each.left_out():
                 logger.warning("%s", line)
@@ -179,4 +179,4 @@ def _habits(config: Config) -> Habits:
 
 def _speed(model: Model) -> Speed:
     peak = peak_of(device_name(model.mesh.device))
-    return Speed(flops_of(model), None if peak is None else peak * model.mesh.axes.world)
+    return Speed(trained_flops(model), None if peak is None else peak * model.mesh.axes.world)

@@ -17,8 +17,7 @@ from ..engine.losses import Fields, Scores
 from ..errors import RankError
 from ..mesh import Mesh
 from ..plan.devices import peak_of as peak_of
-from ..plan.step_time import Flops
-from ..plan.step_time import flops_of as _flops_of
+from ..plan.step_time import Flops, flops_of
 
 
 class BySource:
@@ -54,7 +53,7 @@ class Reading(NamedTuple):
     sources: Sequence[float]
 
 
-class Told(NamedTuple):
+class Measured(NamedTuple):
     """Of all ranks: a signal that any of them got, the longest times, the fullest memory."""
 
     signal: int
@@ -66,13 +65,13 @@ class Told(NamedTuple):
     sources: tuple[tuple[float, float], ...]
 
 
-def agree(mesh: Mesh, reading: Reading, at: str) -> Told:
+def gather_readings(mesh: Mesh, reading: Reading, at: str) -> Measured:
     """Every rank calls it, and gets the same."""
     own = (*reading[:4], float(_peak_bytes(mesh.device)), *reading.sources)
     rows = mesh.all_or_none(None, at, RankError, [float(number) for number in own])
     signal, wait, time, _, peak, *_ = rows.amax(0).tolist()
     _, _, _, squares, _, *sums = rows.sum(0).tolist()  # a rank has the terms of its own tokens alone
-    return Told(
+    return Measured(
         int(signal), wait, time, squares * mesh.num_data_ranks / len(rows), int(peak), int(rows[:, 4].argmax()),
         tuple(zip(sums[::2], sums[1::2], strict=True)),
     )  # fmt: skip
@@ -91,5 +90,5 @@ def _peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def flops_of(model: Model) -> Flops:
-    return _flops_of(model.blueprint, {*model.trained})
+def trained_flops(model: Model) -> Flops:
+    return flops_of(model.blueprint, {*model.trained})

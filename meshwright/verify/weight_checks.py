@@ -166,7 +166,7 @@ class _Comparison:
         if torch.equal(ours_bits, their_bits):
             return
         if not self.num_wrong:
-            self.checksums = (_crc(ours_bits), _crc(their_bits))
+            self.checksums = (checksum_of(ours_bits), checksum_of(their_bits))
         self.num_wrong += int((ours_bits != their_bits).sum())
         self.excess += _unordered(ours_bits) - _unordered(their_bits)
 
@@ -198,8 +198,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _crc(bits: Tensor) -> int:
-    return zlib.crc32(bits.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+def checksum_of(bits: Tensor) -> int:
+    return zlib.crc32(bits.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _unordered(bits: Tensor) -> int:
