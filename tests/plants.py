@@ -5,7 +5,8 @@ tests/test_causes.py lists them, each with what the oracles have to say of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,16 @@ from meshwright.weights import reader as loading
 from meshwright.weights import streaming
 
 Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+@contextmanager
+def planted(plant: Plant | None) -> Iterator[None]:
+    """Plant a bug in this process, or nothing, for as long as the block takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch)
+        yield
 
 
 # Sums of gradients.

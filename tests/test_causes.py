@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from meshwright.verify.collective_checks import place_of
 from meshwright.verify.diagnose.causes import Suspect, cause_of
 from meshwright.verify.report import ROWS
 from tests import collective_plants, parts, plants, tiny, trials, worlds
+from tests.plants import planted
 
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 
@@ -419,15 +419,6 @@ def groups() -> list[list[str]]:
     return [*shared, *([name] for name in STOPPED)]
 
 
-@contextmanager
-def planted(name: str) -> Iterator[None]:
-    """On each rank, for as long as the trial takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        if name in PLANTS:
-            PLANTS[name].plant(patch)
-        yield
-
-
 def printed(trial: TrialOf, group: Sequence[str]) -> dict[str, list[str]]:
     """The findings in the order in which they are printed."""
     bugs = {name: (PLANTS | OTHERWISE)[name] for name in group}
@@ -435,7 +426,7 @@ def printed(trial: TrialOf, group: Sequence[str]) -> dict[str, list[str]]:
         n: replace(trial(b.model, b.mesh, b.changes), steps=b.num_steps, thorough=b.thorough) for n, b in bugs.items()
     }
     try:
-        found = trials.findings_in_turn(tried, planted)
+        found = trials.findings_in_turn(tried, lambda name: planted(PLANTS[name].plant if name in PLANTS else None))
     except RankError as error:
         if len(group) > 1:
             raise

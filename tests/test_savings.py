@@ -269,7 +269,7 @@ def test_moments_in_bfloat16(source: Callable[..., Path]) -> None:
 
 
 def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
-    from meshwright.optim.adamw.adamw import AdamW, Settings
+    from meshwright.optim.adamw import AdamW, Settings
 
     g = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(7, 5, generator=g) for name in ("a", "b")}
@@ -442,7 +442,7 @@ def _refused(directory: Path, savings: dict[str, Any]) -> str:
     ],
 )
 def test_refused_by_the_optimizer(more: dict[str, Any], pattern: str) -> None:
-    from meshwright.optim.adamw.adamw import Settings
+    from meshwright.optim.adamw import Settings
 
     with pytest.raises(ConfigError, match=pattern):
         Settings(state=more["state_dtype"], betas=more.get("betas", (0.9, 0.95)))
