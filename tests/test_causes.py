@@ -17,7 +17,7 @@ from meshwright.axes import Axes
 from meshwright.engine.step_bill import step_bill
 from meshwright.errors import RankError
 from meshwright.verify import Recorder, Trial
-from meshwright.verify.collective_checks import place_of
+from meshwright.verify.collective_checks import place_in_bill
 from meshwright.verify.diagnose.causes import Suspect, cause_of
 from meshwright.verify.report import ROWS
 from tests import collective_plants, parts, plants, tiny, trials, worlds
@@ -460,7 +460,7 @@ def _places(tried: Trial) -> tuple[set[str], set[str]]:
     with Recorder() as recorder:
         engine.step(batches)
     bill = step_bill(engine.model, len(batches[0]), len(batches))
-    return {place_of(seen.at) for seen in recorder.seen if seen.at}, {place_of(c.what) for c in bill}
+    return {place_in_bill(seen.at) for seen in recorder.seen if seen.at}, {place_in_bill(c.what) for c in bill}
 
 
 def test_ranks_stand_where_the_bill_says(trial: TrialOf) -> None:

@@ -20,7 +20,7 @@ from meshwright.plan import Cluster, Figures, Search, objections, search, step_t
 from meshwright.plan.figures import RankMemory
 from meshwright.plan.least_memory import Least
 from meshwright.plan.one_of_each_layer import first_price, held, thin
-from meshwright.plan.search import Asked, Candidate, Cut, Found, Size, cuts, divisors
+from meshwright.plan.search import Asked, Candidate, Cut, SearchResult, Size, cuts, divisors
 from meshwright.plan.step_time import estimate
 from meshwright.plan.terminal import command
 from meshwright.sharding import Context, Pipeline, Stored
@@ -41,7 +41,7 @@ def written(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def found_of(config: dict[str, Any], num: int, device: int, **given: Any) -> Found:
+def found_of(config: dict[str, Any], num: int, device: int, **given: Any) -> SearchResult:
     size = Size(num, 8, 8192, num * 8192)
     return Search(draw(config), Asked("it", size, "it", device, H100, **given), lambda _: None).run()
 

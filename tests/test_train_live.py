@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 import meshwright as mw
 from meshwright.log import logger
 from meshwright.train import config_file, failure, launch, lock, loop, processes
-from meshwright.train.display import Display, RunState, Screen, Tail, parsed, sparkline
+from meshwright.train.display import Display, RunState, Screen, Tail, parsed_lines, sparkline
 from meshwright.train.failure import Failure
 from meshwright.train.metrics import JsonLines, Lines
 from meshwright.train.processes import Ended
@@ -121,7 +121,7 @@ def test_a_file_is_followed(tmp_path: Path) -> None:
             out.flush()
             assert [*tail.lines()] == whole
     assert [*Tail(tmp_path / "x", at_end=True).lines()] == []
-    assert [*parsed(['{"a": 1}', '{"kind": "st', "2"])] == [{"a": 1}, 2]
+    assert [*parsed_lines(['{"a": 1}', '{"kind": "st', "2"])] == [{"a": 1}, 2]
 
 
 def test_plain_lines() -> None:

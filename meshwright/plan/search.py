@@ -75,7 +75,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """`best`: those that fit, the quickest first. `nearest`: if none does, the one that is too large by least.
     `num_meshes`: that the model allows, of which `num_too_large` cannot fit whatever they recompute."""
 
@@ -117,7 +117,7 @@ class Search:
         self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
         self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         tried, savings = self._tried, self.asked.savings
         best = self.quickest(_LONG)
         if not best and not savings.offload and not self._once:
@@ -128,7 +128,7 @@ class Search:
         if nearest is not None and nearest.figures.fits:  # too many of those that are quicker did not
             best, nearest = [nearest], None
         num_too_large = len(tried) - len(self._may_fit(tried, savings))
-        return Found(tuple(best), nearest, len(tried), num_too_large, len(self.in_full))
+        return SearchResult(tuple(best), nearest, len(tried), num_too_large, len(self.in_full))
 
     def quickest(self, until: float) -> list[Candidate]:
         """With the savings that are asked for alone. `until`: seconds of a CPU since the search began."""

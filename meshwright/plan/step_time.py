@@ -107,7 +107,7 @@ def in_a_node(axes: Axes, over: tuple[str, ...], gpus_per_node: int) -> int:
     return num
 
 
-def sent(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cluster: Cluster) -> Sent:
+def time_on_links(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cluster: Cluster) -> Sent:
     """`num_bytes`: of the larger side, as the bill has them. Each rank has a link of its own to other nodes, so that of
     a ring each rank of a node carries a share between nodes. Both links work at the same time."""
     num, here = prod(axes.sizes(over)), in_a_node(axes, over, cluster.gpus_per_node)
@@ -187,7 +187,7 @@ def fsdp_units(blueprint: Blueprint, axes: Axes, rank: int) -> Set[str]:
 
 
 def _seconds(charge: Charge, axes: Axes, cluster: Cluster) -> float:
-    return charge.count * sent(charge.op, charge.num_bytes, charge.axes, axes, cluster).seconds
+    return charge.count * time_on_links(charge.op, charge.num_bytes, charge.axes, axes, cluster).seconds
 
 
 def _waits(charges: list[Charge], axes: Axes, cluster: Cluster) -> Iterator[Wait]:
@@ -196,7 +196,7 @@ def _waits(charges: list[Charge], axes: Axes, cluster: Cluster) -> Iterator[Wait
     for charge in charges:
         live = [axis for axis in charge.axes if axes.size_of(axis) > 1]
         first = live[0].partition("/")[0].partition("%")[0] if len(live) == 1 else ""
-        link = sent(charge.op, charge.num_bytes, charge.axes, axes, cluster).link
+        link = time_on_links(charge.op, charge.num_bytes, charge.axes, axes, cluster).link
         what = _SUMS if charge.op == "all_reduce" else _WHAT.get(first, _SUMS)
         found[what, link] += _seconds(charge, axes, cluster)
     for (what, link), seconds in sorted(found.items(), key=lambda row: -row[1]):
@@ -260,7 +260,7 @@ def assumptions(figures: Figures) -> str:
 
 def sent_of(figures: Figures, line: Traffic | ChargeLine) -> Sent:
     """The time of all collectives of a line."""
-    return sent(line.op, line.num_bytes, line.axes, figures.axes, required_cluster(figures))
+    return time_on_links(line.op, line.num_bytes, line.axes, figures.axes, required_cluster(figures))
 
 
 def timed(figures: Figures, line: Traffic | ChargeLine) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from . import step_time as times
 from .figures import Figures
 from .fit_advice import advice, helps, verdict
 from .mesh_checks import as_option
-from .search import Asked, Candidate, Found
+from .search import Asked, Candidate, SearchResult
 from .step_time import assumptions, times_as_json, tokens_a_second
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
 from .wording import (
@@ -265,7 +265,7 @@ def why(candidate: Candidate, first: Candidate) -> str:
     return f"{waits}; {longer} {verb} {more} longer than in the first"
 
 
-def print_found(found: Found, asked: Asked) -> None:
+def print_found(found: SearchResult, asked: Asked) -> None:
     console, first = Console(), (*found.best, found.nearest)[0]
     assert first is not None
     title = f"{asked.model} on {counted(asked.size.num_ranks, 'rank')} of {asked.device_name} ({nominal(asked.device)})"
@@ -285,7 +285,7 @@ def print_found(found: Found, asked: Asked) -> None:
     console.print(Text(f"  {command(first, asked)}", style="bold"), soft_wrap=True)
 
 
-def _about(found: Found, asked: Asked, first: Candidate) -> str:
+def _about(found: SearchResult, asked: Asked, first: Candidate) -> str:
     tokens = asked.size.global_tokens
     return (
         f"{large(first.figures.num_parameters)} parameters; {tokens:,} tokens a step in micro-batches of "
@@ -294,7 +294,7 @@ def _about(found: Found, asked: Asked, first: Candidate) -> str:
     )
 
 
-def _table(found: Found) -> Grid:
+def _table(found: SearchResult) -> Grid:
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("")
     for column in ("a step", "products", "waits", "host", "gathers", "bubble", "stored", "left"):
@@ -362,7 +362,7 @@ def _that_do_something(words: Sequence[str], axes: Axes) -> Iterator[str]:
             yield word
 
 
-def search_as_json(found: Found, asked: Asked, origin: Mapping[str, str]) -> dict[str, Any]:
+def search_as_json(found: SearchResult, asked: Asked, origin: Mapping[str, str]) -> dict[str, Any]:
     first = (*found.best, found.nearest)[0]
     assert first is not None
     return {

@@ -11,7 +11,7 @@ from ..errors import counted
 from ..plan.html import Cell, details, flowing, page, section, table, tag, wrap
 from . import summary
 from .run_files import Run
-from .series import CHARTS, data_of
+from .series import CHARTS, chart_data
 from .starts import story
 
 _HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ _SAMPLES = 12  # times of samples that are shown, the last ones and the first
 
 def report_page(runs: Sequence[Run], origin: Mapping[str, str]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    data = data_of(runs)
+    data = chart_data(runs)
     sections = (
         _heading(title, runs), _history(runs), _differences(runs), _charts(data), _experts(data, runs),
         *(_told(run, with_starts=len(runs) > 1) for run in runs),

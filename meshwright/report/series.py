@@ -29,7 +29,7 @@ _FROM_ZERO = ("memory/peak_bytes",)  # a chart from the lowest value on would sh
 _SOURCE = "train/loss/"
 
 
-def data_of(runs: Sequence[Run]) -> dict[str, Any]:
+def chart_data(runs: Sequence[Run]) -> dict[str, Any]:
     """For the script of the page. Charts that no run has anything for are not there."""
     most = max(200, min(POINTS, 2 * POINTS // len(runs)))
     curves = {metric: _chart(metric, runs, most) for metric in CHARTS}

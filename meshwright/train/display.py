@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..expert_collapse import ExpertUse
-from .metrics import HISTORY, Lines, clock, parsed, tail_of, token_amount
+from .metrics import HISTORY, Lines, clock, parsed_lines, tail_of, token_amount
 from .rank import OURS
 
 _TICK_S = 0.25
@@ -68,7 +68,7 @@ class Display(threading.Thread):
         self.num_steps_seen, self._warned = 0, False
         self._last, self._began, self._ends = "", time.monotonic(), threading.Event()
         self._asked, self._said_so, self._lock = asked, False, threading.Lock()
-        for line in parsed(tail_of(self.metrics.file, HISTORY).decode(errors="replace").splitlines()):
+        for line in parsed_lines(tail_of(self.metrics.file, HISTORY).decode(errors="replace").splitlines()):
             seen.take(line)
         seen.starts(again=False)
 
@@ -129,7 +129,7 @@ class Display(threading.Thread):
             if text.startswith(OURS):
                 say(text.removeprefix(OURS))
             self._last = text.removeprefix(OURS).strip() or self._last
-        for line in parsed(self.metrics.lines()):
+        for line in parsed_lines(self.metrics.lines()):
             self.seen.take(line)
             self.num_steps_seen += line["kind"] == "step"
             self.lines.num_steps = self.seen.num_steps

@@ -18,7 +18,7 @@ from ..weights import path_of
 from . import failure, processes
 from .config import Config
 from .config_checks import contradictions
-from .data_sources import Data, all_of, held_out_of, model_directory, training_data
+from .data_sources import TrainingData, all_of, held_out_of, model_directory, training_data
 from .display import Display, RunState
 from .lock import hold
 from .rank import LAUNCHER, as_rank, noted
@@ -54,8 +54,8 @@ def ends_at_the_terminal() -> bool:
 class Prepared:
     """All data of a run: what is trained on, and the held-out sets by name."""
 
-    data: Data
-    held_out: Mapping[str, Data]
+    data: TrainingData
+    held_out: Mapping[str, TrainingData]
 
 
 def prepared(config: Config) -> Prepared:

@@ -77,7 +77,7 @@ def tail_of(file: Path, num_bytes: int) -> bytes:
     return text if size <= num_bytes else text.partition(b"\n")[2]
 
 
-def parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def parsed_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Without those that a run was killed in."""
     for line in lines:
         with suppress(json.JSONDecodeError):
@@ -86,7 +86,7 @@ def parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def last_step(file: Path) -> int:
     """Return the last step that the file tells of; 0 for none."""
-    lines = parsed(tail_of(file, HISTORY).decode(errors="replace").splitlines())
+    lines = parsed_lines(tail_of(file, HISTORY).decode(errors="replace").splitlines())
     return [0, *(line["step"] for line in lines if line["kind"] == "step")][-1]
 
 

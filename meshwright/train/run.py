@@ -17,7 +17,7 @@ from ..weights import path_of
 from . import failure
 from .config import Config
 from .config_model import savings_of, warn_of_memory
-from .data_sources import Data, batches_of, held_out_of, model_directory, training_data
+from .data_sources import TrainingData, batches_of, held_out_of, model_directory, training_data
 from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
 from .lr_schedule import schedule
@@ -149,7 +149,7 @@ def be_deterministic(wished: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _engine(config: Config, model: Model, data: Data) -> Engine:
+def _engine(config: Config, model: Model, data: TrainingData) -> Engine:
     optim, several = config.optim, len(data.documents) > 1
     first, second = optim.betas
     return Engine(

@@ -24,12 +24,12 @@ from .diagnose.gradients import suspects, where
 from .independent_checks import UPDATE
 from .reference import Findings, Run, everywhere, lr_of_trial, unrounded
 from .results import Finding
-from .weight_checks import checksum_of, differences
+from .weight_checks import checksum_of, weight_differences
 
 
 def w1_load(run: Run) -> Findings:
     """Every stored element is bitwise the source's, and new weights are those of one process."""
-    found = [Finding("W1", each.name, str(each)) for each in differences(run.model, list(run.model.pieces))]
+    found = [Finding("W1", each.name, str(each)) for each in weight_differences(run.model, list(run.model.pieces))]
     if sum(n for (n,) in everywhere(run.model.mesh, [len(found)])):
         run.blame = "weights are not those of the source, see W1"
     run.measured("W1", "elements of all ranks", sum(piece.numel for piece in run.model.pieces.values()))

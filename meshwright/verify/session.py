@@ -180,7 +180,7 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
     if plan.kind == WEIGHTS:
         return [_compare_weights(plan, say)]
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        source = source_of(plan, Path(folder), say)
+        source = make_source(plan, Path(folder), say)
         runs = [_run(plan, dtype, source, Path(folder), say) for dtype in plan.options.dtypes]
         runs += [_price(plan, source, say)] if plan.options.fp8 and plan.kind == FULL else []
         return runs + ([_against(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
@@ -223,7 +223,7 @@ def _config_of_peers(plan: Plan) -> dict[str, Any]:
     return {**config, "text_config": text} if plan.runs.tower else text
 
 
-def source_of(plan: Plan, folder: Path, say: Say) -> Path:
+def make_source(plan: Plan, folder: Path, say: Say) -> Path:
     """The directory that is tried: the user's, or a small model that is made in `folder`."""
     if plan.kind == FULL:
         return plan.directory
