@@ -1,12 +1,21 @@
-"""One-line bugs, planted in a copy of the package one at a time, and what `meshwright verify` says of each.
+"""Plant the bugs of tests/mutants.json in copies of the package, one at a time; run verify and tests on each copy.
 
-    python -m tests.mutants                  # all of them: 12 minutes on two cores
-    python -m tests.mutants 10 12 26         # some, by number; from 27 mutants_chosen.py, from 53 mutants_blind.py
-    python -m tests.mutants --write          # the table of docs/mutants.md too
+    python -m tests.mutants                  # all of them: about an hour on two cores
+    python -m tests.mutants 10 12 26         # some, by number
+    python -m tests.mutants --list own.json  # those of another file
 
-A bug is a text that stands once in a file, and what stands in its place. `place`: the files to which the findings must
-lead, by the row of docs/tour.md of the first oracle that fails, or by a name in the first findings. A mutant is caught
-if verify ends with findings.
+The file holds a list of objects with these fields, of which the first four are needed:
+
+    what              the bug in a few words
+    file, old, new    a file below meshwright/, a text that stands in it once, and its replacement
+    verify            command lines of `meshwright verify`, tried in turn until one finds something; without --dtypes in
+                      float64 first, then in the other dtypes. Paths of *.json begin at the repository
+    tests             arguments of pytest, such as ["tests/test_engine.py", "-k", "norm"]
+    place             a pattern in the first findings that leads to the file: by the row of docs/tour.md of the first
+                      oracle that fails, or by a name
+    why               the numbers, files or collectives that it changes there
+
+A mutant with `old` equal to `new` shows what honest code gives. Exit code 1: nothing caught one of them.
 """
 
 from __future__ import annotations
@@ -20,236 +29,128 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "mutants.md"
-MOE, HYBRID, DENSE = "tiny-qwen3-moe", "tiny-qwen3.5-moe", "tiny-qwen3"
+_STEPS = ("float64", "float32,bfloat16")  # a bug that float64 shows needs no other dtype
 
 
 @dataclass(frozen=True)
 class Mutant:
-    number: int
     what: str
     file: str
     old: str
     new: str
-    model: str
-    mesh: str
-    place: str  # a pattern of the first finding that leads to the file
-    why: str = ""  # it changes numbers, files or collectives on that model and mesh
+    verify: Sequence[str] = ()
+    tests: Sequence[str] = ()
+    place: str = ""
+    why: str = ""
+
+    def stands(self) -> int:
+        """Return how often the text to replace occurs in its file."""
+        return (ROOT / "meshwright" / self.file).read_text("utf-8").count(self.old) if self.old else 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    mutant: Mutant
-    oracles: str  # those that found something, by run
-    first: str  # finding
-    led: bool
-    seconds: float
+    findings: Sequence[tuple[str, str]]  # oracle and text
+    tests: str  # the last line of pytest
+
+    @property
+    def oracles(self) -> str:
+        return ", ".join(dict.fromkeys(oracle for oracle, _ in self.findings))
+
+    @property
+    def caught(self) -> bool:
+        return bool(self.findings) or "failed" in self.tests or "error" in self.tests
+
+    def leads(self, mutant: Mutant) -> str:
+        """Say whether the first findings lead to the file."""
+        if not mutant.place or not self.findings:
+            return "-"
+        led = any(re.search(mutant.place, text, re.DOTALL) for _, text in self.findings[:6])
+        return "yes" if led else "no"
 
 
-MUTANTS = [
-    Mutant(1, "the owner of an element ignores replicas", "sharding/rules.py",
-           "holders(piece.param, spec.rules, axes, rank)[0] == rank",
-           "min(r for r in holders(piece.param, spec.rules, axes, rank) "
-           "if axes.coords(r)['replicate'] == axes.coords(rank)['replicate']) == rank",
-           DENSE, "replicate=2,fsdp=2", r"T1 \S+: |N1 norm"),
-    Mutant(2, "float32 parameters are not summed over replicas", "sharding/rules.py",
-           "return () if param.float32 else (\"replicate\", *placement.shard)",
-           "return (\"replicate\",) if param.float32 else (\"replicate\", *placement.shard)",
-           HYBRID, "replicate=2", r"sum over replicate|sums of gradients"),
-    Mutant(3, "the last sums run over the first axis alone", "parallel/gradient_sums.py",
-           "live = tuple(a for a in axes if mesh.axes.size_of(a) > 1)",
-           "live = tuple(a for a in axes if mesh.axes.size_of(a) > 1)[:1]",
-           HYBRID, "fsdp=2,tp=2", r"a sum over|sums of gradients"),
-    Mutant(4, "replicas are summed after the first micro-batch", "parallel/run_step.py",
-           "is_last = step.stage, step.batch == len(self.batches) - 1", "is_last = step.stage, step.batch == 0",
-           DENSE, "replicate=2", r"replicate|a sum"),
-    Mutant(5, "the way back of a gathering averages", "mesh/collectives.py",
-           "return scatter_sum(d, ctx.size, ctx.group), None, None, None",
-           "return scatter_sum(d, ctx.size, ctx.group) / ctx.size, None, None, None",
-           DENSE, "tp=2", r"tp|way back|averaged"),
-    Mutant(6, "rows of experts come back in the wrong order", "parallel/expert.py",
-           "return sums(group.exchange(ops.reordered(y_ND, back_N, order_N), sent",
-           "return sums(group.exchange(ops.reordered(y_ND, order_N, back_N), sent",
-           MOE, "fsdp=2,ep=2", r"D1 layers\.\d+\.mlp"),
-    Mutant(7, "pooled counts leave tp out", "engine/router.py",
-           "return Sum(\"the router's pooled counts\", TOKENS,",
-           "return Sum(\"the router's pooled counts\", TOKENS[:-1],",
-           MOE, "tp=2", r"router|aux loss"),
-    Mutant(8, "counts of the router go stale", "engine/router.py",
-           "self._here_LE = torch.zeros_like(self.load_LE)\n\n    def set_slope",
-           "self._here_LE = torch.zeros_like(self.load_LE)\n        self.forget = lambda: None\n\n    def set_slope",
-           MOE, "fsdp=2", r"load of experts|router"),
-    Mutant(9, "clipping scales the gradients that a rank owns, and no copies", "engine/engine.py",
-           "torch._foreach_mul_([*grads.values()],",
-           "torch._foreach_mul_([g for n, g in grads.items() if n in self.model.owned],",
-           DENSE, "tp=2", r"G2|U1|O1"),
-    Mutant(10, "the lr of the next step is taken", "engine/engine.py",
-           "lr_of_step(self.lr(self.steps) if", "lr_of_step(self.lr(self.steps + 1) if",
-           DENSE, "fsdp=2", r"O1 .*lr of the next step"),
-    Mutant(11, "the loss is divided by targets, not by weights", "engine/engine.py",
-           ".sum() / step.weight", ".sum() / step.num_targets", DENSE, "fsdp=2", r"S1 .*(weights|targets|mean)"),
-    Mutant(12, "norms and biases decay", "engine/engine.py",
-           "AdamW({p.name for p in model.table if p.decay}, settings,",
-           "AdamW({p.name for p in model.table}, settings,", DENSE, "fsdp=2", r"O1 \S*norm.*decays"),
-    Mutant(13, "the last element of odd pieces above 64 is not updated", "optim/adamw.py",
-           "            part.append((name, at))",
-           "            part.append((name, slice(0, num - (num % 2 if num > 64 else 0)) if at is None else at))",
-           DENSE, "fsdp=4", r"O1|U1"),
-    Mutant(14, "kv heads are mapped wrongly where they divide unevenly", "models/qwen3.py",
-           "of_query = [here.index(head // serves) for head in self.swap.mine]",
-           "of_query = [(head - self.heads.start) // serves for head in self.swap.mine]",
-           DENSE, "tp=4", r"D1 layers\.0\.mixer"),
-    Mutant(15, "the delta rule leaks into documents that begin at a chunk", "ops/delta.py",
-           "(positions_nC <= i_C)", "(positions_nC < i_C)", "tiny-qwen3.5", "fsdp=2", r"D1 layers\.0\.mixer|M1"),
-    Mutant(16, "heads are rotated the other way round", "ops/rope.py",
-           "y[..., :num_freqs].addcmul_(x[..., num_freqs:], sin, value=-1)\n"
-           "    y[..., num_freqs:].addcmul_(x[..., :num_freqs], sin)",
-           "y[..., :num_freqs].addcmul_(x[..., num_freqs:], sin)\n"
-           "    y[..., num_freqs:].addcmul_(x[..., :num_freqs], sin, value=-1)",
-           DENSE, "fsdp=2", r"M1 logits"),
-    Mutant(17, "the gradient of the vocabulary comes from one chunk of the loss", "ops/loss.py",
-           "def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:",
-           "def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:\n    add = False",
-           DENSE, "fsdp=2", r"G1 lm_head"),
-    Mutant(18, "boxes of one element are not read", "weights/reader.py",
-           "if common is not None:\n                    self._fill_box",
-           "if common is not None and common.size > 1:\n                    self._fill_box",
-           "tiny-qwen3.5", "tp=4", r"W1 "),
-    Mutant(19, "gradients are handed out in the dtype of the file", "weights/streaming.py",
-           "DTYPES[k.dtype] if dtypes is None else _widest(made_of[k.name], dtypes) for k in batch}",
-           "DTYPES[k.dtype] for k in batch}",
-           DENSE, "fsdp=2", r"G1 .*handed out in"),
-    Mutant(20, "a last token predicts the next document", "data/pack.py",
-           "labels_T = to_terms(tokens_T, bounds, IGNORE)\n", "labels_T = tokens_T.roll(-1)\n",
-           DENSE, "fsdp=2", r"D1 labels"),
-    Mutant(21, "filler counts in the router", "models/router_balance.py",
-           "self._counted_T = counted_T\n", "self._counted_T = torch.ones_like(counted_T)\n",
-           MOE, "fsdp=2", r"N1 load of experts|aux loss"),
-    Mutant(22, "an expert with one row gets no gradient", "ops/experts.py",
-           "if count else 0\n", "if count > 1 else 0\n", MOE, "fsdp=2,ep=2", r"(G1|M1) \S*experts"),
-    Mutant(23, "the eps of a norm stands outside of the root", "ops/norms.py",
-           "torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)",
-           "1 / (x.square().mean(-1, keepdim=True).sqrt() + eps)", DENSE, "fsdp=2", r"M1"),
-    Mutant(24, "the norm is summed on all ranks but the first", "engine/engine.py",
-           "return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()",
-           "x = squares(grads, self.model.owned, mesh.device)\n"
-           "        return (x if mesh.rank else mesh.sum_(x, NORM)).sqrt()",
-           DENSE, "fsdp=2", r"RUN .*the norm"),
-    Mutant(25, "gradients are summed in bfloat16", "parallel/fsdp.py",
-           "reduce = torch.promote_types(compute, torch.float32)", "reduce = compute",
-           DENSE, "fsdp=2", r"K1 .*bytes|K1 reduce_scatter"),
-    Mutant(26, "the router's softmax is in bfloat16", "ops/experts.py",
-           "upcast(logits_TE).softmax(-1)", "logits_TE.to(torch.bfloat16).softmax(-1).float()",
-           MOE, "fsdp=2", r"(N1|M1) .*(router|experts)"),
-]  # fmt: skip
+def run(mutant: Mutant) -> Outcome:
+    """Plant a mutant in a copy of the package, and run verify and the tests on the copy."""
+    with tempfile.TemporaryDirectory() as at:
+        folder = Path(at)
+        shutil.copytree(ROOT / "meshwright", folder / "meshwright", ignore=shutil.ignore_patterns("__pycache__"))
+        path = folder / "meshwright" / mutant.file
+        path.write_text(path.read_text("utf-8").replace(mutant.old, mutant.new), "utf-8")
+        tries = (_verify(folder, words) for line in mutant.verify for words in _commands(line))
+        findings = next(filter(None, tries), [])
+        return Outcome(findings, _pytest(folder, mutant.tests) if mutant.tests else "")
 
 
-def plant(mutant: Mutant, package: Path) -> None:
-    plant_text(f"mutant {mutant.number}", package / mutant.file, mutant.old, mutant.new)
+def _commands(line: str) -> Iterator[list[str]]:
+    words = [str(ROOT / word) if word.endswith(".json") else word for word in line.split()]
+    yield from [words] if "--dtypes" in words else ([*words, "--dtypes", dtypes] for dtypes in _STEPS)
 
 
-def plant_text(what: str, path: Path, old: str, new: str) -> None:
-    """Put `new` in the place of `old`, which must stand in the file once."""
-    text = path.read_text("utf-8")
-    if text.count(old) != 1 or not old:
-        raise SystemExit(f"{what}: its text stands {text.count(old)} times in {path.name}")
-    path.write_text(text.replace(old, new), "utf-8")
-
-
-def copied(folder: Path) -> Path:
-    """A copy of the package, to plant a bug in."""
-    shutil.copytree(ROOT / "meshwright", folder / "meshwright", ignore=shutil.ignore_patterns("__pycache__"))
-    return folder / "meshwright"
-
-
-def verified(folder: Path, *arguments: str) -> dict[str, object]:
-    """What verify says of the package in a folder."""
-    command = [sys.executable, "-m", "meshwright", "verify", *arguments, "--json"]
-    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=600)
+def _verify(folder: Path, arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Return what verify finds in the package of a folder: (oracle, text) of all runs, in the order of the oracles."""
+    done = _python(folder, 600, "meshwright", "verify", *arguments, "--json")
     if done.returncode not in (0, 1):
         raise SystemExit(f"verify ended with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout)
+    oracles = (oracle for run in json.loads(done.stdout)["runs"] for oracle in run["oracles"].items())
+    return [(name, _text(name, row)) for name, rows in oracles for row in rows or ()]
 
 
-def outcome(mutant: Mutant) -> Outcome:
-    """In float64 first; where nothing is found, in all dtypes."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as at:
-        plant(mutant, copied(Path(at)))
-        for dtypes in ("float64", "float32,bfloat16"):
-            found = findings(verified(Path(at), mutant.model, "--mesh", mutant.mesh, "--dtypes", dtypes))
-            if found:
-                break
-    oracles = ", ".join(dict.fromkeys(oracle for oracle, _ in found))
-    first = " | ".join(text for _, text in found[:3])
-    led = any(re.search(mutant.place, text, re.DOTALL) for _, text in found[:6])
-    return Outcome(mutant, oracles, first, led, time.monotonic() - began)
+def _text(oracle: str, row: Mapping[str, Any]) -> str:
+    guess = f"; likely: {row['guess']}" if row["guess"] else ""
+    return f"{oracle} {row['name']}: {row['what']}{guess}"
 
 
-def findings(said: dict[str, object]) -> list[tuple[str, str]]:
-    """(oracle, text) of all runs, in the order of the oracles."""
-    out = []
-    for run in said["runs"]:  # type: ignore[attr-defined]
-        for oracle, rows in run["oracles"].items():
-            for row in rows or ():
-                guess = f"; likely: {row['guess']}" if row["guess"] else ""
-                out.append((oracle, f"{oracle} {row['name']}: {row['what']}{guess}"))
-    return out
+def _pytest(folder: Path, arguments: Sequence[str]) -> str:
+    """Return the last line that pytest prints for the package of a folder."""
+    for name in ("tests", "docs", "examples", "bench"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, folder / name)
+    done = _python(folder, 1800, "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments)
+    return next(iter(done.stdout.strip().splitlines()[::-1]), f"pytest ended with {done.returncode}")
+
+
+def _python(folder: Path, timeout: int, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=timeout)
+
+
+def chosen(path: Path, numbers: Sequence[int]) -> dict[int, Mutant]:
+    """Read the mutants of these numbers, or all. Refuse those whose text no longer stands once in its file."""
+    every = dict(enumerate((Mutant(**fields) for fields in json.loads(path.read_text("utf-8"))), 1))
+    some = {number: every[number] for number in numbers or every}
+    stale = [f"{number}: {m.stands()} times in {m.file}" for number, m in some.items() if m.stands() != 1]
+    if stale:
+        raise SystemExit(f"texts to replace must stand once in their files; mend {path.name}: " + "; ".join(stale))
+    return some
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("numbers", nargs="*", type=int)
-    parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
+    parser.add_argument("--list", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
-    from tests.mutants_blind import BLIND  # both import this file
-    from tests.mutants_chosen import CHOSEN
-
-    every = (*MUTANTS, *CHOSEN, *BLIND)
-    asked = [m for m in every if not options.numbers or m.number in options.numbers]
-    outcomes = []
-    for mutant in asked:
-        found = outcome(mutant)
-        outcomes.append(found)
-        led = "led there" if found.led else "" if found.oracles else "MISSED"
-        print(f"{mutant.number:3} {found.oracles or 'nothing':24} {led:10} {found.seconds:5.1f} s  {mutant.what}")
-        print(f"      {found.first[:400]}", flush=True)
-    caught, led = sum(bool(o.oracles) for o in outcomes), sum(o.led for o in outcomes)
-    print(f"{caught} of {len(outcomes)} caught, {led} lead to the file")
-    if options.write:
-        _, heading, by_hand = PAGE.read_text("utf-8").partition("\n## ")
-        PAGE.write_text(table(outcomes) + heading + by_hand, "utf-8")
-    return int(caught < len(outcomes))
-
-
-def table(outcomes: list[Outcome]) -> str:
-    lines = ["| # | planted in | bug | found by | leads to the file |", "|---|---|---|---|---|"]
-    for o in outcomes:
-        m = o.mutant
-        lines.append(
-            f"| {m.number} | `{m.file}` | {m.what} | {o.oracles or '**nothing**'} | {'yes' if o.led else 'no'} |"
-        )
-    caught, led = sum(bool(o.oracles) for o in outcomes), sum(o.led for o in outcomes)
-    head = f"""# What `verify` finds
-
-{len(outcomes)} bugs of one line were planted in the package, one at a time. `meshwright verify` was run on a tiny
-model, in float64, and in the other dtypes where that found nothing. It found {caught}. In {led} cases the first
-findings lead to the file that has the bug, by [the tour](tour.md#when-an-oracle-fails).
-
-1 to 26 were chosen when `verify` was tried for the first time, which found 17 of them. 27 to 52 were chosen after that
-was mended, by somebody who did not know what the oracles look at: 20 were found when they were first run. 53 to 78 were
-chosen in the same way after the next mends: all 26 were found when they were first run.
-
-`python -m tests.mutants` runs them again. That file, `tests/mutants_chosen.py` and `tests/mutants_blind.py` have each
-bug with its model and mesh.
-
-"""
-    return head + "\n".join(lines) + "\n"
+    mutants = chosen(options.list, options.numbers)
+    print("| # | planted in | bug | found by | leads to the file | tests |\n|---|---|---|---|---|---|")
+    num_caught = 0
+    for number, mutant in mutants.items():
+        began = time.monotonic()
+        found = run(mutant)
+        num_caught += found.caught
+        oracles = found.oracles or ("**nothing**" if mutant.verify else "not tried")
+        row = (str(number), f"`{mutant.file}`", mutant.what, oracles, found.leads(mutant), found.tests or "-")
+        print(f"| {' | '.join(row)} |", flush=True)
+        first = " | ".join(text for _, text in found.findings[:3])
+        print(f"      {time.monotonic() - began:.0f} s  {first[:400]}", file=sys.stderr, flush=True)
+    print(f"\n{num_caught} of {len(mutants)} caught")
+    return int(num_caught < len(mutants))
 
 
 if __name__ == "__main__":

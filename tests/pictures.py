@@ -12,7 +12,7 @@ from typing import Any
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from meshwright.train.display import Frame, Seen
+from meshwright.train.display import RunState, Screen
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "train-terminal.svg"
 BEGAN = 1_750_000_000.0
@@ -32,8 +32,8 @@ def step_line(step: int, **changes: Any) -> dict[str, Any]:
     return {"kind": "step", "step": step, "time": BEGAN + 2.7 * step, "attempt": 0, **values, **changes}
 
 
-def seen(steps: int = 412) -> Seen:
-    found = Seen("meshwright train runs/first", "8 ranks: fsdp=4 tp=2 ep=8", 1000)
+def seen(steps: int = 412) -> RunState:
+    found = RunState("meshwright train runs/first", "8 ranks: fsdp=4 tp=2 ep=8", 1000)
     found.starts(again=False)
     for step in range(1, steps + 1):
         found.take(step_line(step))
@@ -46,7 +46,7 @@ def seen(steps: int = 412) -> Seen:
 def picture() -> str:
     """Without the fonts that rich would fetch from elsewhere."""
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(Frame(seen(), "", now=BEGAN + 2.7 * 412))
+    console.print(Screen(seen(), "", now=BEGAN + 2.7 * 412))
     plain = re.sub(r"@font-face \{\{.*?\n    \}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="meshwright train run.toml", code_format=plain)
 

@@ -5,7 +5,8 @@ tests/test_causes.py lists them, each with what the oracles have to say of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright import ops, parallel, weights
 from meshwright.axes import Sum
 from meshwright.engine import engine as engine_module
+from meshwright.engine import loss_terms
 from meshwright.engine import model as engine_model
 from meshwright.engine import router as router_module
 from meshwright.mesh import collectives
@@ -29,6 +31,16 @@ from meshwright.weights import reader as loading
 from meshwright.weights import streaming
 
 Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+@contextmanager
+def planted(plant: Plant | None) -> Iterator[None]:
+    """Plant a bug in this process, or nothing, for as long as the block takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch)
+        yield
 
 
 # Sums of gradients.
@@ -123,7 +135,7 @@ def replicas_never(patch: Patch) -> None:
     patch.setattr(engine_module.Engine, "backward", backward_without)
 
 
-def _finished(patch: Patch, change: Callable[[dict[str, Tensor]], object]) -> None:
+def finished(patch: Patch, change: Callable[[dict[str, Tensor]], object]) -> None:
     """Gradients changed once they are complete."""
     real = engine_module.Engine._finish
 
@@ -135,7 +147,7 @@ def _finished(patch: Patch, change: Callable[[dict[str, Tensor]], object]) -> No
 
 
 def experts_twice(patch: Patch) -> None:
-    _finished(patch, lambda grads: [g.mul_(2) for n, g in grads.items() if ".experts." in n])
+    finished(patch, lambda grads: [g.mul_(2) for n, g in grads.items() if ".experts." in n])
 
 
 def heads_swapped(patch: Patch) -> None:
@@ -143,7 +155,7 @@ def heads_swapped(patch: Patch) -> None:
         grad = grads["layers.1.mixer.q.weight"]
         grad.copy_(grad.unflatten(0, (2, -1)).flip(0).flatten(0, 1))
 
-    _finished(patch, swap)
+    finished(patch, swap)
 
 
 # The way back.
@@ -245,6 +257,11 @@ def _of_rank(patch: Patch, share: Callable[[Any], int]) -> None:
 
 def by_own_targets(patch: Patch) -> None:
     _of_rank(patch, lambda engine: 1)
+
+
+def weights_ignored(patch: Patch) -> None:
+    """The weights of tokens are counted in the divisor, and no term is multiplied by them."""
+    patch.setattr(loss_terms, "WEIGHT", "another field")
 
 
 def mean_of_means(patch: Patch) -> None:

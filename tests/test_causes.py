@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from meshwright.axes import Axes
 from meshwright.engine.step_bill import step_bill
 from meshwright.errors import RankError
 from meshwright.verify import Recorder, Trial
-from meshwright.verify.collective_checks import place_of
+from meshwright.verify.collective_checks import place_in_bill
 from meshwright.verify.diagnose.causes import Suspect, cause_of, cause_of_loss
 from meshwright.verify.report import ROWS
 from tests import collective_plants, parts, plants, tiny, trials, worlds
+from tests.plants import planted
 
 AUX = dict(output_router_logits=True, router_aux_loss_coef=0.3)
 
@@ -213,6 +213,7 @@ PLANTS = {
     "a mean of the ranks' means": Planted(
         plants.mean_of_means, "qwen3", FSDP, r"S1 loss: .*\bmean\b.*\bdata ranks\b.*\bmeans\b"
     ),
+    "weights of tokens are ignored": Planted(plants.weights_ignored, "qwen3", FSDP, r"S1 loss: "),
     "targets counted on tp ranks too": Planted(plants.by_tp_ranks_too, "qwen3", TP, r"S1 loss: .*\b1/2 of it = 1/tp\b"),
     "aux loss counted for each micro-batch": Planted(
         plants.aux_each_micro_batch,
@@ -418,15 +419,6 @@ def groups() -> list[list[str]]:
     return [*shared, *([name] for name in STOPPED)]
 
 
-@contextmanager
-def planted(name: str) -> Iterator[None]:
-    """On each rank, for as long as the trial takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        if name in PLANTS:
-            PLANTS[name].plant(patch)
-        yield
-
-
 def printed(trial: TrialOf, group: Sequence[str]) -> dict[str, list[str]]:
     """The findings in the order in which they are printed."""
     bugs = {name: (PLANTS | OTHERWISE)[name] for name in group}
@@ -434,7 +426,7 @@ def printed(trial: TrialOf, group: Sequence[str]) -> dict[str, list[str]]:
         n: replace(trial(b.model, b.mesh, b.changes), steps=b.num_steps, thorough=b.thorough) for n, b in bugs.items()
     }
     try:
-        found = trials.findings_in_turn(tried, planted)
+        found = trials.findings_in_turn(tried, lambda name: planted(PLANTS[name].plant if name in PLANTS else None))
     except RankError as error:
         if len(group) > 1:
             raise
@@ -468,7 +460,7 @@ def _places(tried: Trial) -> tuple[set[str], set[str]]:
     with Recorder() as recorder:
         engine.step(batches)
     bill = step_bill(engine.model, len(batches[0]), len(batches))
-    return {place_of(seen.at) for seen in recorder.seen if seen.at}, {place_of(c.what) for c in bill}
+    return {place_in_bill(seen.at) for seen in recorder.seen if seen.at}, {place_in_bill(c.what) for c in bill}
 
 
 def test_ranks_stand_where_the_bill_says(trial: TrialOf) -> None:

@@ -29,17 +29,10 @@ from meshwright.log import logger
 from meshwright.weights import runs_of_json
 from tests import parts, tiny, worlds
 from tests.test_checkpoint import engine_of, train
+from tests.trials import error_of
 from tests.words import words
 
 FLIPS = 300
-
-
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except mw.MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def two_steps(source: Path, out: Path, mesh: Mapping[str, int]) -> None:

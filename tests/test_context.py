@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from meshwright.models import qwen3, qwen3_5
 from meshwright.parallel import context
 from meshwright.sharding import Deal, Span, Swap
 from tests import tiny, trials, worlds
+from tests.plants import planted
 from tests.test_transformers import DOCUMENTS, kl, theirs
 
 
@@ -113,13 +113,6 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 }
 
 
-@contextmanager
-def planted(name: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        PLANTS[name][0](patch)
-        yield
-
-
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
     at = tmp_path_factory.mktemp("sources")
@@ -128,7 +121,8 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]
 
     def of(group: Sequence[str]) -> dict[str, list[str]]:
         tried = {name: trials.trial(sources[PLANTS[name][1]], dict(cp=2)) for name in group}
-        return {name: [str(f) for f in of] for name, of in trials.findings_in_turn(tried, planted).items()}
+        found = trials.findings_in_turn(tried, lambda name: planted(PLANTS[name][0]))
+        return {name: [str(f) for f in of] for name, of in found.items()}
 
     return worlds.Shared([list(PLANTS)], of)
 

@@ -16,7 +16,7 @@ from meshwright.data.packing_plan import Plan
 from meshwright.data.texts import Ready
 from meshwright.data.token_cache import Documents, Recipe, prepare
 from meshwright.data.tokens import Tokens, tokens
-from meshwright.train.data_sources import Data
+from meshwright.train.data_sources import TrainingData
 
 
 def drawn(seed: int) -> tuple[list[list[int]], list[list[bool]]]:
@@ -83,8 +83,10 @@ def test_too_long_documents(source: Documents) -> None:
              (("dropped", dropped), ("cut", cut))}  # fmt: skip
     assert count == {"dropped": 200 - longer, "cut": 200 + longer}
     said = [f"{longer} documents of mine longer than 30 tokens left out"]
-    assert [*Data([source], dropped, 1).left_out()] == said
-    assert [*Data([source], cut, 1).left_out()] == [*Data([source], plan_of(source), 1).left_out()] == []
+    assert [*TrainingData([source], dropped, 1).left_out()] == said
+    assert (
+        [*TrainingData([source], cut, 1).left_out()] == [*TrainingData([source], plan_of(source), 1).left_out()] == []
+    )
     [feed] = [Feed([source], cut, micro_batches=1, rank=0, num_ranks=1)]
     targets = sum(feed.step(j).batches[0].num_targets for j in range(cut.num_streams))
     assert targets == int(source.lengths.sum()) - 200 - longer  # the first token of each piece has none before it

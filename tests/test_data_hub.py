@@ -16,7 +16,7 @@ import pytest
 import meshwright as mw
 from meshwright.data import hf_datasets, row_files
 from meshwright.train import config_file
-from meshwright.train.data_sources import Reader, documents_of
+from meshwright.train.data_sources import RowReader, documents_of
 from tests.runs import file_of, source
 
 ROWS = [{"prompt": f"{n}?", "completion": "x" * (n + 1)} for n in range(9)]
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def documents(at: Path, model: Path, *paths: Path | str, **fields: Any) -> Any:
     path = [str(each) for each in paths]
     config = config_file.read(_file(at, model, path, fields))
-    return documents_of(config.data[0], Reader(model, at / "cache"))
+    return documents_of(config.data[0], RowReader(model, at / "cache"))
 
 
 def _file(at: Path, model: Path, path: list[str], fields: Mapping[str, Any]) -> Path:

@@ -21,6 +21,7 @@ import meshwright as mw
 from meshwright.weights import directory, output_dir, writer
 from meshwright.weights.writer import Files
 from tests import tiny, trials, worlds
+from tests.trials import error_of
 from tests.words import words
 
 Change = Callable[[Path], object]
@@ -28,14 +29,6 @@ Change = Callable[[Path], object]
 
 def bytes_of(at: Path) -> dict[str, bytes]:
     return {str(path.relative_to(at)): path.read_bytes() for path in at.rglob("*") if path.is_file()}
-
-
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except mw.MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 @pytest.fixture

@@ -31,9 +31,8 @@ from meshwright.ops.fp8_matmul import rounded_matrix
 from meshwright.sharding import check_fp8
 from meshwright.verify import Finding
 from meshwright.verify.fp8_matmuls import q1_products
-from meshwright.verify.planted_bugs import BUGS
 from meshwright.verify.results import Notes
-from tests import parts, tiny, trials, worlds
+from tests import fp8_plants, parts, tiny, trials, worlds
 from tests.words import words
 
 BOTH = dict(fsdp=2, tp=2)
@@ -130,10 +129,6 @@ def multiplied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fp8_matmul, "rounded_matrix", rounded)
 
 
-def from_planted(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda _: BUGS[name].plant()
-
-
 def not_rounded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fp8_matmul, "rounded_rows", lambda x: x)
 
@@ -157,8 +152,8 @@ def gradient_rounded(patch: pytest.MonkeyPatch) -> None:
 PLANTED = {
     "router": (router_rounded, "layers.0.mlp.router", "not asked for"),
     "multiplied": (multiplied, "layers.0.mixer.q.weight", "scales multiply where they divide"),
-    "sideways": (from_planted("fp8-sideways"), "layers.0.mixer.q.weight", "dy is rounded along the wrong side"),
-    "shard": (from_planted("fp8-scale-of-shard"), "layers.0.mixer.q.weight", "half a block has a scale of its own"),
+    "sideways": (fp8_plants.sideways, "layers.0.mixer.q.weight", "dy is rounded along the wrong side"),
+    "shard": (fp8_plants.scale_of_shard, "layers.0.mixer.q.weight", "half a block has a scale of its own"),
     "x as it is": (not_rounded, "layers.0.mixer.q.weight", "x is not rounded"),
     "dW": (gradient_rounded, "layers.0.mixer.q.weight", "its operands are rounded, and should not be"),
 }

@@ -26,10 +26,10 @@ from meshwright.ops import Quantised, fp8_matmul
 from meshwright.parallel import fp8_gather
 from meshwright.plan.figures import Figures, work_of
 from meshwright.sharding import GATHERED, SCALES
-from meshwright.verify import Recorder, planted_bugs
+from meshwright.verify import Recorder
 from meshwright.verify.fp8_matmuls import q1_products
 from meshwright.verify.results import Notes
-from tests import parts, tiny, trials, worlds
+from tests import fp8_plants, parts, tiny, trials, worlds
 from tests.words import words
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -291,17 +291,18 @@ def test_planted_bugs_are_seen(source: Callable[..., Path]) -> None:
     assert not any(all(of_ranks) for of_ranks in found.values()), found
 
 
-def named(bug: str, source: Path) -> list[str]:
-    """What Q1 says of a rank, where a bug is planted as a user plants it."""
-    planted_bugs.BUGS[bug].plant()
-    tried = trial(Case("qwen3", dict(fsdp=2), F64), source)
-    engine = tried.engine(mw.Mesh(fsdp=2, device="cpu"))
-    return [str(each) for each in q1_products(engine, tried.batches(engine.model, 0), Notes())]
+def with_scales_of_shards(source: Path) -> list[str]:
+    """Return what Q1 says of a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        fp8_plants.scale_of_shard(patch)
+        tried = trial(Case("qwen3", dict(fsdp=2), F64), source)
+        engine = tried.engine(mw.Mesh(fsdp=2, device="cpu"))
+        return [str(each) for each in q1_products(engine, tried.batches(engine.model, 0), Notes())]
 
 
 def test_a_scale_of_a_shard_is_named(source: Callable[..., Path]) -> None:
     """Where nothing is planted, `test_every_oracle` asks Q1 of the same products, and it finds nothing."""
-    for of_rank in worlds.run(2, named, "fp8-scale-of-shard", source("qwen3", 1)):
+    for of_rank in worlds.run(2, with_scales_of_shards, source("qwen3", 1)):
         told = next(line for line in of_rank if "layers.0.mixer.q.weight" in line)
         assert re.search(words("scales are not those of the values", "some of its rows, as of a shard"), told)
 

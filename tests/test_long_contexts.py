@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +24,7 @@ from meshwright.plan import objections
 from meshwright.sharding import Work, ways
 from meshwright.verify import Data, Finding
 from tests import parts, tiny, trials, worlds
+from tests.plants import planted
 from tests.words import words
 
 CHOSEN = mw.Context()
@@ -111,12 +112,8 @@ PLANTED = [
 ]
 
 
-@contextmanager
-def planted(case: Case) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if case.plant:
-            globals()[case.plant](patch)
-        yield
+def around(case: Case) -> AbstractContextManager[None]:
+    return planted(globals()[case.plant] if case.plant else None)
 
 
 def trial(at: Path, case: Case) -> Any:
@@ -132,7 +129,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> worlds.Shared[Case, list[
     at, cases = tmp_path_factory.mktemp("context"), [*CASES, *PLANTED]
 
     def run(group: Sequence[Case]) -> dict[Case, list[Finding]]:
-        return trials.findings_in_turn({case: trial(at, case) for case in group}, planted)
+        return trials.findings_in_turn({case: trial(at, case) for case in group}, around)
 
     return worlds.Shared([list(group) for _, group in groupby(cases, lambda case: case.mesh)], run)
 
@@ -153,7 +150,7 @@ def test_a_rank_left_out_of_backward_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         RankError, match=words("rank 1 is at reduce_scatter", r"layers\.2\.mixer\.states, backward", "rank 0")
     ):
-        trials.findings_in_turn({case: trial(tmp_path, case)}, planted)
+        trials.findings_in_turn({case: trial(tmp_path, case)}, around)
 
 
 QWEN3_8B = dict(

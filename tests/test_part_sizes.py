@@ -36,7 +36,7 @@ OTHERS = {
         "ops.attention._EVEN", "ops.attention._LONG", "ops.experts._TILE", "ops.fused._FEW", "ops.planned._CHUNK",
     },
     "calls to the system or to others, who cut by themselves": {
-        "ops.memory._HUGEPAGE", "ops.memory._MAPPED_APART", "checkpoint.store._FILES_AT_ONCE",
+        "checkpoint.store._FILES_AT_ONCE",
         "checkpoint.store._PART_BYTES", "data.video._ORIENTATION",
     },
     "how many ranks are a group of hosts, which tests/test_hosts.py varies": {"mesh.hosts.MOST"},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from meshwright.parallel import fsdp, run_step
 from meshwright.verify import Data, Trial
 from tests import parts, tiny, trials, worlds
 from tests.ops.rows import experts
+from tests.plants import planted
 from tests.words import words
 
 FOUR: dict[str, dict[str, Any]] = {  # layers, with all that a family has in each half of them
@@ -176,13 +176,6 @@ PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Run, str]] = {
 }  # fmt: skip
 
 
-@contextmanager
-def planted(name: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        PLANTS[name][0](patch)
-        yield
-
-
 @pytest.fixture(scope="module")
 def lines(sources: dict[str, Path]) -> Callable[[str], list[str]]:
     groups: dict[str, list[str]] = {}
@@ -192,7 +185,8 @@ def lines(sources: dict[str, Path]) -> Callable[[str], list[str]]:
     def of(group: Sequence[str]) -> dict[str, list[str]]:
         steps = {name: 2 if name == "recomputed with other filler" else 1 for name in group}  # an aux loss comes second
         tried = {name: replace(trial_of(sources, PLANTS[name][1]), steps=steps[name]) for name in group}
-        return {name: [str(f) for f in of] for name, of in trials.findings_in_turn(tried, planted).items()}
+        found = trials.findings_in_turn(tried, lambda name: planted(PLANTS[name][0]))
+        return {name: [str(f) for f in of] for name, of in found.items()}
 
     return worlds.Shared(list(groups.values()), of)
 

@@ -15,10 +15,11 @@ from meshwright.engine.step_bill import engine_bill
 from meshwright.memory.simulate import most_held
 from meshwright.parallel import Savings
 from meshwright.plan import Figures, objections, plan_page, work_of
-from meshwright.plan.pipeline_timing import notes, place_lines, timetable
+from meshwright.plan.pipeline_timing import pipeline_notes, place_lines, timetable
 from meshwright.sharding import GRADIENTS, Pipeline
 from tests import tiny
 from tests.pages import Read
+from tests.test_plan import planned
 from tests.words import words
 
 QWEN3_8B: dict[str, Any] = dict(
@@ -37,12 +38,6 @@ def figures_of(
     axes = Axes(**mesh)
     blueprint = draw(config).run_by(pipeline)
     return Figures("a model", blueprint, axes, work_of(axes, None, num), device)
-
-
-def planned(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    code = main(["plan", *arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def test_figures_of_a_published_model() -> None:
@@ -108,12 +103,14 @@ def test_hold_is_decided_as_a_run_decides_it() -> None:
 
 
 def test_notes() -> None:
-    assert re.search(words("2 micro-batches for pp=4", r"waits 60\.\d%"), notes(figures_of(EVEN, num=2, pp=4))[0])
-    assert notes(figures_of(EVEN, num=4, pp=4)) == []
-    (told,) = notes(figures_of(EVEN, pp=2, fsdp=2))
+    assert re.search(
+        words("2 micro-batches for pp=4", r"waits 60\.\d%"), pipeline_notes(figures_of(EVEN, num=2, pp=4))[0]
+    )
+    assert pipeline_notes(figures_of(EVEN, num=4, pp=4)) == []
+    (told,) = pipeline_notes(figures_of(EVEN, pp=2, fsdp=2))
     assert re.search(words("in every micro-batch", "--hold", "less than a third"), told)
     mixture = tiny.of("qwen3_moe", output_router_logits=True)
-    assert 'router_aux="previous"' in " ".join(notes(figures_of(mixture, pp=2)))
+    assert 'router_aux="previous"' in " ".join(pipeline_notes(figures_of(mixture, pp=2)))
     assert not any("pooled" in charge.what for charge in figures_of(mixture, pp=2).charges)
 
 

@@ -19,13 +19,13 @@ from meshwright.parallel import Savings, mark
 from meshwright.plan import Cluster, Figures, Search, objections, search, step_time, work_of
 from meshwright.plan.figures import RankMemory
 from meshwright.plan.least_memory import Least
-from meshwright.plan.one_of_each_layer import first_price, held, least_bytes, thin
-from meshwright.plan.search import Asked, Candidate, Cut, Found, Size, cuts, divisors
+from meshwright.plan.one_of_each_layer import first_price, held, thin
+from meshwright.plan.search import Asked, Candidate, Cut, SearchResult, Size, cuts, divisors
 from meshwright.plan.step_time import estimate
 from meshwright.plan.terminal import command
 from meshwright.sharding import Context, Pipeline, Stored
 from tests import parts, tiny
-from tests.test_plan import QWEN3_30B_A3B, QWEN3_235B_A22B
+from tests.test_plan import QWEN3_30B_A3B, QWEN3_235B_A22B, planned
 from tests.test_plan_pipeline import QWEN3_8B
 from tests.words import words
 
@@ -41,7 +41,7 @@ def written(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def found_of(config: dict[str, Any], num: int, device: int, **given: Any) -> Found:
+def found_of(config: dict[str, Any], num: int, device: int, **given: Any) -> SearchResult:
     size = Size(num, 8, 8192, num * 8192)
     return Search(draw(config), Asked("it", size, "it", device, H100, **given), lambda _: None).run()
 
@@ -77,7 +77,7 @@ def test_a_first_price_is_that_of_all_layers(kind: str, name: str) -> None:
         moved = {w.what: w.seconds for w in first.waits if not w.what.startswith("last")}
         assert moved == pytest.approx({w.what: w.seconds for w in estimate(figures).waits if w.what in moved}), mesh
         stored = sum(s.num_bytes for s in figures.most.stored if s.what in ("parameters", "gradients", "moments"))
-        assert least_bytes(model, axes, 4) <= stored
+        assert 16 * Least(blueprint, 8192, 4).elements(axes) <= stored, "float32, gradients and moments"
 
 
 def test_a_first_price_of_a_pipeline_is_near() -> None:
@@ -91,7 +91,7 @@ def test_a_first_price_of_a_pipeline_is_near() -> None:
 def test_no_mesh_takes_less_than_the_least() -> None:
     """So that a search may leave out what takes more, before it costs it in full. And it is not far from it."""
     blueprint = draw(SHALLOW)
-    least, shares = Least(blueprint, thin(blueprint), 8192, 4), dict[str, list[float]]()
+    least, shares = Least(blueprint, 8192, 4), dict[str, list[float]]()
     for mesh, num in ((dict(fsdp=8), 1), (dict(fsdp=4, cp=2, ep=4), 2), (dict(fsdp=2, tp=4, ep=8), 4)):
         for recompute in ("none", "selective", "full"):
             axes, savings = Axes(**mesh), Savings(recompute)
@@ -123,11 +123,11 @@ def test_it_says_how_far_it_is_and_what_is_best_so_far(monkeypatch: pytest.Monke
 def test_a_plan_that_does_not_fit_names_a_mesh_of_as_many_ranks(tmp_path: Path, capsys: Capture) -> None:
     at = written(tmp_path / "a.json", tiny.of("qwen3", num_hidden_layers=4, hidden_size=256, intermediate_size=512))
     more = ["--device", "380MB", "--tokens", "16384"]
-    code, out, _ = searched(capsys, at, "--mesh", "fsdp=4", *more)
+    code, out, _ = planned(capsys, at, "--mesh", "fsdp=4", *more)
     chosen = re.search(r"choose (--mesh .*?) \(the same 4 ranks\)", " ".join(out.split()))
     assert code == 1
     assert chosen, out
-    code, out, _ = searched(capsys, at, *chosen[1].split(), *more)
+    code, out, _ = planned(capsys, at, *chosen[1].split(), *more)
     assert code == 0, out
 
 
@@ -211,18 +211,12 @@ def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytes
     assert none.left_bytes < -1_000_000
 
 
-def searched(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    code = main(["plan", *arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_what_was_found_is_what_a_plan_says(tmp_path: Path, capsys: Capture) -> None:
     """The command that it ends with gives the same bytes and the same time."""
     at = written(tmp_path / "8b.json", QWEN3_8B)
     more = ["--sea=16", "--device", "H100", "--tokens", "4096", "--state-dtype", "bfloat16", "--between", "25"]
     more += ["--json", "--offl"]
-    code, out, _ = searched(capsys, at, *more)
+    code, out, _ = planned(capsys, at, *more)
     assert code == 0
     found = json.loads(out)
     assert (found["ranks"], found["global_tokens"], len(found["best"])) == (16, 16 * 4096, 5)
@@ -230,11 +224,11 @@ def test_what_was_found_is_what_a_plan_says(tmp_path: Path, capsys: Capture) -> 
         program, *arguments = shlex.split(best["command"])
         assert program == "meshwright"
         assert main([*arguments, "--json"]) == 0
-        planned = json.loads(capsys.readouterr().out)
-        assert planned["estimate"] == best["estimate"]
-        assert planned["memory"][0]["bytes"] == best["bytes"]
-        assert planned["mesh"] == best["mesh"]
-        assert planned["savings"] == best["savings"]
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["estimate"] == best["estimate"]
+        assert plan["memory"][0]["bytes"] == best["bytes"]
+        assert plan["mesh"] == best["mesh"]
+        assert plan["savings"] == best["savings"]
     seconds = [best["estimate"]["seconds"] for best in found["best"]]
     assert seconds == sorted(seconds)
 
@@ -245,7 +239,7 @@ def test_a_terminal(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "a.json", SHALLOW)
     options = ["--global-tokens", "1048576", "--top", "3"]
-    code, out, _ = searched(capsys, "a.json", "--search", "16", "--device", "H100", *options)
+    code, out, _ = planned(capsys, "a.json", "--search", "16", "--device", "H100", *options)
     assert code == 0
     *text, last = out.rstrip().splitlines()
     assert max(map(len, text)) <= columns
@@ -263,7 +257,7 @@ def test_a_terminal(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyP
 
 def test_none_fits(tmp_path: Path, capsys: Capture) -> None:
     at = written(tmp_path / "a.json", SHALLOWER)
-    code, out, _ = searched(capsys, at, "--search", "2", "--device", "100MB", "--top", "1")
+    code, out, _ = planned(capsys, at, "--search", "2", "--device", "100MB", "--top", "1")
     said = " ".join(out.split())
     assert code == 1
     wanted = ["none fits 100 MB", r"The nearest is .*offload=True", "which is .* too much, most of it", "Way out: take"]
@@ -282,7 +276,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "told"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
 def test_what_does_not_go_with_a_search(capsys: Capture, options: list[str], told: str) -> None:
-    code, out, err = searched(capsys, "tiny-qwen3", *options)
+    code, out, err = planned(capsys, "tiny-qwen3", *options)
     assert (code, out) == (2, "")
     assert re.search(told, " ".join(err.split())), err
 

@@ -15,7 +15,7 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.parallel import Savings
 from meshwright.plan import Cluster, Figures, cluster_of, plan_page, work_of
-from meshwright.plan.step_time import BETWEEN, INSIDE, estimate, in_a_node, sent
+from meshwright.plan.step_time import BETWEEN, INSIDE, estimate, in_a_node, time_on_links
 from meshwright.plan.wording import duration
 from meshwright.sharding import Pipeline
 from tests import tiny
@@ -85,7 +85,7 @@ def test_how_much_of_a_group_is_in_a_node(mesh: dict[str, int], over: tuple[str,
     ],
 )
 def test_a_collective(op: str, mesh: dict[str, int], over: tuple[str, ...], link: str, seconds: float) -> None:
-    found = sent(op, 1_200_000_000, over, Axes(**mesh), PLAIN)
+    found = time_on_links(op, 1_200_000_000, over, Axes(**mesh), PLAIN)
     assert found.seconds == pytest.approx(seconds)
     assert found.link == (link or INSIDE)
 
@@ -200,7 +200,7 @@ def test_bars_of_collectives_are_as_long_as_these_take() -> None:
     """A byte between nodes takes longer than one inside."""
     figures = figures_of(tiny.of("qwen3"), fsdp=16, tp=2)
     page = plan_page(figures, {"command": "", "meshwright": "", "torch": "", "date": ""})
-    seconds = [sent(r.op, r.num_bytes, r.axes, figures.axes, PLAIN).seconds for r in figures.traffic]
+    seconds = [time_on_links(r.op, r.num_bytes, r.axes, figures.axes, PLAIN).seconds for r in figures.traffic]
     drawn = [float(each) for each in re.findall(r'class="part".*?class="share" style="width:([\d.]+)%', page)]
     longest = max(range(len(seconds)), key=seconds.__getitem__)
     due = [each * drawn[longest] / seconds[longest] for each in seconds]

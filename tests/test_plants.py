@@ -6,29 +6,21 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.cli import main
-from meshwright.errors import RankError
 from meshwright.verify.planted_bugs import BUGS
 from meshwright.verify.report import ROWS
-from tests import parts, seeing, tiny, trials
-from tests.test_vision_meshes import seen_by
+from tests import seeing, tiny, trials
 from tests.words import words
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.directory(tmp_path_factory.mktemp("plants") / "m", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def seeing_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing.directory(tmp_path_factory.mktemp("plants") / "seeing", "qwen3_vl")
 
 
 @contextmanager
@@ -40,17 +32,14 @@ def planted(name: str) -> Iterator[None]:
 
 FIRST = {
     "sum-left-out": r"G1 \S+: .*a sum over tp is missing",
-    "averaged": r"G1 \S+: .*1/2 of it = 1/tp",
-    "copies-counted": r"N1 norm of ones: .*copies are counted",
     "rows-permuted": r"W1 \S+: .*right values in the wrong places",
     "leak": r"D1 layers\.0\.mixer: .*leak",
     "mean-of-means": r"S1 loss: .*its own targets",
     "update-lost": r"U1 \S+: .*no update moved it",
-    "weights-ignored": r"S1 loss: ",
 }
 
 
-@pytest.mark.parametrize("name", parts.every(3, (name for name, bug in BUGS.items() if not (bug.tower or bug.fp8))))
+@pytest.mark.parametrize("name", FIRST)
 def test_found(source: Path, name: str) -> None:
     mesh = {BUGS[name].axes[0]: 2} if BUGS[name].axes else dict(fsdp=2)
     found = trials.findings_in_turn({name: trials.trial(source, mesh)}, planted)[name]
@@ -59,31 +48,11 @@ def test_found(source: Path, name: str) -> None:
     assert re.match(FIRST[name], str(found[0])), [str(finding) for finding in found[:3]]
 
 
-FIRST_OF_TOWERS = {
-    "frames-leak": r"D1 layers\.0\.norm: .*first that is wrong",
-    "rows-elsewhere": r"D1 layers\.0\.norm: .*first that is wrong",
-    "tower-unsummed": r"G1 \S*visual\S*: .*a sum over tp is missing",
-    "tower-left-out": r"RUN .*tower\.patches\.weight got no gradient",
-}
-
-
-@pytest.mark.parametrize("name", parts.every(2, FIRST_OF_TOWERS))
-def test_found_in_towers(seeing_source: Path, name: str) -> None:
-    mesh = {BUGS[name].axes[0]: 2} if BUGS[name].axes else dict(tp=2)
-    tried = replace(seen_by("qwen3_vl", seeing_source, mesh), steps=1, draws=False)
-    try:
-        found = trials.findings_in_turn({name: tried}, planted)[name]
-        lines = [str(finding) for row in ROWS for finding in found if finding.oracle == row]
-    except RankError as error:  # no gradient at all: no rank gets to the end
-        lines = [f"RUN {error}".replace("\n", " ")]
-    assert lines
-    assert re.match(FIRST_OF_TOWERS[name], lines[0]), lines[:3]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "oracle"), [("tower-unsummed", "G1"), ("rows-elsewhere", "D1")])
-def test_told_of_towers(capsys: pytest.CaptureFixture[str], seeing_source: Path, name: str, oracle: str) -> None:
-    code, out, _ = said(capsys, str(seeing_source), "--tower", "--mesh", "tp=2", "--plant", name)
+@pytest.mark.parametrize(("name", "oracle"), [("sum-left-out", "G1"), ("leak", "D1")])
+def test_told_of_towers(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, oracle: str) -> None:
+    at = seeing.directory(tmp_path / "seeing", "qwen3_vl")
+    code, out, _ = said(capsys, str(at), "--tower", "--mesh", "tp=2", "--plant", name)
     assert code == 1
     assert re.search(words("^A bug is planted", rf"\({name}\)", f"^{oracle} +FAILS"), out, re.MULTILINE), out
 
@@ -123,14 +92,9 @@ def test_what_fails_is_not_called_equal(capsys: Any, source: Path, options: list
             words("sum-left-out", "may change nothing on fsdp=2", "--mesh tp=2"),
         ),
         (["--mesh", "fsdp=2", "--weights", "--plant", "leak"], words("--weights trains nothing", "rows-permuted")),
-        (["--mesh", "tp=2", "--plant", "tower-unsummed"], words("tower-unsummed", "without the tower", "--tower")),
-        (
-            ["--mesh", "tp=2", "--tower", "--plant", "tower-left-out"],
-            words("tower-left-out", "may change nothing on tp=2", "--mesh replicate=2"),
-        ),
         (["--mesh", "fsdp=2", "--plant", "nothing"], words("'nothing'", "sum-left-out", "leak")),
     ],
-    ids=["not felt", "nothing is trained", "no tower", "not felt by a tower", "unknown"],
+    ids=["not felt", "nothing is trained", "unknown"],
 )
 def test_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], pattern: str) -> None:
     code, _, err = said(capsys, "tiny-qwen3", *arguments)

@@ -19,7 +19,7 @@ from meshwright.cli import main
 from meshwright.report import last_words
 from meshwright.report.run_files import read_run
 from meshwright.report.run_page import report_page
-from meshwright.report.series import data_of, thinned
+from meshwright.report.series import chart_data, thinned
 from tests.fake_runs import fake_run
 from tests.pages import Read
 
@@ -72,7 +72,7 @@ def test_starts_on_several_meshes(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     page = report_page([run], {"command": "x", "date": "today"})
     assert "fsdp=2 (40 steps) → tp=2,ep=2 (9 steps) → pp=2 (11 steps)" in page
-    marks = data_of([run])["runs"][0]["marks"]
+    marks = chart_data([run])["runs"][0]["marks"]
     assert [(m["step"], m["tokens"], m["mesh"], m["again"]) for m in marks] == [
         (1, 10, "fsdp=2", False), (40, 400, "tp=2,ep=2", True), (49, 490, "pp=2", True)
     ]  # fmt: skip
@@ -148,7 +148,7 @@ def test_peaks_stay(num: int) -> None:
 def test_charts_of_what_is_there(tmp_path: Path) -> None:
     values = {"train/loss": 1.0, "train/grad_norm": None, "nan": ["train/grad_norm"]}
     (tmp_path / "metrics.jsonl").write_text(line("step", 1, **values) + line("step", 2, **values))
-    data = data_of([read_run(tmp_path)])
+    data = chart_data([read_run(tmp_path)])
     assert [chart["metric"] for chart in data["charts"]] == ["train/loss"]
     assert data["experts"] == [None]
 
@@ -184,7 +184,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     """Two runs of 20,000 steps with the maps of a large model, which are made apart: that takes a tenth of the time."""
     long = read_run(fake_run(tmp_path / "long", steps=20_000, layers=1, experts=1))
     large = read_run(fake_run(tmp_path / "large", steps=1_000, layers=48, experts=128))
-    data = {**data_of([long, long]), "experts": data_of([large, large])["experts"]}
+    data = {**chart_data([long, long]), "experts": chart_data([large, large])["experts"]}
     assert len(json.dumps(data["experts"])) > 200_000
     assert len(json.dumps(data)) < 1_300_000
 

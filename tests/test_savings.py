@@ -225,7 +225,7 @@ def _kept_by_forward(directory: Path, kind: str) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     def forward() -> Tensor:
-        scores = parallel.passes._Passes(model, [batch], "logprobs").forward(Action(FORWARD, 0, 0))
+        scores = parallel.run_step._Passes(model, [batch], "logprobs").forward(Action(FORWARD, 0, 0))
         assert scores is not None
         return scores[0]
 
@@ -269,7 +269,7 @@ def test_moments_in_bfloat16(source: Callable[..., Path]) -> None:
 
 
 def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
-    from meshwright.optim.adamw.adamw import AdamW, Settings
+    from meshwright.optim.adamw import AdamW, Settings
 
     g = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(7, 5, generator=g) for name in ("a", "b")}
@@ -294,7 +294,7 @@ def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
 
 def test_parts_of_an_update_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of 16 elements: several to a parameter, several parameters to a part."""
-    from meshwright.optim.adamw import adamw
+    from meshwright.optim import adamw
 
     def trained(part: int) -> dict[str, Tensor]:
         monkeypatch.setattr(adamw, "_PART", part)
@@ -353,7 +353,7 @@ def _groups(model: mw.Model) -> list[Any]:
 def _whole_gradients(directory: Path) -> int:
     """Elements of gradients that are held whole between two micro-batches, and after the last."""
     engine = mw.Engine(mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32), lr=1e-2)
-    seen, passes, finish = [], parallel.passes._Passes, engine._finish
+    seen, passes, finish = [], parallel.run_step._Passes, engine._finish
 
     def looked_at(real: Callable[..., Any]) -> Callable[..., Any]:
         def look(*args: Any) -> Any:
@@ -442,7 +442,7 @@ def _refused(directory: Path, savings: dict[str, Any]) -> str:
     ],
 )
 def test_refused_by_the_optimizer(more: dict[str, Any], pattern: str) -> None:
-    from meshwright.optim.adamw.adamw import Settings
+    from meshwright.optim.adamw import Settings
 
     with pytest.raises(ConfigError, match=pattern):
         Settings(state=more["state_dtype"], betas=more.get("betas", (0.9, 0.95)))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.optim.adamw.adamw import AdamW
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import meshwright as mw
+from meshwright.optim.adamw import AdamW
 from tests import parts, tiny, trials, worlds
 from tests.trials import build, mine
 from tests.words import words

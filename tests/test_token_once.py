@@ -203,8 +203,8 @@ def test_bfloat16_is_rounded_once_more(source: Given) -> None:
 
 
 def _weights_in_the_order_they_came(patch: pytest.MonkeyPatch) -> None:
-    real = parallel.expert_once._by_expert
-    patch.setattr(parallel.expert_once, "_by_expert", lambda sent: (real(sent)[0].sort().values, real(sent)[1]))
+    real = parallel.expert_dedup._by_expert
+    patch.setattr(parallel.expert_dedup, "_by_expert", lambda sent: (real(sent)[0].sort().values, real(sent)[1]))
 
 
 def _weights_constant(patch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def _never_by_node(patch: pytest.MonkeyPatch) -> None:
 
 def _from_one_node_alone(patch: pytest.MonkeyPatch) -> None:
     """What other nodes found for a token is lost on its way back."""
-    real = parallel.expert_once._send
+    real = parallel.expert_dedup._send
 
     def send(*args: Any) -> Any:
         sent, group = real(*args), args[-1]
@@ -239,7 +239,7 @@ def _from_one_node_alone(patch: pytest.MonkeyPatch) -> None:
             sent, back=lambda y: sent.back(y.where(torch.arange(len(y))[:, None] < sent.sizes.rows_in[0], 0))
         )
 
-    patch.setattr(parallel.expert_once, "_send", send)
+    patch.setattr(parallel.expert_dedup, "_send", send)
 
 
 PLANTED: dict[bool | int, dict[str, Callable[[pytest.MonkeyPatch], None]]] = {

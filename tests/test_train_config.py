@@ -20,7 +20,7 @@ from meshwright.checkpoint import final_place
 from meshwright.checkpoint.manifest import Manifest, write_manifest
 from meshwright.train.config import Config, OptimSection, TrainSection, declared, named, section_of
 from meshwright.train.config_checks import num_tokens
-from meshwright.train.config_docs import differences, documentation, schema
+from meshwright.train.config_docs import changed_fields, documentation, schema
 from meshwright.train.config_file import as_toml, config_of, read
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
 from meshwright.train.lr_schedule import jump_of, refusal, schedule
@@ -362,7 +362,7 @@ def test_names_that_others_use_lead_to_fields() -> None:
 )  # fmt: skip
 def test_what_has_changed_since_a_run_began(tmp_path: Path, sets: list[str], changed: list[str], may: bool) -> None:
     old, new = read(written(tmp_path, PLAIN)), read(tmp_path / "run.toml", sets)
-    found = differences(old, new)
+    found = changed_fields(old, new)
     assert [named(each.place) for each in found] == changed
     assert all(each.may == may for each in found)
     assert all(("change it back" in str(each)) != may for each in found)

@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 import meshwright as mw
 from meshwright.log import logger
 from meshwright.train import config_file, failure, launch, lock, loop, processes
-from meshwright.train.display import Display, Frame, Seen, Tail, parsed, sparkline
+from meshwright.train.display import Display, RunState, Screen, Tail, parsed_lines, sparkline
 from meshwright.train.failure import Failure
 from meshwright.train.metrics import JsonLines, Lines
 from meshwright.train.processes import Ended
@@ -44,7 +44,7 @@ def drawn(frame: RenderableType, width: int, encoding: str = "utf-8") -> list[st
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_a_frame_holds_all_at_any_width(width: int) -> None:
-    lines = drawn(Frame(seen(), "", now=BEGAN + 1200), width)
+    lines = drawn(Screen(seen(), "", now=BEGAN + 1200), width)
     assert {cell_len(line) for line in lines} == {width}
     assert len(lines) <= (13 if width == 40 else 8)
     text = "\n".join(lines)
@@ -56,15 +56,15 @@ def test_a_frame_holds_all_at_any_width(width: int) -> None:
 
 def test_a_frame_of_little() -> None:
     """Before the first step; of a dense model on an unknown device; with a loss that is no number."""
-    new = Seen("a run", "2 ranks: fsdp=2", 10)
-    text = "\n".join(drawn(Frame(new, "no step yet, 0:00:09: load m on rank 0: 5 of 9"), 80))
+    new = RunState("a run", "2 ranks: fsdp=2", 10)
+    text = "\n".join(drawn(Screen(new, "no step yet, 0:00:09: load m on rank 0: 5 of 9"), 80))
     assert "step 0 of 10" in text
     assert "load m on rank 0" in text
     lacking = {**step_line(3), "train/loss": None, "train/grad_norm": None, "nan": ["train/loss"]}
     for name in ("throughput/mfu", "memory/peak_bytes", "memory/rank", "experts/max_over_mean", "experts/dead"):
         del lacking[name]
     new.take(lacking)
-    text = "\n".join(drawn(Frame(new, "signal 2"), 80, "ascii"))
+    text = "\n".join(drawn(Screen(new, "signal 2"), 80, "ascii"))
     assert "nan" in text
     assert "signal 2" in text
     assert text.isascii()
@@ -108,7 +108,7 @@ def test_steps_that_are_made_again() -> None:
     assert found.left_s == (1000 - 16) * 3.0
     found.take(step_line(18, time=BEGAN + 999 + 8))
     assert found.left_s == (1000 - 18) * 4.0
-    assert "restarts" in "\n".join(drawn(Frame(found, ""), 80))
+    assert "restarts" in "\n".join(drawn(Screen(found, ""), 80))
 
 
 def test_a_file_is_followed(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_file_is_followed(tmp_path: Path) -> None:
             out.flush()
             assert [*tail.lines()] == whole
     assert [*Tail(tmp_path / "x", at_end=True).lines()] == []
-    assert [*parsed(['{"a": 1}', '{"kind": "st', "2"])] == [{"a": 1}, 2]
+    assert [*parsed_lines(['{"a": 1}', '{"kind": "st', "2"])] == [{"a": 1}, 2]
 
 
 def test_plain_lines() -> None:
@@ -230,7 +230,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch, config: Any, script: list[tuple[in
         return Ended(Failure(rank, world, "failed: it is planted", logs / f"{rank}.log", final))
 
     monkeypatch.setattr(processes, "ended", ended)
-    with Display(Seen("", "", 9), out, plain=True, every=1) as display:
+    with Display(RunState("", "", 9), out, plain=True, every=1) as display:
         try:
             launch._launch(config, ["train"], out, display, [])
         except mw.RankError as error:

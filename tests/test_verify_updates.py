@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.optim.adamw.adamw import AdamW
 from torch import Tensor
 
 import meshwright as mw
@@ -21,10 +19,12 @@ from meshwright import weights
 from meshwright.engine import engine as engine_module
 from meshwright.engine import inference, loss_terms
 from meshwright.ops import Documents, delta, documents
+from meshwright.optim.adamw import AdamW
 from meshwright.verify import Data, Finding
 from meshwright.verify.diagnose import forward as diagnosed
 from meshwright.verify.small_data import FEW
 from tests import parts, tiny, trials, worlds
+from tests.plants import planted
 
 Patch = pytest.MonkeyPatch
 
@@ -145,14 +145,6 @@ CASES = parts.every(3, ALL_CASES)
 Planted = tuple[str, str]  # of these names
 
 
-@contextmanager
-def planted(case: Planted) -> Iterator[None]:
-    """On each rank, for as long as the trial takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        PLANTS[case[1]][0](patch)
-        yield
-
-
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], list[Finding]]:
     """Those of a mesh share a world."""
@@ -166,7 +158,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Planted], li
         tried = {case: replace(trials.trial(source, MESHES[case[0]]), steps=3) for case, source in sources.items()}
         long = Data(few=FEW, long=1104)  # whole shares of tp
         tried |= {case: replace(each, data=long) for case, each in tried.items() if "long" in case[1]}
-        return trials.findings_in_turn(tried, planted)
+        return trials.findings_in_turn(tried, lambda case: planted(PLANTS[case[1]][0]))
 
     return worlds.Shared([[case for case in CASES if case[0] == mesh] for mesh in MESHES], of)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ import pytest
 from meshwright.errors import RankError
 from meshwright.verify.report import ROWS
 from tests import parts, seeing, trials, vision_plants, worlds
+from tests.plants import Plant, planted
 from tests.test_vision import Said, otherwise_placed, ours, shares, theirs
 from tests.test_vision_meshes import Case, differs, off, seen_by, steps
 from tests.trials import world_of
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 Source = Callable[[str], Path]
 CLEAN = "nothing"
 
@@ -58,10 +57,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return functools.cache(lambda family: seeing.directory(at / family, family))
 
 
-def planted(plant: Plant | None, act: Callable[[], Any]) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        if plant is not None:
-            plant(patch)
+def acted(plant: Plant, act: Callable[[], Any]) -> Any:
+    with planted(plant):
         return act()
 
 
@@ -71,7 +68,7 @@ def found_in(source: Source) -> Callable[[str], dict[str, dict[str, float]]]:
 
     def run(family: str) -> dict[str, dict[str, float]]:
         act = functools.partial(ours, source(family))
-        cases = {name: functools.partial(planted, NUMBERS[name][0], act) for name in BY_FAMILY[family]}
+        cases = {name: functools.partial(acted, NUMBERS[name][0], act) for name in BY_FAMILY[family]}
         answers: dict[str, list[Said]] = worlds.in_turn(1, {**cases, CLEAN: act})
         peer = theirs(family)
         return {name: shares(mine, peer) for name, (mine,) in answers.items()}
@@ -109,7 +106,7 @@ PLACED: dict[str, tuple[Plant, str]] = {  # and the document in which it shows
 def test_positions(name: str) -> None:
     """Documents that go on where the last one ended look right alone, and RoPE hides it from the logits."""
     plant, where = PLACED[name]
-    wrong = {case for case, num in planted(plant, otherwise_placed).items() if num}
+    wrong = {case for case, num in acted(plant, otherwise_placed).items() if num}
     assert any(where in case for case in wrong), wrong
 
 
@@ -136,6 +133,10 @@ RANKS: dict[str, OnRanks] = {
     "a slice for a sum": OnRanks(vision_plants.a_slice_for_a_sum, TP, LOST.format("tp")),
     "frames shared otherwise": OnRanks(vision_plants.frames_shared_otherwise, TP, FORWARD),
     "rows at other places": OnRanks(vision_plants.rows_at_other_places, TP, FORWARD),
+    "pictures see each other": OnRanks(vision_plants.frames_see_each_other, TP, FORWARD),
+    "shares of gradients not summed": OnRanks(
+        vision_plants.shares_not_summed, TP, r"G1 \S*visual\S*: .*a sum over tp is missing"
+    ),
     "a table without gradient": OnRanks(
         vision_plants.table_of_zero_gradient, TP, r"G1 \S*visual\.pos_embed\.weight: .*\bit is zero\b"
     ),
@@ -179,7 +180,7 @@ def _gone(source: Path, group: Sequence[str]) -> dict[str, Any]:
     """Two steps of each bug of a group, or the error; what nothing is planted in; and one process."""
     bug, case = RANKS[group[0]], _case(RANKS[group[0]])
     act = functools.partial(steps, source, bug.mesh, case)
-    cases = {name: functools.partial(planted, RANKS[name].plant, act) for name in group}
+    cases = {name: functools.partial(acted, RANKS[name].plant, act) for name in group}
     alone = _one_process(source, case, bug.mesh.get("fsdp", 1) * bug.mesh.get("replicate", 1))
     if not bug.stops:
         found = worlds.in_turn(world_of(bug.mesh), {**cases, CLEAN: act})
@@ -215,25 +216,18 @@ def _lines(source: Path, name: str) -> list[str]:
     """What the oracles print of it."""
     bug = RANKS[name]
     tried = replace(seen_by("qwen3_vl", source, bug.mesh), steps=1, draws=False)
-
-    @contextmanager
-    def around(_: str) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            bug.plant(patch)
-            yield
-
     try:
-        found = trials.findings_in_turn({name: tried}, around)[name]
+        found = trials.findings_in_turn({name: tried}, lambda _: planted(bug.plant))[name]
     except RankError as error:
         return [f"RUN {error}".replace("\n", " ")]
     return [str(finding) for row in ROWS for finding in found if finding.oracle == row]
 
 
-NAMED = "each by its own batch"  # `make test` leaves the others to CI; tests/test_plants.py has some of their kind
+NAMED = ("each by its own batch", "pictures see each other", "shares of gradients not summed")  # others: slow, in CI
 TOLD = [name for name, bug in RANKS.items() if bug.mesh != CP or parts.ALL]  # the plants of cp are those of tp
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != NAMED)) for n in TOLD])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in NAMED)) for n in TOLD])
 def test_the_cause_is_named(source: Source, name: str) -> None:
     """By the oracles of `verify`, on its data."""
     lines = _lines(source("qwen3_vl"), name)

@@ -94,6 +94,15 @@ def said(source: Path, mesh: dict[str, int], act: Callable[[mw.Engine], Any]) ->
     return "nothing"
 
 
+def error_of(act: Callable[[], object]) -> str:
+    """Return the error of the package that an act raises, or nothing."""
+    try:
+        act()
+    except mw.MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 Act = Callable[[mw.Engine], Any]
 
 

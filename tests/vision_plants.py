@@ -13,7 +13,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,9 +28,10 @@ from meshwright.models import Tower, decoder
 from meshwright.models import vision_tower as models_tower
 from meshwright.parallel import run_step
 from meshwright.parallel import vision_encoder as parallel_tower
+from meshwright.sharding import TOWER
 from meshwright.sharding import vision_balance as layout_frames
+from tests.plants import Patch, finished
 
-Patch = pytest.MonkeyPatch
 ops_frames = importlib.import_module("meshwright.ops.vision_frames")  # its name in the package is that of a function
 
 
@@ -139,6 +139,15 @@ def frames_of_a_clip_see_each_other(patch: Patch) -> None:
         return real(q, k, v, seen, *rest, causal=causal)
 
     patch.setattr(models_tower.ops, "attention", attention)
+
+
+def frames_see_each_other(patch: Patch) -> None:
+    real = models_tower.TowerBlock.block
+
+    def leaky(self: Any, x_PE: Tensor, tables: Any, _: ops.Documents) -> Tensor:
+        return real(self, x_PE, tables, ops.documents([len(x_PE)] if len(x_PE) else [], x_PE.device))
+
+    patch.setattr(models_tower.TowerBlock, "block", leaky)
 
 
 def merger_norm_over_four(patch: Patch) -> None:
@@ -251,20 +260,25 @@ def pictures_of_a_size_exchanged(patch: Patch) -> None:
 # Between ranks.
 
 
-def _finished(patch: Patch, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Gradients of the tower, changed once they are complete."""
-    real = engine_module.Engine._finish
-
-    def changed(self: Any, step: Any) -> None:
-        real(self, step)
-        change({name: grad for name, grad in self.model.grads().items() if name.startswith("tower.")})
-
-    patch.setattr(engine_module.Engine, "_finish", changed)
-
-
 def biases_summed_twice(patch: Patch) -> None:
     """Those of the tower, once by each rank that has run it."""
-    _finished(patch, lambda grads: [g.mul_(dist.get_world_size()) for n, g in grads.items() if n.endswith("bias")])
+
+    def more(grads: dict[str, Tensor]) -> None:
+        for name in grads:
+            if name.startswith("tower.") and name.endswith("bias"):
+                grads[name].mul_(dist.get_world_size())
+
+    finished(patch, more)
+
+
+def shares_not_summed(patch: Patch) -> None:
+    """Each rank keeps its share of the gradients of the tower."""
+    real = engine_module.axes_left_to_sum
+    patch.setattr(
+        engine_module,
+        "axes_left_to_sum",
+        lambda param, *rest: () if param.name.startswith(TOWER) else real(param, *rest),
+    )
 
 
 def a_bias_of_every_rank(patch: Patch) -> None:

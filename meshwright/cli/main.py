@@ -364,13 +364,13 @@ def _sample(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from ..plan import check_target, origin  # imports torch: --help should not wait for it
+    from ..plan import check_page, origin  # imports torch: --help should not wait for it
     from ..report import write_report
 
     folders = [Path(run) for run in options.runs]
     if not folders[0].is_dir():
         raise ConfigError(f"{folders[0]} is no directory; give the `out` of a run's file")
-    target = check_target(options.html or str(folders[0] / "report.html"))
+    target = check_page(options.html or str(folders[0] / "report.html"))
     write_report(folders, target, origin(options.command))
     print(target)
     return 0
@@ -401,7 +401,7 @@ def _verify(options: argparse.Namespace) -> int:
         return 0
     if options.model is None:
         raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(planning.TINY))
-    target = planning.check_target(options.html) if options.html else None
+    target = planning.check_page(options.html) if options.html else None
     say, sizes = Clock(), planning.mesh_of(options.mesh)
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
@@ -412,7 +412,7 @@ def _verify(options: argparse.Namespace) -> int:
     parts = verify.inspect(plan, say)
     origin = planning.origin(options.command, options.seed)
     if options.json:
-        print_json(report.as_json(options.model, plan, parts, origin))
+        print_json(report.report_json(options.model, plan, parts, origin))
     else:
         report.print_table(options.model, plan, parts)
     if target:

@@ -85,9 +85,9 @@ def _plan(options: argparse.Namespace) -> int:
         return _search(options)
     from .. import plan  # imports torch: --help should not wait for it
     from ..axes import Axes
-    from ..plan.terminal import as_json, print_plan
+    from ..plan.terminal import plan_json, print_plan
 
-    target = plan.check_target(options.html) if options.html else None
+    target = plan.check_page(options.html) if options.html else None
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
     savings, state = plan.savings_of(vars(options)), plan.state_of(vars(options))
@@ -99,13 +99,13 @@ def _plan(options: argparse.Namespace) -> int:
     if refused:
         if options.json:
             print_json({**origin, "model": options.model, "mesh": sizes, "refused": refused})
-        raise MeshError(plan.told(refused))
+        raise MeshError(plan.reasons(refused))
     axes = Axes(**sizes)
     work = plan.work_of(axes, options.tokens, num_batches)
     cluster = plan.cluster_in(vars(options))
     figures = plan.Figures(options.model, blueprint, axes, work, device, options.head, savings, state, cluster)
     if options.json:
-        print_json(as_json(figures, origin))
+        print_json(plan_json(figures, origin))
     else:
         print_plan(figures)
     if target:

@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from .deferred_weight_grads import is_late, left_for_later
 from .fp8_matmul import fp8_linear
 from .fp8_storage import Weight, kept, restored
-from .host_memory import fresh, give_back_before
 from .kernels import uncompiled
 from .matmul import operand, product_dtype
 from .meta_kernels import kind_of, on_host
@@ -191,10 +190,8 @@ class _LoopedLinear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         if need_weight and left_for_later(ctx.weights, lambda: [_of_weights(x, d, kept_EOI, ctx.counts)]):
             need_weight = False
-        if need_weight and product_dtype(x) != x.dtype:  # wide copies of activations have left large holes
-            give_back_before(kept_EOI)
         dx = torch.empty_like(x) if need_x else None
-        d_weight_EOI = fresh(torch.empty_like(kept_EOI)) if need_weight else None
+        d_weight_EOI = torch.empty_like(kept_EOI) if need_weight else None
         end = 0
         for expert, count in enumerate(ctx.counts):
             rows, end = slice(end, end + count), end + count
@@ -212,7 +209,7 @@ def _times(rows: Tensor, weight_OI: Tensor, fp8: bool) -> Tensor:
 
 def _of_weights(x: Tensor, d: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
     """The gradients of all experts' weights alone."""
-    out = fresh(torch.empty_like(weight_EOI))
+    out = torch.empty_like(weight_EOI)
     for into, rows, of_rows in zip(out, d.split(counts), x.split(counts), strict=True):
         into.copy_(_factor(rows).mT @ _factor(of_rows) if len(rows) else 0)
     return out

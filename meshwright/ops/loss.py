@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .host_memory import fresh
 from .matmul import operand, product_dtype
 from .meta_kernels import kind_of
 from .norms import at_least_float32, upcast
@@ -80,7 +79,7 @@ class _TokenStats(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if need_x else None
         # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
-        dw_VD = fresh(torch.empty_like(weight_VD, dtype=stats_T3.dtype)) if need_weight else None
+        dw_VD = torch.empty_like(weight_VD, dtype=stats_T3.dtype) if need_weight else None
         last, ctx.last = ctx.last, None  # to be overwritten: a second backward makes its own
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
@@ -99,7 +98,7 @@ class _TokenStats(torch.autograd.Function):
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """In the dtype of the product; whoever reckons with them widens a few rows at a time."""
     x_wide = x_TD.to(product_dtype(x_TD))
-    logits_TV = fresh(x_wide.new_empty(len(x_TD), len(weight_VD)))
+    logits_TV = x_wide.new_empty(len(x_TD), len(weight_VD))
     for words in _words(weight_VD, x_TD):
         torch.mm(x_wide, operand(weight_VD[words], x_TD).T, out=logits_TV[:, words])
     return logits_TV

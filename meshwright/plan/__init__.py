@@ -3,8 +3,8 @@
 from ..provenance import origin
 from .devices import Cluster, cluster_of, device_bytes
 from .figures import Figures, work_of
-from .html import check_target, write_page
-from .mesh_checks import check_devices, check_layout, check_memory, objections, told
+from .html import check_page, write_page
+from .mesh_checks import check_devices, check_layout, check_memory, objections, reasons
 from .page import plan_page
 from .requested import (
     asked_of,

@@ -37,11 +37,11 @@ def verdict(figures: Figures) -> Verdict:
         left = f"A rank stores {size(needed)}{beside}, and {size(device - needed)} are left{there}."
         return Verdict(True, f"fits {nominal(device)}", f"{left} {not_counted(figures)}")
     over = f"A rank stores {size(needed)}{there}, which is {size(needed - device)} too much."
-    return Verdict(False, f"does not fit {nominal(device)}", f"{over} Way out: {ways_out(figures)}.")
+    return Verdict(False, f"does not fit {nominal(device)}", f"{over} Way out: {advice(figures)}.")
 
 
 @cache  # a page asks as often as a terminal; figures are equal to themselves alone
-def ways_out(figures: Figures) -> str:
+def advice(figures: Figures) -> str:
     found = [*_of_as_many_ranks(figures), *figures.choices] or helps(figures)
     return f"choose {' or '.join(found)}" if found else "choose more ranks or larger devices"
 

@@ -127,7 +127,7 @@ def _footer(origin: Mapping[str, str]) -> str:
     return wrap("footer", tag("p", made), wrap("pre", flowing(origin["command"]))) + "\n"
 
 
-def check_target(file: str) -> Path:
+def check_page(file: str) -> Path:
     """Refuse a place that cannot be written before an hour of work, not after it."""
     path = Path(file).absolute()
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

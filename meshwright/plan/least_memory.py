@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 
 from ..axes import Axes
 from ..blueprint import Blueprint
@@ -10,7 +10,6 @@ from ..memory.meta_model import Paper
 from ..memory.simulate import Passing, activations
 from ..parallel import Savings
 from .figures import COMPUTE
-from .one_of_each_layer import Thin, held_bytes
 
 
 class Least:
@@ -20,25 +19,41 @@ class Least:
     by tp and cp at best: it is counted once for each way to recompute, with experts on several ranks or on each.
     """
 
-    def __init__(self, blueprint: Blueprint, model: Thin, tokens: int, moment_bytes: float) -> None:
-        self.blueprint, self.model, self.tokens, self.moment_bytes = blueprint, model, tokens, moment_bytes
+    def __init__(self, blueprint: Blueprint, tokens: int, moment_bytes: float) -> None:
+        self.blueprint, self.tokens, self.moment_bytes = blueprint, tokens, moment_bytes
         self._kept = cache(self._keeps)
+
+    @cached_property
+    def _experts(self) -> int:
+        return sum(param.numel for param in self.blueprint.table if "expert" in param.dims)
+
+    @cached_property
+    def _dense(self) -> int:
+        """Elements outside of experts."""
+        return sum(param.numel for param in self.blueprint.table) - self._experts
 
     def num_bytes(self, axes: Axes, num_batches: int, savings: Savings, *, holds: bool) -> float:
         """No mesh takes less of the device of the rank that stores most. `holds`: its pipeline holds gathers and sums.
 
         The first micro-batch of a step finds no gradients; once it has gone back, all of them are there.
         """
-        elements = 0.0 if savings.offload else self._elements(axes)
+        elements = 0.0 if savings.offload else self.elements(axes)
         under_way, gradients = min(axes.pp, num_batches), 4 * elements
         moments = [self._passing(axes, savings, under_way), gradients + self._passing(axes, savings, under_way - 1)]
         if num_batches > under_way:
             moments.append(gradients + self._passing(axes, savings, under_way))
-        held = held_bytes(self.model, axes) if holds else 0.0
+        held = self._held(axes) if holds else 0.0
         return (4 + 2 * self.moment_bytes) * elements + held + max(moments)
 
-    def _elements(self, axes: Axes) -> float:
-        return (self.model.dense + self.model.experts) / axes.world * axes.replicate
+    def elements(self, axes: Axes) -> float:
+        """Return how many elements the rank that stores most has of the model, at least."""
+        return (self._dense + self._experts) / axes.world * axes.replicate
+
+    def _held(self, axes: Axes) -> float:
+        """Return what a pipeline that holds keeps, of all stored in shards: values in bfloat16, sums in float32."""
+        dense = self._dense / axes.tp if axes.replicate * axes.fsdp * axes.cp > 1 else 0.0
+        experts = self._experts / axes.ep if axes.replicate * axes.size_of("efsdp") > 1 else 0.0
+        return (dense + experts) / axes.pp * (2 + 4)
 
     def _passing(self, axes: Axes, savings: Savings, under_way: int) -> float:
         """Return what the first rank of pp keeps of the micro-batches under way, while backward recomputes a layer."""

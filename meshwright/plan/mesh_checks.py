@@ -79,10 +79,10 @@ def check_layout(blueprint: Blueprint, axes: Axes, num_batches: int | None = Non
     """What any rank of the mesh would refuse."""
     found = objections(blueprint, asdict(axes), num_batches, coded)
     if found:
-        raise MeshError(told(found))
+        raise MeshError(reasons(found))
 
 
-def told(refused: Sequence[str]) -> str:
+def reasons(refused: Sequence[str]) -> str:
     """One reason as it is, several as a list."""
     if len(refused) == 1:
         return refused[0]

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from ..axes import Axes
 from ..blueprint import Blueprint
@@ -17,7 +16,7 @@ from ..engine.step_bill import engine_bill
 from ..parallel import Savings
 from ..sharding import Charge, Pipeline, Traffic, Work, costs_of_stages, part_of, transfer_name
 from .devices import Cluster
-from .step_time import AGAIN, Estimate, flops_of, host_seconds, seconds_of, waits_of
+from .step_time import Estimate, Flops, StepCost, flops_of, fsdp_units
 
 _BUBBLE = {"1f1b": 1.0, "zero-bubble": 1 / 3, "v": 1 / 3}  # of the waiting of 1F1B with as many stages
 
@@ -33,13 +32,8 @@ class Thin:
     _by_traffic: dict[Traffic, Blueprint] = field(default_factory=dict)
 
     @cached_property
-    def dense(self) -> int:
-        """Elements outside of experts."""
-        return sum(param.numel for param in self.whole.table) - self.experts
-
-    @cached_property
-    def experts(self) -> int:
-        return sum(param.numel for param in self.whole.table if "expert" in param.dims)
+    def flops(self) -> Flops:
+        return flops_of(self.whole, self.whole.table.params.keys())
 
     def by_traffic(self, traffic: Traffic) -> Blueprint:
         """Each is made once: it remembers its units."""
@@ -55,13 +49,6 @@ class Thin:
             found = [sum(costs[stage] for stage in line.stages_of(place)) for place in range(pp)]
             self._places[pp] = max(found), sum(found) / pp
         return self._places[pp]
-
-    def operations(self, tokens: int) -> float:
-        return self._flops.of(tokens, tokens**2)
-
-    @cached_property
-    def _flops(self) -> Any:
-        return flops_of(self.whole, self.whole.table.params.keys())
 
 
 def thin(blueprint: Blueprint) -> Thin:
@@ -82,28 +69,14 @@ def thin(blueprint: Blueprint) -> Thin:
     return Thin(blueprint, replace(blueprint, spec=spec, module=part), num)
 
 
-def least_bytes(model: Thin, axes: Axes, moment_bytes: float) -> float:
-    """No mesh stores less on the rank that stores most: parameters and gradients in float32, and both moments."""
-    return (model.dense + model.experts) / axes.world * axes.replicate * (8 + 2 * moment_bytes)
-
-
 def held(savings: Savings) -> Savings:
     """As a pipeline that holds gathers and sums: once a step."""
     return replace(savings, gather_once=True, sum_once=True, narrow_grads=False, offload=False)
 
 
-def held_bytes(model: Thin, axes: Axes) -> float:
-    """What such a pipeline keeps at least, of all that is stored in shards: values in bfloat16, sums in float32."""
-    dense = model.dense / axes.tp if axes.replicate * axes.fsdp * axes.cp > 1 else 0.0
-    experts = model.experts / axes.ep if axes.replicate * axes.size_of("efsdp") > 1 else 0.0
-    return (dense + experts) / axes.pp * (2 + 4)
-
-
 def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: Cluster) -> Estimate:
-    """Of a step, as `estimate` would have it. The doors of the model must be marked for these savings."""
-    blueprint = model.by_traffic(savings.traffic)
-    charges = engine_bill(blueprint, replace(axes, pp=1), 0, work, "previous")
-    units = {u.name or "root" for stage in blueprint.spec.stages(replace(axes, pp=1), 0) for u in stage.units}
+    """Estimate a step from the charges of one layer of each kind, which must be marked for these savings."""
+    blueprint, of_a_stage = model.by_traffic(savings.traffic), replace(axes, pp=1)
     layers = model.whole.table.num_layers
     share = -(-layers // axes.pp) / layers
 
@@ -111,17 +84,12 @@ def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: 
         name = part_of(charge.what)
         return model.num[int(name.split(".")[1])] * share if name.startswith("layers.") else 1.0
 
+    charges = engine_bill(blueprint, of_a_stage, 0, work, "previous")
     whole = [replace(charge, count=charge.count * times(charge)) for charge in charges]  # type: ignore[arg-type]
-    again = AGAIN if savings.recompute == "full" else 1.0
-    waits = [c for c in whole if c.what not in units] + _transfers(model, axes, work)
-    operations = again * model.operations(work.tokens) * work.num_batches / (axes.cp * axes.tp * axes.pp)
-    return Estimate(
-        products=operations / cluster.products,
-        waits=tuple(waits_of(waits, axes, cluster)),
-        gathers=sum(seconds_of(c, axes, cluster) for c in whole if c.what in units),
-        host=host_seconds(model.whole, work, savings) / axes.pp,
-        bubble_share=_bubble(model, axes.pp, work.num_batches),
-    )
+    whole += _transfers(model, axes, work)
+    bubble = _bubble(model, axes.pp, work.num_batches)
+    step = StepCost(model.whole, axes, work, savings, cluster, model.flops)
+    return step.estimate(whole, fsdp_units(blueprint, of_a_stage, 0), bubble)
 
 
 def _transfers(model: Thin, axes: Axes, work: Work) -> list[Charge]:

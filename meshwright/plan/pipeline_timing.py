@@ -52,20 +52,20 @@ def timetable(figures: Figures) -> Timetable:
     def cost(action: Action) -> float:
         return COSTS[action.kind] * shares[action.stage] * len(shares)
 
-    return times(line_of(figures), figures.orders, cost)
+    return times(map_of(figures), figures.orders, cost)
 
 
-def line_of(figures: Figures) -> Line:
+def map_of(figures: Figures) -> Line:
     return figures.blueprint.spec.line(figures.axes.pp)
 
 
 def _shares(figures: Figures) -> list[float]:
-    costs = costs_of_stages(figures.blueprint.table, figures.blueprint.module, line_of(figures))
+    costs = costs_of_stages(figures.blueprint.table, figures.blueprint.module, map_of(figures))
     return [cost / sum(costs) for cost in costs]
 
 
 def place_lines(figures: Figures) -> list[PlaceLine]:
-    line, shares, table = line_of(figures), _shares(figures), timetable(figures)
+    line, shares, table = map_of(figures), _shares(figures), timetable(figures)
 
     def stage_line(stage: int) -> StageLine:
         layers = line.layers_of(stage)
@@ -80,7 +80,7 @@ def place_lines(figures: Figures) -> list[PlaceLine]:
     ]  # fmt: skip
 
 
-def told(stage: StageLine) -> str:
+def layers_of_stage(stage: StageLine) -> str:
     layers = f"layer {stage.first}" if stage.first == stage.last else f"layers {stage.first}-{stage.last}"
     return f"stage {stage.stage}: {layers}"
 
@@ -89,12 +89,12 @@ def about_schedule(figures: Figures) -> str:
     pipeline, pp = figures.blueprint.spec.pipeline, figures.axes.pp
     batches = counted(figures.work.num_batches, "micro-batch", "micro-batches")
     return (
-        f"{batches} through {counted(line_of(figures).num_stages, 'stage')} on {counted(pp, 'place')} by the schedule "
+        f"{batches} through {counted(map_of(figures).num_stages, 'stage')} on {counted(pp, 'place')} by the schedule "
         f"{pipeline.schedule}: a rank waits {timetable(figures).bubble:.1%} of a step on average (the bubble)"
     )
 
 
-def notes(figures: Figures) -> list[str]:
+def pipeline_notes(figures: Figures) -> list[str]:
     """What costs time or memory, or differs, because there is a pipeline."""
     pp, spec, num = figures.axes.pp, figures.blueprint.spec, figures.work.num_batches
     found = []
@@ -114,12 +114,12 @@ def notes(figures: Figures) -> list[str]:
     return found
 
 
-def as_json(figures: Figures) -> dict[str, Any]:
+def pipeline_json(figures: Figures) -> dict[str, Any]:
     """`timetable`: of each place on pp its actions in order, each with kind, stage, micro-batch, start and end."""
     table = timetable(figures)
     return {
         **asdict(figures.blueprint.spec.pipeline),
-        "ends": line_of(figures).ends,
+        "ends": map_of(figures).ends,
         "bubble": table.bubble,
         "places": [asdict(line) for line in place_lines(figures)],
         "timetable": [[[*slot.action, slot.start, slot.end] for slot in row] for row in table.rows],

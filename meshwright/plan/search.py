@@ -25,7 +25,7 @@ from .devices import Cluster
 from .figures import COMPUTE, Figures, work_of
 from .least_memory import Least
 from .mesh_checks import objections
-from .one_of_each_layer import Thin, first_price, held, least_bytes, thin
+from .one_of_each_layer import Thin, first_price, held, thin
 from .step_time import Estimate, estimate
 
 SECONDS_BETWEEN_LINES = 4.0
@@ -75,7 +75,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """`best`: those that fit, the quickest first. `nearest`: if none does, the one that is too large by least.
     `num_meshes`: that the model allows, of which `num_too_large` cannot fit whatever they recompute."""
 
@@ -113,11 +113,11 @@ class Search:
         self.model: Thin = thin(blueprint)
         self.coded = coded_of(blueprint.table, blueprint.table.params) if asked.state_dtype == torch.uint8 else ()
         moment = 1.0 if self.coded else widths_of(COMPUTE, asked.state_dtype).moment
-        self.least = Least(blueprint, self.model, asked.size.tokens, moment)
+        self.least = Least(blueprint, asked.size.tokens, moment)
         self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
         self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         tried, savings = self._tried, self.asked.savings
         best = self.quickest(_LONG)
         if not best and not savings.offload and not self._once:
@@ -128,7 +128,7 @@ class Search:
         if nearest is not None and nearest.figures.fits:  # too many of those that are quicker did not
             best, nearest = [nearest], None
         num_too_large = len(tried) - len(self._may_fit(tried, savings))
-        return Found(tuple(best), nearest, len(tried), num_too_large, len(self.in_full))
+        return SearchResult(tuple(best), nearest, len(tried), num_too_large, len(self.in_full))
 
     def quickest(self, until: float) -> list[Candidate]:
         """With the savings that are asked for alone. `until`: seconds of a CPU since the search began."""
@@ -236,7 +236,7 @@ class Search:
     def _nearest(self, tried: Sequence[Cut]) -> Candidate:
         """With all savings, of the meshes that cut a model into the smallest parts."""
         most = replace(self.asked.savings, recompute=self.asked.recompute[-1], offload=not self._once)
-        smallest = sorted(tried, key=lambda cut: (least_bytes(self.model, cut.axes, 4), -cut.axes.tp * cut.axes.pp))
+        smallest = sorted(tried, key=lambda cut: (self.least.elements(cut.axes), -cut.axes.tp * cut.axes.pp))
         first, *others = (self._in_full(cut, self._ways(cut, most)[-1]) for cut in smallest[:_NEAREST])
         for each in others:
             self._tell(self._seconds / _LONGEST)

@@ -7,7 +7,7 @@ way of another.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from math import gcd, prod
 from typing import Any
@@ -107,7 +107,7 @@ def in_a_node(axes: Axes, over: tuple[str, ...], gpus_per_node: int) -> int:
     return num
 
 
-def sent(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cluster: Cluster) -> Sent:
+def time_on_links(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cluster: Cluster) -> Sent:
     """`num_bytes`: of the larger side, as the bill has them. Each rank has a link of its own to other nodes, so that of
     a ring each rank of a node carries a share between nodes. Both links work at the same time."""
     num, here = prod(axes.sizes(over)), in_a_node(axes, over, cluster.gpus_per_node)
@@ -124,54 +124,81 @@ def sent(op: str, num_bytes: int, over: tuple[str, ...], axes: Axes, cluster: Cl
     return Sent(BETWEEN if between else INSIDE, seconds)
 
 
-def cluster_in(figures: Figures) -> Cluster:
+def required_cluster(figures: Figures) -> Cluster:
     if figures.cluster is None:
         raise ConfigError("these figures are of no cluster, so nothing says how long a step takes")
     return figures.cluster
 
 
-def estimate(figures: Figures) -> Estimate:
-    blueprint, axes, cluster = figures.blueprint, figures.axes, cluster_in(figures)
-    units = {u.name or "root" for stage in blueprint.spec.stages(axes, figures.sender) for u in stage.units}
+@dataclass(frozen=True)
+class StepCost:
+    """What ranks compute in a step of a model that is trained as a whole."""
+
+    blueprint: Blueprint
+    axes: Axes
+    work: Work
+    savings: Savings
+    cluster: Cluster
+    flops: Flops
+
+    @property
+    def operations(self) -> float:
+        """Return the operations of a rank on average, without those of recomputation."""
+        num_ranks = self.axes.cp * self.axes.tp * self.axes.pp
+        return self.flops.of(self.work.tokens, self.work.tokens**2) * self.work.num_batches / num_ranks
+
+    @property
+    def host(self) -> float:
+        """Return the seconds in which the host of a rank launches its layers."""
+        with_experts = self.blueprint.balance.num_layers
+        dense, mixture = HOST[self.savings.recompute]
+        layers = dense * (self.blueprint.table.num_layers - with_experts) + mixture * with_experts
+        return self.work.num_batches * layers / self.axes.pp
+
+    def estimate(self, charges: Sequence[Charge], units: Set[str], bubble_share: float) -> Estimate:
+        """Estimate the time of a step in which a rank sends `charges`, those of `units` beside matmuls."""
+        again = AGAIN if self.savings.recompute == "full" else 1.0
+        waits = [c for c in charges if c.what not in units and c.op != "recv"]  # it comes while others are sent
+        return Estimate(
+            products=again * self.operations / self.cluster.products,
+            waits=tuple(_waits(waits, self.axes, self.cluster)),
+            gathers=sum(_seconds(c, self.axes, self.cluster) for c in charges if c.what in units),
+            host=self.host,
+            bubble_share=bubble_share,
+        )
+
+
+def step_of(figures: Figures) -> StepCost:
+    blueprint = figures.blueprint
     flops = flops_of(blueprint, blueprint.table.params.keys())
-    work = operations(flops, figures) / (axes.cp * axes.tp * axes.pp)
-    again = AGAIN if figures.savings.recompute == "full" else 1.0
-    waits = [c for c in figures.charges if c.what not in units and c.op != "recv"]  # it comes while others are sent
-    return Estimate(
-        products=again * work / cluster.products,
-        waits=tuple(waits_of(waits, axes, cluster)),
-        gathers=sum(seconds_of(c, axes, cluster) for c in figures.charges if c.what in units),
-        host=host_seconds(blueprint, figures.work, figures.savings) / axes.pp,
-        bubble_share=timetable(figures).bubble if axes.pp > 1 else 0.0,
-    )
+    return StepCost(blueprint, figures.axes, figures.work, figures.savings, required_cluster(figures), flops)
 
 
-def host_seconds(blueprint: Blueprint, work: Work, savings: Savings) -> float:
-    """Of all layers, to launch a step."""
-    with_experts = blueprint.balance.num_layers
-    dense, mixture = HOST[savings.recompute]
-    return work.num_batches * (dense * (blueprint.table.num_layers - with_experts) + mixture * with_experts)
+def estimate(figures: Figures) -> Estimate:
+    """Estimate the time of a step from everything that the rank that pays most sends."""
+    bubble = timetable(figures).bubble if figures.axes.pp > 1 else 0.0
+    units = fsdp_units(figures.blueprint, figures.axes, figures.sender)
+    return step_of(figures).estimate(figures.charges, units, bubble)
 
 
-def operations(flops: Flops, figures: Figures) -> float:
-    """Of a step of a data rank."""
-    tokens = figures.work.tokens
-    return flops.of(tokens, tokens**2) * figures.work.num_batches
+def fsdp_units(blueprint: Blueprint, axes: Axes, rank: int) -> Set[str]:
+    """Return the names under which the bill has the collectives of FSDP."""
+    return {unit.name or "root" for stage in blueprint.spec.stages(axes, rank) for unit in stage.units}
 
 
-def seconds_of(charge: Charge, axes: Axes, cluster: Cluster) -> float:
-    return charge.count * sent(charge.op, charge.num_bytes, charge.axes, axes, cluster).seconds
+def _seconds(charge: Charge, axes: Axes, cluster: Cluster) -> float:
+    return charge.count * time_on_links(charge.op, charge.num_bytes, charge.axes, axes, cluster).seconds
 
 
-def waits_of(charges: list[Charge], axes: Axes, cluster: Cluster) -> Iterator[Wait]:
+def _waits(charges: list[Charge], axes: Axes, cluster: Cluster) -> Iterator[Wait]:
     """Together what is for the same and goes over the same link; first what takes longest."""
     found = defaultdict[tuple[str, str], float](float)
     for charge in charges:
         live = [axis for axis in charge.axes if axes.size_of(axis) > 1]
         first = live[0].partition("/")[0].partition("%")[0] if len(live) == 1 else ""
-        link = sent(charge.op, charge.num_bytes, charge.axes, axes, cluster).link
+        link = time_on_links(charge.op, charge.num_bytes, charge.axes, axes, cluster).link
         what = _SUMS if charge.op == "all_reduce" else _WHAT.get(first, _SUMS)
-        found[what, link] += seconds_of(charge, axes, cluster)
+        found[what, link] += _seconds(charge, axes, cluster)
     for (what, link), seconds in sorted(found.items(), key=lambda row: -row[1]):
         yield Wait(what, link, seconds)
 
@@ -215,9 +242,7 @@ def speed(figures: Figures) -> str:
 
 def mfu(figures: Figures) -> float:
     """Model FLOPs utilisation: what the tokens need, by what the devices could do, without what is recomputed."""
-    axes, cluster = figures.axes, cluster_in(figures)
-    needed = operations(flops_of(figures.blueprint, figures.blueprint.table.params.keys()), figures)
-    return needed / (axes.cp * axes.tp * axes.pp) / (estimate(figures).seconds * cluster.flops * 10**12)
+    return step_of(figures).operations / (estimate(figures).seconds * required_cluster(figures).flops * 10**12)
 
 
 def tokens_a_second(figures: Figures) -> float:
@@ -230,12 +255,12 @@ def tokens_a_second(figures: Figures) -> float:
 def assumptions(figures: Figures) -> str:
     """In one line."""
     left_out = ", and so are copies to and from the host" if figures.savings.offload else ""
-    return f"Estimated for {cluster_in(figures).told}. {ASSUMED}{left_out}."
+    return f"Estimated for {required_cluster(figures).told}. {ASSUMED}{left_out}."
 
 
 def sent_of(figures: Figures, line: Traffic | ChargeLine) -> Sent:
     """The time of all collectives of a line."""
-    return sent(line.op, line.num_bytes, line.axes, figures.axes, cluster_in(figures))
+    return time_on_links(line.op, line.num_bytes, line.axes, figures.axes, required_cluster(figures))
 
 
 def timed(figures: Figures, line: Traffic | ChargeLine) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..sharding import Slot
 from ..sharding.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from .figures import Figures
 from .html import Cell, bytes_cell, section, table, tag, wrap
-from .pipeline_timing import about_schedule, place_lines, timetable, told
+from .pipeline_timing import about_schedule, layers_of_stage, place_lines, timetable
 from .tables import AxisLine, axis_lines
 
 _MOST_CELLS, _SAMPLE = 256, 128  # a replica of more ranks than the one is shown by the other
@@ -186,7 +186,7 @@ def pipeline_section(figures: Figures) -> str:
 def _places(figures: Figures) -> str:
     rows = (
         [
-            Cell(f"pp {line.place}", "name"), Cell("\n".join(told(s) for s in line.stages), "lines"),
+            Cell(f"pp {line.place}", "name"), Cell("\n".join(layers_of_stage(s) for s in line.stages), "lines"),
             Cell("\n".join(f"{s.share:.1%}" for s in line.stages), "number lines"), Cell(f"{line.idle:.1%}", "number"),
             line.most_kept, bytes_cell(line.num_bytes),
         ]

@@ -19,9 +19,9 @@ from ..sharding import draw, ways
 from . import pipeline_timing
 from . import step_time as times
 from .figures import Figures
-from .fit_advice import helps, verdict, ways_out
+from .fit_advice import advice, helps, verdict
 from .mesh_checks import as_option
-from .search import Asked, Candidate, Found
+from .search import Asked, Candidate, SearchResult
 from .step_time import assumptions, times_as_json, tokens_a_second
 from .tables import ParameterLine, axis_lines, charge_lines, parameter_lines
 from .wording import (
@@ -87,7 +87,7 @@ def notes(figures: Figures) -> list[str]:
         found.append(f"cp={figures.axes.cp}, by mixer: {way}. --context (mw.Context) chooses another way.")
     if figures.axes.ep > 1 and not figures.blueprint.balance.num_experts:
         found.append(f"ep={figures.axes.ep} changes nothing of this model: it has no experts.")
-    return found + (pipeline_timing.notes(figures) if figures.axes.pp > 1 else [])
+    return found + (pipeline_timing.pipeline_notes(figures) if figures.axes.pp > 1 else [])
 
 
 def step(figures: Figures) -> str:
@@ -121,7 +121,9 @@ def _places(figures: Figures) -> Grid:
     for column in ("of the work", "waits", "keeps", "a rank stores"):
         grid.add_column(column, justify="right")
     for line in pipeline_timing.place_lines(figures):
-        stages, shares = zip(*((pipeline_timing.told(s), f"{s.share:.1%}") for s in line.stages), strict=True)
+        stages, shares = zip(
+            *((pipeline_timing.layers_of_stage(s), f"{s.share:.1%}") for s in line.stages), strict=True
+        )
         grid.add_row(
             str(line.place), "\n".join(stages), "\n".join(shares), f"{line.idle:.1%}", str(line.most_kept),
             size(line.num_bytes),
@@ -196,7 +198,7 @@ def _grid() -> Grid:
     return Grid(box=box.SIMPLE_HEAD, pad_edge=False)
 
 
-def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
+def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
     """Every number exactly. `origin`: what made it, when, and by which command."""
     axes, work, said = figures.axes, figures.work, verdict(figures)
     of_step = {name: value for name, value in asdict(work).items() if name != "begins"}  # a plan trains everything
@@ -205,7 +207,7 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "model": figures.model,
         "mesh": asdict(axes),
         "ranks": axes.world,
-        "pipeline": pipeline_timing.as_json(figures) if axes.pp > 1 else None,
+        "pipeline": pipeline_timing.pipeline_json(figures) if axes.pp > 1 else None,
         "num_parameters": figures.num_parameters,
         "head": figures.head,
         "savings": asdict(figures.savings),
@@ -225,7 +227,7 @@ def as_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "not_counted": not_counted(figures),
         "device_bytes": figures.device,
         "fits": said.ok,
-        "way_out": ways_out(figures) if said.ok is False else None,
+        "way_out": advice(figures) if said.ok is False else None,
         "step": {**of_step, "frozen": sorted(work.frozen), "numbers": sorted(work.numbers)},
         "traffic": [times.timed(figures, row) for row in figures.traffic],
         "total_count": sum(row.count for row in figures.traffic),
@@ -240,7 +242,7 @@ _HOST, _PIPELINE = "the host", "its pipeline"
 _ALIKE = 0.01  # of a step: no estimate is that exact
 
 
-def parts_of(candidate: Candidate) -> dict[str, float]:
+def parts_of_step(candidate: Candidate) -> dict[str, float]:
     """What takes the time of a step, as a sentence names it."""
     found = candidate.estimate
     waits = {f"{wait.what} {wait.link}": wait.seconds for wait in found.waits}
@@ -250,10 +252,10 @@ def parts_of(candidate: Candidate) -> dict[str, float]:
 
 def why(candidate: Candidate, first: Candidate) -> str:
     """One sentence: what it waits for most, and of all but the first what makes it slower."""
-    parts, seconds = parts_of(candidate), candidate.estimate.seconds
+    parts, seconds = parts_of_step(candidate), candidate.estimate.seconds
     what, most = max(((w, s) for w, s in parts.items() if w != "products"), key=lambda part: part[1])
     waits = f"waits {most / seconds:.0%} of a step for {what}" if most >= _ALIKE * seconds else "waits for nothing long"
-    slower, before = seconds - first.estimate.seconds, parts_of(first)
+    slower, before = seconds - first.estimate.seconds, parts_of_step(first)
     if candidate is first or slower < _ALIKE * first.estimate.seconds:
         return waits if candidate is first else f"{waits}; as quick as the first"
     longer = max(parts, key=lambda name: parts[name] - before.get(name, 0.0))
@@ -263,7 +265,7 @@ def why(candidate: Candidate, first: Candidate) -> str:
     return f"{waits}; {longer} {verb} {more} longer than in the first"
 
 
-def print_found(found: Found, asked: Asked) -> None:
+def print_found(found: SearchResult, asked: Asked) -> None:
     console, first = Console(), (*found.best, found.nearest)[0]
     assert first is not None
     title = f"{asked.model} on {counted(asked.size.num_ranks, 'rank')} of {asked.device_name} ({nominal(asked.device)})"
@@ -283,7 +285,7 @@ def print_found(found: Found, asked: Asked) -> None:
     console.print(Text(f"  {command(first, asked)}", style="bold"), soft_wrap=True)
 
 
-def _about(found: Found, asked: Asked, first: Candidate) -> str:
+def _about(found: SearchResult, asked: Asked, first: Candidate) -> str:
     tokens = asked.size.global_tokens
     return (
         f"{large(first.figures.num_parameters)} parameters; {tokens:,} tokens a step in micro-batches of "
@@ -292,7 +294,7 @@ def _about(found: Found, asked: Asked, first: Candidate) -> str:
     )
 
 
-def _table(found: Found) -> Grid:
+def _table(found: SearchResult) -> Grid:
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("")
     for column in ("a step", "products", "waits", "host", "gathers", "bubble", "stored", "left"):
@@ -360,7 +362,7 @@ def _that_do_something(words: Sequence[str], axes: Axes) -> Iterator[str]:
             yield word
 
 
-def search_as_json(found: Found, asked: Asked, origin: Mapping[str, str]) -> dict[str, Any]:
+def search_as_json(found: SearchResult, asked: Asked, origin: Mapping[str, str]) -> dict[str, Any]:
     first = (*found.best, found.nearest)[0]
     assert first is not None
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checkpoint import newest_whole
 from .run_files import METRICS, Run, read_folder
-from .summary import experts, figure, verdict
+from .summary import experts_warning, figure, outcome
 
 _ENDED_WELL = ("", "early stopping")  # only then is there an export of this run
 _NAME = 26  # columns of a name that was written
@@ -20,7 +20,7 @@ def last_words(folder: Path, out: str) -> list[str]:
     if not run.of("step"):
         return []
     written = [f"  {name:<{_NAME}} {what}" for name, what in _written(folder, run)]
-    warning = experts(run)
+    warning = experts_warning(run)
     return [
         _how(run),
         *([f"warning: {warning}"] if warning else []),
@@ -32,7 +32,7 @@ def last_words(folder: Path, out: str) -> list[str]:
 
 
 def _how(run: Run) -> str:
-    said = f"{verdict(run)[0]}; loss {figure(run.last.get('train/loss'))}"
+    said = f"{outcome(run)[0]}; loss {figure(run.last.get('train/loss'))}"
     return said if run.best is None else f"{said}; lowest held-out loss {figure(run.best[0])}, at step {run.best[1]:,}"
 
 

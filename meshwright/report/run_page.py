@@ -11,7 +11,7 @@ from ..errors import counted
 from ..plan.html import Cell, details, flowing, page, section, table, tag, wrap
 from . import summary
 from .run_files import Run
-from .series import CHARTS, data_of
+from .series import CHARTS, chart_data
 from .starts import story
 
 _HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ _SAMPLES = 12  # times of samples that are shown, the last ones and the first
 
 def report_page(runs: Sequence[Run], origin: Mapping[str, str]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    data = data_of(runs)
+    data = chart_data(runs)
     sections = (
         _heading(title, runs), _history(runs), _differences(runs), _charts(data), _experts(data, runs),
         *(_told(run, with_starts=len(runs) > 1) for run in runs),
@@ -37,7 +37,7 @@ def _heading(title: str, runs: Sequence[Run]) -> Iterator[str]:
         wrap("p", *about, tag("span", _meshes(runs[0])), kind="mesh") if len(runs) == 1 else "",
     )  # fmt: skip
     for number, run in enumerate(runs):
-        text, state = summary.verdict(run)
+        text, state = summary.outcome(run)
         name = tag("small", f"{run.name}: {_meshes(run)}") if len(runs) > 1 else ""
         kind = {"good": "pass", "bad": "fails", "open": ""}[state]
         key = wrap("i", kind=f"run run{number % 8}") if len(runs) > 1 else ""
@@ -51,7 +51,7 @@ def _heading(title: str, runs: Sequence[Run]) -> Iterator[str]:
         ) + "\n"  # fmt: skip
         if run.failure:
             yield wrap("div", tag("pre", run.failure), kind="finding")
-        if warning := summary.experts(run):
+        if warning := summary.experts_warning(run):
             yield wrap("div", tag("p", warning), kind="finding warning")
 
 
@@ -78,7 +78,7 @@ def _starts(run: Run) -> Iterator[str]:
 def _differences(runs: Sequence[Run]) -> Iterator[str]:
     if len(runs) < 2:
         return
-    rows = summary.differences(runs)
+    rows = summary.differing_fields(runs)
     text = "What the files of the runs do not have in common." if rows else "The files of the runs say the same."
     inner = [table(["field", *(run.name for run in runs)], [[Cell(row[0], "name"), *row[1:]] for row in rows])]
     yield section("What differs", tag("p", text), *(inner if rows else []))
@@ -133,7 +133,7 @@ def _told(run: Run, *, with_starts: bool) -> Iterator[str]:
         *_samples(run),
         _folded("Starts", "".join(_starts(run)), with_starts and len(run.starts) > 1),
         _folded("Held-out data", table(head, rows), bool(rows)),
-        _folded("Checkpoints", table(["step", "path", "took", ""], summary.checkpoints(run)), bool(run.of("save"))),
+        _folded("Checkpoints", table(["step", "path", "took", ""], summary.checkpoint_rows(run)), bool(run.of("save"))),
         _folded(f"The mesh: {summary.mesh(run)}", _placed(run), bool(run.json("layout.json"))),
         _folded("The file of the run", tag("pre", run.texts.get("config.toml", "")), "config.toml" in run.texts),
         _folded("Where it ran", table(["", ""], summary.environment(run)), "environment.json" in run.texts),

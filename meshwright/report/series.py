@@ -29,7 +29,7 @@ _FROM_ZERO = ("memory/peak_bytes",)  # a chart from the lowest value on would sh
 _SOURCE = "train/loss/"
 
 
-def data_of(runs: Sequence[Run]) -> dict[str, Any]:
+def chart_data(runs: Sequence[Run]) -> dict[str, Any]:
     """For the script of the page. Charts that no run has anything for are not there."""
     most = max(200, min(POINTS, 2 * POINTS // len(runs)))
     curves = {metric: _chart(metric, runs, most) for metric in CHARTS}
@@ -124,7 +124,7 @@ def _curve(points: Sequence[tuple[Mapping[str, Any], float | None]], most: int) 
     kept = [points[at] for at in thinned([value for _, value in points], most)]
     return {
         "step": [line["step"] for line, _ in kept],
-        "y": [rounded(value) for _, value in kept],
+        "y": [significant(value) for _, value in kept],
     }
 
 
@@ -170,6 +170,6 @@ def thinned(values: Sequence[float | None], most: int) -> list[int]:
     return sorted(kept)
 
 
-def rounded(value: float | None, digits: int = 5) -> float | None:
+def significant(value: float | None, digits: int = 5) -> float | None:
     """To so many significant digits: what a curve shows, and no more bytes."""
     return None if value is None else float(f"{value:.{digits}g}")

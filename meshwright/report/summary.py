@@ -16,7 +16,7 @@ from .run_files import Run
 from .starts import endings
 
 
-def verdict(run: Run) -> tuple[str, str]:
+def outcome(run: Run) -> tuple[str, str]:
     """How far it came and how it ended; and whether that is well, still open, or a failure."""
     step, total, ends = run.last["step"], run.num_steps, run.of("end")
     of = f" of {total:,}" if total else ""
@@ -36,20 +36,20 @@ def tiles(run: Run, *, short_ones: bool = False) -> list[tuple[str, str]]:
     found = [("loss of the last step", figure(last.get("train/loss")))]
     if best:
         found.append((f"lowest held-out loss, step {best[1]:,}", figure(best[0])))
-    found += [] if short_ones else [("tokens trained on", short(last.get("train/tokens")))]
-    found.append(("tokens a second, median", short(_median(run, "throughput/tokens_per_s"))))
+    found += [] if short_ones else [("tokens trained on", with_unit(last.get("train/tokens")))]
+    found.append(("tokens a second, median", with_unit(_median(run, "throughput/tokens_per_s"))))
     if mfu := _median(run, "throughput/mfu"):
         found.append(("MFU, median", f"{mfu:.1%}"))
     if peak := last.get("memory/peak_bytes"):
         found.append(("most memory of a rank", decimal(int(peak))))
     if layout.get("parameters") and not short_ones:
-        found.append(("parameters", short(layout["parameters"])))
+        found.append(("parameters", with_unit(layout["parameters"])))
     num = len(run.starts)
     found.append((f"took, in {num} starts" if num > 1 else "took", _duration(run)))
     return found
 
 
-def differences(runs: Sequence[Run]) -> list[list[str]]:
+def differing_fields(runs: Sequence[Run]) -> list[list[str]]:
     """List the fields in which the configs differ, without where a run lies and what it logs: they change no curve."""
     flat = [dict(_flat(_config(run))) for run in runs]
     names = dict.fromkeys(name for each in flat for name in each if name != "out" and not name.startswith("log."))
@@ -85,7 +85,7 @@ def when(time: float) -> str:
     return f"{datetime.datetime.fromtimestamp(time):%Y-%m-%d %H:%M}"
 
 
-def experts(run: Run) -> str:
+def experts_warning(run: Run) -> str:
     """One sentence if the router has given up experts, else ""."""
     use = ExpertUse()
     for line in (*run.of("start"), *run.of("step")):
@@ -99,7 +99,7 @@ def mesh(run: Run) -> str:
     return f"{counted(int(layout.get('world', 1)), 'rank')}{', ' + sizes if sizes else ''}"
 
 
-def checkpoints(run: Run) -> list[list[str]]:
+def checkpoint_rows(run: Run) -> list[list[str]]:
     return [_checkpoint(line) for line in run.of("save")]
 
 
@@ -133,7 +133,7 @@ def figure(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) and 1e-3 < abs(value) < 1e4 else f"{value:.4g}"
 
 
-def short(value: Any) -> str:
+def with_unit(value: Any) -> str:
     """12.3 M."""
     if value is None:
         return "-"

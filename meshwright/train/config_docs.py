@@ -23,7 +23,7 @@ is refused. Editors complete the file with [this schema](../examples/meshwright.
 
 
 @dataclass(frozen=True)
-class Difference:
+class ChangedField:
     """A field that another file says otherwise. `may`: whether a run may go on with it."""
 
     place: Place
@@ -36,7 +36,7 @@ class Difference:
         return what if self.may else f"{what}; a run goes on with what it began with: change it back, or choose out"
 
 
-def differences(old: Config, new: Config) -> list[Difference]:
+def changed_fields(old: Config, new: Config) -> list[ChangedField]:
     """Which fields have changed since a run began. What files hold is not looked at: the plan's fingerprint knows."""
     before, after = ({leaf.place: leaf for leaf in leaves(_resolved(config))} for config in (old, new))
     out = []
@@ -44,7 +44,7 @@ def differences(old: Config, new: Config) -> list[Difference]:
         one, two = before.get(place), after.get(place)
         if one is None or two is None or _held(one) == _held(two):
             continue  # what a whole source holds is told with the list
-        out.append(Difference(place, one.value, two.value, not _is_fixed(place)))
+        out.append(ChangedField(place, one.value, two.value, not _is_fixed(place)))
     return out
 
 

@@ -14,7 +14,7 @@ from ..errors import MeshError
 from ..log import logger
 from ..memory.budget import fits, too_large
 from ..mesh import Mesh
-from ..plan import Figures, find, objections, told, work_of
+from ..plan import Figures, find, objections, reasons, work_of
 from ..plan.figures import COMPUTE
 from ..plan.wording import name_of
 from ..sharding import check_coded, coded_of
@@ -47,7 +47,7 @@ def layout_of(config: Config) -> Figures:
     blueprint = laid_out(model_of(config), config)
     refused = objections_to(blueprint, config)
     if refused:
-        raise MeshError(told(refused))
+        raise MeshError(reasons(refused))
     check_moments(blueprint, config)
     axes = Axes(**config.mesh.model_dump())
     state = getattr(torch, config.optim.state_dtype) if config.optim.state_dtype else None

@@ -53,7 +53,7 @@ _OF_ROWS = ("kind", "fields", "thinking", "turns", "template", "template_args")
 
 
 @dataclass(frozen=True)
-class Reader:
+class RowReader:
     """Of the files of data, for the model of `directory`. `tower`: it sees. `cache`: where documents are kept."""
 
     directory: Path
@@ -79,7 +79,7 @@ def _root(section: SourceSection) -> Path:
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingData:
     """What is trained on."""
 
     documents: Sequence[Documents]
@@ -102,7 +102,7 @@ class Data:
         )  # fmt: skip
 
 
-def documents_of(section: SourceSection, reader: Reader, *, name: str = "") -> Documents:
+def documents_of(section: SourceSection, reader: RowReader, *, name: str = "") -> Documents:
     """The documents of a source, tokenised."""
     paths = [section.path] if isinstance(section.path, str) else section.path
     make, told, unused = maker(section, reader)
@@ -126,7 +126,7 @@ def _files(path: str, section: SourceSection) -> list[Path]:
     return files_of(at)
 
 
-def check_files(section: SourceSection) -> None:
+def check_source_files(section: SourceSection) -> None:
     """Refuse files of a source that are not there. What lies on the hub is looked at when it is downloaded."""
     for path in [section.path] if isinstance(section.path, str) else section.path:
         if not _is_of_hub(path):
@@ -148,7 +148,7 @@ def names_of(sections: Sequence[SourceSection]) -> list[str]:
     ]
 
 
-def maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
+def maker(section: SourceSection, reader: RowReader) -> tuple[Make, str, Unused]:
     """Return what turns a row into documents, all that it depends on, and which fields of a row it does not use.
 
     Refuse a source whose rows cannot be tokenised: no tokenizer, no chat template.
@@ -172,7 +172,7 @@ def vocab_size_of(directory: Path) -> int:
     return int(take(text_config(read_config(directory)), "vocab_size", int))
 
 
-def _unseeing(make: Make, told: str, reader: Reader) -> tuple[Make, str]:
+def _unseeing(make: Make, told: str, reader: RowReader) -> tuple[Make, str]:
     if not reader.tower:
         return make, told
     places = placeholders_of(read_config(reader.directory))
@@ -223,9 +223,9 @@ def all_of(makes: Iterable[Callable[[], Made]]) -> list[Made]:
     return made
 
 
-def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> Data:
+def training_data(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> TrainingData:
     """Of the training. Every process makes the same."""
-    reader = Reader(directory, cache, config.train.tower, processes)
+    reader = RowReader(directory, cache, config.train.tower, processes)
     named = zip(config.data, names_of(config.data), strict=True)
     documents = all_of(partial(documents_of, section, reader, name=name) for section, name in named)
     train, length, plans = config.train, config.train.length, cache / "plans"
@@ -239,7 +239,7 @@ def data_of(config: Config, directory: Path, cache: Path, *, processes: int = 1)
     else:
         plan = Plan(sources, length=length, seed=config.seed, epochs=train.epochs or 1, cache=plans)
     processor = next(filter(None, map(reader.processor, config.data)), None)  # all read a picture alike
-    return Data(documents, plan, ceil(plan.num_streams / train.streams_per_step), processor)
+    return TrainingData(documents, plan, ceil(plan.num_streams / train.streams_per_step), processor)
 
 
 def is_too_long(section: SourceSection) -> Any:
@@ -264,20 +264,20 @@ def sections_of(config: Config) -> Mapping[str, SourceSection]:
     return {each.name: each for each in section.sets}
 
 
-def held_out_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> dict[str, Data]:
+def held_out_of(config: Config, directory: Path, cache: Path, *, processes: int = 1) -> dict[str, TrainingData]:
     """The held-out sets by name, tokenised and packed. Every process makes the same."""
-    reader, sections = Reader(directory, cache, config.train.tower, processes), sections_of(config)
+    reader, sections = RowReader(directory, cache, config.train.tower, processes), sections_of(config)
     made = all_of(partial(_data, section, config.train.length, reader) for section in sections.values())
     return dict(zip(sections, made, strict=True))
 
 
-def _data(section: SourceSection, length: int, reader: Reader) -> Data:
+def _data(section: SourceSection, length: int, reader: RowReader) -> TrainingData:
     documents = documents_of(section, reader)
     plan = Plan([source_of(documents, length, too_long=is_too_long(section))], length=length, epochs=1)
-    return Data([documents], plan, plan.num_streams, reader.processor(section))
+    return TrainingData([documents], plan, plan.num_streams, reader.processor(section))
 
 
-def batches_of(data: Data, mesh: Mesh) -> Sequence[Batch]:
+def batches_of(data: TrainingData, mesh: Mesh) -> Sequence[Batch]:
     """The batches of this data rank; the last ones may be of filler."""
     feed = data.feed(mesh, micro_batches=1)
     batches = [feed.step(first).batches[0] for first in range(0, data.plan.num_streams, mesh.num_data_ranks)]

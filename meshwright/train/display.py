@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..expert_collapse import ExpertUse
-from .metrics import HISTORY, Lines, amount, clock, number, parsed, tail_of
+from .metrics import HISTORY, Lines, clock, number, parsed_lines, tail_of, token_amount
 from .rank import OURS
 
 _TICK_S = 0.25
@@ -57,7 +57,7 @@ class Display(threading.Thread):
     """Shows a run until it is left. `starts` is called before each start of its ranks."""
 
     def __init__(
-        self, seen: Seen, out: Path, *, plain: bool, every: int, asked: Sequence[int] = ()
+        self, seen: RunState, out: Path, *, plain: bool, every: int, asked: Sequence[int] = ()
     ) -> None:  # fmt: skip
         super().__init__(daemon=True, name="display")
         self.console = Console()
@@ -68,7 +68,7 @@ class Display(threading.Thread):
         self.num_steps_seen, self._warned = 0, False
         self._last, self._began, self._ends = "", time.monotonic(), threading.Event()
         self._asked, self._said_so, self._lock = asked, False, threading.Lock()
-        for line in parsed(tail_of(self.metrics.file, HISTORY).decode(errors="replace").splitlines()):
+        for line in parsed_lines(tail_of(self.metrics.file, HISTORY).decode(errors="replace").splitlines()):
             seen.take(line)
         seen.starts(again=False)
 
@@ -104,7 +104,7 @@ class Display(threading.Thread):
     def _picture(self, *, ends: bool) -> RenderableType:
         """A frame, and while it is drawn again an empty line: there the terminal writes the ^C of a person. Behind a
         full line it would go on in the next one, and the frame would be drawn one line too low."""
-        return Frame(self.seen, "") if ends else Group(Frame(self.seen, self.status()), Text())
+        return Screen(self.seen, "") if ends else Group(Screen(self.seen, self.status()), Text())
 
     def _heed(self) -> None:
         if self._asked and self.plain and not self._said_so:
@@ -129,7 +129,7 @@ class Display(threading.Thread):
             if text.startswith(OURS):
                 say(text.removeprefix(OURS))
             self._last = text.removeprefix(OURS).strip() or self._last
-        for line in parsed(self.metrics.lines()):
+        for line in parsed_lines(self.metrics.lines()):
             self.seen.take(line)
             self.num_steps_seen += line["kind"] == "step"
             self.lines.num_steps = self.seen.num_steps
@@ -162,7 +162,7 @@ _BIG = 1e4  # a norm or a balance from which digits say nothing
 
 
 @dataclass
-class Seen:
+class RunState:
     """What the lines of metrics.jsonl have told so far. `begun`: whether this start of the run has made a step."""
 
     title: str
@@ -225,10 +225,10 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Frame:
+class Screen:
     """A picture of what is seen. `status` says what goes on where no step was made yet, or why the run ends."""
 
-    seen: Seen
+    seen: RunState
     status: str
     now: float = field(default_factory=time.time)
 
@@ -350,7 +350,7 @@ def _norm(values: Mapping[str, Any]) -> Text:
 
 
 def _speed(values: Mapping[str, Any]) -> Text:
-    text = Text(amount(values["throughput/tokens_per_s"]))
+    text = Text(token_amount(values["throughput/tokens_per_s"]))
     mfu = values.get("throughput/mfu")
     return text if mfu is None else text.append(f"  MFU {mfu:.1%}")
 

@@ -13,14 +13,14 @@ from rich.text import Text
 from ..data import Documents, Tokens, tokenizer_of
 from ..errors import DataError, counted
 from .config import Config
-from .data_sources import Data
+from .data_sources import TrainingData
 
 _HEAD = ("source", "rows", "documents", "tokens", "learnt", "longest")
 _WELL_FILLED = 0.9  # the share of a stream that documents take, below which another length is worth a try
 _SAME = re.compile(r"(<\|\w+\|>)\1{3,}")  # a mark of the tokenizer, again and again
 
 
-def dry_run(config: Config, data: Data, held_out: Mapping[str, Data]) -> str:
+def dry_run(config: Config, data: TrainingData, held_out: Mapping[str, TrainingData]) -> str:
     """The data, the streams and the steps."""
     train, plan = config.train, data.plan
     epochs = plan.epochs_before(plan.num_streams)
@@ -49,7 +49,7 @@ def _row(cells: Sequence[object], last: str) -> str:
     return f"{name[-28:]:<28} {rows:>9} {documents:>10} {tokens:>13} {learnt:>13} {longest:>8}  {last}"
 
 
-def _of_source(name: str, data: Data, number: int, last: str) -> Iterator[str]:
+def _of_source(name: str, data: TrainingData, number: int, last: str) -> Iterator[str]:
     documents, source = data.documents[number], data.plan.sources[number]
     found = documents.statistics_of(source.lengths > 0)
     yield _row((name, found.rows, found.documents, found.tokens, found.targets, found.longest), last)
@@ -65,7 +65,7 @@ def _of_source(name: str, data: Data, number: int, last: str) -> Iterator[str]:
         yield f"  fields that are not used: {', '.join(documents.unused)}"
 
 
-def shown(data: Data, directory: Path, num: int) -> Iterator[Text]:
+def shown(data: TrainingData, directory: Path, num: int) -> Iterator[Text]:
     """Documents of each source, spread over it: what is learnt in green, and in brackets for who sees no colours."""
     spell = _speller(directory)
     for documents in data.documents:

@@ -18,8 +18,8 @@ from ..weights import path_of
 from . import failure, processes
 from .config import Config
 from .config_checks import contradictions
-from .data_sources import Data, all_of, data_of, held_out_of, model_directory
-from .display import Display, Seen
+from .data_sources import TrainingData, all_of, held_out_of, model_directory, training_data
+from .display import Display, RunState
 from .lock import hold
 from .rank import LAUNCHER, as_rank, noted
 from .resume_point import check_position
@@ -40,7 +40,7 @@ def start(config: Config, arguments: Sequence[str]) -> str:
         check_position(config, data)
         if world > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-        seen, log = Seen(f"meshwright train {config.out}", shape(config), data.num_steps), config.log
+        seen, log = RunState(f"meshwright train {config.out}", shape(config), data.num_steps), config.log
         with noted() as asked, Display(seen, out, plain=log.plain, every=log.every, asked=asked) as display:
             return _launch(config, arguments, out, display, asked)
 
@@ -54,8 +54,8 @@ def ends_at_the_terminal() -> bool:
 class Prepared:
     """All data of a run: what is trained on, and the held-out sets by name."""
 
-    data: Data
-    held_out: Mapping[str, Data]
+    data: TrainingData
+    held_out: Mapping[str, TrainingData]
 
 
 def prepared(config: Config) -> Prepared:
@@ -63,7 +63,8 @@ def prepared(config: Config) -> Prepared:
     directory, processes = model_directory(config.model), min(8, os.cpu_count() or 1)
     prompts_of(config.sample, config.data[0], directory)
     found: list[Any] = all_of(
-        partial(make, config, directory, path_of(config.cache), processes=processes) for make in (data_of, held_out_of)
+        partial(make, config, directory, path_of(config.cache), processes=processes)
+        for make in (training_data, held_out_of)
     )
     return Prepared(*found)
 

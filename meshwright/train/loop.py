@@ -23,7 +23,7 @@ from ..watch import region
 from .metrics import Sink
 from .rank import Stop
 from .resume_point import Position
-from .step_metrics import BySource, Reading, Told, agree, squares_of
+from .step_metrics import BySource, Measured, Reading, gather_readings, squares_of
 
 BEST = "best"
 EARLY = "early stopping"
@@ -115,7 +115,7 @@ class Loop:
         """Steps that were made or skipped: what has been taken of the data."""
         return self.position.stream // self.feed.streams_per_step
 
-    def _step(self) -> tuple[StepRecord | None, Told]:
+    def _step(self) -> tuple[StepRecord | None, Measured]:
         before, self._unwritten_load = self.clock(), None
         with region("wait for data"):
             batches, following = self.feed.step(self.position.stream)
@@ -130,9 +130,9 @@ class Loop:
         of_sources = self.engine.loss.take() if isinstance(self.engine.loss, BySource) else []
         signal, took = int(self.stop.signal or 0), self.clock() - before
         reading = Reading(signal, wait, took, squares_of(batches), of_sources)
-        return record, agree(self.engine.model.mesh, reading, f"the end of step {self.step_number}")
+        return record, gather_readings(self.engine.model.mesh, reading, f"the end of step {self.step_number}")
 
-    def _why(self, told: Told) -> str:
+    def _why(self, told: Measured) -> str:
         """All ranks find the same: a rank that left alone would leave the others waiting."""
         if told.signal:
             return f"signal {told.signal}"
@@ -152,7 +152,7 @@ class Loop:
         self.position.skipped += 1
         logger.warning("%s The step is left out (%d so far)", error, self.position.skipped)
 
-    def _tell_step(self, record: StepRecord, told: Told) -> None:
+    def _tell_step(self, record: StepRecord, told: Measured) -> None:
         bound = self.engine.max_norm
         values: dict[str, Any] = {
             "train/loss": record.loss - record.router_loss,

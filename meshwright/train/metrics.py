@@ -77,7 +77,7 @@ def tail_of(file: Path, num_bytes: int) -> bytes:
     return text if size <= num_bytes else text.partition(b"\n")[2]
 
 
-def parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def parsed_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Without those that a run was killed in."""
     for line in lines:
         with suppress(json.JSONDecodeError):
@@ -86,7 +86,7 @@ def parsed(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def last_step(file: Path) -> int:
     """Return the last step that the file tells of; 0 for none."""
-    lines = parsed(tail_of(file, HISTORY).decode(errors="replace").splitlines())
+    lines = parsed_lines(tail_of(file, HISTORY).decode(errors="replace").splitlines())
     return [0, *(line["step"] for line in lines if line["kind"] == "step")][-1]
 
 
@@ -101,7 +101,7 @@ def _step_line(step: int, num_steps: int, values: Mapping[str, Any]) -> str:
     text = (
         f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {number(values['train/loss'], '.4f')}  "
         f"norm {number(values['train/grad_norm'], '.3g')}{lr}  "
-        f"{amount(values['throughput/tokens_per_s'])} tok/s  {clock(left)} left"
+        f"{token_amount(values['throughput/tokens_per_s'])} tok/s  {clock(left)} left"
     )
     return text if len(text) <= WIDTH else text.replace(lr, "")  # which the schedule says as well
 
@@ -111,7 +111,7 @@ def number(value: float | None, spec: str) -> str:
     return "nan" if value is None else format(value, spec)
 
 
-def amount(value: float) -> str:
+def token_amount(value: float) -> str:
     """Of tokens: 12,345 or 1.23M."""
     return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:.2f}M"
 

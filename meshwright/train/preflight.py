@@ -16,7 +16,7 @@ from ..weights import path_of
 from .config import Config, Place
 from .config_checks import sources_in
 from .config_model import check_moments, laid_out, model_of, objections_to, trained_names
-from .data_sources import Reader, check_files, maker, model_directory, read_template
+from .data_sources import RowReader, check_source_files, maker, model_directory, read_template
 from .metrics import missing_packages
 from .samples import prompts_of
 
@@ -61,12 +61,12 @@ def _place(text: str, config: Config) -> Place:
 def _of_files(config: Config) -> Mistakes:
     for place, section in sources_in(config):
         if section.path:
-            yield from _refused((*place, "path"), partial(check_files, section))
+            yield from _refused((*place, "path"), partial(check_source_files, section))
         yield from _refused((*place, "template"), partial(read_template, section.template))
 
 
 def _of_readers(config: Config, directory: Path) -> Mistakes:
-    reader = Reader(directory, path_of(config.cache), config.train.tower)
+    reader = RowReader(directory, path_of(config.cache), config.train.tower)
     for place, section in sources_in(config):
         if section.path:
             yield from _refused((*place, "template"), partial(maker, section, reader))

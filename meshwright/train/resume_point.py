@@ -11,9 +11,9 @@ from ..errors import CheckpointError, ConfigError
 from ..log import logger
 from ..weights import path_of
 from .config import Config
-from .config_docs import Difference, differences
+from .config_docs import ChangedField, changed_fields
 from .config_file import read
-from .data_sources import Data
+from .data_sources import TrainingData
 from .lr_schedule import jump_of
 
 
@@ -31,7 +31,7 @@ class Position:
     num_steps: int | None = None
 
 
-def position_of(config: Config, engine: Engine, data: Data) -> Position:
+def position_of(config: Config, engine: Engine, data: TrainingData) -> Position:
     """Resume the run: its newest checkpoint that is not damaged, or the one that `resume` names, or the beginning."""
     mesh, out = engine.model.mesh, path_of(config.out)
     found, told = mesh.of_rank_0(_found(config, out) if mesh.rank == 0 else None)
@@ -47,7 +47,7 @@ def position_of(config: Config, engine: Engine, data: Data) -> Position:
     return position
 
 
-def check_position(config: Config, data: Data) -> None:
+def check_position(config: Config, data: TrainingData) -> None:
     """Refuse, before any rank starts, what `position_of` would refuse on all of them."""
     found, told = _found(config, path_of(config.out))
     if told:
@@ -61,7 +61,7 @@ def check_position(config: Config, data: Data) -> None:
     _taken(config, data, checkpoint.directory, checkpoint.trainer["state"], checkpoint.trainer["step"])
 
 
-def _taken(config: Config, data: Data, found: Path, state: object, step: int) -> Position:
+def _taken(config: Config, data: TrainingData, found: Path, state: object, step: int) -> Position:
     """Return the position that a checkpoint of `step` holds, if the run may go on from it."""
     if not isinstance(state, dict) or state.get("plan") != data.plan.fingerprint:
         raise CheckpointError(
@@ -99,9 +99,9 @@ def _tell_changes(config: Config, file: Path) -> None:
         logger.warning("what has changed since the run began is not known: %s", unknown)
 
 
-def _changes(config: Config, file: Path) -> tuple[list[Difference], str]:
+def _changes(config: Config, file: Path) -> tuple[list[ChangedField], str]:
     """Return what differs, and why that is not known where the file of an earlier version cannot be read."""
     try:
-        return (differences(read(file), config) if file.is_file() else []), ""
+        return (changed_fields(read(file), config) if file.is_file() else []), ""
     except ConfigError as error:
         return [], str(error)

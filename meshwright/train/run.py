@@ -19,7 +19,7 @@ from ..weights import path_of
 from . import failure
 from .config import Config
 from .config_model import savings_of, warn_of_memory
-from .data_sources import Data, batches_of, data_of, held_out_of, model_directory
+from .data_sources import TrainingData, batches_of, held_out_of, model_directory, training_data
 from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
 from .lr_schedule import schedule
@@ -60,7 +60,7 @@ class Trainer:
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # the engine draws nothing; a loss may
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
-        self.data, held_out = data_of(config, directory, cache), held_out_of(config, directory, cache)
+        self.data, held_out = training_data(config, directory, cache), held_out_of(config, directory, cache)
         for each in (self.data, *held_out.values()) if mesh.rank == 0 else ():
             for line in each.left_out():
                 logger.warning("%s", line)
@@ -151,7 +151,7 @@ def be_deterministic(wished: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _engine(config: Config, model: Model, data: Data) -> Engine:
+def _engine(config: Config, model: Model, data: TrainingData) -> Engine:
     optim, several = config.optim, len(data.documents) > 1
     first, second = optim.betas
     return Engine(

@@ -53,7 +53,7 @@ def prompts_of(section: SampleSection, source: SourceSection, directory: Path) -
     return Prompts(section.prompts, ids, stop_ids_of(tokenizer, generation_config_of(directory)), tokenizer)
 
 
-def written(model: Model, prompts: Prompts, section: SampleSection, seed: int) -> list[tuple[str, str]]:
+def generated(model: Model, prompts: Prompts, section: SampleSection, seed: int) -> list[tuple[str, str]]:
     """Each prompt, and what the model writes after it. All ranks call it."""
     said = sample(model, prompts.ids, tokens=section.tokens, top_p=section.top_p, stop=prompts.stop, seed=seed)
     return [(text, prompts.text_of(ids)) for text, ids in zip(prompts.texts, said, strict=True)]
@@ -69,7 +69,7 @@ class Samples:
 
     def __call__(self) -> list[tuple[str, str]]:
         seed = (self.config.seed << 64) + self.engine.steps
-        return written(self.engine.model, self.prompts, self.config.sample, seed)
+        return generated(self.engine.model, self.prompts, self.config.sample, seed)
 
 
 def sample_at(where: str, section: SampleSection, *, seed: int, text: bool) -> list[tuple[str, str]]:
@@ -89,4 +89,4 @@ def sample_at(where: str, section: SampleSection, *, seed: int, text: bool) -> l
     prompts = prompts_of(section, source, model_directory(where))
     assert prompts is not None, "the command line asks for one"
     model = load(where, dtype=getattr(torch, dtype), train=[])  # frozen weights stay in the dtype of the files
-    return written(model, prompts, section, seed)
+    return generated(model, prompts, section, seed)

@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     sources: Sequence[float]
 
 
-class Told(NamedTuple):
+class Measured(NamedTuple):
     """Of all ranks: a signal that any of them got, the longest times, the fullest memory."""
 
     signal: int
@@ -63,13 +63,13 @@ class Told(NamedTuple):
     sources: tuple[tuple[float, float], ...]
 
 
-def agree(mesh: Mesh, reading: Reading, at: str) -> Told:
+def gather_readings(mesh: Mesh, reading: Reading, at: str) -> Measured:
     """Every rank calls it, and gets the same."""
     own = (*reading[:4], float(_peak_bytes(mesh.device)), *reading.sources)
     rows = mesh.all_or_none(None, at, RankError, [float(number) for number in own])
     signal, wait, time, _, peak, *_ = rows.amax(0).tolist()
     _, _, _, squares, _, *sums = rows.sum(0).tolist()  # a rank has the terms of its own tokens alone
-    return Told(
+    return Measured(
         int(signal), wait, time, squares * mesh.num_data_ranks / len(rows), int(peak), int(rows[:, 4].argmax()),
         tuple(zip(sums[::2], sums[1::2], strict=True)),
     )  # fmt: skip

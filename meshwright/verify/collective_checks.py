@@ -150,20 +150,20 @@ def _places_apart(run: Run, bill: Sequence[Charge], op: str, ranks: tuple[int, .
     """At which doors, or sums of the engine, the collectives of one kind are too few or too many; layers alike are one.
     What FSDP does has no place."""
     mesh, more = run.model.mesh, Counter[str]()
-    places = {place_of(charge.what) for charge in bill} - {
+    places = {place_in_bill(charge.what) for charge in bill} - {
         unit.name or "root" for stage in run.model.stages for unit in stage.units
     }
     for charge in bill:
-        if place_of(charge.what) in places and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):
-            more[same_kind(place_of(charge.what))] -= charge.count
+        if place_in_bill(charge.what) in places and (charge.op, mesh.axes.group(mesh.rank, charge.axes)) == (op, ranks):
+            more[same_kind(place_in_bill(charge.what))] -= charge.count
     for seen in run.stepping:
-        if place_of(seen.at) in places and (seen.op, seen.ranks) == (op, ranks):
-            more[same_kind(place_of(seen.at))] += 1
+        if place_in_bill(seen.at) in places and (seen.op, seen.ranks) == (op, ranks):
+            more[same_kind(place_in_bill(seen.at))] += 1
     told = ", ".join(f"{name} {num:+}" for name, num in sorted(more.items()) if num)
     return f" ({told})" if told else ""
 
 
-def place_of(name: str) -> str:
+def place_in_bill(name: str) -> str:
     """The door, or the sum of the engine, of a charge or of where a rank stood."""
     return name.removeprefix(" at ").partition(",")[0]
 

@@ -27,7 +27,7 @@ def loss_of(scores: losses.Scores, _fields: losses.Fields) -> Tensor:
     return -scores["logprobs"] - _SHARE * scores["entropy"]
 
 
-def found_by(model: Model, batches: Sequence[Batch], router_aux: str) -> Found:
+def backward_with_entropy(model: Model, batches: Sequence[Batch], router_aux: str) -> Found:
     """Return the loss of a step and its gradients, and leave none behind."""
     engine = Engine(model, lr=0.0, loss=loss_of, entropy=True, router_aux=router_aux)
     value, grads = engine.backward(batches), gather(model, "grad")

@@ -18,7 +18,7 @@ _ALARM = 0.9  # of the cosine of all gradients: where some tokens go to other ex
 
 
 @dataclass(frozen=True)
-class Said:
+class StepValues:
     loss: float
     words: Sequence[Tensor]  # log-probabilities of all words, by batch; none of a value head
     grads: dict[str, Tensor]
@@ -41,7 +41,7 @@ def price(wide: Trial, low: Trial) -> tuple[Notes, list[str]]:
     return notes, [f"{each}, on random words" for each in told]
 
 
-def p1_price(before: Said, after: Said, notes: Notes) -> Iterator[Finding]:
+def p1_price(before: StepValues, after: StepValues, notes: Notes) -> Iterator[Finding]:
     """Gradients of products in 8 bits point where those of bfloat16 do."""
     lost = 1 - _cosine([*before.grads.values()], [*after.grads.values()])
     notes.measured(
@@ -52,15 +52,15 @@ def p1_price(before: Said, after: Said, notes: Notes) -> Iterator[Finding]:
         yield Finding("P1", "all gradients", f"their cosine with those of bfloat16 is {1 - lost:.4f}", guess)
 
 
-def _said(engine: Engine, batches: Sequence[Batch]) -> Said:
+def _said(engine: Engine, batches: Sequence[Batch]) -> StepValues:
     words = (
         [] if "values" in engine.model.blueprint.scores else [logits(engine.model, b).log_softmax(-1) for b in batches]
     )
     loss = engine.backward(batches)
-    return Said(loss, words, gather(engine.model, "grad"))
+    return StepValues(loss, words, gather(engine.model, "grad"))
 
 
-def _divergence(before: Said, after: Said, batches: Sequence[Batch]) -> float:
+def _divergence(before: StepValues, after: StepValues, batches: Sequence[Batch]) -> float:
     of_batches = []
     for p, q, batch in zip(before.words, after.words, batches, strict=True):
         of_batches.append((p.exp() * (p - q)).sum(-1)[batch.labels != IGNORE])

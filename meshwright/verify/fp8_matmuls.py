@@ -104,7 +104,7 @@ class Product:
 def q1_products(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Iterator[Finding]:
     """Products in 8 bits are those that were asked for, and are what their definition says, back and forth."""
     asked = engine.model.blueprint.spec.fp8 & engine.model.pieces.keys()
-    with watched(engine.model) as seen:
+    with watch_fp8(engine.model) as seen:
         engine.backward(batches)
         engine.discard()
     for name in sorted(seen.names - asked):
@@ -197,7 +197,7 @@ def _named(gradients: Mapping[object, Tensor]) -> dict[str, Tensor]:
     return {name: grad for name, grad in gradients.items() if isinstance(name, str)}
 
 
-class Seen:
+class Fp8Watch:
     """What was made in 8 bits while it was watched."""
 
     def __init__(self, model: Model) -> None:
@@ -271,9 +271,9 @@ _LINEARS, _EXPERTS = _Linears.apply, _LoopedLinear.apply
 
 
 @contextmanager
-def watched(model: Model) -> Iterator[Seen]:
+def watch_fp8(model: Model) -> Iterator[Fp8Watch]:
     """The products of a model."""
-    seen = Seen(model)
+    seen = Fp8Watch(model)
     _Linears.apply, _LoopedLinear.apply = seen.linears, seen.experts  # type: ignore[method-assign]
     try:
         yield seen

@@ -7,7 +7,6 @@ parameter, the numbers and the likely cause. Those of collectives are in `collec
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
@@ -23,14 +22,14 @@ from .diagnose.causes import cause_of, cause_of_loss, scale
 from .diagnose.forward import Wrong, about_doors, by_logits, first_wrong, scores_of, watched
 from .diagnose.gradients import suspects, where
 from .independent_checks import UPDATE
-from .reference import Findings, Run, everywhere, schedule, unrounded
+from .reference import Findings, Run, everywhere, lr_of_trial, unrounded
 from .results import Finding
-from .weight_checks import differences
+from .weight_checks import checksum_of, weight_differences
 
 
 def w1_load(run: Run) -> Findings:
     """Every stored element is bitwise the source's, and new weights are those of one process."""
-    found = [Finding("W1", each.name, str(each)) for each in differences(run.model, list(run.model.pieces))]
+    found = [Finding("W1", each.name, str(each)) for each in weight_differences(run.model, list(run.model.pieces))]
     if sum(n for (n,) in everywhere(run.model.mesh, [len(found)])):
         run.blame = "weights are not those of the source, see W1"
     run.measured("W1", "elements of all ranks", sum(piece.numel for piece in run.model.pieces.values()))
@@ -145,7 +144,7 @@ def g2_replicas(run: Run) -> Findings:
     model, axes = run.model, run.model.mesh.axes
     for kind, tensors in (("weight", model.stored()), ("gradient", model.grads())):
         names = list(model.table.params if kind == "weight" else model.trained)  # the same on all ranks
-        sums = everywhere(model.mesh, [_crc(tensors[name]) if name in tensors else -1 for name in names])
+        sums = everywhere(model.mesh, [checksum_of(tensors[name]) if name in tensors else -1 for name in names])
         copied = {name: [a for a in model.placement(name).copies if axes.size_of(a) > 1] for name in names}
         drifted = False
         for i, name in enumerate(names):
@@ -215,7 +214,7 @@ def u1_update(run: Run, step: int, before: Mapping[str, Tensor], pushed: Set[str
     due = run.reference.steps[step].weights
     if not due or run.blame:
         return
-    found, limit, worst, at, num = unrounded(run.model), UPDATE * schedule(step), 0.0, "", 0
+    found, limit, worst, at, num = unrounded(run.model), UPDATE * lr_of_trial(step), 0.0, "", 0
     compared = all(each.grads for each in run.reference.steps[: step + 1])
     right = "gradients and norms up to here are right" if compared else "norms up to here are right"
     for name, tensor in found.items():
@@ -314,7 +313,3 @@ def _unmasked(scores_T: Tensor, batch: Batch) -> str:
 
 def _documents(bounds: Sequence[int], alone: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
     return ((a, b, scores) for (a, b), scores in zip(pairwise(bounds), alone, strict=True))
-
-
-def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

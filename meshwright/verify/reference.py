@@ -111,7 +111,7 @@ class Trial:
             fp8_skip=self.fp8_skip,
         )  # fmt: skip
         return Engine(
-            model, lr=schedule, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux,
+            model, lr=lr_of_trial, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux,
             state_dtype=self.state_dtype,
         )  # fmt: skip
 
@@ -147,7 +147,7 @@ class Trial:
         return [_merged([each], max(map(len, merged))) for each in merged]
 
 
-def schedule(step: int) -> float:
+def lr_of_trial(step: int) -> float:
     """Neither constant nor monotonous, so that the lr of another step shows."""
     return LR * (1.0, 0.6, 1.3)[step % 3]
 
@@ -198,7 +198,7 @@ def refer(trial: Trial) -> Reference:
         sums, aux = _sums(trial, engine), _aux(trial, engine)
         with_entropy = (0.0, dict[str, Tensor]())
         if trial.has_entropy:
-            with_entropy = entropy.found_by(engine.model, trial.all_batches(), trial.router_aux)
+            with_entropy = entropy.backward_with_entropy(engine.model, trial.all_batches(), trial.router_aux)
             of_entropy.found("", entropy.h1_of_one(trial, engine.model, with_entropy, aux, of_entropy))
         before = unrounded(engine.model) if trial.keeps_all else {}
         steps = [_step(trial, engine, step) for step in range(trial.steps)]
@@ -236,7 +236,7 @@ def unrounded(model: Model) -> dict[str, Tensor]:
 
 def _alone(model: Model, batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:
     scores, prints = [], []
-    for one in documents_of(batch):
+    for one in split_documents(batch):
         with watched(model) as seen:
             scores.append(scores_of(model, one))
         prints.append(seen.prints)
@@ -270,7 +270,7 @@ def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
     return value, grads
 
 
-def documents_of(batch: Batch) -> list[Batch]:
+def split_documents(batch: Batch) -> list[Batch]:
     """Each document of a batch as a batch of its own."""
     return [cut(batch, [number], b - a) for number, (a, b) in enumerate(pairwise(batch.bounds))]
 

@@ -29,13 +29,13 @@ SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "
 _KINDS = 3  # of names, printed for an oracle
 
 
-def rows_of(parts: Sequence[RunResult]) -> list[str]:
+def rows_asked(parts: Sequence[RunResult]) -> list[str]:
     """What was asked, in order; before all else, whether the run came to its end."""
     asked = {oracle for part in parts for oracle in part.oracles}
     return [RUN, *(oracle for oracle in ORACLES if oracle in asked)]
 
 
-def sentence(row: str) -> str:
+def oracle_sentence(row: str) -> str:
     """What holds, if all is well."""
     if row == RUN:
         return "Every rank comes to the end of the run."
@@ -46,7 +46,7 @@ def sentence(row: str) -> str:
 def print_oracles() -> None:
     grid = Grid("oracle", "holds if", box=None)
     for oracle in ROWS:
-        grid.add_row(oracle, sentence(oracle))
+        grid.add_row(oracle, oracle_sentence(oracle))
     Console().print(grid)
     Console().print("--weights asks RUN, L1 and W1 of the weights as they are, and trains nothing.")
 
@@ -57,13 +57,14 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
     console.print(Text("; ".join(filter(None, headline(plan, parts)))), soft_wrap=True)
     grid = Grid(box=None, pad_edge=False, expand=True, title=Text(_title(model, plan)), title_justify="left")
     grid.add_column("", width=3)
+    rows = rows_asked(parts)
     for part in parts:
         title = SHORT.get(part.name, part.name)
-        grid.add_column(title, no_wrap=True, width=max(len(title), *(len(cell(part, row)) for row in rows_of(parts))))
+        grid.add_column(title, no_wrap=True, width=max(len(title), *(len(cell(part, row)) for row in rows)))
     grid.add_column("compared, and how far off the worst is", overflow="fold", ratio=1)
-    for oracle in rows_of(parts):
+    for oracle in rows:
         cells = (_styled(cell(part, oracle)) for part in parts)
-        grid.add_row(oracle, *cells, Text(figure(parts, oracle)))
+        grid.add_row(oracle, *cells, Text(margin_text(parts, oracle)))
     if planted(plan):
         console.print(planted(plan), soft_wrap=True)
     if changed := shrunk(plan):
@@ -84,8 +85,8 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
 
 def headline(plan: Plan, parts: Sequence[RunResult]) -> tuple[str, str]:
     """Return the verdict in one line, and what it rests on: the findings, or the worst that was measured."""
-    rows, on = rows_of(parts), str(plan.axes)
-    fail = [row for row in rows if any(found_by(part, row) for part in parts)]
+    rows, on = rows_asked(parts), str(plan.axes)
+    fail = [row for row in rows if any(findings_of(part, row) for part in parts)]
     if not fail:
         return f"{counted(len(rows), 'check')} on {on}: all is well", _worst(parts)
     silent = sum(all(cell(part, row) in ("-", "") for part in parts) for row in rows)
@@ -121,7 +122,7 @@ def planted(plan: Plan) -> str:
     return f"A bug is planted in the ranks of the mesh, to be found: {bug(name).what} ({name})." if name else ""
 
 
-def figure(parts: Sequence[RunResult], oracle: str) -> str:
+def margin_text(parts: Sequence[RunResult], oracle: str) -> str:
     """What an oracle compared, and how near it came to what is allowed, in the first run that asked it."""
     for part in parts:
         if margins := margins_of(part, oracle):
@@ -131,7 +132,7 @@ def figure(parts: Sequence[RunResult], oracle: str) -> str:
 
 def margins_of(part: RunResult, oracle: str) -> list[Margin]:
     """Of an oracle that fails without those that say that all is equal: they count what was compared alone."""
-    fails = bool(found_by(part, oracle))
+    fails = bool(findings_of(part, oracle))
     return [m for m in part.margins if m.oracle == oracle and not (fails and not m.allowed)]
 
 
@@ -144,9 +145,9 @@ def shrunk(plan: Plan) -> dict[str, tuple[Any, int]]:
 def lines_found(part: RunResult, rest: str = "--json has them all") -> list[str]:
     """Of each oracle the first findings, those of layers alike in one line. `rest`: where the others are."""
     lines = []
-    for oracle in rows_of([part]):
+    for oracle in rows_asked([part]):
         kinds: dict[str, list[Finding]] = {}
-        for finding in found_by(part, oracle):
+        for finding in findings_of(part, oracle):
             kinds.setdefault(same_kind(finding.name), []).append(finding)
         for kind, (first, *others) in list(kinds.items())[:_KINDS]:
             lines.append(f"{first}{f' (the first of {len(others) + 1} in {kind})' if others else ''}")
@@ -277,7 +278,7 @@ def _untried_schedules(plan: Plan) -> Iterator[str]:
 
 def cell(part: RunResult, row: str) -> str:
     """ "": not asked. "-": not answered, since the run stopped before, or what it rests on is wrong."""
-    found = found_by(part, row)
+    found = findings_of(part, row)
     if row != RUN and row not in part.oracles:
         return ""
     if found:
@@ -289,11 +290,11 @@ def _styled(text: str) -> Text:
     return Text(text, style={"pass": "green", "-": "", "": ""}.get(text, "bold red"))
 
 
-def found_by(part: RunResult, oracle: str) -> list[Finding]:
+def findings_of(part: RunResult, oracle: str) -> list[Finding]:
     return [f for f in part.findings if f.oracle == oracle]
 
 
-def as_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> dict[str, Any]:
+def report_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> dict[str, Any]:
     """`origin`: what made it, when, and by which command."""
     return {
         **origin,
@@ -312,8 +313,8 @@ def as_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapping[
                 "dtype": part.name,
                 "seconds": round(part.seconds, 2),
                 "notes": list(part.notes),
-                "oracles": {row: _rows(part, row) for row in rows_of([part])},
-                "margins": {row: [asdict(margin) for margin in margins_of(part, row)] for row in rows_of([part])},
+                "oracles": {row: _rows(part, row) for row in rows_asked([part])},
+                "margins": {row: [asdict(margin) for margin in margins_of(part, row)] for row in rows_asked([part])},
             }
             for part in parts
         ],
@@ -324,7 +325,7 @@ def _rows(part: RunResult, row: str) -> list[dict[str, str]] | None:
     """None: it was not answered, since a rank stopped before or what it rests on is wrong."""
     if cell(part, row) == "-":
         return None
-    return [{"name": f.name, "what": f.what, "guess": f.guess} for f in found_by(part, row)]
+    return [{"name": f.name, "what": f.what, "guess": f.guess} for f in findings_of(part, row)]
 
 
 _MOST_FINDINGS = 50
@@ -349,8 +350,8 @@ def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
 def _oracles(parts: Sequence[RunResult]) -> str:
     names = [f"{part.name}, {part.seconds:.1f} s" for part in parts]
     rows = (
-        [Cell(row, "name"), Cell(sentence(row), "sentence"), *(_result(part, row) for part in parts)]
-        for row in rows_of(parts)
+        [Cell(row, "name"), Cell(oracle_sentence(row), "sentence"), *(_result(part, row) for part in parts)]
+        for row in rows_asked(parts)
     )
     return table(["oracle", "holds if", *names], rows, "stacked oracles")
 
@@ -371,8 +372,8 @@ def _findings(parts: Sequence[RunResult]) -> Iterator[str]:
 
 
 def _every_finding(part: RunResult) -> Iterator[str]:
-    for row in rows_of([part]):
-        found = found_by(part, row)
+    for row in rows_asked([part]):
+        found = findings_of(part, row)
         yield from (_finding(part, str(finding)) for finding in found[:_MOST_FINDINGS])
         if len(found) > _MOST_FINDINGS:
             yield wrap("p", flowing(f"and {len(found) - _MOST_FINDINGS} more of {row}: --json has them all"))

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..mesh import Mesh
 from .collective_checks import c1_collectives, k1_bill, l1_silent_load, moment_bytes, stored_bytes, watching_routes
-from .entropy import found_by, h1_entropy
+from .entropy import backward_with_entropy, h1_entropy
 from .exports import e2_exports
 from .fp8_cost import p1_price
 from .fp8_matmuls import q1_products
@@ -70,7 +70,7 @@ def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None
     with_entropy = None
     if trial.has_entropy:
         with Recorder(store and PrefixStore("entropy", store), mesh.rank):  # a rank that leaves it out is named
-            with_entropy = found_by(engine.model, trial.batches(engine.model, 0), trial.router_aux)
+            with_entropy = backward_with_entropy(engine.model, trial.batches(engine.model, 0), trial.router_aux)
     _steps(run, store)
     if with_entropy is not None and not run.blame:  # else it is wrong too: H1 stays unanswered
         notes.found("H1", h1_entropy(run, with_entropy))

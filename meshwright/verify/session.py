@@ -26,7 +26,7 @@ from ..models import text_config
 from ..ops import int8_state
 from ..ops.fp8_matmul import BLOCK
 from ..parallel import Savings
-from ..plan import TINY, Say, check_devices, check_layout, check_memory, coded_in, find, told, undivided
+from ..plan import TINY, Say, check_devices, check_layout, check_memory, coded_in, find, reasons, undivided
 from ..sharding import Context, Pipeline
 from ..weights import of_table
 from .collective_checks import silent
@@ -39,7 +39,7 @@ from .results import Finding, Margin, Notes, read_notes
 from .run_oracles import ORACLES, examine
 from .small_data import FEW, FEW_STEP, LENGTH, LONG, LONG_STEP, Data, Vision
 from .small_model import ODD, shrink
-from .transformers_oracles import compare
+from .transformers_oracles import ask_transformers
 from .transformers_peer import Document, Documents
 from .weight_checks import WeightCheck, check_weights, damaged_files, published_sums, strange_weights
 
@@ -130,13 +130,11 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     """Everything that can be refused is refused here, before any process starts."""
     check_devices(axes, options.device, model)
     if options.plant:
-        check_felt(
-            options.plant, axes, training=options.kind != WEIGHTS, sees=options.tower, in_fp8=options.fp8 is not None
-        )
+        check_felt(options.plant, axes, training=options.kind != WEIGHTS)
     runs = blueprint = _found(model, options, weights=False, say=say)
     check_layout(blueprint, axes, 2 * axes.pp, coded_in(blueprint, options.state_dtype))
     if refused := undivided(options.savings, asdict(axes)):
-        raise MeshError(told(refused))
+        raise MeshError(reasons(refused))
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
@@ -182,7 +180,7 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
     if plan.kind == WEIGHTS:
         return [_compare_weights(plan, say)]
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        source = source_of(plan, Path(folder), say)
+        source = make_source(plan, Path(folder), say)
         runs = [_run(plan, dtype, source, Path(folder), say) for dtype in plan.options.dtypes]
         runs += [_price(plan, source, say)] if plan.options.fp8 and plan.kind == FULL else []
         return runs + ([_against(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
@@ -209,7 +207,7 @@ def _against(plan: Plan, folder: Path, say: Say) -> RunResult:
         layouts, vision = made[0]
         steps = steps_of(text_config(config)["vocab_size"], options.seed, vision)
         sources = [folder / "peers" / layout for layout in layouts]
-        notes, why_not = run_ranks(1, compare, sources, steps, options.device, seconds=options.seconds)[0]
+        notes, why_not = run_ranks(1, ask_transformers, sources, steps, options.device, seconds=options.seconds)[0]
     except RankError as error:
         return RunResult(TRANSFORMERS, time.monotonic() - began, [_stopped(1, error)], _OF_PEER, ended=())
     seconds = time.monotonic() - began
@@ -225,7 +223,7 @@ def _config_of_peers(plan: Plan) -> dict[str, Any]:
     return {**config, "text_config": text} if plan.runs.tower else text
 
 
-def source_of(plan: Plan, folder: Path, say: Say) -> Path:
+def make_source(plan: Plan, folder: Path, say: Say) -> Path:
     """The directory that is tried: the user's, or a small model that is made in `folder`."""
     if plan.kind == FULL:
         return plan.directory

@@ -18,7 +18,7 @@ _CLOSE = 1e-3  # of a ratio to a whole number
 _GAP = 1e-5  # between two experts that may change places
 
 
-def compare(
+def ask_transformers(
     sources: Sequence[Path], steps: Mapping[str, Sequence[Documents]], device: str = "cpu"
 ) -> tuple[Notes, str]:
     """What is found in several steps, or why transformers cannot be the peer. Call it in a process of its own.

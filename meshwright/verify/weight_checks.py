@@ -62,7 +62,7 @@ class Difference:
 class WeightCheck:
     """What all ranks found, the same on every one."""
 
-    differences: tuple[Difference, ...]  # of each rank the first 100
+    weight_differences: tuple[Difference, ...]  # of each rank the first 100
     num_differences: int
     num_elements: int  # compared, on all ranks together: copies count each time
     skipped: tuple[str, ...]  # parameters that the source does not hold: they were drawn
@@ -84,7 +84,7 @@ def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck
     failure = None
     try:
         with progress("check weights", total, "elements", enabled=rank == 0) as advance:
-            found.extend(differences(model, names, advance))
+            found.extend(weight_differences(model, names, advance))
     except LoadError as error:
         failure = f"rank {rank}: {error}"
     told = _everywhere(model, (found[:_MOST], len(found), total, failure))
@@ -110,7 +110,7 @@ def _everywhere(model: Model, mine: Any) -> list[Any]:
     return told
 
 
-def differences(model: Model, names: Sequence[str], advance: Advance | None = None) -> Iterator[Difference]:
+def weight_differences(model: Model, names: Sequence[str], advance: Advance | None = None) -> Iterator[Difference]:
     """Of what this rank holds of `names`. Keys that hold a parameter once more are compared too."""
     assert model.keymap.source is not None
     files, stored = _Mapped(model.keymap.source), model.values()
@@ -166,7 +166,7 @@ class _Comparison:
         if torch.equal(ours_bits, their_bits):
             return
         if not self.num_wrong:
-            self.checksums = (_crc(ours_bits), _crc(their_bits))
+            self.checksums = (checksum_of(ours_bits), checksum_of(their_bits))
         self.num_wrong += int((ours_bits != their_bits).sum())
         self.excess += _unordered(ours_bits) - _unordered(their_bits)
 
@@ -198,8 +198,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _crc(bits: Tensor) -> int:
-    return zlib.crc32(bits.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+def checksum_of(bits: Tensor) -> int:
+    return zlib.crc32(bits.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _unordered(bits: Tensor) -> int:

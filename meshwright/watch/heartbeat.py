@@ -45,7 +45,7 @@ _FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1])) 
 
 # What FSDP calls to send. Whoever waits there waits at FSDP.
 _SENDS = tuple(
-    os.path.join(*at) for at in (("mesh", "host_sends.py"), ("parallel", "fsdp.py"), ("verify", "recorder.py"))
+    os.path.join(*at) for at in (("mesh", "local_collectives.py"), ("parallel", "fsdp.py"), ("verify", "recorder.py"))
 )
 
 
