@@ -1,4 +1,4 @@
-"""Matrix products, in the dtype in which this machine makes them fast."""
+"""Linear layers: matmuls in the dtype that is fast on this machine, several weights in one GEMM, FP8, deferred dW."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from .meta_kernels import kind_of
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """x's own; but float32 for bf16 on a CPU that has no such instructions: there, it takes up to 100 times as long."""
+    """Return the dtype to multiply x in: x's own, but float32 for bfloat16 on a CPU without bfloat16 instructions.
+
+    There, torch's bfloat16 matmul takes up to 100 times as long.
+    """
     slow = x.dtype == torch.bfloat16 and kind_of(x.device) == "cpu" and not _cpu_has_bf16()
     return torch.float32 if slow else x.dtype
 
@@ -40,66 +43,81 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool =
 def linears(
     x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None, *, fp8: bool = False
 ) -> tuple[Tensor, ...]:
-    """`linear` of the same x with each of the weights, as one product: small ones are slow."""
+    """Apply `linear` to the same x with each of the weights, as one GEMM: small ones are slow.
+
+    Weights may be FP8 codes, mixed with plain ones; each part of the result is a view.
+    """
     bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
-    apply = _of_numbers if any(isinstance(weight, Numbers) for weight in weights) else _Linears.apply
-    y: Tensor = apply(x, bias, fp8, *weights)  # torch leaves apply untyped
+    run = _fp8_stored_linears if any(isinstance(weight, Numbers) for weight in weights) else _Linears.apply
+    y: Tensor = run(x, bias, fp8, *weights)  # torch leaves apply untyped
     return y.split([len(w) for w in weights], -1)
 
 
-@uncompiled  # it takes tensors alone for operands
-def _of_numbers(x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+@uncompiled  # torch.compile accepts only tensors as operands of an autograd.Function
+def _fp8_stored_linears(x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+    """Run `_Linears` with weights that are FP8 codes."""
     y: Tensor = _Linears.apply(x, bias, fp8, *weights)
     return y
 
 
 def operand(weight: Weight, x: Tensor) -> Tensor:
-    """A parameter as it meets x in a product: rounded to x.dtype, then as wide as the product. Or it is in 8 bits."""
+    """Return a parameter as it enters a matmul with x: rounded to x.dtype, then widened to the matmul's dtype; or in
+    FP8.
+    """
     if isinstance(weight, Quantised):
         return weight
+    # Rounding first keeps the result the same on machines with and without bfloat16 matmuls.
     return weight.to(x.dtype).to(product_dtype(x))
 
 
 class _Linears(torch.autograd.Function):
-    """Keeps its operands as they came: neither their joined copy nor wide or rounded ones."""
+    """A linear layer with several weights that saves its operands as they came.
+
+    F.linear on `torch.cat(weights)` would save the concatenated copy, and on cast operands the casts: each is as large
+    as the weights once more.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
         tensors, ctx.grids = kept(weights)
         ctx.save_for_backward(x, *tensors)
         ctx.fp8, ctx.weights = fp8, weights if is_late() else ()
-        joined = _joined(weights, x)
+        weight = _concatenated(weights, x)
         if fp8:
-            y = fp8_linear(x, joined)
+            y = fp8_linear(x, weight)
             return (y if bias is None else y + bias).to(x.dtype)
-        wide = product_dtype(x)
-        return F.linear(x.to(wide), joined, None if bias is None else bias.to(wide)).to(x.dtype)
+        compute_dtype = product_dtype(x)
+        return F.linear(x.to(compute_dtype), weight, None if bias is None else bias.to(compute_dtype)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, *tensors = ctx.saved_tensors
         weights = restored(tensors, ctx.grids)
-        wide, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
+        compute_dtype, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
-        dx = _of_input(d, _joined(weights, x), x, ctx.fp8) if need_x else None
-        d = d.to(wide)
+        dx = _of_input(d, _concatenated(weights, x), x, ctx.fp8) if need_x else None
+        d = d.to(compute_dtype)
         if not any(need_weights):
             return dx, d_bias, None, *(None for _ in weights)
-        kinds = [(len(w), w.dtype if isinstance(w, Tensor) else None) for w in weights]
+        rows_and_dtypes = [(len(w), w.dtype if isinstance(w, Tensor) else None) for w in weights]
 
         def gradients() -> list[Tensor | None]:
-            dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).split([rows for rows, _ in kinds])
-            return [None if dtype is None else part.to(dtype) for part, (_, dtype) in zip(dw, kinds, strict=True)]
+            dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(compute_dtype)).split([rows for rows, _ in rows_and_dtypes])
+            return [
+                None if dtype is None else part.to(dtype) for part, (_, dtype) in zip(dw, rows_and_dtypes, strict=True)
+            ]
 
         if left_for_later(ctx.weights, gradients):
             return dx, d_bias, None, *(None for _ in weights)
         return dx, d_bias, None, *gradients()
 
 
-def _of_input(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
-    return (fp8_linear(d, joined.mT) if fp8 else d.to(joined.dtype) @ joined).to(x.dtype)
+def _of_input(d: Tensor, weight: Tensor, x: Tensor, fp8: bool) -> Tensor:
+    """Return the gradient of the input."""
+    return (fp8_linear(d, weight.mT) if fp8 else d.to(weight.dtype) @ weight).to(x.dtype)
 
 
-def _joined(weights: Sequence[Weight], x: Tensor) -> Tensor:
+def _concatenated(weights: Sequence[Weight], x: Tensor) -> Tensor:
+    """Concatenate the weights by rows, ready for a matmul with x; a single one is not copied."""
     return operand(weights[0], x) if len(weights) == 1 else stacked([operand(w, x) for w in weights])
