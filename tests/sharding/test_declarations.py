@@ -73,7 +73,7 @@ def test_a_buffer():
         ([(0, 4)], r"^net\.w \(one\): .*\b4 of 6\b"),
         ([(1, 6)], r"^net\.w \(one\): .*\b5 of 6\b"),
         ([(0, 2), (3, 6)], r"^net\.w \(one\): .*\b5 of 6\b"),
-        ([(0, 7)], r"^net\.w \(one\): .*\[0:7\] does not lie inside the shape \(6,\)"),
+        ([(0, 7)], r"^net\.w \(one\): .*\[0:7\].*\(6,\)"),
         ([], r"^net\.w \(one\): .*\b0 of 6\b"),
     ],
 )
@@ -109,7 +109,7 @@ def test_one_key_of_two_parameters():
 
 
 def test_a_key_outside_of_its_shape():
-    refused(r"^k: .*\[2:8\] does not lie inside", w=vector(one(block((0,), (6,), "k", (6,), Box((2,), (8,))))))
+    refused(r"^k: .*\[2:8\].*\(6,\)", w=vector(one(block((0,), (6,), "k", (6,), Box((2,), (8,))))))
 
 
 def test_a_copy_of_another_size():
