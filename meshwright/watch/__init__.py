@@ -1,4 +1,6 @@
-"""Lost ranks: every rank tells the others where it stands, so that one that is lost can be named, with its door."""
+"""Heartbeats and diagnosis of hung or lost ranks: when a collective fails, say which rank is missing and at
+which door.
+"""
 
 from .deferred_signals import put_off
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose

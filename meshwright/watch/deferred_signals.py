@@ -1,4 +1,4 @@
-"""Signals that would come in the middle of what must come to its end."""
+"""Defer a signal (SIGINT, SIGTERM) until a critical section is over."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def put_off(number: int) -> Iterator[list[int]]:
-    """Within it the signal does nothing. Whoever asks for it looks afterwards whether it came, and raises it again."""
-    asked: list[int] = []
+    """Ignore a signal inside; yield the list of those that arrived, for the caller to raise again afterwards."""
+    arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield asked
+        yield arrived
         return
-    before = signal.signal(number, lambda number, _: asked.append(number))
+    previous = signal.signal(number, lambda number, _: arrived.append(number))
     try:
-        yield asked
+        yield arrived
     finally:
-        signal.signal(number, before or signal.SIG_DFL)
+        signal.signal(number, previous or signal.SIG_DFL)
