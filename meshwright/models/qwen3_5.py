@@ -1,4 +1,9 @@
-"""Qwen3.5, dense, text: three gated delta nets to one gated attention; zero-centred norms, partial RoPE."""
+"""Qwen3.5, dense, text: three Gated DeltaNet layers (arXiv 2412.06464) to one gated attention layer.
+
+Also: zero-centred norms, and RoPE on a quarter of each head. Delta nets keep a state of fixed size, so their cost is
+linear in the length; the attention layers recall exactly. Shapes as in ops/delta.py: G key heads, R value heads a key
+head, K and V their dims.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +28,17 @@ Mixer = Callable[[str], nn.Module]  # key prefix of the layer -> mixer
 
 @dataclass(frozen=True)
 class DeltaShape:
+    """The shape of a Gated DeltaNet."""
+
     keys: int  # key heads; each serves `ratio` value heads
     ratio: int
-    key: int
-    value: int
-    kernel: int  # of the convolution
+    key: int  # dim of a key head
+    value: int  # dim of a value head
+    kernel: int  # taps of the convolution
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
+    """Build a Qwen3.5 model from its config."""
     shape, mixers = backbone(config)
     ffn = take(config, "intermediate_size", int)
 
@@ -41,7 +49,7 @@ def build(config: Json, at: str, head: str) -> Decoder:
 
 
 def backbone(config: Json) -> tuple[Shape, list[Mixer]]:
-    """What the dense and the MoE models share: the shape, and how to make the mixer of each layer."""
+    """Return what dense and MoE models share: the shape, and a factory for the mixer of each layer."""
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
     shape = shape_of(config, rotary_of(config, heads.head, partial=0.25), zero_centred=True)
@@ -53,15 +61,17 @@ def backbone(config: Json) -> tuple[Shape, list[Mixer]]:
 
 
 def layer_types(config: Json) -> list[str]:
+    """Return the kind of mixer of each layer."""
     num_layers = take(config, "num_hidden_layers", int)
-    every = take(config, "full_attention_interval", int, 4)
-    kinds = listed(config, "layer_types", str) or [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
+    interval = take(config, "full_attention_interval", int, 4)
+    kinds = listed(config, "layer_types", str) or [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
         raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of {LINEAR!r} or {FULL!r}")
     return list(kinds)
 
 
 def delta_of(config: Json) -> DeltaShape:
+    """Read the shape of the delta net."""
     keys, values = take(config, "linear_num_key_heads", int), take(config, "linear_num_value_heads", int)
     return DeltaShape(
         keys=keys,
@@ -73,12 +83,16 @@ def delta_of(config: Json) -> DeltaShape:
 
 
 def exact(rows: dict[str, int], key: str, init: Init) -> Declared:
-    """A parameter that enters float32 arithmetic: it is never rounded."""
+    """Declare a parameter that enters float32 arithmetic: it is never rounded to the compute dtype.
+
+    A_log and dt_bias act through exp and softplus, and decays multiply up over thousands of tokens: rounding A_log to
+    bfloat16 changes how far the state remembers.
+    """
     return weight(rows, key=key, float32=True, decay=False, init=init)
 
 
 class Conv(nn.Module):
-    """A causal convolution of each channel with itself, for the key heads `own` of those that are stored here."""
+    """A causal depthwise convolution, for the key heads `own` of those that this rank stores."""
 
     def __init__(self, shape: Shape, delta: DeltaShape, cuts: tuple[int, ...], key: str) -> None:
         super().__init__()
@@ -93,7 +107,7 @@ class Conv(nn.Module):
 
 
 class Gates(nn.Module):
-    """How much of its state a value head keeps, and how much it writes, for each token."""
+    """How much of its state a value head keeps, and how strongly it writes, for each token."""
 
     def __init__(self, delta: DeltaShape, at: str) -> None:
         super().__init__()
@@ -107,7 +121,7 @@ class Gates(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMS norm of each value head, behind a gate."""
+    """RMSNorm of each value head, times silu(gate)."""
 
     def __init__(self, eps: float, width: int, key: str) -> None:
         super().__init__()
@@ -119,13 +133,17 @@ class GatedNorm(nn.Module):
 
 
 class DeltaNet(nn.Module):
-    """The gated delta net. Everything is by key head, so that a rank's share of heads is a plain cut of dim 0:
-    the file's `[all Q | all K | all V]` becomes `[key head, q | k | its values]`."""
+    """Gated DeltaNet. All dims are grouped by key head, so that a rank's share of heads is a plain cut of dim 0.
+
+    The file's `[all Q | all K | all V]` becomes `[key head, q | k | its values]`. Under cp `swap` exchanges tokens for
+    heads; if some cp ranks do not swap, `halo` brings the last tokens before this part for the convolution, and
+    `states` the state transitions of the parts.
+    """
 
     def __init__(self, shape: Shape, delta: DeltaShape, at: str) -> None:
         super().__init__()
         D, G, R, V = shape.width, delta.keys, delta.ratio, delta.value
-        cuts = (delta.key, delta.key, R * V)  # q, k and values of one key head
+        cuts = (delta.key, delta.key, R * V)  # q, k and the values of one key head
         chan, fused = sum(cuts), at + "in_proj_qkv.weight"
         self.delta, self.cuts = delta, cuts
         spelled = segments(fused, (G, chan, D), cuts, (G * chan, D))
@@ -151,6 +169,6 @@ class DeltaNet(nn.Module):
         q_TGK, k_TGK, v_TGC = self.conv(qkv_TGC, own, docs, self.halo).split(self.cuts, -1)
         gates = self.gates(a_TGR, b_TGR, own)
         o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (R, V)), gates, docs, self.states)
-        o_TGC = self.swap.back(o_TGRV.flatten(2))  # the gate of the norm stands with this rank's tokens
+        o_TGC = self.swap.back(o_TGRV.flatten(2))  # back to own tokens, where the norm's gate z is
         y_TGRV = self.norm(o_TGC.unflatten(2, (R, V)), z_TC.view(-1, G, R, V))
         return self.leave(self.out(y_TGRV.flatten(1)))
