@@ -18,7 +18,7 @@ from ..checkpoint import runs_of_model
 from ..errors import ConfigError, LoadError, StateError, failure_in
 from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
 from ..mesh import Mesh
-from ..models import Decoder, Low
+from ..models import Decoder, Quantisable
 from ..parallel import Savings
 from ..sharding import (
     Charge,
@@ -201,10 +201,10 @@ class Model:
         here = {n: rows_of(self.pieces[n], grid).to(stored[n].device) for n, grid in grids.items()}
         return Values(stored, here)
 
-    def _in_numbers(self) -> Iterator[tuple[str, Low, str]]:
+    def _in_numbers(self) -> Iterator[tuple[str, Quantisable, str]]:
         for name, holder, last in self._places if self.numbers else []:
             if name in self.numbers:
-                assert isinstance(holder, Low), "only such a module knows of scales"
+                assert isinstance(holder, Quantisable), "only such a module knows of scales"
                 yield name, holder, last
 
     def grads(self) -> dict[str, Tensor]:

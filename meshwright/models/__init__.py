@@ -17,7 +17,7 @@ from ..sharding import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .hf_config import LABELS, Json, group, take
-from .linear import Low
+from .linear import Quantisable
 from .rope_config import GROUPS, sections_of
 from .router_balance import Balance
 from .vision_tower import Sight, Tower, TowerBlock, TowerShape, patch_of, tower_shape_of

@@ -14,7 +14,7 @@ from ..sharding import Init, Layout, weight
 ALL = slice(None)
 
 
-class Low(nn.Module):
+class Quantisable(nn.Module):
     """A module with matrices that may be stored in FP8, or have FP8 matmuls."""
 
     in_fp8: frozenset[str] = frozenset()  # names of those with FP8 matmuls; set by `parallel`
@@ -28,7 +28,7 @@ class Low(nn.Module):
         return ops.Numbers(stored, self.grids[name]) if name in self.grids else stored
 
 
-class Linear(Low):
+class Linear(Quantisable):
     """`x @ weight.T + bias`. `key` is their common key in the files, up to `.weight` or `.bias`; or `layouts`
     say it.
     """

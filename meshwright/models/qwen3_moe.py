@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..sharding import Block, Box, Dispatch, Init, Layout, weight
 from .decoder import Decoder, Layer, Shape
 from .hf_config import Json, listed, refuse, refuse_endless, take
-from .linear import Low
+from .linear import Quantisable
 from .qwen3 import PLAIN, Attention, dense, depth_of, heads_of, shape_of
 from .rope_config import THETA, rotary_of
 from .router_balance import Balance
@@ -106,7 +106,7 @@ class MoE(nn.Module):
         return None
 
 
-class Experts(Low):
+class Experts(Quantisable):
     """The experts of a layer: an FSDP unit of its own, because its parameters live on the expert mesh."""
 
     def __init__(self, shape: Shape, routing: Routing, at: str) -> None:
