@@ -20,7 +20,7 @@ from .vision_balance import Cost
 
 
 @dataclass(frozen=True)
-class Kind:
+class DoorKind:
     """What a door does in forward and in backward, as the names of collectives."""
 
     name: str
@@ -30,18 +30,18 @@ class Kind:
 
 
 # Megatron's sequence parallelism (arXiv 2205.05198), g and its conjugate: between blocks each rank has its own tokens.
-ENTER = Kind("enter", "tp", "all_gather", "reduce_scatter")  # own tokens -> all tokens of the tp group
-LEAVE = Kind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums of all tokens -> own tokens
+ENTER = DoorKind("enter", "tp", "all_gather", "reduce_scatter")  # own tokens -> all tokens of the tp group
+LEAVE = DoorKind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums of all tokens -> own tokens
 # all tokens over this rank's slice of the vocabulary -> own tokens over all slices
-MEET = Kind("meet", "tp", "all_to_all", "all_to_all")
+MEET = DoorKind("meet", "tp", "all_to_all", "all_to_all")
 # the whole stream of a data rank, which each of its ranks has -> the tokens of this cp rank: nothing is sent
-SHARE = Kind("share", "cp", "", "")
+SHARE = DoorKind("share", "cp", "", "")
 
 
 class Door:
     """A named door. `width`: elements a token that pass; `floats`: at least float32 whatever the compute dtype."""
 
-    def __init__(self, kind: Kind, width: int, *, floats: bool = False) -> None:
+    def __init__(self, kind: DoorKind, width: int, *, floats: bool = False) -> None:
         self.kind, self.width, self.floats = kind, width, floats
         self.again = False  # passed once more when activation checkpointing recomputes
         self.armed: Callable[[Tensor], Tensor] | None = None
