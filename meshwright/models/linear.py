@@ -25,7 +25,7 @@ class Quantisable(nn.Module):
 
     def meant(self, name: str, stored: Tensor) -> ops.Weight:
         """Return a parameter as matmuls take it: with its scales, if it is stored in FP8."""
-        return ops.Numbers(stored, self.grids[name]) if name in self.grids else stored
+        return ops.Fp8Weight(stored, self.grids[name]) if name in self.grids else stored
 
 
 class Linear(Quantisable):

@@ -15,7 +15,7 @@ from .deferred_weight_grads import Jobs, weights_late
 from .delta import causal_conv, delta_rule, gates
 from .documents import WHOLE, Documents, Parts, documents
 from .experts import experts, route
-from .fp8_storage import Grid, Numbers, Weight
+from .fp8_storage import Fp8Weight, Grid, Weight
 from .fp8_tensor import Quantised
 from .host_memory import sent
 from .kernels import uncompiled

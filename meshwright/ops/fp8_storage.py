@@ -50,7 +50,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Fp8Weight:
     """A quantised matrix, or a stack of them, in place of a weight that gets no gradient.
 
     It offers the few tensor operations that models use on weights.
@@ -70,33 +70,33 @@ class Numbers:
     def __len__(self) -> int:
         return len(self.codes)
 
-    def __getitem__(self, rows: slice | int) -> Numbers:
-        return Numbers(self.codes[rows], self.grid[rows])
+    def __getitem__(self, rows: slice | int) -> Fp8Weight:
+        return Fp8Weight(self.codes[rows], self.grid[rows])
 
-    def __iter__(self) -> Iterator[Numbers]:
+    def __iter__(self) -> Iterator[Fp8Weight]:
         return (self[at] for at in range(len(self)))
 
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Numbers:
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Fp8Weight:
         rows = self.grid.rows.unflatten(dim, sizes)
-        return Numbers(self.codes.unflatten(dim, sizes), replace(self.grid, rows=rows))
+        return Fp8Weight(self.codes.unflatten(dim, sizes), replace(self.grid, rows=rows))
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """Dequantise to `dtype`."""
         return self.grid.values(self.codes, dtype)
 
 
-Weight = Tensor | Numbers
+Weight = Tensor | Fp8Weight
 
 
 def kept(weights: Sequence[Weight]) -> tuple[list[Tensor], list[Grid | None]]:
     """Split weights into what `ctx.save_for_backward` takes (tensors, or codes) and the grids to keep on ctx."""
-    tensors = [weight.codes if isinstance(weight, Numbers) else weight for weight in weights]
-    return tensors, [weight.grid if isinstance(weight, Numbers) else None for weight in weights]
+    tensors = [weight.codes if isinstance(weight, Fp8Weight) else weight for weight in weights]
+    return tensors, [weight.grid if isinstance(weight, Fp8Weight) else None for weight in weights]
 
 
 def restored(tensors: Sequence[Tensor], grids: Sequence[Grid | None]) -> list[Weight]:
     """Put saved tensors and grids back together."""
-    return [t if grid is None else Numbers(t, grid) for t, grid in zip(tensors, grids, strict=True)]
+    return [t if grid is None else Fp8Weight(t, grid) for t, grid in zip(tensors, grids, strict=True)]
 
 
 def wide(codes: Tensor) -> Tensor:

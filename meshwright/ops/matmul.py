@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import is_late, left_for_later
 from .fp8_matmul import fp8_linear, stacked
-from .fp8_storage import Numbers, Weight, kept, restored
+from .fp8_storage import Fp8Weight, Weight, kept, restored
 from .fp8_tensor import Quantised
 from .kernels import uncompiled
 from .meta_kernels import kind_of
@@ -48,7 +48,7 @@ def linears(
     Weights may be FP8 codes, mixed with plain ones; each part of the result is a view.
     """
     bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
-    run = _fp8_stored_linears if any(isinstance(weight, Numbers) for weight in weights) else _Linears.apply
+    run = _fp8_stored_linears if any(isinstance(weight, Fp8Weight) for weight in weights) else _Linears.apply
     y: Tensor = run(x, bias, fp8, *weights)  # torch leaves apply untyped
     return y.split([len(w) for w in weights], -1)
 
