@@ -16,7 +16,7 @@ from torch import Tensor
 from . import meta_kernels
 from .documents import Documents, check_tokens
 from .kernels import NARROW, SLOW, fastest, takes, uncompiled
-from .matmul import product_dtype
+from .matmul import matmul_dtype
 from .meta_kernels import kind_of
 
 # The kernel for one document is compiled for each length that occurs, in half a second. So it is used only for lengths
@@ -128,7 +128,7 @@ def _by_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, c
 
     Slow for thousands of tiny documents.
     """
-    dtype, wide, missing = q_THK.dtype, product_dtype(q_THK), len(k_TGK) - len(q_THK)
+    dtype, wide, missing = q_THK.dtype, matmul_dtype(q_THK), len(k_TGK) - len(q_THK)
     keys = docs.lengths or (0,)  # no documents: one empty call keeps q, k, v in the graph
     queries = [max(0, stop - missing) - max(0, start - missing) for start, stop in pairwise(docs.bounds)] or [0]
     # split and not slices: its backward is one cat, that of a slice writes a whole stream of zeros a document

@@ -20,7 +20,7 @@ from .fp8_matmul import fp8_linear
 from .fp8_storage import Weight, kept, restored
 from .host_memory import fresh, give_back_before
 from .kernels import uncompiled
-from .matmul import operand, product_dtype
+from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of, on_host
 from .norms import swiglu, upcast
 from .replayed_choices import once
@@ -224,7 +224,7 @@ class _LoopedLinear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         if need_weight and left_for_later(ctx.weights, lambda: [_weight_gradients(x, d, kept_EOI, ctx.counts)]):
             need_weight = False
-        if need_weight and product_dtype(x) != x.dtype:  # float32 copies of activations have left holes in the heap
+        if need_weight and matmul_dtype(x) != x.dtype:  # float32 copies of activations have left holes in the heap
             give_back_before(kept_EOI)
         dx = torch.empty_like(x) if need_x else None
         d_weight_EOI = fresh(torch.empty_like(kept_EOI)) if need_weight else None
@@ -257,7 +257,7 @@ def _factor(rows: Tensor) -> Tensor:
     oneDNN compiles a kernel for each number of rows, in milliseconds and a megabyte each, and experts get another
     number of rows in every step. Rounding the number up to an eighth of a power of two leaves few distinct ones.
     """
-    wide = rows.to(product_dtype(rows))
+    wide = rows.to(matmul_dtype(rows))
     if wide.dtype != torch.bfloat16 or kind_of(rows.device) != "cpu":
         return wide
     step = max(_TILE, (1 << len(rows).bit_length()) >> 4)  # an eighth of the power of two below: at most 12% padding

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .host_memory import fresh
-from .matmul import operand, product_dtype
+from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of
 from .norms import at_least_float32, upcast
 from .part_sizes import part_size
@@ -108,7 +108,7 @@ class _TokenStats(torch.autograd.Function):
 
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """Compute logits in the dtype of the matmul; readers widen a few rows at a time."""
-    x_wide = x_TD.to(product_dtype(x_TD))
+    x_wide = x_TD.to(matmul_dtype(x_TD))
     logits_TV = fresh(x_wide.new_empty(len(x_TD), len(weight_VD)))
     for words in _words(weight_VD, x_TD):
         torch.mm(x_wide, operand(weight_VD[words], x_TD).T, out=logits_TV[:, words])
@@ -139,7 +139,7 @@ def _words(weight_VD: Tensor, x_TD: Tensor) -> list[slice]:
     """Slice the vocabulary for matmuls: one slice, or several where the weight is cast (a whole copy may be
     gigabytes).
     """
-    num, cast = len(weight_VD), not weight_VD.dtype == x_TD.dtype == product_dtype(x_TD)
+    num, cast = len(weight_VD), not weight_VD.dtype == x_TD.dtype == matmul_dtype(x_TD)
     step = _cast_words(x_TD) if cast else max(1, num)
     return [slice(at, at + step) for at in range(0, num, step)]
 

@@ -19,7 +19,7 @@ from .kernels import uncompiled
 from .meta_kernels import kind_of
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to multiply x in: x's own, but float32 for bfloat16 on a CPU without bfloat16 instructions.
 
     There, torch's bfloat16 matmul takes up to 100 times as long.
@@ -35,7 +35,7 @@ def _cpu_has_bf16() -> bool:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
     """Return x @ weight.T + bias in x.dtype. `fp8`: quantise both operands in blocks first (ops/fp8_matmul.py)."""
-    if product_dtype(x) == x.dtype and not is_late() and not fp8 and isinstance(weight, Tensor):
+    if matmul_dtype(x) == x.dtype and not is_late() and not fp8 and isinstance(weight, Tensor):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return linears(x, [weight], None if bias is None else [bias], fp8=fp8)[0]
 
@@ -67,7 +67,7 @@ def operand(weight: Weight, x: Tensor) -> Tensor:
     if isinstance(weight, Quantised):
         return weight
     # Rounding first keeps the result the same on machines with and without bfloat16 matmuls.
-    return weight.to(x.dtype).to(product_dtype(x))
+    return weight.to(x.dtype).to(matmul_dtype(x))
 
 
 class _Linears(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _Linears(torch.autograd.Function):
         if fp8:
             y = fp8_linear(x, weight)
             return (y if bias is None else y + bias).to(x.dtype)
-        compute_dtype = product_dtype(x)
+        compute_dtype = matmul_dtype(x)
         return F.linear(x.to(compute_dtype), weight, None if bias is None else bias.to(compute_dtype)).to(x.dtype)
 
     @staticmethod
@@ -94,7 +94,7 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, *tensors = ctx.saved_tensors
         weights = restored(tensors, ctx.grids)
-        compute_dtype, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
+        compute_dtype, (need_x, need_bias, _, *need_weights) = matmul_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
         dx = _of_input(d, _concatenated(weights, x), x, ctx.fp8) if need_x else None
         d = d.to(compute_dtype)
