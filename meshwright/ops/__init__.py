@@ -11,7 +11,7 @@ Each has a slow and obvious reference in `tests/ops/references.py`. The suffix o
 """
 
 from .attention import attention
-from .deferred_weight_grads import Jobs, weights_late
+from .deferred_weight_grads import Jobs, deferring_weight_grads
 from .delta import causal_conv, delta_rule, gates
 from .documents import WHOLE, Documents, Parts, documents
 from .experts import experts, route

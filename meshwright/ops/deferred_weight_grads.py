@@ -23,7 +23,7 @@ _jobs: Jobs | None = None
 
 
 @contextmanager
-def weights_late(jobs: Jobs) -> Iterator[None]:
+def deferring_weight_grads(jobs: Jobs) -> Iterator[None]:
     """Defer weight gradients: backward appends jobs to `jobs` that compute them when called.
 
     Forward must run inside too, because it must keep the weights' autograd identity for the jobs.
