@@ -36,7 +36,7 @@ def deferring_weight_grads(jobs: Jobs) -> Iterator[None]:
         _jobs = previous
 
 
-def is_late() -> bool:
+def is_deferring() -> bool:
     """Tell whether weight gradients are being deferred."""
     return _jobs is not None
 

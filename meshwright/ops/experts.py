@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .deferred_weight_grads import is_late, left_for_later
+from .deferred_weight_grads import is_deferring, left_for_later
 from .fp8_matmul import fp8_linear
 from .fp8_storage import Weight, kept, restored
 from .host_memory import fresh, give_back_before
@@ -105,7 +105,7 @@ def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Ten
     """Multiply each expert's rows by its matrix; groups end at `ends_E`, which stays on the device."""
     if isinstance(weight_EOI, Tensor):
         weight_EOI = weight_EOI.to(x.dtype)
-    if is_late() or not isinstance(weight_EOI, Tensor):
+    if is_deferring() or not isinstance(weight_EOI, Tensor):
         return _LateGroups.apply(x, weight_EOI, counts_E, ends_E)  # torch leaves apply untyped
     used_EOI: Tensor = _ZeroGradient.apply(weight_EOI, counts_E)
     y: Tensor = F.grouped_mm(_contiguous(x), used_EOI.contiguous().mT, offs=ends_E)
@@ -209,7 +209,7 @@ class _LoopedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts: list[int], fp8: bool) -> Tensor:
         tensors, ctx.grids = kept([weight_EOI])
         ctx.save_for_backward(x, *tensors)
-        ctx.counts, ctx.fp8, ctx.weights = counts, fp8, (weight_EOI,) if is_late() else ()
+        ctx.counts, ctx.fp8, ctx.weights = counts, fp8, (weight_EOI,) if is_deferring() else ()
         y = x.new_empty(len(x), weight_EOI.shape[1])
         for rows, into, weight in zip(x.split(counts), y.split(counts), weight_EOI, strict=True):
             if len(rows):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .deferred_weight_grads import is_late, left_for_later
+from .deferred_weight_grads import is_deferring, left_for_later
 from .fp8_matmul import fp8_linear, stacked
 from .fp8_storage import Fp8Weight, Weight, kept, restored
 from .fp8_tensor import Quantised
@@ -35,7 +35,7 @@ def _cpu_has_bf16() -> bool:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
     """Return x @ weight.T + bias in x.dtype. `fp8`: quantise both operands in blocks first (ops/fp8_matmul.py)."""
-    if matmul_dtype(x) == x.dtype and not is_late() and not fp8 and isinstance(weight, Tensor):
+    if matmul_dtype(x) == x.dtype and not is_deferring() and not fp8 and isinstance(weight, Tensor):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return linears(x, [weight], None if bias is None else [bias], fp8=fp8)[0]
 
@@ -81,7 +81,7 @@ class _Linears(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
         tensors, ctx.grids = kept(weights)
         ctx.save_for_backward(x, *tensors)
-        ctx.fp8, ctx.weights = fp8, weights if is_late() else ()
+        ctx.fp8, ctx.weights = fp8, weights if is_deferring() else ()
         weight = _concatenated(weights, x)
         if fp8:
             y = fp8_linear(x, weight)

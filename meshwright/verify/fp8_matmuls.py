@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..data import Batch
 from ..engine import Engine, Model
-from ..ops.deferred_weight_grads import is_late
+from ..ops.deferred_weight_grads import is_deferring
 from ..ops.experts import _LoopedLinear
 from ..ops.fp8_matmul import largest_of, scales_of
 from ..ops.fp8_tensor import Quantised
@@ -221,7 +221,7 @@ class Seen:
         if not fp8:
             return _LINEARS(x, bias, fp8, *weights)
         call = self._call(x, weights, bias, None)
-        given = [weight if is_late() else call.watch(number, weight) for number, weight in enumerate(weights)]
+        given = [weight if is_deferring() else call.watch(number, weight) for number, weight in enumerate(weights)]
         return self._made(call, _LINEARS(call.watch("x", x), bias, fp8, *given))
 
     def experts(self, x: Tensor, weight: Tensor, counts: list[int], fp8: bool) -> Tensor:
@@ -229,7 +229,7 @@ class Seen:
             return _EXPERTS(x, weight, counts, fp8)
         call = self._call(x, [weight], None, counts)
         return self._made(
-            call, _EXPERTS(call.watch("x", x), weight if is_late() else call.watch(0, weight), counts, fp8)
+            call, _EXPERTS(call.watch("x", x), weight if is_deferring() else call.watch(0, weight), counts, fp8)
         )
 
     def _name(self, weight: Tensor) -> str:
