@@ -41,7 +41,7 @@ def is_deferring() -> bool:
     return _jobs is not None
 
 
-def left_for_later(weights: Sequence[Weight], gradients: Callable[[], Sequence[Tensor | None]]) -> bool:
+def deferred(weights: Sequence[Weight], gradients: Callable[[], Sequence[Tensor | None]]) -> bool:
     """Defer the gradients of these weights, if deferring is on; tell whether it is.
 
     `weights` must be the very tensors that forward received. Those that come out of `ctx.saved_tensors` may be copies

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .deferred_weight_grads import is_deferring, left_for_later
+from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear
 from .fp8_storage import Weight, kept, restored
 from .host_memory import fresh, give_back_before
@@ -136,7 +136,7 @@ class _LateGroups(torch.autograd.Function):
         def gradients() -> list[Tensor]:
             return [without_unused(F.grouped_mm(d.mT, _contiguous(x), offs=ends_E), counts_E)]
 
-        if not need_weight or left_for_later(ctx.weights, gradients):
+        if not need_weight or deferred(ctx.weights, gradients):
             return dx, None, None, None
         return dx, gradients()[0], None, None
 
@@ -222,7 +222,7 @@ class _LoopedLinear(torch.autograd.Function):
         x, kept_EOI = ctx.saved_tensors  # FP8 codes if the weight is stored in FP8: it then needs no gradient
         (weight_EOI,) = restored([kept_EOI], ctx.grids)
         need_x, need_weight = ctx.needs_input_grad[:2]
-        if need_weight and left_for_later(ctx.weights, lambda: [_weight_gradients(x, d, kept_EOI, ctx.counts)]):
+        if need_weight and deferred(ctx.weights, lambda: [_weight_gradients(x, d, kept_EOI, ctx.counts)]):
             need_weight = False
         if need_weight and matmul_dtype(x) != x.dtype:  # float32 copies of activations have left holes in the heap
             give_back_before(kept_EOI)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .deferred_weight_grads import is_deferring, left_for_later
+from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear, stacked
 from .fp8_storage import Fp8Weight, Weight, kept, restored
 from .fp8_tensor import Quantised
@@ -108,7 +108,7 @@ class _Linears(torch.autograd.Function):
                 None if dtype is None else part.to(dtype) for part, (_, dtype) in zip(dw, rows_and_dtypes, strict=True)
             ]
 
-        if left_for_later(ctx.weights, gradients):
+        if deferred(ctx.weights, gradients):
             return dx, d_bias, None, *(None for _ in weights)
         return dx, d_bias, None, *gradients()
 
