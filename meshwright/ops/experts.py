@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear
 from .fp8_storage import Weight, kept, restored
-from .host_memory import fresh, give_back_before
+from .host_memory import fresh, release_heap_before
 from .kernels import uncompiled
 from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of, on_host
@@ -225,7 +225,7 @@ class _LoopedLinear(torch.autograd.Function):
         if need_weight and deferred(ctx.weights, lambda: [_weight_gradients(x, d, kept_EOI, ctx.counts)]):
             need_weight = False
         if need_weight and matmul_dtype(x) != x.dtype:  # float32 copies of activations have left holes in the heap
-            give_back_before(kept_EOI)
+            release_heap_before(kept_EOI)
         dx = torch.empty_like(x) if need_x else None
         d_weight_EOI = fresh(torch.empty_like(kept_EOI)) if need_weight else None
         end = 0

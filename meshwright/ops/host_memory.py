@@ -31,7 +31,7 @@ def fresh(block: Tensor) -> Tensor:
     return block
 
 
-def give_back_before(large: Tensor) -> None:
+def release_heap_before(large: Tensor) -> None:
     """Return freed heap memory to the system before as much as `large` is allocated next to it.
 
     Gradients of small parameters lie between the freed activations, and keep glibc from shrinking its heap by itself:
