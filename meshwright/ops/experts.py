@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear
-from .fp8_storage import Weight, kept, restored
+from .fp8_storage import Weight, restored, split_weights
 from .host_memory import fresh, release_heap_before
 from .kernels import uncompiled
 from .matmul import matmul_dtype, operand
@@ -120,7 +120,7 @@ class _LateGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
-        tensors, ctx.grids = kept([weight_EOI])
+        tensors, ctx.grids = split_weights([weight_EOI])
         ctx.save_for_backward(x, counts_E, ends_E, *tensors)
         ctx.weights = (weight_EOI,)
         return F.grouped_mm(_contiguous(x), weight_EOI.to(x.dtype).contiguous().mT, offs=ends_E)
@@ -207,7 +207,7 @@ class _LoopedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts: list[int], fp8: bool) -> Tensor:
-        tensors, ctx.grids = kept([weight_EOI])
+        tensors, ctx.grids = split_weights([weight_EOI])
         ctx.save_for_backward(x, *tensors)
         ctx.counts, ctx.fp8, ctx.weights = counts, fp8, (weight_EOI,) if is_deferring() else ()
         y = x.new_empty(len(x), weight_EOI.shape[1])

@@ -88,7 +88,7 @@ class Fp8Weight:
 Weight = Tensor | Fp8Weight
 
 
-def kept(weights: Sequence[Weight]) -> tuple[list[Tensor], list[Grid | None]]:
+def split_weights(weights: Sequence[Weight]) -> tuple[list[Tensor], list[Grid | None]]:
     """Split weights into what `ctx.save_for_backward` takes (tensors, or codes) and the grids to keep on ctx."""
     tensors = [weight.codes if isinstance(weight, Fp8Weight) else weight for weight in weights]
     return tensors, [weight.grid if isinstance(weight, Fp8Weight) else None for weight in weights]

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear, stacked
-from .fp8_storage import Fp8Weight, Weight, kept, restored
+from .fp8_storage import Fp8Weight, Weight, restored, split_weights
 from .fp8_tensor import Quantised
 from .kernels import uncompiled
 from .meta_kernels import kind_of
@@ -79,7 +79,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
-        tensors, ctx.grids = kept(weights)
+        tensors, ctx.grids = split_weights(weights)
         ctx.save_for_backward(x, *tensors)
         ctx.fp8, ctx.weights = fp8, weights if is_deferring() else ()
         weight = _concatenated(weights, x)
