@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear
-from .fp8_storage import Weight, restored, split_weights
+from .fp8_storage import Weight, join_weights, split_weights
 from .host_memory import fresh, release_heap_before
 from .kernels import uncompiled
 from .matmul import matmul_dtype, operand
@@ -129,7 +129,7 @@ class _LateGroups(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, counts_E, ends_E, *tensors = ctx.saved_tensors
-        (weight_EOI,) = restored(tensors, ctx.grids)
+        (weight_EOI,) = join_weights(tensors, ctx.grids)
         d, (need_x, need_weight, *_) = _contiguous(d), ctx.needs_input_grad
         dx = F.grouped_mm(d, weight_EOI.to(x.dtype).contiguous(), offs=ends_E) if need_x else None
 
@@ -220,7 +220,7 @@ class _LoopedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, kept_EOI = ctx.saved_tensors  # FP8 codes if the weight is stored in FP8: it then needs no gradient
-        (weight_EOI,) = restored([kept_EOI], ctx.grids)
+        (weight_EOI,) = join_weights([kept_EOI], ctx.grids)
         need_x, need_weight = ctx.needs_input_grad[:2]
         if need_weight and deferred(ctx.weights, lambda: [_weight_gradients(x, d, kept_EOI, ctx.counts)]):
             need_weight = False

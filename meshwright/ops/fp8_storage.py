@@ -94,7 +94,7 @@ def split_weights(weights: Sequence[Weight]) -> tuple[list[Tensor], list[Grid | 
     return tensors, [weight.grid if isinstance(weight, Fp8Weight) else None for weight in weights]
 
 
-def restored(tensors: Sequence[Tensor], grids: Sequence[Grid | None]) -> list[Weight]:
+def join_weights(tensors: Sequence[Tensor], grids: Sequence[Grid | None]) -> list[Weight]:
     """Put saved tensors and grids back together."""
     return [t if grid is None else Fp8Weight(t, grid) for t, grid in zip(tensors, grids, strict=True)]
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear, stacked
-from .fp8_storage import Fp8Weight, Weight, restored, split_weights
+from .fp8_storage import Fp8Weight, Weight, join_weights, split_weights
 from .fp8_tensor import Quantised
 from .kernels import uncompiled
 from .meta_kernels import kind_of
@@ -93,7 +93,7 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, *tensors = ctx.saved_tensors
-        weights = restored(tensors, ctx.grids)
+        weights = join_weights(tensors, ctx.grids)
         compute_dtype, (need_x, need_bias, _, *need_weights) = matmul_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
         dx = _of_input(d, _concatenated(weights, x), x, ctx.fp8) if need_x else None
