@@ -21,7 +21,7 @@ from .host_memory import sent
 from .kernels import uncompiled
 from .loss import combine_stats, token_stats
 from .matmul import linear, linears
-from .meta_kernels import on_host, planned_for
+from .meta_kernels import planned_for, to_host
 from .norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
 from .replayed_choices import Choices
 from .rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate

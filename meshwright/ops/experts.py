@@ -21,7 +21,7 @@ from .fp8_storage import Weight, join_weights, split_weights
 from .host_memory import fresh, release_heap_before
 from .kernels import uncompiled
 from .matmul import matmul_dtype, operand
-from .meta_kernels import kind_of, on_host
+from .meta_kernels import kind_of, to_host
 from .norms import swiglu, upcast
 from .replayed_choices import once
 from .rows import Rows
@@ -65,7 +65,7 @@ def experts(rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[boo
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
     if can_group(x_ND, down_EDF) and not any(fp8):  # no grouped kernel has scales for such blocks
         return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E, weight_N)
-    counts = on_host([counts_E], [len(x_ND)])[0] if rows.counts is None else rows.counts
+    counts = to_host([counts_E], [len(x_ND)])[0] if rows.counts is None else rows.counts
     return _looped(x_ND, gate_up_ERD, down_EDF, counts, weight_N, fp8)
 
 

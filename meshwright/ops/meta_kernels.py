@@ -35,7 +35,7 @@ def kind_of(device: torch.device) -> str:
     return _planned_kind if device.type == "meta" else device.type
 
 
-def on_host(counts: Sequence[Tensor], totals: Sequence[int]) -> list[list[int]]:
+def to_host(counts: Sequence[Tensor], totals: Sequence[int]) -> list[list[int]]:
     """Copy counts to the host, with one wait for all of them. On the meta device each splits its total evenly."""
     lengths = [len(each) for each in counts]
     if counts[0].device.type == "meta":

@@ -34,7 +34,7 @@ def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequenc
     # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
     here_E, num_here = from_rank_RE.sum(0), from_rank_RE.shape[1]
     asked = [counts_E.view(size, -1).sum(1), from_rank_RE.sum(1), here_E]
-    sent, received, here = ops.on_host(asked, [len(x_ND)] * 3)
+    sent, received, here = ops.to_host(asked, [len(x_ND)] * 3)
     weights = group.begin(out.weight_N, received, sent, WEIGHTS)
     rows = group.begin(x_ND, received, sent, ROWS)
     expert_N = (

@@ -123,7 +123,7 @@ def _outgoing(wanted: _Wanted, group: Group) -> tuple[Tensor, Tensor, ops.Copies
     likely = likely_rows(wanted.tokens, wanted.top_k, num_here * hop.places, hop.places)
     # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
     here_E, copies = got_RE.sum(0), len(key_N)
-    rows_out, rows_in, copies_out, copies_in, here, turns_here, turns_out = ops.on_host(
+    rows_out, rows_in, copies_out, copies_in, here, turns_here, turns_out = ops.to_host(
         [turns_RC[:, 0], got_RC[:, 0], experts_RE.sum(1), got_RE.sum(1), here_E, got_RC[:, 1:].sum(0), later],
         [likely, likely, copies, copies, copies, copies - likely, likely - num_rows],
     )
