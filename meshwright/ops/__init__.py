@@ -17,7 +17,7 @@ from .documents import WHOLE, Documents, Parts, documents
 from .experts import experts, route
 from .fp8_storage import Fp8Weight, Grid, Weight
 from .fp8_tensor import Quantised
-from .host_memory import sent
+from .host_memory import to_device
 from .kernels import uncompiled
 from .loss import combine_stats, token_stats
 from .matmul import linear, linears

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .host_memory import sent
+from .host_memory import to_device
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
@@ -107,7 +107,7 @@ def documents(lengths: Sequence[int], device: torch.device | str, padded: int | 
     )
     cu_seqlens = torch.tensor(bounds + (total,) * (size - len(bounds)), dtype=torch.int32, device="cpu")
     positions_T = torch.arange(total, device="cpu") - starts_T
-    return Documents(bounds, sent(cu_seqlens, device), sent(positions_T, device))
+    return Documents(bounds, to_device(cu_seqlens, device), to_device(positions_T, device))
 
 
 def check_tokens(docs: Documents, **streams: Tensor) -> None:

@@ -54,7 +54,7 @@ def _of_libc(name: str) -> Callable[..., int] | None:
     return function
 
 
-def sent(x: Tensor, device: torch.device | str) -> Tensor:
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copy `x` to the device, in stream order and without waiting for the device.
 
     A copy from pageable memory waits until the device has finished everything queued before it; one from pinned memory

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .documents import Documents, documents
-from .host_memory import sent
+from .host_memory import to_device
 from .norms import at_least_float32
 from .rope import Rotary, rope_frequencies
 from .rows import lookup
@@ -39,7 +39,7 @@ class Frames:
         """Repeat a number of each frame for each of its patches."""
         lengths = torch.tensor(self.docs.lengths, dtype=torch.int64, device="cpu")
         per_frame = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
-        return sent(per_frame.repeat_interleave(lengths), self.row_P.device)
+        return to_device(per_frame.repeat_interleave(lengths), self.row_P.device)
 
 
 def frames(sizes: Sequence[tuple[int, int]], device: torch.device | str) -> Frames:
@@ -49,7 +49,7 @@ def frames(sizes: Sequence[tuple[int, int]], device: torch.device | str) -> Fram
             raise ValueError(f"a frame has {height} x {width} patches; both must be even, and at least {MERGED}")
     coordinates = [_places(*size) for size in sizes]
     empty = torch.empty(0, dtype=torch.int64, device="cpu")
-    row_P, col_P = (sent(torch.cat([empty, *(each[at] for each in coordinates)]), device) for at in (0, 1))
+    row_P, col_P = (to_device(torch.cat([empty, *(each[at] for each in coordinates)]), device) for at in (0, 1))
     return Frames(tuple(sizes), documents([h * w for h, w in sizes], device), row_P, col_P)
 
 
