@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear
 from .fp8_storage import Weight, join_weights, split_weights
-from .host_memory import fresh, release_heap_before
+from .host_memory import release_heap_before, with_huge_pages
 from .kernels import uncompiled
 from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of, to_host
@@ -227,7 +227,7 @@ class _LoopedLinear(torch.autograd.Function):
         if need_weight and matmul_dtype(x) != x.dtype:  # float32 copies of activations have left holes in the heap
             release_heap_before(kept_EOI)
         dx = torch.empty_like(x) if need_x else None
-        d_weight_EOI = fresh(torch.empty_like(kept_EOI)) if need_weight else None
+        d_weight_EOI = with_huge_pages(torch.empty_like(kept_EOI)) if need_weight else None
         end = 0
         for expert, count in enumerate(ctx.counts):
             rows, end = slice(end, end + count), end + count
@@ -245,7 +245,7 @@ def _matmul(rows: Tensor, weight_OI: Tensor, fp8: bool) -> Tensor:
 
 def _weight_gradients(x: Tensor, d: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
     """Compute the gradients of all experts' weights alone."""
-    out = fresh(torch.empty_like(weight_EOI))
+    out = with_huge_pages(torch.empty_like(weight_EOI))
     for into, rows, inputs in zip(out, d.split(counts), x.split(counts), strict=True):
         into.copy_(_factor(rows).mT @ _factor(inputs) if len(rows) else 0)
     return out

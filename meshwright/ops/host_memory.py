@@ -18,7 +18,7 @@ _MMAP_BYTES = 32 << 20  # glibc's largest mmap threshold: a block this large is 
 _HUGEPAGE = 14  # MADV_HUGEPAGE
 
 
-def fresh(block: Tensor) -> Tensor:
+def with_huge_pages(block: Tensor) -> Tensor:
     """Ask for 2 MiB pages for a block that has not been touched yet; return it.
 
     The first write to a page faults. With 4 KiB pages, the faults alone take as long as filling the block.

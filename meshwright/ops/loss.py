@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .host_memory import fresh
+from .host_memory import with_huge_pages
 from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of
 from .norms import at_least_float32, upcast
@@ -90,7 +90,7 @@ class _TokenStats(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if need_x else None
         # Accumulate over chunks in at least float32: bfloat16 would lose the later chunks' small addends.
-        dw_VD = fresh(torch.empty_like(weight_VD, dtype=stats_T3.dtype)) if need_weight else None
+        dw_VD = with_huge_pages(torch.empty_like(weight_VD, dtype=stats_T3.dtype)) if need_weight else None
         cached, ctx.last = ctx.last, None  # it is overwritten below, so a second backward must recompute it
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
@@ -109,7 +109,7 @@ class _TokenStats(torch.autograd.Function):
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """Compute logits in the dtype of the matmul; readers widen a few rows at a time."""
     x_wide = x_TD.to(matmul_dtype(x_TD))
-    logits_TV = fresh(x_wide.new_empty(len(x_TD), len(weight_VD)))
+    logits_TV = with_huge_pages(x_wide.new_empty(len(x_TD), len(weight_VD)))
     for words in _words(weight_VD, x_TD):
         torch.mm(x_wide, operand(weight_VD[words], x_TD).T, out=logits_TV[:, words])
     return logits_TV

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .host_memory import fresh
+from .host_memory import with_huge_pages
 from .norms import at_least_float32, upcast
 
 
@@ -189,7 +189,7 @@ class _Lookup(torch.autograd.Function):
         used_U, which_T = row_T.unique(return_inverse=True)
         zeros_UD = d_TD.new_zeros(len(used_U), ctx.shape[1], dtype=at_least_float32(d_TD))
         sum_UD = zeros_UD.index_add_(0, which_T, upcast(d_TD))
-        d_table_VD = fresh(d_TD.new_empty(ctx.shape)).zero_()
+        d_table_VD = with_huge_pages(d_TD.new_empty(ctx.shape)).zero_()
         d_table_VD[used_U] = sum_UD.to(d_TD.dtype)
         return d_table_VD, None
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.ops import host_memory
-from meshwright.ops.host_memory import fresh
+from meshwright.ops.host_memory import with_huge_pages
 
 MIB = 1 << 20
 
@@ -26,21 +26,21 @@ def advised(block: torch.Tensor) -> bool:
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without transparent huge pages"
 )
 def test_large_blocks_are_marked():
-    assert advised(fresh(torch.empty(40 * MIB, dtype=torch.uint8)))
+    assert advised(with_huge_pages(torch.empty(40 * MIB, dtype=torch.uint8)))
 
 
 def test_small_ones_are_left_alone(monkeypatch):
     """What is asked for and not what the mapping says: a block may lie where an earlier one was marked and freed."""
     asked = []
     monkeypatch.setattr(host_memory, "_of_libc", lambda name: lambda *arguments: asked.append(name))
-    fresh(torch.empty(20 * MIB, dtype=torch.uint8))
+    with_huge_pages(torch.empty(20 * MIB, dtype=torch.uint8))
     assert not asked
-    fresh(torch.empty(40 * MIB, dtype=torch.uint8))
+    with_huge_pages(torch.empty(40 * MIB, dtype=torch.uint8))
     assert asked == ["madvise"]
 
 
 def test_any_block_comes_back_as_it_is():
     for block in (torch.arange(6), torch.empty(0), torch.empty(3, device="meta"), torch.ones(48 * MIB // 4)[1:]):
         before = block.clone()
-        assert fresh(block) is block
+        assert with_huge_pages(block) is block
         assert block.is_meta or torch.equal(block, before)
