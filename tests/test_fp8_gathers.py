@@ -371,7 +371,7 @@ def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: 
     assert torch.equal(fp8_matmul.fp8_linear(x, got[0]), fp8_matmul.fp8_linear(x, due))
     assert torch.equal(fp8_matmul.fp8_linear(x[:, :256], got[0].mT), fp8_matmul.fp8_linear(x[:, :256], due.mT))
     assert torch.equal(
-        fp8_matmul.rounded_matrix(fp8_matmul.stacked([due[:128], got[0]])),
+        fp8_matmul.rounded_matrix(fp8_matmul.concat_weights([due[:128], got[0]])),
         fp8_matmul.rounded_matrix(torch.cat([due[:128], due])),
     )
 

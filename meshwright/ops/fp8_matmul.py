@@ -121,7 +121,7 @@ def codes_of(rows_RK: Tensor, first: int, scales: Tensor) -> Tensor:
     return _round_to_fp8(blocks, scales[at][..., None]).flatten(1).view(torch.uint8)
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor:
+def concat_weights(weights: Sequence[Tensor]) -> Tensor:
     """Concatenate matrices by rows. If one of them is quantised, quantise the others too, each in blocks of its own."""
     if not any(isinstance(weight, Quantised) for weight in weights):
         return torch.cat([*weights])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .deferred_weight_grads import deferred, is_deferring
-from .fp8_matmul import fp8_linear, stacked
+from .fp8_matmul import concat_weights, fp8_linear
 from .fp8_storage import Fp8Weight, Weight, join_weights, split_weights
 from .fp8_tensor import Quantised
 from .kernels import uncompiled
@@ -120,4 +120,4 @@ def _of_input(d: Tensor, weight: Tensor, x: Tensor, fp8: bool) -> Tensor:
 
 def _concatenated(weights: Sequence[Weight], x: Tensor) -> Tensor:
     """Concatenate the weights by rows, ready for a matmul with x; a single one is not copied."""
-    return operand(weights[0], x) if len(weights) == 1 else stacked([operand(w, x) for w in weights])
+    return operand(weights[0], x) if len(weights) == 1 else concat_weights([operand(w, x) for w in weights])
