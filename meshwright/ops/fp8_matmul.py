@@ -103,7 +103,7 @@ def _round_to_fp8(values: Tensor, scales: Tensor) -> Tensor:
     return (values / scales).clamp(-LARGEST, LARGEST).to(NUMBERS)
 
 
-def largest_of(rows_RK: Tensor, first: int) -> Tensor:
+def block_amax(rows_RK: Tensor, first: int) -> Tensor:
     """Return the largest magnitude of each block that these rows of a matrix touch, counting only elements of these
     rows.
 

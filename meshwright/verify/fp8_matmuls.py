@@ -17,7 +17,7 @@ from ..data import Batch
 from ..engine import Engine, Model
 from ..ops.deferred_weight_grads import is_deferring
 from ..ops.experts import _LoopedLinear
-from ..ops.fp8_matmul import largest_of, scales_of
+from ..ops.fp8_matmul import block_amax, scales_of
 from ..ops.fp8_tensor import Quantised
 from ..ops.matmul import _Linears
 from ..ops.norms import upcast
@@ -248,7 +248,7 @@ class Seen:
         first = weight.codes.storage_offset() // weight.shape[-1]
         values = self._values[name][first : first + weight.shape[:-1].numel()]
         found = weight.scales.reshape(-1, weight.scales.shape[-1])
-        self.scales.setdefault(name, (found.clone(), scales_of(largest_of(values, 0).to(found.dtype))))
+        self.scales.setdefault(name, (found.clone(), scales_of(block_amax(values, 0).to(found.dtype))))
         return values.view(weight.shape)
 
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
