@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..log import logger
 from .fp8_tensor import Quantised
-from .kernels import NARROW, SLOW, apart
+from .kernels import NARROW, SLOW, in_own_thread
 
 BLOCK = 128
 NUMBERS = torch.float8_e4m3fn
@@ -165,7 +165,7 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 @functools.cache
 def _kernel_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     """Cache the comparison; `_has_kernel` itself is constant-folded by `torch.compile`."""
-    return apart(lambda: _compare_kernel(device, dtype), device)
+    return in_own_thread(lambda: _compare_kernel(device, dtype), device)
 
 
 def _compare_kernel(device: torch.device, dtype: torch.dtype) -> bool:

@@ -57,7 +57,7 @@ def fastest(
         return planned or plain
     key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
     if key not in _agreed:
-        _agreed[key] = apart(lambda: agrees(kernel, plain, inputs, prepare, lengths), inputs[0].device)
+        _agreed[key] = in_own_thread(lambda: agrees(kernel, plain, inputs, prepare, lengths), inputs[0].device)
     return kernel if _agreed[key] else plain
 
 
@@ -67,7 +67,7 @@ def takes(kernel: Op, argument: str) -> bool:
     return argument in inspect.signature(kernel).parameters
 
 
-def apart(trial: Callable[[], bool], device: torch.device) -> bool:
+def in_own_thread(trial: Callable[[], bool], device: torch.device) -> bool:
     """Run a trial in a thread of its own.
 
     Activation checkpointing hooks the tensors that the current thread saves for backward, and those of the trial are
