@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import meta_kernels
 from .documents import Documents, check_tokens
-from .kernels import NARROW, SLOW, fastest, takes, uncompiled
+from .kernels import NARROW, SLOW, accepts, fastest, uncompiled
 from .matmul import matmul_dtype
 from .meta_kernels import kind_of
 
@@ -115,7 +115,7 @@ def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, causal
     queries = (keys - missing).clamp(min=0) if missing else keys
     longest = max(docs.lengths, default=0)
     # torch 2.11 has grouped queries without saying so
-    gqa: dict[str, Any] = {"enable_gqa": True} if takes(varlen_attn, "enable_gqa") else {}
+    gqa: dict[str, Any] = {"enable_gqa": True} if accepts(varlen_attn, "enable_gqa") else {}
     o_THK = varlen_attn(
         q_THK, k_TGK, v_TGK, queries, keys, longest, longest, window_size=(-1, 0 if causal else -1), **gqa
     )

@@ -62,7 +62,7 @@ def fastest(
 
 
 @functools.cache
-def takes(kernel: Op, argument: str) -> bool:
+def accepts(kernel: Op, argument: str) -> bool:
     """Tell whether this version of a kernel has an argument."""
     return argument in inspect.signature(kernel).parameters
 

@@ -101,8 +101,8 @@ def test_nothing_is_tried_in_wide_dtypes(monkeypatch, dtype):
 
 
 def test_an_argument_that_an_older_version_has_not():
-    assert kernels.takes(same, "docs")
-    assert not kernels.takes(same, "enable_gqa")
+    assert kernels.accepts(same, "docs")
+    assert not kernels.accepts(same, "enable_gqa")
 
 
 def test_nothing_is_tried_on_a_cpu():
