@@ -23,7 +23,7 @@ from .kernels import uncompiled
 from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of, to_host
 from .norms import swiglu, upcast
-from .replayed_choices import once
+from .replayed_choices import replayed
 from .rows import Rows
 
 _GROUPING = (9, 10)  # compute capabilities with a grouped GEMM in torch: Hopper and Blackwell
@@ -40,7 +40,7 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
     other tokens than they came from.
     """
     shares_TE = upcast(logits_TE).softmax(-1)
-    indices_Tk = once(lambda: shares_TE.detach().topk(k, dim=-1).indices)
+    indices_Tk = replayed(lambda: shares_TE.detach().topk(k, dim=-1).indices)
     # The gradient reaches the router through the weights of the chosen experts alone; the choice itself has none.
     weights_Tk = shares_TE.gather(-1, indices_Tk)
     if renormalise:

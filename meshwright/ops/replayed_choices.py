@@ -52,7 +52,7 @@ class Choices:
         return self._made[self._next - 1]
 
 
-def once(make: Callable[[], Tensor]) -> Tensor:
+def replayed(make: Callable[[], Tensor]) -> Tensor:
     """Return what `make` chooses; in a recomputed layer, what it chose in forward. The result must carry no
     gradient.
     """
