@@ -79,7 +79,9 @@ def corners_not_aligned(patch: Patch) -> None:
 def table_of_zero_gradient(patch: Patch) -> None:
     real = models_tower.ops.resampled
     patch.setattr(
-        models_tower.ops, "resampled", lambda table, *rest: real(table.detach(), *rest) + 0.0 * table.sum().to(rest[1])
+        models_tower.ops,
+        "interpolated",
+        lambda table, *rest: real(table.detach(), *rest) + 0.0 * table.sum().to(rest[1]),
     )
 
 

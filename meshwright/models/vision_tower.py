@@ -167,7 +167,7 @@ class Patches(nn.Module):
 
     def forward(self, patches_PC: Tensor, frames: ops.Frames) -> Tensor:
         x_PE = ops.linear(patches_PC, self.weight, self.bias)
-        return x_PE + ops.resampled(self.grid, frames, x_PE)
+        return x_PE + ops.interpolated(self.grid, frames, x_PE)
 
 
 class TowerBlock(nn.Module):

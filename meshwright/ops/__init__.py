@@ -26,4 +26,4 @@ from .norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
 from .replayed_choices import Choices
 from .rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate
 from .rows import Copies, Rows, by_expert, copied, copies_of, counted, joined, lookup, reordered, runs, summed, turns
-from .vision_frames import MERGED, Frames, frame_tables, frames, resampled
+from .vision_frames import MERGED, Frames, frame_tables, frames, interpolated

@@ -62,7 +62,7 @@ def _places(height: int, width: int) -> tuple[Tensor, Tensor]:
     return row_P, col_P
 
 
-def resampled(table_SE: Tensor, these: Frames, like: Tensor) -> Tensor:
+def interpolated(table_SE: Tensor, these: Frames, like: Tensor) -> Tensor:
     """Interpolate a square table of position embeddings to the size of each frame, bilinearly with aligned corners. ->
     x_PE
 
