@@ -40,12 +40,12 @@ from .params import (
     Layout,
     Param,
     Table,
-    as_it_lies,
     belongs_to,
     collect,
     matrix_shape,
     plain,
     segments,
+    storage_order,
     weight,
 )
 from .rules import (

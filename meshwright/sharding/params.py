@@ -42,7 +42,7 @@ class Block(NamedTuple):  # a large model has 100,000 of them, see Box
         return (region.transpose(-1, -2) if self.turned else region).view(self.ours.shape)
 
 
-def as_it_lies(view: Tensor) -> tuple[int, ...]:
+def storage_order(view: Tensor) -> tuple[int, ...]:
     """Return the dims of a view of a source tensor in the order in which the source stores them."""
     return tuple(sorted(range(view.dim()), key=lambda dim: -view.stride()[dim]))
 

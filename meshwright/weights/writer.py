@@ -18,7 +18,7 @@ from ..errors import ExportError
 from ..mesh import Mesh
 from ..mesh.collectives import exchange
 from ..ops.part_sizes import part_size
-from ..sharding import Block, Box, Param, Piece, ShardingSpec, across, as_it_lies, interval, piece, place, written
+from ..sharding import Block, Box, Param, Piece, ShardingSpec, across, interval, piece, place, storage_order, written
 from ..watch import waiting_at
 from .checksums import Runs
 from .keymap import Key, KeyMap
@@ -87,7 +87,7 @@ class Files:
         whole = block.view(torch.empty(key.shape, device="meta"))
         for part in staged(block, common):
             wanted, at = whole[part.within(block.ours).slices], 0
-            order = as_it_lies(wanted)
+            order = storage_order(wanted)
             wanted, ours = wanted.permute(order), values[part.within(common).slices].permute(order)
             if block.key in self.keymap.scales:
                 places = Places.of(wanted, key.shape, self.keymap.scales[block.key])
