@@ -77,7 +77,7 @@ def corners_not_aligned(patch: Patch) -> None:
 
 
 def table_of_zero_gradient(patch: Patch) -> None:
-    real = models_tower.ops.resampled
+    real = models_tower.ops.interpolated
     patch.setattr(
         models_tower.ops,
         "interpolated",
