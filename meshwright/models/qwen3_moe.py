@@ -158,13 +158,13 @@ def fused(key: str, shape: tuple[int, int, int, int]) -> Layout:
     """Return the layout with one key for all experts: `[E, 2F, D]` as `[gate; up]`, or `[E, D, F]`."""
     experts, half, rows, cols = shape
     ours = shape if half > 1 else (experts, rows, cols)
-    theirs = (experts, half * rows, cols)
-    return Layout("fused", (Block(Box.whole(ours), key, theirs, Box.whole(theirs)),))
+    file_shape = (experts, half * rows, cols)
+    return Layout("fused", (Block(Box.whole(ours), key, file_shape, Box.whole(file_shape)),))
 
 
 def turned(fused: Layout) -> Layout:
     """Return a fused layout with rows and columns of each matrix exchanged: `[E, D, 2F]`, `[E, F, D]`."""
     (block,) = fused.blocks
     experts, rows, cols = block.shape
-    theirs = (experts, cols, rows)
-    return Layout("turned", (Block(block.ours, block.key, theirs, Box.whole(theirs), turned=True),))
+    file_shape = (experts, cols, rows)
+    return Layout("turned", (Block(block.ours, block.key, file_shape, Box.whole(file_shape), turned=True),))

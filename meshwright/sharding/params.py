@@ -31,14 +31,14 @@ class Block(NamedTuple):  # a large model has 100,000 of them, see Box
     ours: Box
     key: str
     shape: tuple[int, ...]  # of the whole source tensor
-    theirs: Box
+    source: Box
     turned: bool = False
 
-    def view(self, source: Tensor) -> Tensor:
+    def view(self, tensor: Tensor) -> Tensor:
         """View the block of a source tensor in the shape of ours, never as a copy: a memory-mapped file stays
         on disk.
         """
-        region = source[self.theirs.slices]
+        region = tensor[self.source.slices]
         return (region.transpose(-1, -2) if self.turned else region).view(self.ours.shape)
 
 
@@ -144,8 +144,8 @@ def weight(
 def plain(key: str, shape: Sequence[int], num_rows: int, name: str = "plain") -> Layout:
     """Return the layout whose source tensor is our matrix."""
     rows, cols = prod(shape[:num_rows]), prod(shape[num_rows:])
-    theirs = (rows, cols) if len(shape) > num_rows else (rows,)
-    return Layout(name, (Block(Box.whole(shape), key, theirs, Box.whole(theirs)),))
+    file_shape = (rows, cols) if len(shape) > num_rows else (rows,)
+    return Layout(name, (Block(Box.whole(shape), key, file_shape, Box.whole(file_shape)),))
 
 
 def segments(key: str, shape: Sequence[int], cuts: Sequence[int], source: Sequence[int]) -> Layout:
@@ -158,8 +158,8 @@ def segments(key: str, shape: Sequence[int], cuts: Sequence[int], source: Sequen
     for cut in cuts:
         ours = Box((0, at, *(0 for _ in shape[2:])), (shape[0], at + cut, *shape[2:]))
         rows = shape[0] * cut
-        theirs = Box((row, *(0 for _ in source[1:])), (row + rows, *source[1:]))
-        blocks.append(Block(ours, key, tuple(source), theirs))
+        file_box = Box((row, *(0 for _ in source[1:])), (row + rows, *source[1:]))
+        blocks.append(Block(ours, key, tuple(source), file_box))
         at, row = at + cut, row + rows
     return Layout("segments", tuple(blocks))
 
@@ -242,29 +242,29 @@ def check_cover(table: Table) -> None:
                 check_tiling(boxes, param.shape, f"{param.name} ({layout.name})")
                 checked_tilings.add((boxes, param.shape))
             for block in (*layout.blocks, *layout.copies):
-                boxes_of_view = (block.shape, block.theirs, block.ours)
+                boxes_of_view = (block.shape, block.source, block.ours)
                 if boxes_of_view not in checked_views:
                     _check_view(param, block)
                     checked_views.add(boxes_of_view)
                 keys.setdefault(block.key, []).append((param.group, layout.name if param.group else "", block))
     for key, uses in keys.items():
         (_, _, block), *others = uses
-        if others or block.theirs.stop != block.shape or any(block.theirs.start):  # most keys are one whole block
+        if others or block.source.stop != block.shape or any(block.source.start):  # most keys are one whole block
             _check_key(key, uses)
     _ = table.groups
 
 
 def _check_view(param: Param, block: Block) -> None:
     """Raise unless a block of the source can be viewed in our shape without a copy."""
-    if block.ours.size != block.theirs.size:
-        raise LayoutError(f"{param.name}: {block.ours} of ours and {block.theirs} of {block.key} differ in size")
-    if Box.whole(block.shape).meet(block.theirs) != block.theirs:
+    if block.ours.size != block.source.size:
+        raise LayoutError(f"{param.name}: {block.ours} of ours and {block.source} of {block.key} differ in size")
+    if Box.whole(block.shape).meet(block.source) != block.source:
         return  # it leaves its key, which _check_key reports better
     try:
         block.view(torch.empty(block.shape, device="meta"))
     except RuntimeError as error:
         raise LayoutError(
-            f"{param.name}: {block.theirs} of {block.key} {block.shape} is no view of our {block.ours}: {error}"
+            f"{param.name}: {block.source} of {block.key} {block.shape} is no view of our {block.ours}: {error}"
         ) from error
 
 
@@ -280,4 +280,4 @@ def _check_key(key: str, uses: Sequence[tuple[str, str, Block]]) -> None:
         shapes = {b.shape for b in blocks}
         if len(shapes) > 1:
             raise LayoutError(f"{key} is declared with several shapes: {sorted(shapes)}")
-        check_tiling([b.theirs for b in blocks], blocks[0].shape, key)
+        check_tiling([b.source for b in blocks], blocks[0].shape, key)

@@ -124,7 +124,7 @@ def test_a_copy_of_another_size():
         (lambda e, each: each._replace(ours=Box((0, 0), (1, 2))) if e == 1 else each, r"^net\.w5 .*overlap"),
         (lambda e, each: each._replace(shape=(3,)) if e == 2 else each, r"^5\.2: .*\b2 of 3\b"),
         (
-            lambda e, each: each._replace(theirs=Box((0,), (1,))) if e == 2 else each,
+            lambda e, each: each._replace(source=Box((0,), (1,))) if e == 2 else each,
             r"^net\.w5: .*\b5\.2 differ in size",
         ),
         (lambda e, each: each._replace(key="4.2") if e == 2 else each, r"^4\.2: .*overlap"),
