@@ -23,7 +23,7 @@ class Quantisable(nn.Module):
         super().__init__()
         self.grids: dict[str, ops.Grid] = {}  # scales of those that are frozen and stored in FP8; set when loading
 
-    def meant(self, name: str, stored: Tensor) -> ops.Weight:
+    def as_operand(self, name: str, stored: Tensor) -> ops.Weight:
         """Return a parameter as matmuls take it: with its scales, if it is stored in FP8."""
         return ops.Fp8Weight(stored, self.grids[name]) if name in self.grids else stored
 
@@ -50,7 +50,7 @@ class Linear(Quantisable):
     @property
     def matrix(self) -> ops.Weight:
         """Return the weight as matmuls take it."""
-        return self.meant("weight", self.weight)
+        return self.as_operand("weight", self.weight)
 
 
 class WideLinear(Linear):

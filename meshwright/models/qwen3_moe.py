@@ -130,7 +130,7 @@ class Experts(Quantisable):
         pending = self.dispatch(x_TD, weight_Tk, expert_Tk)
         beside_TD, rows = beside(), pending()
         del pending  # it references the rows as received
-        matrices = self.meant("gate_up", self.gate_up), self.meant("down", self.down)
+        matrices = self.as_operand("gate_up", self.gate_up), self.meant("down", self.down)
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
         y_TD = rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8))
