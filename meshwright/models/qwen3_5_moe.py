@@ -41,6 +41,6 @@ class SharedMoE(MoE):
         init, key = Init("normal", shape.std), at + "shared_expert_gate.weight"
         self.shared_gate = weight({"gate": 1}, {"embed": shape.width}, key=key, init=init)
 
-    def beside(self, x_TD: Tensor) -> Tensor:
+    def shared_output(self, x_TD: Tensor) -> Tensor:
         """Compute the shared expert."""
         return ops.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)

@@ -99,9 +99,9 @@ class MoE(nn.Module):
         logits_TE = ops.linear(x_TD, self.router)
         weight_Tk, expert_Tk = ops.route(logits_TE, self.routing.top_k, self.routing.renormalise)
         weight_Tk = self.balance.watch(self.layer, weight_Tk, logits_TE, expert_Tk)
-        return self.experts(x_TD, weight_Tk, expert_Tk, partial(self.beside, x_TD))
+        return self.experts(x_TD, weight_Tk, expert_Tk, partial(self.shared_output, x_TD))
 
-    def beside(self, x_TD: Tensor) -> Tensor | None:
+    def shared_output(self, x_TD: Tensor) -> Tensor | None:
         """Return what a token gets besides its experts. It is computed while rows are in flight to them."""
         return None
 
@@ -125,16 +125,16 @@ class Experts(Quantisable):
         self.dispatch = Dispatch(E, D, routing.top_k, partial(ops.by_expert, num_experts=E))
 
     def forward(
-        self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, beside: Callable[[], Tensor | None]
+        self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, shared: Callable[[], Tensor | None]
     ) -> Tensor:
         pending = self.dispatch(x_TD, weight_Tk, expert_Tk)
-        beside_TD, rows = beside(), pending()
+        shared_TD, rows = shared(), pending()
         del pending  # it references the rows as received
         matrices = self.as_operand("gate_up", self.gate_up), self.meant("down", self.down)
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
         y_TD = rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8))
-        return y_TD if beside_TD is None else beside_TD + y_TD
+        return y_TD if shared_TD is None else shared_TD + y_TD
 
 
 def per_expert(at: str, experts: int, rows: int, cols: int, names: tuple[str, ...]) -> Layout:
