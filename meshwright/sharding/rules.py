@@ -158,7 +158,7 @@ class ShardingSpec:
         line = self.line(axes.pp)
         return {line.rank_of(stage) for stage in stages_of_param(param, line)}
 
-    def beside(self, table: Table, pp: int) -> ShardingSpec:
+    def with_table(self, table: Table, pp: int) -> ShardingSpec:
         """Return the spec with another table, whose parameters lie where those of this one do: additions move
         no stage.
         """
