@@ -42,7 +42,7 @@ def test_without_cp_nothing_changes_hands() -> None:
     swap, x = Swap(Span("heads", 4), [(3, 1), (3, 2)], 3), torch.ones(2, 4, 3)
     assert swap(x, x[:, :2])[0] is x
     assert swap.back(x) is x
-    assert swap.mine == range(4)
+    assert swap.own_heads == range(4)
     assert [[*d.shape] for d in swap(x, x[:, :2])] == [[2, 4, 3], [2, 2, 3]]
 
 

@@ -136,7 +136,7 @@ class Attention(nn.Module):
         """
         serves, num = self.heads.size // self.kv.size, x_TGK.shape[1]
         local = self.swap.deal.serving(serves)[self.swap.part]
-        kv_of_query = [local.index(head // serves) for head in self.swap.mine]
+        kv_of_query = [local.index(head // serves) for head in self.swap.own_heads]
         even = len(kv_of_query) % num == 0 and kv_of_query == [
             i * num // len(kv_of_query) for i in range(len(kv_of_query))
         ]

@@ -165,7 +165,7 @@ class DeltaNet(nn.Module):
         x_TD, (G, R, V) = self.enter(x_TD), (len(self.keys), self.delta.ratio, self.delta.value)
         qkv_TC, z_TC, a_TC, b_TC = joined(x_TD, (self.qkv, ALL), (self.z, ALL), (self.a, ALL), (self.b, ALL))
         qkv_TGC, a_TGR, b_TGR = self.swap(*(x_TC.unflatten(1, (G, -1)) for x_TC in (qkv_TC, a_TC, b_TC)))
-        own = slice(self.swap.mine.start - self.keys.start, self.swap.mine.stop - self.keys.start)
+        own = slice(self.swap.own_heads.start - self.keys.start, self.swap.own_heads.stop - self.keys.start)
         q_TGK, k_TGK, v_TGC = self.conv(qkv_TGC, own, docs, self.halo).split(self.cuts, -1)
         gates = self.gates(a_TGR, b_TGR, own)
         o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (R, V)), gates, docs, self.states)

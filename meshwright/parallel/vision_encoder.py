@@ -33,8 +33,8 @@ def sight_of(batch: Batch, tower: Tower, mesh: Mesh) -> Sight | None:
         return None
     frames, (first, after) = batch.images.frames, mesh.token_range(len(batch))
     way = route(frames, len(batch), len(batch) // (after - first), first // (after - first), tower.insert.cost)
-    sizes = [(frames[number].height, frames[number].width) for number in way.mine]
-    patches_PC = ops.to_device(batch.images.of(way.mine), mesh.device)
+    sizes = [(frames[number].height, frames[number].width) for number in way.own_frames]
+    patches_PC = ops.to_device(batch.images.of(way.own_frames), mesh.device)
     if patches_PC.dtype == torch.uint8:
         patches_PC = (patches_PC.float() - 127.5) / 127.5
     at_N = ops.to_device(torch.tensor(way.places, dtype=torch.int64, device=mesh.host), mesh.device)

@@ -193,7 +193,7 @@ class Swap:
         return Deal(self.heads.start, self.heads.stop, self.parts)
 
     @property
-    def mine(self) -> range:
+    def own_heads(self) -> range:
         """Return the heads on which this rank works, counted over the whole model."""
         return self.deal.heads(self.part)
 

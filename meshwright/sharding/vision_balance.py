@@ -35,12 +35,12 @@ def share(sizes: Sequence[int], parts: int, cost: Cost) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Route:
-    """What a part exchanges: `mine`, the frames that it runs; rows `sent` to and `got` from each part.
+    """What a part exchanges: `own_frames`, those that it runs; rows `sent` to and `got` from each part.
 
     `places`: the indices of its own tokens for which rows arrive, in order of arrival.
     """
 
-    mine: tuple[int, ...]
+    own_frames: tuple[int, ...]
     sent: list[int]
     got: list[int]
     places: list[int]
@@ -56,7 +56,7 @@ def route(frames: Sequence[Placed], num_tokens: int, parts: int, at: int, cost: 
     ranges = [range(part * tokens_a_part, (part + 1) * tokens_a_part) for part in range(parts)]
     frames_of_part = [[n for n, owner in enumerate(owners) if owner == part] for part in range(parts)]
     sent = [sum(len(_common(frames[n].tokens, part)) for n in frames_of_part[at]) for part in ranges]
-    from_each = [[t for n in mine for t in _common(frames[n].tokens, ranges[at])] for mine in frames_of_part]
+    from_each = [[t for n in own for t in _common(frames[n].tokens, ranges[at])] for own in frames_of_part]
     places = [token - ranges[at].start for tokens in from_each for token in tokens]
     return Route(tuple(frames_of_part[at]), sent, [len(tokens) for tokens in from_each], places)
 
