@@ -75,9 +75,9 @@ class Dispatch:
         self.armed: ToExperts | None = None
 
     def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
-        return (self.armed or self.here)(x_TD, weight_Tk, expert_Tk)
+        return (self.armed or self.local)(x_TD, weight_Tk, expert_Tk)
 
-    def here(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
+    def local(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
         rows = self.alone(x_TD, weight_Tk, expert_Tk)
         return lambda: rows
 
