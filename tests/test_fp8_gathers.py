@@ -239,7 +239,7 @@ def test_plan_counts_bytes() -> None:
 
 def of_own_rows(patch: pytest.MonkeyPatch) -> None:
     """The largest value of a block is that of a rank's own rows."""
-    patch.setattr(Mesh, "most_", lambda _mesh, x, *_: x)
+    patch.setattr(Mesh, "all_reduce_max_", lambda _mesh, x, *_: x)
 
 
 def of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:

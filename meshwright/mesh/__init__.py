@@ -193,7 +193,7 @@ class Mesh:
                 dist.all_reduce(x, group=self.process_group(over.axes))
         return x
 
-    def most_(self, x: Tensor, at: str, axes: tuple[str, ...] | None = None) -> Tensor:
+    def all_reduce_max_(self, x: Tensor, at: str, axes: tuple[str, ...] | None = None) -> Tensor:
         """All-reduce `x` in place: elementwise maximum over the ranks of `axes`, by default over all."""
         axes = DENSE if axes is None else axes
         if self.size_of(axes) > 1:

@@ -104,7 +104,7 @@ class _Kind:
         self.scales.zero_()
         for matrix in self.matrices:
             matrix.find_largest()
-        mesh.most_(self.scales, SCALES, self.axes)
+        mesh.all_reduce_max_(self.scales, SCALES, self.axes)
         self.scales.copy_(scales_of(self.scales))
 
 

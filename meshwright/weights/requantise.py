@@ -36,7 +36,9 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
         failure = failure_in(lambda: looked.at(stored_model), ExportError, "nothing was exported")
         mesh.all_or_none(failure, "the comparison with the source", ExportError)
         for grids in (looked.most, looked.changed):
-            found = mesh.most_(torch.cat([grids[key].view(-1) for key in trained]).to(mesh.device), "scales").cpu()
+            found = mesh.all_reduce_max_(
+                torch.cat([grids[key].view(-1) for key in trained]).to(mesh.device), "scales"
+            ).cpu()
             parts = found.split([grids[key].numel() for key in trained])
             grids.update({key: part.view(grids[key].shape) for key, part in zip(trained, parts, strict=True)})
         looked.refuse_changed()
