@@ -261,7 +261,7 @@ class Mesh:
         """Send `x` to a rank that receives it. Return when `x` may be overwritten."""
         with waiting_at(at):
             dist.send(x, rank, group=self.process_group(DENSE))
-            self.settle()
+            self.synchronize()
 
     def receive(self, x: Tensor, rank: int, at: str) -> Tensor:
         """Fill `x` with what that rank sends."""
@@ -290,7 +290,7 @@ class Mesh:
             )
         return rows[:, 1:]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Synchronise with the device. NCCL's timeout starts when a send is queued, so it would fire behind a long
         queue.
         """
