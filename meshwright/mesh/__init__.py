@@ -211,7 +211,7 @@ class Mesh:
         with waiting_at(at):
             return gather(x, size, self.name_of(axes))
 
-    def gather_on_hosts(self, numbers: Sequence[float], axes: tuple[str, ...], at: str) -> Tensor:
+    def all_gather_on_hosts(self, numbers: Sequence[float], axes: tuple[str, ...], at: str) -> Tensor:
         """All-gather numbers between hosts; return a row for each rank of `axes`, in float64.
 
         Devices take no part. Over NCCL the exchange would be queued behind all pending kernels, and the host would wait
@@ -281,7 +281,7 @@ class Mesh:
         ranks, by default all.
         """
         axes = DENSE if axes is None else axes
-        rows = self.gather_on_hosts((float(failure is not None), *numbers), axes, at)
+        rows = self.all_gather_on_hosts((float(failure is not None), *numbers), axes, at)
         if bool(rows[:, 0].any()):
             reason = None if failure is None else f"{type(failure).__name__}: {failure!s:.1000}"
             reasons = zip(self.ranks_over(axes).tolist(), self.gather_objects(reason, axes), strict=True)
