@@ -74,7 +74,7 @@ class Share:
         failure = self._failure_of(lambda: made.append(self._make())) if mesh.rank == 0 else None
         mesh.all_or_none(failure, f"the making of {content.folder}", CheckpointError)
         self.draft = made[0] if made else None
-        self.path: Path = mesh.of_rank_0(self.draft.path if self.draft else None)
+        self.path: Path = mesh.broadcast_object(self.draft.path if self.draft else None)
         planes = content.all_planes(mesh.axes)
         self.files = {plane.name: Files(self.path, plane.keymap, self.runs, plane.folder) for plane in planes}
 

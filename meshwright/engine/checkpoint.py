@@ -258,7 +258,7 @@ def _opened(model: Model, path: Path, damaged: list[Path]) -> Checkpoint | weigh
 
     failure = failure_in(look, CheckpointError, f"{path} cannot be resumed") if model.mesh.rank == 0 else None
     disk.raise_together(failure, f"the resuming of {path}", model.mesh)
-    opened: Checkpoint | weights.Source = model.mesh.of_rank_0(found[0] if found else None)
+    opened: Checkpoint | weights.Source = model.mesh.broadcast_object(found[0] if found else None)
     return opened
 
 

@@ -248,7 +248,7 @@ class Mesh:
         store = dist.distributed_c10d._get_default_store()
         return PrefixStore(prefix, store.clone() if self.axes.world > 1 else store)  # type: ignore[attr-defined] # torch's stub lacks it
 
-    def of_rank_0(self, x: Any) -> Any:
+    def broadcast_object(self, x: Any) -> Any:
         """Broadcast rank 0's object, pickled. What the others pass is ignored."""
         if self.axes.world == 1:
             return x

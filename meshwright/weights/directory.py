@@ -96,7 +96,7 @@ def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
 
     failure = _failure_of(export, make) if mesh.rank == 0 else None
     mesh.all_or_none(failure, f"the making of {export.directory}", ExportError)
-    path: Path = mesh.of_rank_0(folder[0] if folder else None)
+    path: Path = mesh.broadcast_object(folder[0] if folder else None)
     return path
 
 
