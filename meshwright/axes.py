@@ -35,7 +35,7 @@ Ranks = TypeVar("Ranks", int, Tensor)
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce over ranks, as data: `Mesh.sum_` runs it, and the bill of a step charges for it."""
+    """An all-reduce over ranks, as data: `Mesh.all_reduce_` runs it, and the bill of a step charges for it."""
 
     name: str  # shown in an error when a rank is lost there
     axes: tuple[str, ...]

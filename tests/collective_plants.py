@@ -58,7 +58,7 @@ def other_order(patch: Patch) -> None:
     def two_kinds(grads: Any, mesh: Any) -> None:
         real(grads, mesh)
         zero, over = torch.zeros(1), ("fsdp",)
-        both = [lambda: mesh.sum_(zero, Sum("a sum", over)), lambda: mesh.gather_rows(zero, over)]
+        both = [lambda: mesh.all_reduce_(zero, Sum("a sum", over)), lambda: mesh.gather_rows(zero, over)]
         for each in both[:: 1 if mesh.rank == 0 else -1]:
             each()
 

@@ -137,9 +137,9 @@ MUTANTS = [
            "torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)",
            "1 / (x.square().mean(-1, keepdim=True).sqrt() + eps)", DENSE, "fsdp=2", r"M1"),
     Mutant(24, "the norm is summed on all ranks but the first", "engine/engine.py",
-           "return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()",
+           "return mesh.all_reduce_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()",
            "x = squares(grads, self.model.owned, mesh.device)\n"
-           "        return (x if mesh.rank else mesh.sum_(x, NORM)).sqrt()",
+           "        return (x if mesh.rank else mesh.all_reduce_(x, NORM)).sqrt()",
            DENSE, "fsdp=2", r"RUN .*the norm"),
     Mutant(25, "gradients are summed in bfloat16", "parallel/fsdp.py",
            "reduce = torch.promote_types(compute, torch.float32)", "reduce = compute",

@@ -157,7 +157,9 @@ def in_the_loss(call: int, act: Callable[[], None]) -> Callable[[mw.Engine], Non
 
 def one_more(engine: mw.Engine) -> None:
     """A sum of its own, after the first micro-batch's forward: the others never come to it."""
-    in_the_loss(2, lambda: engine.model.mesh.sum_(torch.zeros(()), Sum("a sum of my own", DENSE)) and None)(engine)
+    in_the_loss(2, lambda: engine.model.mesh.all_reduce_(torch.zeros(()), Sum("a sum of my own", DENSE)) and None)(
+        engine
+    )
 
 
 def skips(engine: mw.Engine) -> None:

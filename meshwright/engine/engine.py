@@ -256,7 +256,7 @@ class Engine:
 
     def _norm(self, grads: Mapping[str, Tensor]) -> Tensor:
         mesh = self.model.mesh
-        return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()
+        return mesh.all_reduce_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()
 
     def _finish(self, step: Step) -> None:
         """Make the sums that FSDP leaves out, once: a second time would multiply what copies hold."""
@@ -277,7 +277,7 @@ class Engine:
     def _sum(self, shares: Tensor) -> Tensor:
         """The shares of all ranks, and on how many ranks the loss has failed: on the device."""
         failed = shares.new_full((1,), float(self._terms.failure is not None))
-        return self.model.mesh.sum_(torch.cat([shares, failed]), LOSS)
+        return self.model.mesh.all_reduce_(torch.cat([shares, failed]), LOSS)
 
     def _told(self, sums: Tensor) -> list[float]:
         """The shares. Where the loss failed on a rank, every rank raises now: no rank waits any more."""

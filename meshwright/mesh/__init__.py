@@ -186,7 +186,7 @@ class Mesh:
     def _ranks_over(self) -> dict[tuple[str, ...], Tensor]:
         return {}
 
-    def sum_(self, x: Tensor, over: Sum) -> Tensor:
+    def all_reduce_(self, x: Tensor, over: Sum) -> Tensor:
         """All-reduce `x` in place: sum over the ranks of a declared `Sum`."""
         if self.size_of(over.axes) > 1:
             with waiting_at(over.name):
