@@ -224,7 +224,7 @@ class Mesh:
                 rows = gather(rows, group.size(), group.group_name)
         return rows
 
-    def read(self, results: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Copy results from the device, in float64 on the host: one copy, so the host waits once for all of them."""
         flat = torch.cat([x.double().flatten() for x in results])
         with waiting_at("what the device has found"):
