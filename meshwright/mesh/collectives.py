@@ -107,12 +107,12 @@ class Travel:
 
     def begin(self, x: Tensor) -> Tensor:
         """Start it. The result is only good for `end`."""
-        begun: Tensor = _Begin.apply(x, self)  # torch leaves apply untyped
-        return begun
+        pending: Tensor = _Begin.apply(x, self)  # torch leaves apply untyped
+        return pending
 
-    def end(self, begun: Tensor) -> Tensor:
+    def end(self, pending: Tensor) -> Tensor:
         """Wait for the rows."""
-        ended: Tensor = _End.apply(begun, self)
+        ended: Tensor = _End.apply(pending, self)
         return ended
 
 
@@ -126,24 +126,24 @@ class _Begin(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        begun, ctx.travel.gradient = ctx.travel.gradient, None
+        pending, ctx.travel.gradient = ctx.travel.gradient, None
         with waiting_at(ctx.travel.at, "backward"):
-            return _c10d.wait_tensor(begun), None
+            return _c10d.wait_tensor(pending), None
 
 
 class _End(Function):
     @staticmethod
-    def forward(ctx: Any, begun: Tensor, travel: Travel) -> Tensor:
+    def forward(ctx: Any, pending: Tensor, travel: Travel) -> Tensor:
         ctx.travel = travel
         with waiting_at(travel.at, "forward"):
-            return _c10d.wait_tensor(begun)
+            return _c10d.wait_tensor(pending)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
         """Start the all-to-all of gradients and hand it to `_Begin.backward` through the `Travel`.
 
-        What has been started has other rows than `begun`, and autograd rejects a gradient of another shape.
+        It has other rows than `pending` of forward, and autograd rejects a gradient of another shape.
         """
         travel = ctx.travel
         with waiting_at(travel.at, "backward"):
