@@ -159,7 +159,7 @@ def enter_keeps_its_own(patch: Patch) -> None:
         collectives.scatter_sum(d, ctx.size, ctx.group)
         return backward(ctx, d)
 
-    patch.setattr(collectives.Gather, "backward", staticmethod(zero_sum))
+    patch.setattr(collectives.AllGather, "backward", staticmethod(zero_sum))
 
 
 def experts_detached(patch: Patch) -> None:

@@ -46,7 +46,7 @@ def begun(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
     return _c10d.all_to_all_single(x.contiguous(), outs, ins, group)
 
 
-class Gather(Function):
+class AllGather(Function):
     """All-gather own tokens -> tokens of the group. Backward: reduce-scatter, since every rank has a gradient
     for them.
     """

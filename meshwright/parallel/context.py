@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..mesh.collectives import Exchange, Gather
+from ..mesh.collectives import AllGather, Exchange
 from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, deals, find, is_run
 from ..sharding.doors import Tensors
 
@@ -41,7 +41,7 @@ def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
 
 def joined(x: Tensor, size: int, group: str, name: str) -> Tensor:
     """Backward sums over all parts what each has found of the gradient."""
-    return Gather.apply(x, size, group, _at(name))
+    return AllGather.apply(x, size, group, _at(name))
 
 
 def own(x_T: Tensor, size: int, part: int) -> Tensor:

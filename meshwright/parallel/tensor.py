@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..mesh.collectives import Exchange, Gather, ScatterSum
+from ..mesh.collectives import AllGather, Exchange, ScatterSum
 from ..sharding import ENTER, LEAVE, MEET, Door, find
 
 
@@ -27,7 +27,7 @@ def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tenso
         return "a door" if torch.compiler.is_compiling() else name
 
     def enter(x: Tensor) -> Tensor:
-        return Gather.apply(x, size, group, at())
+        return AllGather.apply(x, size, group, at())
 
     def leave(x: Tensor) -> Tensor:
         return ScatterSum.apply(x, size, group, at())
