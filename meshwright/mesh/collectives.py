@@ -63,7 +63,7 @@ class AllGather(Function):
             return scatter_sum(d, ctx.size, ctx.group), None, None, None
 
 
-class ScatterSum(Function):
+class ReduceScatter(Function):
     """Reduce-scatter partial sums of the group's tokens -> own tokens. Backward: all-gather."""
 
     @staticmethod

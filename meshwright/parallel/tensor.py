@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..mesh.collectives import AllGather, Exchange, ScatterSum
+from ..mesh.collectives import AllGather, Exchange, ReduceScatter
 from ..sharding import ENTER, LEAVE, MEET, Door, find
 
 
@@ -30,7 +30,7 @@ def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tenso
         return AllGather.apply(x, size, group, at())
 
     def leave(x: Tensor) -> Tensor:
-        return ScatterSum.apply(x, size, group, at())
+        return ReduceScatter.apply(x, size, group, at())
 
     def meet(x: Tensor) -> Tensor:
         even = [x.shape[0] // size] * size
