@@ -24,7 +24,7 @@ from meshwright.data import Batch
 from meshwright.data import batch as data_batch
 from meshwright.data import images as data_images
 from meshwright.engine import engine as engine_module
-from meshwright.mesh.collectives import Exchange
+from meshwright.mesh.collectives import AllToAll
 from meshwright.models import Tower, decoder
 from meshwright.models import vision_tower as models_tower
 from meshwright.parallel import run_step
@@ -280,12 +280,12 @@ def a_bias_of_every_rank(patch: Patch) -> None:
     patch.setattr(models_tower.Merger, "forward", forward)
 
 
-class _Sliced(Exchange):
+class _Sliced(AllToAll):
     """Sends gradients back, of which each rank takes those of its own tokens alone."""
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back, *none = Exchange.backward(ctx, d)
+        back, *none = AllToAll.backward(ctx, d)
         kept = [piece * float(rank == dist.get_rank()) for rank, piece in enumerate(back.split(ctx.ins))]
         return torch.cat(kept), *none  # type: ignore[return-value] - as many as Exchange has
 

@@ -78,7 +78,7 @@ class ReduceScatter(Function):
             return gather(d, ctx.size, ctx.group), None, None, None
 
 
-class Exchange(Function):
+class AllToAll(Function):
     """All-to-all of rows in uneven pieces. Backward: all-to-all with the pieces exchanged."""
 
     @staticmethod

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..mesh.collectives import AllGather, Exchange
+from ..mesh.collectives import AllGather, AllToAll
 from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, deals, find, is_run
 from ..sharding.doors import Tensors
 
@@ -81,7 +81,7 @@ def back(swap: Swap, group: str, name: str, y_TnC: Tensor) -> Tensor:
 def _exchanged(rows_TC: Tensor, swap: Swap, group: str, name: str) -> Tensor:
     """An equal part of the rows to each rank."""
     even = [len(rows_TC) // swap.parts] * swap.parts
-    return Exchange.apply(rows_TC, even, even, group, _at(name))
+    return AllToAll.apply(rows_TC, even, even, group, _at(name))
 
 
 def _at(name: str) -> str:

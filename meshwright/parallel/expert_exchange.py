@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mesh.collectives import Exchange, Travel, exchange
+from ..mesh.collectives import AllToAll, Travel, exchange
 from ..sharding import COUNTS, Hop
 from ..watch import waiting_at
 
@@ -21,7 +21,7 @@ class Group:
     hop: Hop
 
     def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
-        out: Tensor = Exchange.apply(x, received, sent, self.name, self.hop.at + what)  # torch leaves apply untyped
+        out: Tensor = AllToAll.apply(x, received, sent, self.name, self.hop.at + what)  # torch leaves apply untyped
         return out
 
     def begin(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Callable[[], Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..mesh.collectives import AllGather, Exchange, ReduceScatter
+from ..mesh.collectives import AllGather, AllToAll, ReduceScatter
 from ..sharding import ENTER, LEAVE, MEET, Door, find
 
 
@@ -34,6 +34,6 @@ def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tenso
 
     def meet(x: Tensor) -> Tensor:
         even = [x.shape[0] // size] * size
-        return Exchange.apply(x, even, even, group, at())
+        return AllToAll.apply(x, even, even, group, at())
 
     return {ENTER: enter, LEAVE: leave, MEET: meet}[door.kind]

@@ -12,7 +12,7 @@ from .. import ops
 from ..axes import DATA_RANK
 from ..data import Batch
 from ..mesh import Mesh
-from ..mesh.collectives import Exchange
+from ..mesh.collectives import AllToAll
 from ..models import Sight, Tower
 from ..sharding import Insert, find, route
 
@@ -24,7 +24,7 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
 
 
 def insert(rows_ND: Tensor, sent: list[int], got: list[int], group: str, at: str) -> Tensor:
-    return Exchange.apply(rows_ND, got, sent, group, at)
+    return AllToAll.apply(rows_ND, got, sent, group, at)
 
 
 def sight_of(batch: Batch, tower: Tower, mesh: Mesh) -> Sight | None:
