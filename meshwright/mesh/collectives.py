@@ -93,7 +93,7 @@ class AllToAll(Function):
             return exchange(d, ctx.ins, ctx.outs, ctx.group), None, None, None, None
 
 
-class Travel:
+class AsyncAllToAll:
     """An asynchronous all-to-all: begun in one place, ended where its rows are needed, overlapping what runs in
     between.
 
@@ -118,7 +118,7 @@ class Travel:
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, travel: Travel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, travel: AsyncAllToAll) -> Tensor:
         ctx.travel = travel
         with waiting_at(travel.at, "forward"):
             return begun(x, travel.outs, travel.ins, travel.group)
@@ -133,7 +133,7 @@ class _Begin(Function):
 
 class _End(Function):
     @staticmethod
-    def forward(ctx: Any, pending: Tensor, travel: Travel) -> Tensor:
+    def forward(ctx: Any, pending: Tensor, travel: AsyncAllToAll) -> Tensor:
         ctx.travel = travel
         with waiting_at(travel.at, "forward"):
             return _c10d.wait_tensor(pending)

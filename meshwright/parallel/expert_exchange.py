@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mesh.collectives import AllToAll, Travel, exchange
+from ..mesh.collectives import AllToAll, AsyncAllToAll, exchange
 from ..sharding import COUNTS, Hop
 from ..watch import waiting_at
 
@@ -32,7 +32,7 @@ class Group:
         if torch.is_grad_enabled() and not x.requires_grad:
             here = self.exchange(x, received, sent, what)
             return lambda: here
-        travel = Travel(received, sent, self.name, self.hop.at + what)
+        travel = AsyncAllToAll(received, sent, self.name, self.hop.at + what)
         begun = travel.begin(x)
         return lambda: travel.end(begun)
 
