@@ -156,7 +156,7 @@ def enter_keeps_its_own(patch: Patch) -> None:
         return d.chunk(ctx.size)[dist.get_rank()].clone(), None, None, None
 
     def zero_sum(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        collectives.scatter_sum(d, ctx.size, ctx.group)
+        collectives.reduce_scatter(d, ctx.size, ctx.group)
         return backward(ctx, d)
 
     patch.setattr(collectives.AllGather, "backward", staticmethod(zero_sum))
@@ -306,8 +306,8 @@ def cut_without_doors(patch: Patch) -> None:
 
 
 def leave_twice(patch: Patch) -> None:
-    real = collectives.scatter_sum
-    patch.setattr(collectives, "scatter_sum", lambda x, size, group: real(x, size, group) * size)
+    real = collectives.reduce_scatter
+    patch.setattr(collectives, "reduce_scatter", lambda x, size, group: real(x, size, group) * size)
 
 
 def another_kv_head(patch: Patch) -> None:

@@ -291,7 +291,7 @@ class _Sliced(AllToAll):
 
 
 def a_slice_for_a_sum(patch: Patch) -> None:
-    patch.setattr(parallel_tower, "Exchange", _Sliced)
+    patch.setattr(parallel_tower, "AllToAll", _Sliced)
 
 
 def replicas_summed_at_the_last(patch: Patch) -> None:

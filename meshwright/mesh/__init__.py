@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..axes import DENSE, OTHER_NAMES, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError
 from ..watch import Watch, here, waiting_at
-from .collectives import gather
+from .collectives import all_gather
 from .hosts import rounds
 from .memory_limits import Memory, memory_of
 
@@ -209,7 +209,7 @@ class Mesh:
         if size == 1:
             return x
         with waiting_at(at):
-            return gather(x, size, self.name_of(axes))
+            return all_gather(x, size, self.name_of(axes))
 
     def all_gather_on_hosts(self, numbers: Sequence[float], axes: tuple[str, ...], at: str) -> Tensor:
         """All-gather numbers between hosts; return a row for each rank of `axes`, in float64.
@@ -221,7 +221,7 @@ class Mesh:
         groups = self.host_groups(axes) if self.size_of(axes) > 1 else []
         with waiting_at(at):
             for group in groups:
-                rows = gather(rows, group.size(), group.group_name)
+                rows = all_gather(rows, group.size(), group.group_name)
         return rows
 
     def to_host(self, results: Sequence[Tensor]) -> list[Tensor]:

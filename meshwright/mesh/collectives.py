@@ -26,22 +26,22 @@ OPS = [
 ]
 
 
-def gather(x: Tensor, size: int, group: str) -> Tensor:
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """All-gather x along dim 0."""
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), size, group))
 
 
-def scatter_sum(x: Tensor, size: int, group: str) -> Tensor:
+def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """Reduce-scatter x along dim 0, summing."""
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 
-def exchange(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
+def all_to_all(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
     """All-to-all: send rows of `x` in pieces of `ins` to each rank; receive pieces of `outs`."""
-    return _c10d.wait_tensor(begun(x, outs, ins, group))
+    return _c10d.wait_tensor(start_all_to_all(x, outs, ins, group))
 
 
-def begun(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
+def start_all_to_all(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
     """Start an all-to-all that nothing has waited for yet."""
     return _c10d.all_to_all_single(x.contiguous(), outs, ins, group)
 
@@ -55,12 +55,12 @@ class AllGather(Function):
     def forward(ctx: Any, x: Tensor, size: int, group: str, at: str = "a door") -> Tensor:
         ctx.size, ctx.group, ctx.at = size, group, at
         with waiting_at(at, "forward"):
-            return gather(x, size, group)
+            return all_gather(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
         with waiting_at(ctx.at, "backward"):
-            return scatter_sum(d, ctx.size, ctx.group), None, None, None
+            return reduce_scatter(d, ctx.size, ctx.group), None, None, None
 
 
 class ReduceScatter(Function):
@@ -70,12 +70,12 @@ class ReduceScatter(Function):
     def forward(ctx: Any, x: Tensor, size: int, group: str, at: str = "a door") -> Tensor:
         ctx.size, ctx.group, ctx.at = size, group, at
         with waiting_at(at, "forward"):
-            return scatter_sum(x, size, group)
+            return reduce_scatter(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
         with waiting_at(ctx.at, "backward"):
-            return gather(d, ctx.size, ctx.group), None, None, None
+            return all_gather(d, ctx.size, ctx.group), None, None, None
 
 
 class AllToAll(Function):
@@ -85,12 +85,12 @@ class AllToAll(Function):
     def forward(ctx: Any, x: Tensor, outs: list[int], ins: list[int], group: str, at: str = "a door") -> Tensor:
         ctx.outs, ctx.ins, ctx.group, ctx.at = outs, ins, group, at
         with waiting_at(at, "forward"):
-            return exchange(x, outs, ins, group)
+            return all_to_all(x, outs, ins, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None, None]:
         with waiting_at(ctx.at, "backward"):
-            return exchange(d, ctx.ins, ctx.outs, ctx.group), None, None, None, None
+            return all_to_all(d, ctx.ins, ctx.outs, ctx.group), None, None, None, None
 
 
 class AsyncAllToAll:
@@ -121,7 +121,7 @@ class _Begin(Function):
     def forward(ctx: Any, x: Tensor, travel: AsyncAllToAll) -> Tensor:
         ctx.travel = travel
         with waiting_at(travel.at, "forward"):
-            return begun(x, travel.outs, travel.ins, travel.group)
+            return start_all_to_all(x, travel.outs, travel.ins, travel.group)
 
     @staticmethod
     @once_differentiable
@@ -147,5 +147,5 @@ class _End(Function):
         """
         travel = ctx.travel
         with waiting_at(travel.at, "backward"):
-            travel.gradient = begun(d, travel.ins, travel.outs, travel.group)
+            travel.gradient = start_all_to_all(d, travel.ins, travel.outs, travel.group)
         return d, None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mesh.collectives import AllToAll, AsyncAllToAll, exchange
+from ..mesh.collectives import AllToAll, AsyncAllToAll, all_to_all
 from ..sharding import COUNTS, Hop
 from ..watch import waiting_at
 
@@ -39,7 +39,7 @@ class Group:
     def numbers(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
         """The same of whole numbers, which have no gradient."""
         with waiting_at(self.hop.at + what, "forward"):
-            return exchange(x, received, sent, self.name)
+            return all_to_all(x, received, sent, self.name)
 
     def counts(self, counts_RC: Tensor) -> Tensor:
         """A row of numbers from each rank, for one to each."""

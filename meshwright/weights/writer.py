@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import ExportError
 from ..mesh import Mesh
-from ..mesh.collectives import exchange
+from ..mesh.collectives import all_to_all
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Param, Piece, ShardingSpec, across, interval, piece, place, storage_order, written
 from ..watch import waiting_at
@@ -201,7 +201,7 @@ def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> It
         num_rows = now[me].hi - now[me].lo
         outs, ins = [num_rows * s.shape[1] for s in strips], [(w.hi - w.lo) * held.shape[1] for w in now]
         with waiting_at(f"the exchange of rows of {param.name}"):
-            got = exchange(sent, outs, ins, mesh.name_of(axes))
+            got = all_to_all(sent, outs, ins, mesh.name_of(axes))
         yield now[me], _side_by_side(now[me], strips, got.split(outs))
 
 
