@@ -118,34 +118,34 @@ class AsyncAllToAll:
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, travel: AsyncAllToAll) -> Tensor:
-        ctx.travel = travel
-        with waiting_at(travel.at, "forward"):
-            return start_all_to_all(x, travel.outs, travel.ins, travel.group)
+    def forward(ctx: Any, x: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        with waiting_at(transfer.at, "forward"):
+            return start_all_to_all(x, transfer.outs, transfer.ins, transfer.group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        pending, ctx.travel.gradient = ctx.travel.gradient, None
-        with waiting_at(ctx.travel.at, "backward"):
+        pending, ctx.transfer.gradient = ctx.transfer.gradient, None
+        with waiting_at(ctx.transfer.at, "backward"):
             return _c10d.wait_tensor(pending), None
 
 
 class _End(Function):
     @staticmethod
-    def forward(ctx: Any, pending: Tensor, travel: AsyncAllToAll) -> Tensor:
-        ctx.travel = travel
-        with waiting_at(travel.at, "forward"):
+    def forward(ctx: Any, pending: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        with waiting_at(transfer.at, "forward"):
             return _c10d.wait_tensor(pending)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        """Start the all-to-all of gradients and hand it to `_Begin.backward` through the `Travel`.
+        """Start the all-to-all of gradients and hand it to `_Begin.backward` through the `AsyncAllToAll`.
 
         It has other rows than `pending` of forward, and autograd rejects a gradient of another shape.
         """
-        travel = ctx.travel
-        with waiting_at(travel.at, "backward"):
-            travel.gradient = start_all_to_all(d, travel.ins, travel.outs, travel.group)
+        transfer = ctx.transfer
+        with waiting_at(transfer.at, "backward"):
+            transfer.gradient = start_all_to_all(d, transfer.ins, transfer.outs, transfer.group)
         return d, None
