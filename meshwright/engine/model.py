@@ -32,7 +32,7 @@ from ..sharding import (
     Table,
     coded_of,
     cut,
-    gathered_low,
+    gathered_in_fp8,
     owned,
     pieces,
     place,
@@ -355,7 +355,7 @@ def put_on_mesh(
     _refuse_only_read(blueprint, trained)
     blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
     values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.in_numbers(trained)
-    low = gathered_low(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
+    low = gathered_in_fp8(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
     weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(values), (), numbers, low)
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)

@@ -23,7 +23,7 @@ from ..sharding import (
     ShardingSpec,
     Unit,
     gathered_bytes,
-    gathered_low,
+    gathered_in_fp8,
     in_order,
     narrow_bytes,
     padded,
@@ -39,7 +39,7 @@ def in_shards(
     """Those of these units that FSDP stores in shards, without what it leaves out, as forward is done with them. Of
     each the bytes when it is gathered, and of its gradients when they are summed."""
     stored = torch.promote_types(compute, torch.float32).itemsize
-    low, found = gathered_low(spec, spec.table.params, wide=gathers_wide(savings)), dict[Unit, tuple[int, int]]()
+    low, found = gathered_in_fp8(spec, spec.table.params, wide=gathers_wide(savings)), dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
         if savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
             parts = prod(axes.sizes(unit.shard))

@@ -26,7 +26,7 @@ from ..sharding import (
     cut,
     deals,
     find,
-    gathered_low,
+    gathered_in_fp8,
     hops,
     matrix_shape,
     pieces,
@@ -63,7 +63,7 @@ def distribute(
     for stage in stages:
         _place(stage, spec, mesh, compute, stored, savings)
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
-    low = gathered_low(spec, trained, wide=gathers_wide(savings))
+    low = gathered_in_fp8(spec, trained, wide=gathers_wide(savings))
     for stage in stages if low or torch.uint8 in stored.values() else ():
         fsdp.pad_shards(stage.module)
     return stages, LowGathers(stages, spec, mesh, compute, low)

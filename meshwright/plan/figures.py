@@ -19,7 +19,18 @@ from ..memory.budget import Need, choices, fits, widths_of, with_hold
 from ..memory.simulate import Passing
 from ..mesh import Memory
 from ..parallel import Savings, gathers_wide, mark
-from ..sharding import GRADIENTS, Action, Charge, Held, Stored, Work, coded_of, extreme_ranks, gathered_low, program_of
+from ..sharding import (
+    GRADIENTS,
+    Action,
+    Charge,
+    Held,
+    Stored,
+    Work,
+    coded_of,
+    extreme_ranks,
+    gathered_in_fp8,
+    program_of,
+)
 from ..sharding.schedules import Orders
 from .devices import Cluster
 
@@ -122,8 +133,8 @@ class Figures:
         return "previous" if self.axes.pp > 1 else "pooled"
 
     @property
-    def gathered_low(self) -> frozenset[str]:
-        return gathered_low(self.blueprint.spec, self.blueprint.table.params, wide=gathers_wide(self.savings))
+    def gathered_in_fp8(self) -> frozenset[str]:
+        return gathered_in_fp8(self.blueprint.spec, self.blueprint.table.params, wide=gathers_wide(self.savings))
 
     @cached_property
     def need(self) -> Need:

@@ -21,7 +21,7 @@ SCALES = "the scales of what is gathered in 8 bits"  # the name of their all-red
 _SEPARATE = ("half", "expert")  # dims that files spell as separate matrices, each with blocks of its own
 
 
-def gathered_low(spec: ShardingSpec, trained: Container[str], *, wide: bool = False) -> frozenset[str]:
+def gathered_in_fp8(spec: ShardingSpec, trained: Container[str], *, wide: bool = False) -> frozenset[str]:
     """Return the trained parameters that are all-gathered as FP8 codes, where they have several shards.
 
     `wide`: the run gathers values nevertheless.
