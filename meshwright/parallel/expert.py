@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..mesh import Mesh
 from ..ops import Rows
-from ..sharding import ROWS, WEIGHTS, Coming, Dispatch, find, hops
+from ..sharding import ROWS, WEIGHTS, Dispatch, PendingRows, find, hops
 from .expert_dedup import dispatch_once
 from .expert_exchange import Group
 
@@ -25,7 +25,7 @@ def arm(model: nn.Module, mesh: Mesh, *, token_once: bool | int = False) -> None
         door.armed = functools.partial(dispatch_once if token_once else dispatch, groups=groups)
 
 
-def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> Coming:
+def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> PendingRows:
     """A row for each expert of a token."""
     (group,) = groups
     out, size = ops.by_expert(x_TD, weight_Tk, expert_Tk, group.hop.num_experts), group.hop.size

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops import Rows
-from ..sharding import CODES, ROWS, WEIGHTS, Coming, likely_rows
+from ..sharding import CODES, ROWS, WEIGHTS, PendingRows, likely_rows
 from .expert_exchange import Group
 
 
@@ -59,7 +59,7 @@ class _Sent:
     back: Callable[[Tensor], Tensor]
 
 
-def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> Coming:
+def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> PendingRows:
     tokens, top_k = expert_Tk.shape
     token_N, weight_N = torch.arange(tokens, device=expert_Tk.device).repeat_interleave(top_k), weight_Tk.flatten()
     wanted = _Wanted(token_N, expert_Tk.flatten(), tokens, tokens, top_k)

@@ -54,8 +54,8 @@ class Door:
 
 
 # Rows in flight (an asynchronous all-to-all); calling it waits for them.
-Coming = Callable[[], Rows]
-ToExperts = Callable[[Tensor, Tensor, Tensor], Coming]
+PendingRows = Callable[[], Rows]
+ToExperts = Callable[[Tensor, Tensor, Tensor], PendingRows]
 
 
 class Dispatch:
@@ -74,10 +74,10 @@ class Dispatch:
         self.again = False
         self.armed: ToExperts | None = None
 
-    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
+    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> PendingRows:
         return (self.armed or self.local)(x_TD, weight_Tk, expert_Tk)
 
-    def local(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
+    def local(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> PendingRows:
         rows = self.alone(x_TD, weight_Tk, expert_Tk)
         return lambda: rows
 
