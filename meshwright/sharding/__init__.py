@@ -24,8 +24,8 @@ from .doors import (
     Join,
     PendingRows,
     Span,
+    StartDispatch,
     Swap,
-    ToExperts,
     find,
     is_run,
 )

@@ -55,7 +55,7 @@ class Door:
 
 # Rows in flight (an asynchronous all-to-all); calling it waits for them.
 PendingRows = Callable[[], Rows]
-ToExperts = Callable[[Tensor, Tensor, Tensor], PendingRows]
+StartDispatch = Callable[[Tensor, Tensor, Tensor], PendingRows]
 
 
 class Dispatch:
@@ -72,7 +72,7 @@ class Dispatch:
     def __init__(self, num_experts: int, width: int, top_k: int, alone: Callable[..., Rows]) -> None:
         self.num_experts, self.width, self.top_k, self.alone = num_experts, width, top_k, alone
         self.again = False
-        self.armed: ToExperts | None = None
+        self.armed: StartDispatch | None = None
 
     def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> PendingRows:
         return (self.armed or self.local)(x_TD, weight_Tk, expert_Tk)

@@ -16,7 +16,7 @@ from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.step_bill import step_bill
 from ..mesh import Mesh
-from ..sharding import ROWS, Charge, Dispatch, PendingRows, Pictures, ToExperts, find, hops
+from ..sharding import ROWS, Charge, Dispatch, PendingRows, Pictures, StartDispatch, find, hops
 from .recorder import TRANSFERS, Seen
 from .reference import Findings, Run
 from .results import Finding
@@ -101,7 +101,7 @@ def watching_routes(run: Run) -> Iterator[None]:
     real = [door.armed or door.local for _, door in doors]
     axes, once = run.model.mesh.axes, run.model.blueprint.spec.traffic.token_once
 
-    def counted(route: ToExperts, name: str, door: Dispatch, *args: Tensor) -> PendingRows:
+    def counted(route: StartDispatch, name: str, door: Dispatch, *args: Tensor) -> PendingRows:
         for hop in hops(name, door.num_experts, axes, once):
             passes, rows, _ = run.routed.get(hop.at + ROWS, (0, 0, 0))
             distinct = 1 + ((args[2] // hop.num_here).sort(-1).values.diff(dim=-1) != 0).sum(-1)
