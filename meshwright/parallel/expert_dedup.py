@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops import Rows
-from ..sharding import CODES, ROWS, WEIGHTS, PendingRows, likely_rows
+from ..sharding import CODES, ROWS, WEIGHTS, PendingRows, expected_rows
 from .expert_exchange import Group
 
 
@@ -120,7 +120,7 @@ def _outgoing(wanted: _Wanted, group: Group) -> tuple[Tensor, Tensor, ops.Copies
     of_turn = torch.arange(1, min(wanted.top_k, hop.size), device=of_N.device)
     later = (ranks_T[:, None] > of_turn).sum(0)  # rows that go to a second rank, a third one, ...
 
-    likely = likely_rows(wanted.tokens, wanted.top_k, num_here * hop.places, hop.places)
+    likely = expected_rows(wanted.tokens, wanted.top_k, num_here * hop.places, hop.places)
     # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
     here_E, copies = got_RE.sum(0), len(key_N)
     rows_out, rows_in, copies_out, copies_in, here, turns_here, turns_out = ops.to_host(

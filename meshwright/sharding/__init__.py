@@ -29,7 +29,7 @@ from .doors import (
     find,
     is_run,
 )
-from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, hops, likely_rows
+from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, expected_rows, hops
 from .fp8_blocks import SCALES, check_fp8, gathered_in_fp8
 from .fsdp_units import TOWER, Unit, units_of
 from .int8_blocks import check_coded, coded_of, with_scales

@@ -17,7 +17,7 @@ from ..axes import DATA_RANK, Axes, Sum
 from .backward_reach import begins_in, part_of, passed
 from .context_split import deals
 from .doors import Dispatch, Door, Insert, Join, Swap, find
-from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, hops, likely_rows
+from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, expected_rows, hops
 from .fp8_blocks import SCALES, num_scales
 from .fsdp_units import TOWER, Unit
 from .params import matrix_shape
@@ -199,7 +199,7 @@ def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
 
     Within a node they stem from tokens of all nodes, as many as the router sends there.
     """
-    likely, num_nodes = likely_rows(tokens, top_k, hop.num_here * hop.places, hop.places), hop.places // hop.size
+    likely, num_nodes = expected_rows(tokens, top_k, hop.num_here * hop.places, hop.places), hop.places // hop.size
     least = tokens * -(-top_k // hop.num_here) if num_nodes == 1 else 0
     return least, likely, tokens * num_nodes * min(top_k, hop.size)
 

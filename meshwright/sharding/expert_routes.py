@@ -60,7 +60,7 @@ def hops(at: str, num_experts: int, axes: Axes, token_once: bool | int) -> tuple
 
 
 @cache
-def likely_rows(num_tokens: int, top_k: int, num_experts: int, num_places: int) -> int:
+def expected_rows(num_tokens: int, top_k: int, num_experts: int, num_places: int) -> int:
     """Return the expected number of rows where a token goes once to each place that has some of its experts.
 
     With uniform routing a place gets a token unless all of its k experts are elsewhere: 1 - C(others, k) / C(experts,
