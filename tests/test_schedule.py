@@ -14,7 +14,7 @@ import pytest
 from meshwright.errors import ConfigError, LayoutError, MeshError
 from meshwright.sharding import ORDERS, Action, Line, Transfer, balanced, even, forwards, program
 from meshwright.sharding.schedules import v_schedule
-from meshwright.sharding.timetable import Gathers, draw, gathers, most_kept, times
+from meshwright.sharding.timetable import Gathers, draw, gathers, peak_kept, times
 
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 KINDS = {"1f1b": "FB", "zero-bubble": "FIW", "v": "FIW", "forwards": "F"}
@@ -276,7 +276,7 @@ def test_the_figures_of_the_design():
 
 
 def kept(name, pp, num_batches, a_rank=1):
-    return list(map(most_kept, ORDERS[name](line_for(name, pp, a_rank), num_batches)))
+    return list(map(peak_kept, ORDERS[name](line_for(name, pp, a_rank), num_batches)))
 
 
 def test_ranks_keep_what_the_formulas_say():
@@ -293,15 +293,15 @@ def test_ranks_keep_what_the_formulas_say():
 
 
 def test_nothing_is_kept_for_stages_without_backward():
-    assert list(map(most_kept, forwards(line_of(4, 2), 8))) == [0] * 4
-    assert list(map(most_kept, ORDERS["1f1b"](line_of(4), 8, 2))) == [0, 0, 2, 1]
+    assert list(map(peak_kept, forwards(line_of(4, 2), 8))) == [0] * 4
+    assert list(map(peak_kept, ORDERS["1f1b"](line_of(4), 8, 2))) == [0, 0, 2, 1]
 
 
 @pytest.mark.parametrize("most", [2, 3, 5, 8])
 def test_a_v_keeps_no_more_than_it_may(most):
     line = line_of(4, 2, turn=True)
     orders = v_schedule(line, 9, most=most)
-    assert max(map(most_kept, orders)) <= most
+    assert max(map(peak_kept, orders)) <= most
     assert not meet(line, 0, program(line, orders))[0]
 
 

@@ -91,5 +91,5 @@ from .stored_bytes import (
     narrow_bytes,
     storage,
 )
-from .timetable import Gathers, Slot, Timetable, draw, gathers, most_kept, times
+from .timetable import Gathers, Slot, Timetable, draw, gathers, peak_kept, times
 from .vision_balance import Placed, Route, route, share

@@ -57,7 +57,7 @@ def times(line: Line, orders: Orders, cost: Callable[[Action], float]) -> Timeta
     return Timetable(tuple(map(tuple, rows)))
 
 
-def most_kept(order: Sequence[Action]) -> int:
+def peak_kept(order: Sequence[Action]) -> int:
     """Return the peak number of (stage, micro-batch) pairs whose activations a rank keeps.
 
     Activations are kept until the last backward that uses them, which is the weight half where backwards are split.
