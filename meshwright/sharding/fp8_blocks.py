@@ -15,7 +15,7 @@ from ..errors import LayoutError
 from ..ops.fp8_matmul import BLOCK
 from .fsdp_units import Unit
 from .params import Block, Param, matrix_shape
-from .rules import ShardingSpec, cut, place, sizes_here, tp_sizes
+from .rules import ShardingSpec, cut, local_sizes, place, tp_sizes
 
 SCALES = "the scales of what is gathered in 8 bits"  # the name of their all-reduce in errors and the bill
 _SEPARATE = ("half", "expert")  # dims that files spell as separate matrices, each with blocks of its own
@@ -83,7 +83,7 @@ def _misfit(param: Param, spec: ShardingSpec, axes: Axes) -> str:
     shared = [dim for dim in param.dims if axes.tp > 1 and spec.rules.axis.get(dim) == "tp" and dim not in split]
     if shared:  # ranks hold partial sums of one gradient, and a sum of rounded parts is not the rounded sum
         return "only a share of the gradient"
-    local = sizes_here(param, spec.rules, axes)
+    local = local_sizes(param, spec.rules, axes)
     cols = prod(local[dim] for dim in param.cols)
     if cols % BLOCK:
         return f"{cols} columns"

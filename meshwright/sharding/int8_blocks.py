@@ -15,7 +15,7 @@ from ..axes import Axes
 from ..errors import LayoutError
 from ..ops.int8_state import BLOCK, SCALES, num_blocks
 from .params import Param, Table, plain
-from .rules import ShardingSpec, sizes_here, tp_sizes
+from .rules import ShardingSpec, local_sizes, tp_sizes
 
 
 def is_coded(param: Param) -> bool:
@@ -60,7 +60,7 @@ def check_coded(spec: ShardingSpec, axes: Axes, coded: Iterable[str], instead: s
 def _misfit(spec: ShardingSpec, tp: int, coded: Iterable[str]) -> str:
     """Describe what a rank has instead of whole blocks; empty if it has whole ones."""
     for param in map(spec.table.__getitem__, coded):
-        local = sizes_here(param, spec.rules, Axes(tp=tp))
+        local = local_sizes(param, spec.rules, Axes(tp=tp))
         cut_dims = [dim for dim in param.cols if local[dim] != param.cols[dim]]
         num_cols = prod(local[dim] for dim in param.cols)
         if cut_dims and (num_cols % BLOCK or cut_dims != [next(iter(param.cols))]):

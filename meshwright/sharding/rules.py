@@ -172,7 +172,7 @@ class ShardingSpec:
         return [param for param in self.table if at in self.places(param, axes)]
 
 
-def sizes_here(param: Param, rules: Rules, axes: Axes) -> dict[str, int]:
+def local_sizes(param: Param, rules: Rules, axes: Axes) -> dict[str, int]:
     """Return the sizes of a parameter's dims on a rank; the last uneven piece may be smaller."""
     split = rules.split(param.dims, axes, param.name)
     return {dim: size // axes.size_of(split[dim]) if dim in split else size for dim, size in param.dims.items()}
