@@ -19,7 +19,7 @@ from ..parallel import Savings, gathers_wide
 from ..sharding import (
     GATHERED,
     GRADIENTS,
-    ON_THEIR_WAY,
+    IN_FLIGHT,
     ShardingSpec,
     Unit,
     gathered_bytes,
@@ -139,13 +139,13 @@ class Shards:
         self._gone(self._here, unit)
         self._forget_sent()
         self._sent = unit
-        self._add(ON_THEIR_WAY, self._units[unit][1])
+        self._add(IN_FLIGHT, self._units[unit][1])
         del self._grads[unit]
         self._add(GRADIENTS, sum(self._grad_bytes.get(name, 0) for name in unit.params))
 
     def _forget_sent(self) -> None:
         if self._sent is not None:
-            self._add(ON_THEIR_WAY, -self._units[self._sent][1])
+            self._add(IN_FLIGHT, -self._units[self._sent][1])
             self._sent = None
 
     def _store(self, name: str, parameter: Tensor) -> None:

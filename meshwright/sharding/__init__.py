@@ -83,7 +83,7 @@ from .stored_bytes import (
     GATHERED,
     GRADIENTS,
     HELD,
-    ON_THEIR_WAY,
+    IN_FLIGHT,
     Held,
     Stored,
     Widths,

@@ -21,7 +21,7 @@ from .fsdp_units import Unit
 from .rules import Piece, ShardingSpec, piece, place
 
 GRADIENTS = "gradients"
-GATHERED, ON_THEIR_WAY, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
+GATHERED, IN_FLIGHT, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
 HELD = (GATHERED, WHOLE)  # what grows if parameters are gathered, and gradients reduced, once a step
 
 
@@ -134,7 +134,7 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
         num * (wide + narrow_bytes(spec, axes, u, widths.compute, widths.stored))
         for u, num in zip(trained_units, full_sizes(trained_units), strict=True)
     ]
-    yield Stored(ON_THEIR_WAY, max(in_flight, default=0))
+    yield Stored(IN_FLIGHT, max(in_flight, default=0))
     yield Stored("gradients of a replica", waiting * widths.stored)
 
 
