@@ -45,7 +45,7 @@ def serves(group: dist.ProcessGroup, device: torch.device, node: range) -> bool:
     return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group) and is_local
 
 
-def gather_into(out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_into(out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
     """Fill `out` with the rows of all ranks, in order. `mine` may be a view of its place in `out`."""
     torch.ops.meshwright.all_gather(out, mine, group.group_name)
 
