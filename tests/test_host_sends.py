@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.mesh import local_collectives
-from meshwright.mesh.local_collectives import all_gather_into, scatter_sum_into, serves
+from meshwright.mesh.local_collectives import all_gather_into, reduce_scatter_into, serves
 from meshwright.verify import Recorder
 from tests import tiny, worlds
 
@@ -55,7 +55,7 @@ def sums(size: int) -> None:
         for other in everybodys[1:]:
             due += other
         out, mine = torch.empty(NUM, dtype=dtype), everybodys[group.rank()].clone()
-        scatter_sum_into(out, mine, group)
+        reduce_scatter_into(out, mine, group)
         assert torch.equal(out, due.chunk(size)[group.rank()])
         assert torch.equal(mine, everybodys[group.rank()]), "what is summed stays as it was"
 
@@ -83,7 +83,7 @@ def test_a_recorder_counts_one_gather_and_one_sum() -> None:
     group, whole = world(2), torch.ones(2 * NUM)
     with Recorder() as recorder:
         all_gather_into(whole, whole[:NUM].clone(), group)
-        scatter_sum_into(torch.empty(NUM), whole, group)
+        reduce_scatter_into(torch.empty(NUM), whole, group)
     found = [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.seen]
     assert found == [("all_gather", (0, 1), 56), ("reduce_scatter", (0, 1), 56)]
 
@@ -132,7 +132,7 @@ def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            scatter_sum_into(out, summands, group)
+            reduce_scatter_into(out, summands, group)
     assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
     gathers(2)
     sums(2)
@@ -144,7 +144,7 @@ def apart(kind: str) -> str:
     whole = torch.full((2 * NUM,), float(group.rank()))
     try:
         if kind == "a sum" and group.rank() == 0:
-            scatter_sum_into(torch.empty(NUM), whole, group)
+            reduce_scatter_into(torch.empty(NUM), whole, group)
             return "summed"
         if kind == "a gather further" and group.rank() == 0:
             local_collectives._tag(group, "gather")

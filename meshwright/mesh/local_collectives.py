@@ -50,7 +50,7 @@ def all_gather_into(out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None
     torch.ops.meshwright.all_gather(out, mine, group.group_name)
 
 
-def scatter_sum_into(out: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter_into(out: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
     """Fill `out` with this rank's part of the sum over all ranks, added up in the order of ranks."""
     torch.ops.meshwright.reduce_scatter(out, summands, group.group_name)
 
