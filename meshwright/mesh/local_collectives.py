@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ..ops.part_sizes import part_size
-from ..watch import put_off
+from ..watch import deferred_signal
 
 _LIBRARY = Library("meshwright", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) out, Tensor mine, str group) -> ()")
@@ -61,7 +61,7 @@ def _all_gather(out: Tensor, mine: Tensor, name: str) -> None:
     own_slot = slots[group.rank()]
     if own_slot.data_ptr() != mine.data_ptr():
         own_slot.copy_(mine)
-    with put_off(signal.SIGINT) as signals:
+    with deferred_signal(signal.SIGINT) as signals:
         _swap([own_slot] * len(slots), slots, group, _tag(group, "gather"))
     _interrupt(signals)
 
@@ -72,7 +72,7 @@ def _reduce_scatter(out: Tensor, summands: Tensor, name: str) -> None:
     mine, buffers = group.rank(), out.new_empty(group.size(), min(_PIECE, out.numel()))
     parts = [part.split(_PIECE) for part in summands.chunk(group.size())]
     tag = _tag(group, "sum")
-    with put_off(signal.SIGINT) as signals:
+    with deferred_signal(signal.SIGINT) as signals:
         for total, *sent in zip(out.split(_PIECE), *parts, strict=True):
             received = [part if rank == mine else buffers[rank, : part.numel()] for rank, part in enumerate(sent)]
             _swap(sent, received, group, tag)

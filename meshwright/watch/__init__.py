@@ -2,7 +2,7 @@
 which door.
 """
 
-from .deferred_signals import put_off
+from .deferred_signals import deferred_signal
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
 from .heartbeat import Watch, doing, here, last_seen, names_lost_ranks, waiting_at, waits_at
 from .trace_regions import region, trace

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def put_off(number: int) -> Iterator[list[int]]:
+def deferred_signal(number: int) -> Iterator[list[int]]:
     """Ignore a signal inside; yield the list of those that arrived, for the caller to raise again afterwards."""
     arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals

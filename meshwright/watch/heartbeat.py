@@ -35,7 +35,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..errors import RankError
 from ..log import logger
-from .deferred_signals import put_off
+from .deferred_signals import deferred_signal
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose, named
 from .trace_regions import region, trace
 
@@ -126,7 +126,7 @@ def names_lost_ranks() -> Iterator[None]:
 def _to_the_end() -> Iterator[list[str]]:
     """Delay SIGTERM while a diagnosis is made: torchrun ends all ranks of a machine as soon as one of them dies."""
     report: list[str] = []
-    with put_off(signal.SIGTERM) as signals:
+    with deferred_signal(signal.SIGTERM) as signals:
         yield report
     if signals:
         logger.error("%s", report[0])
