@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..axes import DENSE, OTHER_NAMES, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError
-from ..watch import Watch, here, waiting_at
+from ..watch import Watch, position, waiting_at
 from .collectives import all_gather
 from .hosts import rounds
 from .memory_limits import Memory, memory_of
@@ -418,10 +418,12 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
             alone = torch._C._distributed_c10d.HashStore()
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         atexit.register(_leave)
-    if here.watch is None and dist.get_world_size() > 1:
+    if position.watch is None and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
-        here.watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), recorder_note)
-        atexit.register(here.watch.leave)  # registered later, so it runs before `_leave` and the store still answers
+        position.watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), recorder_note)
+        atexit.register(
+            position.watch.leave
+        )  # registered later, so it runs before `_leave` and the store still answers
 
 
 def _leave() -> None:

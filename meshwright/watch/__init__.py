@@ -4,5 +4,5 @@ which door.
 
 from .deferred_signals import deferred_signal
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
-from .heartbeat import Watch, doing, here, last_seen, names_lost_ranks, waiting_at, waits_at
+from .heartbeat import Watch, doing, last_seen, names_lost_ranks, position, waiting_at, waits_at
 from .trace_regions import region, trace

@@ -59,17 +59,17 @@ class _Here:
     watch: Watch | None = None  # None in a run of one rank
 
 
-here = _Here()
+position = _Here()
 
 
 def doing(task: str) -> None:
     """Note which step and micro-batch this rank works on. Errors show it next to the place."""
-    here.task = task
+    position.task = task
 
 
 def waits_at() -> str:
     """Return ` at layers.0.mixer.enter, forward` while this rank is in a collective, otherwise nothing."""
-    state, at, _ = here.now
+    state, at, _ = position.now
     return f" at {at}" if state == WAITS else ""
 
 
@@ -86,7 +86,7 @@ class waiting_at:
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
-            here.now = (WAITS, ", ".join(self.at), time.monotonic())
+            position.now = (WAITS, ", ".join(self.at), time.monotonic())
             if trace.on:
                 self.traced = region(", ".join(self.at))
                 self.traced.__enter__()
@@ -95,7 +95,7 @@ class waiting_at:
         if self.traced is not None:
             self.traced.__exit__(None, None, None)
         if kind is None and not torch.compiler.is_compiling():  # after a failure the rank is still there
-            here.now = (WORKS, f"after {', '.join(self.at)}", time.monotonic())
+            position.now = (WORKS, f"after {', '.join(self.at)}", time.monotonic())
 
 
 @contextlib.contextmanager
@@ -104,22 +104,22 @@ def names_lost_ranks() -> Iterator[None]:
 
     Any other error goes into the heartbeat, so that ranks which then wait in vain can say why.
     """
-    here.inside = True
+    position.inside = True
     try:
         yield
     except Exception as error:
-        if here.watch is None or isinstance(error, RankError):
+        if position.watch is None or isinstance(error, RankError):
             raise
         if not _of_a_collective(error):
-            here.now = (RAISED, _text(error), time.monotonic())
-            here.watch.tell()
+            position.now = (RAISED, _text(error), time.monotonic())
+            position.watch.tell()
             raise
-        here.now = (WAITS, _stood(error), here.now[2])
+        position.now = (WAITS, _stood(error), position.now[2])
         with _to_the_end() as report:
-            report.append(here.watch.diagnosis())
+            report.append(position.watch.diagnosis())
         raise RankError(report[0]) from error
     finally:
-        here.inside = False
+        position.inside = False
 
 
 @contextlib.contextmanager
@@ -144,12 +144,12 @@ def _of_a_collective(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError):  # perhaps in a collective, but no other rank is to blame
         return False
     known = ("gloo", "caused pair closure")  # gloo raises plain RuntimeErrors
-    return isinstance(error, RuntimeError) and (here.now[0] == WAITS or any(text in str(error) for text in known))
+    return isinstance(error, RuntimeError) and (position.now[0] == WAITS or any(text in str(error) for text in known))
 
 
 def _stood(error: Exception) -> str:
     """Describe where the main thread was when a collective failed: its door, or a unit of FSDP."""
-    state, at, _ = here.now
+    state, at, _ = position.now
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     groups = [frame.f_locals.get("self") for frame in frames]
     unit = next((group._module_fqn or "the root" for group in groups if isinstance(group, FSDPParamGroup)), "")
@@ -191,12 +191,12 @@ def _main_thread() -> list[tuple[str, int, str]]:
 
 def heartbeat() -> Heartbeat:
     """Return this rank's current heartbeat. If it has worked for long at no door, look up the line at which it is."""
-    state, at, since = here.now
+    state, at, since = position.now
     still_s = time.monotonic() - since
     if state == WORKS and still_s > BEAT_S / 2:
         state, line = _look(_main_thread())
         at = f"{line}, {at}"
-    return Heartbeat(state, at, here.task, still_s, time.time(), _home(), os.getpid())
+    return Heartbeat(state, at, position.task, still_s, time.time(), _home(), os.getpid())
 
 
 @functools.cache
@@ -221,7 +221,7 @@ class Watch:
         self.store.set_timeout(datetime.timedelta(seconds=_STORE_S))
         self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
         self._over = threading.Event()
-        here.now = (WORKS, "after joining the run", time.monotonic())
+        position.now = (WORKS, "after joining the run", time.monotonic())
         self.tell()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -235,7 +235,7 @@ class Watch:
         try:
             while not self._over.wait(_every_s(self.size)):
                 self.tell()
-                if self.loud and here.inside and time.monotonic() - here.now[2] > self.timeout_s:
+                if self.loud and position.inside and time.monotonic() - position.now[2] > self.timeout_s:
                     threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
                     self.loud = ""
         except dist.DistError:
@@ -251,8 +251,8 @@ class Watch:
         if self._thread.is_alive():  # the store is stuck, and would hold us up too
             return
         error = sys.last_value if hasattr(sys, "last_value") else None  # the error that ended the script, if any
-        if here.now[0] != RAISED:
-            here.now = (LEFT, *here.now[1:]) if error is None else (RAISED, _text(error), time.monotonic())
+        if position.now[0] != RAISED:
+            position.now = (LEFT, *position.now[1:]) if error is None else (RAISED, _text(error), time.monotonic())
         with contextlib.suppress(dist.DistError):  # the store is gone: nothing reads it any more
             self.tell()
 
