@@ -25,5 +25,18 @@ from .meta_kernels import planned_for, to_host
 from .norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
 from .replayed_choices import Choices
 from .rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate
-from .rows import Copies, Rows, by_expert, copied, copies_of, counted, joined, lookup, reordered, runs, summed, turns
+from .rows import (
+    Copies,
+    Rows,
+    by_expert,
+    concat,
+    copies_of,
+    count_values,
+    gather_copies,
+    lookup,
+    reordered,
+    runs,
+    sum_copies,
+    turns,
+)
 from .vision_frames import MERGED, Frames, frame_tables, frames, interpolated

@@ -41,8 +41,9 @@ def by_expert(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, num_experts: i
     order_N = expert_N.argsort(stable=True)  # stable: rows of an expert stay in the order of tokens, on every mesh
     back_N = order_N.argsort()
     return Rows(
-        reordered(x_TD, order_N, back_N), weight_Tk.flatten().index_select(0, order_N), counted(expert_N, num_experts),
-        None, lambda y_ND: _Combine.apply(y_ND, order_N, back_N, expert_Tk.shape[1]),
+        reordered(x_TD, order_N, back_N), weight_Tk.flatten().index_select(0, order_N),
+        count_values(expert_N, num_experts), None,
+        lambda y_ND: _Combine.apply(y_ND, order_N, back_N, expert_Tk.shape[1]),
     )  # fmt: skip
 
 
@@ -64,12 +65,12 @@ class _Combine(torch.autograd.Function):
         return d_TD.index_select(0, ctx.order_N // ctx.k), None, None, None
 
 
-def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate; a single part is returned without a copy, which torch would make."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
 
 
-def counted(number_N: Tensor, size: int) -> Tensor:
+def count_values(number_N: Tensor, size: int) -> Tensor:
     """Count how often each number from 0 to `size - 1` occurs. It does not wait for the device, as bincount does."""
     return number_N.new_zeros(size).scatter_add_(0, number_N, torch.ones_like(number_N))
 
@@ -110,13 +111,13 @@ def copies_of(of_N: Tensor, turn_N: Tensor, sizes: list[int]) -> Copies:
     return Copies(of_N, (turn_N * max(sizes[0], 1) + of_N).argsort(), sizes)
 
 
-def copied(x_RD: Tensor, copies: Copies) -> Tensor:
+def gather_copies(x_RD: Tensor, copies: Copies) -> Tensor:
     """Gather the original row of each copy; backward sums the copies."""
     y_ND: Tensor = _Copied.apply(x_RD, copies)  # torch leaves apply untyped
     return y_ND
 
 
-def summed(y_ND: Tensor, copies: Copies) -> Tensor:
+def sum_copies(y_ND: Tensor, copies: Copies) -> Tensor:
     """Sum all copies of each row, in at least float32 and always in the same order."""
     x_RD: Tensor = _Summed.apply(y_ND, copies)
     return x_RD

@@ -106,7 +106,7 @@ class Figures:
         asked = self.blueprint.run_by(self.blueprint.spec.pipeline, self.savings.traffic)
         settled = with_hold(asked, self.axes, COMPUTE, self.savings, self.device or 0)
         object.__setattr__(self, "blueprint", settled)
-        object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_low))
+        object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_in_fp8))
 
     @property
     def name(self) -> str:
@@ -141,7 +141,7 @@ class Figures:
         """What `Model.need` says of a model that is trained as a whole."""
         table, widths = self.blueprint.table, widths_of(COMPUTE, self.state_dtype)
         coded = coded_of(table, table.params) if self.state_dtype == torch.uint8 else ()
-        held = Held(widths, frozenset(table.params), self.savings.offload, {}, coded, low=self.gathered_low)
+        held = Held(widths, frozenset(table.params), self.savings.offload, {}, coded, low=self.gathered_in_fp8)
         return Need(self.blueprint.spec, self.axes, held, self.passing)
 
     @property

@@ -41,7 +41,7 @@ class PlaceLine:
     rank: int
     stages: tuple[StageLine, ...]
     idle: float
-    peak_kept: int
+    most_kept: int
     num_bytes: int
 
 
