@@ -25,7 +25,7 @@ from ..sharding import (
     check_fp8,
     cut,
     deals,
-    find,
+    find_doors,
     gathered_in_fp8,
     hops,
     matrix_shape,
@@ -146,7 +146,7 @@ def _give_memory(model: nn.Module, mesh: Mesh, offload: bool) -> None:
 
 def spans(spec: ShardingSpec, axes: Axes, rank: int) -> Iterator[tuple[Span, int, int]]:
     """The part of each dim on which a rank works, where the model must know it."""
-    for name, span in find(spec.module, Span):
+    for name, span in find_doors(spec.module, Span):
         yield span, *spec.rules.span(span.dim, span.size, axes, axes.coords(rank), name)
 
 

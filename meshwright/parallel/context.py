@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..mesh import Mesh
 from ..mesh.collectives import AllGather, AllToAll
-from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, deals, find, is_run
+from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, deals, find_doors, is_run
 from ..sharding.doors import Tensors
 
 
@@ -23,17 +23,17 @@ def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
     size, at = mesh.axes.cp, mesh.coords["cp"]
     if size == 1:
         return
-    for _, door in find(model, Door):
+    for _, door in find_doors(model, Door):
         if door.kind == SHARE:
             door.armed = functools.partial(own, size=size, part=at)
     dealt = deals(spec, mesh.axes, mesh.coords)
-    for name, swap in find(model, Swap):
+    for name, swap in find_doors(model, Swap):
         swap.parts = dealt[swap].parts
         swap.groups, (swap.group, swap.part) = size // swap.parts, divmod(at, swap.parts)
         if swap.parts > 1:
             group = mesh.name_of(mesh.axes.halves(swap.parts)[1:])
             swap.armed = (functools.partial(there, swap, group, name), functools.partial(back, swap, group, name))
-    for name, join in find(model, Join):
+    for name, join in find_doors(model, Join):
         if join.parts > 1:
             group = mesh.name_of(mesh.axes.halves(join.swap.parts)[:1])
             join.armed = functools.partial(joined, size=join.parts, group=group, name=name)

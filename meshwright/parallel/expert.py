@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..mesh import Mesh
 from ..ops import Rows
-from ..sharding import ROWS, WEIGHTS, Dispatch, PendingRows, find, hops
+from ..sharding import ROWS, WEIGHTS, Dispatch, PendingRows, find_doors, hops
 from .expert_dedup import dispatch_once
 from .expert_exchange import Group
 
@@ -19,7 +19,7 @@ from .expert_exchange import Group
 def arm(model: nn.Module, mesh: Mesh, *, token_once: bool | int = False) -> None:
     if mesh.axes.ep == 1:
         return
-    for name, door in find(model, Dispatch):
+    for name, door in find_doors(model, Dispatch):
         way = hops(name, door.num_experts, mesh.axes, token_once)
         groups = [Group(mesh.name_of(hop.axes), hop) for hop in way]
         door.armed = functools.partial(dispatch_once if token_once else dispatch, groups=groups)

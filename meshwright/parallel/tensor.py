@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..mesh import Mesh
 from ..mesh.collectives import AllGather, AllToAll, ReduceScatter
-from ..sharding import ENTER, LEAVE, MEET, Door, find
+from ..sharding import ENTER, LEAVE, MEET, Door, find_doors
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
@@ -17,7 +17,7 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     if size == 1:
         return
     group = mesh.name_of(("tp",))
-    for name, door in find(model, Door):
+    for name, door in find_doors(model, Door):
         if door.kind.axis == "tp":
             door.armed = _collective(door, size, group, name)
 

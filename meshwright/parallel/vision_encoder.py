@@ -14,12 +14,12 @@ from ..data import Batch
 from ..mesh import Mesh
 from ..mesh.collectives import AllToAll
 from ..models import Sight, Tower
-from ..sharding import Insert, find, route
+from ..sharding import Insert, find_doors, route
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
     if mesh.size_of(DATA_RANK) > 1:
-        for name, door in find(model, Insert):
+        for name, door in find_doors(model, Insert):
             door.armed = functools.partial(insert, group=mesh.name_of(DATA_RANK), at=name)
 
 

@@ -26,7 +26,7 @@ from .doors import (
     Span,
     StartDispatch,
     Swap,
-    find,
+    find_doors,
     is_run,
 )
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, expected_rows, hops

@@ -16,7 +16,7 @@ from torch import nn
 from ..axes import DATA_RANK, Axes, Sum
 from .backward_reach import begins_in, part_of, passed
 from .context_split import deals
-from .doors import Dispatch, Door, Insert, Join, Swap, find
+from .doors import Dispatch, Door, Insert, Join, Swap, find_doors
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, expected_rows, hops
 from .fp8_blocks import SCALES, num_scales
 from .fsdp_units import TOWER, Unit
@@ -156,7 +156,7 @@ def _doors(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterato
     residuals hold only a rank's own tokens. Doors of one kind and width cost the same in every layer. `again`:
     checkpointing reruns the layer if backward comes there.
     """
-    for name, door in find(model, Door):
+    for name, door in find_doors(model, Door):
         if not door.kind.forward:
             continue  # SHARE only slices
         item = work.stored_bytes if door.floats else work.compute_bytes
@@ -174,7 +174,7 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
     Copies for its own experts count too, as they pass through the same buffer.
     """
     tokens, token_once = work.tokens // (axes.cp * axes.tp), spec.traffic.token_once
-    for name, door in find(model, Dispatch):
+    for name, door in find_doors(model, Dispatch):
         copies, row_bytes = tokens * door.top_k, door.width * work.compute_bytes
         for hop in hops(name, door.num_experts, axes, token_once):
             weights, rows, codes = hop.at + WEIGHTS, hop.at + ROWS, hop.at + CODES
@@ -214,13 +214,13 @@ def _swaps(
     Over the other ranks of cp, `Join` all-gathers keys and values, or states of the delta net.
     """
     deal_of = deals(spec, axes, coords)
-    for name, swap in find(model, Swap):
+    for name, swap in find_doors(model, Swap):
         _, inner = axes.halves(deal_of[swap].parts)
         tokens = work.tokens // axes.cp * deal_of[swap].parts
         for at, width in zip((name, f"{name}, the way back"), swap.widths(deal_of[swap]), strict=True):
             num = work.num_batches + passes.again(at, swap.again) + passes.back(at)
             yield Charge(at, "all_to_all", (inner,), tokens * width * work.compute_bytes, num)
-    for name, join in find(model, Join):
+    for name, join in find_doors(model, Join):
         deal = deal_of[join.swap]
         outer, _ = axes.halves(deal.parts)
         item = work.stored_bytes if join.floats else work.compute_bytes
@@ -233,7 +233,7 @@ def _swaps(
 def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passes) -> Iterator[Charge]:
     """Charge for the vision tower's all-to-all: rows of frames to the ranks of their tokens, per micro-batch."""
     num_ranks, index = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
-    for name, door in find(model, Insert):
+    for name, door in find_doors(model, Insert):
         for frames in work.pictures:
             if frames is not None:
                 exchange = route(frames, work.tokens, num_ranks, index, door.cost)

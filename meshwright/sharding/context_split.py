@@ -11,7 +11,7 @@ from math import gcd
 
 from ..axes import Axes
 from ..errors import LayoutError
-from .doors import ATTENTION, DELTA, Context, Deal, Swap, find
+from .doors import ATTENTION, DELTA, Context, Deal, Swap, find_doors
 from .rules import ShardingSpec
 
 BEYOND = {ATTENTION: "gather", DELTA: "state"}  # what ranks do that do not swap: gather keys and values; pass a state
@@ -37,7 +37,7 @@ def num_swapping(context: Context, mixer: str, heads: int, cp: int) -> int:
 def deals(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, Deal]:
     """Return how the heads of a tp rank are dealt out, for each mixer of the model."""
     deal_of = {}
-    for name, swap in find(spec.module, Swap):
+    for name, swap in find_doors(spec.module, Swap):
         start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
         deal_of[swap] = Deal(start, stop, num_swapping(spec.context, swap.mixer, stop - start, axes.cp))
     return deal_of
@@ -57,7 +57,7 @@ def check_context(spec: ShardingSpec, axes: Axes) -> None:
     deal_of = deals(spec, axes, axes.coords(0))
     for mixer in BEYOND:
         requested, heads = requested_parts(spec.context, mixer), dict[int, str]()
-        for name, swap in find(spec.module, Swap):
+        for name, swap in find_doors(spec.module, Swap):
             if swap.mixer == mixer:
                 heads.setdefault(deal_of[swap].stop - deal_of[swap].start, name)
         if requested is not None:

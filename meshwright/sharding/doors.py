@@ -244,7 +244,7 @@ def is_run(numbers: Sequence[int]) -> bool:
 Kept = TypeVar("Kept", Door, Dispatch, Insert, Span, Swap, Join)
 
 
-def find(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:
+def find_doors(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:
     """Yield every door (or span) of one class in a model with its name, in the order of the modules."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():

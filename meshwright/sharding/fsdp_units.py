@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .doors import Dispatch, find
+from .doors import Dispatch, find_doors
 
 TOWER = "tower."  # prefix of the names of the vision tower's parameters
 
@@ -41,7 +41,7 @@ def units_of(
     backward follows at once, since it begins there and would gather again what was just freed.
     """
     names = {module: name for name, module in model.named_modules()}
-    experts = dict.fromkeys(name.rpartition(".")[0] for name, _ in find(model, Dispatch))
+    experts = dict.fromkeys(name.rpartition(".")[0] for name, _ in find_doors(model, Dispatch))
     params_of: dict[str, list[str]] = {name: [] for name in (*experts, *(names[m] for m in gathered), "")}
     place = {name: number for number, name in enumerate(params_of)}
     for param, _ in model.named_parameters():

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, MeshError, counted
-from .doors import Dispatch, find
+from .doors import Dispatch, find_doors
 from .fsdp_units import Unit, units_of
 from .params import Param, Table
 from .schedules import ORDERS, Program, forwards, program
@@ -103,7 +103,7 @@ def costs_of(table: Table, module: nn.Module) -> tuple[list[float], float]:
     Of experts only the k chosen ones count. Attention scores are left out: they depend on the lengths of documents.
     """
     costs, last = [0.0] * table.num_layers, 0.0
-    top_k = {door.num_experts: door.top_k for _, door in find(module, Dispatch)}
+    top_k = {door.num_experts: door.top_k for _, door in find_doors(module, Dispatch)}
     for param in table:
         experts = param.dims.get("expert", 0)
         active = prod(param.shape) * (top_k.get(experts, experts) / experts if experts else 1)

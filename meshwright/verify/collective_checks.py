@@ -16,7 +16,7 @@ from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.step_bill import step_bill
 from ..mesh import Mesh
-from ..sharding import ROWS, Charge, Dispatch, PendingRows, Pictures, StartDispatch, find, hops
+from ..sharding import ROWS, Charge, Dispatch, PendingRows, Pictures, StartDispatch, find_doors, hops
 from .recorder import TRANSFERS, Seen
 from .reference import Findings, Run
 from .results import Finding
@@ -97,7 +97,7 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
 @contextmanager
 def watching_routes(run: Run) -> Iterator[None]:
     """Count how often each door of experts is passed, and to how many ranks its tokens must go."""
-    doors = [found for part in run.model.parts for found in find(part, Dispatch) if found[1].armed is not None]
+    doors = [found for part in run.model.parts for found in find_doors(part, Dispatch) if found[1].armed is not None]
     real = [door.armed or door.local for _, door in doors]
     axes, once = run.model.mesh.axes, run.model.blueprint.spec.traffic.token_once
 
