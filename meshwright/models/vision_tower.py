@@ -73,7 +73,7 @@ class TowerShape:
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
-class Sight:
+class VisionInput:
     """What a rank does for the images of a micro-batch.
 
     `patches_PC`, `frames`: those that it runs. `sent`, `got`: how many rows it sends to and gets from each rank of its
@@ -246,7 +246,7 @@ class Tower(nn.Module):
         """Tell which tokens stand for a part of an image."""
         return torch.isin(tokens_T, tokens_T.new_tensor(self.ids))
 
-    def forward(self, sight: Sight) -> tuple[Tensor, ...]:
+    def forward(self, sight: VisionInput) -> tuple[Tensor, ...]:
         """Run frames; return for each placeholder among this rank's tokens a row for it, and one for each of the first
         layers.
         """

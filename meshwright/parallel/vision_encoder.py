@@ -13,7 +13,7 @@ from ..axes import DATA_RANK
 from ..data import Batch
 from ..mesh import Mesh
 from ..mesh.collectives import AllToAll
-from ..models import Sight, Tower
+from ..models import Tower, VisionInput
 from ..sharding import Insert, find_doors, route
 
 
@@ -27,7 +27,7 @@ def insert(rows_ND: Tensor, sent: list[int], got: list[int], group: str, at: str
     return AllToAll.apply(rows_ND, got, sent, group, at)
 
 
-def sight_of(batch: Batch, tower: Tower, mesh: Mesh) -> Sight | None:
+def sight_of(batch: Batch, tower: Tower, mesh: Mesh) -> VisionInput | None:
     """This rank's part of the pictures of a batch, on the device."""
     if batch.images is None:
         return None
@@ -38,4 +38,4 @@ def sight_of(batch: Batch, tower: Tower, mesh: Mesh) -> Sight | None:
     if patches_PC.dtype == torch.uint8:
         patches_PC = (patches_PC.float() - 127.5) / 127.5
     at_N = ops.to_device(torch.tensor(way.places, dtype=torch.int64, device=mesh.host), mesh.device)
-    return Sight(patches_PC, ops.frames(sizes, mesh.device), way.sent, way.got, at_N)
+    return VisionInput(patches_PC, ops.frames(sizes, mesh.device), way.sent, way.got, at_N)
