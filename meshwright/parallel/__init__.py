@@ -24,9 +24,9 @@ from ..sharding import (
     check_context,
     check_fp8,
     cut,
-    deals,
     find_doors,
     gathered_in_fp8,
+    head_splits,
     hops,
     matrix_shape,
     pieces,
@@ -102,7 +102,7 @@ def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
     if mesh.axes.pp == mesh.axes.replicate == 1:
         return  # its ranks come to each of the others together
     late = (axes_left_to_sum(param, spec.rules, mesh.axes) for param in spec.table)
-    dealt = deals(spec, mesh.axes, mesh.coords).values()
+    dealt = head_splits(spec, mesh.axes, mesh.coords).values()
     halves = ((half,) for deal in dealt for half in mesh.axes.halves(deal.parts))
     way = (hop.axes for hop in hops("", mesh.axes.ep, mesh.axes, spec.traffic.token_once))
     live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in (*late, *halves, *way))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..mesh import Mesh
 from ..mesh.collectives import AllGather, AllToAll
-from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, deals, find_doors, is_run
+from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, find_doors, head_splits, is_run
 from ..sharding.doors import Tensors
 
 
@@ -26,7 +26,7 @@ def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
     for _, door in find_doors(model, Door):
         if door.kind == SHARE:
             door.armed = functools.partial(own, size=size, part=at)
-    dealt = deals(spec, mesh.axes, mesh.coords)
+    dealt = head_splits(spec, mesh.axes, mesh.coords)
     for name, swap in find_doors(model, Swap):
         swap.parts = dealt[swap].parts
         swap.groups, (swap.group, swap.part) = size // swap.parts, divmod(at, swap.parts)

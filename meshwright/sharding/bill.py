@@ -15,7 +15,7 @@ from torch import nn
 
 from ..axes import DATA_RANK, Axes, Sum
 from .backward_reach import begins_in, part_of, passed
-from .context_split import deals
+from .context_split import head_splits
 from .doors import Dispatch, Door, Insert, Join, Swap, find_doors
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, expected_rows, hops
 from .fp8_blocks import SCALES, num_scales
@@ -213,7 +213,7 @@ def _swaps(
     In a swap, each of some neighbours on cp gets its share of the heads of all their tokens, and returns the outputs.
     Over the other ranks of cp, `Join` all-gathers keys and values, or states of the delta net.
     """
-    deal_of = deals(spec, axes, coords)
+    deal_of = head_splits(spec, axes, coords)
     for name, swap in find_doors(model, Swap):
         _, inner = axes.halves(deal_of[swap].parts)
         tokens = work.tokens // axes.cp * deal_of[swap].parts

@@ -34,7 +34,7 @@ def num_swapping(context: Context, mixer: str, heads: int, cp: int) -> int:
     return common if mixer == ATTENTION or common == cp else 1
 
 
-def deals(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, Deal]:
+def head_splits(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, Deal]:
     """Return how the heads of a tp rank are dealt out, for each mixer of the model."""
     deal_of = {}
     for name, swap in find_doors(spec.module, Swap):
@@ -46,7 +46,7 @@ def deals(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swa
 def ways(spec: ShardingSpec, axes: Axes) -> str:
     """Describe what each mixer does under cp: `attention: swap 4 x gather 2, delta: state 8`."""
     texts = {}
-    for swap, deal in deals(spec, axes, axes.coords(0)).items():
+    for swap, deal in head_splits(spec, axes, axes.coords(0)).items():
         both = {"swap": deal.parts, BEYOND[swap.mixer]: axes.cp // deal.parts}
         texts[swap.mixer] = " x ".join(f"{verb} {size}" for verb, size in both.items() if size > 1)
     return ", ".join(f"{mixer}: {verb}" for mixer, verb in texts.items() if verb)
@@ -54,7 +54,7 @@ def ways(spec: ShardingSpec, axes: Axes) -> str:
 
 def check_context(spec: ShardingSpec, axes: Axes) -> None:
     """Refuse a `Context` that the mesh or the model cannot follow."""
-    deal_of = deals(spec, axes, axes.coords(0))
+    deal_of = head_splits(spec, axes, axes.coords(0))
     for mixer in BEYOND:
         requested, heads = requested_parts(spec.context, mixer), dict[int, str]()
         for name, swap in find_doors(spec.module, Swap):
