@@ -11,7 +11,7 @@ from math import gcd
 
 from ..axes import Axes
 from ..errors import LayoutError
-from .doors import ATTENTION, DELTA, Context, Deal, Swap, find_doors
+from .doors import ATTENTION, DELTA, Context, HeadSplit, Swap, find_doors
 from .rules import ShardingSpec
 
 BEYOND = {ATTENTION: "gather", DELTA: "state"}  # what ranks do that do not swap: gather keys and values; pass a state
@@ -34,12 +34,12 @@ def num_swapping(context: Context, mixer: str, heads: int, cp: int) -> int:
     return common if mixer == ATTENTION or common == cp else 1
 
 
-def head_splits(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, Deal]:
+def head_splits(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, HeadSplit]:
     """Return how the heads of a tp rank are dealt out, for each mixer of the model."""
     deal_of = {}
     for name, swap in find_doors(spec.module, Swap):
         start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
-        deal_of[swap] = Deal(start, stop, num_swapping(spec.context, swap.mixer, stop - start, axes.cp))
+        deal_of[swap] = HeadSplit(start, stop, num_swapping(spec.context, swap.mixer, stop - start, axes.cp))
     return deal_of
 
 

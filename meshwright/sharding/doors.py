@@ -137,7 +137,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Deal:
+class HeadSplit:
     """How the heads `start..stop` of a tp rank are dealt out to `parts` neighbours on cp: evenly, in order."""
 
     start: int
@@ -189,15 +189,15 @@ class Swap:
         return y_TnC if self.armed is None else self.armed[1](y_TnC)
 
     @property
-    def deal(self) -> Deal:
-        return Deal(self.heads.start, self.heads.stop, self.parts)
+    def deal(self) -> HeadSplit:
+        return HeadSplit(self.heads.start, self.heads.stop, self.parts)
 
     @property
     def own_heads(self) -> range:
         """Return the heads on which this rank works, counted over the whole model."""
         return self.deal.heads(self.part)
 
-    def widths(self, deal: Deal) -> tuple[int, int]:
+    def widths(self, deal: HeadSplit) -> tuple[int, int]:
         """Return the elements a token that one rank receives, and that it returns."""
         received = sum(len(deal.serving(serves)[0]) * width for width, serves in self.there)
         return received, len(deal.heads(0)) * self.width
@@ -230,7 +230,7 @@ class Join:
     def part(self) -> int:
         return self.swap.group
 
-    def elements(self, deal: Deal, num_tokens: int) -> int:
+    def elements(self, deal: HeadSplit, num_tokens: int) -> int:
         """Count the elements that a part of `num_tokens` tokens contributes."""
         rows = num_tokens if self.rows is None else min(self.rows, num_tokens)
         return rows * len(deal.serving(self.serves)[0]) * self.width
