@@ -301,14 +301,14 @@ def replicas_summed_at_the_last(patch: Patch) -> None:
 
 def frames_shared_otherwise(patch: Patch) -> None:
     """Of frames that cost alike, the last rank gives away the last one first."""
-    real = layout_frames.share
+    real = layout_frames.balance_frames
 
     def share(sizes: Sequence[int], parts: int, cost: Any) -> tuple[int, ...]:
         if dist.get_rank() < dist.get_world_size() - 1:
             return real(sizes, parts, cost)
         return real(sizes[::-1], parts, cost)[::-1]
 
-    patch.setattr(layout_frames, "share", share)
+    patch.setattr(layout_frames, "balance_frames", share)
 
 
 def rows_at_other_places(patch: Patch) -> None:

@@ -92,4 +92,4 @@ from .stored_bytes import (
     storage,
 )
 from .timetable import Gathers, Slot, Timetable, draw, gathers, peak_kept, times
-from .vision_balance import Placed, Route, route, share
+from .vision_balance import Placed, Route, balance_frames, route

@@ -24,7 +24,7 @@ class Placed(Protocol):
     def num_patches(self) -> int: ...
 
 
-def share(sizes: Sequence[int], parts: int, cost: Cost) -> tuple[int, ...]:
+def balance_frames(sizes: Sequence[int], parts: int, cost: Cost) -> tuple[int, ...]:
     """Assign frames to parts: the most expensive first, each to the part with the least load (LPT scheduling)."""
     owners, load = [0] * len(sizes), [0.0] * parts
     for number in sorted(range(len(sizes)), key=lambda number: (-cost(sizes[number]), number)):
@@ -52,7 +52,7 @@ def route(frames: Sequence[Placed], num_tokens: int, parts: int, at: int, cost: 
     Frames are in the order of their tokens, and so are parts. So the rows of a part are already in the order in which
     they go to the others.
     """
-    owners, tokens_a_part = share([frame.num_patches for frame in frames], parts, cost), num_tokens // parts
+    owners, tokens_a_part = balance_frames([frame.num_patches for frame in frames], parts, cost), num_tokens // parts
     ranges = [range(part * tokens_a_part, (part + 1) * tokens_a_part) for part in range(parts)]
     frames_of_part = [[n for n, owner in enumerate(owners) if owner == part] for part in range(parts)]
     sent = [sum(len(_common(frames[n].tokens, part)) for n in frames_of_part[at]) for part in ranges]
