@@ -63,8 +63,8 @@ from .rules import (
     piece,
     pieces,
     place,
+    rows_to_write,
     summed_by_fsdp,
-    written,
 )
 from .schedules import ORDERS, Action, Transfer, forwards, program
 from .stage_map import Line, balanced, even

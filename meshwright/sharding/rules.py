@@ -303,7 +303,7 @@ def piece(param: Param, rules: Rules, axes: Axes, coords: Mapping[str, int]) -> 
     return Piece(param, box, lo, hi)
 
 
-def written(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:
+def rows_to_write(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:
     """Return what a rank writes into files: some rows with all their columns, since files are row-major.
 
     Ranks that hold the same rows, or other columns of them, divide these rows among themselves: all of them write.
@@ -322,7 +322,7 @@ def check_written(param: Param, spec: ShardingSpec, axes: Axes) -> None:
     """Raise unless the rows that all ranks write tile the parameter."""
     positions = spec.places(param, axes)
     ranks = [rank for rank in range(axes.world) if axes.coords(rank)["pp"] in positions]
-    boxes = [box for rank in ranks for box in written(param, spec.rules, axes, rank).boxes]
+    boxes = [box for rank in ranks for box in rows_to_write(param, spec.rules, axes, rank).boxes]
     check_tiling(boxes, param.shape, f"what the ranks write of {param.name} on {axes}")
 
 

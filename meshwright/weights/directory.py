@@ -20,7 +20,7 @@ from ..errors import ExportError, LoadError, failure_in
 from ..log import Advance, progress
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
-from ..sharding import Piece, written
+from ..sharding import Piece, rows_to_write
 from .checksums import Checks
 from .file_version import Opened
 from .keymap import KeyMap
@@ -133,7 +133,7 @@ def _acts(stored_model: StoredModel, files: Files, advance: Advance) -> Iterator
 
 def _num_written(stored_model: StoredModel) -> int:
     spec, mesh = stored_model.spec, stored_model.mesh
-    mine = (written(param, spec.rules, mesh.axes, mesh.rank) for param in spec.table)
+    mine = (rows_to_write(param, spec.rules, mesh.axes, mesh.rank) for param in spec.table)
     return sum(piece.numel for piece in mine if piece.param.name in stored_model.stored)
 
 

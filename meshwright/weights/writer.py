@@ -18,7 +18,19 @@ from ..errors import ExportError
 from ..mesh import Mesh
 from ..mesh.collectives import all_to_all
 from ..ops.part_sizes import part_size
-from ..sharding import Block, Box, Param, Piece, ShardingSpec, across, interval, piece, place, storage_order, written
+from ..sharding import (
+    Block,
+    Box,
+    Param,
+    Piece,
+    ShardingSpec,
+    across,
+    interval,
+    piece,
+    place,
+    rows_to_write,
+    storage_order,
+)
 from ..watch import waiting_at
 from .checksums import Runs
 from .keymap import Key, KeyMap
@@ -187,12 +199,12 @@ def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> It
     axes = across(param, place(param, spec.rules, mesh.axes))
     held = piece(param, spec.rules, mesh.axes, mesh.coords)
     if mesh.size_of(axes) == 1:
-        mine = written(param, spec.rules, mesh.axes, mesh.rank)
+        mine = rows_to_write(param, spec.rules, mesh.axes, mesh.rank)
         yield mine, stored[mine.lo - held.lo : mine.hi - held.lo]
         return
     ranks = mesh.axes.group(mesh.rank, axes)
     strips = [piece(param, spec.rules, mesh.axes, mesh.axes.coords(rank)) for rank in ranks]
-    rows = [written(param, spec.rules, mesh.axes, rank) for rank in ranks]
+    rows = [rows_to_write(param, spec.rules, mesh.axes, rank) for rank in ranks]
     at_a_time = max(1, _WINDOW_BYTES // (param.matrix[1] * stored.element_size()))
     for done in range(0, max(each.hi - each.lo for each in rows), at_a_time):
         now = [_window(each, done, at_a_time) for each in rows]

@@ -22,8 +22,8 @@ from meshwright.sharding import (
     holders,
     pieces,
     place,
+    rows_to_write,
     rules,
-    written,
 )
 from tests.parts import every
 from tests.sharding import reference
@@ -82,7 +82,7 @@ def check_tiled(table, axes):
             own = found[0] == rank
             if piece.numel:
                 holding[name].setdefault((piece.box, piece.lo, piece.hi), {})[rank] = found
-            rows = written(table[name], Rules(), axes, rank)
+            rows = rows_to_write(table[name], Rules(), axes, rank)
             assert rows.box.shape[len(table[name].rows) :] == tuple(table[name].cols.values()), "whole rows"
             for box in rows.boxes:
                 writing[name][ids[box.slices].flatten()] += 1
