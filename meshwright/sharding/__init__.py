@@ -56,7 +56,7 @@ from .rules import (
     Traffic,
     across,
     axes_left_to_sum,
-    check_written,
+    check_rows_to_write,
     cut,
     holders,
     owned,

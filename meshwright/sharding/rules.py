@@ -318,7 +318,7 @@ def rows_to_write(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:
     return Piece(param, box, held.lo + lo, held.lo + hi)
 
 
-def check_written(param: Param, spec: ShardingSpec, axes: Axes) -> None:
+def check_rows_to_write(param: Param, spec: ShardingSpec, axes: Axes) -> None:
     """Raise unless the rows that all ranks write tile the parameter."""
     positions = spec.places(param, axes)
     ranks = [rank for rank in range(axes.world) if axes.coords(rank)["pp"] in positions]
