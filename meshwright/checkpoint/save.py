@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import CheckpointError, failure_in
 from ..log import logger, progress
 from ..mesh import Mesh
-from ..sharding import Piece, across, place
+from ..sharding import Piece, column_axes, place
 from ..weights import (
     TRAINER,
     Export,
@@ -102,7 +102,9 @@ class Share:
         """
         spec, axes = self.content.spec, self.mesh.axes
         travels = {
-            param.name for param in spec.table if self.mesh.size_of(across(param, place(param, spec.rules, axes))) > 1
+            param.name
+            for param in spec.table
+            if self.mesh.size_of(column_axes(param, place(param, spec.rules, axes))) > 1
         }
         groups = list(self.content.by_values())
         first = self.mesh.rank % len(groups)

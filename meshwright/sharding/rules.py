@@ -310,7 +310,7 @@ def rows_to_write(param: Param, rules: Rules, axes: Axes, rank: int) -> Piece:
     """
     placement = place(param, rules, axes)
     held = piece(param, rules, axes, axes.coords(rank))
-    sharing = axes.group(rank, (*placement.copies, *across(param, placement)))
+    sharing = axes.group(rank, (*placement.copies, *column_axes(param, placement)))
     lo, hi = chunk(held.hi - held.lo, len(sharing), sharing.index(rank))
     num_rows = len(param.rows)
     box = Box((*held.box.start[:num_rows], *(0 for _ in param.cols)),
@@ -326,7 +326,7 @@ def check_rows_to_write(param: Param, spec: ShardingSpec, axes: Axes) -> None:
     check_tiling(boxes, param.shape, f"what the ranks write of {param.name} on {axes}")
 
 
-def across(param: Param, placement: Placement) -> tuple[str, ...]:
+def column_axes(param: Param, placement: Placement) -> tuple[str, ...]:
     """Return the axes that cut its columns."""
     return tuple(axis for dim, axis in placement.split.items() if dim in param.cols)
 

@@ -24,7 +24,7 @@ from ..sharding import (
     Param,
     Piece,
     ShardingSpec,
-    across,
+    column_axes,
     interval,
     piece,
     place,
@@ -196,7 +196,7 @@ def whole_rows(stored_model: StoredModel, *, keep: bool = False) -> Iterator[tup
 
 
 def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    axes = across(param, place(param, spec.rules, mesh.axes))
+    axes = column_axes(param, place(param, spec.rules, mesh.axes))
     held = piece(param, spec.rules, mesh.axes, mesh.coords)
     if mesh.size_of(axes) == 1:
         mine = rows_to_write(param, spec.rules, mesh.axes, mesh.rank)
