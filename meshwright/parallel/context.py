@@ -51,15 +51,15 @@ def own(x_T: Tensor, size: int, part: int) -> Tensor:
 
 def there(swap: Swap, group: str, name: str, xs_TnC: Tensors) -> Tensors:
     """All tensors go in one exchange: for each rank the heads that it needs, side by side."""
-    picked = [swap.deal.serving(serves) for _, serves in swap.there]
-    first = [swap.heads.start // serves for _, serves in swap.there]  # the head of a tensor that comes first here
+    picked = [swap.deal.serving(serves) for _, serves in swap.inputs]
+    first = [swap.heads.start // serves for _, serves in swap.inputs]  # the head of a tensor that comes first here
     for_rank = [
         torch.cat([_heads(x, p[rank], at).flatten(1) for x, p, at in zip(xs_TnC, picked, first, strict=True)], 1)
         for rank in range(swap.parts)
     ]
     rows_TC = _exchanged(torch.cat(for_rank), swap, group, name)
     nums = [len(p[swap.part]) for p in picked]
-    widths = [num * width for num, (width, _) in zip(nums, swap.there, strict=True)]
+    widths = [num * width for num, (width, _) in zip(nums, swap.inputs, strict=True)]
     got = zip(rows_TC.split(widths, 1), nums, strict=True)
     return tuple(x_TC.unflatten(1, (num, -1)) for x_TC, num in got)
 

@@ -168,14 +168,14 @@ class Swap:
     """The door of a mixer under cp (Ulysses): all heads of own tokens -> a share of the heads, for all tokens of the
     swap.
 
-    `heads` are dealt out. `there`: for each tensor that goes, the elements of one of its heads, and how many of `heads`
+    `heads` are dealt out. `inputs`: for each tensor that goes, the elements of one of its heads, and how many of `heads`
     it serves (a kv head serves several). `width`: elements of a head that come back. Tensors go as `[T, n, ...]` with
     the heads of the tp rank, and arrive with the heads that this rank needs. When armed: one all-to-all each way, and
     one each way in backward; both of forward once more with `again`.
     """
 
-    def __init__(self, heads: Span, there: Sequence[tuple[int, int]], width: int, mixer: str = ATTENTION) -> None:
-        self.heads, self.there, self.width, self.mixer = heads, tuple(there), width, mixer
+    def __init__(self, heads: Span, inputs: Sequence[tuple[int, int]], width: int, mixer: str = ATTENTION) -> None:
+        self.heads, self.inputs, self.width, self.mixer = heads, tuple(inputs), width, mixer
         self.again = False
         self.parts, self.part = 1, 0  # how many neighbours swap, and the index of this rank among them
         self.groups, self.group = 1, 0  # groups of such neighbours, each with a contiguous part of the stream
@@ -199,7 +199,7 @@ class Swap:
 
     def widths(self, deal: HeadSplit) -> tuple[int, int]:
         """Return the elements a token that one rank receives, and that it returns."""
-        received = sum(len(deal.serving(serves)[0]) * width for width, serves in self.there)
+        received = sum(len(deal.serving(serves)[0]) * width for width, serves in self.inputs)
         return received, len(deal.heads(0)) * self.width
 
 
