@@ -82,7 +82,7 @@ def delta_of(config: Json) -> DeltaShape:
     )
 
 
-def exact(rows: dict[str, int], key: str, init: Init) -> Declared:
+def float32_weight(rows: dict[str, int], key: str, init: Init) -> Declared:
     """Declare a parameter that enters float32 arithmetic: it is never rounded to the compute dtype.
 
     A_log and dt_bias act through exp and softplus, and decays multiply up over thousands of tokens: rounding A_log to
@@ -112,8 +112,8 @@ class Gates(nn.Module):
     def __init__(self, delta: DeltaShape, at: str) -> None:
         super().__init__()
         self.ratio = delta.ratio
-        self.A_log = exact({"key": delta.keys, "ratio": delta.ratio}, at + "A_log", Init("log_uniform", 16.0))
-        self.dt_bias = exact({"key": delta.keys, "ratio": delta.ratio}, at + "dt_bias", Init("ones"))
+        self.A_log = float32_weight({"key": delta.keys, "ratio": delta.ratio}, at + "A_log", Init("log_uniform", 16.0))
+        self.dt_bias = float32_weight({"key": delta.keys, "ratio": delta.ratio}, at + "dt_bias", Init("ones"))
 
     def forward(self, a_TGR: Tensor, b_TGR: Tensor, own: slice) -> tuple[Tensor, Tensor]:
         A_log, dt_bias = (x.view(-1, self.ratio)[own] for x in (self.A_log, self.dt_bias))
@@ -126,7 +126,7 @@ class GatedNorm(nn.Module):
     def __init__(self, eps: float, width: int, key: str) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = exact({"value_head": width}, key, Init("ones"))
+        self.weight = float32_weight({"value_head": width}, key, Init("ones"))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return ops.gated_rms_norm(x, gate, self.weight, self.eps)

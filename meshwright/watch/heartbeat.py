@@ -50,7 +50,7 @@ _SENDS = tuple(
 )
 
 
-class _Here:
+class _Position:
     """The state of this process, which can only be at one place."""
 
     now: tuple[str, str, float] = (WORKS, "the start", time.monotonic())  # state, place, since when
@@ -59,7 +59,7 @@ class _Here:
     watch: Watch | None = None  # None in a run of one rank
 
 
-position = _Here()
+position = _Position()
 
 
 def doing(task: str) -> None:
