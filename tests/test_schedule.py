@@ -243,7 +243,7 @@ def test_orders_that_cannot_be_carried_out_are_refused():
     line = line_of(2)
     orders = ORDERS["1f1b"](line, 2)
     orders[1].reverse()
-    with pytest.raises(LayoutError, match=r"stands still with rank 0 at B0 of stage 0, rank 1 at B1 of stage 1"):
+    with pytest.raises(LayoutError, match=r"deadlocks with rank 0 at B0 of stage 0, rank 1 at B1 of stage 1"):
         program(line, orders)
 
 

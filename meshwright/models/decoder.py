@@ -73,6 +73,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_T: Tensor, none_T: Tensor | None = None) -> Tensor:
         """Embed tokens; zeros for the tokens of `none_T`, in whose places image features go."""
+        # Tokens of other ranks' rows look up row 0 and are zeroed, so that shapes do not depend on the data.
         row_T = tokens_T - self.vocab.start
         is_local_T = (row_T >= 0) & (row_T < len(self.vocab))
         if none_T is not None:
@@ -124,6 +125,7 @@ class LanguageHead(nn.Module):
         super().__init__()
         self.norm = Norm(shape, at + "norm.weight")
         rows, cols = {"vocab": shape.vocab}, {"embed": shape.width}
+        # Of a tied head only the declaration is dropped: `forward` then gets the embedding's matrix.
         own = weight(rows, cols, key=LM_HEAD, init=Init("normal", shape.std))
         self.weight = None if shape.tied else own
         self.vocab = Span("vocab", shape.vocab)
@@ -140,6 +142,7 @@ class LanguageHead(nn.Module):
             return (ops.upcast(ops.linear(x_TD, weight_VD)),)
         # Labels are shifted into this rank's slice of the vocabulary; those of other slices become out of range.
         stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start, entropy=want == "entropy")
+        # An all-to-all gives each rank the stats of all slices for its own tokens: [T, 3] instead of [T, V] travels.
         logprobs_T, entropy_T = ops.combine_stats(self.meet(stats_T3).view(-1, own_tokens, 3))
         return (logprobs_T, entropy_T) if want == "entropy" else (logprobs_T,)
 
@@ -202,6 +205,8 @@ class Decoder(nn.Module):
         self.tied = shape.tied and head == "lm"
         self.tower: Tower | None = None
         self.embed = Embedding(shape, at)
+        # A dict by number and not a list: a pipeline stage keeps the numbers of the whole model, and so all parameter
+        # names.
         self.layers = nn.ModuleDict({str(i): block(f"{at}layers.{i}.") for i, block in enumerate(blocks)})
         self.head = HEAD_OF[head](shape, at)
         self.share = Door(SHARE, 0)
@@ -274,6 +279,7 @@ class Decoder(nn.Module):
         # Tables are computed once a forward, for this rank's tokens; all layers share them.
         rope = ops.rope_tables(self.share(turns), self.shape.rotary, dtype, self.shape.sections)
 
+        # DeepStack adds features of deeper blocks of the tower to the first layers, not only to the embedding.
         def with_rows(x_TD: Tensor, number: int) -> Tensor:
             return x_TD.index_add(0, at_N, rows[number]) if number < len(rows) else x_TD
 

@@ -51,7 +51,8 @@ def shape_of(config: Json, rotary: ops.Rotary, *, zero_centred: bool = False) ->
 def heads_of(config: Json, default_head: int, *, normed: bool = True, bias: bool = False, gated: bool = False) -> Heads:
     """Read the shape of attention."""
     heads = take(config, "num_attention_heads", int)
-    kv = take(config, "num_key_value_heads", int)  # transformers' defaults differ from family to family
+    # Required: its default differs between families in transformers, and a wrong guess would still load.
+    kv = take(config, "num_key_value_heads", int)
     divides("num_key_value_heads", kv, "num_attention_heads", heads)
     return Heads(heads, kv, take(config, "head_dim", int, default_head), normed, bias, gated)
 
@@ -98,6 +99,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape, at + "q_norm.weight", K, "head") if heads.normed else nn.Identity()
         self.k_norm = Norm(shape, at + "k_norm.weight", K, "head") if heads.normed else nn.Identity()
         self.heads, self.kv = Span("heads", H), Span("kv", G)
+        # q has one head per query head; a head of k or v serves H / G query heads, and is sent once to each rank that
+        # needs it.
         self.swap = Swap(self.heads, [(K, 1), (K, H // G), (K, H // G)], K)
         self.all_k, self.all_v = Join(self.swap, K, serves=H // G), Join(self.swap, K, serves=H // G)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
@@ -107,8 +110,11 @@ class Attention(nn.Module):
         q_TC, *kv_TC = joined(self.enter(x_TD), (self.q, ALL), (self.k, kv), (self.v, kv))
         q_THK, *gate = q_TC.unflatten(1, (len(self.heads), -1)).split(K, -1)
         k_TGK, v_TGK = (y_TC.unflatten(1, (-1, K)) for y_TC in kv_TC)
+        # QK-norm before RoPE: a rotation keeps norms, but the norm's weight does not commute with it.
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
         q_THK, k_TGK, v_TGK = self.swap(q_THK, k_TGK, v_TGK)
+        # Gathering after the swap sends only the kv heads that this rank works on; `first` is the offset of its
+        # queries.
         k_TGK, v_TGK, first = self.all_k(k_TGK), self.all_v(v_TGK), self.swap.group * len(q_THK)
         o_THK = self.swap.back(ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs, first))
         if self.gated:

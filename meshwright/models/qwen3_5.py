@@ -52,6 +52,7 @@ def backbone(config: Json) -> tuple[Shape, list[Mixer]]:
     """Return what dense and MoE models share: the shape, and a factory for the mixer of each layer."""
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
+    # A quarter of each head rotates; the rest carries no position (partial RoPE).
     shape = shape_of(config, rotary_of(config, heads.head, partial=0.25), zero_centred=True)
     make: dict[str, Mixer] = {
         LINEAR: lambda at: DeltaNet(shape, delta, at + "linear_attn."),
@@ -98,6 +99,7 @@ class Conv(nn.Module):
         super().__init__()
         G, chan, W = delta.keys, sum(cuts), delta.kernel
         self.chan = chan
+        # Channels are grouped by key head as in DeltaNet; files have all q channels, then all k, then all v.
         spelled = segments(key, (G, chan, W), cuts, (G * chan, 1, W))
         self.weight = weight({"key": G, "chan": chan}, {"tap": W}, layouts=[spelled], init=Init("normal", shape.std))
 
@@ -150,6 +152,7 @@ class DeltaNet(nn.Module):
         self.qkv = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, layouts=[spelled])
         self.conv = Conv(shape, delta, cuts, at + "conv1d.weight")
         self.z = Linear({"key": G, "value": R * V}, {"embed": D}, shape.std, key=at + "in_proj_z")
+        # a and b control decay and write strength of whole heads, so they are never quantised.
         self.a = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_a")
         self.b = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_b")
         self.gates = Gates(delta, at)
@@ -158,11 +161,14 @@ class DeltaNet(nn.Module):
         self.keys = Span("key", G)
         self.swap = Swap(self.keys, [(chan, 1), (R, 1), (R, 1)], R * V, DELTA)
         self.halo = Join(self.swap, chan, rows=delta.kernel - 1)
+        # A part's state transition [A | b] of each value head, K x (K + V), in float32: it multiplies up over all
+        # parts.
         self.states = Join(self.swap, R * delta.key * (delta.key + V), rows=1, floats=True)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         x_TD, (G, R, V) = self.enter(x_TD), (len(self.keys), self.delta.ratio, self.delta.value)
+        # One GEMM for all four projections; those of a and b alone are too narrow for a GPU.
         qkv_TC, z_TC, a_TC, b_TC = joined(x_TD, (self.qkv, ALL), (self.z, ALL), (self.a, ALL), (self.b, ALL))
         qkv_TGC, a_TGR, b_TGR = self.swap(*(x_TC.unflatten(1, (G, -1)) for x_TC in (qkv_TC, a_TC, b_TC)))
         own = slice(self.swap.own_heads.start - self.keys.start, self.swap.own_heads.stop - self.keys.start)

@@ -50,6 +50,7 @@ def with_experts(
     balance = balance_of(config, routing)
     only_dense, step = set(listed(config, "mlp_only_layers", int)), take(config, "decoder_sparse_step", int, 1)
 
+    # Some layers may stay dense: those listed, and all but every decoder_sparse_step-th.
     def layer(index: int, at: str) -> nn.Module:
         if index in only_dense or (index + 1) % step:
             return dense(shape, heads, config, at)
@@ -89,6 +90,7 @@ class MoE(nn.Module):
     def __init__(self, shape: Shape, routing: Routing, balance: Balance, at: str) -> None:
         super().__init__()
         self.routing, self.balance, self.layer = routing, balance, balance.join()
+        # Not a Linear: routing must not change with a quantisation, and its rows are not cut by any axis.
         self.router = weight(
             {"router": routing.experts}, {"embed": shape.width}, key=at + "gate.weight", init=Init("normal", shape.std)
         )
@@ -113,6 +115,8 @@ class Experts(Quantisable):
         super().__init__()
         E, D, F_ = routing.experts, shape.width, routing.ffn
         init = Init("normal", shape.std)
+        # Files have one key a matrix (per expert), or one for all experts (transformers 5). Both layouts are declared;
+        # the headers of the source choose.
         pairs = [per_expert(at, E, F_, D, ("gate_proj", "up_proj")), fused(at + "gate_up_proj", (E, 2, F_, D))]
         downs = [per_expert(at, E, D, F_, ("down_proj",)), fused(at + "down_proj", (E, 1, D, F_))]
         if routing.turned:
@@ -131,6 +135,7 @@ class Experts(Quantisable):
         shared_TD, rows = shared(), pending()
         del pending  # it references the rows as received
         matrices = self.as_operand("gate_up", self.gate_up), self.meant("down", self.down)
+        # A rank stores rows of [E R, D]; E is what it has of the experts.
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)
         y_TD = rows.back(ops.experts(rows, gate_up_ERD, down_EDF, fp8=fp8))

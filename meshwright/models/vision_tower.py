@@ -180,6 +180,8 @@ class TowerBlock(nn.Module):
         E, H, K = shape.width, shape.heads, shape.head
         self.heads, self.head = H, K
         self.norm = LayerNorm({"eye": E}, at + "norm1")
+        # The tower is not cut by tp: its frames are divided among the ranks instead, so dims have names that no rule
+        # cuts.
         qkv, wide = {"part": 3, "eye_heads": H, "eye_head": K}, {"eye_ffn": shape.ffn}
         self.qkv = WideLinear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True)
         self.proj = WideLinear({"eye": E}, {"eye_heads": H, "eye_head": K}, shape.std, key=at + "attn.proj", bias=True)
@@ -231,12 +233,14 @@ class Tower(nn.Module):
         self.merger = Merger(shape, width, at + "merger.")
         deep = [Merger(shape, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(shape.taps))]
         self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
+        # Rows for the embedding and for all deepstack layers travel side by side: one all-to-all a micro-batch.
         self.insert = Insert(width * (1 + len(deep)), shape.cost)
         belongs_to(self, first=True)
 
     def units(self) -> list[nn.Module]:
         """Return the FSDP units in the order of forward, by which backward prefetches."""
         units: list[nn.Module] = [self.patches]
+        # The order is that of forward, by which backward prefetches.
         for number, block in self.blocks.items():
             taps = [self.shape.taps.index(int(number))] if int(number) in self.shape.taps else []
             units += [block, *(self.deep[str(n)] for n in taps)]

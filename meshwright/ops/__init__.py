@@ -1,10 +1,13 @@
 """Mathematics of the models as pure functions on one device: attention, gated delta rule, MoE experts, norms, RoPE,
 loss.
 
-Nothing here knows of modules, meshes or files. Each function - works in the dtype of its activations, casts parameters
-to it, and accumulates in at least float32; - never synchronises with the device, unless its docstring says so; - gives
-every parameter that it receives a gradient (zeros rather than None), because a rank without one would not join the
-reduction of the others; - chooses its own kernel: no caller knows which one runs.
+Nothing here knows of modules, meshes or files. Each function
+
+- works in the dtype of its activations, casts parameters to it, and accumulates in at least float32;
+- never synchronises with the device, unless its docstring says so;
+- gives every parameter that it receives a gradient (zeros rather than None), because a rank without one would not join
+  the reduction of the others;
+- chooses its own kernel: no caller knows which one runs.
 
 Each has a slow and obvious reference in `tests/ops/references.py`. The suffix of a name spells the shape of a tensor:
 `x_TD` is [tokens, model width], `q_THK` is [tokens, query heads, head dim].

@@ -60,8 +60,8 @@ class Documents:
 
 
 class Parts(Protocol):
-    """A stream cut into equal parts, of which this rank has number `part`. Calling it all-gathers rows of every
-    part.
+    """A stream cut into equal parts, one a rank, of which this is number `part`. Calling it all-gathers rows of all
+    parts.
     """
 
     @property

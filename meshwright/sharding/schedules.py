@@ -242,7 +242,7 @@ def moments(line: Line, orders: Orders) -> Iterator[list[tuple[int, Action]]]:
         moment = [(rank, action) for rank, action in heads if can_go(action)]
         if not moment:
             stuck = ", ".join(f"rank {rank} at {a.kind}{a.batch} of stage {a.stage}" for rank, a in heads)
-            raise LayoutError(f"the schedule stands still with {stuck}; move what these wait for before them")
+            raise LayoutError(f"the schedule deadlocks with {stuck}; move what these wait for before them")
         yield moment
         for rank, action in moment:
             positions[rank] += 1

@@ -58,7 +58,8 @@ _FIXES = {
 }
 
 
-Heartbeats = Mapping[int, Heartbeat | None]  # by rank; None for one that never joined
+# Heartbeats by rank; None for one that never joined.
+Heartbeats = Mapping[int, Heartbeat | None]
 
 
 def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float) -> str:
@@ -69,6 +70,7 @@ def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float)
         by_fate.setdefault((fate, _place(fate, seen)), []).append(rank)
     order, now = list(_FIXES), max((seen.beat for seen in after.values() if seen), default=0.0)
     fates = sorted(by_fate.items(), key=lambda item: (order.index(item[0][0]), len(item[1]), item[1]))
+    # Worst fate first; within one, the smallest group, which is the odd one out.
     sentences = []
     for (fate, place), ranks in fates[:_MOST]:
         beats = [seen for rank in ranks if (seen := after[rank])]
@@ -84,6 +86,7 @@ def _fate_of(before: Heartbeat | None, after: Heartbeat | None, home: str) -> st
         return NEVER
     if after.state in (LEFT, RAISED):
         return ENDED if after.state == LEFT else FAILED
+    # A heartbeat that did not move: on this machine /proc tells why, elsewhere it is just gone.
     if after == before:
         return _fate_of_silent(after) if home and after.home == home else GONE
     return WAITING if after.state == WAITS else BUSY
@@ -92,6 +95,7 @@ def _fate_of(before: Heartbeat | None, after: Heartbeat | None, home: str) -> st
 def _fate_of_silent(seen: Heartbeat) -> str:
     """Return what happened to a silent process, if it is on this machine."""
     try:
+        # The third field of stat, after a command name in parentheses that may contain anything.
         state = Path(f"/proc/{seen.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return DIED

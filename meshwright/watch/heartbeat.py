@@ -110,6 +110,7 @@ def names_lost_ranks() -> Iterator[None]:
     except Exception as error:
         if position.watch is None or isinstance(error, RankError):
             raise
+        # This rank is at fault: it says so, and the ranks that wait for it will read why.
         if not _of_a_collective(error):
             position.now = (RAISED, _text(error), time.monotonic())
             position.watch.tell()
@@ -151,6 +152,7 @@ def _stood(error: Exception) -> str:
     """Describe where the main thread was when a collective failed: its door, or a unit of FSDP."""
     state, at, _ = position.now
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    # FSDP's frames hold the parameter group as `self`; its name says which unit was being gathered or reduced.
     groups = [frame.f_locals.get("self") for frame in frames]
     unit = next((group._module_fqn or "the root" for group in groups if isinstance(group, FSDPParamGroup)), "")
     lines = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames]
@@ -166,6 +168,7 @@ def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
     for file, number, function in lines:
         if file.endswith(_SENDS):
             continue
+        # FSDP's hooks run between doors, so its frames are the only sign that it communicates.
         if f"{os.sep}_fully_shard{os.sep}" in file:
             return WAITS, "FSDP"
         if f"torch{os.sep}distributed" in file:
@@ -184,6 +187,7 @@ def _main_thread() -> list[tuple[str, int, str]]:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         threads = file.read().split("hread 0x")
+    # faulthandler names threads by their pthread id in hex.
     ident = f"{threading.main_thread().ident:016x}"
     main = next((text for text in threads if text.startswith(ident)), "")
     return [(file, int(number), name) for file, number, name in re.findall(r'File "(.*)", line (\d+) in (.*)', main)]
@@ -193,6 +197,7 @@ def heartbeat() -> Heartbeat:
     """Return this rank's current heartbeat. If it has worked for long at no door, look up the line at which it is."""
     state, at, since = position.now
     still_s = time.monotonic() - since
+    # Reading another thread's stack takes milliseconds, so only a rank that has passed no door for a while does it.
     if state == WORKS and still_s > BEAT_S / 2:
         state, line = _look(_main_thread())
         at = f"{line}, {at}"
@@ -222,6 +227,7 @@ class Watch:
         self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
         self._over = threading.Event()
         position.now = (WORKS, "after joining the run", time.monotonic())
+        # The first heartbeat is written here: a rank that never joined is then one without any.
         self.tell()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -235,6 +241,7 @@ class Watch:
         try:
             while not self._over.wait(_every_s(self.size)):
                 self.tell()
+                # Only inside a guarded call: between calls, user code may take as long as it likes.
                 if self.loud and position.inside and time.monotonic() - position.now[2] > self.timeout_s:
                     threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
                     self.loud = ""
@@ -266,6 +273,7 @@ class Watch:
             f"reached. {self._elsewhere()}rank {self.rank}: {heartbeat()}. "
             "See its own output and the log of its machine, and start all ranks again."
         ]
+        # The daemon thread may hang with the store; the rank must not.
         asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)
         asking.start()
         asking.join(2 * _patience_s(self.size) + _STORE_S)
@@ -284,6 +292,7 @@ class Watch:
         """Append the diagnosis: that of the first rank to ask, which all others wait for."""
         with contextlib.suppress(dist.DistError):  # then the sentence about the lost store remains the last answer
             self.tell()
+            # `add` is atomic: exactly one rank makes the diagnosis, so that all report the same.
             first = self.store.add("diagnosing", 1) == 1
             patience = time.monotonic() + 1.5 * _patience_s(self.size)
             while not first and time.monotonic() < patience:  # not `store.wait`, which would block our own heartbeats
@@ -331,6 +340,7 @@ def heartbeats(store: Store, ranks: range) -> Heartbeats:
 
 def last_seen(store: Store, ranks: range) -> list[str]:
     """Describe where each rank was last, for the process that keeps the store, which is no rank itself."""
+    # Each attempt of an elastic run has a prefix of its own.
     prefixes = {key.rpartition("/")[0] for key in store.list_keys() if f"/{PREFIX}/" in key}
     runs = [heartbeats(PrefixStore(prefix, store), ranks) for prefix in prefixes]
     return [f"rank {rank} {beat}" for beats in runs for rank, beat in beats.items() if beat]
