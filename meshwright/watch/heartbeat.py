@@ -46,7 +46,7 @@ _FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1])) 
 
 # Our code that FSDP calls to communicate: a rank that waits there waits in FSDP.
 _SENDS = tuple(
-    os.path.join(*at) for at in (("mesh", "host_sends.py"), ("parallel", "fsdp.py"), ("verify", "recorder.py"))
+    os.path.join(*at) for at in (("mesh", "local_collectives.py"), ("parallel", "fsdp.py"), ("verify", "recorder.py"))
 )
 
 
