@@ -125,7 +125,7 @@ class LanguageHead(nn.Module):
         super().__init__()
         self.norm = Norm(shape, at + "norm.weight")
         rows, cols = {"vocab": shape.vocab}, {"embed": shape.width}
-        # Of a tied head only the declaration is dropped: `forward` then gets the embedding's matrix.
+        # A tied head declares nothing: `forward` gets the embedding's matrix.
         own = weight(rows, cols, key=LM_HEAD, init=Init("normal", shape.std))
         self.weight = None if shape.tied else own
         self.vocab = Span("vocab", shape.vocab)

@@ -134,7 +134,7 @@ class Experts(Quantisable):
         pending = self.dispatch(x_TD, weight_Tk, expert_Tk)
         shared_TD, rows = shared(), pending()
         del pending  # it references the rows as received
-        matrices = self.as_operand("gate_up", self.gate_up), self.meant("down", self.down)
+        matrices = self.as_operand("gate_up", self.gate_up), self.as_operand("down", self.down)
         # A rank stores rows of [E R, D]; E is what it has of the experts.
         gate_up_ERD, down_EDF = (w.unflatten(0, (len(rows.counts_E), -1)) for w in matrices)
         fp8 = ("gate_up" in self.in_fp8, "down" in self.in_fp8)

@@ -152,7 +152,6 @@ def _rotated(fields: Json, head: int, partial: float | None) -> int:
         raise ConfigError(f"config.json: {PARTIAL}={fraction}, but this family rotates whole heads; remove it")
     if not 0 < fraction <= 1:
         raise ConfigError(f"config.json: {PARTIAL}={fraction}; it must be above 0 and at most 1")
-    # Truncated, as transformers does.
     dim = int(head * fraction)
     if dim % 2 or dim < 2:
         raise ConfigError(f"config.json: {dim} dims of each head would be rotated; it must be an even number")

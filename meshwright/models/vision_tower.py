@@ -240,7 +240,6 @@ class Tower(nn.Module):
     def units(self) -> list[nn.Module]:
         """Return the FSDP units in the order of forward, by which backward prefetches."""
         units: list[nn.Module] = [self.patches]
-        # The order is that of forward, by which backward prefetches.
         for number, block in self.blocks.items():
             taps = [self.shape.taps.index(int(number))] if int(number) in self.shape.taps else []
             units += [block, *(self.deep[str(n)] for n in taps)]

@@ -169,9 +169,9 @@ class Swap:
     swap.
 
     `heads` are dealt out. `inputs`: for each tensor that is sent, the elements of one of its heads, and how many of
-    `heads` it serves (a kv head serves several). `width`: elements of a head that come back. Tensors go as `[T, n,
-    ...]` with the heads of the tp rank, and arrive with the heads that this rank needs. When armed: one all-to-all each
-    way, and one each way in backward; both of forward once more with `again`.
+    `heads` it serves (a kv head serves several). `width`: elements of a head that come back. Tensors go as
+    `[T, n, ...]` with the heads of the tp rank, and arrive with the heads that this rank needs. When armed: one
+    all-to-all each way, and one each way in backward; both of forward once more with `again`.
     """
 
     def __init__(self, heads: Span, inputs: Sequence[tuple[int, int]], width: int, mixer: str = ATTENTION) -> None:

@@ -15,7 +15,6 @@ def deferred_signal(number: int) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield arrived
         return
-    # Append only: a handler runs between two bytecodes of anything.
     previous = signal.signal(number, lambda number, _: arrived.append(number))
     try:
         yield arrived

@@ -69,8 +69,8 @@ def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float)
         fate = _fate_of(before[rank], seen, home)
         by_fate.setdefault((fate, _place(fate, seen)), []).append(rank)
     order, now = list(_FIXES), max((seen.beat for seen in after.values() if seen), default=0.0)
+    # The worst fate first; within one, the smallest group, which is the odd one out.
     fates = sorted(by_fate.items(), key=lambda item: (order.index(item[0][0]), len(item[1]), item[1]))
-    # Worst fate first; within one, the smallest group, which is the odd one out.
     sentences = []
     for (fate, place), ranks in fates[:_MOST]:
         beats = [seen for rank in ranks if (seen := after[rank])]
