@@ -77,7 +77,7 @@ def needs(line: Line, action: Action) -> Iterator[Action]:
 
 
 def one_f_one_b(line: Line, num_batches: int, trained_from: int = 0) -> Orders:
-    """Alternate forwards and backwards (1F1B), so that a rank keeps at most as many micro-batches as stages follow it.
+    """Alternate forwards and backwards (1F1B): a rank keeps at most as many micro-batches as stages are left from it.
 
     GPipe (all forwards first) has the same bubble of (pp - 1) / (m + pp - 1) for m micro-batches, but keeps all m.
 
