@@ -115,7 +115,7 @@ class Mesh:
         if axes not in self._group_over:
             parts = tuple(self.axes.groups(axes))
             if parts not in self._group_of:
-                self._group_of[parts] = self._make(parts, f"the making of the groups over {' x '.join(axes)}")
+                self._group_of[parts] = self._make(parts, f"making the groups over {' x '.join(axes)}")
             self._group_over[axes] = self._group_of[parts]
         return self._group_over[axes]
 
@@ -128,7 +128,7 @@ class Mesh:
             return [self.process_group(axes)]
         if axes not in self._hosts_over:
             at, partitions = (
-                f"the making of the groups of hosts over {' x '.join(axes)}",
+                f"making the groups of hosts over {' x '.join(axes)}",
                 rounds(self.axes.groups(axes)),
             )
             for parts in partitions:
@@ -201,7 +201,7 @@ class Mesh:
                 dist.all_reduce(x, dist.ReduceOp.MAX, group=self.process_group(axes))
         return x
 
-    def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "a gathering of rows") -> Tensor:
+    def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "an all-gather of rows") -> Tensor:
         """All-gather the rows `[n, ...]` of every rank of `axes`, in order. `n` is the same on all ranks. No
         gradients.
         """
@@ -227,7 +227,7 @@ class Mesh:
     def to_host(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Copy results from the device, in float64 on the host: one copy, so the host waits once for all of them."""
         flat = torch.cat([x.double().flatten() for x in results])
-        with waiting_at("what the device has found"):
+        with waiting_at("results from the device"):
             on_host = flat.to(self.host)
         parts = on_host.split([x.numel() for x in results])
         return [part.view(x.shape) for part, x in zip(parts, results, strict=True)]
@@ -237,7 +237,7 @@ class Mesh:
         if self.size_of(axes) == 1:
             return [x]
         out: list[Any] = [None] * self.size_of(axes)
-        with waiting_at("a gathering of settings"):
+        with waiting_at("an all-gather of settings"):
             dist.all_gather_object(out, x, group=self.process_group(axes))
         return out
 
@@ -253,7 +253,7 @@ class Mesh:
         if self.axes.world == 1:
             return x
         objects = [x]
-        with waiting_at("what rank 0 tells"):
+        with waiting_at("the broadcast from rank 0"):
             dist.broadcast_object_list(objects, src=0, group=self.process_group(DENSE), device=self.device)
         return objects[0]
 
