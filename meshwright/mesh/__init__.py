@@ -127,10 +127,7 @@ class Mesh:
         if self.device == self.host:
             return [self.process_group(axes)]
         if axes not in self._hosts_over:
-            at, partitions = (
-                f"making the groups of hosts over {' x '.join(axes)}",
-                rounds(self.axes.groups(axes)),
-            )
+            at, partitions = f"making the groups of hosts over {' x '.join(axes)}", rounds(self.axes.groups(axes))
             for parts in partitions:
                 if parts not in self._hosts_of:
                     self._hosts_of[parts] = self._make(parts, at, "gloo")
