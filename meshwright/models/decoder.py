@@ -221,7 +221,7 @@ class Decoder(nn.Module):
         part.embed, part.head, part.tower = self.embed, self.head, None
         return part
 
-    def stage(self, layers: Iterable[int], *, first: bool, last: bool) -> Decoder:
+    def part(self, layers: Iterable[int], *, first: bool, last: bool) -> Decoder:
         """Return a pipeline stage: some of the layers under their own numbers, so that parameter names are those of the
         whole.
         """
