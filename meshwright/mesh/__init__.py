@@ -199,8 +199,9 @@ class Mesh:
         return x
 
     def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "an all-gather of rows") -> Tensor:
-        """All-gather the rows `[n, ...]` of every rank of `axes`, in order. `n` is the same on all ranks. No
-        gradients.
+        """All-gather the rows `[n, ...]` of every rank of `axes`, in order.
+
+        `n` is the same on all ranks. No gradients.
         """
         size = self.size_of(axes)
         if size == 1:
@@ -288,8 +289,9 @@ class Mesh:
         return rows[:, 1:]
 
     def synchronize(self) -> None:
-        """Synchronise with the device. NCCL's timeout starts when a send is queued, so it would fire behind a long
-        queue.
+        """Synchronise with the device.
+
+        NCCL's timeout starts when a send is queued, so it would fire behind a long queue.
         """
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
@@ -302,8 +304,9 @@ class Mesh:
 
     @property
     def node(self) -> range:
-        """Return the ranks of this rank's machine: neighbours, as torchrun numbers them. Without torchrun, all
-        ranks.
+        """Return the ranks of this rank's machine: neighbours, as torchrun numbers them.
+
+        Without torchrun, all ranks.
         """
         size = _from_torchrun("LOCAL_WORLD_SIZE", self.axes.world)
         if self.axes.world % size:

@@ -47,8 +47,9 @@ def start_all_to_all(x: Tensor, outs: list[int], ins: list[int], group: str) -> 
 
 
 class AllGather(Function):
-    """All-gather own tokens -> tokens of the group. Backward: reduce-scatter, since every rank has a gradient
-    for them.
+    """All-gather own tokens -> tokens of the group.
+
+    Backward: reduce-scatter, since every rank has a gradient for them.
     """
 
     @staticmethod

@@ -104,8 +104,9 @@ def _tag(group: dist.ProcessGroup, kind: str) -> int:
 
 
 def _interrupt(signals: Sequence[int]) -> None:
-    """Raise a signal that arrived meanwhile. In the middle, the peer would receive the rest in place of the next
-    transfer.
+    """Raise a signal that arrived meanwhile.
+
+    In the middle, the peer would receive the rest in place of the next transfer.
     """
     if signals:
         signal.raise_signal(signals[0])

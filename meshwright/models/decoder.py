@@ -251,8 +251,9 @@ class Decoder(nn.Module):
             self.tower.compute = dtype
 
     def units(self) -> list[nn.Module]:
-        """Return the modules that FSDP gathers and frees together. A tied embedding stays with the root: two places use
-        it.
+        """Return the modules that FSDP gathers and frees together.
+
+        A tied embedding stays with the root: two places use it.
         """
         ends = (None, None) if self.tied else (self.embed, self.head)
         tower = [] if self.tower is None else self.tower.units()
@@ -262,8 +263,9 @@ class Decoder(nn.Module):
         self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None,
         sight: VisionInput | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Run the stage. `want`: what the head computes. `sight`: the images of the first stage, if this rank
-        has any.
+        """Run the stage.
+
+        `want`: what the head computes. `sight`: the images of the first stage, if this rank has any.
         """
         rows: tuple[
             Tensor, ...

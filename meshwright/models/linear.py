@@ -29,8 +29,9 @@ class Quantisable(nn.Module):
 
 
 class Linear(Quantisable):
-    """`x @ weight.T + bias`. `key` is their common key in the files, up to `.weight` or `.bias`; or `layouts`
-    say it.
+    """`x @ weight.T + bias`.
+
+    `key` is their common key in the files, up to `.weight` or `.bias`; or `layouts` say it.
     """
 
     low = True  # whether the weight may be quantised, in files and for matmuls

@@ -153,8 +153,9 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """`down(silu(gate x) * up x)` (arXiv 2002.05202). `gate_up` is `[2, F, D]`, so that a cut of F cuts gate and up
-    alike.
+    """`down(silu(gate x) * up x)` (arXiv 2002.05202).
+
+    `gate_up` is `[2, F, D]`, so that a cut of F cuts gate and up alike.
     """
 
     def __init__(self, shape: Shape, ffn: int, at: str, dim: str) -> None:

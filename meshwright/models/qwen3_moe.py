@@ -71,8 +71,9 @@ def routing_of(config: Json, *, renormalise: bool) -> Routing:
 
 
 def balance_of(config: Json, routing: Routing) -> Balance:
-    """Return the router's balance. The aux loss counts only if the config asks for router logits, as in
-    transformers.
+    """Return the router's balance.
+
+    The aux loss counts only if the config asks for router logits, as in transformers.
     """
     coefficient = take(config, "router_aux_loss_coef", float, 0.001)
     return Balance(

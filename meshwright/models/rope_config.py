@@ -91,8 +91,9 @@ def rope_fields(config: Json) -> dict[str, Any]:
 
 
 def _fields_of_group(config: Json, where: str) -> dict[str, Any]:
-    """Return the fields of a group, its type as "rope_type"; empty where it is absent. Refuse fields that the type
-    lacks.
+    """Return the fields of a group, its type as "rope_type"; empty where it is absent.
+
+    Refuse fields that the type lacks.
     """
     fields = group(config, where)
     if not fields:

@@ -36,8 +36,9 @@ class Balance:
         return self.num_layers - 1
 
     def begin(self, counted_T: Tensor) -> None:
-        """Start a micro-batch. `counted_T` is False for padding tokens. A recomputed layer overwrites its counts with
-        the same.
+        """Start a micro-batch.
+
+        `counted_T` is False for padding tokens. A recomputed layer overwrites its counts with the same.
         """
         self._counted_T = counted_T
         self.counts, self.probs = {}, {}

@@ -47,8 +47,9 @@ class Pixels:
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The shape of a tower. `taps`: blocks after which features go to the first layers of the text (deepstack,
-    2406.04334).
+    """The shape of a tower.
+
+    `taps`: blocks after which features go to the first layers of the text (deepstack, 2406.04334).
     """
 
     width: int
@@ -171,8 +172,9 @@ class Patches(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """A ViT block: `x += attention(norm(x)); x += mlp(norm(x))`. A patch attends to its own frame, in both
-    directions.
+    """A ViT block: `x += attention(norm(x)); x += mlp(norm(x))`.
+
+    A patch attends to its own frame, in both directions.
     """
 
     def __init__(self, shape: TowerShape, at: str) -> None:
@@ -221,8 +223,9 @@ class Merger(nn.Module):
 
 
 class Tower(nn.Module):
-    """The tower. `forward` returns rows for this rank's tokens: their replacements, and what the first layers add to
-    them.
+    """The tower.
+
+    `forward` returns rows for this rank's tokens: their replacements, and what the first layers add to them.
     """
 
     def __init__(self, shape: TowerShape, width: int, ids: Sequence[int], at: str) -> None:

@@ -60,8 +60,9 @@ class Documents:
 
 
 class Parts(Protocol):
-    """A stream cut into equal parts, one a rank, of which this is number `part`. Calling it all-gathers rows of all
-    parts.
+    """A stream cut into equal parts, one a rank, of which this is number `part`.
+
+    Calling it all-gathers rows of all parts.
     """
 
     @property

@@ -44,8 +44,9 @@ def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def emulated(x: Tensor, weight_NK: Tensor) -> Tensor:
-    """Compute what such a matmul means, in at least float32. A kernel may sum in another order, and differ in nothing
-    else.
+    """Compute what such a matmul means, in at least float32.
+
+    A kernel may sum in another order, and differ in nothing else.
     """
     return F.linear(rounded_rows(x), rounded_matrix(weight_NK))
 
@@ -156,8 +157,9 @@ def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether torch's kernel agrees with `emulated`. It is tried once a device and dtype, and waits for the
-    device.
+    """Tell whether torch's kernel agrees with `emulated`.
+
+    It is tried once a device and dtype, and waits for the device.
     """
     return _kernel_agrees(device, dtype)
 

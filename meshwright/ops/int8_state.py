@@ -30,8 +30,9 @@ _ONE = 0x3F80  # the upper 16 bits of 1.0
 
 @dataclass(frozen=True)
 class Code:
-    """`num` levels, log-spaced over `decades` below the largest element of a block, and zero. `signed`: bit 7 is the
-    sign.
+    """`num` levels, log-spaced over `decades` below the largest element of a block, and zero.
+
+    `signed`: bit 7 is the sign.
     """
 
     num: int
@@ -92,8 +93,9 @@ def _level_below(shares: Tensor, code: Code) -> Tensor:
 
 @functools.cache
 def _level_by_high_bits(code: Code, device: torch.device) -> Tensor:
-    """Tabulate the level below the smallest float32 with given upper 16 bits. No float with those bits is two levels
-    higher.
+    """Tabulate the level below the smallest float32 with given upper 16 bits.
+
+    No float with those bits is two levels higher.
     """
     smallest = (torch.arange(_ONE + 1, dtype=torch.int32) << 16).view(torch.float32)
     indices = torch.bucketize(smallest, levels(code, torch.device("cpu")), right=True, out_int32=True) - 1

@@ -53,7 +53,8 @@ class Choices:
 
 
 def replayed(make: Callable[[], Tensor]) -> Tensor:
-    """Return what `make` chooses; in a recomputed layer, what it chose in forward. The result must carry no
-    gradient.
+    """Return what `make` chooses; in a recomputed layer, what it chose in forward.
+
+    The result must carry no gradient.
     """
     return make() if _active is None else _active.choose(make)

@@ -43,8 +43,9 @@ def divides(token_once: bool | int, ep: int) -> bool:
 
 
 def hops(at: str, num_experts: int, axes: Axes, token_once: bool | int) -> tuple[Hop, ...]:
-    """Return the exchanges of a layer. `token_once`: send a token once per node of this many ep ranks; True: once per
-    rank.
+    """Return the exchanges of a layer.
+
+    `token_once`: send a token once per node of this many ep ranks; True: once per rank.
     """
     per_node = int(token_once)
     if per_node <= 1 or per_node % axes.ep == 0:

@@ -112,8 +112,9 @@ def matrix_shape(param: Param, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Declared(nn.Parameter):
-    """A parameter on the meta device that carries its declaration. This rank's piece replaces it when the model is
-    placed.
+    """A parameter on the meta device that carries its declaration.
+
+    This rank's piece replaces it when the model is placed.
     """
 
     param: Param
@@ -129,8 +130,9 @@ def weight(
     layouts: Sequence[Layout] = (), group: str = "", float32: bool = False, decay: bool = True,
     init: Init = Init("normal", 0.02), optional: bool = False, low: bool = False,
 ) -> Declared:  # fmt: skip
-    """Declare a parameter. With `key`, the source holds our matrix as it is; otherwise `layouts` map keys to blocks of
-    it.
+    """Declare a parameter.
+
+    With `key`, the source holds our matrix as it is; otherwise `layouts` map keys to blocks of it.
     """
     if set(rows) & set(cols or {}):
         raise LayoutError(

@@ -113,8 +113,9 @@ def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[
         return [num * prod(axes.sizes(u.shard)) for num, u in zip(shard_sizes(some), some, strict=True)]
 
     def gathered_as_codes(unit: Unit) -> Collection[str]:
-        """Name what is gathered as FP8 codes. A parameter with a single shard is copied, not gathered, and its copy has
-        values.
+        """Name what is gathered as FP8 codes.
+
+        A parameter with a single shard is copied, not gathered, and its copy has values.
         """
         return {*held.numbers, *(held.low if prod(axes.sizes(unit.shard)) > 1 else ())}
 

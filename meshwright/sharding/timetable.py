@@ -43,8 +43,9 @@ class Timetable:
 
 
 def times(line: Line, orders: Orders, cost: Callable[[Action], float]) -> Timetable:
-    """Start every rank's next action as soon as the rank is free and the action's inputs exist. Transfers take
-    no time.
+    """Start every rank's next action as soon as the rank is free and the action's inputs exist.
+
+    Transfers take no time.
     """
     rows: list[list[Slot]] = [[] for _ in orders]
     ends: dict[Action, float] = {}
