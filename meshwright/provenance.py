@@ -1,6 +1,4 @@
-"""Provenance of results: versions of the package and its dependencies, date and command, without importing any
-of them.
-"""
+"""Provenance of results: versions of the package and its dependencies, date and command; imports none of them."""
 
 from __future__ import annotations
 

@@ -271,12 +271,11 @@ class Mesh:
         self, failure: BaseException | None, at: str, error: type[MeshwrightError] | None = None,
         numbers: Sequence[float] = (), axes: tuple[str, ...] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Raise on every rank if any rank failed: its own `failure` there, elsewhere an error that names that rank and
-        its reason.
+        """Raise on every rank if any rank failed: so that none waits for one that has given up.
 
-        So no rank waits in a collective for one that has given up. Otherwise return the `numbers` of all ranks, a row
-        for each, on the host. `error`: the class that the other ranks raise, RankError by default. `axes`: among which
-        ranks, by default all.
+        The rank that failed raises its `failure`, the others an error that names that rank and its reason. Otherwise
+        return the `numbers` of all ranks, a row for each, on the host. `error`: the class that the other ranks raise,
+        RankError by default. `axes`: among which ranks, by default all.
         """
         axes = DENSE if axes is None else axes
         rows = self.all_gather_on_hosts((float(failure is not None), *numbers), axes, at)

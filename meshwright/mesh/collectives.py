@@ -95,11 +95,10 @@ class AllToAll(Function):
 
 
 class AsyncAllToAll:
-    """An asynchronous all-to-all: begun in one place, ended where its rows are needed, overlapping what runs in
-    between.
+    """An asynchronous all-to-all: begun in one place, ended where its rows are needed.
 
-    Backward mirrors it: it begins where forward ended, and ends where forward began, overlapping the gradients of what
-    ran in between. A stream-level `wait_tensor` in the middle would serialise both.
+    It overlaps what runs in between. Backward mirrors it: it begins where forward ended, and ends where forward began,
+    overlapping the gradients of what ran in between. A stream-level `wait_tensor` in the middle would serialise both.
     """
 
     def __init__(self, outs: list[int], ins: list[int], group: str, at: str) -> None:

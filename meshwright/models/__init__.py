@@ -1,5 +1,4 @@
-"""Model families by `model_type` (Qwen2, Qwen3, Qwen3-MoE, Qwen3.5, Qwen3-VL): from config.json to a model on the meta
-device.
+"""Model families by `model_type` (Qwen2, Qwen3, Qwen3-MoE, Qwen3.5, Qwen3-VL): config.json -> model on meta device.
 
 To add a family, write its file and name it in FAMILIES, or add it from outside of the package: `FAMILIES["model_type"]
 = Family(build)` (docs/add-a-model.md).

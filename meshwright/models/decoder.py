@@ -222,8 +222,9 @@ class Decoder(nn.Module):
         return part
 
     def part(self, layers: Iterable[int], *, first: bool, last: bool) -> Decoder:
-        """Return a pipeline stage: some of the layers under their own numbers, so that parameter names are those of the
-        whole.
+        """Return a pipeline stage: some of the layers, under their own numbers.
+
+        So parameter names are those of the whole model.
         """
         stage = Decoder.__new__(Decoder)  # not copy.copy: it would share the hook dicts that torch keeps on a module
         nn.Module.__init__(stage)

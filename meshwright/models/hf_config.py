@@ -39,8 +39,9 @@ class Labels:
 
 
 def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
-    """Return the field `name`, or `default` where it is absent or null; raise if it is missing or of the wrong type or
-    size.
+    """Return the field `name`, or `default` where it is absent or null.
+
+    Raise if it is missing, or of the wrong type or size.
     """
     value = config.get(name)
     value = default if value is None else value

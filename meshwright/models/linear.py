@@ -1,6 +1,4 @@
-"""Linear layers of models: the place for whatever attaches to a weight, such as an adapter (LoRA) or a
-precision (FP8).
-"""
+"""Linear layers of models: the place for whatever attaches to a weight, an adapter (LoRA) or a precision (FP8)."""
 
 from __future__ import annotations
 

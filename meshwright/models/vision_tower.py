@@ -253,8 +253,9 @@ class Tower(nn.Module):
         return torch.isin(tokens_T, tokens_T.new_tensor(self.ids))
 
     def forward(self, sight: VisionInput) -> tuple[Tensor, ...]:
-        """Run frames; return for each placeholder among this rank's tokens a row for it, and one for each of the first
-        layers.
+        """Run frames; return rows for the placeholders among this rank's tokens.
+
+        The first result is what replaces them; each further one is what one of the first layers adds to them.
         """
         x_PE = self.patches(sight.patches_PC.to(self.compute), sight.frames)
         tables = ops.frame_tables(sight.frames, self.shape.head, self.shape.theta, ops.upcast(x_PE[:0]).dtype)

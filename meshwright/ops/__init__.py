@@ -1,5 +1,4 @@
-"""Mathematics of the models as pure functions on one device: attention, gated delta rule, MoE experts, norms, RoPE,
-loss.
+"""Mathematics of the models as pure functions on one device: attention, delta rule, experts, norms, RoPE, loss.
 
 Nothing here knows of modules, meshes or files. Each function
 

@@ -241,10 +241,9 @@ def _decays(g_nGRC: Tensor, positions_nC: Tensor) -> tuple[Tensor, Tensor]:
 def _scan(
     u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor, state: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Carry the state through the chunks; return the states [G, R, K, V] before each and after the last, and u [G, R,
-    C, V].
+    """Carry the state through the chunks; return the states before each and after the last, and u.
 
-    This is the only sequential part: two small matmuls a chunk.
+    States are [G, R, K, V], u is [G, R, C, V]. This is the only sequential part: two small matmuls a chunk.
     """
     states, us = [state], []
     for free, coupling, keys, decay in zip(*(x.unbind(0) for x in (u_free, u_state, k_to_end, through)), strict=True):

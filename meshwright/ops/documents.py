@@ -36,8 +36,9 @@ class Documents:
 
     @cached_property
     def exact_cu_seqlens(self) -> Tensor:
-        """Return the bounds on the device, in int64 and not padded; always the same tensor, since kernels cache by
-        identity.
+        """Return the bounds on the device, in int64 and not padded.
+
+        It is always the same tensor, since kernels cache by identity.
         """
         return self.cu_seqlens[: len(self.bounds)].long()
 
@@ -47,8 +48,7 @@ class Documents:
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def reaching(self, first: int, stop: int) -> tuple[int, Documents]:
-        """Return where the documents with tokens in `first..stop` begin, and these documents as a stream that ends at
-        `stop`.
+        """Cut out the documents with tokens in `first..stop`, as a stream that ends at `stop`; return its start and it.
 
         The first of them keeps its beginning before `first`: queries of its tokens see it.
         """

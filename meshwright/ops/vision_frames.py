@@ -1,5 +1,4 @@
-"""Frames of a vision tower: images, and slices of videos in time, as patches packed end to end (as in NaViT,
-2307.06304).
+"""Frames of a vision tower: images and slices of videos, as patches packed end to end (NaViT, arXiv 2307.06304).
 
 A frame of h x w patches has them in blocks of 2 x 2, block row by block row, and row by row within a block: four
 neighbours are merged into one token later. Frames do not attend to each other, just as documents do not, so varlen

@@ -35,8 +35,9 @@ class Block(NamedTuple):  # a large model has 100,000 of them, see Box
     turned: bool = False
 
     def view(self, tensor: Tensor) -> Tensor:
-        """View the block of a source tensor in the shape of ours, never as a copy: a memory-mapped file stays
-        on disk.
+        """View the block of a source tensor in the shape of ours.
+
+        Never a copy: a memory-mapped file stays on disk.
         """
         region = tensor[self.source.slices]
         return (region.transpose(-1, -2) if self.turned else region).view(self.ours.shape)

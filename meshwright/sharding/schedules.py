@@ -136,12 +136,12 @@ def _defer_weights(order: Sequence[Action], most_waiting: int) -> list[Action]:
 
 
 def v_schedule(line: Line, num_batches: int, trained_from: int = 0, most: int | None = None) -> Orders:
-    """ZB-V: stages descend to the last rank and come back up, with split backwards, scheduled greedily (arXiv
-    2401.10241, 2405.15362).
+    """Schedule a V of stages greedily, with split backwards: ZB-V (arXiv 2401.10241, 2405.15362).
 
-    Rank r holds the stages r and 2 pp - 1 - r: a micro-batch that it keeps long in one is brief in the other, so all
-    ranks keep equally many. `most`: how many pairs of stage and micro-batch a rank may keep. The default, `2 * pp`, is
-    what rank 0 keeps in 1F1B, since stages are half as long. Less saves memory and costs time.
+    Stages descend to the last rank and come back up: rank r holds the stages r and 2 pp - 1 - r. A micro-batch that it
+    keeps long in one is brief in the other, so all ranks keep equally many. `most`: how many pairs of stage and
+    micro-batch a rank may keep. The default, `2 * pp`, is what rank 0 keeps in 1F1B, since stages are half as long.
+    Less saves memory and costs time.
     """
     _check(line, num_batches, trained_from)
     if not line.turn:
@@ -178,9 +178,7 @@ def _without_untrained(orders: Orders, trained_from: int) -> Orders:
 
 
 def _greedy(line: Line, num_batches: int, kinds: tuple[str, ...], most: float) -> Orders:
-    """Schedule greedily in rounds: every action takes one round, in which each rank runs its most urgent one that is
-    ready.
-    """
+    """Schedule in rounds of one action each: a rank runs its most urgent action that is ready."""
     queues = [
         [deque(Action(kind, stage, m) for m in range(num_batches)) for kind in kinds for stage in line.stages_of(rank)]
         for rank in range(line.pp)
@@ -223,11 +221,10 @@ def _urgency(action: Action) -> tuple[int, int, int]:
 
 
 def moments(line: Line, orders: Orders) -> Iterator[list[tuple[int, Action]]]:
-    """Yield what ranks do at the same time if each runs its next action as soon as it can; raise if the schedule
-    deadlocks.
+    """Yield what ranks do at the same time if each runs its next action as soon as it can.
 
-    A stage stops when two of its results wait for the next stage. Otherwise stages without a backward, which are
-    faster, would run ahead and fill the memory of others with activations.
+    Raise if the schedule deadlocks. A stage stops when two of its results wait for the next stage. Otherwise stages
+    without a backward, which are faster, would run ahead and fill the memory of others with activations.
     """
     scheduled = {action for order in orders for action in order}
     positions, done, num_done = [0] * len(orders), set[Action](), Counter[tuple[str, int]]()

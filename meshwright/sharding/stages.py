@@ -1,6 +1,4 @@
-"""Pipeline stages of a model: which layers and which FSDP units each contains, how costs balance, and the user's
-choice.
-"""
+"""Pipeline stages of a model: which layers and FSDP units each contains, how costs balance, the user's choice."""
 
 from __future__ import annotations
 

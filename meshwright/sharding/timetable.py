@@ -43,7 +43,7 @@ class Timetable:
 
 
 def times(line: Line, orders: Orders, cost: Callable[[Action], float]) -> Timetable:
-    """Start every rank's next action as soon as the rank is free and the action's inputs exist.
+    """Start each rank's next action as soon as the rank is free and the action's inputs exist.
 
     Transfers take no time.
     """

@@ -1,6 +1,4 @@
-"""Heartbeats and diagnosis of hung or lost ranks: when a collective fails, say which rank is missing and at
-which door.
-"""
+"""Heartbeats and diagnosis of lost ranks: when a collective hangs or fails, say which rank is missing and where."""
 
 from .deferred_signals import deferred_signal
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
