@@ -271,7 +271,7 @@ class Mesh:
         self, failure: BaseException | None, at: str, error: type[MeshwrightError] | None = None,
         numbers: Sequence[float] = (), axes: tuple[str, ...] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Raise on every rank if any rank failed: so that none waits for one that has given up.
+        """Raise on every rank if any rank failed, so that none waits for one that has given up.
 
         The rank that failed raises its `failure`, the others an error that names that rank and its reason. Otherwise
         return the `numbers` of all ranks, a row for each, on the host. `error`: the class that the other ranks raise,
