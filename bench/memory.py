@@ -86,13 +86,13 @@ def _freed_here() -> Iterator[None]:
     """The profiler looks at one thread alone, and would take what gloo's threads free for memory that is held for ever.
     So within it sums and gathers make what they make without gloo, and rows are exchanged in another thread."""
 
-    def gather(x: torch.Tensor, size: int, _group: str) -> torch.Tensor:
+    def all_gather(x: torch.Tensor, size: int, _group: str) -> torch.Tensor:
         return x.repeat(size, *[1] * (x.dim() - 1))
 
-    def scatter_sum(x: torch.Tensor, size: int, _group: str) -> torch.Tensor:
+    def reduce_scatter(x: torch.Tensor, size: int, _group: str) -> torch.Tensor:
         return x.chunk(size)[0].clone()
 
-    def begun(x: torch.Tensor, outs: list[int], ins: list[int], group: str) -> torch.Tensor:
+    def start_all_to_all(x: torch.Tensor, outs: list[int], ins: list[int], group: str) -> torch.Tensor:
         held = x.contiguous()
         out = held.new_empty(sum(outs), *held.shape[1:])
 
@@ -109,8 +109,10 @@ def _freed_here() -> Iterator[None]:
             if part.data_ptr() != to.data_ptr():  # its own is there already
                 to.copy_(part)
 
-    real = collectives.begun
-    of_doors = patch.multiple(collectives, gather=gather, scatter_sum=scatter_sum, begun=begun)
+    real = collectives.start_all_to_all
+    of_doors = patch.multiple(
+        collectives, all_gather=all_gather, reduce_scatter=reduce_scatter, start_all_to_all=start_all_to_all
+    )
     with of_doors, patch.object(local_collectives, "_swap", swap):
         yield
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint, draw
 from meshwright.checkpoint import planes_of
-from meshwright.sharding import Block, Box, Piece, across, check_written, piece, place, written
+from meshwright.sharding import Block, Box, Piece, check_rows_to_write, column_axes, piece, place, rows_to_write
 from meshwright.weights import Files, KeyMap, chosen, make_files, open_source
 from meshwright.weights.reader import Reader, contiguous
 from meshwright.weights.safetensors_header import DTYPES, Entry
@@ -65,8 +65,8 @@ class Places(Files):
 def windows(blueprint: Blueprint, rank: int) -> Iterator[Piece]:
     """What a rank writes, in the parts in which it gets it."""
     for param in blueprint.table:
-        mine = written(param, blueprint.spec.rules, AXES, rank)
-        exchanged = across(param, place(param, blueprint.spec.rules, AXES))
+        mine = rows_to_write(param, blueprint.spec.rules, AXES, rank)
+        exchanged = column_axes(param, place(param, blueprint.spec.rules, AXES))
         rows = max(1, WINDOW_BYTES // (param.matrix[1] * 4)) if exchanged else max(1, mine.hi - mine.lo)
         for lo in range(mine.lo, mine.hi, rows):
             yield replace(mine, lo=lo, hi=min(lo + rows, mine.hi))
@@ -76,7 +76,7 @@ def plan(blueprint: Blueprint, keymaps: list[KeyMap], rank: int) -> list[Places]
     """All that a rank works out before it writes, with the headers that it looks places up in."""
     names = sorted(blueprint.table.params)
     for name in names[rank :: AXES.world]:
-        check_written(blueprint.table[name], blueprint.spec, AXES)
+        check_rows_to_write(blueprint.table[name], blueprint.spec, AXES)
     files = [Places(keymap) for keymap in keymaps]
     for rows in windows(blueprint, rank):
         values = torch.empty(rows.shape, device="meta")

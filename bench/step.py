@@ -119,7 +119,7 @@ def measure_fp8(name: str, rounds: int, device: str, width: int) -> str:
         losses = [step() for step in steps.values()]
         for _ in range(rounds):
             for fp8, step in steps.items():
-                mesh.settle()
+                mesh.synchronize()
                 begin = time.perf_counter()
                 step()  # its loss is a number on the host: the device has finished
                 times[fp8].append(time.perf_counter() - begin)

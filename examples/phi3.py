@@ -85,8 +85,8 @@ class Attention(nn.Module):
 def part(key: str, rows: int, first: int, shape: tuple[int, int, int]) -> Layout:
     """A parameter of `[heads, head, embed]` that is the rows from `first` on of a tensor of `rows` rows."""
     heads, head, width = shape
-    theirs = Box((first, 0), (first + heads * head, width))
-    return Layout("part", (Block(Box.whole(shape), key, (rows, width), theirs),))
+    file_box = Box((first, 0), (first + heads * head, width))
+    return Layout("part", (Block(Box.whole(shape), key, (rows, width), file_box),))
 
 
 FAMILIES["phi3"] = Family(build)

@@ -1,4 +1,9 @@
-"""The mesh as arithmetic: six axes, the coordinates of a rank on them, and who shares them. No process group."""
+"""Mesh axes as arithmetic: sizes, coordinates of a rank, groups that share an axis. No process group.
+
+Six axes: pp (pipeline), replicate (HSDP), fsdp, cp (context), tp (tensor), ep (experts). Ranks are numbered with tp
+innermost, so that its frequent collectives stay within a node. Experts use a second view of the same ranks, in which ep
+x efsdp replaces fsdp x cp x tp.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,9 @@ from torch import Tensor
 from .errors import MeshError
 
 DENSE = ("pp", "replicate", "fsdp", "cp", "tp")  # outer to inner
-EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, seen by the experts
+EXPERT = ("pp", "replicate", "efsdp", "ep")  # the same ranks, as experts are spread over them
 REPLICA = ("pp", "fsdp", "cp", "tp")  # all but replicate: the ranks that hold a model between them
-TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks between which the tokens of a micro-batch are divided
+TOKENS = ("replicate", "fsdp", "cp", "tp")  # the ranks among which the tokens of a micro-batch are divided
 DATA_RANK = ("cp", "tp")  # the ranks that share a stream of tokens, in the order of their parts of it
 ENDS = "ends"  # the first and the last pipeline stage: they share a tied embedding
 
@@ -23,9 +28,9 @@ Ranks = TypeVar("Ranks", int, Tensor)
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over ranks, as data: `Mesh.sum_` makes it, and the bill of a step charges for it."""
+    """An all-reduce over ranks, as data: `Mesh.all_reduce_` runs it, and the bill of a step charges for it."""
 
-    name: str  # what an error calls it when a rank is lost there
+    name: str  # shown in an error when a rank is lost there
     axes: tuple[str, ...]
     num_bytes: int = 0
 
@@ -66,8 +71,10 @@ class Axes:
         }  # fmt: skip
 
     def halves(self, neighbours: int, axis: str = "cp") -> tuple[str, str]:
-        """An axis as two: which of the groups of so many neighbours a rank is in, and where it is in its group. Their
-        names say how the coordinates are reckoned."""
+        """Split an axis in two: the index of a group of `neighbours` consecutive ranks, and the index within the group.
+
+        Their names (`cp//4`, `cp%4`) say how the coordinates are computed.
+        """
         outer, inner = f"{axis}//{neighbours}", f"{axis}%{neighbours}"
         size = self.ep if axis == "ep" else self.cp
         return outer if neighbours > 1 else axis, inner if neighbours < size else axis
@@ -87,7 +94,7 @@ class Axes:
         return self.replicate * self.fsdp
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Coordinates of `rank` on all axes, those of the dense and of the expert view."""
+        """Return the coordinates of `rank` on all axes, those of the dense and of the expert view."""
         self._check(rank)
         at = {**_unravel(rank, DENSE, self.sizes(DENSE)), **_unravel(rank, EXPERT, self.sizes(EXPERT))}
         return {**at, ENDS: int(0 < at["pp"] == self.pp - 1)}
@@ -97,53 +104,61 @@ class Axes:
             raise MeshError(f"there is no rank {rank} among {self.world} ({self})")
 
     def data_rank(self, rank: Ranks) -> Ranks:
-        """Ranks that differ only in cp, tp, pp read the same stream. Of one rank, or of a tensor of them."""
+        """Return the data stream that a rank reads; `rank` may be a tensor of ranks.
+
+        Ranks that differ only in cp, tp or pp read the same stream.
+        """
         return rank // (self.cp * self.tp) % self.num_data_ranks
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` at most on `axes` (all of one view), in order."""
+        """Return the ranks that differ from `rank` at most on `axes` (all of one view), in order."""
         self._check(rank)
         ranks = [rank]
         for axis, stride in self.strides(axes).items():
-            here = rank // stride % self.size_of("pp" if axis == ENDS else axis)
-            there = self._ends_seen_from(here) if axis == ENDS else range(self.size_of(axis))
-            ranks = [r + (i - here) * stride for r in ranks for i in there]
+            coord = rank // stride % self.size_of("pp" if axis == ENDS else axis)
+            coords = self._ends_seen_from(coord) if axis == ENDS else range(self.size_of(axis))
+            ranks = [r + (i - coord) * stride for r in ranks for i in coords]
         return tuple(sorted(ranks))
 
     def _ends_seen_from(self, stage: int) -> tuple[int, ...]:
-        """Both end stages share what is tied; a stage between them shares it with nobody."""
+        """Return the stages that share a tied embedding with `stage`: both ends share it, a stage between them has no
+        part in it.
+        """
         ends = tuple(dict.fromkeys((0, self.pp - 1)))
         return ends if stage in ends else (stage,)
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Every group of ranks over `axes`, in the order of their first ranks: the same list on all ranks."""
+        """Return every group of ranks over `axes`, in the order of their first ranks: the same list on all ranks."""
         others = tuple(a for a in self._view(axes) if a not in axes)
-        firsts = self.group(0, others)  # they are at 0 on all of `axes`
+        firsts = self.group(0, others)  # the ranks at 0 on all of `axes`
         if ENDS in axes:  # the last stage is never first, though its coordinate on pp is left open here
             firsts = tuple(rank for rank in firsts if not self.coords(rank)[ENDS])
         return [self.group(rank, axes) for rank in firsts]
 
     def strides(self, axes: tuple[str, ...]) -> dict[str, int]:
-        """How far apart neighbours on each of `axes` are."""
+        """Return how far apart neighbours on each of `axes` are."""
         view = self._view(axes)
         sizes = self.sizes(view)
         strides = {a: prod(sizes[i + 1 :]) for i, a in enumerate(view)}
         return {a: strides["pp" if a == ENDS else a] for a in axes}
 
     def _view(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        found = next((view for view in self._views if set(axes) <= {*view, ENDS}), None)
-        if found is None:
+        """Return the view that contains all of `axes`."""
+        match = next((view for view in self._views if set(axes) <= {*view, ENDS}), None)
+        if match is None:
             raise MeshError(f"{axes} are not axes of one view; they are {DENSE}, or for experts {EXPERT}")
-        return found
+        return match
 
     @cached_property
     def _views(self) -> list[tuple[str, ...]]:
-        """Axes that name each rank once: dense, as experts see them, and both with cp or ep in halves."""
-        found = [DENSE, EXPERT]
+        """Return lists of axes that name each rank once: the dense and the expert view, and both with cp or ep split in
+        two.
+        """
+        views = [DENSE, EXPERT]
         for view, axis, size in ((DENSE, "cp", self.cp), (EXPERT, "ep", self.ep)):
             at, halves = view.index(axis), [self.halves(n, axis) for n in range(2, size) if size % n == 0]
-            found += [(*view[:at], *both, *view[at + 1 :]) for both in halves]
-        return found
+            views += [(*view[:at], *both, *view[at + 1 :]) for both in halves]
+        return views
 
     def __str__(self) -> str:
         named = [f"{a}={self.size_of(a)}" for a in (*DENSE, "ep") if self.size_of(a) > 1]

@@ -1,7 +1,7 @@
-"""A model before it lies on any mesh: its config, its module on the meta device, how its files spell it.
+"""A model before it is placed on a mesh: its config, its module on the meta device, and how its files spell it.
 
-Whoever wants to know something of a model asks its blueprint: loading, the bill, a plan, `verify`. It is made from
-`config.json` and the headers of the files alone, in milliseconds, and everything that does not fit is refused here.
+It is made from `config.json` and the headers of the files alone, in milliseconds, and whatever does not fit is refused
+here. Loading, the bill, plans and `verify` all ask the same blueprint, so they cannot disagree about a model.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _USUAL = Traffic()
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """One owner of what always travels together. `module` stays whole, and on the meta device until it is placed."""
+    """All that is known of a model on any mesh. `module` stays whole, and on the meta device until it is placed."""
 
     config: Mapping[str, Any]
     module: Decoder
     spec: ShardingSpec
     keymap: KeyMap
     head: str
-    tower: bool = False  # is made and used; else its keys are kept as they are
-    directory: Path | None = None  # of config.json and the tokenizer; a built-in name has none
-    origin: str = ""  # of the weights, as ranks compare it: a seed, or a checksum of the files
+    tower: bool = False  # whether a vision tower is built; else its keys are copied unchanged
+    directory: Path | None = None  # with config.json and the tokenizer; a built-in model has none
+    origin: str = ""  # identity of the weights, compared between ranks: a seed, or a checksum of the files
 
     @property
     def table(self) -> Table:
@@ -44,7 +44,7 @@ class Blueprint:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """What its head can say of a token; the first is what a loss gets."""
+        """Return what the head can compute for a token; the first is what a loss gets."""
         return self.module.scores
 
     @property
@@ -52,11 +52,14 @@ class Blueprint:
         return self.module.shape.vocab
 
     def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
-        """The dtype of the values that are kept of each parameter. What is trained, drawn, or never rounded is wide;
-        what is frozen stays as its files have it, since widening it would take memory and change no number.
+        """Return the dtype in which each parameter is stored (mixed precision).
 
-        The vocabulary of the head is the exception while anything is trained: a large one that is cast for a product is
-        cast part by part (ops/loss.py), and gradients on their way through it would be summed in another order.
+        What is trained, drawn, or never rounded is float32: AdamW updates in bfloat16 would lose steps below half a
+        unit in the last place. What is frozen keeps the dtype of its files, since widening would take memory and change
+        no number.
+
+        The vocabulary of the head is an exception while anything is trained: a large one that is cast for a matmul is
+        cast in slices (ops/loss.py), which would sum the gradients that pass through it in another order.
         """
         wide, keymap = torch.promote_types(compute, torch.float32), self.keymap
         stays_wide = {*trained, *keymap.fresh, *([self.module.vocabulary] if trained else [])}
@@ -68,20 +71,20 @@ class Blueprint:
         return {param.name: stored(param) for param in self.table}
 
     def in_numbers(self, trained: Set[str]) -> frozenset[str]:
-        """Frozen matrices that are kept as files in FP8 have them: as 8-bit numbers, with their scales beside them."""
+        """Return the frozen matrices that are stored as their FP8 files have them: codes with their scales."""
         frozen = (param for param in self.table if param.name not in trained)
         return frozenset(param.name for param in frozen if self.keymap.in_numbers(param))
 
     def run_by(self, pipeline: Pipeline, traffic: Traffic = _USUAL) -> Blueprint:
-        """The same model on its way through stages, with so much traffic."""
+        """Return the blueprint with another pipeline and other communication options."""
         return replace(self, spec=replace(self.spec, traffic=traffic, pipeline=pipeline))
 
     def in_context(self, context: Context) -> Blueprint:
-        """The same model, whose mixers come to the tokens of other ranks in this way."""
+        """Return the blueprint with another split of mixers over context parallelism."""
         return replace(self, spec=replace(self.spec, context=context))
 
     def in_fp8(self, names: Iterable[str]) -> Blueprint:
-        """The same model, in which products with these parameters are in 8 bits."""
+        """Return the blueprint with FP8 matmuls for these parameters."""
         return replace(self, spec=replace(self.spec, fp8=frozenset(names)))
 
 
@@ -90,9 +93,10 @@ def draw(
     head: str = "lm", tower: bool = False, directory: Path | None = None,
     stored: torch.dtype = torch.float32,
 ) -> Blueprint:  # fmt: skip
-    """`source`: the files, or an index that names their keys. Without one, the weights are new.
+    """Build the blueprint of a config.
 
-    `tower`: with the tower of a model that sees. `stored` is the dtype in which parameters are kept.
+    `source`: the files, or an index that names their keys; without one, weights are new. `tower`: build the vision
+    tower. `stored`: the dtype in which parameters are kept.
     """
     source = source.scaled_by(config) if source is not None else None
     keys = source.entries if source is not None else {}
@@ -113,10 +117,10 @@ def _keymap(table: Table, config: Mapping[str, Any], source: Source | None, stor
 
 
 def file_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype in which `config.json` says that weights are written."""
+    """Return the dtype in which `config.json` says that weights are written."""
     text = text_config(config)
     name = next((c[n] for c in (config, text) for n in ("dtype", "torch_dtype") if c.get(n)), "float32")
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    if not isinstance(name, str) or name not in kinds:
-        raise ConfigError(f"config.json: dtype={name!r:.200} is unknown; choose from {', '.join(kinds)}")
-    return kinds[name]
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    if not isinstance(name, str) or name not in dtypes:
+        raise ConfigError(f"config.json: dtype={name!r:.200} is unknown; choose from {', '.join(dtypes)}")
+    return dtypes[name]

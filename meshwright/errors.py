@@ -17,19 +17,19 @@ MeshwrightError
   x RankError
   x NonFiniteError
 
-A message names the thing, the numbers and the way out; each docstring below shows one.
+A message names the thing, the numbers and the fix; each docstring below shows one.
 """
 
 from collections.abc import Callable
 
 
 def counted(num: int, noun: str, many: str = "") -> str:
-    """`1 document`, `2 documents`; `2 batches`: for messages."""
+    """Format a count with its noun: `1 document`, `2 documents`; `2 batches`."""
     return f"{num:,} {noun if num == 1 else many or noun + 's'}"
 
 
 class MeshwrightError(Exception):
-    """The root: `except MeshwrightError` catches whatever meshwright refuses, and no bug of anybody's."""
+    """The root: `except MeshwrightError` catches whatever meshwright refuses, and no bug in any code."""
 
 
 class ConfigError(MeshwrightError, ValueError):
@@ -53,7 +53,9 @@ class MissingKey(LoadError):
 
 
 class UnknownKey(LoadError):
-    """A key nobody declares: `model.layers.28.mlp.gate.weight of runs/7: config.json has 28 layers; correct either`."""
+    """A key that no parameter declares: `model.layers.28.mlp.gate.weight of runs/7: config.json has 28 layers; correct
+    either`.
+    """
 
 
 class MismatchedKey(LoadError):
@@ -61,7 +63,9 @@ class MismatchedKey(LoadError):
 
 
 class BrokenFile(LoadError):
-    """Bytes that were not written so: `extent 17 of model-2.safetensors fails its checksum; copy the file again`."""
+    """Bytes that differ from what was written: `extent 17 of model-2.safetensors fails its checksum; copy the file
+    again`.
+    """
 
 
 class ExportError(MeshwrightError):
@@ -74,8 +78,9 @@ class CheckpointError(MeshwrightError):
 
 
 class BrokenCheckpointError(CheckpointError):
-    """A checkpoint that is not as it was saved: `step-000200 is broken (step-000100 has all its files: take that):
-    bytes 0 to 96 of model.safetensors fail their checksum`."""
+    """A checkpoint that changed after it was saved: `step-000200 is broken (step-000100 has all its files: take that):
+    bytes 0 to 96 of model.safetensors fail their checksum`.
+    """
 
 
 class DataError(MeshwrightError):
@@ -91,16 +96,20 @@ class RankError(MeshwrightError):
 
 
 class NonFiniteError(MeshwrightError):
-    """A norm that is no number: `the gradient norm of step 3 is nan; no parameter was changed`."""
+    """A loss or a norm that is NaN or infinite: `the gradient norm of step 3 is nan; no parameter was changed`."""
 
 
 def failure_in(act: Callable[[], object], kind: type[MeshwrightError], what: str) -> BaseException | None:
-    """The failure of what one rank does alone. It is not raised yet: the others must be told, and then all raise."""
+    """Run what one rank does alone; return its failure instead of raising it.
+
+    The other ranks must learn of it first (`Mesh.all_or_none`); then all raise. Raising at once would leave them
+    waiting in their next collective until the timeout.
+    """
     try:
         act()
     except KeyboardInterrupt as error:
         return error
-    except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises
+    except Exception as error:  # noqa: BLE001 - every rank raises it later
         failure = kind(f"{what}: {error}")
         failure.__cause__ = error
         return failure

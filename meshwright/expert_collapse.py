@@ -1,4 +1,8 @@
-"""Expert collapse, read from the metrics of a run for the live view and the report."""
+"""Detect expert collapse (a router that stops using experts) in the metrics of a run, for the live view and the report.
+
+Routers tend to reinforce the experts that they already use; the auxiliary loss of Switch (arXiv 2101.03961) counters
+that. Collapse shows up in no loss curve at first: the model just trains fewer parameters.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_DEAD = 0.25  # share of all experts
-_FULL = 0.9  # of what one expert can get at most
-_FEWEST = 20  # steps: a router may begin unevenly
+_DEAD = 0.25  # fraction of all experts without a token from which a step counts as collapsed
+_FULL = 0.9  # or: the busiest expert has this fraction of the most that it can have
+_FEWEST = 20  # steps before any verdict: a new router may start unevenly
 
 
 @dataclass
 class ExpertUse:
-    """Count the steps in which the router has given up experts. `take` gets the lines of metrics.jsonl in order."""
+    """Counts the steps in which the router has given up experts. `take` gets the lines of metrics.jsonl in order."""
 
     num_experts: int = 0
     top_k: int = 1
@@ -22,11 +26,12 @@ class ExpertUse:
     _last: str = ""
 
     def take(self, line: Mapping[str, Any]) -> None:
+        """Read one line of metrics.jsonl."""
         if line["kind"] == "start" and "experts" in line:
             self.num_experts, self.top_k = line["experts"]["num"], line["experts"]["top_k"]
         elif line["kind"] == "step" and self.num_experts:
             by_layer, num_dead = line.get("experts/max_over_mean"), line.get("experts/dead")
-            if by_layer and None not in by_layer and num_dead is not None:  # None: what is no number
+            if by_layer and None not in by_layer and num_dead is not None:  # None: NaN in JSON
                 self._take_step(line["step"], by_layer, num_dead)
 
     def _take_step(self, step: int, by_layer: list[float], num_dead: int) -> None:
@@ -40,11 +45,11 @@ class ExpertUse:
 
     @property
     def limit(self) -> float:
-        """The load of an expert that every token chooses, divided by the mean of its layer."""
+        """Return the load of an expert that every token chooses, divided by the mean of its layer."""
         return self.num_experts / self.top_k
 
     def warning(self) -> str:
-        """One sentence if experts were unused for most of the run, else ""."""
+        """Return one sentence if experts were unused for most of the run, else ""."""
         if self.num_steps < _FEWEST or 2 * self.num_collapsed <= self.num_steps:
             return ""
         return (

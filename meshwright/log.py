@@ -1,4 +1,4 @@
-"""The package's logger, and how long work shows that it goes on. Imports no torch."""
+"""The package's logger, and progress bars of long work. Imports no torch, so that --help is instant."""
 
 import logging
 import sys
@@ -19,19 +19,19 @@ _quiet = ContextVar("quiet", default=False)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress from here, nor from processes forked here: who calls shows his own."""
-    before = _quiet.set(True)
+    """Show no progress inside, nor in processes forked inside: the caller shows its own."""
+    token = _quiet.set(True)
     try:
         yield
     finally:
-        _quiet.reset(before)
+        _quiet.reset(token)
 
 
 @contextmanager
 def progress(label: str, total: int, unit: str, *, enabled: bool) -> Iterator[Advance]:
     """Show on stderr how much of `total` is done: a bar on a terminal, else a line now and then.
 
-    Yields `advance(n)`, which any thread may call. Not enabled, it is silent: pass `enabled=rank == 0`.
+    Yield `advance(n)`, which any thread may call. Not enabled, it is silent: pass `enabled=rank == 0`.
 
         with progress("loading", total=size_bytes, unit="bytes", enabled=True) as advance:
             advance(len(chunk))
@@ -52,7 +52,7 @@ def _silent(n: int) -> None:
 
 @contextmanager
 def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
-    from rich.console import Console  # late: --help should not wait for it
+    from rich.console import Console  # imported late: --help should not wait for it
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     amounts = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn(), TextColumn("{task.fields[unit]}")]
@@ -92,7 +92,7 @@ def _write(label: str, done: int, total: int, unit: str, ending: str) -> None:
 
 
 class Clock:
-    """Says what is going on, and when."""
+    """Print lines with the seconds since the clock was made."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()

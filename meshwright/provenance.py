@@ -1,4 +1,4 @@
-"""Versions of the package and of what its numbers depend on, read without importing any of it."""
+"""Provenance of results: versions of the package and its dependencies, date and command; imports none of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def versions() -> dict[str, str]:
 
 
 def origin(command: str, seed: int | None = None) -> dict[str, str]:
-    """What made a result, when, and by which command. The seed is that of weights and data that were drawn."""
+    """Return what made a result, and when. `seed`: that of weights and data that were drawn."""
     drawn = {} if seed is None else {"seed": str(seed)}
     return {"command": command, "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), **drawn, **versions()}

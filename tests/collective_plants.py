@@ -22,7 +22,7 @@ def gathered_twice(patch: Patch) -> None:
         arm = real(door, size, group, at)
 
         def enter(x: Tensor) -> Tensor:
-            collectives.gather(x.detach(), size, group)
+            collectives.all_gather(x.detach(), size, group)
             return arm(x)
 
         return enter if door.kind is tensor.ENTER else arm
@@ -31,8 +31,8 @@ def gathered_twice(patch: Patch) -> None:
 
 
 def in_another_dtype(patch: Patch) -> None:
-    real = collectives.scatter_sum
-    patch.setattr(collectives, "scatter_sum", lambda x, size, group: real(x.float(), size, group).to(x.dtype))
+    real = collectives.reduce_scatter
+    patch.setattr(collectives, "reduce_scatter", lambda x, size, group: real(x.float(), size, group).to(x.dtype))
 
 
 def one_rank_skips(patch: Patch) -> None:
@@ -58,7 +58,7 @@ def other_order(patch: Patch) -> None:
     def two_kinds(grads: Any, mesh: Any) -> None:
         real(grads, mesh)
         zero, over = torch.zeros(1), ("fsdp",)
-        both = [lambda: mesh.sum_(zero, Sum("a sum", over)), lambda: mesh.gather_rows(zero, over)]
+        both = [lambda: mesh.all_reduce_(zero, Sum("a sum", over)), lambda: mesh.gather_rows(zero, over)]
         for each in both[:: 1 if mesh.rank == 0 else -1]:
             each()
 

@@ -168,10 +168,10 @@ def enter_keeps_its_own(patch: Patch) -> None:
         return d.chunk(ctx.size)[dist.get_rank()].clone(), None, None, None
 
     def zero_sum(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        collectives.scatter_sum(d, ctx.size, ctx.group)
+        collectives.reduce_scatter(d, ctx.size, ctx.group)
         return backward(ctx, d)
 
-    patch.setattr(collectives.Gather, "backward", staticmethod(zero_sum))
+    patch.setattr(collectives.AllGather, "backward", staticmethod(zero_sum))
 
 
 def experts_detached(patch: Patch) -> None:
@@ -323,8 +323,8 @@ def cut_without_doors(patch: Patch) -> None:
 
 
 def leave_twice(patch: Patch) -> None:
-    real = collectives.scatter_sum
-    patch.setattr(collectives, "scatter_sum", lambda x, size, group: real(x, size, group) * size)
+    real = collectives.reduce_scatter
+    patch.setattr(collectives, "reduce_scatter", lambda x, size, group: real(x, size, group) * size)
 
 
 def another_kv_head(patch: Patch) -> None:

@@ -24,7 +24,7 @@ from meshwright.memory.simulate import Live, Passing, most_held
 from meshwright.mesh import Memory
 from meshwright.models import Decoder
 from meshwright.ops import meta_kernels
-from meshwright.sharding import GATHERED, GRADIENTS, ON_THEIR_WAY, Held, ShardingSpec
+from meshwright.sharding import GATHERED, GRADIENTS, IN_FLIGHT, Held, ShardingSpec
 from meshwright.train.config_model import warn_of_memory
 from tests import parts, seeing, tiny, trials
 
@@ -245,7 +245,7 @@ def test_it_is_part_of_what_a_rank_needs() -> None:
         k: v for k, v in fullest.items() if v
     }
     assert fullest[GRADIENTS] <= most[GRADIENTS]
-    assert all(fullest.get(what, 0) <= most[what] for what in (GATHERED, ON_THEIR_WAY)), "at once there is less"
+    assert all(fullest.get(what, 0) <= most[what] for what in (GATHERED, IN_FLIGHT)), "at once there is less"
 
 
 @pytest.mark.parametrize(("num_bytes", "warned"), [(10**9, False), (10**6, True)])

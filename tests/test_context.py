@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright import parallel
 from meshwright.models import qwen3, qwen3_5
 from meshwright.parallel import context
-from meshwright.sharding import Deal, Span, Swap
+from meshwright.sharding import HeadSplit, Span, Swap
 from tests import tiny, trials, worlds
 from tests.plants import planted
 from tests.test_transformers import DOCUMENTS, kl, theirs
@@ -27,14 +27,14 @@ from tests.test_transformers import DOCUMENTS, kl, theirs
 @pytest.mark.parametrize(
     ("deal", "serves", "found"),
     [
-        (Deal(0, 4, 2), 1, [[0, 1], [2, 3]]),
-        (Deal(0, 4, 2), 2, [[0], [1]]),
-        (Deal(0, 4, 4), 2, [[0], [0], [1], [1]]),  # copies of kv heads
-        (Deal(6, 12, 2), 4, [[1, 2], [2, 2]]),  # 3 kv heads under tp=2: uneven, so the last is repeated
-        (Deal(6, 12, 3), 4, [[1], [2], [2]]),
+        (HeadSplit(0, 4, 2), 1, [[0, 1], [2, 3]]),
+        (HeadSplit(0, 4, 2), 2, [[0], [1]]),
+        (HeadSplit(0, 4, 4), 2, [[0], [0], [1], [1]]),  # copies of kv heads
+        (HeadSplit(6, 12, 2), 4, [[1, 2], [2, 2]]),  # 3 kv heads under tp=2: uneven, so the last is repeated
+        (HeadSplit(6, 12, 3), 4, [[1], [2], [2]]),
     ],
 )
-def test_which_heads_a_rank_needs(deal: Deal, serves: int, found: list[list[int]]) -> None:
+def test_which_heads_a_rank_needs(deal: HeadSplit, serves: int, found: list[list[int]]) -> None:
     assert deal.serving(serves) == found
 
 
@@ -42,7 +42,7 @@ def test_without_cp_nothing_changes_hands() -> None:
     swap, x = Swap(Span("heads", 4), [(3, 1), (3, 2)], 3), torch.ones(2, 4, 3)
     assert swap(x, x[:, :2])[0] is x
     assert swap.back(x) is x
-    assert swap.mine == range(4)
+    assert swap.own_heads == range(4)
     assert [[*d.shape] for d in swap(x, x[:, :2])] == [[2, 4, 3], [2, 2, 3]]
 
 

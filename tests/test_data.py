@@ -240,7 +240,7 @@ class Ranks:
     def ranks_over(self, _: object) -> Tensor:
         return torch.tensor([self.rank])
 
-    def gather_on_hosts(self, numbers: Sequence[float], *_: object) -> Tensor:
+    def all_gather_on_hosts(self, numbers: Sequence[float], *_: object) -> Tensor:
         return torch.tensor([list(numbers)], dtype=torch.float64)
 
     def gather_objects(self, x: object, *_: object) -> list[object]:

@@ -282,7 +282,7 @@ def test_a_small_file_that_was_not_there_is_missed_before_the_training(source: P
 def interrupted(source: Path, out: Path, where: str) -> tuple[str, int]:
     """Ctrl-C on rank 0 alone, which catches it and goes on, as the others do."""
     model = mw.load(source, mw.Mesh(tp=2, timeout_s=20))
-    at, name = (writer, "exchange") if where == "exchange" else (Files, "write")
+    at, name = (writer, "all_to_all") if where == "all_to_all" else (Files, "write")
     real = getattr(at, name)
 
     def and_then(*args: Any) -> Any:
@@ -303,7 +303,7 @@ def interrupted(source: Path, out: Path, where: str) -> tuple[str, int]:
     return text, len(mw.gather(model))
 
 
-@pytest.mark.parametrize("where", ["exchange", "write"])
+@pytest.mark.parametrize("where", ["all_to_all", "write"])
 def test_an_interrupt_on_rank_0_reaches_all(source: Path, tmp_path: Path, where: str) -> None:
     """Nobody waits for rows of rank 0, and the next call finds all ranks in their places."""
     before = signal.getsignal(signal.SIGINT)  # ignored, if the tests run in the background

@@ -270,7 +270,7 @@ def three_times(at: Path, out: Path, plant: bool) -> None:
     if mesh.rank == 1:
         model.stored()[DOWN].mul_(3)
     if plant:
-        mesh.most_ = own_rows_alone  # type: ignore[method-assign] # the planted bug
+        mesh.all_reduce_max_ = own_rows_alone  # type: ignore[method-assign] # the planted bug
     mw.export(model, out)
 
 

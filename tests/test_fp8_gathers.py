@@ -239,7 +239,7 @@ def test_plan_counts_bytes() -> None:
 
 def of_own_rows(patch: pytest.MonkeyPatch) -> None:
     """The largest value of a block is that of a rank's own rows."""
-    patch.setattr(Mesh, "most_", lambda _mesh, x, *_: x)
+    patch.setattr(Mesh, "all_reduce_max_", lambda _mesh, x, *_: x)
 
 
 def of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:
@@ -372,7 +372,7 @@ def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: 
     assert torch.equal(fp8_matmul.fp8_linear(x, got[0]), fp8_matmul.fp8_linear(x, due))
     assert torch.equal(fp8_matmul.fp8_linear(x[:, :256], got[0].mT), fp8_matmul.fp8_linear(x[:, :256], due.mT))
     assert torch.equal(
-        fp8_matmul.rounded_matrix(fp8_matmul.stacked([due[:128], got[0]])),
+        fp8_matmul.rounded_matrix(fp8_matmul.concat_weights([due[:128], got[0]])),
         fp8_matmul.rounded_matrix(torch.cat([due[:128], due])),
     )
 

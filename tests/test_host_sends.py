@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.mesh import local_collectives
-from meshwright.mesh.local_collectives import gather_into, scatter_sum_into, serves
+from meshwright.mesh.local_collectives import all_gather_into, reduce_scatter_into, serves
 from meshwright.verify import Recorder
 from tests import tiny, worlds
 
@@ -38,12 +38,12 @@ def gathers(size: int) -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.uint8):
         due, mine = torch.cat([numbers(rank, dtype) for rank in range(size)]), numbers(group.rank(), dtype)
         out = torch.zeros_like(due)
-        gather_into(out, mine, group)
+        all_gather_into(out, mine, group)
         assert torch.equal(out, due)
         in_place = torch.zeros_like(due)
         place = in_place.chunk(size)[group.rank()]
         place.copy_(mine)
-        gather_into(in_place, place, group)
+        all_gather_into(in_place, place, group)
         assert torch.equal(in_place, due)
 
 
@@ -55,7 +55,7 @@ def sums(size: int) -> None:
         for other in everybodys[1:]:
             due += other
         out, mine = torch.empty(NUM, dtype=dtype), everybodys[group.rank()].clone()
-        scatter_sum_into(out, mine, group)
+        reduce_scatter_into(out, mine, group)
         assert torch.equal(out, due.chunk(size)[group.rank()])
         assert torch.equal(mine, everybodys[group.rank()]), "what is summed stays as it was"
 
@@ -74,7 +74,7 @@ def test_groups_of_a_part_of_the_world_do_not_meet() -> None:
     if dist.get_rank() == 0:
         return
     out = torch.zeros(2 * NUM)
-    gather_into(out, numbers(dist.get_rank(), torch.float32), group)
+    all_gather_into(out, numbers(dist.get_rank(), torch.float32), group)
     assert torch.equal(out, torch.cat([numbers(rank, torch.float32) for rank in (1, 2)]))
 
 
@@ -82,8 +82,8 @@ def test_groups_of_a_part_of_the_world_do_not_meet() -> None:
 def test_a_recorder_counts_one_gather_and_one_sum() -> None:
     group, whole = world(2), torch.ones(2 * NUM)
     with Recorder() as recorder:
-        gather_into(whole, whole[:NUM].clone(), group)
-        scatter_sum_into(torch.empty(NUM), whole, group)
+        all_gather_into(whole, whole[:NUM].clone(), group)
+        reduce_scatter_into(torch.empty(NUM), whole, group)
     found = [(seen.op, seen.ranks, seen.num_bytes) for seen in recorder.seen]
     assert found == [("all_gather", (0, 1), 56), ("reduce_scatter", (0, 1), 56)]
 
@@ -108,11 +108,11 @@ def test_a_gather_that_is_broken_off_leaves_the_group_as_it_was() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "irecv", Interrupted)
             with pytest.raises(KeyboardInterrupt):
-                gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
+                all_gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
         gc.collect()
     else:
         time.sleep(0.5)
-        gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
+        all_gather_into(torch.empty(2 * NUM), torch.ones(NUM), group)
     gathers(2)
 
 
@@ -132,7 +132,7 @@ def test_an_interrupt_waits_until_all_has_arrived(monkeypatch: pytest.MonkeyPatc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            scatter_sum_into(out, summands, group)
+            reduce_scatter_into(out, summands, group)
     assert torch.equal(out, 2 * summands.chunk(2)[group.rank()])
     gathers(2)
     sums(2)
@@ -144,14 +144,14 @@ def apart(kind: str) -> str:
     whole = torch.full((2 * NUM,), float(group.rank()))
     try:
         if kind == "a sum" and group.rank() == 0:
-            scatter_sum_into(torch.empty(NUM), whole, group)
+            reduce_scatter_into(torch.empty(NUM), whole, group)
             return "summed"
         if kind == "a gather further" and group.rank() == 0:
             local_collectives._tag(group, "gather")
         if kind == "a transfer" and group.rank() == 0:
             dist.send(whole[:NUM], group=group, group_dst=1)
             return "sent"
-        gather_into(whole, whole.chunk(2)[group.rank()], group)
+        all_gather_into(whole, whole.chunk(2)[group.rank()], group)
     except RuntimeError as error:
         return f"gloo: {error}"
     return "gathered"

@@ -100,8 +100,8 @@ def trained(source: Path, mesh: dict[str, int], harm: Callable[[mw.Engine], None
             engine.step(batches)
     except RankError as error:
         failed = time.monotonic()
-        assert heartbeat.here.watch is not None
-        heartbeat.here.watch.leave()
+        assert heartbeat.position.watch is not None
+        heartbeat.position.watch.leave()
         mesh_module._leave()
         return Outcome(str(error), repr(error.__cause__), failed - began, time.monotonic() - failed)
     return Outcome("nothing", "", time.monotonic() - began, 0.0)
@@ -157,7 +157,9 @@ def in_the_loss(call: int, act: Callable[[], None]) -> Callable[[mw.Engine], Non
 
 def one_more(engine: mw.Engine) -> None:
     """A sum of its own, after the first micro-batch's forward: the others never come to it."""
-    in_the_loss(2, lambda: engine.model.mesh.sum_(torch.zeros(()), Sum("a sum of my own", DENSE)) and None)(engine)
+    in_the_loss(2, lambda: engine.model.mesh.all_reduce_(torch.zeros(()), Sum("a sum of my own", DENSE)) and None)(
+        engine
+    )
 
 
 def skips(engine: mw.Engine) -> None:
@@ -182,8 +184,8 @@ def out_of_memory(engine: mw.Engine) -> None:
 def ends_between_steps(engine: mw.Engine) -> None:
     """As the interpreter leaves it when nobody catches an error of the user's own loop."""
     sys.last_value = KeyError("label")
-    assert heartbeat.here.watch is not None
-    heartbeat.here.watch.leave()
+    assert heartbeat.position.watch is not None
+    heartbeat.position.watch.leave()
     os._exit(1)
 
 
@@ -379,7 +381,7 @@ def says_it_in_the_log(source: Path, told: Path) -> list[str]:
     ranks have logged theirs, however busy the machine is."""
     said: list[str] = []
     engine = mw.Engine(mw.load(source, mw.Mesh(tp=2, timeout_s=20), dtype=torch.float64), lr=1e-2)
-    watch = heartbeat.here.watch
+    watch = heartbeat.position.watch
     assert watch is not None
 
     def note(record: logging.LogRecord) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import meshwright as mw
 from meshwright.blueprint import draw
 from meshwright.models import Balance, Decoder
-from meshwright.ops import Jobs, linears, weights_late
+from meshwright.ops import Jobs, deferring_weight_grads, linears
 from meshwright.parallel import fsdp, run_step
 from meshwright.verify import Data, Trial
 from tests import parts, tiny, trials, worlds
@@ -244,7 +244,7 @@ def test_gradients_of_weights_that_come_late(dtype: torch.dtype) -> None:
     at_once, late = ([t.clone().requires_grad_() for t in (x, w, mix, out)] for _ in range(2))
     loss(at_once).backward()
     jobs: Jobs = []
-    with weights_late(jobs):
+    with deferring_weight_grads(jobs):
         loss(late).backward()
     assert [t.grad is not None for t in late] == [True, False, False, False]
     for job in jobs:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.mesh.collectives import Gather
+from meshwright.mesh.collectives import AllGather
 from meshwright.verify import Recorder
 from tests import worlds
 
@@ -25,7 +25,7 @@ def test_forward_and_backward_are_seen_with_their_bytes() -> None:
     mesh = mw.Mesh(tp=2, device="cpu")
     x = torch.ones(3, 5, requires_grad=True)
     with Recorder() as recorder:
-        Gather.apply(x, 2, mesh.name_of(("tp",))).sum().backward()
+        AllGather.apply(x, 2, mesh.name_of(("tp",))).sum().backward()
         dist.all_reduce(torch.ones(7))
     assert _ops(recorder) == [("all_gather", ALL, 120), ("reduce_scatter", ALL, 120), ("all_reduce", ALL, 28)]
 
@@ -58,7 +58,7 @@ def test_what_is_compiled_is_seen() -> None:
 
     @torch.compile(backend="eager")
     def twice(x: Any) -> Any:
-        return Gather.apply(2 * x, 2, mesh.name_of(("tp",))) + 1
+        return AllGather.apply(2 * x, 2, mesh.name_of(("tp",))) + 1
 
     with Recorder() as recorder:
         assert torch.equal(twice(torch.ones(3, 5)), torch.full((6, 5), 3.0))

@@ -150,7 +150,8 @@ def waits() -> dict[str, int]:
         "item": lambda: there.sum().item(), "tolist": there.tolist, "cpu": there.cpu, "bool": lambda: bool(there.sum()),
         "copy_": lambda: here.copy_(there), "equal": lambda: torch.equal(there, there), "nonzero": there.nonzero,
         "mask": lambda: there[there > 0], "made": lambda: torch.tensor([1.0], device=renamed.NAME),
-        "pageable": lambda: here.to(renamed.NAME, non_blocking=True), "pinned": lambda: ops.sent(here, renamed.NAME),
+        "pageable": lambda: here.to(renamed.NAME, non_blocking=True),
+        "pinned": lambda: ops.to_device(here, renamed.NAME),
         "blocking": lambda: here.pin_memory().to(renamed.NAME), "kernel": lambda: there.add_(2.0).sum(),
         "filled": lambda: there.new_full((1,), 3.0),
     }  # fmt: skip

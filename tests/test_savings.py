@@ -189,7 +189,7 @@ def test_a_token_is_routed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     if kept:
         assert trials.findings(trial) == []
         return
-    monkeypatch.setattr("meshwright.ops.experts.once", lambda make: make())
+    monkeypatch.setattr("meshwright.ops.experts.replayed", lambda make: make())
     with pytest.raises(mw.RankError, match=r"a layer saved .* when it ran again"):
         trials.findings(trial)
 

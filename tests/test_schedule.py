@@ -14,7 +14,7 @@ import pytest
 from meshwright.errors import ConfigError, LayoutError, MeshError
 from meshwright.sharding import ORDERS, Action, Line, Transfer, balanced, even, forwards, program
 from meshwright.sharding.schedules import v_schedule
-from meshwright.sharding.timetable import Gathers, draw, gathers, most_kept, times
+from meshwright.sharding.timetable import Gathers, draw, gathers, peak_kept, times
 
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 KINDS = {"1f1b": "FB", "zero-bubble": "FIW", "v": "FIW", "forwards": "F"}
@@ -243,7 +243,7 @@ def test_orders_that_cannot_be_carried_out_are_refused():
     line = line_of(2)
     orders = ORDERS["1f1b"](line, 2)
     orders[1].reverse()
-    with pytest.raises(LayoutError, match=r"stands still with rank 0 at B0 of stage 0, rank 1 at B1 of stage 1"):
+    with pytest.raises(LayoutError, match=r"deadlocks with rank 0 at B0 of stage 0, rank 1 at B1 of stage 1"):
         program(line, orders)
 
 
@@ -276,7 +276,7 @@ def test_the_figures_of_the_design():
 
 
 def kept(name, pp, num_batches, a_rank=1):
-    return list(map(most_kept, ORDERS[name](line_for(name, pp, a_rank), num_batches)))
+    return list(map(peak_kept, ORDERS[name](line_for(name, pp, a_rank), num_batches)))
 
 
 def test_ranks_keep_what_the_formulas_say():
@@ -293,15 +293,15 @@ def test_ranks_keep_what_the_formulas_say():
 
 
 def test_nothing_is_kept_for_stages_without_backward():
-    assert list(map(most_kept, forwards(line_of(4, 2), 8))) == [0] * 4
-    assert list(map(most_kept, ORDERS["1f1b"](line_of(4), 8, 2))) == [0, 0, 2, 1]
+    assert list(map(peak_kept, forwards(line_of(4, 2), 8))) == [0] * 4
+    assert list(map(peak_kept, ORDERS["1f1b"](line_of(4), 8, 2))) == [0, 0, 2, 1]
 
 
 @pytest.mark.parametrize("most", [2, 3, 5, 8])
 def test_a_v_keeps_no_more_than_it_may(most):
     line = line_of(4, 2, turn=True)
     orders = v_schedule(line, 9, most=most)
-    assert max(map(most_kept, orders)) <= most
+    assert max(map(peak_kept, orders)) <= most
     assert not meet(line, 0, program(line, orders))[0]
 
 
@@ -413,13 +413,13 @@ def test_a_v_turns_on_the_last_rank():
         (ConfigError, lambda: line_of(2, 3, True), "6 stages on pp=2 make 3 a rank; a V has 2, .*choose"),
         (ConfigError, lambda: line_of(2, 1, True), "2 stages on pp=2 make 1 a rank"),
         (MeshError, lambda: line_of(2).stage_of(2), "layer 2 is in no stage: the line has 2 layers"),
-        (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2), 6), "groups of pp=4, and 6 is no multiple.*give 8 .*or"),
+        (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2), 6), r"pp=4\b.*\b6\b.*give 8 .*or"),
         (ConfigError, lambda: ORDERS["zero-bubble"](line_of(4, 2), 6), "groups of pp=4"),
-        (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2, True), 8), "this line turns; choose the schedule v"),
+        (ConfigError, lambda: ORDERS["1f1b"](line_of(4, 2, True), 8), "choose the schedule v"),
         (
             ConfigError,
             lambda: ORDERS["v"](line_of(4, 2), 8),
-            "the schedule v needs stages that go there and back; give",
+            "schedule v needs.*turn",
         ),
         (ConfigError, lambda: v_schedule(line_of(4, 2, True), 8, most=1), "most=1 .*give 2 or more"),
         (ConfigError, lambda: forwards(line_of(2), 0), "a step of 0 micro-batches does nothing; give 1 or more"),

@@ -19,9 +19,8 @@ import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.cli import main
-from meshwright.ops.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, ladder
-from meshwright.optim import adamw
-from meshwright.optim.adamw import AdamW, Place, Settings
+from meshwright.ops.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, levels
+from meshwright.optim.adamw import AdamW, Place, Settings, adamw
 from meshwright.sharding import Piece, coded_of, pieces
 from tests import tiny, worlds
 from tests.test_checkpoint import bytes_of, same, state_of, world_of
@@ -100,7 +99,7 @@ def test_the_error_is_as_large_as_a_step_of_the_ladder(code: Code) -> None:
 def test_the_mean_is_right_between_two_rungs(code: Code) -> None:
     """In the value: dice for the logarithm would be off by more than a thousandth. Below all rungs too, but for a
     second moment, which must not become 0."""
-    rungs = ladder(code, HERE)
+    rungs = levels(code, HERE)
     for at in [20, code.num - 1] + [0] * code.signed:
         value = float(rungs[at] + rungs[at + 1]) / 2
         wide_RC = torch.full((400, 256), value)
@@ -479,4 +478,4 @@ def test_betas_have_no_limit_and_dtypes_have_names() -> None:
     assert Settings(state=torch.uint8, betas=(0.99, 0.9999)).state == torch.uint8
     with pytest.raises(mw.ConfigError, match=words(r"torch\.int8", r"torch\.bfloat16", r"torch\.uint8")):
         Settings(state=torch.int8)
-    assert len(ladder(FIRST, HERE)) == 128
+    assert len(levels(FIRST, HERE)) == 128

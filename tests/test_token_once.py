@@ -23,7 +23,7 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.models import qwen3_moe
 from meshwright.parallel.expert_exchange import Group
-from meshwright.sharding import ROWS, WEIGHTS, hops, likely_rows
+from meshwright.sharding import ROWS, WEIGHTS, expected_rows, hops
 from meshwright.verify import Trial
 from tests import parts, tiny, trials, worlds
 from tests.test_savings import source, tried
@@ -149,9 +149,9 @@ def test_likely_rows() -> None:
     for top_k, num, ranks in ((8, 128, 8), (3, 8, 4), (1, 8, 2), (8, 128, 128), (4, 4, 2)):
         drawn = torch.rand(20000, num, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
         of_rank = torch.zeros(20000, ranks).scatter_(1, drawn // (num // ranks), 1.0)
-        assert likely_rows(20000, top_k, num, ranks) == pytest.approx(of_rank.sum().item(), rel=0.01)
-    assert likely_rows(1000, 8, 128, 128) == 8000
-    assert likely_rows(1000, 8, 128, 8) == 5339
+        assert expected_rows(20000, top_k, num, ranks) == pytest.approx(of_rank.sum().item(), rel=0.01)
+    assert expected_rows(1000, 8, 128, 128) == 8000
+    assert expected_rows(1000, 8, 128, 8) == 5339
 
 
 def test_the_way_over_nodes() -> None:

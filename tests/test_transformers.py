@@ -150,7 +150,7 @@ def test_permuted_segments_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         layout = real(key, shape, cuts, source)
         q, k, v = layout.blocks
         return type(layout)(
-            layout.name, (type(q)(q.ours, q.key, q.shape, k.theirs), type(k)(k.ours, k.key, k.shape, q.theirs), v)
+            layout.name, (type(q)(q.ours, q.key, q.shape, k.source), type(k)(k.ours, k.key, k.shape, q.source), v)
         )
 
     monkeypatch.setattr(qwen3_5, "segments", swapped)

@@ -461,7 +461,7 @@ def test_no_thread_outlives_a_run() -> None:
 BREAKS = {
     "a sum is removed": (
         "parallel/gradient_sums.py",
-        '        mesh.sum_(flat, Sum("the last sums of gradients", axes, flat.nbytes))\n', "",
+        '        mesh.all_reduce_(flat, Sum("the last sums of gradients", axes, flat.nbytes))\n', "",
         ["tiny-qwen3", "--mesh", "tp=2"], [r"G1 model\.norm\.weight\b.*\bsum over tp\b"],
     ),
     "a sum becomes an average": (

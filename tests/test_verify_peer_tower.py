@@ -78,13 +78,13 @@ def a_merger_with_tanh(patch: pytest.MonkeyPatch) -> None:
 
 def height_for_width(patch: pytest.MonkeyPatch) -> None:
     """In the table of positions of the tower."""
-    real = ops.resampled
+    real = ops.interpolated
 
     def turned(table_SE: torch.Tensor, these: ops.Frames, like: torch.Tensor) -> torch.Tensor:
         sizes = tuple((width, height) for height, width in these.sizes)
         return real(table_SE, replace(these, sizes=sizes, row_P=these.col_P, col_P=these.row_P), like)
 
-    patch.setattr(ops, "resampled", turned)
+    patch.setattr(ops, "interpolated", turned)
 
 
 def height_for_width_in_the_text(patch: pytest.MonkeyPatch) -> None:

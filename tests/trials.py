@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.axes import Axes
-from meshwright.sharding import Door, find
+from meshwright.sharding import Door, find_doors
 from meshwright.verify import Data, Finding, Reference, Trial, examine, refer
 from tests import parts, tiny, worlds
 
@@ -56,7 +56,7 @@ def parameters(model: mw.Model) -> list[torch.nn.Parameter]:
 
 
 def door_of(model: mw.Model, name: str) -> Door:
-    return {found: door for part in model.parts for found, door in find(part, Door)}[name]
+    return {found: door for part in model.parts for found, door in find_doors(part, Door)}[name]
 
 
 def world_of(mesh: dict[str, int]) -> int:

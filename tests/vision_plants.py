@@ -23,7 +23,7 @@ from meshwright.data import Batch
 from meshwright.data import batch as data_batch
 from meshwright.data import images as data_images
 from meshwright.engine import engine as engine_module
-from meshwright.mesh.collectives import Exchange
+from meshwright.mesh.collectives import AllToAll
 from meshwright.models import Tower, decoder
 from meshwright.models import vision_tower as models_tower
 from meshwright.parallel import run_step
@@ -77,9 +77,11 @@ def corners_not_aligned(patch: Patch) -> None:
 
 
 def table_of_zero_gradient(patch: Patch) -> None:
-    real = models_tower.ops.resampled
+    real = models_tower.ops.interpolated
     patch.setattr(
-        models_tower.ops, "resampled", lambda table, *rest: real(table.detach(), *rest) + 0.0 * table.sum().to(rest[1])
+        models_tower.ops,
+        "interpolated",
+        lambda table, *rest: real(table.detach(), *rest) + 0.0 * table.sum().to(rest[1]),
     )
 
 
@@ -292,18 +294,18 @@ def a_bias_of_every_rank(patch: Patch) -> None:
     patch.setattr(models_tower.Merger, "forward", forward)
 
 
-class _Sliced(Exchange):
+class _Sliced(AllToAll):
     """Sends gradients back, of which each rank takes those of its own tokens alone."""
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back, *none = Exchange.backward(ctx, d)
+        back, *none = AllToAll.backward(ctx, d)
         kept = [piece * float(rank == dist.get_rank()) for rank, piece in enumerate(back.split(ctx.ins))]
         return torch.cat(kept), *none  # type: ignore[return-value] - as many as Exchange has
 
 
 def a_slice_for_a_sum(patch: Patch) -> None:
-    patch.setattr(parallel_tower, "Exchange", _Sliced)
+    patch.setattr(parallel_tower, "AllToAll", _Sliced)
 
 
 def replicas_summed_at_the_last(patch: Patch) -> None:
@@ -313,14 +315,14 @@ def replicas_summed_at_the_last(patch: Patch) -> None:
 
 def frames_shared_otherwise(patch: Patch) -> None:
     """Of frames that cost alike, the last rank gives away the last one first."""
-    real = layout_frames.share
+    real = layout_frames.balance_frames
 
     def share(sizes: Sequence[int], parts: int, cost: Any) -> tuple[int, ...]:
         if dist.get_rank() < dist.get_world_size() - 1:
             return real(sizes, parts, cost)
         return real(sizes[::-1], parts, cost)[::-1]
 
-    patch.setattr(layout_frames, "share", share)
+    patch.setattr(layout_frames, "balance_frames", share)
 
 
 def rows_at_other_places(patch: Patch) -> None:

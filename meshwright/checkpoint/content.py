@@ -13,7 +13,7 @@ from torch import Tensor
 from ..axes import Axes
 from ..ops.garbage import collector_paused
 from ..ops.int8_state import SCALES
-from ..sharding import ShardingSpec, Table, written
+from ..sharding import ShardingSpec, Table, rows_to_write
 from ..weights import DTYPES, NAMES, Export, Key, KeyMap, Values, chosen, widest
 
 WEIGHTS, MASTER, FIRST, SECOND = "weights", "master", "exp_avg", "exp_avg_sq"
@@ -144,7 +144,7 @@ class Content:
 
     def num_elements(self, axes: Axes, rank: int) -> int:
         """How many elements a rank writes, of every value once."""
-        mine = {param.name: written(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
+        mine = {param.name: rows_to_write(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
         return sum(mine[name] for values, _ in self.by_values() for name in values)
 
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import BrokenFile, CheckpointError, StateError
-from ..sharding import Block, Box, Piece, as_it_lies
+from ..sharding import Block, Box, Piece, storage_order
 from ..weights import DTYPES, KeyMap, chosen, short
 
 _new_empty = torch.ops.aten.new_empty.default
@@ -113,7 +113,7 @@ def sharded(
 def _parts(block: Block, common: Box, held: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """A box of ours as few boxes of the key, each with its memory in the shape of that box."""
     wanted = block.view(torch.empty(block.shape, device="meta"))[common.within(block.ours).slices]
-    order = as_it_lies(wanted)
+    order = storage_order(wanted)
     yield from _boxes(block.shape, wanted.permute(order), held.permute(order))
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..errors import CheckpointError, failure_in
 from ..log import logger, progress
 from ..mesh import Mesh
-from ..sharding import Piece, across, place
-from ..watch import deferred
+from ..sharding import Piece, column_axes, place
+from ..watch import deferred_signal
 from ..weights import (
     TRAINER,
     Export,
@@ -74,7 +74,7 @@ class Share:
         self._part = Part("", 0, 0)
         self._not_finite, self._trained = -1, frozenset[str](content.trainer["trained"])
         self.draft = mesh.together(self._make, f"the making of {content.folder}", CheckpointError, self._nothing)
-        self.path: Path = mesh.of_rank_0(self.draft.path if self.draft else None)
+        self.path: Path = mesh.broadcast_object(self.draft.path if self.draft else None)
         planes = content.all_planes(mesh.axes)
         self.files = {plane.name: Files(self.path, plane.keymap, self.runs, plane.folder) for plane in planes}
 
@@ -103,7 +103,9 @@ class Share:
         """
         spec, axes = self.content.spec, self.mesh.axes
         travels = {
-            param.name for param in spec.table if self.mesh.size_of(across(param, place(param, spec.rules, axes))) > 1
+            param.name
+            for param in spec.table
+            if self.mesh.size_of(column_axes(param, place(param, spec.rules, axes))) > 1
         }
         groups = list(self.content.by_values())
         first = self.mesh.rank % len(groups)
@@ -129,7 +131,7 @@ class Share:
         with contextlib.ExitStack() as undo:
             if self.draft:
                 undo.callback(self.draft.abandon)
-            with deferred(signal.SIGINT) as interrupts:
+            with deferred_signal(signal.SIGINT) as interrupts:
                 failure = self._write_all(acts, interrupts) or self._failure_of(self._finish)
                 parts = agreement.parts(failure, self._part)
                 commit = functools.partial(self._commit, parts)

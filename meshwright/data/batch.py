@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, counted
-from ..ops import Documents, documents, sent
+from ..ops import Documents, documents, to_device
 from .field_values import OverTokens, joined, refuse_grad, to_terms
 from .images import Frame, Images, turns_of
 
@@ -83,7 +83,7 @@ class Batch:
     def docs(self) -> Documents:
         """The documents as layers need them, where the tokens are. Made of `bounds`, they cannot disagree with them."""
         docs, frames = documents([b - a for a, b in pairwise(self.bounds)], self.tokens.device), self.frames
-        return replace(docs, turns_T3=sent(turns_of(self.bounds, frames), self.tokens.device)) if frames else docs
+        return replace(docs, turns_T3=to_device(turns_of(self.bounds, frames), self.tokens.device)) if frames else docs
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -141,7 +141,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On the device. The host does not wait for what is queued there."""
-        fields = {name: sent(value, device) for name, value in self.fields.items()}
-        moved = replace(self, tokens=sent(self.tokens, device), labels=sent(self.labels, device), fields=fields)
+        fields = {name: to_device(value, device) for name, value in self.fields.items()}
+        moved = replace(
+            self, tokens=to_device(self.tokens, device), labels=to_device(self.labels, device), fields=fields
+        )
         _ = moved.docs  # made now, once, and not by each layer that asks
         return moved

@@ -258,7 +258,7 @@ def _opened(model: Model, path: Path, damaged: list[Path]) -> Checkpoint | weigh
         return weights.open_source(path) if plain else disk.open_newest(path, damaged)
 
     found = disk.together(look, f"the resuming of {path}", model.mesh, f"{path} cannot be resumed")
-    opened: Checkpoint | weights.Source = model.mesh.of_rank_0(found)
+    opened: Checkpoint | weights.Source = model.mesh.broadcast_object(found)
     return opened
 
 

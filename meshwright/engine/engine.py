@@ -122,7 +122,7 @@ class Engine:
         step = self._agree(STEP, batches)
         with self._discards_on_error(), region("forward and backward"):
             sums, grads = self._sum(self._backward(batches, step)), self.model.grads()
-            found = self.model.mesh.read([sums, self._norm(grads), self.router.load_LE])
+            found = self.model.mesh.to_host([sums, self._norm(grads), self.router.load_LE])
             of_terms, of_router = self._told(found[0])
             loss = self._finite(of_terms + of_router, "loss")
             norm = self._finite(found[1].item(), "gradient norm")
@@ -241,12 +241,12 @@ class Engine:
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
         """The norm of finished gradients, given as each rank stores them: every element of the model counts once."""
-        (norm,) = self.model.mesh.read([self._norm(grads)])
+        (norm,) = self.model.mesh.to_host([self._norm(grads)])
         return norm.item()
 
     def _norm(self, grads: Mapping[str, Tensor]) -> Tensor:
         mesh = self.model.mesh
-        return mesh.sum_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()
+        return mesh.all_reduce_(squares(grads, self.model.owned, mesh.device), NORM).sqrt()
 
     def _finish(self, step: Step) -> None:
         """Make the sums that FSDP leaves out, once: a second time would multiply what copies hold."""
@@ -261,13 +261,13 @@ class Engine:
 
     def _summed(self, shares: Tensor) -> list[float]:
         """The shares of all ranks."""
-        (found,) = self.model.mesh.read([self._sum(shares)])
+        (found,) = self.model.mesh.to_host([self._sum(shares)])
         return self._told(found)
 
     def _sum(self, shares: Tensor) -> Tensor:
         """The shares of all ranks, and on how many ranks the loss has failed: on the device."""
         failed = shares.new_full((1,), float(self._terms.failure is not None))
-        return self.model.mesh.sum_(torch.cat([shares, failed]), LOSS)
+        return self.model.mesh.all_reduce_(torch.cat([shares, failed]), LOSS)
 
     def _told(self, sums: Tensor) -> list[float]:
         """The shares. Where the loss failed on a rank, every rank raises now: no rank waits any more."""

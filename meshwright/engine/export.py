@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import weights
 from ..errors import ConfigError, ExportError, StateError
 from ..models import LM_HEAD, SCORE, classifier_of
-from ..sharding import Piece, check_written
+from ..sharding import Piece, check_rows_to_write
 from ..watch import names_lost_ranks
 from .agreement import Proposal, agree, check_is_model
 from .model import Model
@@ -156,7 +156,7 @@ def check_pieces(model: Model, values: Mapping[str, Tensor], pieces: Mapping[str
     spec, mesh = model.blueprint.spec, model.mesh
     _check_shapes(values, pieces)
     for name in sorted(model.table.params)[mesh.rank :: mesh.axes.world]:
-        check_written(model.table[name], spec, mesh.axes)
+        check_rows_to_write(model.table[name], spec, mesh.axes)
 
 
 def _check_shapes(values: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:

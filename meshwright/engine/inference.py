@@ -91,7 +91,7 @@ def _of_last_stage(model: Model, found: list[Tensor], shape: tuple[int, ...]) ->
     """The same on all stages: those without a head add zeros."""
     wide = torch.promote_types(model.dtype, torch.float32)
     scores = found[0] if found else torch.zeros(shape, dtype=wide, device=model.mesh.device)
-    return model.mesh.sum_(scores, SCORES)
+    return model.mesh.all_reduce_(scores, SCORES)
 
 
 @names_lost_ranks()
@@ -162,7 +162,7 @@ def _next_logits(model: Model, batch: Batch) -> Tensor:
     local_PV = torch.zeros(len(row_P), vocab_width(model), dtype=wide, device=mesh.device)
     for of_stage_PV in found:  # the last stage has some, and a rank of cp those of its own tokens
         local_PV[row_P // share == mesh.coords["cp"]] = of_stage_PV
-    return over_vocabulary(model, mesh.sum_(local_PV, Sum("the logits of a sample", ("pp", "cp"))))
+    return over_vocabulary(model, mesh.all_reduce_(local_PV, Sum("the logits of a sample", ("pp", "cp"))))
 
 
 def _choose(logits_PV: Tensor, top_p: float | None, dice: Sequence[torch.Generator]) -> Tensor:

@@ -19,7 +19,7 @@ from ..checkpoint import runs_of_model
 from ..errors import ConfigError, LoadError, StateError
 from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
 from ..mesh import Mesh
-from ..models import Decoder, Low
+from ..models import Decoder, Quantisable
 from ..ops.garbage import collector_paused
 from ..parallel import Savings
 from ..sharding import (
@@ -34,7 +34,7 @@ from ..sharding import (
     Table,
     coded_of,
     cut,
-    gathered_low,
+    gathered_in_fp8,
     owned,
     pieces,
     place,
@@ -201,10 +201,10 @@ class Model:
         here = {n: rows_of(self.pieces[n], grid).to(stored[n].device) for n, grid in grids.items()}
         return Values(stored, here)
 
-    def _in_numbers(self) -> Iterator[tuple[str, Low, str]]:
+    def _in_numbers(self) -> Iterator[tuple[str, Quantisable, str]]:
         for name, holder, last in self._places if self.numbers else []:
             if name in self.numbers:
-                assert isinstance(holder, Low), "only such a module knows of scales"
+                assert isinstance(holder, Quantisable), "only such a module knows of scales"
                 yield name, holder, last
 
     def grads(self) -> dict[str, Tensor]:
@@ -346,7 +346,7 @@ def put_on_mesh(
     _refuse_only_read(blueprint, trained)
     blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
     values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.in_numbers(trained)
-    low = gathered_low(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
+    low = gathered_in_fp8(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
     weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(values), (), numbers, low)
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)

@@ -47,7 +47,7 @@ def kept_by(model: Model, state: torch.dtype | None) -> Kept:
 def spec_with(spec: ShardingSpec, mesh: Mesh, coded: Sequence[str], instead: str) -> ShardingSpec:
     """With scales. A mesh that cuts a block is refused; `instead` says what else would do."""
     check_coded(spec, mesh.axes, coded, instead)
-    return spec.beside(with_scales(spec.table, coded), mesh.axes.pp)
+    return spec.with_table(with_scales(spec.table, coded), mesh.axes.pp)
 
 
 def scales_of(coded: Iterable[str]) -> list[str]:

@@ -69,7 +69,7 @@ class Router:
 
     def _pooled(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
         """Each expert's share of the routed tokens of this micro-batch, over layers and ranks; how many those are."""
-        self.mesh.sum_(counts_E, pooled_counts(self.balance))
+        self.mesh.all_reduce_(counts_E, pooled_counts(self.balance))
         num = (counts_E.sum() / self.balance.top_k).clamp_min(1)
         return counts_E / num, num
 
@@ -82,7 +82,7 @@ class Router:
     def sum_load(self) -> None:
         """The load of every expert over the step and all ranks, by layer."""
         if self.balance.num_layers:
-            self.load_LE = self.mesh.sum_(self._here_LE, step_load(self.balance))
+            self.load_LE = self.mesh.all_reduce_(self._here_LE, step_load(self.balance))
             self.forget()
 
     def trained(self) -> None:

@@ -12,7 +12,7 @@ from ..blueprint import Blueprint
 from ..errors import MeshError, counted
 from ..mesh import Memory
 from ..parallel import Savings, check_late, gathers_wide
-from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_low, storage
+from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_in_fp8, storage
 from .simulate import Known, Passing, most_held
 
 _MOST = 4096  # the largest fsdp that is tried as a way out
@@ -78,7 +78,7 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: S
         return blueprint
     held = blueprint.run_by(replace(pipeline, hold=True), traffic)
     trained = frozenset(blueprint.table.params)
-    low = gathered_low(held.spec, trained, wide=gathers_wide(savings))
+    low = gathered_in_fp8(held.spec, trained, wide=gathers_wide(savings))
     stored = Need(held.spec, axes, Held(widths_of(compute), trained, savings.offload, low=low)).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
     if pipeline.schedule in LATE or 3 * once < device_bytes:

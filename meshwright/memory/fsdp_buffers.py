@@ -19,11 +19,11 @@ from ..parallel import Savings, gathers_wide
 from ..sharding import (
     GATHERED,
     GRADIENTS,
-    ON_THEIR_WAY,
+    IN_FLIGHT,
     ShardingSpec,
     Unit,
     gathered_bytes,
-    gathered_low,
+    gathered_in_fp8,
     in_order,
     narrow_bytes,
     padded,
@@ -39,7 +39,7 @@ def in_shards(
     """Those of these units that FSDP stores in shards, without what it leaves out, as forward is done with them. Of
     each the bytes when it is gathered, and of its gradients when they are summed."""
     stored = torch.promote_types(compute, torch.float32).itemsize
-    low, found = gathered_low(spec, spec.table.params, wide=gathers_wide(savings)), dict[Unit, tuple[int, int]]()
+    low, found = gathered_in_fp8(spec, spec.table.params, wide=gathers_wide(savings)), dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
         if savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
             parts = prod(axes.sizes(unit.shard))
@@ -139,13 +139,13 @@ class Shards:
         self._gone(self._here, unit)
         self._forget_sent()
         self._sent = unit
-        self._add(ON_THEIR_WAY, self._units[unit][1])
+        self._add(IN_FLIGHT, self._units[unit][1])
         del self._grads[unit]
         self._add(GRADIENTS, sum(self._grad_bytes.get(name, 0) for name in unit.params))
 
     def _forget_sent(self) -> None:
         if self._sent is not None:
-            self._add(ON_THEIR_WAY, -self._units[self._sent][1])
+            self._add(IN_FLIGHT, -self._units[self._sent][1])
             self._sent = None
 
     def _store(self, name: str, parameter: Tensor) -> None:

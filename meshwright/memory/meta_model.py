@@ -19,7 +19,7 @@ from ..models import Decoder
 from ..models.decoder import Embedding
 from ..parallel import context, expert, recompute, tensor
 from ..parallel.memory_options import Savings
-from ..sharding import ShardingSpec, Span, Stage, cut, find, matrix_shape, place
+from ..sharding import ShardingSpec, Span, Stage, cut, find_doors, matrix_shape, place
 
 
 class Paper:
@@ -119,7 +119,7 @@ def sketched(
     widths = dict(_widths(spec, stage, paper.axes, compute, savings))
     given = {id(p): _shaped(p, name, spec, paper, widths[name]) for name, p in model.named_parameters()}
     sketch = deepcopy(model, dict(given))
-    for name, span in find(sketch, Span):
+    for name, span in find_doors(sketch, Span):
         span.start, span.stop = spec.rules.span(span.dim, span.size, paper.axes, paper.coords, name)
     for name in spec.fp8 & {name for name, _ in sketch.named_parameters()}:
         owner, _, last = name.rpartition(".")

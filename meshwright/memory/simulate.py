@@ -28,7 +28,7 @@ from ..parallel import Savings
 from ..sharding import (
     GATHERED,
     GRADIENTS,
-    ON_THEIR_WAY,
+    IN_FLIGHT,
     Action,
     ShardingSpec,
     Stage,
@@ -247,7 +247,7 @@ def most_held(
         moment = moment.with_gathered(least, others).with_grads(sum(grads.values()))
         most = max(most, moment, key=lambda each: each.total)
         grads |= {action.stage: here.grads} if action.kind == BACKWARD else {}
-    parts = {GRADIENTS: 0, GATHERED: 0, ON_THEIR_WAY: 0, **most.parts}
+    parts = {GRADIENTS: 0, GATHERED: 0, IN_FLIGHT: 0, **most.parts}
     return {**parts, ACTIVATIONS: most.total - sum(parts.values())}
 
 

@@ -1,4 +1,4 @@
-"""The mesh of a run: its device, its process groups, and what ranks say to each other.
+"""The device mesh of a run: its device, its process groups, and small collectives between all ranks.
 
 Nothing else makes process groups or knows a device by its name. A collective over axes of size 1 does nothing, so the
 same code serves one rank and many.
@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..axes import DENSE, Axes, Sum
 from ..errors import MeshError, MeshwrightError, RankError, failure_in
-from ..watch import Watch, here, waiting_at
-from .collectives import gather
+from ..watch import Watch, position, waiting_at
+from .collectives import all_gather
 from .hosts import rounds
 from .memory_limits import Memory, memory_of
 
@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 
 
 class Mesh:
-    """The mesh of a run: joins the process group that torchrun describes; with no torchrun, one process.
+    """The mesh of a run. It joins the process group that torchrun describes; without torchrun, one process.
 
     >>> mesh = Mesh(fsdp=2, tp=2)          # under `torchrun --nproc-per-node 4`   # doctest: +SKIP
     """
@@ -55,7 +55,7 @@ class Mesh:
         if self.axes.world != world:
             if self.axes.world == 1:
                 raise MeshError(
-                    f"{world} processes run, but the mesh is of one; give one of {world}: mw.Mesh(fsdp={world})"
+                    f"{world} processes run, but the mesh has one rank; give it {world}: mw.Mesh(fsdp={world})"
                 )
             raise MeshError(
                 f"the mesh {self.axes} needs {self.axes.world} processes, but {world} run; "
@@ -67,32 +67,37 @@ class Mesh:
         _join(self.device, self.timeout)
         self.rank = dist.get_rank()
         self.coords = self.axes.coords(self.rank)
-        self.cut_off = ""  # by what a pass through a pipeline was, whose transfers are then still under way
-        self.under_way: object = None  # keeps those transfers alive, or the ranks cannot even tell each other of it
+        # If an error interrupts a pipeline pass: its reason, and its pending transfers. Those must stay referenced:
+        # destroying them would break the very connections over which ranks report the error.
+        self.cut_off = ""
+        self.under_way: object = None
         self._refuse_another()
 
     def _refuse_another(self) -> None:
-        """Ranks that make different meshes would wait for one another in groups that never form."""
+        """Refuse meshes that differ between ranks, which would wait for one another in groups that never form."""
         mine = f"{self.axes} on {self.device.type}"
-        told = self.gather_objects((mine, self.memory.device_bytes), DENSE)
-        self.least_bytes = min(num_bytes for _, num_bytes in told)  # of a device of any rank
-        for rank, (other, _) in enumerate(told):
+        all_meshes = self.gather_objects((mine, self.memory.device_bytes), DENSE)
+        self.least_bytes = min(num_bytes for _, num_bytes in all_meshes)  # the smallest device memory of all ranks
+        for rank, (other, _) in enumerate(all_meshes):
             if other != mine:
                 raise MeshError(
-                    f"the mesh is {other} on rank {rank}, and {mine} on rank {self.rank}; make the same on all"
+                    f"the mesh is {other} on rank {rank}, but {mine} on rank {self.rank}; make the same mesh on all"
                 )
 
     @cached_property
     def dense(self) -> DeviceMesh:
-        """What FSDP shards dense parameters over: flattened `fsdp x cp`, replicated over `replicate`."""
+        """Return the mesh over which FSDP shards dense parameters: `fsdp x cp` flattened, replicated over `replicate`
+        (HSDP).
+        """
         return self._device_mesh(("replicate", "fsdp", "cp"), ("replicate", "shard"))
 
     @cached_property
     def expert(self) -> DeviceMesh:
+        """Return the mesh over which FSDP shards experts."""
         return self._device_mesh(("replicate", "efsdp"), ("replicate", "shard"))
 
     def _device_mesh(self, axes: tuple[str, ...], names: tuple[str, str]) -> DeviceMesh:
-        """This rank's own mesh over `axes`: `[replicate, all others]`, or one-dimensional without replicas."""
+        """Return this rank's mesh over `axes`: `[replicate, all others]`, or one-dimensional without replicas."""
         ranks = torch.tensor(self.axes.group(self.rank, axes)).view(self.axes.replicate, -1)
         shard = self.process_group(axes[1:])
         if self.axes.replicate == 1:
@@ -101,38 +106,47 @@ class Mesh:
         return DeviceMesh.from_group(both, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     def process_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one only on `axes`. Axes that part all ranks alike share it: on
-        all ranks or on none. A rank that has such a group already, while others have not, must make theirs too."""
+        """Return the group of the ranks that differ from this one only on `axes`.
+
+        Axes that partition the ranks in the same way share a group. Making one is collective over all ranks, so all
+        must call this with the same axes in the same order. The cache is therefore keyed by the partition, which is
+        equal on all ranks, and not by this rank's own group.
+        """
         if axes not in self._group_over:
             parts = tuple(self.axes.groups(axes))
             if parts not in self._group_of:
-                self._group_of[parts] = self._make(parts, f"the making of the groups over {' x '.join(axes)}")
+                self._group_of[parts] = self._make(parts, f"making the groups over {' x '.join(axes)}")
             self._group_over[axes] = self._group_of[parts]
         return self._group_over[axes]
 
     def host_groups(self, axes: tuple[str, ...]) -> list[dist.ProcessGroup]:
-        """Those between which the hosts of `axes` tell each other numbers, one for each round: on all ranks or on none,
-        as `process_group`."""
+        """Return groups between the hosts of `axes` (gloo), one for each round of `rounds`, to exchange small numbers.
+
+        All ranks or none must call it, as for `process_group`.
+        """
         if self.device == self.host:
             return [self.process_group(axes)]
         if axes not in self._hosts_over:
-            at, parts_of = f"the making of the groups of hosts over {' x '.join(axes)}", rounds(self.axes.groups(axes))
-            for parts in parts_of:
+            at, partitions = f"making the groups of hosts over {' x '.join(axes)}", rounds(self.axes.groups(axes))
+            for parts in partitions:
                 if parts not in self._hosts_of:
                     self._hosts_of[parts] = self._make(parts, at, "gloo")
-            self._hosts_over[axes] = [self._hosts_of[parts] for parts in parts_of]
+            self._hosts_over[axes] = [self._hosts_of[parts] for parts in partitions]
         return self._hosts_over[axes]
 
     def _make(self, parts: Iterable[tuple[int, ...]], at: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Every rank makes every group, in the same order. The default group is the user's: his calls in a thread
-        (torch's asynchronous save makes some) would meet ours in another order on each rank."""
-        made: list[Any] = []
+        """Make the groups of a partition: every rank makes every group, in the same order; return this rank's.
+
+        The default group belongs to the user. His collectives in another thread (torch's async checkpoint has some)
+        would meet ours in another order on each rank.
+        """
+        own: list[Any] = []
         for ranks in parts:
             with waiting_at(at):
                 group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
             if self.rank in ranks:
-                made.append(group)
-        return made[0]
+                own.append(group)
+        return own[0]
 
     @cached_property
     def _group_over(self) -> dict[tuple[str, ...], Any]:
@@ -140,7 +154,7 @@ class Mesh:
 
     @cached_property
     def _group_of(self) -> dict[tuple[tuple[int, ...], ...], Any]:
-        """By the groups of all ranks."""
+        """Return the cache of groups, by partition of all ranks."""
         return {}
 
     @cached_property
@@ -152,13 +166,15 @@ class Mesh:
         return {}
 
     def name_of(self, axes: tuple[str, ...]) -> str:
+        """Return the name by which functional collectives know a group."""
         return self.process_group(axes).group_name
 
     def size_of(self, axes: tuple[str, ...]) -> int:
+        """Return the number of ranks of a group."""
         return len(self.ranks_over(axes))
 
     def ranks_over(self, axes: tuple[str, ...]) -> Tensor:
-        """The ranks that differ from this one at most on `axes`, in order. They are reckoned once: they may be many."""
+        """Return the ranks that differ from this one at most on `axes`, in order. Cached: there may be thousands."""
         if axes not in self._ranks_over:
             self._ranks_over[axes] = torch.tensor(self.axes.group(self.rank, axes), device=self.host)
         return self._ranks_over[axes]
@@ -167,75 +183,83 @@ class Mesh:
     def _ranks_over(self) -> dict[tuple[str, ...], Tensor]:
         return {}
 
-    def sum_(self, x: Tensor, over: Sum) -> Tensor:
-        """Sum `x` in place over the ranks that `over` names."""
+    def all_reduce_(self, x: Tensor, over: Sum) -> Tensor:
+        """All-reduce `x` in place: sum over the ranks of a declared `Sum`."""
         if self.size_of(over.axes) > 1:
             with waiting_at(over.name):
                 dist.all_reduce(x, group=self.process_group(over.axes))
         return x
 
-    def most_(self, x: Tensor, at: str, axes: tuple[str, ...] | None = None) -> Tensor:
-        """The most that any rank of `axes` has of each number, in place; by default any rank at all."""
+    def all_reduce_max_(self, x: Tensor, at: str, axes: tuple[str, ...] | None = None) -> Tensor:
+        """All-reduce `x` in place: elementwise maximum over the ranks of `axes`, by default over all."""
         axes = DENSE if axes is None else axes
         if self.size_of(axes) > 1:
             with waiting_at(at):
                 dist.all_reduce(x, dist.ReduceOp.MAX, group=self.process_group(axes))
         return x
 
-    def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "a gathering of rows") -> Tensor:
-        """The rows `[n, ...]` of every rank of `axes`, in their order. `n` is the same on all ranks. No gradients."""
+    def gather_rows(self, x: Tensor, axes: tuple[str, ...], at: str = "an all-gather of rows") -> Tensor:
+        """All-gather the rows `[n, ...]` of every rank of `axes`, in order.
+
+        `n` is the same on all ranks. No gradients.
+        """
         size = self.size_of(axes)
         if size == 1:
             return x
         with waiting_at(at):
-            return gather(x, size, self.name_of(axes))
+            return all_gather(x, size, self.name_of(axes))
 
-    def gather_on_hosts(self, numbers: Sequence[float], axes: tuple[str, ...], at: str) -> Tensor:
-        """What every rank of `axes` tells, a row for each, in float64 on the host. No device takes part: what is queued
-        there would have to be done first."""
+    def all_gather_on_hosts(self, numbers: Sequence[float], axes: tuple[str, ...], at: str) -> Tensor:
+        """All-gather numbers between hosts; return a row for each rank of `axes`, in float64.
+
+        Devices take no part. Over NCCL the exchange would be queued behind all pending kernels, and the host would wait
+        for them just to compare a few numbers.
+        """
         rows = torch.tensor([list(numbers)], dtype=torch.float64, device=self.host)
         groups = self.host_groups(axes) if self.size_of(axes) > 1 else []
         with waiting_at(at):
             for group in groups:
-                rows = gather(rows, group.size(), group.group_name)
+                rows = all_gather(rows, group.size(), group.group_name)
         return rows
 
-    def read(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """Numbers of the device, in float64 on the host. It is one copy, so the host waits once for all of them."""
-        flat = torch.cat([x.double().flatten() for x in found])
-        with waiting_at("what the device has found"):
-            here = flat.to(self.host)
-        parts = here.split([x.numel() for x in found])
-        return [part.view(x.shape) for part, x in zip(parts, found, strict=True)]
+    def to_host(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """Copy results from the device, in float64 on the host: one copy, so the host waits once for all of them."""
+        flat = torch.cat([x.double().flatten() for x in results])
+        with waiting_at("results from the device"):
+            on_host = flat.to(self.host)
+        parts = on_host.split([x.numel() for x in results])
+        return [part.view(x.shape) for part, x in zip(parts, results, strict=True)]
 
     def gather_objects(self, x: Any, axes: tuple[str, ...]) -> list[Any]:
-        """An object of every rank of `axes`, by pickle. Slow: for what is done once, and for errors."""
+        """All-gather a pickled object from every rank of `axes`. Slow: for setup and for errors."""
         if self.size_of(axes) == 1:
             return [x]
         out: list[Any] = [None] * self.size_of(axes)
-        with waiting_at("a gathering of settings"):
+        with waiting_at("an all-gather of settings"):
             dist.all_gather_object(out, x, group=self.process_group(axes))
         return out
 
     def store(self, prefix: str) -> Store:
-        """What all ranks can write and read without a collective, through a connection of its own."""
+        """Return a key-value store that all ranks can read and write without a collective, on a connection of
+        its own.
+        """
         store = dist.distributed_c10d._get_default_store()
         return PrefixStore(prefix, store.clone() if self.axes.world > 1 else store)  # type: ignore[attr-defined] # torch's stub lacks it
 
-    def of_rank_0(self, x: Any) -> Any:
-        """What rank 0 has, by pickle. What the others give is not looked at."""
+    def broadcast_object(self, x: Any) -> Any:
+        """Broadcast rank 0's object, pickled. What the others pass is ignored."""
         if self.axes.world == 1:
             return x
-        told = [x]
-        with waiting_at("what rank 0 tells"):
-            dist.broadcast_object_list(told, src=0, group=self.process_group(DENSE), device=self.device)
-        return told[0]
+        objects = [x]
+        with waiting_at("the broadcast from rank 0"):
+            dist.broadcast_object_list(objects, src=0, group=self.process_group(DENSE), device=self.device)
+        return objects[0]
 
     def send(self, x: Tensor, rank: int, at: str) -> None:
-        """To a rank that receives it. Returns when `x` may be written again."""
+        """Send `x` to a rank that receives it. Return when `x` may be overwritten."""
         with waiting_at(at):
             dist.send(x, rank, group=self.process_group(DENSE))
-            self.settle()
+            self.synchronize()
 
     def receive(self, x: Tensor, rank: int, at: str) -> Tensor:
         """Fill `x` with what that rank sends."""
@@ -247,19 +271,19 @@ class Mesh:
         self, failure: BaseException | None, at: str, error: type[MeshwrightError] | None = None,
         numbers: Sequence[float] = (), axes: tuple[str, ...] | None = None,
     ) -> Tensor:  # fmt: skip
-        """If a rank failed, every rank raises: that rank its `failure`, the others an error that names it, and why.
+        """Raise on every rank if any rank failed, so that none waits for one that has given up.
 
-        So no rank waits for one that has given up. Otherwise it returns the `numbers` that each rank told, a row for
-        each, on the host. `error`: the class that the others raise, RankError by default. `axes`: between which ranks,
-        all by default.
+        The rank that failed raises its `failure`, the others an error that names that rank and its reason. Otherwise
+        return the `numbers` of all ranks, a row for each, on the host. `error`: the class that the other ranks raise,
+        RankError by default. `axes`: among which ranks, by default all.
         """
         axes = DENSE if axes is None else axes
-        rows = self.gather_on_hosts((float(failure is not None), *numbers), axes, at)
+        rows = self.all_gather_on_hosts((float(failure is not None), *numbers), axes, at)
         if bool(rows[:, 0].any()):
             reason = None if failure is None else f"{type(failure).__name__}: {failure!s:.1000}"
-            told = zip(self.ranks_over(axes).tolist(), self.gather_objects(reason, axes), strict=True)
+            reasons = zip(self.ranks_over(axes).tolist(), self.gather_objects(reason, axes), strict=True)
             raise failure or (error or RankError)(
-                next(f"rank {rank} failed in {at}: {why}" for rank, why in told if why)
+                next(f"rank {rank} failed in {at}: {why}" for rank, why in reasons if why)
             )
         return rows[:, 1:]
 
@@ -272,20 +296,26 @@ class Mesh:
         self.all_or_none(failure_in(lambda: made.append(act()), error, what), at, error)
         return made[0]
 
-    def settle(self) -> None:
-        """Wait for the device. NCCL times a send from when it is queued, so a queue that is long would time out."""
+    def synchronize(self) -> None:
+        """Synchronise with the device.
+
+        NCCL's timeout starts when a send is queued, so it would fire behind a long queue.
+        """
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
 
     def token_range(self, num_tokens: int) -> tuple[int, int]:
-        """Which tokens of its data rank's stream this rank works on: a contiguous part, by (cp, tp)."""
+        """Return which tokens of its data rank's stream this rank works on: a contiguous part, ordered by (cp, tp)."""
         share = num_tokens // (self.axes.cp * self.axes.tp)
         at = self.coords["cp"] * self.axes.tp + self.coords["tp"]
         return at * share, (at + 1) * share
 
     @property
     def node(self) -> range:
-        """The ranks on this rank's machine: neighbours, as torchrun numbers them. Without torchrun, all."""
+        """Return the ranks of this rank's machine: neighbours, as torchrun numbers them.
+
+        Without torchrun, all ranks.
+        """
         size = _from_torchrun("LOCAL_WORLD_SIZE", self.axes.world)
         if self.axes.world % size:
             raise MeshError(f"{self.axes.world} ranks are not whole nodes of LOCAL_WORLD_SIZE={size}")
@@ -294,12 +324,14 @@ class Mesh:
 
     @property
     def memory(self) -> Memory:
-        """The memory that this rank may use."""
+        """Return the memory that this rank may use."""
         return memory_of(self.device, len(self.node))
 
     @property
     def data_rank(self) -> int:
-        """Which of `num_data_ranks` streams this rank reads: the same for ranks that differ only in cp, tp, pp."""
+        """Return which of `num_data_ranks` streams this rank reads: the same for ranks that differ only in cp,
+        tp, pp.
+        """
         return self.axes.data_rank(self.rank)
 
     @property
@@ -311,6 +343,7 @@ class Mesh:
 
 
 def _device(wanted: str | torch.device | None) -> torch.device:
+    """Return the device of this rank, by LOCAL_RANK where there are several, or explain why it cannot be used."""
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -319,31 +352,31 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     except (RuntimeError, TypeError, ValueError) as error:
         raise MeshError(f"device={wanted!r} cannot be used: {error}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise MeshError(f"device={wanted!r}: torch finds no such device here; choose device='cpu', or see nvidia-smi")
+        raise MeshError(f"device={wanted!r}: torch finds no CUDA device; choose device='cpu', or check nvidia-smi")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", _from_torchrun("LOCAL_RANK", 0, least=0))
     if device.type == "cuda":
         if (device.index or 0) >= torch.cuda.device_count():
             raise MeshError(
-                f"{device} is not there: this process sees {torch.cuda.device_count()} devices. LOCAL_RANK chooses; "
-                "where a launcher shows each process one device alone, give device='cuda:0'"
+                f"{device} does not exist: this process sees {torch.cuda.device_count()} devices. LOCAL_RANK chooses "
+                "one; if the launcher shows each process a single device, give device='cuda:0'"
             )
         torch.cuda.set_device(device)
     return device
 
 
 def _from_torchrun(name: str, alone: int, least: int = 1) -> int:
-    """A number that torchrun left in the environment; `alone` without torchrun."""
+    """Return a number that torchrun left in the environment; `alone` without torchrun."""
     text = os.environ.get(name, str(alone))
-    lacking = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
-    if name == "WORLD_SIZE" and name in os.environ and lacking:
-        raise MeshError(f"WORLD_SIZE={text} without {', '.join(lacking)}: start with torchrun, or unset WORLD_SIZE")
+    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if name == "WORLD_SIZE" and name in os.environ and missing:
+        raise MeshError(f"WORLD_SIZE={text} without {', '.join(missing)}: start with torchrun, or unset WORLD_SIZE")
     if not text.isdecimal() or int(text) < least:
-        raise MeshError(f"{name}={text!r} of the environment must be a whole number of at least {least}")
+        raise MeshError(f"environment variable {name}={text!r} must be a whole number of at least {least}")
     return int(text)
 
 
-# Torch's flight recorder, if the user has not set it himself, by these names or by older ones.
+# Settings of torch's flight recorder, each under its current and its older name; what the user has set stays.
 _RECORDER = {
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
     ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
@@ -354,21 +387,25 @@ _RECORDER = {
 
 
 def _record(device: torch.device) -> str:
-    """Have torch write down what the devices do; where that lies once a collective fails."""
+    """Turn on torch's flight recorder; return the sentence that says where its dump is once a collective fails."""
     if device.type == "cpu":
         return ""
-    *_, at = [_set_unless_known(names, value) for names, value in _RECORDER.items()]
-    return f"What the devices did: {at}*, to be read with torchfrtrace."
+    *_, path = [_set_unless_known(names, value) for names, value in _RECORDER.items()]
+    return f"What the devices did: {path}*, to be read with torchfrtrace."
 
 
 def _set_unless_known(names: tuple[str, ...], value: str) -> str:
-    """What torch will read: it takes the first of these names that is set."""
+    """Set a variable unless the user did, under any of its names; return the value that torch will read.
+
+    torch takes the first of the names that is set.
+    """
     known = [os.environ[name] for name in names if name in os.environ]
     return known[0] if known else os.environ.setdefault(names[0], value)
 
 
 def _join(device: torch.device, timeout: datetime.timedelta) -> None:
-    loud = _record(device)
+    """Join or start the process group, and start the heartbeat of this rank."""
+    recorder_note = _record(device)
     if not dist.is_initialized():
         backend = dist.get_default_backend_for_device(device)
         if "WORLD_SIZE" in os.environ:
@@ -377,13 +414,15 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
             alone = torch._C._distributed_c10d.HashStore()
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         atexit.register(_leave)
-    if here.watch is None and dist.get_world_size() > 1:
+    if position.watch is None and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
-        here.watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), loud)
-        atexit.register(here.watch.leave)  # runs before `_leave`
+        position.watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), recorder_note)
+        atexit.register(
+            position.watch.leave
+        )  # registered later, so it runs before `_leave` and the store still answers
 
 
 def _leave() -> None:
-    """Before the interpreter shuts down: a process that ends while gloo's threads run is aborted by them."""
+    """Destroy the process group before the interpreter shuts down: gloo's threads would abort a process that exits."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""The differentiable collectives that doors use. Each states its forward and its backward.
+"""Differentiable collectives (all-gather, reduce-scatter, all-to-all) for doors, with the backward of each.
 
-They are functional collectives of torch, because compilers, selective checkpointing and the recorder of `verify` see
+They are torch's functional collectives, because compilers, selective checkpointing and the recorder of `verify` see
 those. Splits act on dim 0, which is always the tokens. `at` is the name of the door, for errors about lost ranks.
 """
 
@@ -17,7 +17,7 @@ from ..watch import waiting_at
 
 _c10d = torch.ops._c10d_functional
 
-# All of them; what they return is not ready before `wait_tensor`.
+# Every collective used here. Their results must not be read before `wait_tensor`.
 OPS = [
     _c10d.all_gather_into_tensor.default,
     _c10d.reduce_scatter_tensor.default,
@@ -26,115 +26,126 @@ OPS = [
 ]
 
 
-def gather(x: Tensor, size: int, group: str) -> Tensor:
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """All-gather x along dim 0."""
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), size, group))
 
 
-def scatter_sum(x: Tensor, size: int, group: str) -> Tensor:
+def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """Reduce-scatter x along dim 0, summing."""
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 
-def exchange(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
-    """Rows of `x` in pieces of `ins` to each rank; pieces of `outs` come back."""
-    return _c10d.wait_tensor(begun(x, outs, ins, group))
+def all_to_all(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
+    """All-to-all: send rows of `x` in pieces of `ins` to each rank; receive pieces of `outs`."""
+    return _c10d.wait_tensor(start_all_to_all(x, outs, ins, group))
 
 
-def begun(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
-    """An exchange that nobody has waited for yet."""
+def start_all_to_all(x: Tensor, outs: list[int], ins: list[int], group: str) -> Tensor:
+    """Start an all-to-all that nothing has waited for yet."""
     return _c10d.all_to_all_single(x.contiguous(), outs, ins, group)
 
 
-class Gather(Function):
-    """Own tokens -> the tokens of the group. Backward: sum of everybody's gradients, own tokens kept."""
+class AllGather(Function):
+    """All-gather own tokens -> tokens of the group.
+
+    Backward: reduce-scatter, since every rank has a gradient for them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str, at: str = "a door") -> Tensor:
         ctx.size, ctx.group, ctx.at = size, group, at
         with waiting_at(at, "forward"):
-            return gather(x, size, group)
+            return all_gather(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
         with waiting_at(ctx.at, "backward"):
-            return scatter_sum(d, ctx.size, ctx.group), None, None, None
+            return reduce_scatter(d, ctx.size, ctx.group), None, None, None
 
 
-class ScatterSum(Function):
-    """Partial sums of the group's tokens -> own tokens, summed. Backward: gather."""
+class ReduceScatter(Function):
+    """Reduce-scatter partial sums of the group's tokens -> own tokens. Backward: all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str, at: str = "a door") -> Tensor:
         ctx.size, ctx.group, ctx.at = size, group, at
         with waiting_at(at, "forward"):
-            return scatter_sum(x, size, group)
+            return reduce_scatter(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
         with waiting_at(ctx.at, "backward"):
-            return gather(d, ctx.size, ctx.group), None, None, None
+            return all_gather(d, ctx.size, ctx.group), None, None, None
 
 
-class Exchange(Function):
-    """All-to-all of rows in uneven pieces. Backward: the same, the other way round."""
+class AllToAll(Function):
+    """All-to-all of rows in uneven pieces. Backward: all-to-all with the pieces exchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, outs: list[int], ins: list[int], group: str, at: str = "a door") -> Tensor:
         ctx.outs, ctx.ins, ctx.group, ctx.at = outs, ins, group, at
         with waiting_at(at, "forward"):
-            return exchange(x, outs, ins, group)
+            return all_to_all(x, outs, ins, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None, None]:
         with waiting_at(ctx.at, "backward"):
-            return exchange(d, ctx.ins, ctx.outs, ctx.group), None, None, None, None
+            return all_to_all(d, ctx.ins, ctx.outs, ctx.group), None, None, None, None
 
 
-class Travel:
-    """Rows on their way: an exchange that is begun in one place and ended where they are wanted, beside whatever is
-    computed between the two. Backward begins it where forward has ended it, beside the gradients of that.
+class AsyncAllToAll:
+    """An asynchronous all-to-all: begun in one place, ended where its rows are needed.
+
+    It overlaps what runs in between. Backward mirrors it: it begins where forward ended, and ends where forward began,
+    overlapping the gradients of what ran in between. A stream-level `wait_tensor` in the middle would serialise both.
     """
 
     def __init__(self, outs: list[int], ins: list[int], group: str, at: str) -> None:
         self.outs, self.ins, self.group, self.at = outs, ins, group, at
-        self.gradient: Tensor | None = None  # on its way too
+        self.gradient: Tensor | None = None  # in flight, between the backwards of `end` and `begin`
 
     def begin(self, x: Tensor) -> Tensor:
-        """What it returns is for `end` alone."""
-        begun: Tensor = _Begin.apply(x, self)  # torch leaves apply untyped
-        return begun
+        """Start it. The result is only good for `end`."""
+        pending: Tensor = _Begin.apply(x, self)  # torch leaves apply untyped
+        return pending
 
-    def end(self, begun: Tensor) -> Tensor:
-        ended: Tensor = _End.apply(begun, self)
+    def end(self, pending: Tensor) -> Tensor:
+        """Wait for the rows."""
+        ended: Tensor = _End.apply(pending, self)
         return ended
 
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, travel: Travel) -> Tensor:
-        ctx.travel = travel
-        with waiting_at(travel.at, "forward"):
-            return begun(x, travel.outs, travel.ins, travel.group)
+    def forward(ctx: Any, x: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        with waiting_at(transfer.at, "forward"):
+            return start_all_to_all(x, transfer.outs, transfer.ins, transfer.group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        begun, ctx.travel.gradient = ctx.travel.gradient, None
-        with waiting_at(ctx.travel.at, "backward"):
-            return _c10d.wait_tensor(begun), None
+        pending, ctx.transfer.gradient = ctx.transfer.gradient, None
+        with waiting_at(ctx.transfer.at, "backward"):
+            return _c10d.wait_tensor(pending), None
 
 
 class _End(Function):
     @staticmethod
-    def forward(ctx: Any, begun: Tensor, travel: Travel) -> Tensor:
-        ctx.travel = travel
-        with waiting_at(travel.at, "forward"):
-            return _c10d.wait_tensor(begun)
+    def forward(ctx: Any, pending: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        with waiting_at(transfer.at, "forward"):
+            return _c10d.wait_tensor(pending)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        """What is begun has other rows than `begun`, which autograd does not let pass: it goes with the travel."""
-        travel = ctx.travel
-        with waiting_at(travel.at, "backward"):
-            travel.gradient = begun(d, travel.ins, travel.outs, travel.group)
+        """Start the all-to-all of gradients and hand it to `_Begin.backward` through the `AsyncAllToAll`.
+
+        It has other rows than `pending` of forward, and autograd rejects a gradient of another shape.
+        """
+        transfer = ctx.transfer
+        with waiting_at(transfer.at, "backward"):
+            transfer.gradient = start_all_to_all(d, transfer.ins, transfer.outs, transfer.group)
         return d, None

@@ -1,4 +1,4 @@
-"""How much memory a rank may use: of its device, and of its machine."""
+"""Memory limits of a rank: of its device, and of its machine or container."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import torch
 
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)  # cgroup v2 and v1: limits of a container
 
 
 @dataclass(frozen=True)
 class Memory:
-    """On a CPU both are the same memory."""
+    """Bytes that a rank may use. On a CPU device and host share the same memory."""
 
     device_bytes: int
     host_bytes: int
@@ -21,7 +24,7 @@ class Memory:
 
 
 def memory_of(device: torch.device, ranks_here: int) -> Memory:
-    """Of one of `ranks_here` ranks on this machine, of which each accelerator has one."""
+    """Return the memory of one of `ranks_here` ranks on this machine, each of which has an accelerator of its own."""
     host = _host_bytes() // ranks_here
     if device.type == "cpu":
         return Memory(host, host, shared=True)
@@ -30,6 +33,7 @@ def memory_of(device: torch.device, ranks_here: int) -> Memory:
 
 
 def _host_bytes() -> int:
+    """Return the memory of the machine, or of the container if that is less."""
     texts = (Path(file).read_text().strip() for file in _LIMITS if Path(file).exists())
-    limits = [int(text) for text in texts if text.isdecimal()]  # "max" is none
+    limits = [int(text) for text in texts if text.isdecimal()]  # "max": no limit
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])

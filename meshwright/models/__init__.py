@@ -1,6 +1,7 @@
-"""The families: a dict by `model_type`. To add one, write its file and name it here.
+"""Model families by `model_type` (Qwen2, Qwen3, Qwen3-MoE, Qwen3.5, Qwen3-VL): config.json -> model on meta device.
 
-Or add it from outside of the package: `FAMILIES["model_type"] = Family(build)` (docs/add-a-model.md).
+To add a family, write its file and name it in FAMILIES, or add it from outside of the package: `FAMILIES["model_type"]
+= Family(build)` (docs/add-a-model.md).
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from ..sharding import Table, collect
 from . import qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl
 from .decoder import LM_HEAD, SCORE, SCORE_BIAS, Decoder, Embedding, Layer
 from .hf_config import LABELS, Json, group, take
-from .linear import Low
+from .linear import Quantisable
 from .rope_config import GROUPS, sections_of
 from .router_balance import Balance
-from .vision_tower import Sight, Tower, TowerBlock, TowerShape, patch_of, tower_shape_of
+from .vision_tower import Tower, TowerBlock, TowerShape, VisionInput, patch_of, tower_shape_of
 
 
 @dataclass(frozen=True)
 class Family:
+    """How a family is built, and how its files are laid out."""
+
     build: Callable[[Json, str, str], Decoder]  # config, key prefix, head -> model (on the meta device)
-    prefixes: tuple[str, ...] = ("model.",)  # where the keys of the text model may stand
-    carried: tuple[str, ...] = ()  # keys that are not trained and not lost
-    classifier: str = ""  # transformers' class of a sequence classifier, if it has one
+    prefixes: tuple[str, ...] = ("model.",)  # possible prefixes of the text model's keys
+    carried: tuple[str, ...] = ()  # keys that are copied to exports but not trained (multi-token prediction, tower)
+    classifier: str = ""  # transformers' sequence classifier class, if it has one
 
 
 _PREFIXES, _CARRIED = ("model.", "model.language_model."), ("mtp.*", "model.visual.*")
@@ -35,27 +38,28 @@ FAMILIES = {
     "qwen3": Family(qwen3.build, classifier="Qwen3ForSequenceClassification"),
     "qwen3_moe": Family(qwen3_moe.build, classifier="Qwen3MoeForSequenceClassification"),
     "qwen3_5_text": Family(qwen3_5.build, _PREFIXES, _CARRIED, "Qwen3_5TextForSequenceClassification"),
-    "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED),  # it has none in transformers 5.23
+    "qwen3_5_moe_text": Family(qwen3_5_moe.build, _PREFIXES, _CARRIED),  # transformers 5.23 has no classifier
     "qwen3_vl_text": Family(qwen3_vl.build, _PREFIXES, _CARRIED),
     "qwen3_vl_moe_text": Family(qwen3_vl.build_moe, _PREFIXES, _CARRIED),
 }
 _TEXT_OF = {kind: f"{kind}_text" for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")}
-_CLASSIFIER_OF = {  # with its tower
+_CLASSIFIER_OF = {  # of models with a vision tower
     "qwen3_5": "Qwen3_5ForSequenceClassification", "qwen3_5_moe": "", "qwen3_vl": "", "qwen3_vl_moe": "",
 }  # fmt: skip
-VISUAL = "model.visual."  # where the keys of a tower stand
-_SECTIONS = {  # how many frequencies of RoPE turn with time, height and width, where the config does not say it
+VISUAL = "model.visual."  # prefix of a tower's keys
+# M-RoPE (arXiv 2409.12191): how many frequencies turn with time, height and width, where the config does not say so.
+_SECTIONS = {
     "qwen3_5": (11, 11, 10), "qwen3_5_moe": (11, 11, 10), "qwen3_vl": (24, 20, 20), "qwen3_vl_moe": (24, 20, 20),
 }  # fmt: skip
 _IDS_3_5 = {"image_token_id": 248056, "video_token_id": 248057}
 _IDS_VL = {"image_token_id": 151655, "video_token_id": 151656}
 _PLACEHOLDERS = {"qwen3_5": _IDS_3_5, "qwen3_5_moe": _IDS_3_5, "qwen3_vl": _IDS_VL, "qwen3_vl_moe": _IDS_VL}
-# transformers writes true into text_config whatever the top says, and reads the top alone.
+# For these, transformers reads tie_word_embeddings at the top level only, and writes true into text_config regardless.
 _TIED_AT_TOP = ("qwen3_vl", "qwen3_vl_moe")
 
 
 def text_config(config: Json) -> Json:
-    """The text part of a config, with the tie and the labels that files state at the top."""
+    """Return the text part of a config, with the fields that files state at the top level: tied embeddings, labels."""
     if _kind(config) not in _TEXT_OF:
         return config
     text, tied = dict(group(config, "text_config")), config.get("tie_word_embeddings")
@@ -68,39 +72,43 @@ def text_config(config: Json) -> Json:
         )
     for name in GROUPS:
         if group(config, name):
-            raise ConfigError(f"config.json: {name} at the top is read by nobody; move it into text_config")
-    if tied is not None:  # transformers writes text_config's default, false, beside it
+            raise ConfigError(f"config.json: {name} at the top is never read; move it into text_config")
+    if tied is not None:  # next to it, transformers writes text_config's default, false
         text["tie_word_embeddings"] = tied
     labels = {name: config[name] for name in LABELS if config.get(name) is not None}
     return {**text, **labels, "model_type": _TEXT_OF[_kind(config)]}
 
 
 def _kind(config: Json) -> str:
-    """Its model_type, whatever stands there."""
+    """Return the model_type, or what stands in its place."""
     kind = config.get("model_type")
     return kind if isinstance(kind, str) else repr(kind)
 
 
 def family_of(config: Json) -> Family:
+    """Return the family of a config."""
     kind = _kind(text_config(config))
     if kind not in FAMILIES:
         known = ", ".join([*FAMILIES, *_TEXT_OF])
-        found = text_config(config).get("model_type")
+        model_type = text_config(config).get("model_type")
         raise ConfigError(
-            f"config.json: model_type={found!r:.200} is not a family known here; known are {known}; "
+            f"config.json: model_type={model_type!r:.200} is not a known family; known are {known}; "
             "to add one, see docs/add-a-model.md"
         )
     return FAMILIES[kind]
 
 
 def classifier_of(config: Json) -> str:
-    """What `architectures` calls a sequence classifier of this config; empty where transformers has none."""
+    """Return what `architectures` calls a sequence classifier of this config; empty where transformers has none."""
     kind = _kind(config)
     return _CLASSIFIER_OF[kind] if kind in _CLASSIFIER_OF else family_of(config).classifier
 
 
 def prefix_of(config: Json, keys: Container[str] | None) -> str:
-    """Where the keys of the text model stand: the first prefix that the source uses; with no source, the usual one."""
+    """Return the prefix of the text model's keys: the first that the source uses; with no source, the usual one.
+
+    Models with a tower have `model.language_model.`, and text-only exports of the same model `model.`.
+    """
     prefixes = family_of(config).prefixes
     if keys is None:
         return prefixes[-1] if _kind(config) in _TEXT_OF else prefixes[0]
@@ -110,10 +118,12 @@ def prefix_of(config: Json, keys: Container[str] | None) -> str:
 def describe(
     config: Json, prefix: str, head: str, keys: Container[str] = (), *, tower: bool = False
 ) -> tuple[Decoder, Table]:
-    """The model on the meta device and its table, checked to cover everything exactly once. `keys`: of the source.
-    `tower`: with the tower, which is otherwise kept as it is."""
+    """Build the model on the meta device and its table; check that declarations cover everything exactly once.
+
+    `keys`: those of the source. `tower`: build the vision tower too; otherwise its keys are carried along unchanged.
+    """
     family, text = family_of(config), text_config(config)
-    if SCORE_BIAS in keys:  # critics are often stored beside the config of the language model that they began as
+    if SCORE_BIAS in keys:  # a critic is often saved with the unchanged config of the language model it started from
         text = {**text, "token_classification_bias": True}
     with device("meta"):
         model = family.build(text, prefix, head)
@@ -121,7 +131,7 @@ def describe(
             _give_tower(model, config)
     if head == "lm" and SCORE in keys:
         raise UnknownKey(
-            f"the source holds {SCORE}, which a classifier or a critic has and a language model has not; "
+            f"the source holds {SCORE}, the head of a classifier or a critic, not of a language model; "
             'give head="value" to train it, or head="none" to keep it as it is'
         )
     drops_head = head != "lm" and not model.shape.tied
@@ -132,10 +142,10 @@ def describe(
 
 
 def placeholders_of(config: Json) -> tuple[int, int]:
-    """The tokens that stand for a picture and for a video."""
+    """Return the ids of the placeholder tokens for an image and for a video."""
     if _kind(config) not in _SECTIONS:
         raise ConfigError(
-            f"tower=True, but model_type={_kind(config)} has none; leave it out. There are towers in "
+            f"tower=True, but model_type={_kind(config)} has no vision tower; leave it out. These have one: "
             f"{', '.join(_SECTIONS)}"
         )
     picture, video = (take(config, name, int, default) for name, default in _PLACEHOLDERS[_kind(config)].items())
@@ -143,12 +153,12 @@ def placeholders_of(config: Json) -> tuple[int, int]:
 
 
 def placeholders_in(config: Json) -> tuple[int, ...]:
-    """The same of any model: none, where it has no tower."""
+    """Return the placeholder ids of any model: none where it has no tower."""
     return placeholders_of(config) if _kind(config) in _SECTIONS else ()
 
 
 def _give_tower(model: Decoder, config: Json) -> None:
-    """Make the tower that a config describes, and let RoPE see height and width."""
+    """Attach the vision tower that a config describes, and let RoPE see height and width."""
     ids = placeholders_of(config)
     model.tower = Tower(tower_shape_of(config, model.shape.width, len(model.layers)), model.shape.width, ids, VISUAL)
     sections = sections_of(text_config(config), model.shape.rotary.dim // 2, _SECTIONS[_kind(config)])

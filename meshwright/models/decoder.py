@@ -1,4 +1,8 @@
-"""What all families share: tokens -> embedding -> layers -> norm -> head. Single-device code with doors."""
+"""The decoder that all families share: embedding -> layers -> norm -> head, as single-device code with doors.
+
+A family supplies the layers. Between them each rank of tp x cp holds its own tokens (sequence parallelism, arXiv
+2205.05198); doors in mixers, MLPs, embedding and head change that layout. So this file contains no parallelism.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from ..errors import ConfigError
 from ..sharding import ENTER, LEAVE, MEET, SHARE, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
 from .hf_config import Labels
 from .router_balance import Balance
-from .vision_tower import Sight, Tower
+from .vision_tower import Tower, VisionInput
 
 Rope = tuple[Tensor, Tensor]
 LM_HEAD = "lm_head.weight"  # the key of the vocabulary matrix, or of a tied embedding's copy
-SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head
+SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head, as in transformers' classifiers
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,15 @@ class Shape:
     tied: bool
     std: float
     labels: Labels  # of a value head
-    zero_centred: bool = False  # norms: 1 + w
-    sections: tuple[int, int, int] | None = None  # of RoPE, where tokens have a time, a height and a width
+    zero_centred: bool = False  # whether norms multiply by 1 + weight (Gemma's and Qwen3.5's) or by weight
+    sections: tuple[int, int, int] | None = None  # M-RoPE's frequencies a time, height and width; None: 1D positions
 
 
 class Norm(nn.Module):
-    """RMS norm over the width of a token. It sees this rank's own tokens, so its gradient is a share, to be summed."""
+    """RMSNorm over the width of a token. It sees this rank's own tokens only, so its gradient is a partial sum.
+
+    The sum over tp is due to `axes_left_to_sum`; Megatron's flag `sequence_parallel` on such weights does the same.
+    """
 
     def __init__(self, shape: Shape, key: str, width: int | None = None, dim: str = "embed") -> None:
         super().__init__()
@@ -49,36 +56,40 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
+    """Vocab-parallel embedding: each tp rank holds some rows of the table."""
+
     def __init__(self, shape: Shape, at: str) -> None:
         super().__init__()
         rows, cols = {"vocab": shape.vocab}, {"embed": shape.width}
         layouts = [plain(at + "embed_tokens.weight", (shape.vocab, shape.width), 1, "one")]
-        if shape.tied:  # hub files of tied models hold the head once more, or do not
+        if shape.tied:  # some files of tied models store the head once more, some do not
             layouts.append(_with_copy(layouts[0], LM_HEAD))
         self.weight = weight(
             rows, cols, layouts=layouts, group="head" if shape.tied else "", init=Init("normal", shape.std)
         )
         self.vocab = Span("vocab", shape.vocab)
         self.leave = Door(LEAVE, shape.width)
-        self.compute = torch.float32  # the dtype of what all layers are given
+        self.compute = torch.float32  # the compute dtype: activations of all layers have it
 
     def forward(self, tokens_T: Tensor, none_T: Tensor | None = None) -> Tensor:
-        """Zeros for the tokens of `none_T`."""
+        """Embed tokens; zeros for the tokens of `none_T`, in whose places image features go."""
+        # Tokens of other ranks' rows look up row 0 and are zeroed, so that shapes do not depend on the data.
         row_T = tokens_T - self.vocab.start
-        here_T = (row_T >= 0) & (row_T < len(self.vocab))
+        is_local_T = (row_T >= 0) & (row_T < len(self.vocab))
         if none_T is not None:
-            here_T = here_T & ~none_T
-        x_TD = ops.lookup(self.weight, row_T.where(here_T, 0)).to(self.compute) * here_T[:, None]
-        return self.leave(x_TD)  # each token's row lives on one rank: the others add exact zeros
+            is_local_T = is_local_T & ~none_T
+        x_TD = ops.lookup(self.weight, row_T.where(is_local_T, 0)).to(self.compute) * is_local_T[:, None]
+        return self.leave(x_TD)  # reduce-scatter: each token's row is on one rank, the others add exact zeros
 
 
 def _with_copy(layout: Layout, key: str) -> Layout:
+    """Return a layout whose files hold the matrix under a second key too."""
     block = layout.blocks[0]
     return Layout("twice", layout.blocks, (Block(block.ours, key, block.shape, Box.whole(block.shape)),))
 
 
 class Tied(nn.Module):
-    """The matrix of a tied embedding, on the last of several pipeline stages: no token is looked up there."""
+    """The matrix of a tied embedding on the last of several pipeline stages, where no token is looked up."""
 
     def __init__(self, embed: Embedding) -> None:
         super().__init__()
@@ -86,7 +97,7 @@ class Tied(nn.Module):
 
 
 class Layer(nn.Module):
-    """`x += mixer(norm(x)); x += mlp(norm(x))`: the block of all families."""
+    """A pre-norm transformer layer: `x += mixer(norm(x)); x += mlp(norm(x))`."""
 
     def __init__(self, shape: Shape, mixer: nn.Module, mlp: nn.Module, at: str) -> None:
         super().__init__()
@@ -94,18 +105,19 @@ class Layer(nn.Module):
         self.mixer = mixer
         self.mlp_norm = Norm(shape, at + "post_attention_layernorm.weight")
         self.mlp = mlp
-        self.run: Callable[[Tensor, Rope, ops.Documents], Tensor] = self.block  # `parallel.recompute` may exchange it
+        self.run: Callable[[Tensor, Rope, ops.Documents], Tensor] = self.block  # `parallel.recompute` may replace it
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         return self.run(x_TD, rope, docs)
 
     def block(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
+        """Run the layer itself, without checkpointing or compilation."""
         x_TD = x_TD + self.mixer(self.norm(x_TD), rope, docs)
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 class LanguageHead(nn.Module):
-    """Final norm and vocabulary scores. `[T, V]` only exists in full when logits are asked for."""
+    """Final norm and vocabulary scores. `[T, V]` logits exist in full only if a caller asks for them."""
 
     scores = ("logprobs", "entropy", "logits", "target_logits")
 
@@ -113,6 +125,7 @@ class LanguageHead(nn.Module):
         super().__init__()
         self.norm = Norm(shape, at + "norm.weight")
         rows, cols = {"vocab": shape.vocab}, {"embed": shape.width}
+        # A tied head declares nothing: `forward` gets the embedding's matrix.
         own = weight(rows, cols, key=LM_HEAD, init=Init("normal", shape.std))
         self.weight = None if shape.tied else own
         self.vocab = Span("vocab", shape.vocab)
@@ -127,13 +140,15 @@ class LanguageHead(nn.Module):
             x_TD, want = x_TD[labels_T >= 0], "logits"
         if want == "logits":
             return (ops.upcast(ops.linear(x_TD, weight_VD)),)
+        # Labels are shifted into this rank's slice of the vocabulary; those of other slices become out of range.
         stats_T3 = ops.token_stats(x_TD, weight_VD, labels_T - self.vocab.start, entropy=want == "entropy")
+        # An all-to-all gives each rank the stats of all slices for its own tokens: [T, 3] instead of [T, V] travels.
         logprobs_T, entropy_T = ops.combine_stats(self.meet(stats_T3).view(-1, own_tokens, 3))
         return (logprobs_T, entropy_T) if want == "entropy" else (logprobs_T,)
 
 
 class ValueHead(nn.Module):
-    """One score a token and label, `[T, labels]`; `[T]` of one label. On this rank's own tokens, as the norm."""
+    """One score a token and label: `[T, labels]`, or `[T]` with one label. Like the norm it sees own tokens only."""
 
     scores = ("values",)
 
@@ -147,10 +162,14 @@ class ValueHead(nn.Module):
 
     def forward(self, x_TD: Tensor, labels_T: Tensor, want: str, tied_VD: Tensor | None) -> tuple[Tensor, ...]:
         values_TL = ops.upcast(ops.linear(self.norm(x_TD), self.weight, self.bias))
-        return (values_TL.squeeze(-1).clone(),)  # FSDP warns of views: a change in place would lose its hook
+        return (
+            values_TL.squeeze(-1).clone(),
+        )  # a copy: FSDP warns of views, whose in-place change would lose its hook
 
 
 class NoHead(nn.Module):
+    """Final norm only: hidden states."""
+
     scores = ("hidden",)
 
     def __init__(self, shape: Shape, at: str) -> None:
@@ -167,11 +186,8 @@ HEAD_OF: dict[str, type[LanguageHead | ValueHead | NoHead]] = {"lm": LanguageHea
 class Decoder(nn.Module):
     """A model. `forward` takes the whole packed stream of a data rank and returns scores of this rank's own tokens.
 
-    What it returns depends on `want`: `(logprobs,)`, `(logprobs, entropy)` for "entropy", `(values,)`, `(hidden,)`.
-    Only `(logits,)` are of all tokens, over this rank's part of the vocabulary; "target_logits" of those with a label.
-
-    A pipeline stage is a decoder with some of the layers. All but the first are given `x_TD`, what the stage before
-    made of this rank's tokens; all but the last have no head, and return what they made of them.
+    A pipeline stage is a decoder with some of the layers. All but the first stage take `x_TD`, the activations of this
+    rank's tokens from the stage before; all but the last have no head and return activations.
     """
 
     embed: Embedding | Tied | None
@@ -189,58 +205,72 @@ class Decoder(nn.Module):
         self.tied = shape.tied and head == "lm"
         self.tower: Tower | None = None
         self.embed = Embedding(shape, at)
+        # A dict by number and not a list: a pipeline stage keeps the numbers of the whole model, and so all parameter
+        # names.
         self.layers = nn.ModuleDict({str(i): block(f"{at}layers.{i}.") for i, block in enumerate(blocks)})
         self.head = HEAD_OF[head](shape, at)
         self.share = Door(SHARE, 0)
         belongs_to(self.embed, first=True)
         for number, layer in self.layers.items():
             belongs_to(layer, layer=int(number))
-        self.scores = HEAD_OF[head].scores  # what a forward may be asked for
+        self.scores = HEAD_OF[head].scores  # the values that `want` of a forward may have
 
     def with_layers(self, numbers: Iterable[int]) -> Decoder:
-        """The same, with these of its layers alone and without a tower: shared, not copied."""
+        """Return the model with only these of its layers, and without a tower; modules are shared, not copied."""
         part = self.part(numbers, first=True, last=True)
         part.embed, part.head, part.tower = self.embed, self.head, None
         return part
 
     def part(self, layers: Iterable[int], *, first: bool, last: bool) -> Decoder:
-        """A stage: some of the layers under their own numbers, so that names are those of the whole."""
-        part = Decoder.__new__(Decoder)  # no copy: it would share the hooks that torch hangs on a module
-        nn.Module.__init__(part)
-        part.shape, part.balance, part.share = self.shape, self.balance, self.share
-        part.tied, part.scores = self.tied, self.scores
-        part.tower = self.tower if first else None
+        """Return a pipeline stage: some of the layers, under their own numbers.
+
+        So parameter names are those of the whole model.
+        """
+        stage = Decoder.__new__(Decoder)  # not copy.copy: it would share the hook dicts that torch keeps on a module
+        nn.Module.__init__(stage)
+        stage.shape, stage.balance, stage.share = self.shape, self.balance, self.share
+        stage.tied, stage.scores = self.tied, self.scores
+        stage.tower = self.tower if first else None
         tied = Tied(self.embed) if self.tied and isinstance(self.embed, Embedding) else None
-        part.embed = self.embed if first else tied if last else None
-        part.layers = nn.ModuleDict({str(number): self.layers[str(number)] for number in layers})
-        part.head = self.head if last else None
-        return part
+        stage.embed = self.embed if first else tied if last else None
+        stage.layers = nn.ModuleDict({str(number): self.layers[str(number)] for number in layers})
+        stage.head = self.head if last else None
+        return stage
 
     @property
     def vocabulary(self) -> str:
-        """The parameter whose rows score the words; empty without such a head."""
+        """Name the parameter whose rows score the words; empty without such a head."""
         if not isinstance(self.head, LanguageHead):
             return ""
         return "embed.weight" if self.tied else "head.weight"
 
     def compute_in(self, dtype: torch.dtype) -> None:
+        """Set the compute dtype: what the embedding and the tower output, and so what all layers work in."""
         assert isinstance(self.embed, Embedding), "a whole model has one"
         self.embed.compute = dtype
         if self.tower is not None:
             self.tower.compute = dtype
 
     def units(self) -> list[nn.Module]:
-        """What is gathered and freed together. A tied embedding stays with the root: two places use it."""
+        """Return the modules that FSDP gathers and frees together.
+
+        A tied embedding stays with the root: two places use it.
+        """
         ends = (None, None) if self.tied else (self.embed, self.head)
         tower = [] if self.tower is None else self.tower.units()
         return [unit for unit in (*tower, ends[0], *self.layers.values(), ends[1]) if unit is not None]
 
     def forward(
         self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None,
-        sight: Sight | None = None,
+        sight: VisionInput | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`sight`: the pictures of the first stage, where a rank has any."""
-        rows: tuple[Tensor, ...] = ()  # of tokens in whose places pictures are: what they are, and what layers add
+        """Run the stage.
+
+        `want`: what the head computes. `sight`: the images of the first stage, if this rank has any.
+        """
+        rows: tuple[
+            Tensor, ...
+        ] = ()  # image features: for the embedding, then for each of the first layers (deepstack)
         if x_TD is None:
             assert self.embed is not None, "the first stage has it"
             tokens_T, none_T = self.share(tokens_T), None
@@ -249,8 +279,10 @@ class Decoder(nn.Module):
                 rows, none_T, at_N = self.tower(sight), self.tower.is_place(tokens_T), sight.at_N
             x_TD = self.embed(tokens_T, none_T)
         dtype, turns = ops.upcast(x_TD[:0]).dtype, docs.positions_T if docs.turns_T3 is None else docs.turns_T3
+        # Tables are computed once a forward, for this rank's tokens; all layers share them.
         rope = ops.rope_tables(self.share(turns), self.shape.rotary, dtype, self.shape.sections)
 
+        # DeepStack adds features of deeper blocks of the tower to the first layers, not only to the embedding.
         def with_rows(x_TD: Tensor, number: int) -> Tensor:
             return x_TD.index_add(0, at_N, rows[number]) if number < len(rows) else x_TD
 

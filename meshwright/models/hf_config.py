@@ -1,4 +1,8 @@
-"""Reading `config.json`: every field that a family uses is asked for by name, and what it cannot do is refused."""
+"""Read Hugging Face's config.json: each field that a family uses, by name and type; refuse what it cannot compute.
+
+A field that is silently ignored (a sliding window, a dropout, another activation) would train another model than the
+user thinks. So a family lists which values it supports, and everything else raises.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +20,29 @@ CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 LABELS = ("architectures", "id2label", "num_labels", "token_classification_bias", "classifier_dropout")
 
 
-# No model has more, and a broken file must not keep us busy for hours, or make sizes that no number of torch holds.
+# Bounds that no model reaches. A broken file must not keep us busy for hours, or ask for sizes beyond torch's int64.
 MOST = {
     "num_hidden_layers": 1024, "num_experts": 4096, "vocab_size": 2**24, "hidden_size": 2**20,
     "intermediate_size": 2**22, "moe_intermediate_size": 2**22, "shared_expert_intermediate_size": 2**22,
 }  # fmt: skip
 LARGEST = 2**31 - 1
-_MOST_EXPERTS = 2**16  # of all layers
+_MOST_EXPERTS = 2**16  # in all layers together
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a value head gives of each token."""
+    """The outputs of a value head."""
 
     num: int = 1
     bias: bool = False
-    new: bool = True  # a source may lack the head
+    new: bool = True  # whether a source may lack the head, which is then initialised
 
 
 def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
-    """The field `name`, `default` where it is absent or null; an error says what is missing or of the wrong type."""
+    """Return the field `name`, or `default` where it is absent or null.
+
+    Raise if it is missing, or of the wrong type or size.
+    """
     value = config.get(name)
     value = default if value is None else value
     if value is None:
@@ -43,7 +50,7 @@ def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"config.json: {name}={value!r:.200} is no {kind.__name__}; correct it")
+        raise ConfigError(f"config.json: {name}={value!r:.200} must be of type {kind.__name__}; correct it")
     if isinstance(value, int) and kind is int and value < 1:
         raise ConfigError(f"config.json: {name}={value}; it must be at least 1")
     if isinstance(value, int) and value > MOST.get(name, LARGEST):
@@ -54,7 +61,7 @@ def take(config: Json, name: str, kind: type, default: Any = None) -> Any:
 
 
 def refuse(config: Json, supported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Options that would change the numbers and that this family does not compute."""
+    """Refuse options that would change the result and that this family does not compute."""
     for name, allowed in supported.items():
         value = config.get(name)
         if value is not None and value not in allowed:
@@ -63,7 +70,7 @@ def refuse(config: Json, supported: Mapping[str, tuple[Any, ...]]) -> None:
 
 
 def group(config: Json, name: str) -> Json:
-    """A field that holds fields; empty where it is absent."""
+    """Return a field that holds fields; empty where it is absent."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"config.json: {name}={value!r} must hold fields")
@@ -71,7 +78,7 @@ def group(config: Json, name: str) -> Json:
 
 
 def listed(config: Json, name: str, kind: type[Item]) -> list[Item]:
-    """A field that holds a list; empty where it is absent."""
+    """Return a field that holds a list; empty where it is absent."""
     value = config.get(name) or []
     if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
         raise ConfigError(f"config.json: {name}={value!r:.200} must be a list of {kind.__name__}")
@@ -79,19 +86,24 @@ def listed(config: Json, name: str, kind: type[Item]) -> list[Item]:
 
 
 def refuse_endless(layers: int, experts: int) -> None:
+    """Refuse more experts than can be declared in reasonable time."""
     if layers * experts > _MOST_EXPERTS:
         raise ConfigError(f"config.json: {layers} layers of {experts} experts; they can be at most {_MOST_EXPERTS}")
 
 
 def divides(small: str, a: int, large: str, b: int) -> int:
-    """How many times `a` goes into `b`, which must be whole."""
+    """Return how many times `a` goes into `b`, or raise if it does not divide."""
     if b % a:
         raise ConfigError(f"config.json: {small}={a} does not divide {large}={b}")
     return b // a
 
 
 def labels_of(config: Json) -> Labels:
-    """A classifier's file leaves `num_labels` out if it is 2, transformers' default. Any other model has one label."""
+    """Return the labels of a value head.
+
+    transformers leaves `num_labels` out of a classifier's config if it is 2, its default. Any other model gets one
+    label: a critic's value.
+    """
     names = listed(config, "architectures", str)
     refuse(config, {"classifier_dropout": (0,)})
     sequence, token = (any(name.endswith(kind) for name in names) for kind in CLASSIFIERS)

@@ -1,4 +1,4 @@
-"""Linear layers. What is hung on a weight of a model (an adapter, a precision) has its place here."""
+"""Linear layers of models: the place for whatever attaches to a weight, an adapter (LoRA) or a precision (FP8)."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from ..sharding import Init, Layout, weight
 ALL = slice(None)
 
 
-class Low(nn.Module):
-    """What holds matrices that may be in 8 bits: as products are made of them, or as they are stored."""
+class Quantisable(nn.Module):
+    """A module with matrices that may be stored in FP8, or have FP8 matmuls."""
 
-    in_fp8: frozenset[str] = frozenset()  # those whose products are made of 8-bit numbers; `parallel` says it
+    in_fp8: frozenset[str] = frozenset()  # names of those with FP8 matmuls; set by `parallel`
 
     def __init__(self) -> None:
         super().__init__()
-        self.grids: dict[str, ops.Grid] = {}  # of those that are frozen and stored as numbers; loading says it
+        self.grids: dict[str, ops.Grid] = {}  # scales of those that are frozen and stored in FP8; set when loading
 
-    def meant(self, name: str, stored: Tensor) -> ops.Weight:
-        """A parameter as products take it: numbers with their scales."""
-        return ops.Numbers(stored, self.grids[name]) if name in self.grids else stored
+    def as_operand(self, name: str, stored: Tensor) -> ops.Weight:
+        """Return a parameter as matmuls take it: with its scales, if it is stored in FP8."""
+        return ops.Fp8Weight(stored, self.grids[name]) if name in self.grids else stored
 
 
-class Linear(Low):
-    """`x @ weight.T + bias`. `key` is their name in the files, up to `.weight` or `.bias`; or `layouts` say it."""
+class Linear(Quantisable):
+    """`x @ weight.T + bias`.
 
-    low = True  # files may hold the weight in 8 bits, and products may be made of them
+    `key` is their common key in the files, up to `.weight` or `.bias`; or `layouts` say it.
+    """
+
+    low = True  # whether the weight may be quantised, in files and for matmuls
 
     def __init__(
         self, rows: Mapping[str, int], cols: Mapping[str, int], std: float, *,
@@ -45,26 +48,27 @@ class Linear(Low):
 
     @property
     def matrix(self) -> ops.Weight:
-        return self.meant("weight", self.weight)
+        """Return the weight as matmuls take it."""
+        return self.as_operand("weight", self.weight)
 
 
 class WideLinear(Linear):
-    """One that nobody writes in 8 bits."""
+    """A linear layer that is never quantised: its output is narrow, or controls a gate."""
 
     low = False
 
 
 def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
-    """Some rows of several linear layers of the same input, as one product: small products are slow.
+    """Multiply x with some rows of several linear layers in one GEMM, because small ones are slow (q, k and v, say).
 
-    All of them have a bias, or none has. Those in 8 bits are a product of their own.
+    All have a bias, or none has. Those with FP8 matmuls form a GEMM of their own.
     """
-    low = [bool(linear.in_fp8) for linear, _ in parts]
-    products = []
+    is_fp8 = [bool(linear.in_fp8) for linear, _ in parts]
+    outputs = []
     for fp8 in (False, True):
-        alike = [part for part, is_low in zip(parts, low, strict=True) if is_low == fp8]
-        products.append(iter(_joined(x, alike, fp8) if alike else ()))
-    return tuple(next(products[is_low]) for is_low in low)
+        same_precision = [part for part, this in zip(parts, is_fp8, strict=True) if this == fp8]
+        outputs.append(iter(_joined(x, same_precision, fp8) if same_precision else ()))
+    return tuple(next(outputs[this]) for this in is_fp8)
 
 
 def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tuple[Tensor, ...]:
@@ -74,5 +78,5 @@ def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tupl
 
 
 def _rows_of(linear: Linear, rows: slice) -> ops.Weight:
-    """The matrix itself where these are all of its rows, as they are of what comes in 8 bits."""
+    """Return the matrix itself if these are all its rows, as always with FP8, whose blocks must not be cut."""
     return linear.matrix if rows in (ALL, slice(0, len(linear.weight))) else linear.matrix[rows]

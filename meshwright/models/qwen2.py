@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: Qwen3 with biases on q, k and v, and without normed heads."""
+"""Qwen2 and Qwen2.5, dense (arXiv 2407.10671): Qwen3 with biases on q, k and v, and without normalised heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .rope_config import rotary_of
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
+    """Build a Qwen2 model from its config."""
     refuse(config, {**PLAIN, "attention_bias": (True,)})
     width = divides(
         "num_attention_heads", take(config, "num_attention_heads", int), "hidden_size", take(config, "hidden_size", int)

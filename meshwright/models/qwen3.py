@@ -1,4 +1,8 @@
-"""Qwen3, dense: pre-norm blocks, grouped-query attention with normed heads, SwiGLU."""
+"""Qwen3, dense (arXiv 2505.09388): pre-norm layers, grouped-query attention with QK-norm, SwiGLU.
+
+The other families reuse its attention and MLP. Shapes: T tokens, D model width, H query heads, G kv heads, K head dim,
+F hidden width of the MLP, C channels.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from .hf_config import Json, divides, labels_of, listed, refuse, take
 from .linear import ALL, Linear, joined
 from .rope_config import THETA, rotary_of
 
+# Fields of config.json with the values that this attention and MLP compute; any other value is refused.
 PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,), "attention_dropout": (0,),
     "is_causal": (True,),
@@ -23,17 +28,18 @@ PLAIN: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Heads:
-    """Grouped-query attention: its shape, and what a family adds or leaves out."""
+    """Grouped-query attention (arXiv 2305.13245): its shape, and what a family adds or leaves out."""
 
     heads: int
     kv: int
     head: int
-    normed: bool = True  # queries and keys, over each head
-    bias: bool = False  # of q, k and v
-    gated: bool = False  # the output, by a gate beside each query
+    normed: bool = True  # RMSNorm of queries and keys over each head (QK-norm), which bounds attention logits
+    bias: bool = False  # on q, k and v
+    gated: bool = False  # whether a sigmoid gate next to each query scales the output (Qwen3.5)
 
 
 def shape_of(config: Json, rotary: ops.Rotary, *, zero_centred: bool = False) -> Shape:
+    """Read the fields that all families share."""
     return Shape(
         vocab=take(config, "vocab_size", int), width=take(config, "hidden_size", int),
         eps=take(config, "rms_norm_eps", float, 1e-6), rotary=rotary,
@@ -43,14 +49,16 @@ def shape_of(config: Json, rotary: ops.Rotary, *, zero_centred: bool = False) ->
 
 
 def heads_of(config: Json, default_head: int, *, normed: bool = True, bias: bool = False, gated: bool = False) -> Heads:
+    """Read the shape of attention."""
     heads = take(config, "num_attention_heads", int)
-    kv = take(config, "num_key_value_heads", int)  # transformers' defaults differ from family to family
+    # Required: its default differs between families in transformers, and a wrong guess would still load.
+    kv = take(config, "num_key_value_heads", int)
     divides("num_key_value_heads", kv, "num_attention_heads", heads)
     return Heads(heads, kv, take(config, "head_dim", int, default_head), normed, bias, gated)
 
 
 def depth_of(config: Json) -> int:
-    """The number of layers, all of full attention."""
+    """Return the number of layers, all of full attention."""
     num_layers, kinds = take(config, "num_hidden_layers", int), listed(config, "layer_types", str)
     if set(kinds) - {"full_attention"} or len(kinds) not in (0, num_layers):
         raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of 'full_attention', or absent")
@@ -58,6 +66,7 @@ def depth_of(config: Json) -> int:
 
 
 def build(config: Json, at: str, head: str, theta: float = THETA) -> Decoder:
+    """Build a Qwen3 model from its config. `theta`: the base of RoPE where the config has none."""
     refuse(config, PLAIN)
     heads = heads_of(config, default_head=128)
     shape = shape_of(config, rotary_of(config, heads.head, theta=theta))
@@ -65,17 +74,24 @@ def build(config: Json, at: str, head: str, theta: float = THETA) -> Decoder:
 
 
 def dense(shape: Shape, heads: Heads, config: Json, at: str) -> Layer:
-    """A layer of attention and an MLP."""
+    """Build a layer of attention and an MLP."""
     mlp = MLP(shape, take(config, "intermediate_size", int), at + "mlp.")
     return Layer(shape, Attention(shape, heads, at + "self_attn."), mlp, at)
 
 
 class Attention(nn.Module):
+    """Grouped-query attention, tensor-parallel by heads and context-parallel by swap and gather.
+
+    Under tp each rank has the q, k, v and o of its own heads: enter (all-gather of tokens), attend, leave
+    (reduce-scatter). Under cp `swap` exchanges tokens for heads (Ulysses), and `all_k`, `all_v` gather keys and values
+    of what remains. On one process all of these are the identity.
+    """
+
     def __init__(self, shape: Shape, heads: Heads, at: str) -> None:
         super().__init__()
         D, H, G, K = shape.width, heads.heads, heads.kv, heads.head
         self.head, self.gated = K, heads.gated
-        queries = K * (1 + heads.gated)  # the file holds the gate of a head beside its query: [q | gate] per head
+        queries = K * (1 + heads.gated)  # files hold [q | gate] per head, not all queries and then all gates
         self.q = Linear({"heads": H, "head": queries}, {"embed": D}, shape.std, key=at + "q_proj", bias=heads.bias)
         self.k = Linear({"kv": G, "head": K}, {"embed": D}, shape.std, key=at + "k_proj", bias=heads.bias)
         self.v = Linear({"kv": G, "head": K}, {"embed": D}, shape.std, key=at + "v_proj", bias=heads.bias)
@@ -83,6 +99,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape, at + "q_norm.weight", K, "head") if heads.normed else nn.Identity()
         self.k_norm = Norm(shape, at + "k_norm.weight", K, "head") if heads.normed else nn.Identity()
         self.heads, self.kv = Span("heads", H), Span("kv", G)
+        # q has one head per query head; a head of k or v serves H / G query heads, and is sent once to each rank that
+        # needs it.
         self.swap = Swap(self.heads, [(K, 1), (K, H // G), (K, H // G)], K)
         self.all_k, self.all_v = Join(self.swap, K, serves=H // G), Join(self.swap, K, serves=H // G)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
@@ -92,8 +110,11 @@ class Attention(nn.Module):
         q_TC, *kv_TC = joined(self.enter(x_TD), (self.q, ALL), (self.k, kv), (self.v, kv))
         q_THK, *gate = q_TC.unflatten(1, (len(self.heads), -1)).split(K, -1)
         k_TGK, v_TGK = (y_TC.unflatten(1, (-1, K)) for y_TC in kv_TC)
+        # QK-norm before RoPE: a rotation keeps norms, but the norm's weight does not commute with it.
         q_THK, k_TGK = ops.rotate(self.q_norm(q_THK), *rope), ops.rotate(self.k_norm(k_TGK), *rope)
         q_THK, k_TGK, v_TGK = self.swap(q_THK, k_TGK, v_TGK)
+        # Gathering after the swap sends only the kv heads that this rank works on; `first` is the offset of its
+        # queries.
         k_TGK, v_TGK, first = self.all_k(k_TGK), self.all_v(v_TGK), self.swap.group * len(q_THK)
         o_THK = self.swap.back(ops.attention(q_THK, self.shared(k_TGK), self.shared(v_TGK), docs, first))
         if self.gated:
@@ -101,32 +122,41 @@ class Attention(nn.Module):
         return self.leave(self.o(o_THK.flatten(1)))
 
     def kv_rows(self) -> slice:
-        """The rows of k and v for the kv heads that this rank's query heads use.
+        """Return the rows of k and v for the kv heads that this rank's query heads use.
 
-        Where kv heads are fewer than ranks, each rank stores all of them. It computes only those that it uses, so that
-        the gradients of all ranks sum to the whole.
+        With fewer kv heads than tp ranks, each rank stores all of them. It computes only those that it uses: every
+        rank's gradient is then a partial sum, and their sum is right without any factor.
         """
         first, last = (at - self.kv.start for at in self.used())
         return slice(first * self.head, last * self.head)
 
     def used(self) -> tuple[int, int]:
+        """Return the range of kv heads that this rank's query heads use."""
         serves = self.heads.size // self.kv.size
         return self.heads.start // serves, (self.heads.stop - 1) // serves + 1
 
     def shared(self, x_TGK: Tensor) -> Tensor:
-        """kv heads such that each serves equally many of the query heads at work. Nearly always they already do."""
+        """Repeat kv heads so that each serves equally many of the query heads at work. Nearly always they already do.
+
+        An uneven case: 3 query heads of a rank, where the first two share a kv head and the third has another.
+        """
         serves, num = self.heads.size // self.kv.size, x_TGK.shape[1]
-        here = self.swap.deal.serving(serves)[self.swap.part]
-        of_query = [here.index(head // serves) for head in self.swap.mine]
-        even = len(of_query) % num == 0 and of_query == [i * num // len(of_query) for i in range(len(of_query))]
+        local = self.swap.deal.serving(serves)[self.swap.part]
+        kv_of_query = [local.index(head // serves) for head in self.swap.own_heads]
+        even = len(kv_of_query) % num == 0 and kv_of_query == [
+            i * num // len(kv_of_query) for i in range(len(kv_of_query))
+        ]
         if even:
             return x_TGK
-        of_TK = x_TGK.unbind(1)  # a list as an index would be copied to the device, for which the host waits
-        return torch.stack([of_TK[at] for at in of_query], 1)
+        heads_TK = x_TGK.unbind(1)  # indexing with a list would copy it to the device, and the host would wait for that
+        return torch.stack([heads_TK[at] for at in kv_of_query], 1)
 
 
 class SwiGLU(nn.Module):
-    """`down(silu(gate x) * up x)`. `gate_up` is `[2, F, D]`, so that a cut of F cuts both halves alike."""
+    """`down(silu(gate x) * up x)` (arXiv 2002.05202).
+
+    `gate_up` is `[2, F, D]`, so that a cut of F cuts gate and up alike.
+    """
 
     def __init__(self, shape: Shape, ffn: int, at: str, dim: str) -> None:
         super().__init__()
@@ -139,7 +169,7 @@ class SwiGLU(nn.Module):
 
 
 class MLP(SwiGLU):
-    """SwiGLU with its hidden units split by tp."""
+    """SwiGLU with its hidden units split by tp: gate_up by columns, down by rows, as in Megatron (arXiv 1909.08053)."""
 
     def __init__(self, shape: Shape, ffn: int, at: str) -> None:
         super().__init__(shape, ffn, at, "ffn")
@@ -150,7 +180,7 @@ class MLP(SwiGLU):
 
 
 def halves(at: str, ffn: int, width: int) -> Layout:
-    """`gate_proj` and `up_proj` of the file, one after the other in ours."""
+    """Return the layout with `gate_proj` and `up_proj` as separate keys, one after the other in ours."""
     blocks = [
         Block(Box((i, 0, 0), (i + 1, ffn, width)), at + name, (ffn, width), Box.whole((ffn, width)))
         for i, name in enumerate(("gate_proj.weight", "up_proj.weight"))

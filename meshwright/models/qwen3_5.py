@@ -1,4 +1,9 @@
-"""Qwen3.5, dense, text: three gated delta nets to one gated attention; zero-centred norms, partial RoPE."""
+"""Qwen3.5, dense, text: three Gated DeltaNet layers (arXiv 2412.06464) to one gated attention layer.
+
+Also: zero-centred norms, and RoPE on a quarter of each head. Delta nets keep a state of fixed size, so their cost is
+linear in the length; the attention layers recall exactly. Shapes as in ops/delta.py: G key heads, R value heads a key
+head, K and V their dims.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +28,17 @@ Mixer = Callable[[str], nn.Module]  # key prefix of the layer -> mixer
 
 @dataclass(frozen=True)
 class DeltaShape:
+    """The shape of a Gated DeltaNet."""
+
     keys: int  # key heads; each serves `ratio` value heads
     ratio: int
-    key: int
-    value: int
-    kernel: int  # of the convolution
+    key: int  # dim of a key head
+    value: int  # dim of a value head
+    kernel: int  # taps of the convolution
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
+    """Build a Qwen3.5 model from its config."""
     shape, mixers = backbone(config)
     ffn = take(config, "intermediate_size", int)
 
@@ -41,9 +49,10 @@ def build(config: Json, at: str, head: str) -> Decoder:
 
 
 def backbone(config: Json) -> tuple[Shape, list[Mixer]]:
-    """What the dense and the MoE models share: the shape, and how to make the mixer of each layer."""
+    """Return what dense and MoE models share: the shape, and a factory for the mixer of each layer."""
     refuse(config, PLAIN)
     heads, delta = heads_of(config, default_head=256, gated=True), delta_of(config)
+    # A quarter of each head rotates; the rest carries no position (partial RoPE).
     shape = shape_of(config, rotary_of(config, heads.head, partial=0.25), zero_centred=True)
     make: dict[str, Mixer] = {
         LINEAR: lambda at: DeltaNet(shape, delta, at + "linear_attn."),
@@ -53,15 +62,17 @@ def backbone(config: Json) -> tuple[Shape, list[Mixer]]:
 
 
 def layer_types(config: Json) -> list[str]:
+    """Return the kind of mixer of each layer."""
     num_layers = take(config, "num_hidden_layers", int)
-    every = take(config, "full_attention_interval", int, 4)
-    kinds = listed(config, "layer_types", str) or [LINEAR if (i + 1) % every else FULL for i in range(num_layers)]
+    interval = take(config, "full_attention_interval", int, 4)
+    kinds = listed(config, "layer_types", str) or [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
         raise ConfigError(f"config.json: layer_types {kinds} must be {num_layers} of {LINEAR!r} or {FULL!r}")
     return list(kinds)
 
 
 def delta_of(config: Json) -> DeltaShape:
+    """Read the shape of the delta net."""
     keys, values = take(config, "linear_num_key_heads", int), take(config, "linear_num_value_heads", int)
     return DeltaShape(
         keys=keys,
@@ -72,18 +83,23 @@ def delta_of(config: Json) -> DeltaShape:
     )
 
 
-def exact(rows: dict[str, int], key: str, init: Init) -> Declared:
-    """A parameter that enters float32 arithmetic: it is never rounded."""
+def float32_weight(rows: dict[str, int], key: str, init: Init) -> Declared:
+    """Declare a parameter that enters float32 arithmetic: it is never rounded to the compute dtype.
+
+    A_log and dt_bias act through exp and softplus, and decays multiply up over thousands of tokens: rounding A_log to
+    bfloat16 changes how far the state remembers.
+    """
     return weight(rows, key=key, float32=True, decay=False, init=init)
 
 
 class Conv(nn.Module):
-    """A causal convolution of each channel with itself, for the key heads `own` of those that are stored here."""
+    """A causal depthwise convolution, for the key heads `own` of those that this rank stores."""
 
     def __init__(self, shape: Shape, delta: DeltaShape, cuts: tuple[int, ...], key: str) -> None:
         super().__init__()
         G, chan, W = delta.keys, sum(cuts), delta.kernel
         self.chan = chan
+        # Channels are grouped by key head as in DeltaNet; files have all q channels, then all k, then all v.
         spelled = segments(key, (G, chan, W), cuts, (G * chan, 1, W))
         self.weight = weight({"key": G, "chan": chan}, {"tap": W}, layouts=[spelled], init=Init("normal", shape.std))
 
@@ -93,13 +109,13 @@ class Conv(nn.Module):
 
 
 class Gates(nn.Module):
-    """How much of its state a value head keeps, and how much it writes, for each token."""
+    """How much of its state a value head keeps, and how strongly it writes, for each token."""
 
     def __init__(self, delta: DeltaShape, at: str) -> None:
         super().__init__()
         self.ratio = delta.ratio
-        self.A_log = exact({"key": delta.keys, "ratio": delta.ratio}, at + "A_log", Init("log_uniform", 16.0))
-        self.dt_bias = exact({"key": delta.keys, "ratio": delta.ratio}, at + "dt_bias", Init("ones"))
+        self.A_log = float32_weight({"key": delta.keys, "ratio": delta.ratio}, at + "A_log", Init("log_uniform", 16.0))
+        self.dt_bias = float32_weight({"key": delta.keys, "ratio": delta.ratio}, at + "dt_bias", Init("ones"))
 
     def forward(self, a_TGR: Tensor, b_TGR: Tensor, own: slice) -> tuple[Tensor, Tensor]:
         A_log, dt_bias = (x.view(-1, self.ratio)[own] for x in (self.A_log, self.dt_bias))
@@ -107,31 +123,36 @@ class Gates(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMS norm of each value head, behind a gate."""
+    """RMSNorm of each value head, times silu(gate)."""
 
     def __init__(self, eps: float, width: int, key: str) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = exact({"value_head": width}, key, Init("ones"))
+        self.weight = float32_weight({"value_head": width}, key, Init("ones"))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return ops.gated_rms_norm(x, gate, self.weight, self.eps)
 
 
 class DeltaNet(nn.Module):
-    """The gated delta net. Everything is by key head, so that a rank's share of heads is a plain cut of dim 0:
-    the file's `[all Q | all K | all V]` becomes `[key head, q | k | its values]`."""
+    """Gated DeltaNet. All dims are grouped by key head, so that a rank's share of heads is a plain cut of dim 0.
+
+    The file's `[all Q | all K | all V]` becomes `[key head, q | k | its values]`. Under cp `swap` exchanges tokens for
+    heads; if some cp ranks do not swap, `halo` brings the last tokens before this part for the convolution, and
+    `states` the state transitions of the parts.
+    """
 
     def __init__(self, shape: Shape, delta: DeltaShape, at: str) -> None:
         super().__init__()
         D, G, R, V = shape.width, delta.keys, delta.ratio, delta.value
-        cuts = (delta.key, delta.key, R * V)  # q, k and values of one key head
+        cuts = (delta.key, delta.key, R * V)  # q, k and the values of one key head
         chan, fused = sum(cuts), at + "in_proj_qkv.weight"
         self.delta, self.cuts = delta, cuts
         spelled = segments(fused, (G, chan, D), cuts, (G * chan, D))
         self.qkv = Linear({"key": G, "chan": chan}, {"embed": D}, shape.std, layouts=[spelled])
         self.conv = Conv(shape, delta, cuts, at + "conv1d.weight")
         self.z = Linear({"key": G, "value": R * V}, {"embed": D}, shape.std, key=at + "in_proj_z")
+        # a and b control decay and write strength of whole heads, so they are never quantised.
         self.a = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_a")
         self.b = WideLinear({"key": G, "ratio": R}, {"embed": D}, shape.std, key=at + "in_proj_b")
         self.gates = Gates(delta, at)
@@ -140,17 +161,20 @@ class DeltaNet(nn.Module):
         self.keys = Span("key", G)
         self.swap = Swap(self.keys, [(chan, 1), (R, 1), (R, 1)], R * V, DELTA)
         self.halo = Join(self.swap, chan, rows=delta.kernel - 1)
+        # A part's state transition [A | b] of each value head, K x (K + V), in float32: it multiplies up over all
+        # parts.
         self.states = Join(self.swap, R * delta.key * (delta.key + V), rows=1, floats=True)
         self.enter, self.leave = Door(ENTER, D), Door(LEAVE, D)
 
     def forward(self, x_TD: Tensor, rope: Rope, docs: ops.Documents) -> Tensor:
         x_TD, (G, R, V) = self.enter(x_TD), (len(self.keys), self.delta.ratio, self.delta.value)
+        # One GEMM for all four projections; those of a and b alone are too narrow for a GPU.
         qkv_TC, z_TC, a_TC, b_TC = joined(x_TD, (self.qkv, ALL), (self.z, ALL), (self.a, ALL), (self.b, ALL))
         qkv_TGC, a_TGR, b_TGR = self.swap(*(x_TC.unflatten(1, (G, -1)) for x_TC in (qkv_TC, a_TC, b_TC)))
-        own = slice(self.swap.mine.start - self.keys.start, self.swap.mine.stop - self.keys.start)
+        own = slice(self.swap.own_heads.start - self.keys.start, self.swap.own_heads.stop - self.keys.start)
         q_TGK, k_TGK, v_TGC = self.conv(qkv_TGC, own, docs, self.halo).split(self.cuts, -1)
         gates = self.gates(a_TGR, b_TGR, own)
         o_TGRV = ops.delta_rule(q_TGK, k_TGK, v_TGC.unflatten(2, (R, V)), gates, docs, self.states)
-        o_TGC = self.swap.back(o_TGRV.flatten(2))  # the gate of the norm stands with this rank's tokens
+        o_TGC = self.swap.back(o_TGRV.flatten(2))  # back to own tokens, where the norm's gate z is
         y_TGRV = self.norm(o_TGC.unflatten(2, (R, V)), z_TC.view(-1, G, R, V))
         return self.leave(self.out(y_TGRV.flatten(1)))

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE, text: the mixers of Qwen3.5, in every layer experts and one shared expert behind a gate."""
+"""Qwen3.5-MoE, text: the mixers of Qwen3.5; in every layer routed experts, and one shared expert behind a gate."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .router_balance import Balance
 
 
 def build(config: Json, at: str, head: str) -> Decoder:
+    """Build a Qwen3.5-MoE model from its config."""
     shape, mixers = backbone(config)
     routing = routing_of(config, renormalise=True)
     balance, shared = balance_of(config, routing), take(config, "shared_expert_intermediate_size", int)
@@ -28,7 +29,11 @@ def build(config: Json, at: str, head: str) -> Decoder:
 
 
 class SharedMoE(MoE):
-    """Experts, and one more that every token uses by its gate: all on this rank's own tokens, so nothing is split."""
+    """Routed experts, and one shared expert that every token uses through a sigmoid gate.
+
+    The shared expert works on this rank's own tokens and is not split by tp: it is small, and overlaps with the
+    exchange of rows. Its gradient is therefore a partial sum over all ranks.
+    """
 
     def __init__(self, shape: Shape, routing: Routing, balance: Balance, ffn: int, at: str) -> None:
         super().__init__(shape, routing, balance, at)
@@ -36,5 +41,6 @@ class SharedMoE(MoE):
         init, key = Init("normal", shape.std), at + "shared_expert_gate.weight"
         self.shared_gate = weight({"gate": 1}, {"embed": shape.width}, key=key, init=init)
 
-    def beside(self, x_TD: Tensor) -> Tensor:
+    def shared_output(self, x_TD: Tensor) -> Tensor:
+        """Compute the shared expert."""
         return ops.linear(x_TD, self.shared_gate).sigmoid() * self.shared(x_TD)

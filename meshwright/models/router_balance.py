@@ -1,7 +1,10 @@
-"""The balance of a router: how many tokens each expert got, and the auxiliary loss that evens them out.
+"""Router load and the load-balancing auxiliary loss of a mixture of experts (Switch, arXiv 2101.03961).
 
-A block reports here and stays a map from x to x: the loss is linear in the router's probabilities once the share of
-each expert is known, so its gradient is a slope that is attached to the routing weights and looked up in backward.
+For E experts the loss is coefficient * E * sum_e f_e P_e, with f_e the fraction of tokens that expert e gets and P_e
+its mean routing probability, over the tokens of all layers, as in transformers. f_e has no gradient, so the loss is
+linear in the probabilities once all loads are known. That makes it cheap to be exact over a whole mesh: forward only
+counts; loads are summed over ranks before backward; and backward looks the slope up. A layer stays a map from x to x,
+with no loss to carry along.
 """
 
 from __future__ import annotations
@@ -14,40 +17,50 @@ from torch.autograd import Function
 
 
 class Balance:
-    """One for a model. `slope_E`: d(loss) / d(sum over tokens of each expert's probability), set before backward."""
+    """The loads of all routers of a model. `slope_E`: d(loss) / d(sum over tokens of each expert's probability).
+
+    The engine sets the slope between forward and backward (engine/router.py).
+    """
 
     def __init__(self, num_experts: int = 0, top_k: int = 1, coefficient: float = 0.0) -> None:
         self.num_experts, self.top_k, self.coefficient = num_experts, top_k, coefficient
         self.num_layers = 0
         self.counts: dict[int, Tensor] = {}  # by layer: tokens that each expert got in this micro-batch
-        self.probs: dict[int, Tensor] = {}  # by layer: sum over tokens of the probabilities
+        self.probs: dict[int, Tensor] = {}  # by layer: sum over tokens of routing probabilities
         self.slope_E: Tensor | None = None
         self._counted_T = torch.ones(0, dtype=torch.bool)
 
     def join(self) -> int:
-        """A block asks for its number."""
+        """Register a layer; return its number."""
         self.num_layers += 1
         return self.num_layers - 1
 
     def begin(self, counted_T: Tensor) -> None:
-        """A micro-batch begins; `counted_T` is False for filler. A recomputed layer reports the same again."""
+        """Start a micro-batch.
+
+        `counted_T` is False for padding tokens. A recomputed layer overwrites its counts with the same.
+        """
         self._counted_T = counted_T
         self.counts, self.probs = {}, {}
 
     def watch(self, layer: int, weight_Tk: Tensor, logits_TE: Tensor, expert_Tk: Tensor) -> Tensor:
-        """Report one layer; the weights come back with the gradient of the loss attached."""
+        """Record one layer; return its routing weights with the gradient of the loss attached."""
         counted_T = self._counted_T.to(weight_Tk.dtype)
         with torch.no_grad():
             tokens_N = counted_T[:, None].expand_as(weight_Tk).flatten()
             self.counts[layer] = tokens_N.new_zeros(self.num_experts).index_add(0, expert_Tk.flatten(), tokens_N)
         if not self.coefficient:
             return weight_Tk
+        # A matmul with a row of ones and zeros sums over tokens, leaving padding out.
         probs_E = (counted_T[None] @ logits_TE.to(weight_Tk.dtype).softmax(-1))[0]
         self.probs[layer] = probs_E.detach()
+        # The loss itself is not built here: backward of `_Attach` supplies its gradient, and the engine adds its value.
         return _Attach.apply(weight_Tk, probs_E, self)
 
 
 class _Attach(Function):
+    """The identity on routing weights, whose backward also sends the slope to the probabilities."""
+
     @staticmethod
     def forward(ctx: Any, weight_Tk: Tensor, probs_E: Tensor, balance: Balance) -> Tensor:
         ctx.balance = balance

@@ -1,7 +1,8 @@
-"""The tower of the models that see: patches of pictures -> rows of the width of the text, one for four patches.
+"""The vision tower of Qwen3-VL and Qwen3.5: a ViT from patches of images and videos to rows in place of text tokens.
 
-It sees frames (a picture, or a slice of a video in time), each alone. A rank runs whole frames with whole weights, and
-one door brings the rows to the tokens whose places they take.
+It sees frames (an image, or a slice of a video in time), each by itself; 2 x 2 patches become one row. A rank runs
+whole frames with whole weights, and one door brings rows to the tokens that they replace. Shapes: P patches, N rows, E
+width of the tower, H heads, K head dim, C pixels of a patch, D width of the text model.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..sharding import Block, Box, Init, Insert, Layout, belongs_to, weight
 from .hf_config import Json, divides, group, listed, refuse, take
 from .linear import WideLinear
 
-_EPS = 1e-6  # of its norms, whatever the config says of those of the text
+_EPS = 1e-6  # epsilon of its norms; the config's rms_norm_eps is that of the text model
 _FIXED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("gelu_pytorch_tanh",), "in_channels": (3,), "spatial_merge_size": (ops.MERGED,),
     "temporal_patch_size": (2,),
@@ -29,7 +30,7 @@ Tables = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Pixels:
-    """What a row of pixels is: channels, slices in time, rows and columns of a patch."""
+    """The pixels of a patch: channels, frames in time, rows and columns."""
 
     chan: int = 3
     time: int = 2
@@ -46,13 +47,16 @@ class Pixels:
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The shape of a tower. `taps`: blocks behind which what it has seen goes to the first layers of the text."""
+    """The shape of a tower.
+
+    `taps`: blocks after which features go to the first layers of the text (deepstack, 2406.04334).
+    """
 
     width: int
     depth: int
     heads: int
     ffn: int
-    places: int  # of the table of positions, which is square
+    places: int  # entries of the position table, which is square
     theta: float
     std: float
     pixels: Pixels
@@ -63,14 +67,19 @@ class TowerShape:
         return self.width // self.heads
 
     def cost(self, num: int) -> float:
-        """Of a frame of so many patches, in multiplications of a block: products, and every patch with every other."""
+        """Return the multiply-adds of one block for a frame of `num` patches: matmuls, and attention between
+        all pairs.
+        """
         return num * (4.0 * self.width**2 + 2 * self.width * self.ffn + 2 * num * self.width)
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
-class Sight:
-    """What a rank has to do with the pictures of a micro-batch: the patches of frames that it runs; how many rows it
-    sends to each rank of its data rank and gets from each; and the places of those among its own tokens."""
+class VisionInput:
+    """What a rank does for the images of a micro-batch.
+
+    `patches_PC`, `frames`: those that it runs. `sent`, `got`: how many rows it sends to and gets from each rank of its
+    data rank. `at_N`: the indices of the tokens that received rows replace.
+    """
 
     patches_PC: Tensor
     frames: ops.Frames
@@ -80,7 +89,7 @@ class Sight:
 
 
 def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
-    """`width`, `layers`: of the text. From the whole config of a model that sees."""
+    """Read the shape of the tower from the whole config of a vision model. `width`, `layers`: of the text model."""
     vision = group(config, "vision_config")
     refuse(vision, _FIXED)
     num_heads = take(vision, "num_heads", int, take(vision, "num_attention_heads", int, 16))
@@ -94,32 +103,33 @@ def tower_shape_of(config: Json, width: int, layers: int) -> TowerShape:
     if divides("num_heads", num_heads, "hidden_size", shape.width) % 4:
         raise ConfigError(f"config.json: a head of the tower has {shape.head} dims; it must be a multiple of 4")
     if round(shape.places**0.5) ** 2 != shape.places:
-        raise ConfigError(f"config.json: num_position_embeddings={shape.places} is no square number; correct it")
+        raise ConfigError(f"config.json: num_position_embeddings={shape.places} is not a square number; correct it")
     out = take(vision, "out_hidden_size", int, 3584)
     if out != width:
         raise ConfigError(f"config.json: out_hidden_size={out} of the tower, but hidden_size={width} of the text")
     taps = list(shape.taps)
     if any(tap >= shape.depth for tap in taps) or taps != sorted({*taps}) or len(taps) > layers:
         raise ConfigError(
-            f"config.json: deepstack_visual_indexes={taps} must rise, and be below depth={shape.depth}; there can be "
-            f"{layers} of them, one for each layer of the text"
+            f"config.json: deepstack_visual_indexes={taps} must increase and be below depth={shape.depth}; there can "
+            f"be at most {layers} of them, one for each layer of the text"
         )
     return shape
 
 
 def patch_of(config: Json) -> int:
-    """Pixels of a side of a patch."""
+    """Return the side of a patch in pixels."""
     return take(group(config, "vision_config"), "patch_size", int, 16)
 
 
 def _theta(vision: Json) -> float:
+    """Return the RoPE base of the tower."""
     fields = group(vision, "rope_parameters")
     refuse(fields, {"rope_type": ("axial", "default")})
     return float(take(fields, "rope_theta", float, 10000.0))
 
 
 def _taps(config: Json, vision: Json) -> tuple[int, ...]:
-    """Qwen3-VL has them, Qwen3.5 has not."""
+    """Return the deepstack blocks of Qwen3-VL; Qwen3.5 has none."""
     if not str(config.get("model_type")).startswith("qwen3_vl"):
         refuse(vision, {"deepstack_visual_indexes": ([],)})
         return ()
@@ -128,6 +138,8 @@ def _taps(config: Json, vision: Json) -> tuple[int, ...]:
 
 
 class LayerNorm(nn.Module):
+    """LayerNorm with weight and bias."""
+
     def __init__(self, rows: dict[str, int], key: str) -> None:
         super().__init__()
         self.weight = weight(rows, key=f"{key}.weight", decay=False, init=Init("ones"))
@@ -138,8 +150,10 @@ class LayerNorm(nn.Module):
 
 
 class Patches(nn.Module):
-    """Pixels, and where each patch is in its frame. The files have a convolution whose kernel is as wide as its stride:
-    a matrix."""
+    """Embed pixels linearly and add a position embedding, interpolated to the size of each frame.
+
+    Files spell the embedding as a convolution whose kernel equals its stride, which is a matmul on patches.
+    """
 
     def __init__(self, shape: TowerShape, at: str) -> None:
         super().__init__()
@@ -154,29 +168,35 @@ class Patches(nn.Module):
 
     def forward(self, patches_PC: Tensor, frames: ops.Frames) -> Tensor:
         x_PE = ops.linear(patches_PC, self.weight, self.bias)
-        return x_PE + ops.resampled(self.grid, frames, x_PE)
+        return x_PE + ops.interpolated(self.grid, frames, x_PE)
 
 
 class TowerBlock(nn.Module):
-    """`x += attention(norm(x)); x += mlp(norm(x))`, in which a patch sees all of its frame, and nothing else."""
+    """A ViT block: `x += attention(norm(x)); x += mlp(norm(x))`.
+
+    A patch attends to its own frame, in both directions.
+    """
 
     def __init__(self, shape: TowerShape, at: str) -> None:
         super().__init__()
         E, H, K = shape.width, shape.heads, shape.head
         self.heads, self.head = H, K
         self.norm = LayerNorm({"eye": E}, at + "norm1")
+        # The tower is not cut by tp: its frames are divided among the ranks instead, so dims have names that no rule
+        # cuts.
         qkv, wide = {"part": 3, "eye_heads": H, "eye_head": K}, {"eye_ffn": shape.ffn}
         self.qkv = WideLinear(qkv, {"eye": E}, shape.std, key=at + "attn.qkv", bias=True)
         self.proj = WideLinear({"eye": E}, {"eye_heads": H, "eye_head": K}, shape.std, key=at + "attn.proj", bias=True)
         self.mlp_norm = LayerNorm({"eye": E}, at + "norm2")
         self.fc1 = WideLinear(wide, {"eye": E}, shape.std, key=at + "mlp.linear_fc1", bias=True)
         self.fc2 = WideLinear({"eye": E}, wide, shape.std, key=at + "mlp.linear_fc2", bias=True)
-        self.run: Callable[[Tensor, Tables, ops.Documents], Tensor] = self.block  # `parallel.recompute` may exchange it
+        self.run: Callable[[Tensor, Tables, ops.Documents], Tensor] = self.block  # `parallel.recompute` may replace it
 
     def forward(self, x_PE: Tensor, tables: Tables, docs: ops.Documents) -> Tensor:
         return self.run(x_PE, tables, docs)
 
     def block(self, x_PE: Tensor, tables: Tables, docs: ops.Documents) -> Tensor:
+        """Run the block itself, without checkpointing or compilation."""
         q_PHK, k_PHK, v_PHK = self.qkv(self.norm(x_PE)).view(-1, 3, self.heads, self.head).unbind(1)
         q_PHK, k_PHK = ops.rotate(q_PHK, *tables), ops.rotate(k_PHK, *tables)
         x_PE = x_PE + self.proj(ops.attention(q_PHK, k_PHK, v_PHK, docs, causal=False).flatten(1))
@@ -184,8 +204,10 @@ class TowerBlock(nn.Module):
 
 
 class Merger(nn.Module):
-    """Four neighbouring patches -> one row of the width of the text. Its GELU is the exact one, whatever the config
-    says. `late`: its norm is over all four, as for what goes to the first layers of the text."""
+    """Merge 2 x 2 neighbouring patches into one row of the text's width.
+
+    Its GELU is the exact one, whatever the config says. `late`: normalise all four together, as for deepstack.
+    """
 
     def __init__(self, shape: TowerShape, width: int, at: str, *, late: bool = False) -> None:
         super().__init__()
@@ -201,7 +223,10 @@ class Merger(nn.Module):
 
 
 class Tower(nn.Module):
-    """`forward` gives one row a token: what takes its place, and side by side what the first layers add to it."""
+    """The tower.
+
+    `forward` returns rows for this rank's tokens: their replacements, and what the first layers add to them.
+    """
 
     def __init__(self, shape: TowerShape, width: int, ids: Sequence[int], at: str) -> None:
         super().__init__()
@@ -211,29 +236,33 @@ class Tower(nn.Module):
         self.merger = Merger(shape, width, at + "merger.")
         deep = [Merger(shape, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(shape.taps))]
         self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
+        # Rows for the embedding and for all deepstack layers travel side by side: one all-to-all a micro-batch.
         self.insert = Insert(width * (1 + len(deep)), shape.cost)
         belongs_to(self, first=True)
 
     def units(self) -> list[nn.Module]:
-        """In the order of forward: by it, backward gathers the next one ahead."""
-        found: list[nn.Module] = [self.patches]
+        """Return the FSDP units in the order of forward, by which backward prefetches."""
+        units: list[nn.Module] = [self.patches]
         for number, block in self.blocks.items():
-            taken = [self.shape.taps.index(int(number))] if int(number) in self.shape.taps else []
-            found += [block, *(self.deep[str(n)] for n in taken)]
-        return [*found, self.merger]
+            taps = [self.shape.taps.index(int(number))] if int(number) in self.shape.taps else []
+            units += [block, *(self.deep[str(n)] for n in taps)]
+        return [*units, self.merger]
 
     def is_place(self, tokens_T: Tensor) -> Tensor:
-        """Which tokens stand for a part of a picture."""
+        """Tell which tokens stand for a part of an image."""
         return torch.isin(tokens_T, tokens_T.new_tensor(self.ids))
 
-    def forward(self, sight: Sight) -> tuple[Tensor, ...]:
-        """For each place among this rank's tokens: a row for it, and one for each of the first layers."""
+    def forward(self, sight: VisionInput) -> tuple[Tensor, ...]:
+        """Run frames; return rows for the placeholders among this rank's tokens.
+
+        The first result is what replaces them; each further one is what one of the first layers adds to them.
+        """
         x_PE = self.patches(sight.patches_PC.to(self.compute), sight.frames)
         tables = ops.frame_tables(sight.frames, self.shape.head, self.shape.theta, ops.upcast(x_PE[:0]).dtype)
-        found: list[Tensor] = []
+        deep_rows: list[Tensor] = []
         for number, block in self.blocks.items():
             x_PE = block(x_PE, tables, sight.frames.docs)
             if int(number) in self.shape.taps:
-                found.append(self.deep[str(len(found))](x_PE))
-        rows_ND = torch.cat([self.merger(x_PE), *found], -1)
-        return self.insert(rows_ND, sight.sent, sight.got).chunk(1 + len(found), -1)
+                deep_rows.append(self.deep[str(len(deep_rows))](x_PE))
+        rows_ND = torch.cat([self.merger(x_PE), *deep_rows], -1)
+        return self.insert(rows_ND, sight.sent, sight.got).chunk(1 + len(deep_rows), -1)

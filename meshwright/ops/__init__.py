@@ -1,25 +1,44 @@
-"""Pure functions on one device: the mathematics of the models, with no idea of modules, meshes or files.
+"""Mathematics of the models as pure functions on one device: attention, delta rule, experts, norms, RoPE, loss.
 
-They work in the dtype of the activations they are given, to which they bring parameters, compute in at least float32
-inside, never wait for the device (where one must, its docstring says so), and give
-every parameter that they receive a gradient. Which kernel runs is chosen here and nowhere else. Each has a slow and
-obvious reference in `tests/ops/references.py`.
+Nothing here knows of modules, meshes or files. Each function
+
+- works in the dtype of its activations, casts parameters to it, and accumulates in at least float32;
+- never synchronises with the device, unless its docstring says so;
+- gives every parameter that it receives a gradient (zeros rather than None), because a rank without one would not join
+  the reduction of the others;
+- chooses its own kernel: no caller knows which one runs.
+
+Each has a slow and obvious reference in `tests/ops/references.py`. The suffix of a name spells the shape of a tensor:
+`x_TD` is [tokens, model width], `q_THK` is [tokens, query heads, head dim].
 """
 
 from .attention import attention
-from .deferred_weight_grads import Jobs, weights_late
+from .deferred_weight_grads import Jobs, deferring_weight_grads
 from .delta import causal_conv, delta_rule, gates
 from .documents import WHOLE, Documents, Parts, documents
 from .experts import experts, route
-from .fp8_storage import Grid, Numbers, Weight
+from .fp8_storage import Fp8Weight, Grid, Weight
 from .fp8_tensor import Quantised
-from .host_memory import sent
+from .host_memory import to_device
 from .kernels import uncompiled
 from .loss import combine_stats, token_stats
 from .matmul import linear, linears
-from .meta_kernels import on_host, planned_for
+from .meta_kernels import planned_for, to_host
 from .norms import gated_rms_norm, layer_norm, rms_norm, swiglu, upcast
 from .replayed_choices import Choices
 from .rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, rope_tables, rotate
-from .rows import Copies, Rows, by_expert, copied, copies_of, counted, joined, lookup, reordered, runs, summed, turns
-from .vision_frames import MERGED, Frames, frame_tables, frames, resampled
+from .rows import (
+    Copies,
+    Rows,
+    by_expert,
+    concat,
+    copies_of,
+    count_values,
+    gather_copies,
+    lookup,
+    reordered,
+    runs,
+    sum_copies,
+    turns,
+)
+from .vision_frames import MERGED, Frames, frame_tables, frames, interpolated

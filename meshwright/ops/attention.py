@@ -1,4 +1,8 @@
-"""Softmax attention over a packed stream of documents."""
+"""Softmax attention over packed documents (varlen, block-diagonal causal), with grouped-query heads.
+
+Documents of a micro-batch lie end to end in one stream, without padding; a token attends to its own document only.
+Shapes: T tokens, H query heads, G kv heads (grouped-query attention, arXiv 2305.13245), K dims of a head.
+"""
 
 from __future__ import annotations
 
@@ -11,81 +15,107 @@ from torch import Tensor
 
 from . import meta_kernels
 from .documents import Documents, check_tokens
-from .kernels import NARROW, SLOW, fastest, takes, uncompiled
-from .matmul import product_dtype
+from .kernels import NARROW, SLOW, accepts, fastest, uncompiled
+from .matmul import matmul_dtype
 from .meta_kernels import kind_of
 
-_EVEN = 256  # lengths of which there are few: the kernel for one document is compiled for each, in half a second
-_LONG = 1 << 34  # multiplications of a document's queries with its keys: 4096 tokens with 8 heads of 128
+# The kernel for one document is compiled for each length that occurs, in half a second. So it is used only for lengths
+# that are multiples of this: there are few of them, and a user who pads or truncates gets nothing else.
+_LENGTH_STEP = 256
+# Multiply-adds of queries with keys in a document from which one call each is faster: 4096 tokens, 8 heads of 128.
+_LONG_MACS = 1 << 34
 
 
 @uncompiled
 def attention(
     q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, first: int = 0, *, causal: bool = True
 ) -> Tensor:
-    """Attention inside each document, scale K**-0.5; query head h uses kv head h // (H // G). -> o_THK
+    """Attend within each document, with scale K**-0.5; query head h uses kv head h // (H // G). -> o_THK
 
-    Keys and values are of the whole stream. Queries may be of a part of it, which begins at token `first`. Not
-    `causal`: a token sees also those behind it, and queries are of the whole stream, which may be empty.
+    Keys and values cover the whole stream. Queries may be a contiguous part of it that begins at token `first`: that is
+    how context parallelism calls it, with keys gathered from all ranks. With `causal=False` a token also sees the
+    tokens after it; then queries must cover the whole stream, which may be empty (the vision tower of a rank without
+    frames).
     """
-    num, whole = q_THK.shape[0], docs.positions_T.shape[0]
-    if not 0 <= first <= first + num <= whole:
-        raise ValueError(f"q has {num} tokens from token {first} on but its documents have {whole}")
+    num_queries, num_tokens = q_THK.shape[0], docs.positions_T.shape[0]
+    if not 0 <= first <= first + num_queries <= num_tokens:
+        raise ValueError(f"q has {num_queries} tokens from token {first} on but its documents have {num_tokens}")
     check_tokens(docs, k=k_TGK, v=v_TGK)
     heads, kv_heads = q_THK.shape[1], k_TGK.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{kv_heads} kv heads do not divide {heads} query heads")
     if not causal:
-        given = (q_THK, k_TGK, v_TGK)
-        op = fastest(_varlen_both_ways, _both_ways, given, planned=meta_kernels.attention) if num else _both_ways
+        qkv = (q_THK, k_TGK, v_TGK)
+        op = (
+            fastest(_varlen_bidirectional, _bidirectional, qkv, planned=meta_kernels.attention)
+            if num_queries
+            else _bidirectional
+        )
         return op(q_THK, k_TGK, v_TGK, docs)
-    if num == whole and _are_long(q_THK, docs):
+    if num_queries == num_tokens and _prefers_one_call_each(q_THK, docs):
         return _by_document(q_THK, k_TGK, v_TGK, docs)
-    if num == whole:
+    if num_queries == num_tokens:
         op = fastest(_varlen, _by_document, (q_THK, k_TGK, v_TGK), planned=meta_kernels.attention)
         return op(q_THK, k_TGK, v_TGK, docs)
-    start, docs = docs.reaching(first, first + num)
+    # Only documents with tokens among the queries matter. The first of them keeps its beginning, so the kernel sees
+    # more keys than queries, with the last query at the last key.
+    start, docs = docs.reaching(first, first + num_queries)
     k_TGK, v_TGK = (x[start : start + docs.bounds[-1]] for x in (k_TGK, v_TGK))
-    op = fastest(_varlen_late, _by_document, (q_THK, k_TGK, v_TGK), _late, (67, 130), meta_kernels.attention)
+    op = fastest(
+        _varlen_last_queries, _by_document, (q_THK, k_TGK, v_TGK), _last_queries, (67, 130), meta_kernels.attention
+    )
     return op(q_THK, k_TGK, v_TGK, docs)
 
 
-def _are_long(q_THK: Tensor, docs: Documents) -> bool:
-    """Whether a kernel for one document, which is torch's fastest, makes up for a call of each of them on a GPU."""
-    if kind_of(q_THK.device) == "cpu" or not docs.lengths or any(length % _EVEN for length in docs.lengths):
+def _prefers_one_call_each(q_THK: Tensor, docs: Documents) -> bool:
+    """Tell whether one call per document is faster on a GPU than one varlen call for all of them.
+
+    torch's kernel for one dense sequence has the highest throughput, but each call costs a launch. It pays off once the
+    mean document is long.
+    """
+    if kind_of(q_THK.device) == "cpu" or not docs.lengths or any(length % _LENGTH_STEP for length in docs.lengths):
         return False
     pairs = sum(length**2 for length in docs.lengths) / len(docs.lengths)
-    return q_THK.shape[1] * q_THK.shape[2] * pairs >= _LONG
+    return q_THK.shape[1] * q_THK.shape[2] * pairs >= _LONG_MACS
 
 
-def _late(noise: list[Tensor]) -> list[Tensor]:
+def _last_queries(noise: list[Tensor]) -> list[Tensor]:
+    """Keep the last three quarters of the queries, to try a kernel with fewer queries than keys."""
     q_THK, k_TGK, v_TGK = noise
     return [q_THK[len(q_THK) // 4 :], k_TGK, v_TGK]
 
 
-def _varlen_late(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
-    """The same with queries of the last tokens alone, which must agree by itself: a kernel may let the first query see
-    the first key alone."""
+def _varlen_last_queries(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
+    """Attend with the queries of the last tokens only.
+
+    It is tried by itself, apart from `_varlen`: kernels differ in how they align a causal mask when there are fewer
+    queries than keys. FlashAttention 2.1 aligns it bottom right, as needed here; before, it was top left, where the
+    first query sees only the first key.
+    """
     return _varlen(q_THK, k_TGK, v_TGK, docs)
 
 
-def _varlen_both_ways(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
+def _varlen_bidirectional(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
     return _varlen(q_THK, k_TGK, v_TGK, docs, causal=False)
 
 
-def _both_ways(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
+def _bidirectional(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents) -> Tensor:
     return _by_document(q_THK, k_TGK, v_TGK, docs, causal=False)
 
 
 def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, causal: bool = True) -> Tensor:
-    """torch's kernel for many lengths at once. Queries are of the last tokens, and at least of the last document."""
+    """Call torch's varlen kernel, which takes all documents at once.
+
+    Queries are the last tokens of the stream and cover at least the last document: `queries` are the bounds of `keys`,
+    shifted left by the keys that have no query.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     keys, missing = docs.cu_seqlens[: len(docs.bounds)], len(k_TGK) - len(q_THK)
     queries = (keys - missing).clamp(min=0) if missing else keys
     longest = max(docs.lengths, default=0)
     # torch 2.11 has grouped queries without saying so
-    gqa: dict[str, Any] = {"enable_gqa": True} if takes(varlen_attn, "enable_gqa") else {}
+    gqa: dict[str, Any] = {"enable_gqa": True} if accepts(varlen_attn, "enable_gqa") else {}
     o_THK = varlen_attn(
         q_THK, k_TGK, v_TGK, queries, keys, longest, longest, window_size=(-1, 0 if causal else -1), **gqa
     )
@@ -94,29 +124,37 @@ def _varlen(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, causal
 
 
 def _by_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, docs: Documents, causal: bool = True) -> Tensor:
-    """One call a document: slow for thousands of tiny ones. Queries are of the last tokens."""
-    dtype, wide, missing = q_THK.dtype, product_dtype(q_THK), len(k_TGK) - len(q_THK)
+    """Call `scaled_dot_product_attention` once per document. Queries are the last tokens of the stream.
+
+    Slow for thousands of tiny documents.
+    """
+    dtype, wide, missing = q_THK.dtype, matmul_dtype(q_THK), len(k_TGK) - len(q_THK)
     keys = docs.lengths or (0,)  # no documents: one empty call keeps q, k, v in the graph
     queries = [max(0, stop - missing) - max(0, start - missing) for start, stop in pairwise(docs.bounds)] or [0]
     # split and not slices: its backward is one cat, that of a slice writes a whole stream of zeros a document
     pieces = zip(*(x.to(wide).split(n) for x, n in ((q_THK, queries), (k_TGK, keys), (v_TGK, keys))), strict=True)
-    found = [_of_one(q, k, v, causal) for q, k, v in pieces]
-    return (found[0] if len(found) == 1 else torch.cat(found)).to(dtype)  # of one, cat would make a copy
+    outputs = [_one_document(q, k, v, causal) for q, k, v in pieces]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype)  # of one, cat would make a copy
 
 
-def _of_one(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, causal: bool) -> Tensor:
-    """The last query is of the last token. Torch's `is_causal` would see the first query at the first token."""
+def _one_document(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, causal: bool) -> Tensor:
+    """Attend within one document, whose last query is at its last key.
+
+    `is_causal=True` of torch aligns the mask top left, which is wrong with fewer queries than keys. Then the mask is
+    built by hand, aligned bottom right.
+    """
     if q_THK.device.type not in SLOW and q_THK.dtype not in NARROW:
-        # no kernel of torch's shares kv heads in float32 there: it would hold all scores at once
+        # No fused kernel of torch accepts grouped kv heads in float32 on a GPU, and its math kernel would materialise
+        # the scores [H, T, T]. So the kv heads are repeated.
         k_TGK, v_TGK = (x.repeat_interleave(q_THK.shape[1] // x.shape[1], dim=1) for x in (k_TGK, v_TGK))
     if q_THK.device.type == "meta":
         return meta_kernels.attention(q_THK, k_TGK, v_TGK)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_TGK, v_TGK))
-    num, whole = len(q_THK), len(k_TGK)
-    seen = (
+    num_queries, num_keys = len(q_THK), len(k_TGK)
+    mask = (
         None
-        if num == whole or not causal
-        else torch.ones(num, whole, dtype=torch.bool, device=q.device).tril(whole - num)
+        if num_queries == num_keys or not causal
+        else torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
     )
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal and seen is None, enable_gqa=True)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=True)
     return o[0].transpose(0, 1)

@@ -1,7 +1,11 @@
-"""The gated delta net's sequence operations: short convolution, gates, gated delta rule.
+"""Gated DeltaNet's sequence ops (arXiv 2412.06464): short causal convolution, gates, chunked gated delta rule.
 
-All boundaries come from `positions_T`: token i-d is of the same document as token i if and only if i's position is at
-least d. So nothing here loops over documents, pads them, or has a shape that depends on them.
+Document boundaries come from `positions_T` alone: tokens i - d and i belong to the same document if and only if the
+position of i is at least d. So nothing here loops over documents, pads them, or has a shape that depends on them, and
+`torch.compile` needs one graph for all batches.
+
+Shapes: T tokens, G key heads, R value heads per key head, K dims of a key, V dims of a value, C channels (or tokens of
+a chunk), W taps of the convolution.
 """
 
 from __future__ import annotations
@@ -22,38 +26,44 @@ from .kernels import fastest, uncompiled
 from .norms import at_least_float32, upcast
 from .part_sizes import part_size
 
-CHUNK = part_size(__name__, "CHUNK", 64, small=64)  # tokens that are solved for at once
+# Tokens solved for at once. Work within a chunk grows with its square and the number of sequential steps falls; 64 is
+# also what flash-linear-attention uses.
+CHUNK = part_size(__name__, "CHUNK", 64, small=64)
 
 
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, docs: Documents, halo: Parts = WHOLE) -> Tensor:
-    """Depthwise causal convolution over W tokens, each document starting from zeros; then SiLU. -> y_TC in x.dtype
+    """Convolve each channel causally over W tokens, from zeros at each document's start, then SiLU. -> y_TC in x.dtype
 
-    `halo`: x may be one of the parts of a stream, and `docs` are of the whole.
+    `halo`: x may be one of several parts of the stream (context parallelism); `docs` always describe the whole. A part
+    needs the last W - 1 rows before it.
     """
     positions_T = part_of(docs, halo, x=x_TC)
     if halo.parts == 1:
         y_TC: Tensor = _Convolution.apply(x_TC, weight_CW, positions_T)
         return F.silu(y_TC).to(x_TC.dtype)
-    num = weight_CW.shape[1] - 1
-    more_TC = torch.cat([_before(x_TC, num, halo), x_TC])
-    y_TC = _Convolution.apply(more_TC, weight_CW, F.pad(positions_T, (num, 0)))[num:]
+    num_rows = weight_CW.shape[1] - 1
+    extended_TC = torch.cat([_before(x_TC, num_rows, halo), x_TC])
+    # Position 0 for the halo rows: their own outputs are dropped, and none of them may look further back.
+    y_TC = _Convolution.apply(extended_TC, weight_CW, F.pad(positions_T, (num_rows, 0)))[num_rows:]
     return F.silu(y_TC).to(x_TC.dtype)
 
 
 def _before(x_TC: Tensor, num: int, halo: Parts) -> Tensor:
-    """The `num` rows before this part, from as many parts as have them; zeros before the stream begins.
+    """Return the `num` rows before this part, from as many earlier parts as needed; zeros before the stream begins.
 
-    The first part takes what the others bring too, though it needs nothing: in backward they would wait for it.
+    The first part calls the collective too and slices its result, although it needs nothing: otherwise its backward
+    would not take part in the reduce-scatter for which the other ranks wait.
     """
-    has = min(num, len(x_TC))
-    tails_NC = halo(x_TC[len(x_TC) - has :])
-    return F.pad(tails_NC, (0, 0, num, 0))[halo.part * has :][:num]
+    num_own = min(num, len(x_TC))
+    tails_NC = halo(x_TC[len(x_TC) - num_own :])
+    return F.pad(tails_NC, (0, 0, num, 0))[halo.part * num_own :][:num]
 
 
 class _Convolution(torch.autograd.Function):
-    """y[t] = sum over back = 0 .. W-1 of x[t - back] w[W - 1 - back], in at least float32; keeps x and no shifted copy.
+    """Depthwise convolution y[t] = sum over back = 0 .. W-1 of x[t - back] w[W - 1 - back], in at least float32.
 
-    Tokens of another document are masked, not multiplied by 0: its inf must not become a NaN here.
+    It saves x and no shifted copies of it. Tokens of another document are masked out instead of multiplied by 0: 0 *
+    inf would turn their overflow into a NaN here.
     """
 
     @staticmethod
@@ -71,7 +81,8 @@ class _Convolution(torch.autograd.Function):
 
 @fused
 def _convolved(x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
-    x_TC, kernel = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # taps[back]
+    """Compute the forward sum, one tap after the other."""
+    x_TC, kernel = upcast(x_TC), upcast(weight_CW.to(x_TC.dtype)).T.flip(0)  # kernel[back], as F.conv1d correlates
     y_TC = x_TC * kernel[0]
     for back in range(1, len(kernel)):
         y_TC[back:].addcmul_(_of_document(x_TC[:-back], positions_T[back:], back), kernel[back])
@@ -79,26 +90,29 @@ def _convolved(x_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> Tensor:
 
 
 @fused
-def _convolution_gradients(
-    given_TC: Tensor, d_TC: Tensor, weight_CW: Tensor, positions_T: Tensor
-) -> tuple[Tensor, ...]:
-    x_TC, kernel = upcast(given_TC), upcast(weight_CW.to(given_TC.dtype)).T.flip(0)
+def _convolution_gradients(raw_TC: Tensor, d_TC: Tensor, weight_CW: Tensor, positions_T: Tensor) -> tuple[Tensor, ...]:
+    """Compute the gradients of x and of the weight. The weight's sum over tokens stays in at least float32."""
+    x_TC, kernel = upcast(raw_TC), upcast(weight_CW.to(raw_TC.dtype)).T.flip(0)
     dx_TC, d_taps = d_TC * kernel[0], [(d_TC * x_TC).sum(0)]
     for back in range(1, len(kernel)):
         d = _of_document(d_TC[back:], positions_T[back:], back)
         dx_TC[:-back].addcmul_(d, kernel[back])
         d_taps.append((d * _of_document(x_TC[:-back], positions_T[back:], back)).sum(0))
     d_weight_CW = torch.stack(d_taps).flip(0).T
-    return dx_TC.to(given_TC.dtype), d_weight_CW.to(weight_CW.dtype)
+    return dx_TC.to(raw_TC.dtype), d_weight_CW.to(weight_CW.dtype)
 
 
 def _of_document(x: Tensor, positions: Tensor, back: int) -> Tensor:
-    """Rows that pair tokens t and t - back, 0 where these are not of one document."""
+    """Zero the rows that pair tokens t and t - back where these belong to different documents."""
     return x.masked_fill((positions < back)[:, None], 0.0)
 
 
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(log decay g < 0, write strength beta in (0, 1)), both in at least float32."""
+    """Compute the log decay g < 0 and the write strength beta in (0, 1) of each token, in at least float32.
+
+    g = -exp(A_log) softplus(a + dt_bias), as in Mamba 2. It stays a logarithm: exp(g) of many tokens underflows when it
+    is multiplied up, its sum does not.
+    """
     g = -upcast(A_log).exp() * F.softplus(upcast(a) + upcast(dt_bias))
     return g, upcast(b).sigmoid()
 
@@ -107,12 +121,15 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
 def delta_rule(
     q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, gates: tuple[Tensor, Tensor], docs: Documents, states: Parts = WHOLE
 ) -> Tensor:
-    """Gated delta rule; each of G key heads serves R value heads; the state restarts at each document. -> o_TGRV
+    """Run the gated delta rule, each of G key heads serving R value heads, afresh for each document. -> o_TGRV
 
-    Token by token, with unit-length q and k, q also times K**-0.5, and the gates g and beta:
+    Token by token, with q and k normalised to unit length, q also scaled by K**-0.5, and the gates g and beta:
+
         S <- exp(g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
-    `states`: the tokens may be one of the parts of a stream, and `docs` are of the whole. Its weakness: a part is
-    computed in our own form, whatever kernel there is.
+
+    The state S [K, V] is an associative memory: u is the error of reading k, so writing k u^T corrects what S stores
+    for k instead of adding to it (the delta rule). `states`: the tokens may be one of several parts of a stream; `docs`
+    always describe the whole. A weakness: a part runs our own chunked form, whatever kernel is installed.
     """
     inputs = (q_TGK, k_TGK, v_TGRV, *gates)
     positions_T = part_of(docs, states, q=q_TGK, k=k_TGK, v=v_TGRV, g=gates[0], beta=gates[1])
@@ -122,12 +139,13 @@ def delta_rule(
 
 
 def _gated(noise: list[Tensor]) -> list[Tensor]:
+    """Make gates from random numbers: g negative and beta in (0, 1)."""
     q, k, v, g, beta = noise
     return [q, k, v, -g.abs() / 4, beta.sigmoid()]
 
 
 def _fla(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents) -> Tensor:
-    """flash-linear-attention's, which wants as many key heads as value heads."""
+    """Call flash-linear-attention's kernel, which wants as many key heads as value heads."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     q, k = (x.repeat_interleave(v_TGRV.shape[2], dim=1) for x in (q_TGK, k_TGK))
@@ -140,30 +158,38 @@ def _fla(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: 
 
 
 def chunked(q_TGK: Tensor, k_TGK: Tensor, v_TGRV: Tensor, g_TGR: Tensor, beta_TGR: Tensor, docs: Documents) -> Tensor:
-    """Our own form, of a whole stream."""
+    """Run our own chunked form on a whole stream."""
     return _chunked((q_TGK, k_TGK, v_TGRV, g_TGR, beta_TGR), docs.positions_T, WHOLE)
 
 
 def _chunked(inputs: Sequence[Tensor], positions_T: Tensor, states: Parts) -> Tensor:
-    """In a chunk that begins with state S0, with D_ij the decay from j to i and d_i that from S0 to i:
+    """Solve the delta rule chunk by chunk (the WY form of arXiv 2406.06484, with the decays of 2412.06464).
+
+    In a chunk that begins with the state S0, let D_ij be the decay from token j to i, and d_i that from S0 to i.
+    Unrolling the recurrence gives
+
         u_i + beta_i sum_{j<i} D_ij (k_i.k_j) u_j = beta_i (v_i - d_i S0^T k_i)       a unit triangular system for u
         o_i = d_i S0^T q_i + sum_{j<=i} D_ij (q_i.k_j) u_j
-    so all but S0 is matrix products over all chunks at once. Chunks cut the stream, not the documents: D and d are 0
-    across a boundary, wherever it lies in the chunk, and that alone separates documents. So one that is not finite
-    takes those of its chunk, and all later ones, with it.
-    Its weakness: several float32 tensors of T*G*R*CHUNK elements live at once.
+
+    Everything except S0 is matmuls over all chunks at once; only the scan over S0 is sequential. Chunks cut the stream
+    and not the documents: D and d are 0 across a boundary, wherever it lies in the chunk, and that alone separates
+    documents. So a document that is not finite takes down those that share its chunk, and all later ones.
+
+    A weakness: several float32 tensors of T*G*R*CHUNK elements live at once.
     """
     num_tokens, dtype, work = len(inputs[2]), inputs[2].dtype, at_least_float32(inputs[2])
-    q, k, v = (_chunks(x.to(work), CHUNK).movedim(1, -2) for x in inputs[:3])  # n chunks: v_nGRCV
-    g, beta = (_chunks(x.to(work), CHUNK).movedim(1, -1) for x in inputs[3:])  # g_nGRC
+    # Suffix n: the number of chunks. v_nGRCV is [chunks, key heads, value heads per key head, tokens, value dims].
+    q, k, v = (_chunks(x.to(work), CHUNK).movedim(1, -2) for x in inputs[:3])
+    g, beta = (_chunks(x.to(work), CHUNK).movedim(1, -1) for x in inputs[3:])
     q, k = (_unit_length(x).unsqueeze(2) for x in (q, k))  # q_nG1CK: shared by R value heads
     q, beta = q * q.shape[-1] ** -0.5, beta.unsqueeze(-1)
-    within, from_start = _decays(g, _going_on(positions_T, CHUNK))
+    within, from_start = _decays(g, _padded_positions(positions_T, CHUNK))
     to_end, through = within[..., -1, :].unsqueeze(-1), from_start[..., -1, None, None]
     from_start = from_start.unsqueeze(-1)
 
     system = beta * (k @ k.mT) * within  # the solver takes its diagonal as 1 without reading it
     right = torch.cat([beta * v, beta * from_start * k], dim=-1)
+    # Two right-hand sides in one solve: with and without the unknown S0, on which the solution depends linearly.
     solved: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u_free, u_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = u_free - u_state @ S0
     scan = _whole if states.parts == 1 else partial(_part, parts=states)
@@ -174,9 +200,9 @@ def _chunked(inputs: Sequence[Tensor], positions_T: Tensor, states: Parts) -> Te
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """[T, ...] -> [n, C, ...], padded with zeros, which are inert: they decay nothing and write nothing.
+    """Reshape [T, ...] to [n, C, ...], padded with zeros. They are inert: they decay nothing and write nothing.
 
-    At least one chunk, so that an empty stream too gives every input a gradient.
+    There is at least one chunk, so that an empty stream still gives every input a gradient.
     """
     num_chunks = max(1, -(-x.shape[0] // chunk))
     padding = (0, 0) * (x.dim() - 1) + (0, num_chunks * chunk - x.shape[0])
@@ -184,23 +210,24 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
     return padded.view(num_chunks, chunk, *x.shape[1:])
 
 
-def _going_on(positions_T: Tensor, chunk: int) -> Tensor:
-    """The same of positions. What is padded goes on with the last document, so that its state passes through."""
+def _padded_positions(positions_T: Tensor, chunk: int) -> Tensor:
+    """Chunk the positions. Padding continues the last document, so that its final state passes through the padding."""
     num_chunks = max(1, -(-len(positions_T) // chunk))
     more = torch.arange(1, num_chunks * chunk - len(positions_T) + 1, device=positions_T.device)
     return torch.cat([positions_T, positions_T[-1:].sum() + more]).view(num_chunks, chunk)
 
 
 def _unit_length(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Scale the last dim to unit length, with the eps of flash-linear-attention inside the root."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def _decays(g_nGRC: Tensor, positions_nC: Tensor) -> tuple[Tensor, Tensor]:
-    """The decay from token j to i of a chunk [n, G, R, C, C], and from the state before the chunk to i [n, G, R, C].
+    """Return the decay from token j to i of a chunk [n, G, R, C, C], and from the state before it to i [n, G, R, C].
 
-    Both 0 across a document's start. Log decays are summed from j on for each j, not as a difference of sums from the
-    chunk's start: one very negative g (of an earlier document, even) would take all digits from that difference.
-    Masked before exp, so that nothing masked can overflow and give NaN in backward.
+    Both are 0 across the start of a document. Log decays are summed from j on for each j, and not taken as a difference
+    of two prefix sums: one very negative g (even of an earlier document) would cancel all digits of that difference.
+    Masked entries become -inf before exp, so that nothing masked can overflow and make a NaN in backward.
     """
     i_C = torch.arange(g_nGRC.shape[-1], device=g_nGRC.device)
     distance_CC = i_C[:, None] - i_C
@@ -214,7 +241,10 @@ def _decays(g_nGRC: Tensor, positions_nC: Tensor) -> tuple[Tensor, Tensor]:
 def _scan(
     u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor, state: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The only sequential part: the state [G, R, K, V] before each chunk and after the last, and u [G, R, C, V]."""
+    """Carry the state through the chunks; return the states before each and after the last, and u.
+
+    States are [G, R, K, V], u is [G, R, C, V]. This is the only sequential part: two small matmuls a chunk.
+    """
     states, us = [state], []
     for free, coupling, keys, decay in zip(*(x.unbind(0) for x in (u_free, u_state, k_to_end, through)), strict=True):
         us.append(free - coupling @ states[-1])
@@ -223,26 +253,29 @@ def _scan(
 
 
 def _whole(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor) -> tuple[Tensor, Tensor]:
-    """The states before the chunks [n, G, R, K, V] and u [n, G, R, C, V], from no state at all."""
+    """Scan from an empty state; return the states before the chunks [n, G, R, K, V] and u [n, G, R, C, V]."""
     state = u_free.new_zeros(*u_free.shape[1:3], k_to_end.shape[-1], u_free.shape[-1])
     states, us = _scan(u_free, u_state, k_to_end, through, state)
     return torch.stack(states[:-1]), torch.stack(us)
 
 
 def _part(u_free: Tensor, u_state: Tensor, k_to_end: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
-    """The same from the state that the parts before leave.
+    """Scan one part of a stream, given what the earlier parts make of the state; return states and u as `_whole` does.
 
-    What tokens make of a state S is A S + b. A is what they make of the identity without their values, b what they make
-    of no state. One scan makes both side by side, before any rank knows its S, so that no rank waits for its turn.
+    A part maps the state S before it to A S + b after it, because the recurrence is linear in S. A is what it makes of
+    the identity without writing any values, b what it makes of an empty state. One scan computes [A | b] side by side,
+    before any rank knows its own S; one all-gather of [A | b] then gives every rank the maps of the parts before it. So
+    ranks run in parallel, where passing the state along would make each wait for the previous one.
     """
     K, (_, G, R, _, V) = k_to_end.shape[-1], u_free.shape
     identity = torch.eye(K, K + V, dtype=u_free.dtype, device=u_free.device).expand(G, R, K, K + V)
-    pairs, _ = _scan(F.pad(u_free, (K, 0)), u_state, k_to_end, through, identity)
-    of_parts = parts(pairs[-1][None])
-    # a sum over no part, of which backward knows: else the first part took nothing, and the others would wait for it
-    state = of_parts[:0].sum(0)[..., K:]
-    for pair in of_parts[: parts.part]:
-        state = pair[..., :K] @ state + pair[..., K:]
-    A, b = torch.stack(pairs[:-1]).split([K, V], dim=-1)
+    affine, _ = _scan(F.pad(u_free, (K, 0)), u_state, k_to_end, through, identity)
+    maps = parts(affine[-1][None])
+    # An empty sum instead of zeros: it ties the first part's graph to `maps`, so that its backward also joins the
+    # reduce-scatter. With plain zeros the other ranks would wait for it.
+    state = maps[:0].sum(0)[..., K:]
+    for affine_map in maps[: parts.part]:
+        state = affine_map[..., :K] @ state + affine_map[..., K:]
+    A, b = torch.stack(affine[:-1]).split([K, V], dim=-1)
     states = A @ state + b
     return states, u_free - u_state @ states

@@ -1,7 +1,7 @@
-"""Where documents begin and end in a packed stream of tokens.
+"""Document boundaries of a packed stream: cu_seqlens, positions, and where RoPE sees each token.
 
-The one object that tells attention, convolution, delta rule and RoPE about boundaries: two channels that could
-disagree are how packed documents come to leak into each other.
+One object tells attention, convolution, delta rule and RoPE about boundaries. With two sources (a mask here, position
+ids there) they could disagree, and packed documents would leak into each other without any error.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .host_memory import sent
+from .host_memory import to_device
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
 class Documents:
     """Documents laid end to end.
 
-    `bounds` is the host's copy, 0, ..., T, strictly increasing. `cu_seqlens` is the same on the device (int32), padded
-    at the end with T up to a fixed length. `positions_T` (int64) restarts at 0 at each document. `turns_T3`: where RoPE
-    sees each token in time, height and width, if documents have pictures; else it is at its position in all three.
+    `bounds`: the host's copy, 0, ..., T, strictly increasing. `cu_seqlens`: the same on the device (int32), padded at
+    the end with T to a fixed length, so that its shape does not vary from batch to batch. `positions_T` (int64):
+    restarts at 0 at each document. `turns_T3`: the time, height and width at which RoPE sees each token if documents
+    have images (M-RoPE, arXiv 2409.12191); None: all three are the position.
     """
 
     bounds: tuple[int, ...]
@@ -35,16 +36,22 @@ class Documents:
 
     @cached_property
     def exact_cu_seqlens(self) -> Tensor:
-        """On the device, in int64 and not padded. The same tensor each time: kernels remember what they make of it."""
+        """Return the bounds on the device, in int64 and not padded.
+
+        It is always the same tensor, since kernels cache by identity.
+        """
         return self.cu_seqlens[: len(self.bounds)].long()
 
     @property
     def lengths(self) -> tuple[int, ...]:
+        """Return the number of tokens of each document."""
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def reaching(self, first: int, stop: int) -> tuple[int, Documents]:
-        """Those with tokens in `first..stop`, each from its beginning, as a stream of their own that ends at `stop`;
-        and where that stream begins in this one."""
+        """Cut out the documents with tokens in `first..stop`, as a stream that ends at `stop`; return its start and it.
+
+        The first of them keeps its beginning before `first`: queries of its tokens see it.
+        """
         at, last = bisect_right(self.bounds, first) - 1, bisect_left(self.bounds, stop)
         start = self.bounds[at]
         bounds = tuple(min(bound, stop) - start for bound in self.bounds[at : last + 1])
@@ -53,7 +60,10 @@ class Documents:
 
 
 class Parts(Protocol):
-    """A stream in equal parts, of which number `part` is here. Called with rows of this one, it gives those of all."""
+    """A stream cut into equal parts, one a rank, of which this is number `part`.
+
+    Calling it all-gathers rows of all parts.
+    """
 
     @property
     def parts(self) -> int: ...
@@ -66,6 +76,8 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class _Whole:
+    """The trivial cut: one part, and gathering is the identity."""
+
     parts: int = 1
     part: int = 0
 
@@ -77,7 +89,7 @@ WHOLE = _Whole()
 
 
 def documents(lengths: Sequence[int], device: torch.device | str, padded: int | None = None) -> Documents:
-    """Documents of these lengths, in this order. `padded` is the fixed length of `cu_seqlens`."""
+    """Lay out documents of these lengths, in this order. `padded`: the fixed length of `cu_seqlens`."""
     counts = [int(length) for length in lengths]
     for i, length in enumerate(counts):
         if length < 1:
@@ -96,13 +108,15 @@ def documents(lengths: Sequence[int], device: torch.device | str, padded: int | 
     )
     cu_seqlens = torch.tensor(bounds + (total,) * (size - len(bounds)), dtype=torch.int32, device="cpu")
     positions_T = torch.arange(total, device="cpu") - starts_T
-    return Documents(bounds, sent(cu_seqlens, device), sent(positions_T, device))
+    return Documents(bounds, to_device(cu_seqlens, device), to_device(positions_T, device))
 
 
 def check_tokens(docs: Documents, **streams: Tensor) -> None:
-    """Refuse a stream whose first dim is not the T of its documents (a slip that broadcasting could hide).
+    """Refuse a stream whose first dim is not the T of its documents, a slip that broadcasting could hide.
 
-    T is that of the positions: `torch.compile` would make a graph for every number of `bounds`."""
+    T is taken from the positions and not from `bounds`: `torch.compile` would specialise on the tuple and compile a
+    graph for every number of documents.
+    """
     num_tokens = docs.positions_T.shape[0]
     for name, x in streams.items():
         if x.shape[0] != num_tokens:
@@ -110,7 +124,7 @@ def check_tokens(docs: Documents, **streams: Tensor) -> None:
 
 
 def part_of(docs: Documents, parts: Parts, **streams: Tensor) -> Tensor:
-    """The positions of the tokens of a part. Refused are streams of another length."""
+    """Return the positions of a part's tokens, after checking that each stream has the length of a part."""
     num_tokens = docs.positions_T.shape[0] // parts.parts
     for name, x in streams.items():
         if x.shape[0] != num_tokens:

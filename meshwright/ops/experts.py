@@ -1,4 +1,9 @@
-"""Mixture of experts on one device: who goes where, and the experts' MLPs."""
+"""Mixture-of-experts on one device: softmax top-k routing, and SwiGLU experts as grouped GEMMs or as a loop.
+
+Shapes: T tokens, k experts a token, E experts, D model width, F hidden width, R = 2F, N rows (copies of tokens sorted
+by expert, see ops/rows.py). There is no capacity and no dropped token (unlike GShard, arXiv 2006.16668, and Switch,
+2101.03961): a dropped token would depend on the mesh.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .deferred_weight_grads import is_late, left_for_later
+from .deferred_weight_grads import deferred, is_deferring
 from .fp8_matmul import fp8_linear
-from .fp8_storage import Weight, kept, restored
+from .fp8_storage import Weight, join_weights, split_weights
 from .kernels import uncompiled
-from .matmul import operand, product_dtype
-from .meta_kernels import kind_of, on_host
+from .matmul import matmul_dtype, operand
+from .meta_kernels import kind_of, to_host
 from .norms import swiglu, upcast
-from .replayed_choices import once
+from .replayed_choices import replayed
 from .rows import Rows
 
-_GROUPING = (9, 10)  # GPUs from Hopper to Blackwell
-_TILE = 16  # rows that CPUs with matrix registers multiply at once
+_GROUPING = (9, 10)  # compute capabilities with a grouped GEMM in torch: Hopper and Blackwell
+_TILE = 16  # rows of an AMX tile on a CPU
 
 
 @uncompiled
 def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """(weights_Tk in at least float32, indices_Tk): softmax over all experts, then the k largest."""
+    """Choose k experts a token: softmax over all experts, then the k largest. -> weights_Tk (at least float32),
+    indices_Tk
+
+    `renormalise`: weights of a token sum to 1, as in Mixtral and Qwen3-MoE (`norm_topk_prob`). Activation checkpointing
+    replays the indices: recomputed logits may differ in the last bit and flip a tie, after which rows would return to
+    other tokens than they came from.
+    """
     shares_TE = upcast(logits_TE).softmax(-1)
-    indices_Tk = once(lambda: shares_TE.detach().topk(k, dim=-1).indices)
+    indices_Tk = replayed(lambda: shares_TE.detach().topk(k, dim=-1).indices)
+    # The gradient reaches the router through the weights of the chosen experts alone; the choice itself has none.
     weights_Tk = shares_TE.gather(-1, indices_Tk)
     if renormalise:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
@@ -37,30 +49,32 @@ def route(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]
 
 @uncompiled
 def experts(rows: Rows, gate_up_ERD: Weight, down_EDF: Weight, *, fp8: tuple[bool, bool] = (False, False)) -> Tensor:
-    """SwiGLU experts on rows sorted by expert; R = 2F rows, [gate; up]. -> y_ND, each row times its weight: before
-    `down`, where rows are narrow and nothing else keeps them.
+    """Run SwiGLU experts on rows sorted by expert. -> y_ND, each row times its routing weight
 
-    If the host does not know how many rows each expert has, the loop over experts asks the device, and waits for it.
+    `gate_up` has R = 2F rows, [gate; up]. The routing weight is applied before `down`, where rows are F wide and
+    nothing else has to be kept for its gradient. Without `rows.counts` the loop over experts copies the counts to the
+    host, and so waits for the device.
 
-    An expert without rows, or all of them, still get gradients: zeros, never None. `fp8`: whether the products with
-    `gate_up` and `down` are in 8 bits. A scale is of one row, or of one expert, so no routing moves it.
+    Experts without rows still get gradients: zeros, never None. `fp8`: run the matmuls with `gate_up` and `down` in
+    FP8. A scale covers one row, or a block of one expert, so routing moves no scale.
     """
     x_ND, counts_E, weight_N = rows.x_ND, rows.counts_E, rows.weight_N
     if counts_E.device.type == "cpu" and int(counts_E.sum()) != x_ND.shape[0]:
-        # the grouped kernel would leave the rows beyond the counts uninitialised, here and in dX
+        # The grouped kernel would leave the rows beyond the counts uninitialised, in the output and in dX.
         raise ValueError(f"counts of experts sum to {int(counts_E.sum())} but there are {x_ND.shape[0]} rows")
     if can_group(x_ND, down_EDF) and not any(fp8):  # no grouped kernel has scales for such blocks
         return _grouped(x_ND, gate_up_ERD, down_EDF, counts_E, weight_N)
-    known = on_host([counts_E], [len(x_ND)])[0] if rows.counts is None else rows.counts
-    return _looped(x_ND, gate_up_ERD, down_EDF, known, weight_N, fp8)
+    counts = to_host([counts_E], [len(x_ND)])[0] if rows.counts is None else rows.counts
+    return _looped(x_ND, gate_up_ERD, down_EDF, counts, weight_N, fp8)
 
 
 def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
-    """Whether grouped_mm takes these, in backward too: it has no float64, and wants strides of whole 16 bytes.
+    """Tell whether torch's `grouped_mm` takes these operands, in backward too.
 
-    The strides are D, 2F and F elements; an F that does not fit passes forward and fails only in backward. On a CPU
-    it does not pad rows, which bf16 wants there (`_factor`). On a GPU it has a kernel for bf16 from Hopper to
-    Blackwell; elsewhere it loops as we do, but waits for the device at each product.
+    It has no float64 and wants strides of whole 16 bytes. The strides are D, 2F and F elements; an F that does not fit
+    passes forward and fails only in backward. On a CPU it does not pad rows, which bfloat16 needs there (`_factor`). On
+    a GPU its bfloat16 kernel exists for Hopper to Blackwell; elsewhere torch loops as we do, but waits for the device
+    at each matmul.
     """
     if kind_of(x_ND.device) == "cpu":
         kernel = x_ND.dtype == torch.float32
@@ -71,22 +85,26 @@ def can_group(x_ND: Tensor, down_EDF: Weight) -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    if device.type == "meta":  # a GPU is planned for that has the kernel
+    """Return the compute capability, looked up once a device."""
+    if device.type == "meta":
+        # A plan assumes a GPU that has the kernel.
         return _GROUPING[0], 0
-    found: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
-    return found
+    capability: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
+    return capability
 
 
 def _grouped(x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts_E: Tensor, weight_N: Tensor) -> Tensor:
+    """Run both matmuls as grouped GEMMs: one kernel launch for all experts, whatever their numbers of rows."""
     ends_E = counts_E.cumsum(0).to(torch.int32)
     hidden_NR = _grouped_linear(x_ND, gate_up_ERD, counts_E, ends_E)
     return _grouped_linear(swiglu(hidden_NR, weight_N), down_EDF, counts_E, ends_E)
 
 
 def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix; groups end at `ends_E`, which stays on the device."""
     if isinstance(weight_EOI, Tensor):
         weight_EOI = weight_EOI.to(x.dtype)
-    if is_late() or not isinstance(weight_EOI, Tensor):
+    if is_deferring() or not isinstance(weight_EOI, Tensor):
         return _LateGroups.apply(x, weight_EOI, counts_E, ends_E)  # torch leaves apply untyped
     used_EOI: Tensor = _ZeroGradient.apply(weight_EOI, counts_E)
     y: Tensor = F.grouped_mm(_contiguous(x), used_EOI.contiguous().mT, offs=ends_E)
@@ -94,12 +112,14 @@ def _grouped_linear(x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Ten
 
 
 class _LateGroups(torch.autograd.Function):
-    """The same with a backward that can leave the gradient of the weights for later. Of weights in 8 bits it keeps
-    these, and makes their values again."""
+    """A grouped matmul whose backward can defer the weight gradient (zero bubble).
+
+    For weights in FP8 it saves their codes and dequantises them again in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts_E: Tensor, ends_E: Tensor) -> Tensor:
-        tensors, ctx.grids = kept([weight_EOI])
+        tensors, ctx.grids = split_weights([weight_EOI])
         ctx.save_for_backward(x, counts_E, ends_E, *tensors)
         ctx.weights = (weight_EOI,)
         return F.grouped_mm(_contiguous(x), weight_EOI.to(x.dtype).contiguous().mT, offs=ends_E)
@@ -108,21 +128,23 @@ class _LateGroups(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, counts_E, ends_E, *tensors = ctx.saved_tensors
-        (weight_EOI,) = restored(tensors, ctx.grids)
+        (weight_EOI,) = join_weights(tensors, ctx.grids)
         d, (need_x, need_weight, *_) = _contiguous(d), ctx.needs_input_grad
         dx = F.grouped_mm(d, weight_EOI.to(x.dtype).contiguous(), offs=ends_E) if need_x else None
 
         def gradients() -> list[Tensor]:
             return [without_unused(F.grouped_mm(d.mT, _contiguous(x), offs=ends_E), counts_E)]
 
-        if not need_weight or left_for_later(ctx.weights, gradients):
+        if not need_weight or deferred(ctx.weights, gradients):
             return dx, None, None, None
         return dx, gradients()[0], None, None
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """The identity. On some GPUs grouped_mm leaves the gradient of an expert without rows as it found its memory
-    (pytorch#172439, #193633)."""
+    """The identity; its backward zeroes the gradients of experts without rows.
+
+    On some GPUs grouped_mm leaves them uninitialised (pytorch#172439, pytorch#193633).
+    """
 
     @staticmethod
     def forward(ctx: Any, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
@@ -137,12 +159,17 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 def without_unused(d_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Zeros, in place, for the experts without rows, whatever is there; it does not wait for the device."""
+    """Zero the gradients of experts without rows, in place and without waiting for the device.
+
+    `masked_fill_` and not a multiplication: uninitialised memory may hold NaN, and 0 * NaN is NaN.
+    """
     return d_EOI.masked_fill_((counts_E == 0)[:, None, None], 0.0)
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity. grouped_mm's backward refuses expanded gradients, such as a bare `.sum()` gives."""
+    """The identity; its backward makes gradients contiguous. grouped_mm refuses expanded ones, such as those of
+    `.sum()`.
+    """
 
     @staticmethod
     def forward(_ctx: object, x: Tensor) -> Tensor:
@@ -154,7 +181,9 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    """Of honest strides even without rows: an empty expanded tensor calls itself contiguous, and is refused."""
+    """Return x with dense strides, even without rows: an empty expanded tensor calls itself contiguous but is
+    refused.
+    """
     return x.contiguous() if x.numel() else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -162,33 +191,37 @@ def _looped(
     x_ND: Tensor, gate_up_ERD: Weight, down_EDF: Weight, counts: list[int], weight_N: Tensor,
     fp8: tuple[bool, bool],
 ) -> Tensor:  # fmt: skip
-    """One expert after the other."""
+    """Run one expert after the other."""
     hidden_NR = _LoopedLinear.apply(x_ND, gate_up_ERD, counts, fp8[0])
     y_ND: Tensor = _LoopedLinear.apply(swiglu(hidden_NR, weight_N), down_EDF, counts, fp8[1])
     return y_ND
 
 
 class _LoopedLinear(torch.autograd.Function):
-    """Each expert's product written where it belongs: no gradient of one expert's weight is held beside that of all."""
+    """A matmul per expert that writes into one output: no expert's weight gradient is held twice.
+
+    Autograd over a list of slices would allocate each expert's gradient and then copy it into that of the whole
+    parameter.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_EOI: Weight, counts: list[int], fp8: bool) -> Tensor:
-        tensors, ctx.grids = kept([weight_EOI])
+        tensors, ctx.grids = split_weights([weight_EOI])
         ctx.save_for_backward(x, *tensors)
-        ctx.counts, ctx.fp8, ctx.weights = counts, fp8, (weight_EOI,) if is_late() else ()
+        ctx.counts, ctx.fp8, ctx.weights = counts, fp8, (weight_EOI,) if is_deferring() else ()
         y = x.new_empty(len(x), weight_EOI.shape[1])
         for rows, into, weight in zip(x.split(counts), y.split(counts), weight_EOI, strict=True):
             if len(rows):
-                into.copy_(_times(rows, operand(weight, x), fp8))
+                into.copy_(_matmul(rows, operand(weight, x), fp8))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, kept_EOI = ctx.saved_tensors  # numbers, where the weight is in 8 bits: then it needs no gradient
-        (weight_EOI,) = restored([kept_EOI], ctx.grids)
+        x, kept_EOI = ctx.saved_tensors  # FP8 codes if the weight is stored in FP8: it then needs no gradient
+        (weight_EOI,) = join_weights([kept_EOI], ctx.grids)
         need_x, need_weight = ctx.needs_input_grad[:2]
-        if need_weight and left_for_later(ctx.weights, lambda: [_of_weights(x, d, kept_EOI, ctx.counts)]):
+        if need_weight and deferred(ctx.weights, lambda: [_weight_gradients(x, d, kept_EOI, ctx.counts)]):
             need_weight = False
         dx = torch.empty_like(x) if need_x else None
         d_weight_EOI = torch.empty_like(kept_EOI) if need_weight else None
@@ -196,33 +229,33 @@ class _LoopedLinear(torch.autograd.Function):
         for expert, count in enumerate(ctx.counts):
             rows, end = slice(end, end + count), end + count
             if dx is not None and count:
-                dx[rows] = _times(d[rows], operand(weight_EOI[expert], x).mT, ctx.fp8)
+                dx[rows] = _matmul(d[rows], operand(weight_EOI[expert], x).mT, ctx.fp8)
             if d_weight_EOI is not None:
                 d_weight_EOI[expert] = _factor(d[rows]).mT @ _factor(x[rows]) if count else 0
         return dx, d_weight_EOI, None, None
 
 
-def _times(rows: Tensor, weight_OI: Tensor, fp8: bool) -> Tensor:
-    """rows @ weight.T"""
+def _matmul(rows: Tensor, weight_OI: Tensor, fp8: bool) -> Tensor:
+    """Return rows @ weight.T."""
     return fp8_linear(rows, weight_OI) if fp8 else (_factor(rows) @ weight_OI.mT)[: len(rows)]
 
 
-def _of_weights(x: Tensor, d: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
-    """The gradients of all experts' weights alone."""
+def _weight_gradients(x: Tensor, d: Tensor, weight_EOI: Tensor, counts: list[int]) -> Tensor:
+    """Compute the gradients of all experts' weights alone."""
     out = torch.empty_like(weight_EOI)
-    for into, rows, of_rows in zip(out, d.split(counts), x.split(counts), strict=True):
-        into.copy_(_factor(rows).mT @ _factor(of_rows) if len(rows) else 0)
+    for into, rows, inputs in zip(out, d.split(counts), x.split(counts), strict=True):
+        into.copy_(_factor(rows).mT @ _factor(inputs) if len(rows) else 0)
     return out
 
 
 def _factor(rows: Tensor) -> Tensor:
-    """Rows as they meet a weight in a product; on a CPU in bf16 with some rows of zeros behind them.
+    """Return rows in the dtype of the matmul; for bfloat16 on a CPU, padded with some rows of zeros.
 
-    There oneDNN compiles a kernel for each number of rows, in milliseconds and for a megabyte, and experts have another
-    number in every step.
+    oneDNN compiles a kernel for each number of rows, in milliseconds and a megabyte each, and experts get another
+    number of rows in every step. Rounding the number up to an eighth of a power of two leaves few distinct ones.
     """
-    wide = rows.to(product_dtype(rows))
+    wide = rows.to(matmul_dtype(rows))
     if wide.dtype != torch.bfloat16 or kind_of(rows.device) != "cpu":
         return wide
-    step = max(_TILE, (1 << len(rows).bit_length()) >> 4)  # an eighth of the power of two below: few numbers, few zeros
+    step = max(_TILE, (1 << len(rows).bit_length()) >> 4)  # an eighth of the power of two below: at most 12% padding
     return F.pad(wide, (0, 0, 0, -len(rows) % step))

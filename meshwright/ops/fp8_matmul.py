@@ -1,9 +1,14 @@
-"""Products in 8-bit floating point: `y = Q1(x) @ Q2(W).T`, with a scale for each block.
+"""FP8 (E4M3) block-scaled matmul: `y = Q1(x) @ Q2(W).T`, as DeepSeek-V3 trains (arXiv 2412.19437, section 3.3).
 
-Q1 rounds each 128 features of a token, Q2 each 128 x 128 of a matrix, to E4M3. No cut of a mesh falls inside of a block
-(`sharding.check_fp8`), so a block has the same scale on every mesh, and no scale of a product needs another rank.
-Scales are made from the values at each product; or a matrix comes as numbers already, where ranks have sent each other
-these in the place of values (`Quantised`).
+Q1 rounds every 128 features of a token with one scale (1 x 128 blocks), Q2 every 128 x 128 block of a matrix. Small
+blocks keep an outlier from flushing its whole tensor to zero, as one scale per tensor would. Weights use square blocks,
+so that W and W.mT have the same scales and forward and backward see the same rounded W.
+
+No mesh cuts through a block (`sharding.check_fp8` refuses such a mesh), so a block has the same scale on every mesh,
+and no scale of a matmul needs another rank. A weight may also arrive as FP8 codes and scales, because ranks
+all-gathered those in place of the values (`Quantised`). The weight gradient is not rounded to FP8.
+
+Shapes: M tokens, N output and K input features.
 """
 
 from __future__ import annotations
@@ -17,20 +22,21 @@ from torch import Tensor
 
 from ..log import logger
 from .fp8_tensor import Quantised
-from .kernels import NARROW, SLOW, apart
+from .kernels import NARROW, SLOW, in_own_thread
 
 BLOCK = 128
 NUMBERS = torch.float8_e4m3fn
-LARGEST = torch.finfo(NUMBERS).max
-_TOLERANCE = 2e-3  # of a norm: what is rounded to bfloat16 after sums in another order
+LARGEST = torch.finfo(NUMBERS).max  # 448
+_TOLERANCE = 2e-3  # relative to the norm: a sum in another order, then rounded to bfloat16, differs by this much
 
 
 def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
-    """Q1(x) @ Q2(W).T. The gradient of x is the same product, with W.mT: the grid of W serves both."""
+    """Return Q1(x) @ Q2(W).T. The gradient of x is the same product with W.mT: one grid of scales serves both."""
     misfits = [size for size in weight_NK.shape if size % BLOCK]
     if misfits:
         raise ValueError(
-            f"a product in 8 bits has blocks of {BLOCK}, and a matrix {tuple(weight_NK.shape)} none that fit"
+            f"an FP8 matmul needs dims that are multiples of {BLOCK}, but the matrix is {tuple(weight_NK.shape)}; "
+            "leave it out with fp8_skip="
         )
     if x.device.type not in SLOW and x.dtype in NARROW and _has_kernel(x.device, x.dtype):
         return _by_kernel(x, weight_NK)
@@ -38,126 +44,148 @@ def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def emulated(x: Tensor, weight_NK: Tensor) -> Tensor:
-    """What the numbers of such a product are, in at least float32. A kernel may sum in another order, and no more."""
+    """Compute what such a matmul means, in at least float32.
+
+    A kernel may sum in another order, and differ in nothing else.
+    """
     return F.linear(rounded_rows(x), rounded_matrix(weight_NK))
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """Q1(x), in at least float32."""
-    numbers, scales = _quantised_rows(x)
-    return (numbers.to(scales.dtype) * scales).flatten(-2)
+    """Return Q1(x), dequantised, in at least float32."""
+    codes, scales = _quantised_rows(x)
+    return (codes.to(scales.dtype) * scales).flatten(-2)
 
 
 def rounded_matrix(weight_NK: Tensor) -> Tensor:
-    """Q2(W), in at least float32."""
-    numbers, scales = _quantised_matrix(weight_NK)
-    return (numbers.to(scales.dtype) * scales).flatten(2).flatten(0, 1)
+    """Return Q2(W), dequantised, in at least float32."""
+    codes, scales = _quantised_matrix(weight_NK)
+    return (codes.to(scales.dtype) * scales).flatten(2).flatten(0, 1)
 
 
 def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K / 128, 128], and scales [..., K / 128, 1]."""
+    """Quantise activations. -> codes [..., K / 128, 128], scales [..., K / 128, 1]"""
     return _quantised(x.unflatten(-1, (-1, BLOCK)), (-1,))
 
 
 def _quantised_matrix(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """[N / 128, 128, K / 128, 128], and scales [N / 128, 1, K / 128, 1]."""
+    """Quantise a weight. -> codes [N / 128, 128, K / 128, 128], scales [N / 128, 1, K / 128, 1]"""
     if isinstance(weight_NK, Quantised):
         return _in_blocks(weight_NK.codes.view(NUMBERS)), weight_NK.scales[:, None, :, None]
     return _quantised(_in_blocks(weight_NK), (1, 3))
 
 
 def _in_blocks(weight_NK: Tensor) -> Tensor:
+    """View a matrix [N, K] as blocks [N / 128, 128, K / 128, 128]."""
     return weight_NK.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
 
 
 def _quantised(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Numbers, and the scale of each block. A block of zeros has the scale 1."""
-    wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
-    scales = scales_of(wide.abs().amax(dims, keepdim=True))
-    return _numbers(wide, scales), scales
+    """Return the codes and scales of blocks, which span `dims`. A block of zeros has the scale 1."""
+    values = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
+    scales = scales_of(values.abs().amax(dims, keepdim=True))
+    return _round_to_fp8(values, scales), scales
 
 
 def scales_of(largest: Tensor) -> Tensor:
-    """Of blocks with these largest values."""
-    # by a tensor: a GPU divides by a number as it multiplies by its inverse, which rounds otherwise
+    """Return the scale of each block from its largest magnitude: the largest code is as large as E4M3 allows.
+
+    Scales stay float32: rounding them up to powers of two, as some formats do, would waste up to one bit of range.
+    """
+    # Divide by a tensor: a GPU computes a division by a Python number as a multiplication with its inverse, which
+    # rounds differently, and scales must be bitwise equal on every device.
     scales = largest / torch.full_like(largest, LARGEST)
     return scales.where(scales > 0, 1.0)
 
 
-def _numbers(wide: Tensor, scales: Tensor) -> Tensor:
-    # some devices make NaN of what is too large
-    return (wide / scales).clamp(-LARGEST, LARGEST).to(NUMBERS)
+def _round_to_fp8(values: Tensor, scales: Tensor) -> Tensor:
+    """Divide by the scales and round to E4M3."""
+    # E4M3 has no infinity, and some devices convert what is too large to NaN. The division may round up past LARGEST.
+    return (values / scales).clamp(-LARGEST, LARGEST).to(NUMBERS)
 
 
-def largest_of(rows_RK: Tensor, first: int) -> Tensor:
-    """The largest value of each block of a matrix that these rows meet, as far as they are in it. They are some of its
-    rows, from row `first` on."""
-    whole = F.pad(rows_RK.abs(), (0, 0, first % BLOCK, -(first + len(rows_RK)) % BLOCK))
-    return whole.unflatten(0, (-1, BLOCK)).amax(1).unflatten(1, (-1, BLOCK)).amax(2)  # over rows first: fast on a CPU
+def block_amax(rows_RK: Tensor, first: int) -> Tensor:
+    """Return the largest magnitude of each block that these rows of a matrix touch, counting only elements of these
+    rows.
+
+    The rows begin at row `first`. An all-reduce MAX over the ranks that hold a block then gives the magnitude of the
+    whole.
+    """
+    padded = F.pad(rows_RK.abs(), (0, 0, first % BLOCK, -(first + len(rows_RK)) % BLOCK))
+    return padded.unflatten(0, (-1, BLOCK)).amax(1).unflatten(1, (-1, BLOCK)).amax(2)  # over rows first: fast on a CPU
 
 
 def codes_of(rows_RK: Tensor, first: int, scales: Tensor) -> Tensor:
-    """The numbers of some rows of a matrix, from row `first` on; `scales` are those of all of its blocks."""
+    """Return the FP8 codes of rows of a matrix from row `first` on; `scales` are those of all its blocks."""
     at = torch.arange(first, first + len(rows_RK), device=scales.device) // BLOCK
     blocks = rows_RK.to(scales.dtype).unflatten(1, (-1, BLOCK))
-    return _numbers(blocks, scales[at][..., None]).flatten(1).view(torch.uint8)
+    return _round_to_fp8(blocks, scales[at][..., None]).flatten(1).view(torch.uint8)
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Several matrices as one. If one of them came as numbers, so do the others, each in blocks of its own."""
+def concat_weights(weights: Sequence[Tensor]) -> Tensor:
+    """Concatenate matrices by rows. If one of them is quantised, quantise the others too, each in blocks of its own."""
     if not any(isinstance(weight, Quantised) for weight in weights):
         return torch.cat([*weights])
-    low = [weight if isinstance(weight, Quantised) else _as_numbers(weight) for weight in weights]
-    return Quantised(torch.cat([w.codes for w in low]), torch.cat([w.scales for w in low]), low[0].dtype)
+    parts = [weight if isinstance(weight, Quantised) else _quantise(weight) for weight in weights]
+    return Quantised(torch.cat([w.codes for w in parts]), torch.cat([w.scales for w in parts]), parts[0].dtype)
 
 
-def _as_numbers(weight_NK: Tensor) -> Quantised:
-    numbers, scales = _quantised_matrix(weight_NK)
-    return Quantised(numbers.reshape(weight_NK.shape).view(torch.uint8), scales[:, 0, :, 0], weight_NK.dtype)
+def _quantise(weight_NK: Tensor) -> Quantised:
+    """Quantise a matrix to codes and scales, as an FP8 all-gather would deliver it."""
+    codes, scales = _quantised_matrix(weight_NK)
+    return Quantised(codes.reshape(weight_NK.shape).view(torch.uint8), scales[:, 0, :, 0], weight_NK.dtype)
 
 
 def _by_kernel(x: Tensor, weight_NK: Tensor) -> Tensor:
-    """torch's. It wants rows that lie one after the other on both sides, whatever strides came (W.mT has others), a
-    multiple of 4 tokens, their scales by column, and a multiple of 4 scales in a row of W."""
+    """Call torch's `scaled_mm`.
+
+    It wants row-major operands whatever strides came in (W.mT has others), a multiple of 4 tokens, scales of tokens by
+    column, and a multiple of 4 scales in a row of W.
+    """
     rows_MK = x.flatten(0, -2)
-    num_rows, (num, width) = len(rows_MK), weight_NK.shape
-    numbers, scales = _quantised_rows(F.pad(rows_MK, (0, 0, 0, -num_rows % 4)))
-    of_weight, weight_scales = _quantised_matrix(weight_NK)
-    grid = F.pad(weight_scales.view(num // BLOCK, width // BLOCK), (0, -(width // BLOCK) % 4)).contiguous()
+    num_rows, (num_out, width) = len(rows_MK), weight_NK.shape
+    codes, scales = _quantised_rows(F.pad(rows_MK, (0, 0, 0, -num_rows % 4)))
+    weight_codes, weight_scales = _quantised_matrix(weight_NK)
+    grid = F.pad(weight_scales.view(num_out // BLOCK, width // BLOCK), (0, -(width // BLOCK) % 4)).contiguous()
     y: Tensor = F.scaled_mm(
-        numbers.flatten(1).contiguous(), of_weight.reshape(num, width).contiguous().t(),
+        codes.flatten(1).contiguous(), weight_codes.reshape(num_out, width).contiguous().t(),
         scales.squeeze(-1).t().contiguous().t(), F.ScalingType.BlockWise1x128,
         grid.t(), F.ScalingType.BlockWise128x128, output_dtype=x.dtype,
     )  # fmt: skip
-    return y[:num_rows].view(*x.shape[:-1], num)
+    return y[:num_rows].view(*x.shape[:-1], num_out)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's kernel agrees with what is emulated here. It is tried once, and waits for the device."""
-    return _tried(device, dtype)
+    """Tell whether torch's kernel agrees with `emulated`.
+
+    It is tried once a device and dtype, and waits for the device.
+    """
+    return _kernel_agrees(device, dtype)
 
 
 @functools.cache
-def _tried(device: torch.device, dtype: torch.dtype) -> bool:
-    return apart(lambda: _agrees(device, dtype), device)
+def _kernel_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    """Cache the comparison; `_has_kernel` itself is constant-folded by `torch.compile`."""
+    return in_own_thread(lambda: _compare_kernel(device, dtype), device)
 
 
-def _agrees(device: torch.device, dtype: torch.dtype) -> bool:
+def _compare_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Compare the kernel with `emulated` on random matrices whose blocks differ in magnitude by 10**8."""
     noise = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 384, generator=noise) for rows in (67, 256))
     x[:, :128] *= torch.logspace(-4, 4, 67)[:, None]  # each block needs a scale of its own
     x, weight = x.to(device, dtype), weight.to(device, dtype)
-    turned = weight.mT.contiguous().mT  # as the weight of a backward comes
+    transposed = weight.mT.contiguous().mT  # the strides that a weight has in backward
     try:
-        found = torch.cat([_by_kernel(x, weight), _by_kernel(x.mT.contiguous().mT, turned)])
+        outputs = torch.cat([_by_kernel(x, weight), _by_kernel(x.mT.contiguous().mT, transposed)])
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises, ours works
-        logger.warning("no kernel for products in 8 bits on %s (%s); they are emulated, which is slow", device, error)
+        logger.warning("no FP8 matmul kernel on %s (%s); FP8 is emulated, which is slow", device, error)
         return False
-    due = emulated(x, weight).to(dtype).repeat(2, 1)
-    off = ((found.float() - due.float()).norm(dim=1) / due.float().norm(dim=1)).max().item()
+    expected = emulated(x, weight).to(dtype).repeat(2, 1)
+    off = ((outputs.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)).max().item()
     if not off <= _TOLERANCE:  # NaN too
         logger.warning(
-            "the kernel for products in 8 bits is off by %.1e of the norm on %s; it is not used", off, device
+            "the FP8 matmul kernel is off by %.1e of the norm on %s; FP8 is emulated, which is slow", off, device
         )
     return off <= _TOLERANCE

@@ -1,6 +1,7 @@
-"""Frozen matrices that stay in 8 bits: their numbers, and scales beside them. Values are made at each use.
+"""Frozen weights stored in FP8: codes with a grid of scales, dequantised at each use.
 
-Nothing is rounded to such numbers here. What is kept from forward to backward are the numbers, never their values.
+For a base model that is not trained (LoRA-like runs, a frozen part): one byte an element, exactly as the FP8 files of
+the hub have them. Nothing is rounded to FP8 here. Between forward and backward only codes are kept, never values.
 """
 
 from __future__ import annotations
@@ -14,42 +15,48 @@ from torch import Tensor
 from .part_sizes import part_size
 
 FORM = torch.float8_e4m3fn
-# elements of which values are made together: scales of each, and wide values, take memory
+# Elements dequantised together: the float32 values and the expanded scales take 8 bytes an element.
 _PART = part_size(__name__, "_PART", 1 << 22, small=301)
-_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(FORM).to(torch.float32)  # by code
+_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(FORM).to(torch.float32)  # the value of each code
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The scale of each element of a matrix: `scales[rows[i], columns[j]]`."""
+    """The scale of each element of a matrix: `scales[rows[i], columns[j]]`.
+
+    Indices instead of a block size: a rank may hold any rows of a matrix, from several blocks or merged files.
+    """
 
     scales: Tensor  # float32
-    rows: Tensor  # a number for each row; of several matrices, in the shape of their leading dims
+    rows: Tensor  # for each row its row of `scales`; for several matrices, in the shape of their leading dims
     columns: Tensor
 
-    def __getitem__(self, some: slice | int) -> Grid:
-        return replace(self, rows=self.rows[some])
+    def __getitem__(self, rows: slice | int) -> Grid:
+        return replace(self, rows=self.rows[rows])
 
     def to(self, device: torch.device) -> Grid:
         return Grid(self.scales.to(device), self.rows.to(device), self.columns.to(device))
 
     def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Exactly what a file says in float32, rounded once."""
+        """Dequantise: codes times scales in float32, exactly as the file means them, rounded once to `dtype`."""
         out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        flat, into, rows = codes.reshape(-1, codes.shape[-1]), out.view(-1, out.shape[-1]), self.rows.reshape(-1)
-        at_a_time = max(1, _PART // max(1, codes.shape[-1]))
-        for lo in range(0, len(flat), at_a_time):
-            some = slice(lo, lo + at_a_time)
-            scales = self.scales.index_select(0, rows[some]).index_select(1, self.columns)
-            into[some] = wide(flat[some]) * scales
+        flat, out_flat, rows = codes.reshape(-1, codes.shape[-1]), out.view(-1, out.shape[-1]), self.rows.reshape(-1)
+        step = max(1, _PART // max(1, codes.shape[-1]))
+        for lo in range(0, len(flat), step):
+            part = slice(lo, lo + step)
+            scales = self.scales.index_select(0, rows[part]).index_select(1, self.columns)
+            out_flat[part] = wide(flat[part]) * scales
         return out
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """A matrix, or several, in the place of a weight that gets no gradient."""
+class Fp8Weight:
+    """A quantised matrix, or a stack of them, in place of a weight that gets no gradient.
 
-    codes: Tensor  # uint8: FSDP would cast floating point numbers, and gloo sends none of 8 bits
+    It offers the few tensor operations that models use on weights.
+    """
+
+    codes: Tensor  # uint8: FSDP would cast a floating point dtype, and gloo does not support float8
     grid: Grid
 
     @property
@@ -63,37 +70,37 @@ class Numbers:
     def __len__(self) -> int:
         return len(self.codes)
 
-    def __getitem__(self, some: slice | int) -> Numbers:
-        return Numbers(self.codes[some], self.grid[some])
+    def __getitem__(self, rows: slice | int) -> Fp8Weight:
+        return Fp8Weight(self.codes[rows], self.grid[rows])
 
-    def __iter__(self) -> Iterator[Numbers]:
+    def __iter__(self) -> Iterator[Fp8Weight]:
         return (self[at] for at in range(len(self)))
 
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Numbers:
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Fp8Weight:
         rows = self.grid.rows.unflatten(dim, sizes)
-        return Numbers(self.codes.unflatten(dim, sizes), replace(self.grid, rows=rows))
+        return Fp8Weight(self.codes.unflatten(dim, sizes), replace(self.grid, rows=rows))
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Values."""
+        """Dequantise to `dtype`."""
         return self.grid.values(self.codes, dtype)
 
 
-Weight = Tensor | Numbers
+Weight = Tensor | Fp8Weight
 
 
-def kept(weights: Sequence[Weight]) -> tuple[list[Tensor], list[Grid | None]]:
-    """What backward needs of weights: tensors to save, and grids beside them."""
-    tensors = [weight.codes if isinstance(weight, Numbers) else weight for weight in weights]
-    return tensors, [weight.grid if isinstance(weight, Numbers) else None for weight in weights]
+def split_weights(weights: Sequence[Weight]) -> tuple[list[Tensor], list[Grid | None]]:
+    """Split weights into what `ctx.save_for_backward` takes (tensors, or codes) and the grids to keep on ctx."""
+    tensors = [weight.codes if isinstance(weight, Fp8Weight) else weight for weight in weights]
+    return tensors, [weight.grid if isinstance(weight, Fp8Weight) else None for weight in weights]
 
 
-def restored(tensors: Sequence[Tensor], grids: Sequence[Grid | None]) -> list[Weight]:
-    """The weights again."""
-    return [t if grid is None else Numbers(t, grid) for t, grid in zip(tensors, grids, strict=True)]
+def join_weights(tensors: Sequence[Tensor], grids: Sequence[Grid | None]) -> list[Weight]:
+    """Put saved tensors and grids back together."""
+    return [t if grid is None else Fp8Weight(t, grid) for t, grid in zip(tensors, grids, strict=True)]
 
 
 def wide(codes: Tensor) -> Tensor:
-    """In float32. On a CPU a table is three times as fast as torch's conversion."""
+    """Convert FP8 codes to float32. On a CPU a table lookup is three times as fast as torch's conversion."""
     flat = codes.contiguous().view(-1).view(torch.uint8)
     if codes.device.type != "cpu":
         return flat.view(FORM).to(torch.float32).view(codes.shape)

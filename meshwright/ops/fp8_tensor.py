@@ -1,4 +1,9 @@
-"""A trained matrix whose 8-bit numbers came in the place of its values, with the scales of its blocks."""
+"""A tensor subclass for trained weights that arrive as FP8 codes and block scales (FP8 all-gather).
+
+FSDP gathers a byte an element instead of two (arXiv 2412.19437 keeps a master weight in higher precision too): the
+owner of a shard quantises it, and the matmul takes the codes as they are. Autograd must still see a parameter of
+`dtype`, so that gradients keep their precision; hence a wrapper subclass.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,10 @@ _aten = torch.ops.aten
 
 
 class Quantised(Tensor):
-    """A matrix, or several of the same shape. For autograd it is a tensor of `dtype`, which gets gradients of `dtype`.
+    """A matrix in FP8, or several of one shape. Autograd sees a tensor of `dtype`, which gets gradients of `dtype`.
 
-    It has no values of its own, so that no operation can take it for a plain weight: only products in 8 bits
-    (ops/fp8_matmul.py) read it. What FSDP and autograd do to a parameter beside that stands at the end of this file.
+    It has no values, so no operation can take it for a plain weight by mistake: only FP8 matmuls (ops/fp8_matmul.py)
+    read it. The few other operations that FSDP and autograd apply to a parameter are at the end of this file.
     """
 
     codes: Tensor  # uint8 [..., N, K]: E4M3
@@ -23,11 +28,11 @@ class Quantised(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Quantised:
-        made: Quantised = Tensor._make_wrapper_subclass(
+        tensor: Quantised = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
-        made.codes, made.scales = codes, scales
-        return made
+        tensor.codes, tensor.scales = codes, scales
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -37,7 +42,7 @@ class Quantised(Tensor):
     ) -> Any:
         if func not in _KNOWN or not isinstance(args[0], Quantised):
             raise ValueError(
-                f"{func} was given a weight that is gathered as 8-bit numbers, which only products in 8 bits read; "
+                f"{func} got a weight that is all-gathered in FP8, which only FP8 matmuls can read; "
                 "leave its parameter out with fp8_skip="
             )
         return _KNOWN[func](*args, **(kwargs or {}))
@@ -46,31 +51,32 @@ class Quantised(Tensor):
         return f"Quantised({tuple(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        raise ValueError("a weight that is gathered as 8-bit numbers is not copied; take mw.gather(model)")
+        raise ValueError("a weight that is all-gathered in FP8 cannot be copied; use mw.gather(model)")
 
     def changed(self, change: Callable[[Tensor], Tensor], of_scales: Callable[[Tensor], Tensor]) -> Quantised:
-        """The same memory, seen in another way."""
+        """Return a view: the same memory through a change of shape for codes, and one for scales."""
         return Quantised(change(self.codes), of_scales(self.scales), self.dtype)
 
     @property
     def block(self) -> int:
-        """Rows of a block."""
+        """Return the rows of a block."""
         return self.codes.shape[-2] // self.scales.shape[-2]
 
 
-def _same(x: Quantised, *_: object) -> Quantised:
+def _alias(x: Quantised, *_: object) -> Quantised:
+    """Return a new tensor on the same memory, for detach and alias."""
     return x.changed(torch.detach, torch.detach)
 
 
 def _as_strided(x: Quantised, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Quantised:
-    """As FSDP asks for the whole."""
+    """Return the whole tensor, which is all that FSDP asks for."""
     if (tuple(size), tuple(stride), offset or 0) != (tuple(x.shape), x.stride(), 0):
         raise ValueError(f"{x!r} cannot be cut by strides")
-    return _same(x)
+    return _alias(x)
 
 
 def _view(x: Quantised, size: Sequence[int]) -> Quantised:
-    """Whole columns: rows may become those of several matrices."""
+    """View rows as those of several matrices; columns stay whole, and no block is cut."""
     if len(size) < 2 or size[-1] != x.shape[-1] or size[-2] % x.block:
         raise ValueError(f"{x!r} cannot be seen as {tuple(size)}, which cuts its blocks")
     *lead, rows, _ = size
@@ -78,6 +84,7 @@ def _view(x: Quantised, size: Sequence[int]) -> Quantised:
 
 
 def _select(x: Quantised, dim: int, index: int) -> Quantised:
+    """Return one matrix of a stack."""
     if dim or x.dim() != 3:
         raise ValueError(f"{x!r} has no matrices to choose from in dim {dim}")
     return x.changed(lambda t: t[index], lambda t: t[index])
@@ -88,13 +95,14 @@ def _unbind(x: Quantised, dim: int = 0) -> list[Quantised]:
 
 
 def _transpose(x: Quantised, one: int, other: int) -> Quantised:
+    """Exchange rows and columns; blocks are square, so scales are just transposed too."""
     if {one % x.dim(), other % x.dim()} != {x.dim() - 2, x.dim() - 1}:
-        raise ValueError(f"{x!r} is turned by exchanging rows and columns, not dims {one} and {other}")
+        raise ValueError(f"{x!r} can only exchange its rows and columns, not dims {one} and {other}")
     return x.changed(lambda t: t.mT, lambda t: t.mT)
 
 
 def _empty_like(x: Quantised, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
-    """For a gradient, which has values."""
+    """Return a plain tensor, for a gradient."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
@@ -103,8 +111,8 @@ def _zeros_like(x: Quantised, **options: Any) -> Tensor:
 
 
 _KNOWN: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _same,
-    _aten.alias.default: _same,
+    _aten.detach.default: _alias,
+    _aten.alias.default: _alias,
     _aten.as_strided.default: _as_strided,
     _aten.view.default: _view,
     _aten.select.int: _select,

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 
-def sent(x: Tensor, device: torch.device | str) -> Tensor:
-    """`x` on the device, in the order of what is queued there.
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy `x` to the device, in stream order and without waiting for the device.
 
-    A copy from pageable memory waits until all is done that was queued before it. One from pinned memory does not, and
-    torch keeps that memory until it was read. What the caller has pinned is copied too: he may write there again.
+    A copy from pageable memory waits until the device has finished everything queued before it; one from pinned memory
+    does not, and torch's caching host allocator keeps that memory until it was read. A tensor that the caller has
+    pinned is copied first: he may write to it again at once.
     """
     if x.device.type != "cpu" or torch.device(device).type in ("cpu", "meta"):
         return x.to(device)
-    ours = x.clone() if x.is_pinned() else x.contiguous()  # pinning would keep rows that share memory
-    return ours.pin_memory().to(device, non_blocking=True)
+    staged = x.clone() if x.is_pinned() else x.contiguous()  # pin_memory keeps strides: expanded rows would stay one
+    return staged.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,8 @@
-"""Kernels of other packages. None is trusted: for each device, dtype and head size it must first agree with ours.
+"""Optional kernels of other packages (flash-linear-attention, torch's varlen), checked against our own before use.
 
-A kernel that is not installed, refuses its input or gives other numbers is not used, which is said once: ours are
-slower, and hold more memory.
+For each device, dtype and head size a kernel must first agree with our implementation, in its output and in every
+gradient. A kernel that is missing, refuses its input or computes something else is not used, and a warning says so
+once: ours is slower and takes more memory.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ from .documents import Documents, documents
 from .meta_kernels import kind_of
 
 Op = Callable[..., Tensor]
-Realism = Callable[[list[Tensor]], list[Tensor]]
-SLOW = ("cpu", "meta")  # devices for which there are no such kernels
-NARROW = (torch.bfloat16, torch.float16)  # what such kernels are made for
-TOLERANCE = 2e-2  # of a norm; both sides round to bf16 here and there
-_LENGTHS = (1, 2, 67, 130)  # of the documents that a kernel is tried on
+Prepare = Callable[[list[Tensor]], list[Tensor]]
+SLOW = ("cpu", "meta")  # devices without such kernels
+NARROW = (torch.bfloat16, torch.float16)  # dtypes that such kernels are made for
+TOLERANCE = 2e-2  # of the norm; both sides round intermediate results to bfloat16
+_LENGTHS = (1, 2, 67, 130)  # documents of the trial: trivial ones, and such as end inside a tile of 64 or 128
 
-_WAY_OUT = "flash-linear-attention comes with pip install 'meshwright[gpu]'"
+_INSTALL_HINT = "flash-linear-attention comes with pip install 'meshwright[gpu]'"
 
 _agreed: dict[object, bool] = {}
 
-Plain = TypeVar("Plain", bound=Callable[..., object])
+AnyOp = TypeVar("AnyOp", bound=Callable[..., object])
 
 
-def uncompiled(op: Plain) -> Plain:
-    """Left out of `torch.compile`: what it does depends on the data, and would be compiled anew for every batch."""
-    made: Plain = torch.compiler.disable(op)
-    return made
+def uncompiled(op: AnyOp) -> AnyOp:
+    """Exclude from `torch.compile` an op whose shapes depend on the data: each batch would compile it anew."""
+    disabled: AnyOp = torch.compiler.disable(op)
+    return disabled
 
 
 def fastest(
-    kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list, lengths: Sequence[int] = _LENGTHS,
+    kernel: Op, plain: Op, inputs: Sequence[Tensor], prepare: Prepare = list, lengths: Sequence[int] = _LENGTHS,
     planned: Op | None = None,
 ) -> Op:  # fmt: skip
-    """`kernel` where it agrees with `plain` on inputs like these, `plain` elsewhere. Both take `(*inputs, docs)`, and
-    so does what stands for the kernel on the meta device.
+    """Return `kernel` where it agrees with `plain` on inputs like these, else `plain`.
 
-    `real` turns random normal numbers, of documents of these `lengths`, into such as the op is given. The first call
-    for a device, dtype and head size tries both, and waits for the device. Only bfloat16 and float16: such kernels
-    multiply float32 in TF32, which is a thousand times coarser.
+    Both take `(*inputs, docs)`, and so does `planned`, which stands for the kernel on the meta device. `prepare` turns
+    random normal tensors, for documents of these `lengths`, into valid inputs of the op. The first call for a device,
+    dtype and head size runs the comparison, and waits for the device. Only bfloat16 and float16: in float32 such
+    kernels multiply in TF32, which is a thousand times coarser.
     """
     if kind_of(inputs[0].device) in SLOW or inputs[0].dtype not in NARROW:
         return plain
@@ -56,19 +57,22 @@ def fastest(
         return planned or plain
     key = (kernel, inputs[0].device.type, *((x.dtype, x.shape[1:]) for x in inputs))
     if key not in _agreed:
-        _agreed[key] = apart(lambda: agrees(kernel, plain, inputs, real, lengths), inputs[0].device)
+        _agreed[key] = in_own_thread(lambda: agrees(kernel, plain, inputs, prepare, lengths), inputs[0].device)
     return kernel if _agreed[key] else plain
 
 
 @functools.cache
-def takes(kernel: Op, argument: str) -> bool:
-    """Whether this version of a kernel knows an argument."""
+def accepts(kernel: Op, argument: str) -> bool:
+    """Tell whether this version of a kernel has an argument."""
     return argument in inspect.signature(kernel).parameters
 
 
-def apart(trial: Callable[[], bool], device: torch.device) -> bool:
-    """In a thread of its own: a layer that is to be recomputed hooks what its thread saves, and a trial is no part of
-    the layer."""
+def in_own_thread(trial: Callable[[], bool], device: torch.device) -> bool:
+    """Run a trial in a thread of its own.
+
+    Activation checkpointing hooks the tensors that the current thread saves for backward, and those of the trial are
+    not part of the layer.
+    """
 
     def run() -> bool:
         if device.type not in SLOW and torch.accelerator.is_available():
@@ -80,32 +84,36 @@ def apart(trial: Callable[[], bool], device: torch.device) -> bool:
 
 
 def agrees(
-    kernel: Op, plain: Op, inputs: Sequence[Tensor], real: Realism = list, lengths: Sequence[int] = _LENGTHS
+    kernel: Op, plain: Op, inputs: Sequence[Tensor], prepare: Prepare = list, lengths: Sequence[int] = _LENGTHS
 ) -> bool:
-    """Output and every gradient, on small random inputs of the dtypes and head sizes of `inputs`."""
+    """Compare output and every gradient on small random inputs with the dtypes and head sizes of `inputs`."""
     name, docs = kernel.__name__.strip("_"), documents(lengths, inputs[0].device)
-    sample = [x.detach().requires_grad_() for x in real([_noise(x, docs, seed) for seed, x in enumerate(inputs)])]
+    sample = [x.detach().requires_grad_() for x in prepare([_noise(x, docs, seed) for seed, x in enumerate(inputs)])]
     try:
-        found = _differentiate(kernel, sample, docs)
+        results = _differentiate(kernel, sample, docs)
     except ImportError as error:
-        logger.warning("kernel %s is not there (%s); ours is used, which is slower. %s", name, error, _WAY_OUT)
+        logger.warning("kernel %s is not installed (%s); ours is used, which is slower. %s", name, error, _INSTALL_HINT)
         return False
     except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises, ours works
         logger.warning("kernel %s refuses %s (%s); ours is used, which is slower", name, inputs[0].dtype, error)
         return False
-    wanted = _differentiate(plain, sample, docs)
-    worst = max(_distance(a, b) for a, b in zip(found, wanted, strict=True))
+    expected = _differentiate(plain, sample, docs)
+    worst = max(_distance(a, b) for a, b in zip(results, expected, strict=True))
     if not worst <= TOLERANCE:  # NaN too
         logger.warning("kernel %s is off by %.1e of the norm on %s; ours is used", name, worst, inputs[0].device)
     return worst <= TOLERANCE
 
 
 def _noise(like: Tensor, docs: Documents, seed: int) -> Tensor:
+    """Draw random numbers like an input, for the documents of the trial."""
     noise = torch.randn(docs.bounds[-1], *like.shape[1:], generator=torch.Generator().manual_seed(seed))
     return noise.to(like.device, like.dtype)
 
 
 def _differentiate(op: Op, inputs: Sequence[Tensor], docs: Documents) -> list[Tensor]:
+    """Run the op and return its output and its gradients for uneven output weights: a plain sum would hide
+    permutations.
+    """
     with torch.enable_grad():
         y = op(*inputs, docs)
         weights = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)
@@ -113,4 +121,5 @@ def _differentiate(op: Op, inputs: Sequence[Tensor], docs: Documents) -> list[Te
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
+    """Return |a - b| / |b|."""
     return ((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12)).item()

@@ -1,7 +1,11 @@
-"""What a loss needs of the vocabulary, without ever holding [T, V] logits.
+"""Vocabulary cross-entropy without [T, V] logits: a chunked, vocab-parallel log-softmax with optional entropy.
 
-Each holder of a slice of the vocabulary reduces its logits to three numbers a token (`token_stats`). Those of all
-slices are then combined (`combine_stats`): on one device or, after an all-to-all of [T, 3], on many.
+Logits of 32,768 tokens and 151,936 words are 20 GB in float32, and autograd would keep them. Here each holder of a
+slice of the vocabulary reduces its logits to three numbers a token (`token_stats`). The stats of all slices are then
+combined (`combine_stats`): on one device, or after an all-to-all of [T, 3] under tensor parallelism, where Megatron
+(arXiv 1909.08053) needs three all-reduces of [T].
+
+Shapes: T tokens, V words, D model width, N slices of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,52 +17,58 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .matmul import operand, product_dtype
+from .matmul import matmul_dtype, operand
 from .meta_kernels import kind_of
 from .norms import at_least_float32, upcast
 from .part_sizes import part_size
 
-# tokens whose logits exist at once on a CPU, or more than the next line allows elsewhere
+# Tokens whose logits exist at once on a CPU; elsewhere the least number, whatever the next line allows.
 CHUNK = part_size(__name__, "CHUNK", 1024, small=301)
-# that exist at once elsewhere: products of few tokens, and sums for each few, are slow
+# Logits that exist at once elsewhere (1 GiB in bfloat16): a GPU is slow at matmuls and reductions of few tokens.
 _LOGITS = part_size(__name__, "_LOGITS", 1 << 29, small=1)
-# words of a weight or its gradient that are cast for a product
+# Rows of the weight, or of its gradient, that are cast at a time for a matmul.
 _CAST_WORDS_ON_CPU = part_size(__name__, "_CAST_WORDS_ON_CPU", 1 << 12, small=37)
 _CAST_WORDS = part_size(__name__, "_CAST_WORDS", 1 << 15, small=37)
-# logits that are widened at a time: few enough for a cache, elsewhere for few launches
+# Logits that are widened to float32 at a time: on a CPU few enough for its cache, elsewhere enough for few launches.
 _WIDENED_ON_CPU = part_size(__name__, "_WIDENED_ON_CPU", 1 << 19, small=701)
 _WIDENED = part_size(__name__, "_WIDENED", 1 << 25, small=701)
 
 
 def token_stats(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int = 0, entropy: bool = True) -> Tensor:
-    """Of each token's logits over these V words, in at least float32, stats_T3:
+    """Reduce each token's logits over these V words to three numbers, in at least float32. -> stats_T3
 
-    logsumexp; the label's logit (0 where the label is not one of 0..V-1); minus the entropy of their own softmax.
-    `entropy=False` leaves out the third: it is zeros, and its gradient is ignored.
+    They are logsumexp; the label's logit (0 where the label is not one of 0..V-1); and minus the entropy of the softmax
+    over these words. `entropy=False` skips the third: it is zeros, and its gradient is ignored.
     """
     return _TokenStats.apply(x_TD, weight_VD, labels_T, chunk or _chunk(x_TD, weight_VD), entropy)
 
 
 def _chunk(x_TD: Tensor, weight_VD: Tensor) -> int:
-    """Tokens whose logits exist at once."""
+    """Return how many tokens' logits exist at once."""
     return CHUNK if kind_of(x_TD.device) == "cpu" else max(CHUNK, _LOGITS // max(1, len(weight_VD)))
 
 
 def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probability of the label, entropy), both [T], from the stats of N slices that make the whole vocabulary.
+    """Combine the stats of N slices that make up the vocabulary. -> (log-probability of the label, entropy), both [T]
 
-    A token whose label is in no slice (-100, say) gets -logsumexp: its loss must be masked.
-    With `entropy=False` before, the entropy here means nothing and must not be used.
+    With l_n the logsumexp of slice n, lse = logsumexp_n(l_n) and the share p_n = exp(l_n - lse) of the slice, the
+    entropy is -sum_n p_n (log p_n + s_n), where s_n is minus the entropy within the slice.
+
+    A token whose label is in no slice (-100, say) gets -logsumexp: its loss must be masked. After `entropy=False` the
+    entropy here is meaningless and must not be used.
     """
-    lse_NT, target_NT, sure_NT = stats_NT3.unbind(-1)
+    lse_NT, target_NT, neg_entropy_NT = stats_NT3.unbind(-1)
     lse_T = lse_NT.logsumexp(0)
     share_NT = lse_NT - lse_T
-    return target_NT.sum(0) - lse_T, -(share_NT.exp() * (share_NT + sure_NT)).sum(0)
+    return target_NT.sum(0) - lse_T, -(share_NT.exp() * (share_NT + neg_entropy_NT)).sum(0)
 
 
 class _TokenStats(torch.autograd.Function):
-    """Chunks of tokens. Backward makes the logits again rather than keep them; but those of the last chunk, which it
-    wants first, are still at hand: as the shares that forward turned them into, where no entropy needs them."""
+    """Compute the stats chunk by chunk of tokens; recompute the logits in backward.
+
+    Backward starts with the last chunk, whose logits forward leaves in memory: with no entropy, already as
+    probabilities. So a batch of one chunk recomputes nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int, entropy: bool) -> Tensor:
@@ -67,7 +77,7 @@ class _TokenStats(torch.autograd.Function):
         for i, (x, labels, stats) in enumerate(zip(*(t.split(chunk) for t in (x_TD, labels_T, stats_T3)), strict=True)):
             ctx.last = None  # freed before the next chunk needs as much
             ctx.last = _logits(x, weight_VD)
-            stats.copy_(_stats(ctx.last, labels, entropy, into_shares=i == last and not entropy))
+            stats.copy_(_stats(ctx.last, labels, entropy, into_probs=i == last and not entropy))
         ctx.save_for_backward(x_TD, weight_VD, labels_T, stats_T3)
         ctx.chunk, ctx.entropy = chunk, entropy
         return stats_T3
@@ -78,34 +88,34 @@ class _TokenStats(torch.autograd.Function):
         x_TD, weight_VD, labels_T, stats_T3 = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if need_x else None
-        # summed over chunks in at least float32: bf16 would lose the later chunks' small addends
+        # Accumulate over chunks in at least float32: bfloat16 would lose the later chunks' small addends.
         dw_VD = torch.empty_like(weight_VD, dtype=stats_T3.dtype) if need_weight else None
-        last, ctx.last = ctx.last, None  # to be overwritten: a second backward makes its own
+        cached, ctx.last = ctx.last, None  # it is overwritten below, so a second backward must recompute it
         for begin in reversed(range(0, max(1, len(x_TD)), ctx.chunk)):
             rows = slice(begin, begin + ctx.chunk)
             is_first = begin + ctx.chunk >= len(x_TD)
-            are_shares = last is not None and not ctx.entropy
-            d_TV = _logits(x_TD[rows], weight_VD) if last is None else last
-            last = None
-            _turn_into_gradient(d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy, are_shares)
+            are_probs = cached is not None and not ctx.entropy
+            d_TV = _logits(x_TD[rows], weight_VD) if cached is None else cached
+            cached = None
+            _overwrite_with_gradient(d_TV, stats_T3[rows], d_stats_T3[rows], labels_T[rows], ctx.entropy, are_probs)
             if dx_TD is not None:
-                dx_TD[rows] = _times(d_TV, weight_VD, x_TD)
+                dx_TD[rows] = _input_gradient(d_TV, weight_VD, x_TD)
             if dw_VD is not None:
                 _weight_gradient(dw_VD, d_TV, x_TD[rows], add=not is_first)
         return dx_TD, None if dw_VD is None else dw_VD.to(weight_VD.dtype), None, None, None
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """In the dtype of the product; whoever reckons with them widens a few rows at a time."""
-    x_wide = x_TD.to(product_dtype(x_TD))
+    """Compute logits in the dtype of the matmul; readers widen a few rows at a time."""
+    x_wide = x_TD.to(matmul_dtype(x_TD))
     logits_TV = x_wide.new_empty(len(x_TD), len(weight_VD))
     for words in _words(weight_VD, x_TD):
         torch.mm(x_wide, operand(weight_VD[words], x_TD).T, out=logits_TV[:, words])
     return logits_TV
 
 
-def _times(d_TV: Tensor, weight_VD: Tensor, x_TD: Tensor) -> Tensor:
-    """d @ weight, its parts summed in at least float32."""
+def _input_gradient(d_TV: Tensor, weight_VD: Tensor, x_TD: Tensor) -> Tensor:
+    """Return d @ weight, accumulated over slices of the vocabulary in at least float32."""
     dx_TD = d_TV.new_zeros(len(d_TV), x_TD.shape[1], dtype=at_least_float32(x_TD))
     for words in _words(weight_VD, x_TD):
         dx_TD += d_TV[:, words] @ operand(weight_VD[words], x_TD)
@@ -113,10 +123,10 @@ def _times(d_TV: Tensor, weight_VD: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> None:
-    """dw = d.T @ x, or added to it; part by part where a product of another dtype is cast."""
+    """Write d.T @ x to dw, or add it; slice by slice where the result has to be cast."""
     x_wide = x_TD.to(d_TV.dtype)
     if dw_VD.dtype == d_TV.dtype:
-        dw_VD.addmm_(d_TV.T, x_wide, beta=int(add))  # beta=0: whatever lies there is not read
+        dw_VD.addmm_(d_TV.T, x_wide, beta=int(add))  # beta=0 ignores what dw holds, even NaN
         return
     words = _cast_words(x_TD)
     for dw, d in zip(dw_VD.split(words), d_TV.split(words, dim=1), strict=True):
@@ -125,8 +135,10 @@ def _weight_gradient(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, add: bool) -> No
 
 
 def _words(weight_VD: Tensor, x_TD: Tensor) -> list[slice]:
-    """All at once; but a weight that is cast for the product, part by part: whole, the copy may be gigabytes."""
-    num, cast = len(weight_VD), not weight_VD.dtype == x_TD.dtype == product_dtype(x_TD)
+    """Slice the vocabulary for matmuls: one slice, or several where the weight is cast (a whole copy may be
+    gigabytes).
+    """
+    num, cast = len(weight_VD), not weight_VD.dtype == x_TD.dtype == matmul_dtype(x_TD)
     step = _cast_words(x_TD) if cast else max(1, num)
     return [slice(at, at + step) for at in range(0, num, step)]
 
@@ -135,63 +147,70 @@ def _cast_words(x_TD: Tensor) -> int:
     return _CAST_WORDS_ON_CPU if kind_of(x_TD.device) == "cpu" else _CAST_WORDS
 
 
-def _local(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
-    """(whether the label is one of these words, its index or 0), both [T, 1]."""
-    here_T = (labels_T >= 0) & (labels_T < num_words)
-    return here_T[:, None], labels_T.where(here_T, 0)[:, None]
+def _local_labels(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
+    """Return whether each label is one of these words, and its index or 0, both [T, 1]."""
+    is_local_T = (labels_T >= 0) & (labels_T < num_words)
+    return is_local_T[:, None], labels_T.where(is_local_T, 0)[:, None]
 
 
-def _few_rows(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of all of them, as many as are widened together."""
-    at_once = _WIDENED_ON_CPU if kind_of(logits_TV.device) == "cpu" else _WIDENED
-    rows = max(1, at_once // max(1, logits_TV.shape[1]))
+def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split all tensors alike into blocks of as many rows as are widened at a time."""
+    num_logits = _WIDENED_ON_CPU if kind_of(logits_TV.device) == "cpu" else _WIDENED
+    rows = max(1, num_logits // max(1, logits_TV.shape[1]))
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
 
 
-def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, into_shares: bool) -> Tensor:
-    here_T1, index_T1 = _local(labels_T, logits_TV.shape[1])
-    target_T1 = upcast(logits_TV.gather(-1, index_T1)).masked_fill(~here_T1, 0.0)
-    sums_T3 = torch.cat([_sums(few_TV, entropy, into_shares) for (few_TV,) in _few_rows(logits_TV)])
+def _stats(logits_TV: Tensor, labels_T: Tensor, entropy: bool, into_probs: bool) -> Tensor:
+    """Reduce a chunk of logits to stats; with `into_probs`, leave probabilities in place of the logits."""
+    is_local_T1, index_T1 = _local_labels(labels_T, logits_TV.shape[1])
+    target_T1 = upcast(logits_TV.gather(-1, index_T1)).masked_fill(~is_local_T1, 0.0)
+    sums_T3 = torch.cat([_row_sums(rows_TV, entropy, into_probs) for (rows_TV,) in _row_blocks(logits_TV)])
     largest_T1, sum_T1, weighted_T1 = sums_T3.split(1, dim=-1)
-    sure_T1 = weighted_T1 / sum_T1 - sum_T1.log() if entropy else weighted_T1
-    return torch.cat([largest_T1 + sum_T1.log(), target_T1, sure_T1], dim=-1)
+    neg_entropy_T1 = weighted_T1 / sum_T1 - sum_T1.log() if entropy else weighted_T1
+    return torch.cat([largest_T1 + sum_T1.log(), target_T1, neg_entropy_T1], dim=-1)
 
 
-def _sums(few_TV: Tensor, entropy: bool, into_shares: bool) -> Tensor:
-    """Of each row: the largest logit; the sum of exp(logit - largest); with entropy, that of its product with
-    logit - largest, in which no digits are lost where all logits are large.
+def _row_sums(rows_TV: Tensor, entropy: bool, into_probs: bool) -> Tensor:
+    """Return for each row: the largest logit; sum of exp(logit - largest); and, with entropy, sum of that times its
+    exponent.
 
-    `into_shares`: each exp(logit - largest) over their sum is left in place of its logit.
+    The entropy's term uses logit - largest and not the logit itself, so that no digits cancel where all logits are
+    large. `into_probs`: overwrite each logit with exp(logit - largest) over the sum.
     """
-    logits = upcast(few_TV)
+    logits = upcast(rows_TV)
     largest_T1 = logits.amax(-1, keepdim=True)
-    # a fresh block would double what the cache must hold
-    spare = logits if into_shares or logits is not few_TV else None
+    # Reuse the block: another one would double what the CPU's cache must hold.
+    spare = logits if into_probs or logits is not rows_TV else None
     shifted = torch.sub(logits, largest_T1, out=spare)
     exp = shifted.exp() if entropy else shifted.exp_()
     sum_T1 = exp.sum(-1, keepdim=True)
-    if into_shares:
-        few_TV.copy_(exp.div_(sum_T1))
+    if into_probs:
+        rows_TV.copy_(exp.div_(sum_T1))
     weighted_T1 = exp.mul_(shifted).sum(-1, keepdim=True) if entropy else torch.zeros_like(sum_T1)
     return torch.cat([largest_T1, sum_T1, weighted_T1], dim=-1)
 
 
-def _turn_into_gradient(
-    block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool, are_shares: bool
+def _overwrite_with_gradient(
+    block_TV: Tensor, stats_T3: Tensor, d_T3: Tensor, labels_T: Tensor, entropy: bool, are_probs: bool
 ) -> None:
-    """Of logits, or their shares: the share times its factor, and d_target more at the label."""
-    for few_TV, stats, d_stats in _few_rows(block_TV, stats_T3, d_T3):
-        few = upcast(few_TV)
-        few_TV.copy_(few.mul_(d_stats[:, :1]) if are_shares else _turned_into_share(few, stats, d_stats, entropy))
-    here_T1, index_T1 = _local(labels_T, block_TV.shape[1])
-    d_target_T1 = _turned_into_share(stats_T3[:, 1:2].clone(), stats_T3, d_T3, entropy) + d_T3[:, 1:2]
-    rows_T1 = torch.arange(len(block_TV), device=block_TV.device)[:, None]  # scatter_ would copy all of the block
-    block_TV[rows_T1, index_T1] = d_target_T1.to(block_TV.dtype).where(here_T1, block_TV[rows_T1, index_T1])
+    """Overwrite logits, or probabilities, with the gradient of the logits.
+
+    It is the probability times a factor of the row, plus the gradient of the target logit at the label.
+    """
+    for rows_TV, stats, d_stats in _row_blocks(block_TV, stats_T3, d_T3):
+        few = upcast(rows_TV)
+        rows_TV.copy_(few.mul_(d_stats[:, :1]) if are_probs else _logit_gradient(few, stats, d_stats, entropy))
+    is_local_T1, index_T1 = _local_labels(labels_T, block_TV.shape[1])
+    d_target_T1 = _logit_gradient(stats_T3[:, 1:2].clone(), stats_T3, d_T3, entropy) + d_T3[:, 1:2]
+    rows_T1 = torch.arange(len(block_TV), device=block_TV.device)[
+        :, None
+    ]  # an index and not scatter_, which would copy the block
+    block_TV[rows_T1, index_T1] = d_target_T1.to(block_TV.dtype).where(is_local_T1, block_TV[rows_T1, index_T1])
 
 
-def _turned_into_share(logits: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: bool) -> Tensor:
-    """p * (d_lse + d_sure * (log p - sure)), for p the softmax of the logits, which it overwrites."""
-    (lse, _, sure), (d_lse, _, d_sure) = stats_T3.split(1, dim=-1), d_T3.split(1, dim=-1)
+def _logit_gradient(logits: Tensor, stats_T3: Tensor, d_T3: Tensor, entropy: bool) -> Tensor:
+    """Overwrite logits with p * (d_lse + d_neg_entropy * (log p - neg_entropy)), for their softmax p."""
+    (lse, _, neg_entropy), (d_lse, _, d_neg_entropy) = stats_T3.split(1, dim=-1), d_T3.split(1, dim=-1)
     log_p = logits.sub_(lse)
-    factor = (log_p - sure).mul_(d_sure).add_(d_lse) if entropy else d_lse
+    factor = (log_p - neg_entropy).mul_(d_neg_entropy).add_(d_lse) if entropy else d_lse
     return log_p.exp_().mul_(factor)

@@ -1,4 +1,4 @@
-"""Matrix products, in the dtype in which this machine makes them fast."""
+"""Linear layers: matmuls in the dtype that is fast on this machine, several weights in one GEMM, FP8, deferred dW."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .deferred_weight_grads import is_late, left_for_later
-from .fp8_matmul import fp8_linear, stacked
-from .fp8_storage import Numbers, Weight, kept, restored
+from .deferred_weight_grads import deferred, is_deferring
+from .fp8_matmul import concat_weights, fp8_linear
+from .fp8_storage import Fp8Weight, Weight, join_weights, split_weights
 from .fp8_tensor import Quantised
 from .kernels import uncompiled
 from .meta_kernels import kind_of
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """x's own; but float32 for bf16 on a CPU that has no such instructions: there, it takes up to 100 times as long."""
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype to multiply x in: x's own, but float32 for bfloat16 on a CPU without bfloat16 instructions.
+
+    There, torch's bfloat16 matmul takes up to 100 times as long.
+    """
     slow = x.dtype == torch.bfloat16 and kind_of(x.device) == "cpu" and not _cpu_has_bf16()
     return torch.float32 if slow else x.dtype
 
@@ -32,7 +35,7 @@ def _cpu_has_bf16() -> bool:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool = False) -> Tensor:
     """Return x @ weight.T + bias in x.dtype. `fp8`: quantise both operands in blocks first (ops/fp8_matmul.py)."""
-    if product_dtype(x) == x.dtype and not is_late() and not fp8 and isinstance(weight, Tensor):
+    if matmul_dtype(x) == x.dtype and not is_deferring() and not fp8 and isinstance(weight, Tensor):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return linears(x, [weight], None if bias is None else [bias], fp8=fp8)[0]
 
@@ -40,66 +43,81 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, fp8: bool =
 def linears(
     x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None, *, fp8: bool = False
 ) -> tuple[Tensor, ...]:
-    """`linear` of the same x with each of the weights, as one product: small ones are slow."""
+    """Apply `linear` to the same x with each of the weights, as one GEMM: small ones are slow.
+
+    Weights may be FP8 codes, mixed with plain ones; each part of the result is a view.
+    """
     bias = None if biases is None else torch.cat([b.to(x.dtype) for b in biases])
-    apply = _of_numbers if any(isinstance(weight, Numbers) for weight in weights) else _Linears.apply
-    y: Tensor = apply(x, bias, fp8, *weights)  # torch leaves apply untyped
+    run = _fp8_stored_linears if any(isinstance(weight, Fp8Weight) for weight in weights) else _Linears.apply
+    y: Tensor = run(x, bias, fp8, *weights)  # torch leaves apply untyped
     return y.split([len(w) for w in weights], -1)
 
 
-@uncompiled  # it takes tensors alone for operands
-def _of_numbers(x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+@uncompiled  # torch.compile accepts only tensors as operands of an autograd.Function
+def _fp8_stored_linears(x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
+    """Run `_Linears` with weights that are FP8 codes."""
     y: Tensor = _Linears.apply(x, bias, fp8, *weights)
     return y
 
 
 def operand(weight: Weight, x: Tensor) -> Tensor:
-    """A parameter as it meets x in a product: rounded to x.dtype, then as wide as the product. Or it is in 8 bits."""
+    """Return a parameter as it enters a matmul with x: rounded to x.dtype, then widened to the matmul's dtype; or in
+    FP8.
+    """
     if isinstance(weight, Quantised):
         return weight
-    return weight.to(x.dtype).to(product_dtype(x))
+    # Rounding first keeps the result the same on machines with and without bfloat16 matmuls.
+    return weight.to(x.dtype).to(matmul_dtype(x))
 
 
 class _Linears(torch.autograd.Function):
-    """Keeps its operands as they came: neither their joined copy nor wide or rounded ones."""
+    """A linear layer with several weights that saves its operands as they came.
+
+    F.linear on `torch.cat(weights)` would save the concatenated copy, and on cast operands the casts: each is as large
+    as the weights once more.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, fp8: bool, *weights: Weight) -> Tensor:
-        tensors, ctx.grids = kept(weights)
+        tensors, ctx.grids = split_weights(weights)
         ctx.save_for_backward(x, *tensors)
-        ctx.fp8, ctx.weights = fp8, weights if is_late() else ()
-        joined = _joined(weights, x)
+        ctx.fp8, ctx.weights = fp8, weights if is_deferring() else ()
+        weight = _concatenated(weights, x)
         if fp8:
-            y = fp8_linear(x, joined)
+            y = fp8_linear(x, weight)
             return (y if bias is None else y + bias).to(x.dtype)
-        wide = product_dtype(x)
-        return F.linear(x.to(wide), joined, None if bias is None else bias.to(wide)).to(x.dtype)
+        compute_dtype = matmul_dtype(x)
+        return F.linear(x.to(compute_dtype), weight, None if bias is None else bias.to(compute_dtype)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, *tensors = ctx.saved_tensors
-        weights = restored(tensors, ctx.grids)
-        wide, (need_x, need_bias, _, *need_weights) = product_dtype(x), ctx.needs_input_grad
+        weights = join_weights(tensors, ctx.grids)
+        compute_dtype, (need_x, need_bias, _, *need_weights) = matmul_dtype(x), ctx.needs_input_grad
         d_bias = d.flatten(0, -2).sum(0) if need_bias else None
-        dx = _of_input(d, _joined(weights, x), x, ctx.fp8) if need_x else None
-        d = d.to(wide)
+        dx = _of_input(d, _concatenated(weights, x), x, ctx.fp8) if need_x else None
+        d = d.to(compute_dtype)
         if not any(need_weights):
             return dx, d_bias, None, *(None for _ in weights)
-        kinds = [(len(w), w.dtype if isinstance(w, Tensor) else None) for w in weights]
+        rows_and_dtypes = [(len(w), w.dtype if isinstance(w, Tensor) else None) for w in weights]
 
         def gradients() -> list[Tensor | None]:
-            dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(wide)).split([rows for rows, _ in kinds])
-            return [None if dtype is None else part.to(dtype) for part, (_, dtype) in zip(dw, kinds, strict=True)]
+            dw = (d.flatten(0, -2).mT @ x.flatten(0, -2).to(compute_dtype)).split([rows for rows, _ in rows_and_dtypes])
+            return [
+                None if dtype is None else part.to(dtype) for part, (_, dtype) in zip(dw, rows_and_dtypes, strict=True)
+            ]
 
-        if left_for_later(ctx.weights, gradients):
+        if deferred(ctx.weights, gradients):
             return dx, d_bias, None, *(None for _ in weights)
         return dx, d_bias, None, *gradients()
 
 
-def _of_input(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
-    return (fp8_linear(d, joined.mT) if fp8 else d.to(joined.dtype) @ joined).to(x.dtype)
+def _of_input(d: Tensor, weight: Tensor, x: Tensor, fp8: bool) -> Tensor:
+    """Return the gradient of the input."""
+    return (fp8_linear(d, weight.mT) if fp8 else d.to(weight.dtype) @ weight).to(x.dtype)
 
 
-def _joined(weights: Sequence[Weight], x: Tensor) -> Tensor:
-    return operand(weights[0], x) if len(weights) == 1 else stacked([operand(w, x) for w in weights])
+def _concatenated(weights: Sequence[Weight], x: Tensor) -> Tensor:
+    """Concatenate the weights by rows, ready for a matmul with x; a single one is not copied."""
+    return operand(weights[0], x) if len(weights) == 1 else concat_weights([operand(w, x) for w in weights])

@@ -1,8 +1,8 @@
-"""Sizes at which work is cut into parts: chunks, slices, buffers, files.
+"""Part sizes: constants at which work is cut into chunks, slices, buffers and files, shrunk in tests.
 
-A tiny model fits into one part of each, so a mistake where one part ends would show in large models alone. `verify` and
-the tests therefore run with `shrunk_part_sizes`. A module declares such a constant with `part_size` and reads it by its
-name where it cuts: neither in a default argument nor through an import from another module.
+A tiny model fits into one part of each, so a bug at the seam between two parts would show up in large models only.
+`verify` and the tests therefore run with `shrunk_part_sizes`. A module declares such a constant with `part_size` and
+reads it by its global name where it cuts: neither in a default argument nor through an import from another module.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def part_sizes() -> Sequence[PartSize]:
 def shrunk_part_sizes(times: int = 1) -> Iterator[None]:
     """Set each constant to its small size, or to `times` that for a model that is larger than a tiny one."""
     modules = {each.module: sys.modules[each.module] for each in _SIZES}
-    kept = [(modules[each.module], each.name, vars(modules[each.module])[each.name]) for each in _SIZES]
+    originals = [(modules[each.module], each.name, vars(modules[each.module])[each.name]) for each in _SIZES]
     for each in _SIZES:
         setattr(modules[each.module], each.name, min(each.size, times * each.small))
     try:
         yield
     finally:
-        for module, name, size in kept:
+        for module, name, size in originals:
             setattr(module, name, size)

@@ -1,7 +1,8 @@
-"""Choices that a layer makes once, however often it runs.
+"""Routing choices that activation checkpointing replays: recompute takes the experts that forward chose.
 
-Backward may run a layer again. If a tie then fell the other way, other rows would go to the experts than came from
-them. So the second run takes what the first has chosen.
+Recomputed logits may differ in the last bit (another kernel, another reduction order). If a tie then fell the other
+way, rows would go to other experts than those whose outputs came back, and shapes of the exchanges would differ between
+ranks, which hangs. So forward records its choices, and the recomputation reads them.
 """
 
 from __future__ import annotations
@@ -11,38 +12,39 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-_now: Choices | None = None  # not by thread: on a GPU backward runs in another one
+_active: Choices | None = None  # global and not thread-local: autograd runs backward on a GPU in another thread
 
 
 class Choices:
-    """Those of one run of a layer, in their order."""
+    """The choices of one forward of a layer, in order."""
 
     def __init__(self) -> None:
         self._made: list[Tensor] = []
-        self._next: int | None = None  # None while they are made
+        self._next: int | None = None  # None while recording
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Within it they are made."""
+        """Record the choices that are made inside."""
         with self._in_use(None):
             yield
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Within it they are those that were made."""
+        """Replay the recorded choices inside."""
         with self._in_use(0):
             yield
 
     @contextmanager
     def _in_use(self, first: int | None) -> Iterator[None]:
-        global _now  # noqa: PLW0603 - a layer runs within modules that hand nothing on
-        before, _now, self._next = _now, self, first
+        global _active  # noqa: PLW0603 - a layer runs within modules that hand nothing on
+        previous, _active, self._next = _active, self, first
         try:
             yield
         finally:
-            _now = before
+            _active = previous
 
     def choose(self, make: Callable[[], Tensor]) -> Tensor:
+        """Make and record a choice, or return the next recorded one."""
         if self._next is None:
             self._made.append(make())
             return self._made[-1]
@@ -50,6 +52,9 @@ class Choices:
         return self._made[self._next - 1]
 
 
-def once(make: Callable[[], Tensor]) -> Tensor:
-    """What `make` chooses; or has chosen, where a layer runs again. It must have no gradient."""
-    return make() if _now is None else _now.choose(make)
+def replayed(make: Callable[[], Tensor]) -> Tensor:
+    """Return what `make` chooses; in a recomputed layer, what it chose in forward.
+
+    The result must carry no gradient.
+    """
+    return make() if _active is None else _active.choose(make)

@@ -1,4 +1,10 @@
-"""The way of tokens to rows sorted by expert, and back to a sum for each token."""
+"""Permute tokens to rows sorted by expert and back (MoE dispatch and combine), with deterministic gradients.
+
+index_add and scatter_add on a GPU add in any order, and in bfloat16 they round after each addition. Here all sums run
+in a fixed order; the results are bitwise the same in every run.
+
+Shapes: T tokens, k experts a token, N = k T rows, D width, E experts, R rows before they are copied, V rows of a table.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +21,11 @@ from .norms import at_least_float32, upcast
 
 @dataclass(frozen=True)
 class Rows:
-    """Copies of tokens, sorted by expert, each with its weight; how many each expert has, on the device and, if it is
-    known there, on the host. `back` makes of what experts return, weighted, a sum for each token."""
+    """Copies of tokens sorted by expert, each with its routing weight: what experts compute on.
+
+    `counts_E`: rows of each expert, on the device; `counts`: the same on the host, where it is known there (None lets a
+    grouped GEMM run without any wait). `back` combines the weighted outputs of experts to one row a token.
+    """
 
     x_ND: Tensor
     weight_N: Tensor
@@ -26,19 +35,23 @@ class Rows:
 
 
 def by_expert(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, num_experts: int) -> Rows:
-    """A copy of each token for each of its experts."""
+    """Copy each token once for each of its experts, and sort the copies by expert."""
     expert_N = expert_Tk.flatten()
-    order_N = expert_N.argsort(stable=True)  # by expert; within one, by token
+    order_N = expert_N.argsort(stable=True)  # stable: rows of an expert stay in the order of tokens, on every mesh
     back_N = order_N.argsort()
     return Rows(
-        reordered(x_TD, order_N, back_N), weight_Tk.flatten().index_select(0, order_N), counted(expert_N, num_experts),
-        None, lambda y_ND: _Sums.apply(y_ND, order_N, back_N, expert_Tk.shape[1]),
+        reordered(x_TD, order_N, back_N), weight_Tk.flatten().index_select(0, order_N),
+        count_values(expert_N, num_experts), None,
+        lambda y_ND: _Combine.apply(y_ND, order_N, back_N, expert_Tk.shape[1]),
     )  # fmt: skip
 
 
-class _Sums(torch.autograd.Function):
-    """Of the k rows of each token. It holds their order itself: to make it again, a layer would run all that is before
-    it again, exchanges too."""
+class _Combine(torch.autograd.Function):
+    """Sum the k rows of each token.
+
+    It keeps the permutation on ctx, not in saved tensors: activation checkpointing would replay the layer up to here,
+    with its all-to-alls, just to make the permutation again.
+    """
 
     @staticmethod
     def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, back_N: Tensor, k: int) -> Tensor:
@@ -51,21 +64,24 @@ class _Sums(torch.autograd.Function):
         return d_TD.index_select(0, ctx.order_N // ctx.k), None, None, None
 
 
-def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """torch copies where there is only one."""
+def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate; a single part is returned without a copy, which torch would make."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
 
 
-def counted(number_N: Tensor, size: int) -> Tensor:
-    """How often each number from 0 to `size - 1` is there."""
+def count_values(number_N: Tensor, size: int) -> Tensor:
+    """Count how often each number from 0 to `size - 1` occurs. It does not wait for the device, as bincount does."""
     return number_N.new_zeros(size).scatter_add_(0, number_N, torch.ones_like(number_N))
 
 
 @dataclass(frozen=True)
 class Copies:
-    """`of_N`: of which row each of N copies is. `in_turn_N`: the numbers of the copies in another order: the first of
-    every row, in the order of rows, then the second ones of the rows that have one, and so on. `sizes`: how many there
-    are of each; every row has a first."""
+    """How N rows are copies of R rows, and in which order to sum them.
+
+    `of_N`: the original row of each copy. `in_turn_N`: the indices of the copies in another order: the first copy of
+    every row, in the order of rows, then the second ones of the rows that have one, and so on. `sizes`: how many copies
+    there are of each turn; every row has a first.
+    """
 
     of_N: Tensor
     in_turn_N: Tensor
@@ -73,37 +89,42 @@ class Copies:
 
 
 def runs(sorted_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Of numbers in their order: in which run of equal ones each is, and at which place in it."""
-    place_N = torch.arange(len(sorted_N), device=sorted_N.device)
-    begins_N = (sorted_N != sorted_N.roll(1)) | (place_N == 0)
+    """Return for sorted numbers the index of the run of equal ones that each is in, and its index within the run."""
+    index_N = torch.arange(len(sorted_N), device=sorted_N.device)
+    begins_N = (sorted_N != sorted_N.roll(1)) | (index_N == 0)
     if not len(sorted_N):
-        return place_N, place_N
-    return begins_N.cumsum(0) - 1, place_N - torch.where(begins_N, place_N, 0).cummax(0).values
+        return index_N, index_N
+    return begins_N.cumsum(0) - 1, index_N - torch.where(begins_N, index_N, 0).cummax(0).values
 
 
 def turns(of_N: Tensor) -> Tensor:
-    """Which copy of its row each one is: 0 for the first."""
+    """Return which copy of its row each one is: 0 for the first."""
     order_N = of_N.argsort(stable=True)
     return torch.empty_like(of_N).scatter_(0, order_N, runs(of_N[order_N])[1])
 
 
 def copies_of(of_N: Tensor, turn_N: Tensor, sizes: list[int]) -> Copies:
-    """`turn_N`: as `turns` finds them. `sizes`: how many rows have a first copy, a second one, and so on."""
+    """Build `Copies` from `turn_N` (see `turns`) and `sizes`: how many rows have a first copy, a second one,
+    and so on.
+    """
     return Copies(of_N, (turn_N * max(sizes[0], 1) + of_N).argsort(), sizes)
 
 
-def copied(x_RD: Tensor, copies: Copies) -> Tensor:
+def gather_copies(x_RD: Tensor, copies: Copies) -> Tensor:
+    """Gather the original row of each copy; backward sums the copies."""
     y_ND: Tensor = _Copied.apply(x_RD, copies)  # torch leaves apply untyped
     return y_ND
 
 
-def summed(y_ND: Tensor, copies: Copies) -> Tensor:
-    """The sum of all copies of a row, in at least float32 and always in the same order."""
+def sum_copies(y_ND: Tensor, copies: Copies) -> Tensor:
+    """Sum all copies of each row, in at least float32 and always in the same order."""
     x_RD: Tensor = _Summed.apply(y_ND, copies)
     return x_RD
 
 
 class _Copied(torch.autograd.Function):
+    """Gather in forward, ordered sum in backward."""
+
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, copies: Copies) -> Tensor:
         ctx.save_for_backward(copies.of_N, copies.in_turn_N)
@@ -114,16 +135,19 @@ class _Copied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_ND: Tensor) -> tuple[Tensor, None]:
         of_N, in_turn_N = ctx.saved_tensors
-        return _sum(d_ND, Copies(of_N, in_turn_N, ctx.sizes)), None
+        return _sum_copies(d_ND, Copies(of_N, in_turn_N, ctx.sizes)), None
 
 
 class _Summed(torch.autograd.Function):
-    """It holds the numbers of its rows itself: to make them again, a layer would run what is before it again."""
+    """Ordered sum in forward, gather in backward.
+
+    It keeps the indices on ctx, not in saved tensors: see `_Combine`.
+    """
 
     @staticmethod
     def forward(ctx: Any, y_ND: Tensor, copies: Copies) -> Tensor:
         ctx.of_N = copies.of_N
-        return _sum(y_ND, copies)
+        return _sum_copies(y_ND, copies)
 
     @staticmethod
     @once_differentiable
@@ -131,22 +155,23 @@ class _Summed(torch.autograd.Function):
         return d_RD.index_select(0, ctx.of_N), None
 
 
-def _sum(y_ND: Tensor, copies: Copies) -> Tensor:
+def _sum_copies(y_ND: Tensor, copies: Copies) -> Tensor:
+    """Sum copies turn by turn: within a turn every row occurs at most once, so index_add_ has nothing to reorder."""
     first_R, *others = copies.in_turn_N.split(copies.sizes)
     sum_RD = upcast(y_ND.index_select(0, first_R))
-    for some in others:  # each row is in it once, so it is no matter which of them comes first
-        sum_RD.index_add_(0, copies.of_N[some], upcast(y_ND.index_select(0, some)))
+    for turn_N in others:
+        sum_RD.index_add_(0, copies.of_N[turn_N], upcast(y_ND.index_select(0, turn_N)))
     return sum_RD.to(y_ND.dtype)
 
 
 def lookup(table_VD: Tensor, row_T: Tensor) -> Tensor:
-    """The row of each token, each from 0 to V-1. -> x_TD, in the table's dtype"""
+    """Look up the row of each token, an index from 0 to V-1. -> x_TD, in the table's dtype"""
     x_TD: Tensor = _Lookup.apply(table_VD, row_T)  # torch leaves apply untyped
     return x_TD
 
 
 class _Lookup(torch.autograd.Function):
-    """Its gradient is nearly all zeros, and as large as the table."""
+    """An embedding whose gradient is dense: nearly all zeros, and as large as the table."""
 
     @staticmethod
     def forward(ctx: Any, table_VD: Tensor, row_T: Tensor) -> Tensor:
@@ -157,7 +182,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None]:
-        """Tokens of the same row are summed in a fixed order, in at least float32; on a CPU torch sums in d's dtype."""
+        """Sum tokens of the same row in a fixed order, in at least float32. On a CPU torch would sum in d's dtype."""
         (row_T,) = ctx.saved_tensors
         if d_TD.device.type != "cpu":
             return torch.ops.aten.embedding_dense_backward(d_TD, row_T, ctx.shape[0], -1, False), None
@@ -170,14 +195,18 @@ class _Lookup(torch.autograd.Function):
 
 
 def reordered(x_TD: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
-    """Each row of x k times, one copy next to the other, and of these N = k T the rows `order_N`. `back_N` undoes the
-    order. -> y_ND"""
+    """Repeat each row of x k times, copies side by side, and select the rows `order_N` of these N = k T. -> y_ND
+
+    `back_N` is the inverse permutation.
+    """
     y_ND: Tensor = _Reordered.apply(x_TD, order_N, back_N)  # torch leaves apply untyped
     return y_ND
 
 
 class _Reordered(torch.autograd.Function):
-    """Gradients of one row are summed in order, in float32; torch adds them in any order, and rounds each time."""
+    """Its backward sums the k gradients of a row in order, in float32; torch's adds them in any order and rounds each
+    time.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
@@ -191,5 +220,5 @@ class _Reordered(torch.autograd.Function):
     def backward(ctx: Any, d_ND: Tensor) -> tuple[Tensor, None, None]:
         (back_N,) = ctx.saved_tensors
         d_ND = d_ND.index_select(0, back_N)
-        same = len(d_ND) == ctx.num_tokens
-        return (d_ND if same else d_ND.view(ctx.num_tokens, -1, d_ND.shape[1]).sum(1)), None, None
+        one_each = len(d_ND) == ctx.num_tokens
+        return (d_ND if one_each else d_ND.view(ctx.num_tokens, -1, d_ND.shape[1]).sum(1)), None, None

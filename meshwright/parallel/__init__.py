@@ -24,9 +24,9 @@ from ..sharding import (
     check_context,
     check_fp8,
     cut,
-    deals,
-    find,
-    gathered_low,
+    find_doors,
+    gathered_in_fp8,
+    head_splits,
     hops,
     matrix_shape,
     pieces,
@@ -63,7 +63,7 @@ def distribute(
     for stage in stages:
         _place(stage, spec, mesh, compute, stored, savings)
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
-    low = gathered_low(spec, trained, wide=gathers_wide(savings))
+    low = gathered_in_fp8(spec, trained, wide=gathers_wide(savings))
     for stage in stages if low or torch.uint8 in stored.values() else ():
         fsdp.pad_shards(stage.module)
     return stages, LowGathers(stages, spec, mesh, compute, low)
@@ -102,7 +102,7 @@ def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
     if mesh.axes.pp == mesh.axes.replicate == 1:
         return  # its ranks come to each of the others together
     late = (axes_left_to_sum(param, spec.rules, mesh.axes) for param in spec.table)
-    dealt = deals(spec, mesh.axes, mesh.coords).values()
+    dealt = head_splits(spec, mesh.axes, mesh.coords).values()
     halves = ((half,) for deal in dealt for half in mesh.axes.halves(deal.parts))
     way = (hop.axes for hop in hops("", mesh.axes.ep, mesh.axes, spec.traffic.token_once))
     live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in (*late, *halves, *way))
@@ -146,7 +146,7 @@ def _give_memory(model: nn.Module, mesh: Mesh, offload: bool) -> None:
 
 def spans(spec: ShardingSpec, axes: Axes, rank: int) -> Iterator[tuple[Span, int, int]]:
     """The part of each dim on which a rank works, where the model must know it."""
-    for name, span in find(spec.module, Span):
+    for name, span in find_doors(spec.module, Span):
         yield span, *spec.rules.span(span.dim, span.size, axes, axes.coords(rank), name)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..mesh.collectives import Exchange, Gather
-from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, deals, find, is_run
+from ..mesh.collectives import AllGather, AllToAll
+from ..sharding import SHARE, Door, Join, ShardingSpec, Swap, find_doors, head_splits, is_run
 from ..sharding.doors import Tensors
 
 
@@ -23,17 +23,17 @@ def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
     size, at = mesh.axes.cp, mesh.coords["cp"]
     if size == 1:
         return
-    for _, door in find(model, Door):
+    for _, door in find_doors(model, Door):
         if door.kind == SHARE:
             door.armed = functools.partial(own, size=size, part=at)
-    dealt = deals(spec, mesh.axes, mesh.coords)
-    for name, swap in find(model, Swap):
+    dealt = head_splits(spec, mesh.axes, mesh.coords)
+    for name, swap in find_doors(model, Swap):
         swap.parts = dealt[swap].parts
         swap.groups, (swap.group, swap.part) = size // swap.parts, divmod(at, swap.parts)
         if swap.parts > 1:
             group = mesh.name_of(mesh.axes.halves(swap.parts)[1:])
             swap.armed = (functools.partial(there, swap, group, name), functools.partial(back, swap, group, name))
-    for name, join in find(model, Join):
+    for name, join in find_doors(model, Join):
         if join.parts > 1:
             group = mesh.name_of(mesh.axes.halves(join.swap.parts)[:1])
             join.armed = functools.partial(joined, size=join.parts, group=group, name=name)
@@ -41,7 +41,7 @@ def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
 
 def joined(x: Tensor, size: int, group: str, name: str) -> Tensor:
     """Backward sums over all parts what each has found of the gradient."""
-    return Gather.apply(x, size, group, _at(name))
+    return AllGather.apply(x, size, group, _at(name))
 
 
 def own(x_T: Tensor, size: int, part: int) -> Tensor:
@@ -51,15 +51,15 @@ def own(x_T: Tensor, size: int, part: int) -> Tensor:
 
 def there(swap: Swap, group: str, name: str, xs_TnC: Tensors) -> Tensors:
     """All tensors go in one exchange: for each rank the heads that it needs, side by side."""
-    picked = [swap.deal.serving(serves) for _, serves in swap.there]
-    first = [swap.heads.start // serves for _, serves in swap.there]  # the head of a tensor that comes first here
+    picked = [swap.deal.serving(serves) for _, serves in swap.inputs]
+    first = [swap.heads.start // serves for _, serves in swap.inputs]  # the head of a tensor that comes first here
     for_rank = [
         torch.cat([_heads(x, p[rank], at).flatten(1) for x, p, at in zip(xs_TnC, picked, first, strict=True)], 1)
         for rank in range(swap.parts)
     ]
     rows_TC = _exchanged(torch.cat(for_rank), swap, group, name)
     nums = [len(p[swap.part]) for p in picked]
-    widths = [num * width for num, (width, _) in zip(nums, swap.there, strict=True)]
+    widths = [num * width for num, (width, _) in zip(nums, swap.inputs, strict=True)]
     got = zip(rows_TC.split(widths, 1), nums, strict=True)
     return tuple(x_TC.unflatten(1, (num, -1)) for x_TC, num in got)
 
@@ -81,7 +81,7 @@ def back(swap: Swap, group: str, name: str, y_TnC: Tensor) -> Tensor:
 def _exchanged(rows_TC: Tensor, swap: Swap, group: str, name: str) -> Tensor:
     """An equal part of the rows to each rank."""
     even = [len(rows_TC) // swap.parts] * swap.parts
-    return Exchange.apply(rows_TC, even, even, group, _at(name))
+    return AllToAll.apply(rows_TC, even, even, group, _at(name))
 
 
 def _at(name: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..mesh import Mesh
 from ..ops import Rows
-from ..sharding import ROWS, WEIGHTS, Coming, Dispatch, find, hops
+from ..sharding import ROWS, WEIGHTS, Dispatch, PendingRows, find_doors, hops
 from .expert_dedup import dispatch_once
 from .expert_exchange import Group
 
@@ -19,13 +19,13 @@ from .expert_exchange import Group
 def arm(model: nn.Module, mesh: Mesh, *, token_once: bool | int = False) -> None:
     if mesh.axes.ep == 1:
         return
-    for name, door in find(model, Dispatch):
+    for name, door in find_doors(model, Dispatch):
         way = hops(name, door.num_experts, mesh.axes, token_once)
         groups = [Group(mesh.name_of(hop.axes), hop) for hop in way]
         door.armed = functools.partial(dispatch_once if token_once else dispatch, groups=groups)
 
 
-def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> Coming:
+def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> PendingRows:
     """A row for each expert of a token."""
     (group,) = groups
     out, size = ops.by_expert(x_TD, weight_Tk, expert_Tk, group.hop.num_experts), group.hop.size
@@ -34,7 +34,7 @@ def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequenc
     # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
     here_E, num_here = from_rank_RE.sum(0), from_rank_RE.shape[1]
     asked = [counts_E.view(size, -1).sum(1), from_rank_RE.sum(1), here_E]
-    sent, received, here = ops.on_host(asked, [len(x_ND)] * 3)
+    sent, received, here = ops.to_host(asked, [len(x_ND)] * 3)
     weights = group.begin(out.weight_N, received, sent, WEIGHTS)
     rows = group.begin(x_ND, received, sent, ROWS)
     expert_N = (

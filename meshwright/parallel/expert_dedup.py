@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops import Rows
-from ..sharding import CODES, ROWS, WEIGHTS, Coming, likely_rows
+from ..sharding import CODES, ROWS, WEIGHTS, PendingRows, expected_rows
 from .expert_exchange import Group
 
 
@@ -59,7 +59,7 @@ class _Sent:
     back: Callable[[Tensor], Tensor]
 
 
-def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> Coming:
+def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> PendingRows:
     tokens, top_k = expert_Tk.shape
     token_N, weight_N = torch.arange(tokens, device=expert_Tk.device).repeat_interleave(top_k), weight_Tk.flatten()
     wanted = _Wanted(token_N, expert_Tk.flatten(), tokens, tokens, top_k)
@@ -72,12 +72,12 @@ def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Se
     order_P, here = _by_expert(last)
 
     def come() -> Rows:
-        weight_P, rows_PD = last.weights().index_select(0, order_P), ops.copied(last.rows(), here)
+        weight_P, rows_PD = last.weights().index_select(0, order_P), ops.gather_copies(last.rows(), here)
         return Rows(rows_PD, weight_P, last.sizes.here_E, last.sizes.here, back)
 
     def back(y_PD: Tensor) -> Tensor:
         """It holds nothing of `last`, whose rows nobody wants by then."""
-        sum_RD = ops.summed(y_PD, here)
+        sum_RD = ops.sum_copies(y_PD, here)
         for way_back in reversed(ways_back):
             sum_RD = way_back(sum_RD)
         return sum_RD
@@ -92,11 +92,11 @@ def _send(coming: Callable[[], Tensor], weights_N: Callable[[], Tensor], wanted:
     copies_in, copies_out = sizes.copies_in, sizes.copies_out
     code_P = group.numbers(code_N, copies_in, copies_out, CODES)
     weights = group.begin(weights_N().index_select(0, order_N), copies_in, copies_out, WEIGHTS)
-    rows = group.begin(ops.copied(coming(), out), sizes.rows_in, sizes.rows_out, ROWS)
+    rows = group.begin(ops.gather_copies(coming(), out), sizes.rows_in, sizes.rows_out, ROWS)
     of_P, expert_P = code_P // group.hop.num_here + sizes.begins_P, code_P % group.hop.num_here
 
     def back(sum_RD: Tensor) -> Tensor:
-        return ops.summed(group.exchange(sum_RD, sizes.rows_out, sizes.rows_in, ROWS), out)
+        return ops.sum_copies(group.exchange(sum_RD, sizes.rows_out, sizes.rows_in, ROWS), out)
 
     return _Sent(rows, weights, of_P, expert_P, sizes, back)
 
@@ -113,17 +113,17 @@ def _outgoing(wanted: _Wanted, group: Group) -> tuple[Tensor, Tensor, ops.Copies
     row_N, turn_N = ops.runs(place_N)
 
     most = min(wanted.top_k, num_here)  # copies of a row
-    experts_RE = ops.counted(rank_N * num_here + expert_N, hop.size * num_here).view(hop.size, -1)
-    turns_RC = ops.counted(rank_N * most + turn_N, hop.size * most).view(hop.size, -1)
+    experts_RE = ops.count_values(rank_N * num_here + expert_N, hop.size * num_here).view(hop.size, -1)
+    turns_RC = ops.count_values(rank_N * most + turn_N, hop.size * most).view(hop.size, -1)
     got_RE, got_RC = group.counts(torch.cat([experts_RE, turns_RC], 1)).split([num_here, most], 1)
     ranks_T = of_N.new_zeros(num_rows).scatter_add_(0, of_N, (turn_N == 0).long())
     of_turn = torch.arange(1, min(wanted.top_k, hop.size), device=of_N.device)
     later = (ranks_T[:, None] > of_turn).sum(0)  # rows that go to a second rank, a third one, ...
 
-    likely = likely_rows(wanted.tokens, wanted.top_k, num_here * hop.places, hop.places)
+    likely = expected_rows(wanted.tokens, wanted.top_k, num_here * hop.places, hop.places)
     # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
     here_E, copies = got_RE.sum(0), len(key_N)
-    rows_out, rows_in, copies_out, copies_in, here, turns_here, turns_out = ops.on_host(
+    rows_out, rows_in, copies_out, copies_in, here, turns_here, turns_out = ops.to_host(
         [turns_RC[:, 0], got_RC[:, 0], experts_RE.sum(1), got_RE.sum(1), here_E, got_RC[:, 1:].sum(0), later],
         [likely, likely, copies, copies, copies, copies - likely, likely - num_rows],
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mesh.collectives import Exchange, Travel, exchange
+from ..mesh.collectives import AllToAll, AsyncAllToAll, all_to_all
 from ..sharding import COUNTS, Hop
 from ..watch import waiting_at
 
@@ -21,7 +21,7 @@ class Group:
     hop: Hop
 
     def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
-        out: Tensor = Exchange.apply(x, received, sent, self.name, self.hop.at + what)  # torch leaves apply untyped
+        out: Tensor = AllToAll.apply(x, received, sent, self.name, self.hop.at + what)  # torch leaves apply untyped
         return out
 
     def begin(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Callable[[], Tensor]:
@@ -32,14 +32,14 @@ class Group:
         if torch.is_grad_enabled() and not x.requires_grad:
             here = self.exchange(x, received, sent, what)
             return lambda: here
-        travel = Travel(received, sent, self.name, self.hop.at + what)
+        travel = AsyncAllToAll(received, sent, self.name, self.hop.at + what)
         begun = travel.begin(x)
         return lambda: travel.end(begun)
 
     def numbers(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
         """The same of whole numbers, which have no gradient."""
         with waiting_at(self.hop.at + what, "forward"):
-            return exchange(x, received, sent, self.name)
+            return all_to_all(x, received, sent, self.name)
 
     def counts(self, counts_RC: Tensor) -> Tensor:
         """A row of numbers from each rank, for one to each."""

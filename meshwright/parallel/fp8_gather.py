@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import StateError
 from ..mesh import Mesh
 from ..ops import Quantised
-from ..ops.fp8_matmul import BLOCK, codes_of, largest_of, scales_of
+from ..ops.fp8_matmul import BLOCK, block_amax, codes_of, scales_of
 from ..ops.part_sizes import part_size
 from ..sharding import SCALES, ShardingSpec, Stage, pieces
 
@@ -62,7 +62,7 @@ class _Matrix:
         """Of each block, as far as its rows are here, in the place of its scale."""
         for part, first in self._parts():
             begin, end = first // BLOCK, -(-(first + len(part)) // BLOCK)
-            self.scales[begin:end] = largest_of(part, first)
+            self.scales[begin:end] = block_amax(part, first)
 
     def _parts(self) -> Iterator[tuple[Tensor, int]]:
         """The stored rows as they are gathered, in whole blocks a few at a time: what is made of them is wide. Each
@@ -104,7 +104,7 @@ class _Kind:
         self.scales.zero_()
         for matrix in self.matrices:
             matrix.find_largest()
-        mesh.most_(self.scales, SCALES, self.axes)
+        mesh.all_reduce_max_(self.scales, SCALES, self.axes)
         self.scales.copy_(scales_of(self.scales))
 
 

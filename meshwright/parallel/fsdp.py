@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ..axes import Axes
 from ..mesh import Mesh
-from ..mesh.local_collectives import gather_into, scatter_sum_into, serves
+from ..mesh.local_collectives import all_gather_into, reduce_scatter_into, serves
 from ..sharding import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, passed
 
 
@@ -73,7 +73,7 @@ class GatheredOnHost(_Allocates, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        gather_into(output_tensor, input_tensor, group)
+        all_gather_into(output_tensor, input_tensor, group)
 
 
 class SummedOnHost(_Allocates, ReduceScatter):
@@ -83,7 +83,7 @@ class SummedOnHost(_Allocates, ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, "as `shard` asks"
-        scatter_sum_into(output_tensor, input_tensor, group)
+        reduce_scatter_into(output_tensor, input_tensor, group)
 
 
 class SentNarrow(_Allocates, ReduceScatter):

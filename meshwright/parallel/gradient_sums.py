@@ -23,7 +23,7 @@ def finish(grads: Iterable[tuple[tuple[str, ...], Tensor]], mesh: Mesh) -> None:
         if live:
             buckets.setdefault(live, []).append(grad)
     for axes, bucket in buckets.items():
-        flat = ops.joined([g.flatten().to(mesh.device) for g in bucket])  # of a large one alone it is no copy
-        mesh.sum_(flat, Sum("the last sums of gradients", axes, flat.nbytes))
+        flat = ops.concat([g.flatten().to(mesh.device) for g in bucket])  # of a large one alone it is no copy
+        mesh.all_reduce_(flat, Sum("the last sums of gradients", axes, flat.nbytes))
         for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))

@@ -15,7 +15,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
-from ..sharding import Dispatch, Door, Join, Swap, find
+from ..sharding import Dispatch, Door, Join, Swap, find_doors
 from .memory_options import Savings
 from .replay import Context, saved_by_running_again
 from .selective_recompute import Kept
@@ -72,13 +72,13 @@ def mark(model: Decoder, savings: Savings) -> None:
 
 def _mark(layer: nn.Module, *, full: bool) -> None:
     """Backward passes all doors of the layer again but the last: it needs nothing behind that one, and stops there."""
-    doors: list[Door | Dispatch] = [d for _, d in find(layer, Door)]
-    doors += [d for _, d in find(layer, Dispatch)]  # the experts are last, but backward needs their rows
+    doors: list[Door | Dispatch] = [d for _, d in find_doors(layer, Door)]
+    doors += [d for _, d in find_doors(layer, Dispatch)]  # the experts are last, but backward needs their rows
     for door in doors:
         door.again = full and (door is not doors[-1] or isinstance(door, Dispatch))
-    for _, swap in find(layer, Swap):  # no mixer is last
+    for _, swap in find_doors(layer, Swap):  # no mixer is last
         swap.again = full
-    for _, join in find(layer, Join):
+    for _, join in find_doors(layer, Join):
         join.again = full
 
 

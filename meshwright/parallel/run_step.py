@@ -174,7 +174,7 @@ class _Passes:
     def _waiting_with_weights(self, step: Action) -> AbstractContextManager[None]:
         if not self._late or not torch.is_grad_enabled():
             return nullcontext()
-        return ops.weights_late(self._jobs.setdefault((step.stage, step.batch), []))
+        return ops.deferring_weight_grads(self._jobs.setdefault((step.stage, step.batch), []))
 
     def _count(self, batch: Batch, number: int) -> None:
         """Tokens of filler count nothing in the balance of the experts."""

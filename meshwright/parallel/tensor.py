@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ..mesh.collectives import Exchange, Gather, ScatterSum
-from ..sharding import ENTER, LEAVE, MEET, Door, find
+from ..mesh.collectives import AllGather, AllToAll, ReduceScatter
+from ..sharding import ENTER, LEAVE, MEET, Door, find_doors
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
@@ -17,7 +17,7 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
     if size == 1:
         return
     group = mesh.name_of(("tp",))
-    for name, door in find(model, Door):
+    for name, door in find_doors(model, Door):
         if door.kind.axis == "tp":
             door.armed = _collective(door, size, group, name)
 
@@ -27,13 +27,13 @@ def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tenso
         return "a door" if torch.compiler.is_compiling() else name
 
     def enter(x: Tensor) -> Tensor:
-        return Gather.apply(x, size, group, at())
+        return AllGather.apply(x, size, group, at())
 
     def leave(x: Tensor) -> Tensor:
-        return ScatterSum.apply(x, size, group, at())
+        return ReduceScatter.apply(x, size, group, at())
 
     def meet(x: Tensor) -> Tensor:
         even = [x.shape[0] // size] * size
-        return Exchange.apply(x, even, even, group, at())
+        return AllToAll.apply(x, even, even, group, at())
 
     return {ENTER: enter, LEAVE: leave, MEET: meet}[door.kind]

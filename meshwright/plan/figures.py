@@ -19,7 +19,18 @@ from ..memory.budget import Need, choices, fits, widths_of, with_hold
 from ..memory.simulate import Passing
 from ..mesh import Memory
 from ..parallel import Savings, gathers_wide, mark
-from ..sharding import GRADIENTS, Action, Charge, Held, Stored, Work, coded_of, extreme_ranks, gathered_low, program_of
+from ..sharding import (
+    GRADIENTS,
+    Action,
+    Charge,
+    Held,
+    Stored,
+    Work,
+    coded_of,
+    extreme_ranks,
+    gathered_in_fp8,
+    program_of,
+)
 from ..sharding.schedules import Orders
 from .devices import Cluster
 
@@ -95,7 +106,7 @@ class Figures:
         asked = self.blueprint.run_by(self.blueprint.spec.pipeline, self.savings.traffic)
         settled = with_hold(asked, self.axes, COMPUTE, self.savings, self.device or 0)
         object.__setattr__(self, "blueprint", settled)
-        object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_low))
+        object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_in_fp8))
 
     @property
     def name(self) -> str:
@@ -122,15 +133,15 @@ class Figures:
         return "previous" if self.axes.pp > 1 else "pooled"
 
     @property
-    def gathered_low(self) -> frozenset[str]:
-        return gathered_low(self.blueprint.spec, self.blueprint.table.params, wide=gathers_wide(self.savings))
+    def gathered_in_fp8(self) -> frozenset[str]:
+        return gathered_in_fp8(self.blueprint.spec, self.blueprint.table.params, wide=gathers_wide(self.savings))
 
     @cached_property
     def need(self) -> Need:
         """What `Model.need` says of a model that is trained as a whole."""
         table, widths = self.blueprint.table, widths_of(COMPUTE, self.state_dtype)
         coded = coded_of(table, table.params) if self.state_dtype == torch.uint8 else ()
-        held = Held(widths, frozenset(table.params), self.savings.offload, {}, coded, low=self.gathered_low)
+        held = Held(widths, frozenset(table.params), self.savings.offload, {}, coded, low=self.gathered_in_fp8)
         return Need(self.blueprint.spec, self.axes, held, self.passing)
 
     @property

@@ -17,7 +17,17 @@ from ..blueprint import Blueprint
 from ..errors import ConfigError, LayoutError, MeshError
 from ..memory.budget import Need, widths_of
 from ..mesh import memory_of
-from ..sharding import Held, Rules, ShardingSpec, check_coded, check_context, check_fp8, gathered_low, place, program_of
+from ..sharding import (
+    Held,
+    Rules,
+    ShardingSpec,
+    check_coded,
+    check_context,
+    check_fp8,
+    gathered_in_fp8,
+    place,
+    program_of,
+)
 
 RANKS_A_CORE = 16
 PROCESS_BYTES = 64 << 20  # of a forked rank without a model
@@ -186,7 +196,7 @@ def check_memory(
     here = torch.device(device)
     if here.type != "cpu":
         return
-    low = gathered_low(blueprint.spec, blueprint.table.params)
+    low = gathered_in_fp8(blueprint.spec, blueprint.table.params)
     held = Held(widths_of(dtype), frozenset(blueprint.table.params if training else ()), low=low)
     a_rank, alone = (
         PROCESS_BYTES + sum(s.num_bytes for s in Need(blueprint.spec, mesh, held).stored()) for mesh in (axes, Axes())

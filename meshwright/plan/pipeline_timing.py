@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import counted
-from ..sharding import Action, Line, Timetable, costs_of_stages, most_kept, times
+from ..sharding import Action, Line, Timetable, costs_of_stages, peak_kept, times
 from ..sharding.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from .figures import Figures
 
@@ -74,7 +74,7 @@ def place_lines(figures: Figures) -> list[PlaceLine]:
     return [
         PlaceLine(
             place, rank, tuple(map(stage_line, line.stages_of(place))), table.idle(place),
-            most_kept(figures.orders[place]), sum(s.num_bytes for s in figures.need.stored(rank)),
+            peak_kept(figures.orders[place]), sum(s.num_bytes for s in figures.need.stored(rank)),
         )
         for place, rank in enumerate(figures.axes.group(0, ("pp",)))
     ]  # fmt: skip

@@ -1,31 +1,36 @@
-"""What every parameter is, how it is cut, and which doors activations pass. Pure data, no process group."""
+"""Sharding: what each parameter is, which rank holds which part, which collectives a step needs. Pure data.
+
+There is no process group here, so the same code answers for any rank of any mesh, on a laptop: loading, checkpoints,
+the bill of a step, plans and `verify` all read it. Modules declare parameters (params.py) and communication (doors.py);
+`Rules` and an `Axes` turn declarations into pieces (rules.py); bill.py and stored_bytes.py add up what they cost.
+"""
 
 from .backward_reach import begins_in, in_order, part_of, passed
 from .bill import Charge, Pictures, Work, bill, gathered_bytes, padded
 from .boxes import Box, check_tiling, chunk, interval
-from .context_split import check_context, deals, ways
+from .context_split import check_context, head_splits, ways
 from .doors import (
     DELTA,
     ENTER,
     LEAVE,
     MEET,
     SHARE,
-    Coming,
     Context,
-    Deal,
     Dispatch,
     Door,
+    DoorKind,
+    HeadSplit,
     Insert,
     Join,
-    Kind,
+    PendingRows,
     Span,
+    StartDispatch,
     Swap,
-    ToExperts,
-    find,
+    find_doors,
     is_run,
 )
-from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, hops, likely_rows
-from .fp8_blocks import SCALES, check_fp8, gathered_low
+from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, expected_rows, hops
+from .fp8_blocks import SCALES, check_fp8, gathered_in_fp8
 from .fsdp_units import TOWER, Unit, units_of
 from .int8_blocks import check_coded, coded_of, with_scales
 from .params import (
@@ -35,12 +40,12 @@ from .params import (
     Layout,
     Param,
     Table,
-    as_it_lies,
     belongs_to,
     collect,
     matrix_shape,
     plain,
     segments,
+    storage_order,
     weight,
 )
 from .rules import (
@@ -49,17 +54,17 @@ from .rules import (
     Rules,
     ShardingSpec,
     Traffic,
-    across,
     axes_left_to_sum,
-    check_written,
+    check_rows_to_write,
+    column_axes,
     cut,
     holders,
     owned,
     piece,
     pieces,
     place,
+    rows_to_write,
     summed_by_fsdp,
-    written,
 )
 from .schedules import ORDERS, Action, Transfer, forwards, program
 from .stage_map import Line, balanced, even
@@ -78,7 +83,7 @@ from .stored_bytes import (
     GATHERED,
     GRADIENTS,
     HELD,
-    ON_THEIR_WAY,
+    IN_FLIGHT,
     Held,
     Stored,
     Widths,
@@ -86,5 +91,5 @@ from .stored_bytes import (
     narrow_bytes,
     storage,
 )
-from .timetable import Gathers, Slot, Timetable, draw, gathers, most_kept, times
-from .vision_balance import Placed, Route, route, share
+from .timetable import Gathers, Slot, Timetable, draw, gathers, peak_kept, times
+from .vision_balance import Placed, Route, balance_frames, route

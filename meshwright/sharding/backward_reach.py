@@ -1,4 +1,8 @@
-"""Flow: the parts of a stage that backward passes, where not everything is trained."""
+"""Which parts of a pipeline stage backward passes when some parameters are frozen.
+
+Autograd stops at the first module with something to train. So with frozen layers, doors and units before it send
+nothing in backward, and the bill must not charge for them.
+"""
 
 from __future__ import annotations
 
@@ -9,75 +13,84 @@ from .fsdp_units import TOWER, Unit
 from .rules import ShardingSpec
 from .stages import Stage, trained_from
 
-_DEEP = ("layers.", TOWER)  # of these each part counts
+_NUMBERED = ("layers.", TOWER)  # prefixes whose numbered submodules are parts of their own
 
 
 def in_order(units: Iterable[Unit]) -> list[Unit]:
-    """Units as forward is done with them: those of experts before the layer around them, the root last."""
+    """Order units as forward finishes with them: units of experts before the layer around them, the root last."""
     units = list(units)
-    experts, found = [unit for unit in units if unit.expert], list[Unit]()
+    experts, ordered = [unit for unit in units if unit.expert], list[Unit]()
     for unit in units:
         if not unit.expert:
             inside = f"{unit.name}." if unit.name else ""
-            found += [each for each in experts if each.name.startswith(inside) and each not in found]
-            found.append(unit)
-    return found
+            ordered += [each for each in experts if each.name.startswith(inside) and each not in ordered]
+            ordered.append(unit)
+    return ordered
 
 
 def part_of(name: str) -> str:
-    """The part of a stage that a parameter, a door or a unit is in: a layer, a block of the tower, an end."""
-    depth = 3 if name.startswith((f"{TOWER}blocks.", f"{TOWER}deep.")) else 2 if name.startswith(_DEEP) else 1
+    """Name the part of a stage that a parameter, door or unit is in: a layer, a block of the tower, embedding
+    or head.
+    """
+    depth = 3 if name.startswith((f"{TOWER}blocks.", f"{TOWER}deep.")) else 2 if name.startswith(_NUMBERED) else 1
     return ".".join(name.split(".")[:depth])
 
 
 def passed(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, pictures: bool) -> set[str]:
-    """The parts through which a gradient comes. `pictures`: in a micro-batch in which the tower runs.
+    """Return the parts through which a gradient passes. `pictures`: in a micro-batch in which the tower runs.
 
-    Of a part that it reaches it passes all doors, but for the part in which it begins (`begins_in`).
+    It passes all doors of such a part, except in the part in which it begins (`begins_in`).
     """
-    learning, carried = _learning(stage, trained), _carried(stage, spec, axes, trained)
-    seen = _in_tower(stage, learning) if pictures else set[str]()
-    text = learning & {"embed", "head"}
-    flows = carried or "embed" in learning or bool(seen)
+    trained_parts, from_before = _trained_parts(stage, trained), _sends_gradient_back(stage, spec, axes, trained)
+    in_tower = _tower_parts(stage, trained_parts) if pictures else set[str]()
+    text = trained_parts & {"embed", "head"}
+    reaches = from_before or "embed" in trained_parts or bool(in_tower)
     for number in stage.module.layers:
         part = f"layers.{number}"
-        flows = flows or part in learning
-        text |= {part} if flows else set()
-    return seen | text | ({"head", ""} if flows or text else set())
+        reaches = reaches or part in trained_parts
+        text |= {part} if reaches else set()
+    return in_tower | text | ({"head", ""} if reaches or text else set())
 
 
 def begins_in(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str], *, pictures: bool) -> str:
-    """The layer, or the head, that a gradient reaches and does not leave: nothing before it is trained. Empty where
-    gradients begin in the embedding or the tower, or go on to the stage before, or where there are none."""
-    learning = _learning(stage, trained)
-    if _carried(stage, spec, axes, trained) or "embed" in learning or (pictures and _in_tower(stage, learning)):
+    """Name the layer, or the head, that a gradient reaches and does not leave, since nothing before it is trained.
+
+    Empty where gradients go all the way to the embedding or the tower, or on to the previous stage, or where there are
+    none.
+    """
+    trained_parts = _trained_parts(stage, trained)
+    if (
+        _sends_gradient_back(stage, spec, axes, trained)
+        or "embed" in trained_parts
+        or (pictures and _tower_parts(stage, trained_parts))
+    ):
         return ""
     parts = [f"layers.{number}" for number in stage.module.layers]
-    return next((part for part in (*parts, "head") if part in learning), "")
+    return next((part for part in (*parts, "head") if part in trained_parts), "")
 
 
-def _learning(stage: Stage, trained: Collection[str]) -> set[str]:
-    """The parts of a stage with something to train."""
+def _trained_parts(stage: Stage, trained: Collection[str]) -> set[str]:
+    """Return the parts of a stage with something to train."""
     return {part_of(name) for unit in stage.units for name in unit.params if name in trained}
 
 
-def _carried(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str]) -> bool:
-    """Whether the stage before is given a gradient."""
+def _sends_gradient_back(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Collection[str]) -> bool:
+    """Tell whether this stage sends a gradient to the previous one."""
     return stage.number > trained_from(spec.table, spec.line(axes.pp), [*trained])
 
 
-def _in_tower(stage: Stage, learning: set[str]) -> set[str]:
-    """Blocks one after the other; each merger stands behind one of them."""
-    tower, found, flows = stage.module.tower, set[str](), f"{TOWER}patches" in learning
+def _tower_parts(stage: Stage, trained_parts: set[str]) -> set[str]:
+    """Return the parts of the tower that a gradient passes: blocks in sequence, each merger after one of them."""
+    tower, parts, reaches = stage.module.tower, set[str](), f"{TOWER}patches" in trained_parts
     if tower is None:
-        return found
-    found |= {f"{TOWER}patches"} if flows else set()
-    behind: dict[int, bool] = {}
+        return parts
+    parts |= {f"{TOWER}patches"} if reaches else set()
+    block_reached: dict[int, bool] = {}
     for number in range(len(tower.blocks)):
         part = f"{TOWER}blocks.{number}"
-        behind[number] = flows = flows or part in learning
-        found |= {part} if flows else set()
+        block_reached[number] = reaches = reaches or part in trained_parts
+        parts |= {part} if reaches else set()
     mergers = {f"{TOWER}deep.{n}": tap for n, tap in enumerate(tower.shape.taps)}
     mergers[f"{TOWER}merger"] = len(tower.blocks) - 1
-    found |= {part for part, block in mergers.items() if part in learning or behind[block]}
-    return found | ({f"{TOWER}insert"} if found else set())
+    parts |= {part for part, block in mergers.items() if part in trained_parts or block_reached[block]}
+    return parts | ({f"{TOWER}insert"} if parts else set())

@@ -1,4 +1,8 @@
-"""The bill: every collective of a training step, worked out from table, units and doors, with no device."""
+"""The bill: every collective of a training step with its bytes, computed from declarations, with no device.
+
+`plan` shows it, and oracle K1 of `verify` holds it against what the ranks really send. So it derives from the same
+doors and units that run, but never from the code that runs them: it would repeat a mistake made there.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from torch import nn
 
 from ..axes import DATA_RANK, Axes, Sum
 from .backward_reach import begins_in, part_of, passed
-from .context_split import deals
-from .doors import Dispatch, Door, Insert, Join, Swap, find
-from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, hops, likely_rows
+from .context_split import head_splits
+from .doors import Dispatch, Door, Insert, Join, Swap, find_doors
+from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, expected_rows, hops
 from .fp8_blocks import SCALES, num_scales
 from .fsdp_units import TOWER, Unit
 from .params import matrix_shape
@@ -25,10 +29,10 @@ from .vision_balance import Placed, route
 
 @dataclass(frozen=True)
 class Charge:
-    """One kind of collective of a step. `num_bytes`: the larger side of one of them, on this rank.
+    """One kind of collective of a step. `num_bytes`: the larger of its two sides, on this rank.
 
-    `what` is the place where a rank waits for it: a door or a sum; for FSDP's collectives, the unit. `between`: the
-    least and the most bytes, where the router decides and `num_bytes` are likely.
+    `what`: where a rank waits for it, a door or a reduction; for FSDP's collectives, the unit. `between`: the fewest
+    and the most bytes, where routing decides and `num_bytes` is the expected value.
     """
 
     what: str
@@ -40,9 +44,11 @@ class Charge:
 
     @staticmethod
     def of(declared: Sum, count: int = 1) -> Charge:
+        """Charge for an all-reduce that is declared as a `Sum`."""
         return Charge(declared.name, "all_reduce", declared.axes, declared.num_bytes, count)
 
 
+# For each micro-batch the frames of this data rank; None where no data rank has any, and the tower does not run.
 Pictures = tuple[tuple[Placed, ...] | None, ...]
 
 
@@ -54,21 +60,21 @@ class Work:
     num_batches: int
     compute_bytes: int = 2
     stored_bytes: int = 4
-    # Of each micro-batch the frames of this data rank; None where nobody has any, and the tower does not run.
     pictures: Pictures = ()
     frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
-    numbers: frozenset[str] = frozenset()  # names of those that are gathered as 8-bit numbers
-    # Of each part in which gradients begin, how often backward sends something there, by place and direction.
+    numbers: frozenset[str] = frozenset()  # names of those that are all-gathered as FP8 codes
+    # For each part in which gradients begin: how many collectives its backward has, by place and direction. Autograd
+    # may start in the middle of a layer, which no declaration can tell; the engine counts on a meta copy.
     begins: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def num_seeing(self) -> int:
-        """In how many micro-batches the tower runs."""
+        """Count the micro-batches in which the tower runs."""
         return sum(frames is not None for frames in self.pictures)
 
 
 def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
-    """What `rank` pays for one step. An axis of size 1 costs nothing."""
+    """Return what `rank` sends in one step. An axis of size 1 costs nothing."""
     coords, charges = axes.coords(rank), list[Charge]()
     stages = spec.stages(axes, rank)
     for stage in stages:
@@ -87,40 +93,48 @@ def bill(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> list[Charge]:
 @dataclass(frozen=True)
 class _Passes:
     """In how many micro-batches a gradient comes to each part of a stage, and in how many of these it begins there.
-    `begun`: of a part in which it begins, how often backward sends something, by place and direction."""
+
+    `begun`: for a part in which it begins, how many collectives its backward has, by place and direction.
+    """
 
     comes: Counter[str]
     begins: Counter[str]
     begun: Mapping[str, Mapping[str, int]]
 
     def of(self, part: str) -> int:
+        """Count the micro-batches in which a gradient comes to a part."""
         return self.comes[part]
 
     def back(self, place: str, num: int = 1) -> int:
-        """How often backward sends a gradient at a place, where each of its passes does so `num` times."""
+        """Count gradients sent at a place, where each full pass of backward sends `num` of them."""
         return self._sent(place, "backward", num)
 
     def again(self, place: str, num: int) -> int:
-        """How often it sends there what forward has sent, because it runs a layer again."""
+        """Count what is sent at a place once more, because activation checkpointing reruns forward there."""
         return self._sent(place, "forward", num)
 
     def _sent(self, place: str, direction: str, num: int) -> int:
         part = part_of(place)
-        through = self.comes[part] - self.begins[part]
-        return num * through + self.begins[part] * self.begun.get(part, {}).get(f"{place}, {direction}", 0)
+        full = self.comes[part] - self.begins[part]
+        return num * full + self.begins[part] * self.begun.get(part, {}).get(f"{place}, {direction}", 0)
 
 
 def _passes(stage: Stage, spec: ShardingSpec, axes: Axes, work: Work) -> _Passes:
-    trained, found = spec.table.params.keys() - work.frozen, _Passes(Counter(), Counter(), work.begins)
+    """Count micro-batches with and without vision apart: the tower passes gradients only in the former."""
+    trained, passes = spec.table.params.keys() - work.frozen, _Passes(Counter(), Counter(), work.begins)
     for pictures, num in ((True, work.num_seeing), (False, work.num_batches - work.num_seeing)):
         for part in passed(stage, spec, axes, trained, pictures=pictures):
-            found.comes[part] += num
-        found.begins[begins_in(stage, spec, axes, trained, pictures=pictures)] += num
-    return found
+            passes.comes[part] += num
+        passes.begins[begins_in(stage, spec, axes, trained, pictures=pictures)] += num
+    return passes
 
 
 def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work) -> Iterator[Charge]:
-    """What neighbouring stages send each other: the tokens of a rank, there and, as a gradient, back."""
+    """Charge for activations to the next pipeline stage, and for gradients back.
+
+    A rank sends its own tokens only: sequence parallelism divides them among tp ranks between blocks, so no tp rank
+    sends the same data twice.
+    """
     line = spec.line(axes.pp)
     if line.num_stages == 1:
         return
@@ -128,16 +142,23 @@ def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: 
     first = trained_from(spec.table, line, [*(spec.table.params.keys() - work.frozen)])
     steps = program_of(line, spec.pipeline.schedule, work.num_batches, first)[coords["pp"]]
     for kind, op in ((SEND, "send"), (RECEIVE, "recv")):
-        ways = Counter((step.way, step.stage) for step in steps if isinstance(step, Transfer) and step.kind == kind)
-        for (way, stage), count in ways.items():
+        directions = Counter(
+            (step.way, step.stage) for step in steps if isinstance(step, Transfer) and step.kind == kind
+        )
+        for (way, stage), count in directions.items():
             yield Charge(transfer_name(way, stage), op, ("pp",), num_bytes, count)
 
 
 def _doors(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
-    """Doors of one kind and width cost the same, whatever layer they are in. `again`: if backward comes there."""
-    for name, door in find(model, Door):
+    """Charge for tensor-parallel doors: per layer one all-gather and one reduce-scatter for each of mixer and MLP.
+
+    That is Megatron's sequence parallelism (arXiv 2205.05198): the same bytes as its all-reduces, but norms and
+    residuals hold only a rank's own tokens. Doors of one kind and width cost the same in every layer. `again`:
+    checkpointing reruns the layer if backward comes there.
+    """
+    for name, door in find_doors(model, Door):
         if not door.kind.forward:
-            continue  # it sends nothing
+            continue  # SHARE only slices
         item = work.stored_bytes if door.floats else work.compute_bytes
         num_bytes = work.tokens // axes.cp * door.width * item
         forwards = work.num_batches + passes.again(name, door.again)
@@ -146,19 +167,25 @@ def _doors(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterato
 
 
 def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
-    tokens, once = work.tokens // (axes.cp * axes.tp), spec.traffic.token_once
-    for name, door in find(model, Dispatch):
+    """Charge for expert parallelism's all-to-alls (GShard, arXiv 2006.16668): counts, routing weights, rows out and
+    back.
+
+    Without `token_once` the bytes of rows do not depend on routing: each rank sends every copy of a token somewhere.
+    Copies for its own experts count too, as they pass through the same buffer.
+    """
+    tokens, token_once = work.tokens // (axes.cp * axes.tp), spec.traffic.token_once
+    for name, door in find_doors(model, Dispatch):
         copies, row_bytes = tokens * door.top_k, door.width * work.compute_bytes
-        for hop in hops(name, door.num_experts, axes, once):
+        for hop in hops(name, door.num_experts, axes, token_once):
             weights, rows, codes = hop.at + WEIGHTS, hop.at + ROWS, hop.at + CODES
-            counts = hop.num_experts + (hop.size * min(door.top_k, hop.num_here) if once else 0)
+            counts = hop.num_experts + (hop.size * min(door.top_k, hop.num_here) if token_once else 0)
             num = work.num_batches + passes.again(hop.at + COUNTS, door.again)
             yield Charge(hop.at + COUNTS, "all_to_all", hop.axes, counts * 8, num)
             num = work.num_batches + passes.again(weights, door.again) + passes.back(weights)
             yield Charge(weights, "all_to_all", hop.axes, copies * work.stored_bytes, num)
-            # A layer that backward runs again sends rows to their experts again, but not back.
+            # A recomputed layer sends rows to their experts again but not back: nothing needs the combined output.
             sent = 2 * work.num_batches + passes.again(rows, door.again) + passes.back(rows, 2)
-            if not once:
+            if not token_once:
                 yield Charge(rows, "all_to_all", hop.axes, copies * row_bytes, sent)
                 continue
             num = work.num_batches + passes.again(codes, door.again)
@@ -168,9 +195,11 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
 
 
 def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
-    """The fewest rows that a rank can send in a hop, those that are likely, and the most. In a node they are of tokens
-    of all nodes, as many as the router sends there."""
-    likely, num_nodes = likely_rows(tokens, top_k, hop.num_here * hop.places, hop.places), hop.places // hop.size
+    """Return the fewest rows that a rank can send in a hop, the expected number, and the most.
+
+    Within a node they stem from tokens of all nodes, as many as the router sends there.
+    """
+    likely, num_nodes = expected_rows(tokens, top_k, hop.num_here * hop.places, hop.places), hop.places // hop.size
     least = tokens * -(-top_k // hop.num_here) if num_nodes == 1 else 0
     return least, likely, tokens * num_nodes * min(top_k, hop.size)
 
@@ -178,17 +207,21 @@ def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
 def _swaps(
     model: nn.Module, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: _Passes
 ) -> Iterator[Charge]:
-    """Each of some neighbours on cp gets its share of the heads of their tokens, and gives them back. Over the others
-    goes what joins their parts of the stream."""
-    dealt = deals(spec, axes, coords)
-    for name, swap in find(model, Swap):
-        _, inner = axes.halves(dealt[swap].parts)
-        tokens = work.tokens // axes.cp * dealt[swap].parts
-        for at, width in zip((name, f"{name}, the way back"), swap.widths(dealt[swap]), strict=True):
+    """Charge for context parallelism: head swaps (Ulysses, arXiv 2309.14509) and gathers between groups of swapping
+    ranks.
+
+    In a swap, each of some neighbours on cp gets its share of the heads of all their tokens, and returns the outputs.
+    Over the other ranks of cp, `Join` all-gathers keys and values, or states of the delta net.
+    """
+    deal_of = head_splits(spec, axes, coords)
+    for name, swap in find_doors(model, Swap):
+        _, inner = axes.halves(deal_of[swap].parts)
+        tokens = work.tokens // axes.cp * deal_of[swap].parts
+        for at, width in zip((name, f"{name}, the way back"), swap.widths(deal_of[swap]), strict=True):
             num = work.num_batches + passes.again(at, swap.again) + passes.back(at)
             yield Charge(at, "all_to_all", (inner,), tokens * width * work.compute_bytes, num)
-    for name, join in find(model, Join):
-        deal = dealt[join.swap]
+    for name, join in find_doors(model, Join):
+        deal = deal_of[join.swap]
         outer, _ = axes.halves(deal.parts)
         item = work.stored_bytes if join.floats else work.compute_bytes
         elements = join.elements(deal, work.tokens // axes.cp * deal.parts)  # of one part
@@ -198,18 +231,18 @@ def _swaps(
 
 
 def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passes) -> Iterator[Charge]:
-    """Rows of frames go to the ranks of their tokens, and gradients back, for each micro-batch as many as it has."""
-    parts, at = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
-    for name, door in find(model, Insert):
+    """Charge for the vision tower's all-to-all: rows of frames to the ranks of their tokens, per micro-batch."""
+    num_ranks, index = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
+    for name, door in find_doors(model, Insert):
         for frames in work.pictures:
             if frames is not None:
-                way = route(frames, work.tokens, parts, at, door.cost)
-                for rows in (way.got, way.sent) if passes.back(name) else (way.got,):
+                exchange = route(frames, work.tokens, num_ranks, index, door.cost)
+                for rows in (exchange.got, exchange.sent) if passes.back(name) else (exchange.got,):
                     yield Charge(name, "all_to_all", DATA_RANK, sum(rows) * door.width * work.compute_bytes, 1)
 
 
 def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], without: Collection[str] = ()) -> int:
-    """Elements that each rank brings when a unit is gathered: FSDP pads shards to equal size."""
+    """Count the elements that each rank contributes when a unit is gathered: FSDP pads shards to equal size."""
     parts, num = prod(axes.sizes(unit.shard)), 0
     for name in unit.params:
         param = spec.table[name]
@@ -222,53 +255,66 @@ def padded(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]
 def gathered_bytes(
     unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], compute_bytes: int, numbers: Collection[str]
 ) -> int:
-    """What each rank brings when a unit is gathered: in the dtype of products, but for numbers in 8 bits."""
-    wide = padded(unit, spec, axes, coords, numbers)
-    return wide * compute_bytes + padded(unit, spec, axes, coords) - wide
+    """Return the bytes that each rank contributes when a unit is gathered: FP8 codes take one, the rest the compute
+    dtype.
+    """
+    plain = padded(unit, spec, axes, coords, numbers)
+    return plain * compute_bytes + padded(unit, spec, axes, coords) - plain
 
 
 def _unit(
     unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work, passes: _Passes
 ) -> Iterator[Charge]:
-    """What is frozen is gathered alone, a second time only for a gradient that comes through."""
-    mine = gathered_bytes(unit, spec, axes, coords, work.compute_bytes, work.numbers)
-    parts = prod(axes.sizes(unit.shard))
-    learns, name = padded(unit, spec, axes, coords, work.frozen), unit.name or "root"
-    seen = work.num_seeing if unit.name.startswith(TOWER) else work.num_batches
-    back = passes.of(part_of(unit.name))
-    gathers = min(seen, 1) if spec.gathers_once(axes.pp) else seen + unit.again * back
-    sums = min(seen, 1) if spec.sums_once(axes.pp) else seen
-    if mine and seen:
-        yield Charge(name, "all_gather", unit.shard, mine * parts, gathers)
-    if learns and seen:
-        narrow = spec.sends_narrow(axes.pp)
-        op, item = ("all_to_all", work.compute_bytes) if narrow else ("reduce_scatter", work.stored_bytes)
-        yield Charge(name, op, unit.shard, learns * parts * item, sums)
-        yield Charge(name, "all_reduce", ("replicate",), learns * work.stored_bytes, 1)
+    """Charge for FSDP (arXiv 2304.11277): all-gathers of parameters, reduce-scatters of gradients, all-reduce over
+    replicas.
+
+    Frozen parameters are gathered but never reduced, and a second time only if a gradient passes through.
+    """
+    own_bytes = gathered_bytes(unit, spec, axes, coords, work.compute_bytes, work.numbers)
+    num_shards = prod(axes.sizes(unit.shard))
+    trained, name = padded(unit, spec, axes, coords, work.frozen), unit.name or "root"
+    num_batches = work.num_seeing if unit.name.startswith(TOWER) else work.num_batches
+    num_backward = passes.of(part_of(unit.name))
+    gathers = min(num_batches, 1) if spec.gathers_once(axes.pp) else num_batches + unit.again * num_backward
+    num_reduced = min(num_batches, 1) if spec.sums_once(axes.pp) else num_batches
+    if own_bytes and num_batches:
+        yield Charge(name, "all_gather", unit.shard, own_bytes * num_shards, gathers)
+    if trained and num_batches:
+        low_precision = spec.sends_narrow(axes.pp)
+        # Low-precision gradients go by all-to-all and are added up in float32 at the receiver: a reduce-scatter in
+        # bfloat16 would round after every addition.
+        op, item = ("all_to_all", work.compute_bytes) if low_precision else ("reduce_scatter", work.stored_bytes)
+        yield Charge(name, op, unit.shard, trained * num_shards * item, num_reduced)
+        yield Charge(name, "all_reduce", ("replicate",), trained * work.stored_bytes, 1)
 
 
 def _scales(
     stages: Sequence[Stage], spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: Work
 ) -> Iterator[Charge]:
-    """Before a step ranks find the scales of what is trained and gathered as numbers. Frozen numbers have theirs."""
-    low, sizes = work.numbers - work.frozen, Counter[tuple[str, ...]]()
+    """Charge for one all-reduce (MAX) a step of the block scales of what is trained and gathered in FP8.
+
+    Frozen FP8 weights have constant scales.
+    """
+    trained_fp8, sizes = work.numbers - work.frozen, Counter[tuple[str, ...]]()
     for unit in (unit for stage in stages for unit in stage.units):
-        sizes[unit.shard] += num_scales(unit, spec, axes, coords, low)
+        sizes[unit.shard] += num_scales(unit, spec, axes, coords, trained_fp8)
     for shard, num in sizes.items():
         yield Charge(SCALES, "all_reduce", shard, num * work.stored_bytes, int(num > 0))
 
 
 def _last_sums(spec: ShardingSpec, axes: Axes, rank: int, work: Work) -> Iterator[Charge]:
-    """One flat all-reduce for each set of axes. It sums what has copies there and is in no unit that sums over them.
+    """Charge for one flat all-reduce per set of axes: of gradients that have copies there and are in no FSDP unit.
 
     The engine asks `axes_left_to_sum`. The bill must not: it would repeat a mistake that is made there.
     """
     units = [unit for stage in spec.stages(axes, rank) for unit in stage.units]
-    paid = {name: (*unit.shard, "replicate") for unit in units for name in unit.params if not spec.table[name].float32}
+    reduced_by_fsdp = {
+        name: (*unit.shard, "replicate") for unit in units for name in unit.params if not spec.table[name].float32
+    }
     sizes: dict[tuple[str, ...], int] = {}
     for param in spec.params(axes, rank):
         copies = place(param, spec.rules, axes).copies
-        live = tuple(a for a in copies if a not in paid.get(param.name, ()) and axes.size_of(a) > 1)
+        live = tuple(a for a in copies if a not in reduced_by_fsdp.get(param.name, ()) and axes.size_of(a) > 1)
         unused = param.name.startswith(TOWER) and not work.num_seeing
         if live and not unused and param.name not in work.frozen:
             sizes[live] = sizes.get(live, 0) + piece(param, spec.rules, axes, axes.coords(rank)).numel

@@ -1,4 +1,4 @@
-"""Boxes: half-open ranges in every dim. Loading, placing, exporting and resharding are their intersections."""
+"""Boxes: half-open index ranges in every dim. Loading, placing, exporting and resharding are intersections of boxes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..errors import LayoutError
 
 
-class Box(NamedTuple):  # a large model has 100,000, and a dataclass takes four times as long to make
+class Box(NamedTuple):  # a large model has 100,000 of them, and a dataclass takes four times as long to construct
     """The elements `x` with `start <= x < stop` in every dim."""
 
     start: tuple[int, ...]
@@ -17,6 +17,7 @@ class Box(NamedTuple):  # a large model has 100,000, and a dataclass takes four 
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
+        """Return the box of a whole tensor."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -32,7 +33,8 @@ class Box(NamedTuple):  # a large model has 100,000, and a dataclass takes four 
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def meet(self, other: Box) -> Box | None:
-        """The intersection; None where it is empty, as most are: an expert's box meets few others."""
+        """Return the intersection, or None where it is empty, as most are: an expert's box meets few others."""
+        # Comparing dim 0 first makes the common case cheap.
         if self.start and (self.start[0] >= other.stop[0] or other.start[0] >= self.stop[0]):
             return None
         start = tuple(map(max, self.start, other.start))
@@ -40,7 +42,7 @@ class Box(NamedTuple):  # a large model has 100,000, and a dataclass takes four 
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def within(self, outer: Box) -> Box:
-        """The same elements, counted from the corner of `outer`."""
+        """Return the same elements, counted from the corner of `outer`."""
         start = tuple(a - o for a, o in zip(self.start, outer.start, strict=True))
         stop = tuple(b - o for b, o in zip(self.stop, outer.start, strict=True))
         return Box(start, stop)
@@ -50,13 +52,19 @@ class Box(NamedTuple):  # a large model has 100,000, and a dataclass takes four 
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """The range of part `index`, cut as `torch.chunk` and FSDP cut: ceil-sized, the last ones short or empty."""
+    """Return the range of part `index`, cut as `torch.chunk` and FSDP2 cut: ceil-sized, the last ones short or
+    empty.
+    """
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
 
 
 def interval(box: Box, lo: int, hi: int) -> Iterator[Box]:
-    """Elements `lo..hi` of the row-major order of `box`, as the few boxes that they make, in order."""
+    """Return elements `lo..hi` of the row-major order of `box`, as the few boxes that they make up, in order.
+
+    FSDP cuts a matrix by rows, but a row of the matrix is a product of several dims. So a shard is a partial slice at
+    each end and a whole box between, in each dim.
+    """
     if lo >= hi:
         return
     (first, last), inner = (box.start[0], box.stop[0]), Box(box.start[1:], box.stop[1:])
@@ -77,20 +85,25 @@ def interval(box: Box, lo: int, hi: int) -> Iterator[Box]:
 
 
 def _prefixed(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    """Prepend an index of the outermost dim to boxes of the inner dims."""
     for box in boxes:
         yield Box((index, *box.start), (index + 1, *box.stop))
 
 
 def check_tiling(boxes: Sequence[Box], shape: Sequence[int], what: str) -> None:
-    """Raise unless the boxes cover `shape` exactly once."""
+    """Raise unless the boxes cover `shape` exactly once.
+
+    They do if none overlaps another and their sizes add up. Sorted by dim 0, a box can only overlap one that is still
+    open.
+    """
     whole = Box.whole(shape)
     boxes = [b for b in boxes if b.size or len(b.start) != len(shape)]
     for box in boxes:
         if len(box.start) != len(shape) or whole.meet(box) != box:
-            raise LayoutError(f"{what}: the block {box} does not lie inside the shape {tuple(shape)}; mend its bounds")
+            raise LayoutError(f"{what}: the block {box} is not inside the shape {tuple(shape)}; correct its bounds")
     ordered = sorted(boxes, key=lambda b: b.start)
     open_boxes: list[Box] = []
-    for box in ordered:  # sweep along dim 0; only boxes still open there can overlap
+    for box in ordered:  # sweep along dim 0
         open_boxes = [b for b in open_boxes if not b.start or b.stop[0] > box.start[0]]
         for other in open_boxes:
             if other.meet(box):

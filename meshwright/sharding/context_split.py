@@ -1,4 +1,8 @@
-"""Context parallelism by mixer: how many neighbours on cp swap tokens for heads, and what is done over the others."""
+"""Context parallelism of each mixer: how many neighbours on cp swap tokens for heads, and what the rest of cp does.
+
+Ulysses (arXiv 2309.14509) swaps tokens for heads by all-to-all: cheapest, but at most as many ranks as there are heads.
+Beyond that, attention all-gathers keys and values, and the delta net passes its state on, over the remaining ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +11,72 @@ from math import gcd
 
 from ..axes import Axes
 from ..errors import LayoutError
-from .doors import ATTENTION, DELTA, Context, Deal, Swap, find
+from .doors import ATTENTION, DELTA, Context, HeadSplit, Swap, find_doors
 from .rules import ShardingSpec
 
-BEYOND = {ATTENTION: "gather", DELTA: "state"}  # keys and values are gathered; a state is passed on
+BEYOND = {ATTENTION: "gather", DELTA: "state"}  # what ranks do that do not swap: gather keys and values; pass a state
 
 
-def asked(context: Context, mixer: str) -> int | None:
+def requested_parts(context: Context, mixer: str) -> int | None:
+    """Return how many neighbours the user lets swap; None if he leaves it open."""
     return {ATTENTION: context.attention, DELTA: context.delta}[mixer]
 
 
-def neighbours(context: Context, mixer: str, heads: int, cp: int) -> int:
-    """Between how many a mixer swaps, with so many heads on a rank of tp."""
-    common, wanted = gcd(heads, cp), asked(context, mixer)
-    if wanted is not None:
-        return wanted
+def num_swapping(context: Context, mixer: str, heads: int, cp: int) -> int:
+    """Return how many neighbours of a mixer swap, with `heads` heads on a tp rank.
+
+    Attention swaps as far as heads allow: swapped heads cost less than gathered keys and values. The delta net swaps
+    over all of cp or not at all.
+    """
+    common, requested = gcd(heads, cp), requested_parts(context, mixer)
+    if requested is not None:
+        return requested
     return common if mixer == ATTENTION or common == cp else 1
 
 
-def deals(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, Deal]:
-    """How the heads of a tp rank are dealt out, for each mixer of the model."""
-    found = {}
-    for name, swap in find(spec.module, Swap):
+def head_splits(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swap, HeadSplit]:
+    """Return how the heads of a tp rank are dealt out, for each mixer of the model."""
+    deal_of = {}
+    for name, swap in find_doors(spec.module, Swap):
         start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
-        found[swap] = Deal(start, stop, neighbours(spec.context, swap.mixer, stop - start, axes.cp))
-    return found
+        deal_of[swap] = HeadSplit(start, stop, num_swapping(spec.context, swap.mixer, stop - start, axes.cp))
+    return deal_of
 
 
 def ways(spec: ShardingSpec, axes: Axes) -> str:
-    """What each mixer does under cp, for people: `attention: swap 4 x gather 2, delta: state 8`."""
-    found = {}
-    for swap, deal in deals(spec, axes, axes.coords(0)).items():
+    """Describe what each mixer does under cp: `attention: swap 4 x gather 2, delta: state 8`."""
+    texts = {}
+    for swap, deal in head_splits(spec, axes, axes.coords(0)).items():
         both = {"swap": deal.parts, BEYOND[swap.mixer]: axes.cp // deal.parts}
-        found[swap.mixer] = " x ".join(f"{way} {size}" for way, size in both.items() if size > 1)
-    return ", ".join(f"{mixer}: {way}" for mixer, way in found.items() if way)
+        texts[swap.mixer] = " x ".join(f"{verb} {size}" for verb, size in both.items() if size > 1)
+    return ", ".join(f"{mixer}: {verb}" for mixer, verb in texts.items() if verb)
 
 
 def check_context(spec: ShardingSpec, axes: Axes) -> None:
     """Refuse a `Context` that the mesh or the model cannot follow."""
-    dealt = deals(spec, axes, axes.coords(0))
+    deal_of = head_splits(spec, axes, axes.coords(0))
     for mixer in BEYOND:
-        wanted, heads = asked(spec.context, mixer), dict[int, str]()
-        for name, swap in find(spec.module, Swap):
+        requested, heads = requested_parts(spec.context, mixer), dict[int, str]()
+        for name, swap in find_doors(spec.module, Swap):
             if swap.mixer == mixer:
-                heads.setdefault(dealt[swap].stop - dealt[swap].start, name)
-        if wanted is not None:
-            _check(mixer, wanted, heads, axes)
+                heads.setdefault(deal_of[swap].stop - deal_of[swap].start, name)
+        if requested is not None:
+            _check_mixer(mixer, requested, heads, axes)
 
 
-def _check(mixer: str, wanted: int, heads: Mapping[int, str], axes: Axes) -> None:
-    """`heads`: how many a rank of tp has, and the first mixer that has so many."""
+def _check_mixer(mixer: str, requested: int, heads: Mapping[int, str], axes: Axes) -> None:
+    """Refuse a number of neighbours that does not divide cp and the heads.
+
+    `heads`: the numbers of heads that mixers have on a tp rank, each with the first mixer that has it.
+    """
     if not heads:
-        raise LayoutError(f"{mixer}={wanted} of mw.Context: the model has no such mixer; leave it out")
+        raise LayoutError(f"{mixer}={requested} of mw.Context: the model has no such mixer; leave it out")
     common = gcd(axes.cp, *heads)
-    if common % wanted:
+    if common % requested:
         named = " and ".join(f"the {num} heads of {name}" for num, name in heads.items())
         of_tp = f" that tp={axes.tp} leaves to a rank" if axes.tp > 1 else ""
         choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise LayoutError(
-            f"{mixer}={wanted} of mw.Context does not divide cp={axes.cp} and {named}{of_tp}; "
+            f"{mixer}={requested} of mw.Context does not divide cp={axes.cp} and {named}{of_tp}; "
             f"choose {mixer} from {choices}"
         )

@@ -1,6 +1,8 @@
-"""Doors as data: where an activation goes to other ranks, and by which collective. On one process a door does nothing.
+"""Doors: declared points where activations change ranks, each with its collective in forward and in backward.
 
-`parallel` arms the doors of its axis. The bill reads the same objects, and oracle K1 holds both against each other.
+A door is data. On one process it is the identity; `parallel` arms the doors of its mesh axis with collectives. The bill
+reads the same objects, and oracle K1 checks one against the other. A layer that declares doors is single-device code:
+tensor, context and expert parallelism are not written into it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from .vision_balance import Cost
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a door does in forward and in backward, as the collectives that run."""
+class DoorKind:
+    """What a door does in forward and in backward, as the names of collectives."""
 
     name: str
     axis: str
@@ -27,20 +29,21 @@ class Kind:
     backward: str
 
 
-ENTER = Kind("enter", "tp", "all_gather", "reduce_scatter")  # own tokens -> all tokens of the tp group
-LEAVE = Kind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums of all tokens -> own tokens
-# all tokens over my slice of the vocabulary -> own tokens over all slices
-MEET = Kind("meet", "tp", "all_to_all", "all_to_all")
-# the whole stream of a data rank, which each of its ranks has -> the tokens of my cp rank: nothing is sent
-SHARE = Kind("share", "cp", "", "")
+# Megatron's sequence parallelism (arXiv 2205.05198), g and its conjugate: between blocks each rank has its own tokens.
+ENTER = DoorKind("enter", "tp", "all_gather", "reduce_scatter")  # own tokens -> all tokens of the tp group
+LEAVE = DoorKind("leave", "tp", "reduce_scatter", "all_gather")  # partial sums of all tokens -> own tokens
+# all tokens over this rank's slice of the vocabulary -> own tokens over all slices
+MEET = DoorKind("meet", "tp", "all_to_all", "all_to_all")
+# the whole stream of a data rank, which each of its ranks has -> the tokens of this cp rank: nothing is sent
+SHARE = DoorKind("share", "cp", "", "")
 
 
 class Door:
-    """A named door. `width`: elements a token that pass; `floats`: they are at least float32, whatever the rest."""
+    """A named door. `width`: elements a token that pass; `floats`: at least float32 whatever the compute dtype."""
 
-    def __init__(self, kind: Kind, width: int, *, floats: bool = False) -> None:
+    def __init__(self, kind: DoorKind, width: int, *, floats: bool = False) -> None:
         self.kind, self.width, self.floats = kind, width, floats
-        self.again = False  # passed once more when backward recomputes
+        self.again = False  # passed once more when activation checkpointing recomputes
         self.armed: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -50,39 +53,41 @@ class Door:
         return f"Door({self.kind.name}, width={self.width}, {'armed' if self.armed else 'identity'})"
 
 
-Coming = Callable[[], Rows]  # rows on their way: a call waits for them
-ToExperts = Callable[[Tensor, Tensor, Tensor], Coming]
+# Rows in flight (an asynchronous all-to-all); calling it waits for them.
+PendingRows = Callable[[], Rows]
+StartDispatch = Callable[[Tensor, Tensor, Tensor], PendingRows]
 
 
 class Dispatch:
-    """The door of a mixture of experts: tokens, with the weights and numbers of their experts -> rows of this rank's
-    experts, and the way back to a sum for each token. Rows are on their way when it returns, so that something else can
-    be computed until they are asked for. `alone`: where all experts are here.
+    """The door of a mixture of experts: tokens -> rows of this rank's experts, and back to a sum for each token.
 
-    Seven all-to-alls when armed: the counts, weights, rows there and back, and the three of backward. Three more when
-    `again`, which needs no way back. Where a token goes once to each rank that has some of its experts, what these are
-    goes beside the rows: one more each time.
+    It sends tokens with their routing weights and expert indices. It returns while rows are in flight, so that a shared
+    expert can be computed in the meantime. `alone`: builds the rows where all experts are on this rank.
+
+    When armed: seven all-to-alls, for counts, weights, rows out and back, and three in backward. With `again`
+    (checkpointing) three more, since a recomputed layer needs no way back. Where a token goes once to each rank that
+    has some of its experts, their indices travel next to the rows: one more each time.
     """
 
     def __init__(self, num_experts: int, width: int, top_k: int, alone: Callable[..., Rows]) -> None:
         self.num_experts, self.width, self.top_k, self.alone = num_experts, width, top_k, alone
         self.again = False
-        self.armed: ToExperts | None = None
+        self.armed: StartDispatch | None = None
 
-    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
-        return (self.armed or self.here)(x_TD, weight_Tk, expert_Tk)
+    def __call__(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> PendingRows:
+        return (self.armed or self.local)(x_TD, weight_Tk, expert_Tk)
 
-    def here(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Coming:
+    def local(self, x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> PendingRows:
         rows = self.alone(x_TD, weight_Tk, expert_Tk)
         return lambda: rows
 
 
 class Insert:
-    """The door of a tower: rows of the frames that this rank runs -> rows for its own tokens, from all ranks of its
-    data rank (cp and tp). Both sides know how many. `width`: elements of a row. `cost`: of a frame, by which frames are
-    shared out.
+    """The door of a vision tower: rows of the frames that this rank ran -> rows for its own tokens.
 
-    One all-to-all when armed, and one the other way in backward.
+    Frames are balanced over the cp and tp ranks of a data rank, so rows come from any of these. Both sides know all
+    sizes (vision_balance.py), so no counts are exchanged. `width`: elements of a row. `cost`: of a frame, by which
+    frames are balanced. One all-to-all when armed, and one the other way in backward.
     """
 
     def __init__(self, width: int, cost: Cost) -> None:
@@ -95,7 +100,7 @@ class Insert:
 
 @dataclass
 class Span:
-    """This rank's range of a dim, for code that must know which heads or rows it has. All of it on one process."""
+    """This rank's range of a dim, for code that must know which heads or rows it has. The whole dim on one process."""
 
     dim: str
     size: int
@@ -109,17 +114,17 @@ class Span:
         return self.stop - self.start
 
 
-ATTENTION, DELTA = "attention", "delta"  # the mixers, as `Context` names them
+ATTENTION, DELTA = "attention", "delta"  # mixers, by their names in `Context`
 
 
 @dataclass(frozen=True)
 class Context:
-    """How mixers come to the tokens of other ranks of cp. The numbers stay the same, but for rounding.
+    """How mixers see the tokens of other cp ranks. Results differ by rounding only.
 
-    `attention`, `delta` (the delta net): so many neighbours on cp swap tokens for heads. Over the others attention
-    gathers keys and values, and the delta net passes its state on. cp: a swap alone; 1: none. None is chosen: for
-    attention the largest that divides cp and the heads of a tp rank; for the delta net cp if it divides the key heads,
-    else 1.
+    `attention`, `delta` (the delta net): this many neighbours on cp swap tokens for heads (Ulysses, arXiv 2309.14509).
+    Over the remaining ranks attention gathers keys and values, and the delta net passes its state on. The size of cp:
+    swap only; 1: never swap. None: chosen; for attention the largest number that divides cp and the heads of a tp rank,
+    for the delta net cp if it divides the key heads, else 1.
     """
 
     attention: int | None = None
@@ -132,75 +137,79 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """How the heads `start..stop` of a tp rank are dealt out to `parts` neighbours on cp: evenly, in their order."""
+class HeadSplit:
+    """How the heads `start..stop` of a tp rank are dealt out to `parts` neighbours on cp: evenly, in order."""
 
     start: int
     stop: int
     parts: int = 1
 
     def heads(self, part: int) -> range:
+        """Return the heads of one part, counted over the whole model."""
         num = (self.stop - self.start) // self.parts
         return range(self.start + part * num, self.start + (part + 1) * num)
 
     def serving(self, serves: int) -> list[list[int]]:
-        """For each rank the heads that serve its own, of which each serves so many neighbours.
+        """Return for each rank the heads that serve its own, where each serves `serves` consecutive heads (a kv head,
+        queries).
 
-        All get equally many, so that all pieces of an exchange are of one size: the last one is repeated for it.
+        All ranks get equally many, so that all pieces of an exchange have one size: the last one is repeated to fill
+        up.
         """
-        wanted = [sorted({head // serves for head in self.heads(part)}) for part in range(self.parts)]
-        most = max(map(len, wanted))
-        return [heads + heads[-1:] * (most - len(heads)) for heads in wanted]
+        needed = [sorted({head // serves for head in self.heads(part)}) for part in range(self.parts)]
+        most = max(map(len, needed))
+        return [heads + heads[-1:] * (most - len(heads)) for heads in needed]
 
 
 Tensors = tuple[Tensor, ...]
 
 
 class Swap:
-    """The door of a mixer under cp: all heads of this rank's tokens -> this rank's share of the heads, of the tokens
-    of all neighbours on cp that swap.
+    """The door of a mixer under cp (Ulysses): all heads of own tokens -> a share of the heads, for all tokens of the
+    swap.
 
-    `heads` are dealt out. `there`: of each tensor that goes, the elements of one of its heads, and how many of `heads`
-    that one serves (a kv head serves several). `width`: elements of a head that come back. What goes is `[T, n, ...]`
-    with the heads of the tp rank, what arrives has those that this rank needs. One all-to-all each way when armed, and
-    one each way in backward; both of forward once more when `again`.
+    `heads` are dealt out. `inputs`: for each tensor that is sent, the elements of one of its heads, and how many of
+    `heads` it serves (a kv head serves several). `width`: elements of a head that come back. Tensors go as
+    `[T, n, ...]` with the heads of the tp rank, and arrive with the heads that this rank needs. When armed: one
+    all-to-all each way, and one each way in backward; both of forward once more with `again`.
     """
 
-    def __init__(self, heads: Span, there: Sequence[tuple[int, int]], width: int, mixer: str = ATTENTION) -> None:
-        self.heads, self.there, self.width, self.mixer = heads, tuple(there), width, mixer
+    def __init__(self, heads: Span, inputs: Sequence[tuple[int, int]], width: int, mixer: str = ATTENTION) -> None:
+        self.heads, self.inputs, self.width, self.mixer = heads, tuple(inputs), width, mixer
         self.again = False
-        self.parts, self.part = 1, 0  # neighbours that swap, and which of them this is
-        self.groups, self.group = 1, 0  # of such neighbours: each has a part of the stream
+        self.parts, self.part = 1, 0  # how many neighbours swap, and the index of this rank among them
+        self.groups, self.group = 1, 0  # groups of such neighbours, each with a contiguous part of the stream
         self.armed: tuple[Callable[[Tensors], Tensors], Callable[[Tensor], Tensor]] | None = None
 
     def __call__(self, *xs_TnC: Tensor) -> Tensors:
         return xs_TnC if self.armed is None else self.armed[0](xs_TnC)
 
     def back(self, y_TnC: Tensor) -> Tensor:
+        """Return outputs to the ranks of their tokens."""
         return y_TnC if self.armed is None else self.armed[1](y_TnC)
 
     @property
-    def deal(self) -> Deal:
-        return Deal(self.heads.start, self.heads.stop, self.parts)
+    def deal(self) -> HeadSplit:
+        return HeadSplit(self.heads.start, self.heads.stop, self.parts)
 
     @property
-    def mine(self) -> range:
-        """The heads on which this rank works, counted over the whole model."""
+    def own_heads(self) -> range:
+        """Return the heads on which this rank works, counted over the whole model."""
         return self.deal.heads(self.part)
 
-    def widths(self, deal: Deal) -> tuple[int, int]:
-        """Elements a token that one rank gets, and that it gives back."""
-        got = sum(len(deal.serving(serves)[0]) * width for width, serves in self.there)
-        return got, len(deal.heads(0)) * self.width
+    def widths(self, deal: HeadSplit) -> tuple[int, int]:
+        """Return the elements a token that one rank receives, and that it returns."""
+        received = sum(len(deal.serving(serves)[0]) * width for width, serves in self.inputs)
+        return received, len(deal.heads(0)) * self.width
 
 
 class Join:
-    """The door of a mixer to the other parts of the stream: rows of this part -> rows of all parts, in their order.
+    """The door of a mixer to the rest of the stream: rows of this part -> rows of all parts, in order.
 
-    A part is what neighbours that swap have between them. Each rank asks those that work on the same heads elsewhere.
-    `width`: elements of a head in a row, which serves `serves` of the swap's heads. `rows`: of a part pass so many; by
-    default all its tokens. `floats`: as of a door. One all-gather when armed, one reduce-scatter in backward; the
-    all-gather once more when `again`.
+    A part is the tokens of a group of swapping neighbours. Each rank gathers from those that work on the same heads in
+    other groups. `width`: elements of a head in a row; the head serves `serves` of the swap's heads. `rows`: how many
+    rows of a part pass, all its tokens by default. `floats`: as for a door. One all-gather when armed, one
+    reduce-scatter in backward; the all-gather once more with `again`.
     """
 
     def __init__(
@@ -221,22 +230,22 @@ class Join:
     def part(self) -> int:
         return self.swap.group
 
-    def elements(self, deal: Deal, num_tokens: int) -> int:
-        """That a part of so many tokens brings."""
+    def elements(self, deal: HeadSplit, num_tokens: int) -> int:
+        """Count the elements that a part of `num_tokens` tokens contributes."""
         rows = num_tokens if self.rows is None else min(self.rows, num_tokens)
         return rows * len(deal.serving(self.serves)[0]) * self.width
 
 
 def is_run(numbers: Sequence[int]) -> bool:
-    """Whether each is the next of the one before."""
+    """Tell whether the numbers are consecutive."""
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 
 Kept = TypeVar("Kept", Door, Dispatch, Insert, Span, Swap, Join)
 
 
-def find(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:
-    """Every door (or dispatch, or span) of a model with its name, in the order of the modules."""
+def find_doors(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:
+    """Yield every door (or span) of one class in a model with its name, in the order of the modules."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, kept):

@@ -1,4 +1,4 @@
-"""The way of rows to the ranks of their experts: straight there, or over a rank of each node that has some."""
+"""Routes of rows to the ranks of their experts: directly, or hierarchically over one rank of each node (two hops)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from math import comb
 from ..axes import Axes
 from ..errors import ConfigError
 
-ROWS = ", rows"  # the place, in a door, where rows of tokens are sent whose number the router decides
-WEIGHTS = ", weights"  # and where the weights of the experts of tokens are sent
-COUNTS = ", the counts"  # how many rows will come
+# Suffixes of a door's name, one for each of its all-to-alls: rows of tokens (their number depends on routing), routing
+# weights, how many rows will come, and which experts each row is for.
+ROWS = ", rows"
+WEIGHTS = ", weights"
+COUNTS = ", the counts"
 CODES = ", the experts of rows"
 
 
 @dataclass(frozen=True)
 class Hop:
-    """`size` places over `axes`, each with its share of `num_experts`. `at`: the door, for errors and the bill.
-    `places`: into how many shares all experts of the layer are divided once rows are behind it."""
+    """One exchange among `size` ranks over `axes`, each responsible for its share of `num_experts`.
+
+    `at`: its name, for errors and the bill. `places`: into how many shares the experts of the layer are divided after
+    it.
+    """
 
     at: str
     axes: tuple[str, ...]
@@ -32,13 +37,16 @@ class Hop:
 
 
 def divides(token_once: bool | int, ep: int) -> bool:
-    """Whether ranks of `ep` are whole nodes, or all in one."""
+    """Tell whether nodes of `token_once` ranks divide `ep`, or one node holds all of it."""
     per_node = max(1, token_once)
     return ep % per_node == 0 or per_node % ep == 0
 
 
 def hops(at: str, num_experts: int, axes: Axes, token_once: bool | int) -> tuple[Hop, ...]:
-    """`token_once`: how many neighbours on ep are a node, to which a token goes once. True: a rank is one."""
+    """Return the exchanges of a layer.
+
+    `token_once`: send a token once per node of this many ep ranks; True: once per rank.
+    """
     per_node = int(token_once)
     if per_node <= 1 or per_node % axes.ep == 0:
         return (Hop(at, ("ep",), axes.ep, num_experts, axes.ep),)
@@ -53,7 +61,11 @@ def hops(at: str, num_experts: int, axes: Axes, token_once: bool | int) -> tuple
 
 
 @cache
-def likely_rows(num_tokens: int, top_k: int, num_experts: int, num_places: int) -> int:
-    """How many rows go out where a token goes once to each place that has some of its experts, if all are as likely."""
+def expected_rows(num_tokens: int, top_k: int, num_experts: int, num_places: int) -> int:
+    """Return the expected number of rows where a token goes once to each place that has some of its experts.
+
+    With uniform routing a place gets a token unless all of its k experts are elsewhere: 1 - C(others, k) / C(experts,
+    k).
+    """
     others = num_experts - num_experts // num_places
     return round(num_tokens * num_places * (1 - comb(others, top_k) / comb(num_experts, top_k)))

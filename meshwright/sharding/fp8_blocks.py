@@ -1,4 +1,8 @@
-"""Which products are in 8 bits, and whether a mesh leaves their blocks whole."""
+"""Which weights have FP8 matmuls, and whether a mesh leaves their 128 x 128 blocks whole.
+
+A block that two ranks shared would get two scales, and the mesh would change the rounding. So such meshes are refused,
+and results stay the same on every mesh that is accepted.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,22 @@ from ..errors import LayoutError
 from ..ops.fp8_matmul import BLOCK
 from .fsdp_units import Unit
 from .params import Block, Param, matrix_shape
-from .rules import ShardingSpec, cut, place, sizes_here, tp_sizes
+from .rules import ShardingSpec, cut, local_sizes, place, tp_sizes
 
-SCALES = "the scales of what is gathered in 8 bits"  # what errors and the bill call their all-reduce
-_APART = ("half", "expert")  # dims whose indices are matrices of their own in files: each has its own blocks
+SCALES = "the scales of what is gathered in 8 bits"  # the name of their all-reduce in errors and the bill
+_SEPARATE = ("half", "expert")  # dims that files spell as separate matrices, each with blocks of its own
 
 
-def gathered_low(spec: ShardingSpec, trained: Container[str], *, wide: bool = False) -> frozenset[str]:
-    """The trained parameters that are gathered as 8-bit numbers, where they are stored in several shards. `wide`: the
-    run gathers values all the same."""
+def gathered_in_fp8(spec: ShardingSpec, trained: Container[str], *, wide: bool = False) -> frozenset[str]:
+    """Return the trained parameters that are all-gathered as FP8 codes, where they have several shards.
+
+    `wide`: the run gathers values nevertheless.
+    """
     return frozenset() if wide else frozenset(name for name in spec.fp8 if name in trained)
 
 
 def num_scales(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], low: Collection[str]) -> int:
-    """Of those parameters of a unit that are among `low`, as tp and ep cut them."""
+    """Count the block scales of those parameters of a unit that are in `low`, as tp and ep cut them."""
     num = 0
     for name in unit.params:
         if name in low:
@@ -35,61 +41,64 @@ def num_scales(unit: Unit, spec: ShardingSpec, axes: Axes, coords: Mapping[str, 
 
 
 def check_fp8(spec: ShardingSpec, axes: Axes) -> None:
-    """Refuse a mesh on which a rank rounds other blocks than one process does, or only its share of a sum."""
-    found = _misfits(spec, axes.tp)
-    if not found:
+    """Refuse a mesh on which a rank would round other blocks than one process does, or only its share of a
+    reduction.
+    """
+    misfits = _misfits(spec, axes.tp)
+    if not misfits:
         return
-    name, what = next(iter(found.items()))
-    if axes.tp == 1 and len(found) == len(spec.fp8):
+    name, what = next(iter(misfits.items()))
+    if axes.tp == 1 and len(misfits) == len(spec.fp8):
         raise LayoutError(
-            f"fp8='block' rounds whole blocks of {BLOCK} x {BLOCK}, which no matrix of this model has; leave it out"
+            f"fp8='block' needs matrices of whole {BLOCK} x {BLOCK} blocks, which no matrix of this model has; "
+            "leave it out"
         )
-    skipped = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each) for each in found)
-    out = f"leave it out with fp8_skip={[*skipped]}"
+    skipped = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", each) for each in misfits)
+    fix = f"leave it out with fp8_skip={[*skipped]}"
     choices = ", ".join(str(n) for n in tp_sizes(spec) if not _misfits(spec, n))
     if choices:
-        out = f"choose tp from {choices}, or {out}"
+        fix = f"choose tp from {choices}, or {fix}"
     where = f", with tp={axes.tp}" if axes.tp > 1 else ""
     raise LayoutError(
-        f"fp8='block' rounds whole blocks of {BLOCK} x {BLOCK}, but a rank has {what} of {name}{where}; {out}"
+        f"fp8='block' needs whole {BLOCK} x {BLOCK} blocks, but a rank has {what} of {name}{where}; {fix}"
     )
 
 
 def _misfits(spec: ShardingSpec, tp: int) -> dict[str, str]:
-    """The parameters of which a rank has something else than whole blocks, and what it has."""
-    found, known = dict[str, str](), dict[object, str]()
+    """Return the parameters of which a rank has something else than whole blocks, and what it has."""
+    misfits, by_kind = dict[str, str](), dict[object, str]()
     for name, param in spec.table.params.items():
         if name in spec.fp8:
             forms = {block.ours.shape for layout in param.layouts for block in layout.blocks}
             kind = (*param.rows.items(), None, *param.cols.items(), frozenset(forms))
-            if kind not in known:
-                known[kind] = _misfit(param, spec, Axes(tp=tp))
-            if known[kind]:
-                found[name] = known[kind]
-    return found
+            if kind not in by_kind:
+                by_kind[kind] = _misfit(param, spec, Axes(tp=tp))
+            if by_kind[kind]:
+                misfits[name] = by_kind[kind]
+    return misfits
 
 
 def _misfit(param: Param, spec: ShardingSpec, axes: Axes) -> str:
     split = spec.rules.split(param.dims, axes, param.name)
     shared = [dim for dim in param.dims if axes.tp > 1 and spec.rules.axis.get(dim) == "tp" and dim not in split]
-    if shared:  # several ranks have parts of one gradient, and rounded parts are not the rounded sum
+    if shared:  # ranks hold partial sums of one gradient, and a sum of rounded parts is not the rounded sum
         return "only a share of the gradient"
-    here = sizes_here(param, spec.rules, axes)
-    cols = prod(here[dim] for dim in param.cols)
+    local = local_sizes(param, spec.rules, axes)
+    cols = prod(local[dim] for dim in param.cols)
     if cols % BLOCK:
         return f"{cols} columns"
-    rows = {_run(param, block, here) for layout in param.layouts for block in layout.blocks}
+    rows = {_contiguous_rows(param, block, local) for layout in param.layouts for block in layout.blocks}
     return next((f"{each} rows" for each in sorted(rows) if each % BLOCK), "")
 
 
-def _run(param: Param, block: Block, here: Mapping[str, int]) -> int:
-    """How many rows of a rank stand one after the other in a matrix of the file, at least."""
+def _contiguous_rows(param: Param, block: Block, local: Mapping[str, int]) -> int:
+    """Return how many rows of a rank are consecutive in a matrix of the file, at least."""
     rows = 1
     for at, (dim, size) in reversed(list(enumerate(param.rows.items()))):
         extent = block.ours.shape[at]
-        if dim in _APART:
+        if dim in _SEPARATE:
             break
-        rows *= here[dim] if extent == size else extent
+        rows *= local[dim] if extent == size else extent
         if extent < size:
             break
     return rows

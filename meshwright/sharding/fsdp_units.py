@@ -1,4 +1,4 @@
-"""Units: parameters that FSDP gathers and frees together."""
+"""FSDP units: sets of parameters that are all-gathered, freed and reduce-scattered together."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .doors import Dispatch, find
+from .doors import Dispatch, find_doors
 
-TOWER = "tower."  # so begin the names of what a tower is made of
+TOWER = "tower."  # prefix of the names of the vision tower's parameters
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters of a submodule. `again`: backward gathers them a second time."""
+    """The parameters of a submodule. `again`: backward gathers them a second time (FSDP's reshard_after_forward)."""
 
     name: str
     params: tuple[str, ...]
@@ -23,33 +23,38 @@ class Unit:
 
     @property
     def shard(self) -> tuple[str, ...]:
-        """The axes over which it is stored in shards."""
+        """Return the axes over which it is sharded.
+
+        Experts are already spread over ep; they are sharded over what remains of the same ranks. Dense parameters are
+        sharded over cp too, whose ranks would otherwise hold identical copies.
+        """
         return ("efsdp",) if self.expert else ("fsdp", "cp")
 
 
 def units_of(
     model: nn.Module, gathered: Sequence[nn.Module], *, reshard: bool = True, kept: bool = True
 ) -> tuple[Unit, ...]:
-    """Experts, then the units around them, then the root with what is left: the order in which FSDP wraps them.
+    """Return the units of experts, then those around them, then the root with the rest: the order in which FSDP wraps
+    them.
 
-    Without `reshard`, what forward has gathered stays until backward is done with it. So does the last unit, with which
-    backward begins, where it follows at once (`kept`).
+    Without `reshard`, parameters stay gathered from forward to backward. The last unit always does (`kept`) where
+    backward follows at once, since it begins there and would gather again what was just freed.
     """
     names = {module: name for name, module in model.named_modules()}
-    experts = dict.fromkeys(name.rpartition(".")[0] for name, _ in find(model, Dispatch))
-    inside: dict[str, list[str]] = {name: [] for name in (*experts, *(names[m] for m in gathered), "")}
-    place = {name: number for number, name in enumerate(inside)}
+    experts = dict.fromkeys(name.rpartition(".")[0] for name, _ in find_doors(model, Dispatch))
+    params_of: dict[str, list[str]] = {name: [] for name in (*experts, *(names[m] for m in gathered), "")}
+    place = {name: number for number, name in enumerate(params_of)}
     for param, _ in model.named_parameters():
-        inside[min((name for name in _around(param) if name in place), key=place.__getitem__)].append(param)
-    last = ("", names[gathered[-1]]) if kept else ()
+        params_of[min((name for name in _around(param) if name in place), key=place.__getitem__)].append(param)
+    stays = ("", names[gathered[-1]]) if kept else ()
     return tuple(
-        Unit(name, tuple(params), name in experts, again=reshard and name not in last)
-        for name, params in inside.items()
+        Unit(name, tuple(params), name in experts, again=reshard and name not in stays)
+        for name, params in params_of.items()
     )
 
 
 def _around(name: str) -> Iterator[str]:
-    """The modules that a parameter is in, from its own to the root."""
+    """Yield the names of the modules that contain a parameter, from its own to the root."""
     while name:
         name = name.rpartition(".")[0]
         yield name

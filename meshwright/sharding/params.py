@@ -1,9 +1,10 @@
-"""What a parameter is, said once: where the module creates it.
+"""Declare parameters where a module creates them: named dims, the keys of its files, initialisation, precision.
 
     self.q = weight(rows={"heads": H, "head": K}, cols={"embed": D}, key=at + "q_proj.weight")
 
-A parameter is a matrix whose rows and columns are products of named dims (a vector has no columns); that matrix is
-what `F.linear` takes and what a rank stores its rows of. The module tree gives its name; `Table` collects them all.
+A parameter is a matrix whose rows and columns are products of named dims (a vector has no columns). That matrix is what
+`F.linear` takes, and ranks store rows of it. Sharding rules speak of dims ("heads" are cut by tp), so they need no list
+of parameter names. The module tree gives the name; `Table` collects all declarations.
 """
 
 from __future__ import annotations
@@ -21,24 +22,29 @@ from ..errors import LayoutError
 from .boxes import Box, check_tiling
 
 
-class Block(NamedTuple):  # a large model has 100,000
-    """A box of ours and the box of a source tensor that hold the same elements in the same row-major order; in that of
-    the source with its last two dims exchanged, where it is `turned`."""
+class Block(NamedTuple):  # a large model has 100,000 of them, see Box
+    """A box of ours and the box of a source tensor with the same elements in the same row-major order.
+
+    With `turned`, the order is that of the source with its last two dims exchanged.
+    """
 
     ours: Box
     key: str
     shape: tuple[int, ...]  # of the whole source tensor
-    theirs: Box
+    source: Box
     turned: bool = False
 
-    def view(self, source: Tensor) -> Tensor:
-        """The block of a source tensor in the shape of ours: never a copy."""
-        part = source[self.theirs.slices]
-        return (part.transpose(-1, -2) if self.turned else part).view(self.ours.shape)
+    def view(self, tensor: Tensor) -> Tensor:
+        """View the block of a source tensor in the shape of ours.
+
+        Never a copy: a memory-mapped file stays on disk.
+        """
+        region = tensor[self.source.slices]
+        return (region.transpose(-1, -2) if self.turned else region).view(self.ours.shape)
 
 
-def as_it_lies(view: Tensor) -> tuple[int, ...]:
-    """The dims of a view of a source tensor in the order in which the source has them."""
+def storage_order(view: Tensor) -> tuple[int, ...]:
+    """Return the dims of a view of a source tensor in the order in which the source stores them."""
     return tuple(sorted(range(view.dim()), key=lambda dim: -view.stride()[dim]))
 
 
@@ -52,12 +58,13 @@ class Layout:
 
     @property
     def keys(self) -> dict[str, tuple[int, ...]]:
+        """Return the keys with their shapes."""
         return {b.key: b.shape for b in (*self.blocks, *self.copies)}
 
 
 @dataclass(frozen=True)
 class Init:
-    """How a fresh value is drawn: `normal` (of std `scale`), `zeros`, `ones`, `log_uniform` (log of 0..scale)."""
+    """How a new value is drawn: `normal` (of std `scale`), `zeros`, `ones`, `log_uniform` (log of 0..scale)."""
 
     kind: str
     scale: float = 0.0
@@ -65,6 +72,8 @@ class Init:
 
 @dataclass(frozen=True)
 class Param:
+    """A declared parameter; `weight` makes it, and the model's structure fills in name, layer and ends."""
+
     rows: Mapping[str, int]
     cols: Mapping[str, int]
     layouts: tuple[Layout, ...]
@@ -73,10 +82,10 @@ class Param:
     decay: bool = True
     init: Init = Init("normal", 0.02)
     optional: bool = False  # a source may lack it: it is then new
-    low: bool = False  # files may hold it in 8 bits, with a scale for each block
+    low: bool = False  # files may hold it quantised, with a scale for each block
     name: str = ""
-    layer: int | None = None  # that it belongs to; with it, it goes to a pipeline stage
-    first: bool = False  # before the layers, on the first stage; what has no layer and is not first is on the last
+    layer: int | None = None  # the layer that it belongs to, which decides its pipeline stage
+    first: bool = False  # before the layers, on the first stage; with neither, it is on the last stage
     tied: bool = False  # the head uses it too: both end stages hold it
 
     @property
@@ -97,21 +106,24 @@ class Param:
 
 
 def matrix_shape(param: Param, shape: Sequence[int]) -> tuple[int, ...]:
-    """The stored shape of a box of the parameter: rows and columns each in one dim."""
+    """Return the shape in which a box of the parameter is stored: rows and columns flattened to one dim each."""
     num_rows = len(param.rows)
     rows, cols = prod(shape[:num_rows]), prod(shape[num_rows:])
     return (rows, cols) if param.cols else (rows,)
 
 
 class Declared(nn.Parameter):
-    """A parameter on the meta device that still carries its declaration. This rank's piece replaces it later."""
+    """A parameter on the meta device that carries its declaration.
+
+    This rank's piece replaces it when the model is placed.
+    """
 
     param: Param
 
     def __new__(cls, param: Param) -> Declared:
-        made = torch.Tensor._make_subclass(cls, torch.empty(param.matrix, device="meta"), True)
-        made.param = param
-        return made
+        parameter = torch.Tensor._make_subclass(cls, torch.empty(param.matrix, device="meta"), True)
+        parameter.param = param
+        return parameter
 
 
 def weight(
@@ -119,10 +131,13 @@ def weight(
     layouts: Sequence[Layout] = (), group: str = "", float32: bool = False, decay: bool = True,
     init: Init = Init("normal", 0.02), optional: bool = False, low: bool = False,
 ) -> Declared:  # fmt: skip
-    """Declare a parameter: with `key`, the source holds our matrix as it is; otherwise `layouts` say how."""
+    """Declare a parameter.
+
+    With `key`, the source holds our matrix as it is; otherwise `layouts` map keys to blocks of it.
+    """
     if set(rows) & set(cols or {}):
         raise LayoutError(
-            f"dims {sorted(set(rows) & set(cols or {}))} stand among both rows and columns; name them apart"
+            f"dims {sorted(set(rows) & set(cols or {}))} are used for both rows and columns; rename one of each"
         )
     if key is not None:
         layouts = (plain(key, (*rows.values(), *(cols or {}).values()), len(rows)),)
@@ -130,41 +145,42 @@ def weight(
 
 
 def plain(key: str, shape: Sequence[int], num_rows: int, name: str = "plain") -> Layout:
-    """The source tensor is our matrix."""
+    """Return the layout whose source tensor is our matrix."""
     rows, cols = prod(shape[:num_rows]), prod(shape[num_rows:])
-    theirs = (rows, cols) if len(shape) > num_rows else (rows,)
-    return Layout(name, (Block(Box.whole(shape), key, theirs, Box.whole(theirs)),))
+    file_shape = (rows, cols) if len(shape) > num_rows else (rows,)
+    return Layout(name, (Block(Box.whole(shape), key, file_shape, Box.whole(file_shape)),))
 
 
 def segments(key: str, shape: Sequence[int], cuts: Sequence[int], source: Sequence[int]) -> Layout:
-    """The source has whole segments one after the other (`[all Q | all K | all V]`); ours, side by side in dim 1.
+    """Return the layout of a source with whole segments one after the other (`[all Q | all K | all V]`).
 
-    `cuts` are the sizes of the segments in our dim 1; `source` is the shape of the source tensor.
+    Ours has them side by side in dim 1, per key head: so one cut of dim 0 gives a tp rank its q, k and v. `cuts` are
+    the sizes of the segments in our dim 1; `source` is the shape of the source tensor.
     """
     blocks, at, row = [], 0, 0
     for cut in cuts:
         ours = Box((0, at, *(0 for _ in shape[2:])), (shape[0], at + cut, *shape[2:]))
         rows = shape[0] * cut
-        theirs = Box((row, *(0 for _ in source[1:])), (row + rows, *source[1:]))
-        blocks.append(Block(ours, key, tuple(source), theirs))
+        file_box = Box((row, *(0 for _ in source[1:])), (row + rows, *source[1:]))
+        blocks.append(Block(ours, key, tuple(source), file_box))
         at, row = at + cut, row + rows
     return Layout("segments", tuple(blocks))
 
 
 def belongs_to(module: nn.Module, *, layer: int | None = None, first: bool = False) -> None:
-    """Say where in the model the parameters of a module are: in a layer, or before all layers."""
-    for made in module.parameters():
-        if isinstance(made, Declared):
-            made.param = replace(made.param, layer=layer, first=first)
+    """Mark the parameters of a module as part of a layer, or as before all layers."""
+    for parameter in module.parameters():
+        if isinstance(parameter, Declared):
+            parameter.param = replace(parameter.param, layer=layer, first=first)
 
 
 @dataclass(frozen=True)
 class Table:
-    """All declarations of a model by name, and what its files may hold beside them."""
+    """All declarations of a model by name, and which keys of its files are neither declared nor lost."""
 
     params: Mapping[str, Param]
-    carried: tuple[str, ...] = ()  # patterns of keys that are kept byte for byte and not trained
-    num_first_layers: int = 1  # that stay with the embedding: a tower adds to them what it sees
+    carried: tuple[str, ...] = ()  # patterns of keys that are copied byte for byte and not trained
+    num_first_layers: int = 1  # layers that stay with the embedding, because vision features are added to them
 
     def __iter__(self) -> Iterator[Param]:
         return iter(self.params.values())
@@ -176,11 +192,12 @@ class Table:
 
     @cached_property
     def num_layers(self) -> int:
+        """Count the layers."""
         return 1 + max((p.layer for p in self if p.layer is not None), default=0)
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """Layout names by group; parameters without a group have but one layout."""
+        """Return layout names by group; all parameters of a group must have the same."""
         out: dict[str, list[str]] = {}
         for param in self:
             names = [layout.name for layout in param.layouts]
@@ -192,15 +209,15 @@ class Table:
 
 
 def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = None, num_first_layers: int = 1) -> Table:
-    """The table of a model on the meta device: every parameter is declared, and every declaration tiles.
+    """Build the table of a model on the meta device; check that all is declared and that declarations tile.
 
     `tied` names the embedding that the head uses too, if there is one.
     """
     params: dict[str, Param] = {}
-    for name, made in model.named_parameters():
-        if not isinstance(made, Declared):
-            raise LayoutError(f"{name} is a bare nn.Parameter; create it with layout.weight(...), which declares it")
-        params[name] = replace(made.param, name=name, tied=name == tied)
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, Declared):
+            raise LayoutError(f"{name} is a bare nn.Parameter; create it with mw.weight(...), which declares it")
+        params[name] = replace(parameter.param, name=name, tied=name == tied)
     for name, buffer in model.named_buffers():
         raise LayoutError(f"{name} {tuple(buffer.shape)} is a buffer; compute it from the config in forward instead")
     table = Table(params, tuple(carried), num_first_layers)
@@ -209,10 +226,14 @@ def collect(model: nn.Module, carried: Sequence[str] = (), tied: str | None = No
 
 
 def check_cover(table: Table) -> None:
-    """Blocks tile our tensors, and whatever layouts are chosen, the keys, exactly once."""
-    keys: dict[str, list[tuple[str, str, Block]]] = {}  # by key: of which group and layout, and the block
-    viewed: set[tuple[object, ...]] = set()
-    tiled: set[tuple[object, ...]] = set()  # layers of one kind have the same boxes: what holds of one, holds of all
+    """Raise unless blocks tile our tensors exactly once, and tile the keys exactly once for every choice of layouts.
+
+    So no element of a file is lost, read twice or invented, which no loss curve would show. Layers of one kind have
+    equal boxes; each distinct case is checked once.
+    """
+    keys: dict[str, list[tuple[str, str, Block]]] = {}  # for each key: group, layout and block of each use
+    checked_views: set[tuple[object, ...]] = set()
+    checked_tilings: set[tuple[object, ...]] = set()
     for param in table:
         if not param.layouts or (len(param.layouts) > 1 and not param.group):
             raise LayoutError(
@@ -220,39 +241,40 @@ def check_cover(table: Table) -> None:
             )
         for layout in param.layouts:
             boxes = tuple(b.ours for b in layout.blocks)
-            if (boxes, param.shape) not in tiled:
+            if (boxes, param.shape) not in checked_tilings:
                 check_tiling(boxes, param.shape, f"{param.name} ({layout.name})")
-                tiled.add((boxes, param.shape))
+                checked_tilings.add((boxes, param.shape))
             for block in (*layout.blocks, *layout.copies):
-                form = (block.shape, block.theirs, block.ours)
-                if form not in viewed:
+                boxes_of_view = (block.shape, block.source, block.ours)
+                if boxes_of_view not in checked_views:
                     _check_view(param, block)
-                    viewed.add(form)
+                    checked_views.add(boxes_of_view)
                 keys.setdefault(block.key, []).append((param.group, layout.name if param.group else "", block))
-    for key, made_of in keys.items():
-        (_, _, block), *others = made_of
-        if others or block.theirs.stop != block.shape or any(block.theirs.start):  # nearly all are one whole block
-            _check_key(key, made_of)
+    for key, uses in keys.items():
+        (_, _, block), *others = uses
+        if others or block.source.stop != block.shape or any(block.source.start):  # most keys are one whole block
+            _check_key(key, uses)
     _ = table.groups
 
 
 def _check_view(param: Param, block: Block) -> None:
-    """A block of the source can be seen in our shape without a copy."""
-    if block.ours.size != block.theirs.size:
-        raise LayoutError(f"{param.name}: {block.ours} of ours and {block.theirs} of {block.key} differ in size")
-    if Box.whole(block.shape).meet(block.theirs) != block.theirs:
-        return  # outside of its key: that message comes with the tiling of the key
+    """Raise unless a block of the source can be viewed in our shape without a copy."""
+    if block.ours.size != block.source.size:
+        raise LayoutError(f"{param.name}: {block.ours} of ours and {block.source} of {block.key} differ in size")
+    if Box.whole(block.shape).meet(block.source) != block.source:
+        return  # it leaves its key, which _check_key reports better
     try:
         block.view(torch.empty(block.shape, device="meta"))
     except RuntimeError as error:
         raise LayoutError(
-            f"{param.name}: {block.theirs} of {block.key} {block.shape} is no view of our {block.ours}: {error}"
+            f"{param.name}: {block.source} of {block.key} {block.shape} is no view of our {block.ours}: {error}"
         ) from error
 
 
-def _check_key(key: str, made_of: Sequence[tuple[str, str, Block]]) -> None:
+def _check_key(key: str, uses: Sequence[tuple[str, str, Block]]) -> None:
+    """Raise unless the blocks of one key tile it, in each layout of its group."""
     by_choice: dict[tuple[str, str], list[Block]] = {}
-    for group, layout, block in made_of:
+    for group, layout, block in uses:
         by_choice.setdefault((group, layout), []).append(block)
     groups = {group for group, _ in by_choice}
     if len(groups) > 1:
@@ -261,4 +283,4 @@ def _check_key(key: str, made_of: Sequence[tuple[str, str, Block]]) -> None:
         shapes = {b.shape for b in blocks}
         if len(shapes) > 1:
             raise LayoutError(f"{key} is declared with several shapes: {sorted(shapes)}")
-        check_tiling([b.theirs for b in blocks], blocks[0].shape, key)
+        check_tiling([b.source for b in blocks], blocks[0].shape, key)

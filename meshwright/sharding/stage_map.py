@@ -1,4 +1,4 @@
-"""The line of pipeline stages: which layers make a stage, and which rank of the axis pp holds it."""
+"""The map of pipeline stages: which layers make up a stage, and which rank of the axis pp holds it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from ..errors import ConfigError, MeshError, counted
 
 @dataclass(frozen=True)
 class Line:
-    """Stage s has the layers from `ends[s - 1]` up to `ends[s]`.
+    """Stage s has the layers from `ends[s - 1]` up to `ends[s]`; stage s is on rank `s % pp`.
 
-    Stages are dealt to the ranks in turn, stage s to rank `s % pp`. With `turn` they go there and back, a V: rank r
-    holds the stages r and `2 * pp - 1 - r`. Then a rank that keeps a micro-batch long in one stage keeps it briefly in
-    the other, so that all ranks keep equally much.
+    With `turn` the stages form a V: rank r holds the stages r and `2 * pp - 1 - r`. A micro-batch that a rank keeps
+    long in one of them is brief in the other, so all ranks keep equally many activations.
     """
 
     pp: int
@@ -29,7 +28,7 @@ class Line:
         if self.pp < 1 or not self.ends or self.num_stages % self.pp:
             raise ConfigError(
                 f"{counted(self.num_stages, 'pipeline stage')} cannot be dealt evenly to pp={self.pp} ranks; "
-                "give as many ends as a multiple of pp"
+                "give a multiple of pp ends"
             )
         if self.turn and self.num_stages != 2 * self.pp:
             raise ConfigError(
@@ -47,15 +46,15 @@ class Line:
 
     @property
     def last(self) -> int:
-        """The stage with the head; the embedding is in stage 0."""
+        """Return the stage with the head; the embedding is in stage 0."""
         return self.num_stages - 1
 
     def rank_of(self, stage: int) -> int:
-        """The place on the axis pp of the rank that holds a stage."""
+        """Return the position on the axis pp of the rank that holds a stage."""
         return 2 * self.pp - 1 - stage if self.turn and stage >= self.pp else stage % self.pp
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that the rank at this place of the axis pp holds, in their order."""
+        """Return the stages that the rank at this position of the axis pp holds, in order."""
         return self._held[rank]
 
     @cached_property
@@ -73,10 +72,11 @@ class Line:
 
 
 def even(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Where stages end if the dearest of them is to be as cheap as can be, since all others wait for it.
+    """Return where stages end so that the most expensive one is as cheap as possible, since all others wait for it.
 
-    `costs`: of each layer. `first`, `last`: what the embedding and the head add. Of equally good bounds it takes those
-    that give the early stages less, because these keep the activations of the most micro-batches.
+    `costs`: of each layer. `first`, `last`: what the embedding and the head add. Among equally good cuts it takes the
+    one that gives early stages less, because they keep the activations of the most micro-batches (dynamic programming
+    over stages; ties compare the tuples of ends).
     """
     if not 1 <= num_stages <= len(costs):
         raise MeshError(
@@ -84,14 +84,15 @@ def even(costs: Sequence[float], num_stages: int, first: float = 0.0, last: floa
             f"choose pp and the stages of a rank so that their product is from 1 to {len(costs)}"
         )
     sums = [[0.0, *accumulate(costs[begin:])] for begin in range(len(costs))]
-    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]  # of each number of stages, by their end
+    # best[n][end]: the cost of the most expensive of the first n stages that end there, and their ends
+    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
     for stage in range(num_stages):
         extra = first * (stage == 0) + last * (stage == num_stages - 1)
-        before, num_after = best[-1], num_stages - 1 - stage
+        previous, num_after = best[-1], num_stages - 1 - stage
         best.append({
             end: min(
-                (max(dearest, sums[begin][end - begin] + extra), (*ends, end))
-                for begin, (dearest, ends) in before.items()
+                (max(highest, sums[begin][end - begin] + extra), (*ends, end))
+                for begin, (highest, ends) in previous.items()
                 if begin < end
             )
             for end in range(stage + 1, len(costs) - num_after + 1)
@@ -100,22 +101,24 @@ def even(costs: Sequence[float], num_stages: int, first: float = 0.0, last: floa
 
 
 def balanced(line: Line, costs: Sequence[float], last: float = 0.0) -> Line:
-    """The same stages with other ends, if the dearest rank gets cheaper by them.
+    """Move the ends of stages for as long as the most expensive rank gets cheaper.
 
-    A large head makes one stage dear however layers are cut. The other stages of its rank are then to be small, since
-    all ranks wait for the dearest. Ends move by one layer at a time for as long as that helps.
+    A large head makes its stage expensive however layers are cut. Then the other stages of its rank should be small,
+    since all ranks wait for that rank. Ends move by one layer at a time (hill climbing).
     """
 
-    def dearest(ends: tuple[int, ...]) -> tuple[float, float]:
-        """Rank and stage."""
+    def bottleneck(ends: tuple[int, ...]) -> tuple[float, float]:
+        """Return the cost of the most expensive rank, then that of the most expensive stage."""
         sums = [sum(costs[begin:end]) for begin, end in pairwise((0, *ends))]
         sums[-1] += last
         return max(sum(sums[stage] for stage in line.stages_of(rank)) for rank in range(line.pp)), max(sums)
 
     ends = line.ends
     while True:
-        moved = [(*ends[:at], ends[at] + by, *ends[at + 1 :]) for at in range(len(ends) - 1) for by in (-1, 1)]
-        best = min((each for each in moved if all(a < b for a, b in pairwise((0, *each)))), key=dearest, default=ends)
-        if dearest(best) >= dearest(ends):
+        candidates = [(*ends[:at], ends[at] + by, *ends[at + 1 :]) for at in range(len(ends) - 1) for by in (-1, 1)]
+        best = min(
+            (each for each in candidates if all(a < b for a, b in pairwise((0, *each)))), key=bottleneck, default=ends
+        )
+        if bottleneck(best) >= bottleneck(ends):
             return replace(line, ends=ends)
         ends = best

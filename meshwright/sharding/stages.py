@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers make one, what of the model is in it, which units it gathers."""
+"""Pipeline stages of a model: which layers and FSDP units each contains, how costs balance, the user's choice."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, MeshError, counted
-from .doors import Dispatch, find
+from .doors import Dispatch, find_doors
 from .fsdp_units import Unit, units_of
 from .params import Param, Table
 from .schedules import ORDERS, Program, forwards, program
 from .stage_map import Line, balanced, even
 
-LATE = ("zero-bubble", "v")  # they leave gradients of weights for later
+LATE = ("zero-bubble", "v")  # schedules that defer weight gradients
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a run goes through its pipeline stages. With pp=1 it says nothing.
+    """How a run uses its pipeline stages. It has no effect with pp=1.
 
-    `schedule`: "1f1b"; "zero-bubble", where gradients of weights fill the time in which a rank would wait; or "v", with
-    two stages a rank there and back, which waits least. `stages`: of each rank; more than one makes it wait less and
-    send more often. `ends`: after how many layers each stage ends, the last after all; by default stages cost about the
-    same. `hold`: with fsdp, parameters are gathered and gradients summed once a step and not in each micro-batch. It
-    takes the memory of the gathered stage and of its whole gradients. None: where both take less than a third of the
-    memory; the schedules that leave gradients for later need it.
+    `schedule`: "1f1b"; "zero-bubble", where weight gradients fill the time in which a rank would idle; or "v", with two
+    stages a rank in a V, which idles least. `stages`: stages a rank; more of them idle less and send more often.
+    `ends`: after how many layers each stage ends, the last after all; by default stages cost about the same. `hold`:
+    with fsdp, gather parameters and reduce gradients once a step instead of in each micro-batch. It takes the memory of
+    the gathered stage and of its whole gradients. None: where both take less than a third of the memory; schedules that
+    defer weight gradients need it.
     """
 
     schedule: str = "1f1b"
@@ -38,22 +38,22 @@ class Pipeline:
     hold: bool | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.hold
+        hold: object = self.hold
         if type(self.schedule) is not str or self.schedule not in ORDERS:
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(ORDERS)}")
         if self.schedule == "v" and self.stages == 1:
             object.__setattr__(self, "stages", 2)
         if type(self.stages) is not int or self.stages < 1:
             raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
-        if given not in (True, False, None) or type(given) is int:
-            raise ConfigError(f"hold={given!r} must be True, False or None (where there is room)")
+        if hold not in (True, False, None) or type(hold) is int:
+            raise ConfigError(f"hold={hold!r} must be True, False or None (where there is room)")
         self._check_ends(self.ends)
 
     def _check_ends(self, ends: object) -> None:
         if ends is None:
             return
         if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
-            raise ConfigError(f"ends={ends!r} must be a list of numbers of layers, after which the stages end")
+            raise ConfigError(f"ends={ends!r} must be a list of layer counts after which the stages end")
         object.__setattr__(self, "ends", tuple(ends))
 
 
@@ -62,28 +62,29 @@ class Stage:
     """A part of the model, under the names of the whole, with the units that are gathered in it."""
 
     number: int
-    module: Any  # models.Decoder, which this room does not know
+    module: Any  # a models.Decoder; typing it would import an upper layer
     units: tuple[Unit, ...]
 
 
 def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Line:
-    """Where the stages of a model end on so many ranks."""
+    """Return where the stages of a model end on `pp` ranks."""
     if pp == 1:
         return Line(1, (max(1, table.num_layers),))
     num_stages, turn = pp * pipeline.stages, pipeline.schedule == "v"
     costs, last = costs_of(table, module)
-    alike = balanced(Line(pp, even(costs, num_stages, last=last), turn), costs, last).ends
-    alike = tuple(max(end, table.num_first_layers + stage) for stage, end in enumerate(alike))
-    ends = alike if pipeline.ends is None else pipeline.ends
+    balanced_ends = balanced(Line(pp, even(costs, num_stages, last=last), turn), costs, last).ends
+    balanced_ends = tuple(max(end, table.num_first_layers + stage) for stage, end in enumerate(balanced_ends))
+    ends = balanced_ends if pipeline.ends is None else pipeline.ends
     if len(ends) != num_stages or ends[-1] != table.num_layers:
         raise MeshError(
             f"ends={ends}: pp={pp} with {counted(pipeline.stages, 'stage')} a rank has {num_stages} stages, and the "
-            f"last of them ends after all {table.num_layers} layers; ends={alike} would make them cost about the same"
+            f"last of them ends after all {table.num_layers} layers; ends={balanced_ends} would make them cost about "
+            "the same"
         )
     if ends[0] < table.num_first_layers:
         raise MeshError(
-            f"ends={ends}: the first {table.num_first_layers} layers take what the tower sees, so all of them must be "
-            f"in the first stage; choose ends={alike}, or fewer stages"
+            f"ends={ends}: the first {table.num_first_layers} layers take what the tower sees (deepstack), so all of "
+            f"them must be in the first stage; choose ends={balanced_ends}, or fewer stages"
         )
     line = Line(pp, tuple(ends), turn)
     if line.turn and any(param.tied for param in table):
@@ -95,10 +96,12 @@ def line_of(table: Table, module: nn.Module, pp: int, pipeline: Pipeline) -> Lin
 
 
 def costs_of(table: Table, module: nn.Module) -> tuple[list[float], float]:
-    """Of each layer, and of the head: the elements that a token is multiplied with. Attention among tokens is left out:
-    it depends on the lengths of documents."""
+    """Return the cost of each layer, and of the head: the weight elements that a token is multiplied with.
+
+    Of experts only the k chosen ones count. Attention scores are left out: they depend on the lengths of documents.
+    """
     costs, last = [0.0] * table.num_layers, 0.0
-    top_k = {door.num_experts: door.top_k for _, door in find(module, Dispatch)}
+    top_k = {door.num_experts: door.top_k for _, door in find_doors(module, Dispatch)}
     for param in table:
         experts = param.dims.get("expert", 0)
         active = prod(param.shape) * (top_k.get(experts, experts) / experts if experts else 1)
@@ -110,14 +113,14 @@ def costs_of(table: Table, module: nn.Module) -> tuple[list[float], float]:
 
 
 def costs_of_stages(table: Table, module: nn.Module, line: Line) -> list[float]:
-    """What `costs_of` gives the layers of each stage together, and the head to the last."""
+    """Return the cost of each stage: its layers by `costs_of`, and the head in the last."""
     costs, last = costs_of(table, module)
     sums = [sum(costs[layer] for layer in line.layers_of(stage)) for stage in range(line.num_stages)]
     return [*sums[:-1], sums[-1] + last]
 
 
 def stages_of_param(param: Param, line: Line) -> tuple[int, ...]:
-    """The stages that hold it: a tied embedding is in the first and the last."""
+    """Return the stages that hold a parameter; a tied embedding is in the first and the last."""
     if param.layer is not None:
         return (line.stage_of(param.layer),)
     if param.tied:
@@ -126,8 +129,10 @@ def stages_of_param(param: Param, line: Line) -> tuple[int, ...]:
 
 
 def stages_of(module: Any, line: Line, *, reshard: bool) -> tuple[Stage, ...]:
-    """All stages. One alone is the whole model. Several are freed between forward and backward, if they are ever: other
-    micro-batches pass in between."""
+    """Return all stages. A single one is the whole model.
+
+    Several stages free their last unit between forward and backward too: other micro-batches run in between.
+    """
     if line.num_stages == 1:
         return (Stage(0, module, units_of(module, module.units(), reshard=reshard)),)
     parts = [
@@ -142,20 +147,21 @@ def stages_of(module: Any, line: Line, *, reshard: bool) -> tuple[Stage, ...]:
 
 @cache
 def program_of(line: Line, schedule: str, num_batches: int, trained_from: int) -> Program:
-    """Of a step, a list for each place of the axis pp."""
+    """Return the program of a training step, a list for each position of the axis pp."""
     return program(line, ORDERS[schedule](line, num_batches, trained_from))
 
 
 @cache
 def forward_program(line: Line, num_batches: int) -> Program:
+    """Return the program of an evaluation."""
     return program(line, forwards(line, num_batches))
 
 
 def transfer_name(way: str, stage: int) -> str:
-    """What errors and the bill call a transfer to a stage."""
+    """Name a transfer to a stage, for errors and the bill."""
     return f"what goes {way} to stage {stage}"
 
 
 def trained_from(table: Table, line: Line, trained: Sequence[str]) -> int:
-    """The first stage that has something to train: those before it need no backward."""
+    """Return the first stage that has something to train: those before it need no backward."""
     return min((min(stages_of_param(table[name], line)) for name in trained), default=0)

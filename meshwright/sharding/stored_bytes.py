@@ -1,5 +1,7 @@
-"""The other half of the bill: the bytes that a rank holds in a step, whatever its data. Activations come on top
-(`memory/simulate.py`)."""
+"""Bytes of parameters, gradients and optimizer state that a rank holds in a step, whatever its data.
+
+This is the memory half of the bill. Activations depend on the data and are simulated (`memory/simulate.py`).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from .fsdp_units import Unit
 from .rules import Piece, ShardingSpec, piece, place
 
 GRADIENTS = "gradients"
-GATHERED, ON_THEIR_WAY, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
-HELD = (GATHERED, WHOLE)  # what is needed more where both are once a step
+GATHERED, IN_FLIGHT, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
+HELD = (GATHERED, WHOLE)  # what grows if parameters are gathered, and gradients reduced, once a step
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element: of a parameter as stored, as computed with, and of one moment of the optimizer."""
+    """Bytes of an element: of a parameter as stored and as computed with, and of one Adam moment."""
 
     stored: int
     compute: int
@@ -34,9 +36,12 @@ class Widths:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held, beside the model: `trained` are the parameters that have gradients and moments. `narrow`: bytes of
-    an element, of the parameters that are not stored as wide as the others. `coded`: those with moments in 8 bits.
-    `numbers`: those that are stored, and gathered, as numbers in 8 bits. `low`: those that are only gathered so."""
+    """What a rank holds besides the model: `trained` are the parameters with gradients and optimizer state.
+
+    `narrow`: bytes an element of parameters that are stored narrower than the others. `coded`: those with 8-bit
+    optimizer state. `numbers`: those that are stored, and gathered, as FP8 codes. `low`: those that are only gathered
+    so.
+    """
 
     widths: Widths
     trained: Container[str]
@@ -49,98 +54,108 @@ class Held:
 
 @dataclass(frozen=True)
 class Stored:
+    """Bytes of one kind."""
+
     what: str
     num_bytes: int
     host: bool = False  # in host memory, not on the device
 
 
 def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Stored]:
+    """Return the bytes that a rank holds, by kind."""
     coords, widths = axes.coords(rank), held.widths
     num_bytes: Counter[tuple[str, bool]] = Counter()
     for param in spec.params(axes, rank):
-        mine, host = piece(param, spec.rules, axes, coords), held.offload and not param.float32
-        num = mine.numel
+        own_piece, host = piece(param, spec.rules, axes, coords), held.offload and not param.float32
+        num = own_piece.numel
         item = 1 if param.name in held.numbers else held.narrow.get(param.name, widths.stored)
         num_bytes["parameters", host] += num * item
         if param.name in held.trained:
             num_bytes[GRADIENTS, host] += num * widths.stored
             coded = param.name in held.coded
-            num_bytes["moments", host] += 2 * (codes_bytes(mine) if coded else num * widths.moment)
+            num_bytes["moments", host] += 2 * (codes_bytes(own_piece) if coded else num * widths.moment)
     out = [Stored(what, num, host) for (what, host), num in num_bytes.items()]
     return [s for s in (*out, *_passing(spec, axes, rank, held)) if s.num_bytes]
 
 
 def narrow_bytes(spec: ShardingSpec, axes: Axes, unit: Unit, compute: int, stored: int) -> int:
-    """For each element of a unit's gradients, beside the wide ones: what goes and what comes, where they go narrow."""
+    """Return the extra bytes per gradient element of a unit while gradients are sent in the compute dtype.
+
+    One buffer to send and one to receive; the cast needs none where the gradient already has that dtype.
+    """
     if not spec.sends_narrow(axes.pp) or prod(axes.sizes(unit.shard)) == 1:
         return 0
     return 2 * compute if compute < stored else compute
 
 
 def codes_bytes(piece: Piece) -> int:
-    """Of one moment in 8 bits, with a scale in float32 for each block."""
+    """Return the bytes of one Adam moment in 8 bits, with a float32 scale for each block."""
     rows, cols = piece.shape
     return rows * (cols + num_blocks(cols) * torch.float32.itemsize)
 
 
 def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[Stored]:
-    """What comes and goes. Gathered at once are the units that stay gathered, and the two largest of the others.
+    """Yield what is held only for a while: gathered parameters and gradients in flight.
 
-    One unit has its gradients before and in its reduce-scatter. Where replicas are summed before gradients go to the
-    host, those of all units wait on the device for the last micro-batch.
+    Gathered at once are the units that stay gathered and the two largest others, since FSDP prefetches one. A unit has
+    its gradients before its reduce-scatter, and in a buffer for it. Where replicas are summed before gradients go to
+    the host, gradients of all units wait on the device for the last micro-batch.
     """
     coords, widths = axes.coords(rank), held.widths
     units = [unit for stage in spec.stages(axes, rank) for unit in stage.units]
     wrapped = [u for u in units if held.offload or prod(axes.sizes(("replicate", *u.shard))) > 1]
-    learning = [replace(u, params=tuple(name for name in u.params if name in held.trained)) for u in wrapped]
+    trained_units = [replace(u, params=tuple(name for name in u.params if name in held.trained)) for u in wrapped]
 
-    def mine(some: Sequence[Unit]) -> list[int]:
+    def shard_sizes(some: Sequence[Unit]) -> list[int]:
         return [padded(u, spec, axes, coords) for u in some]
 
-    def whole(some: Sequence[Unit]) -> list[int]:
-        return [num * prod(axes.sizes(u.shard)) for num, u in zip(mine(some), some, strict=True)]
+    def full_sizes(some: Sequence[Unit]) -> list[int]:
+        return [num * prod(axes.sizes(u.shard)) for num, u in zip(shard_sizes(some), some, strict=True)]
 
-    def numbers(unit: Unit) -> Collection[str]:
-        """What has one shard alone is copied, and its copy is wide."""
+    def gathered_as_codes(unit: Unit) -> Collection[str]:
+        """Name what is gathered as FP8 codes.
+
+        A parameter with a single shard is copied, not gathered, and its copy has values.
+        """
         return {*held.numbers, *(held.low if prod(axes.sizes(unit.shard)) > 1 else ())}
 
     def gathered(some: Sequence[Unit]) -> list[int]:
-        own = [gathered_bytes(u, spec, axes, coords, widths.compute, numbers(u)) for u in some]
+        own = [gathered_bytes(u, spec, axes, coords, widths.compute, gathered_as_codes(u)) for u in some]
         return [num * prod(axes.sizes(u.shard)) for num, u in zip(own, some, strict=True)]
 
     stay = gathered([u for u in wrapped if not u.again])
-    pass_by = sorted(gathered([u for u in wrapped if u.again]))[-2:]
-    waiting = sum(mine(learning)) if held.offload and axes.replicate > 1 else 0
-    scales = sum(num_scales(u, spec, axes, coords, numbers(u)) for u in learning) * widths.stored
-    yield Stored(GATHERED, sum(stay) + sum(pass_by) + scales)
-    once = sum(whole(learning)) * widths.stored if spec.sums_once(axes.pp) else 0
+    prefetched = sorted(gathered([u for u in wrapped if u.again]))[-2:]
+    waiting = sum(shard_sizes(trained_units)) if held.offload and axes.replicate > 1 else 0
+    scales = sum(num_scales(u, spec, axes, coords, gathered_as_codes(u)) for u in trained_units) * widths.stored
+    yield Stored(GATHERED, sum(stay) + sum(prefetched) + scales)
+    once = sum(full_sizes(trained_units)) * widths.stored if spec.sums_once(axes.pp) else 0
     yield Stored(WHOLE, once)
     wide = widths.compute + widths.stored
-    sums = [
+    in_flight = [
         num * (wide + narrow_bytes(spec, axes, u, widths.compute, widths.stored))
-        for u, num in zip(learning, whole(learning), strict=True)
+        for u, num in zip(trained_units, full_sizes(trained_units), strict=True)
     ]
-    yield Stored(ON_THEIR_WAY, max(sums, default=0))
+    yield Stored(IN_FLIGHT, max(in_flight, default=0))
     yield Stored("gradients of a replica", waiting * widths.stored)
 
 
 def extreme_ranks(spec: ShardingSpec, axes: Axes) -> list[int]:
-    """A few ranks, among which are one that stores most and one that stores least: of each parameter, and of all.
+    """Return a few ranks, among which are one that stores most and one that stores least, of each parameter and of all.
 
-    Of the ranks of a place on pp the first has the first part of everything, and first parts are the largest (`chunk`),
-    so it stores most.
+    The first rank of a position on pp has the first part of everything, and first parts are the largest (`chunk`), so
+    it stores most.
 
-    Call ranks alike if tp and ep give them cuts of the same sizes. Among alike ranks of a replica a later one stands
-    later in the shards of every parameter, or at the same place, and shards never get larger along their axis. So the
-    last of alike ranks stores least. Cuts repeat every lcm(tp, ep) ranks, so these last ones are at the end.
+    Call ranks alike if tp and ep give them cuts of the same sizes. Among alike ranks of a replica a later one comes
+    later in the shards of every parameter, or at the same place, and shards never grow along their axis. So the last of
+    alike ranks stores least. Cuts repeat every lcm(tp, ep) ranks, so these last ones are at the end.
     """
     cuts = {
         (param.dims[dim], axis) for param in spec.table for dim, axis in place(param, spec.rules, axes).split.items()
     }
     replica, period = axes.fsdp * axes.cp * axes.tp, lcm(axes.tp, axes.ep)
-    last: dict[tuple[int, ...], int] = {}
+    last_alike: dict[tuple[int, ...], int] = {}
     for rank in range(replica - period, replica):
         coords = axes.coords(rank)
         ranges = (chunk(size, axes.size_of(axis), coords[axis]) for size, axis in sorted(cuts))
-        last[tuple(stop - start for start, stop in ranges)] = rank
-    return sorted(first + rank for first in axes.group(0, ("pp",)) for rank in {0, *last.values()})
+        last_alike[tuple(stop - start for start, stop in ranges)] = rank
+    return sorted(first + rank for first in axes.group(0, ("pp",)) for rank in {0, *last_alike.values()})

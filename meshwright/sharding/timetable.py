@@ -1,4 +1,7 @@
-"""What a schedule costs, reckoned from its lists: when each action runs, what ranks keep, gather and sum."""
+"""What a pipeline schedule costs: when each action runs, the bubble, activations kept, all-gathers and reductions.
+
+All of it is computed from the lists that run, so a plan cannot describe another schedule than the engine executes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .stage_map import Line
 
 
 class Slot(NamedTuple):
-    """An action in time."""
+    """An action with its start and end time."""
 
     start: float
     end: float
@@ -20,42 +23,45 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """What each rank of the axis pp does when; a page draws it."""
+    """What each rank of the axis pp does when; `plan` draws it."""
 
     rows: tuple[tuple[Slot, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """From the first action to the end of the last one."""
+        """Return the time from the first action to the end of the last one."""
         return max(slot.end for row in self.rows for slot in row)
 
     def idle(self, rank: int) -> float:
-        """The share of the time in which a rank waits."""
+        """Return the fraction of the time in which a rank waits."""
         return 1 - sum(slot.end - slot.start for slot in self.rows[rank]) / self.makespan
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which a rank waits, on average."""
+        """Return the fraction of the time in which ranks wait, on average."""
         return sum(map(self.idle, range(len(self.rows)))) / len(self.rows)
 
 
 def times(line: Line, orders: Orders, cost: Callable[[Action], float]) -> Timetable:
-    """Every rank begins its next action as soon as it is free and has what the action needs. Transfers take no time."""
+    """Start each rank's next action as soon as the rank is free and the action's inputs exist.
+
+    Transfers take no time.
+    """
     rows: list[list[Slot]] = [[] for _ in orders]
     ends: dict[Action, float] = {}
     for moment in moments(line, orders):
         for rank, action in moment:
-            before = [ends[need] for need in needs(line, action)] + [slot.end for slot in rows[rank][-1:]]
-            start = max(before, default=0.0)
+            ready_at = [ends[need] for need in needs(line, action)] + [slot.end for slot in rows[rank][-1:]]
+            start = max(ready_at, default=0.0)
             ends[action] = start + cost(action)
             rows[rank].append(Slot(start, ends[action], action))
     return Timetable(tuple(map(tuple, rows)))
 
 
-def most_kept(order: Sequence[Action]) -> int:
-    """The most pairs of stage and micro-batch whose activations a rank keeps at once.
+def peak_kept(order: Sequence[Action]) -> int:
+    """Return the peak number of (stage, micro-batch) pairs whose activations a rank keeps.
 
-    Kept is what a backward will use, until it has. What waits for a gradient of weights is kept too.
+    Activations are kept until the last backward that uses them, which is the weight half where backwards are split.
     """
     last_use = {(a.stage, a.batch): a.kind for a in order if a.kind != FORWARD}
     now = most = 0
@@ -76,26 +82,26 @@ class Gathers:
 
 
 def gathers(order: Sequence[Action], stage: int, *, again: bool = True, hold: bool = False) -> Gathers:
-    """How often a unit of a stage is gathered and its gradient summed, in the step of the rank that holds it.
+    """Count how often a unit of a stage is gathered and its gradient reduced, in the step of the rank that holds it.
 
-    A unit is freed after each use: every F, B and I gathers it. W does not, since it reads no weights. Every B sums the
-    gradient, or every W. Without `again` (`Unit.again`) forward does not free it, so that what follows finds it there,
-    be it another forward; a backward still frees it. With `hold` it stays for the whole step, and is summed once.
+    A unit is freed after each use: every F, B and I gathers it. W does not, since it reads no weights. Every B reduces
+    the gradient, or every W. Without `again` (`Unit.again`) forward leaves it gathered, for whatever action follows,
+    even another forward; a backward still frees it. With `hold` it stays for the whole step and is reduced once.
     """
     own = [action.kind for action in order if action.stage == stage]
-    num, there = {FORWARD: 0, BACKWARD: 0, INPUT: 0}, False
+    num, is_gathered = {FORWARD: 0, BACKWARD: 0, INPUT: 0}, False
     for kind in own:
         if kind != WEIGHT:
-            num[kind] += not there
-            there = hold or (kind == FORWARD and not again)
-    num_sums = own.count(BACKWARD) + own.count(WEIGHT)
-    return Gathers(num[FORWARD], num[BACKWARD] + num[INPUT], min(num_sums, 1) if hold else num_sums)
+            num[kind] += not is_gathered
+            is_gathered = hold or (kind == FORWARD and not again)
+    num_reductions = own.count(BACKWARD) + own.count(WEIGHT)
+    return Gathers(num[FORWARD], num[BACKWARD] + num[INPUT], min(num_reductions, 1) if hold else num_reductions)
 
 
 def draw(table: Timetable, columns: int = 3) -> str:
-    """The timetable as text, a line for each rank and so many columns for each unit of time.
+    """Draw the timetable as text: a line for each rank, `columns` characters for each unit of time.
 
-    `F0` is the forward of micro-batch 0 in the first stage that the rank holds, `f0` in a later one. A dot: it waits.
+    `F0` is the forward of micro-batch 0 in the first stage that the rank holds, `f0` in a later one. A dot means idle.
     """
     width = round(table.makespan * columns)
     lines = []
@@ -104,7 +110,9 @@ def draw(table: Timetable, columns: int = 3) -> str:
         for start, end, (kind, stage, batch) in row:
             name = f"{kind if stage == first else kind.lower()}{batch}"
             room = round(end * columns) - round(start * columns)
-            name = name if len(name) <= room else name[:1] * bool(room)  # a part of a number is another number
+            name = (
+                name if len(name) <= room else name[:1] * bool(room)
+            )  # a truncated number would be a different micro-batch
             text = text.ljust(round(start * columns), ".") + name.ljust(room)
         lines.append(f"{rank:>3} {text.ljust(width, '.')}")
     return "\n".join(lines)

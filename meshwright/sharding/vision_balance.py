@@ -1,7 +1,8 @@
-"""Who runs which frames of a picture: the ranks of a data rank share them out, each whole.
+"""Balance the frames of images and videos over the ranks of a data rank, each frame whole.
 
-All of them have the same stream, so each knows what the others will do, and how many rows each will send to each: no
-counts are exchanged, and nobody waits for a device.
+Vision work varies from batch to batch, so the ranks that share a stream (cp x tp) divide its frames by cost. All of
+them see the same stream and compute the same assignment. So each knows how many rows it will get from each other rank,
+no counts are exchanged, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-Cost = Callable[[int], float]  # of a frame of so many patches
+Cost = Callable[[int], float]  # number of patches of a frame -> cost
 
 
 class Placed(Protocol):
-    """A frame, and the tokens of the stream whose places it takes."""
+    """A frame, and the tokens of the stream that it replaces."""
 
     @property
     def tokens(self) -> range: ...
@@ -23,8 +24,8 @@ class Placed(Protocol):
     def num_patches(self) -> int: ...
 
 
-def share(sizes: Sequence[int], parts: int, cost: Cost) -> tuple[int, ...]:
-    """The part that runs each frame of so many patches: the dearest first, each to the part that has the least."""
+def balance_frames(sizes: Sequence[int], parts: int, cost: Cost) -> tuple[int, ...]:
+    """Assign frames to parts: the most expensive first, each to the part with the least load (LPT scheduling)."""
     owners, load = [0] * len(sizes), [0.0] * parts
     for number in sorted(range(len(sizes)), key=lambda number: (-cost(sizes[number]), number)):
         owners[number] = min(range(parts), key=load.__getitem__)
@@ -34,29 +35,32 @@ def share(sizes: Sequence[int], parts: int, cost: Cost) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Route:
-    """The frames that a part runs, how many of their rows go to each part, how many come from each, and which of its
-    own tokens those are for."""
+    """What a part exchanges: `own_frames`, those that it runs; rows `sent` to and `got` from each part.
 
-    mine: tuple[int, ...]
+    `places`: the indices of its own tokens for which rows arrive, in order of arrival.
+    """
+
+    own_frames: tuple[int, ...]
     sent: list[int]
     got: list[int]
     places: list[int]
 
 
 def route(frames: Sequence[Placed], num_tokens: int, parts: int, at: int, cost: Cost) -> Route:
-    """What part `at` has to do with the frames of a stream of so many tokens, of which each part has as many.
+    """Return what part `at` has to do for the frames of a stream of `num_tokens` tokens, divided evenly among parts.
 
-    Frames are in the order of their tokens, and so are parts. So the rows of a part are in the order in which they go
-    to the others.
+    Frames are in the order of their tokens, and so are parts. So the rows of a part are already in the order in which
+    they go to the others.
     """
-    owners, num = share([frame.num_patches for frame in frames], parts, cost), num_tokens // parts
-    ranges = [range(part * num, (part + 1) * num) for part in range(parts)]
-    of_part = [[n for n, owner in enumerate(owners) if owner == part] for part in range(parts)]
-    sent = [sum(len(_common(frames[n].tokens, part)) for n in of_part[at]) for part in ranges]
-    from_each = [[t for n in mine for t in _common(frames[n].tokens, ranges[at])] for mine in of_part]
+    owners, tokens_a_part = balance_frames([frame.num_patches for frame in frames], parts, cost), num_tokens // parts
+    ranges = [range(part * tokens_a_part, (part + 1) * tokens_a_part) for part in range(parts)]
+    frames_of_part = [[n for n, owner in enumerate(owners) if owner == part] for part in range(parts)]
+    sent = [sum(len(_common(frames[n].tokens, part)) for n in frames_of_part[at]) for part in ranges]
+    from_each = [[t for n in own for t in _common(frames[n].tokens, ranges[at])] for own in frames_of_part]
     places = [token - ranges[at].start for tokens in from_each for token in tokens]
-    return Route(tuple(of_part[at]), sent, [len(tokens) for tokens in from_each], places)
+    return Route(tuple(frames_of_part[at]), sent, [len(tokens) for tokens in from_each], places)
 
 
 def _common(a: range, b: range) -> range:
+    """Return the intersection of two ranges."""
     return range(max(a.start, b.start), max(a.start, b.start, min(a.stop, b.stop)))

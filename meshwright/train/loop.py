@@ -139,7 +139,7 @@ class Loop:
         if math.isinf(self.habits.limit_s):
             return ""
         late = told.step_s + self.clock() - self._began > self.habits.limit_s
-        return "the time limit" if self.engine.model.mesh.of_rank_0(late) else ""
+        return "the time limit" if self.engine.model.mesh.broadcast_object(late) else ""
 
     def _skip(self, error: NonFiniteError) -> None:
         """The engine has changed nothing, and all ranks have got the same error."""
@@ -232,7 +232,7 @@ class Loop:
     def _save_best(self) -> None:
         """A run that goes on from before it finds it again, and leaves it as it is."""
         mesh, folder = self.engine.model.mesh, self.folder / BEST
-        found = mesh.of_rank_0(newest_whole(folder) if mesh.rank == 0 else None)
+        found = mesh.broadcast_object(newest_whole(folder) if mesh.rank == 0 else None)
         if found is None or found.name != final_place(folder, self.engine.steps).name:
             self._save(BEST, keep=1, wait=self.habits.wait)
 

@@ -34,7 +34,7 @@ class Position:
 def position_of(config: Config, engine: Engine, data: TrainingData) -> Position:
     """Resume the run: its newest checkpoint that is not damaged, or the one that `resume` names, or the beginning."""
     mesh, out = engine.model.mesh, path_of(config.out)
-    found, told = mesh.of_rank_0(_found(config, out) if mesh.rank == 0 else None)
+    found, told = mesh.broadcast_object(_found(config, out) if mesh.rank == 0 else None)
     if told:
         raise ConfigError(told)
     if mesh.rank == 0 and found is not None:

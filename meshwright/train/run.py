@@ -139,7 +139,7 @@ def _lock_of(out: Path, mesh: Mesh) -> Lock | None:
             found = hold(out)
         except OutInUse as error:
             told = str(error)
-    if told := mesh.of_rank_0(told):
+    if told := mesh.broadcast_object(told):
         raise OutInUse(told)
     return found
 

@@ -16,7 +16,7 @@ from ..axes import DENSE, Sum
 from ..engine import Engine
 from ..engine.step_bill import step_bill
 from ..mesh import Mesh
-from ..sharding import ROWS, Charge, Coming, Dispatch, Pictures, ToExperts, find, hops
+from ..sharding import ROWS, Charge, Dispatch, PendingRows, Pictures, StartDispatch, find_doors, hops
 from .recorder import TRANSFERS, Seen
 from .reference import Findings, Run
 from .results import Finding
@@ -74,7 +74,7 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
             yield Finding("K1", op, f"{paid_bytes[op, ranks]} bytes {_among(mesh, ranks, bill)} {due_bytes[op, ranks]}")
     # What a rank of experts receives depends on the router: those bytes are compared as a sum over all ranks.
     both = [sum(n for (op, _), n in c.items() if op == "all_to_all") for c in (due_bytes, paid_bytes)]
-    want, got = mesh.sum_(torch.tensor(both, device=mesh.device), Sum("bytes of all-to-alls", DENSE)).tolist()
+    want, got = mesh.all_reduce_(torch.tensor(both, device=mesh.device), Sum("bytes of all-to-alls", DENSE)).tolist()
     if want != got and mesh.rank == 0:
         yield Finding("K1", "all_to_all", f"{got} bytes among all ranks, the bill says {want}")
     yield from _routed_as_billed(run, routed)
@@ -89,7 +89,7 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
         passes, rows, width = run.routed[what]  # backward may have passed the door again, with the same rows
         due = rows * charge.count // passes * width * item
         mine = sum(seen.num_bytes for seen in run.stepping if _what(seen) == what)
-        got, want = mesh.sum_(torch.tensor([mine, due], device=mesh.device), Sum("rows", ("ep",))).tolist()
+        got, want = mesh.all_reduce_(torch.tensor([mine, due], device=mesh.device), Sum("rows", ("ep",))).tolist()
         if got != want:
             yield Finding("K1", what, f"{got} bytes among all of ep, what was routed takes {want}")
 
@@ -97,11 +97,11 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
 @contextmanager
 def watching_routes(run: Run) -> Iterator[None]:
     """Count how often each door of experts is passed, and to how many ranks its tokens must go."""
-    doors = [found for part in run.model.parts for found in find(part, Dispatch) if found[1].armed is not None]
-    real = [door.armed or door.here for _, door in doors]
+    doors = [found for part in run.model.parts for found in find_doors(part, Dispatch) if found[1].armed is not None]
+    real = [door.armed or door.local for _, door in doors]
     axes, once = run.model.mesh.axes, run.model.blueprint.spec.traffic.token_once
 
-    def counted(route: ToExperts, name: str, door: Dispatch, *args: Tensor) -> Coming:
+    def counted(route: StartDispatch, name: str, door: Dispatch, *args: Tensor) -> PendingRows:
         for hop in hops(name, door.num_experts, axes, once):
             passes, rows, _ = run.routed.get(hop.at + ROWS, (0, 0, 0))
             distinct = 1 + ((args[2] // hop.num_here).sort(-1).values.diff(dim=-1) != 0).sum(-1)

@@ -61,7 +61,7 @@ def in_blocks(blueprint: Blueprint) -> bool:
 @contextmanager
 def _folder(mesh: Mesh) -> Iterator[Path]:
     """A directory that all ranks have, which rank 0 makes and removes."""
-    path: Path = mesh.of_rank_0(Path(tempfile.mkdtemp(prefix="meshwright-verify-")) if mesh.rank == 0 else None)
+    path: Path = mesh.broadcast_object(Path(tempfile.mkdtemp(prefix="meshwright-verify-")) if mesh.rank == 0 else None)
     try:
         yield path
     finally:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ..data import Batch
 from ..engine import Engine, Model
-from ..ops.deferred_weight_grads import is_late
+from ..ops.deferred_weight_grads import is_deferring
 from ..ops.experts import _LoopedLinear
-from ..ops.fp8_matmul import largest_of, scales_of
+from ..ops.fp8_matmul import block_amax, scales_of
 from ..ops.fp8_tensor import Quantised
 from ..ops.matmul import _Linears
 from ..ops.norms import upcast
@@ -221,7 +221,7 @@ class Fp8Watch:
         if not fp8:
             return _LINEARS(x, bias, fp8, *weights)
         call = self._call(x, weights, bias, None)
-        given = [weight if is_late() else call.watch(number, weight) for number, weight in enumerate(weights)]
+        given = [weight if is_deferring() else call.watch(number, weight) for number, weight in enumerate(weights)]
         return self._made(call, _LINEARS(call.watch("x", x), bias, fp8, *given))
 
     def experts(self, x: Tensor, weight: Tensor, counts: list[int], fp8: bool) -> Tensor:
@@ -229,7 +229,7 @@ class Fp8Watch:
             return _EXPERTS(x, weight, counts, fp8)
         call = self._call(x, [weight], None, counts)
         return self._made(
-            call, _EXPERTS(call.watch("x", x), weight if is_late() else call.watch(0, weight), counts, fp8)
+            call, _EXPERTS(call.watch("x", x), weight if is_deferring() else call.watch(0, weight), counts, fp8)
         )
 
     def _name(self, weight: Tensor) -> str:
@@ -248,7 +248,7 @@ class Fp8Watch:
         first = weight.codes.storage_offset() // weight.shape[-1]
         values = self._values[name][first : first + weight.shape[:-1].numel()]
         found = weight.scales.reshape(-1, weight.scales.shape[-1])
-        self.scales.setdefault(name, (found.clone(), scales_of(largest_of(values, 0).to(found.dtype))))
+        self.scales.setdefault(name, (found.clone(), scales_of(block_amax(values, 0).to(found.dtype))))
         return values.view(weight.shape)
 
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:

@@ -1,6 +1,6 @@
-"""Lost ranks: every rank tells the others where it stands, so that one that is lost can be named, with its door."""
+"""Heartbeats and diagnosis of lost ranks: when a collective hangs or fails, say which rank is missing and where."""
 
-from .deferred_signals import deferred
+from .deferred_signals import deferred_signal
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, diagnose
-from .heartbeat import Watch, doing, here, last_seen, names_lost_ranks, waiting_at, waits_at
+from .heartbeat import Watch, doing, last_seen, names_lost_ranks, position, waiting_at, waits_at
 from .trace_regions import region, trace

@@ -1,4 +1,4 @@
-"""Signals that would come in the middle of what must come to its end."""
+"""Defer a signal (SIGINT, SIGTERM) until a critical section is over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def deferred(number: int) -> Iterator[list[int]]:
+def deferred_signal(number: int) -> Iterator[list[int]]:
     """Hold a signal back until the end, and then raise it. The body may look at the list to see whether it came.
 
     Only the main thread gets signals and may handle them; in another thread the list stays empty.

@@ -1,4 +1,8 @@
-"""Who is to blame when a collective fails: the heartbeats of all ranks, looked at twice, some seconds apart."""
+"""Diagnose a failed collective from the heartbeats of all ranks, read twice, some seconds apart.
+
+A timeout by itself only says that somebody did not come. Comparing two readings tells ranks that wait from those that
+are elsewhere, dead, stopped, or never joined.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,19 @@ from itertools import groupby
 from pathlib import Path
 
 WAITS, WORKS, RAISED, LEFT = "waits", "works", "raised", "left"
-_MOST = 6  # places that are named, so that a message about thousands of ranks can be read
+_MOST = 6  # groups of ranks that a message names: it must stay readable with thousands of ranks
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank says of itself, once a second."""
+    """What a rank reports about itself, once a second."""
 
-    state: str  # it waits in a collective, works, raised an error, or left the run
-    at: str  # the door, phase or line; of an error its text
-    task: str
-    still_s: float  # for how long nothing of this has changed
-    beat: float  # when this was written, by its own clock
-    home: str  # which table of processes `pid` is of; empty if that cannot be known
+    state: str  # waits in a collective, works, raised an error, or left the run
+    at: str  # the door, phase or line; for an error its text
+    task: str  # the step and micro-batch
+    still_s: float  # seconds since any of these changed
+    beat: float  # the time of writing, by the rank's own clock
+    home: str  # the process table that `pid` belongs to; empty if it cannot be known
     pid: int
 
     def __str__(self) -> str:
@@ -28,7 +32,7 @@ class Heartbeat:
         return f"{self.state} {'at ' if self.state == WAITS else ''}{self.at}{task}, for {self.still_s:.0f} s"
 
 
-# What may have happened to a rank, worst first. Below: what the user can do about it.
+# What may have happened to a rank, worst first: the first one found is to blame. Below: what the user can do about it.
 NEVER = "never joined the run"
 GONE = "no sign of life: it died, or its machine or network is gone"
 DIED = "died, its process is gone"
@@ -38,82 +42,88 @@ ENDED = "left, its script came to an end"
 FAILED = "raised an error"
 BUSY = "in no collective"
 WAITING = "waiting"
-_WAYS_OUT = {
+_FIXES = {
     NEVER: "See its own output, and start all ranks again.",
     GONE: "See its own output and the log of its machine (out of memory?), and start all ranks again.",
     DIED: "See its own output (gloo ends a process whose peer brings another size) and the log of its machine (out of "
     "memory?), and start all ranks again.",
-    STOPPED: "Let it go on before the others' time is over, and start all ranks again.",
-    HELD: "Something in it keeps Python's lock, or its machine is overloaded; see to it, and start all ranks again.",
+    STOPPED: "Do not stop it for longer than timeout_s, and start all ranks again.",
+    HELD: "Something in it holds Python's GIL, or its machine is overloaded; fix that, and start all ranks again.",
     ENDED: "Every rank must make as many calls as the others: as many steps, and export, stream or evaluate on all of "
     "them, not under `if rank == 0`.",
     FAILED: "See its own output.",
-    BUSY: "Make that shorter, or the same on all ranks, or give the others more patience with mw.Mesh(timeout_s=).",
+    BUSY: "Make it shorter, do it on all ranks, or give the others more time with mw.Mesh(timeout_s=).",
     WAITING: "Every rank must come to the same collectives in the same order: call the same methods of the engine, "
     "with the same model, on all of them.",
 }
 
 
-Heartbeats = Mapping[int, Heartbeat | None]  # by rank; None for one that never joined
+# Heartbeats by rank; None for one that never joined.
+Heartbeats = Mapping[int, Heartbeat | None]
 
 
 def diagnose(before: Heartbeats, after: Heartbeats, home: str, timeout_s: float) -> str:
-    """One sentence for all ranks of the same fate, the guilty ones first, then the way out."""
-    alike: dict[tuple[str, str], list[int]] = {}
+    """Return one sentence for all ranks of the same fate, the guilty ones first, then the fix."""
+    by_fate: dict[tuple[str, str], list[int]] = {}
     for rank, seen in after.items():
-        kind = _kind(before[rank], seen, home)
-        alike.setdefault((kind, _place(kind, seen)), []).append(rank)
-    order, now = list(_WAYS_OUT), max((seen.beat for seen in after.values() if seen), default=0.0)
-    told = sorted(alike.items(), key=lambda item: (order.index(item[0][0]), len(item[1]), item[1]))
+        fate = _fate_of(before[rank], seen, home)
+        by_fate.setdefault((fate, _place(fate, seen)), []).append(rank)
+    order, now = list(_FIXES), max((seen.beat for seen in after.values() if seen), default=0.0)
+    # The worst fate first; within one, the smallest group, which is the odd one out.
+    fates = sorted(by_fate.items(), key=lambda item: (order.index(item[0][0]), len(item[1]), item[1]))
     sentences = []
-    for (kind, place), ranks in told[:_MOST]:
+    for (fate, place), ranks in fates[:_MOST]:
         beats = [seen for rank in ranks if (seen := after[rank])]
-        sentences.append(f"{named(ranks)}: {kind}{place}{_since(kind, beats, now)}.")
-    if len(told) > _MOST:
-        sentences.append(f"{sum(len(ranks) for _, ranks in told[_MOST:])} ranks elsewhere.")
-    return f"{' '.join(sentences)} (timeout_s={timeout_s:g}) {_WAYS_OUT[told[0][0][0]]}"
+        sentences.append(f"{named(ranks)}: {fate}{place}{_since(fate, beats, now)}.")
+    if len(fates) > _MOST:
+        sentences.append(f"{sum(len(ranks) for _, ranks in fates[_MOST:])} ranks elsewhere.")
+    return f"{' '.join(sentences)} (timeout_s={timeout_s:g}) {_FIXES[fates[0][0][0]]}"
 
 
-def _kind(before: Heartbeat | None, after: Heartbeat | None, home: str) -> str:
+def _fate_of(before: Heartbeat | None, after: Heartbeat | None, home: str) -> str:
+    """Return what happened to a rank: its state if the heartbeat moves, its process's state if it does not."""
     if after is None:
         return NEVER
     if after.state in (LEFT, RAISED):
         return ENDED if after.state == LEFT else FAILED
+    # A heartbeat that did not move: on this machine /proc tells why, elsewhere it is just gone.
     if after == before:
-        return _fate(after) if home and after.home == home else GONE
+        return _fate_of_silent(after) if home and after.home == home else GONE
     return WAITING if after.state == WAITS else BUSY
 
 
-def _fate(seen: Heartbeat) -> str:
-    """What happened to a silent process of this machine."""
+def _fate_of_silent(seen: Heartbeat) -> str:
+    """Return what happened to a silent process, if it is on this machine."""
     try:
+        # The third field of stat, after a command name in parentheses that may contain anything.
         state = Path(f"/proc/{seen.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return DIED
     return {"Z": DIED, "X": DIED, "T": STOPPED, "t": STOPPED}.get(state, HELD)
 
 
-def _place(kind: str, seen: Heartbeat | None) -> str:
+def _place(fate: str, seen: Heartbeat | None) -> str:
+    """Describe where a rank is, or was last seen."""
     if seen is None:
         return ""
     task = f" ({seen.task})" if seen.task else ""
-    if kind == FAILED:
+    if fate == FAILED:
         return f": {seen.at}{task}"
-    link = {WAITING: " ", BUSY: ": "}.get(kind, "; last seen ")
+    link = {WAITING: " ", BUSY: ": "}.get(fate, "; last seen ")
     return f"{link}{'at ' if seen.state == WAITS else ''}{seen.at}{task}"
 
 
-def _since(kind: str, beats: list[Heartbeat], now: float) -> str:
-    """`now` is the youngest heartbeat: the clocks of machines differ by little."""
+def _since(fate: str, beats: list[Heartbeat], now: float) -> str:
+    """Describe for how long. `now` is the newest heartbeat: clocks of machines are assumed to be nearly equal."""
     if not beats:
         return ""
-    if kind in (BUSY, WAITING):
+    if fate in (BUSY, WAITING):
         return f", for {max(seen.still_s for seen in beats):.0f} s"
     return f", {max(now - seen.beat for seen in beats):.0f} s ago"
 
 
 def named(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 0-2, 7`."""
+    """Format ranks as `rank 3` or `ranks 0-2, 7`."""
     runs = [[r for _, r in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,8 +1,9 @@
-"""Each rank writes a heartbeat into the store of the run: where it is, and since when.
+"""Heartbeats: each rank writes into the run's store where it is and since when, so that a hang names the lost rank.
 
-The main thread notes each door that it passes, by writing an attribute. A second thread puts the note into the store
-once a second. So when a collective fails, the `RankError` can name the rank that is dead, elsewhere or waiting.
-On a GPU the host runs ahead of the device: the door is the host's, and torch's flight recorder knows the device's.
+The main thread notes each door that it passes by assigning one attribute (no lock, no system call). A second thread
+writes the note to the store once a second. So when a collective fails or times out, the `RankError` can name the rank
+that is dead, elsewhere or waiting. On a GPU the host runs ahead of the device: the door is the host's position, and
+torch's flight recorder knows the device's.
 """
 
 from __future__ import annotations
@@ -34,91 +35,96 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..errors import RankError
 from ..log import logger
-from .deferred_signals import deferred
+from .deferred_signals import deferred_signal
 from .diagnosis import LEFT, RAISED, WAITS, WORKS, Heartbeat, Heartbeats, diagnose, named
 from .trace_regions import region, trace
 
 BEAT_S = 1.0
 PREFIX = "heartbeat"
-_STORE_S = 3.0  # the store answers within this, or never
-_FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]))  # code that is not the user's
+_STORE_S = 3.0  # seconds after which a store that has not answered counts as gone
+_FOREIGN = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]))  # paths of code that is not the user's
 
-# What FSDP calls to send. Whoever waits there waits at FSDP.
+# Our code that FSDP calls to communicate: a rank that waits there waits in FSDP.
 _SENDS = tuple(
     os.path.join(*at) for at in (("mesh", "local_collectives.py"), ("parallel", "fsdp.py"), ("verify", "recorder.py"))
 )
 
 
-class _Here:
+class _Position:
     """The state of this process, which can only be at one place."""
 
-    now: tuple[str, str, float] = (WORKS, "the start", time.monotonic())  # its state, where, since when
+    now: tuple[str, str, float] = (WORKS, "the start", time.monotonic())  # state, place, since when
     task = ""
-    inside = False  # of a call that `names_lost_ranks` guards
+    inside = False  # whether a call is running that `names_lost_ranks` guards
     watch: Watch | None = None  # None in a run of one rank
 
 
-here = _Here()
+position = _Position()
 
 
 def doing(task: str) -> None:
-    """Note what this rank does now: which step and micro-batch. It stands beside the place in an error."""
-    here.task = task
+    """Note which step and micro-batch this rank works on. Errors show it next to the place."""
+    position.task = task
 
 
 def waits_at() -> str:
-    """` at layers.0.mixer.enter, forward` while this rank is in a collective, otherwise nothing."""
-    state, at, _ = here.now
+    """Return ` at layers.0.mixer.enter, forward` while this rank is in a collective, otherwise nothing."""
+    state, at, _ = position.now
     return f" at {at}" if state == WAITS else ""
 
 
 class waiting_at:
-    """`with waiting_at("the norm"):` around a collective: until it ends, that is where this rank waits. A trace shows
-    it by that name."""
+    """Mark a collective, as in `with waiting_at("the norm"):`. Until it ends, that is where this rank waits.
 
-    shown: AbstractContextManager[Any] | None = None
+    A trace shows it under that name. A class and not a generator: it runs at every door, and must be cheap.
+    """
+
+    traced: AbstractContextManager[Any] | None = None
 
     def __init__(self, *at: str) -> None:
         self.at = at
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
-            here.now = (WAITS, ", ".join(self.at), time.monotonic())
+            position.now = (WAITS, ", ".join(self.at), time.monotonic())
             if trace.on:
-                self.shown = region(", ".join(self.at))
-                self.shown.__enter__()
+                self.traced = region(", ".join(self.at))
+                self.traced.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.shown is not None:
-            self.shown.__exit__(None, None, None)
-        if kind is None and not torch.compiler.is_compiling():  # after a failure it is still there
-            here.now = (WORKS, f"after {', '.join(self.at)}", time.monotonic())
+        if self.traced is not None:
+            self.traced.__exit__(None, None, None)
+        if kind is None and not torch.compiler.is_compiling():  # after a failure the rank is still there
+            position.now = (WORKS, f"after {', '.join(self.at)}", time.monotonic())
 
 
 @contextlib.contextmanager
 def names_lost_ranks() -> Iterator[None]:
-    """A collective that fails in here becomes a RankError that names the lost rank.
+    """Turn a collective that fails inside into a RankError that names the lost rank.
 
-    Any other error is put into the heartbeat, so that the ranks which then wait in vain can say why.
+    Any other error goes into the heartbeat, so that ranks which then wait in vain can say why.
     """
-    here.inside = True
+    position.inside = True
     try:
         yield
     except Exception as error:
-        if here.watch is None or isinstance(error, RankError):
+        if position.watch is None or isinstance(error, RankError):
             raise
+        # This rank is at fault: it says so, and the ranks that wait for it will read why.
         if not _of_a_collective(error):
-            here.now = (RAISED, _text(error), time.monotonic())
-            here.watch.tell()
+            position.now = (RAISED, _text(error), time.monotonic())
+            position.watch.tell()
             raise
-        here.now = (WAITS, _stood(error), here.now[2])
-        with deferred(signal.SIGTERM) as came:  # torchrun ends all ranks of a machine as soon as one of them dies
-            diagnosis = here.watch.diagnosis()
+        position.now = (WAITS, _stood(error), position.now[2])
+        with deferred_signal(
+            signal.SIGTERM
+        ) as came:  # torchrun ends all ranks of a machine as soon as one of them dies
+            diagnosis = position.watch.diagnosis()
             if came:
                 logger.error("%s", diagnosis)
         raise RankError(diagnosis) from error
     finally:
-        here.inside = False
+        position.inside = False
 
 
 def _text(error: BaseException) -> str:
@@ -126,17 +132,20 @@ def _text(error: BaseException) -> str:
 
 
 def _of_a_collective(error: Exception) -> bool:
+    """Tell whether an error comes from a collective."""
     if isinstance(error, dist.DistError):
         return True
     if isinstance(error, torch.OutOfMemoryError):  # perhaps in a collective, but no other rank is to blame
         return False
     known = ("gloo", "caused pair closure")  # gloo raises plain RuntimeErrors
-    return isinstance(error, RuntimeError) and (here.now[0] == WAITS or any(text in str(error) for text in known))
+    return isinstance(error, RuntimeError) and (position.now[0] == WAITS or any(text in str(error) for text in known))
 
 
 def _stood(error: Exception) -> str:
-    state, at, _ = here.now
+    """Describe where the main thread was when a collective failed: its door, or a unit of FSDP."""
+    state, at, _ = position.now
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    # FSDP's frames hold the parameter group as `self`; its name says which unit was being gathered or reduced.
     groups = [frame.f_locals.get("self") for frame in frames]
     unit = next((group._module_fqn or "the root" for group in groups if isinstance(group, FSDPParamGroup)), "")
     lines = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames]
@@ -144,11 +153,15 @@ def _stood(error: Exception) -> str:
 
 
 def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
-    """Where a thread is that waits at no door of ours: in FSDP, or at a line of the user's. Innermost line first."""
+    """Return state and place of a thread that is at none of our doors: in FSDP, or at a line of the user's code.
+
+    `lines`: innermost first.
+    """
     state = WORKS
     for file, number, function in lines:
         if file.endswith(_SENDS):
             continue
+        # FSDP's hooks run between doors, so its frames are the only sign that it communicates.
         if f"{os.sep}_fully_shard{os.sep}" in file:
             return WAITS, "FSDP"
         if f"torch{os.sep}distributed" in file:
@@ -159,28 +172,34 @@ def _look(lines: Iterable[tuple[str, int, str]]) -> tuple[str, str]:
 
 
 def _main_thread() -> list[tuple[str, int, str]]:
-    """The Python lines of the main thread. faulthandler prints them, since another thread must not touch its frames."""
+    """Return the Python lines of the main thread.
+
+    faulthandler prints them, because another thread must not touch the frames of a running one.
+    """
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         threads = file.read().split("hread 0x")
+    # faulthandler names threads by their pthread id in hex.
     ident = f"{threading.main_thread().ident:016x}"
-    mine = next((text for text in threads if text.startswith(ident)), "")
-    return [(file, int(number), name) for file, number, name in re.findall(r'File "(.*)", line (\d+) in (.*)', mine)]
+    main = next((text for text in threads if text.startswith(ident)), "")
+    return [(file, int(number), name) for file, number, name in re.findall(r'File "(.*)", line (\d+) in (.*)', main)]
 
 
 def heartbeat() -> Heartbeat:
-    state, at, since = here.now
+    """Return this rank's current heartbeat. If it has worked for long at no door, look up the line at which it is."""
+    state, at, since = position.now
     still_s = time.monotonic() - since
+    # Reading another thread's stack takes milliseconds, so only a rank that has passed no door for a while does it.
     if state == WORKS and still_s > BEAT_S / 2:
         state, line = _look(_main_thread())
         at = f"{line}, {at}"
-    return Heartbeat(state, at, here.task, still_s, time.time(), _home(), os.getpid())
+    return Heartbeat(state, at, position.task, still_s, time.time(), _home(), os.getpid())
 
 
 @functools.cache
 def _home() -> str:
-    """The name of the process table that a pid belongs to: this boot of this machine, in this container."""
+    """Name the process table that a pid belongs to: this boot of this machine, in this container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -188,30 +207,35 @@ def _home() -> str:
 
 
 class Watch:
-    """Writes this rank's heartbeat until `leave`.
+    """The thread that writes this rank's heartbeat, until `leave`.
 
-    With `loud` it also logs the diagnosis by itself: on a GPU torch ends the process before Python sees an error.
+    With `loud` it also logs a diagnosis after the timeout: on a GPU torch's watchdog ends the process before Python
+    sees an error.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, loud: str) -> None:
-        # A connection of its own: another thread may be waiting for an answer on the first one.
+        # A connection of its own: a store serves one request at a time, and another thread may be blocked in one.
         self.store = PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined] # torch's stub lacks it
         self.store.set_timeout(datetime.timedelta(seconds=_STORE_S))
         self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
         self._over = threading.Event()
-        here.now = (WORKS, "after joining the run", time.monotonic())
+        position.now = (WORKS, "after joining the run", time.monotonic())
+        # The first heartbeat is written here: a rank that never joined is then one without any.
         self.tell()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def tell(self) -> None:
+        """Write the heartbeat."""
         self.store.set(str(self.rank), json.dumps(asdict(heartbeat())))
 
     def _beat(self) -> None:
+        """Write heartbeats until the run is over or the store is gone."""
         try:
             while not self._over.wait(_every_s(self.size)):
                 self.tell()
-                if self.loud and here.inside and time.monotonic() - here.now[2] > self.timeout_s:
+                # Only inside a guarded call: between calls, user code may take as long as it likes.
+                if self.loud and position.inside and time.monotonic() - position.now[2] > self.timeout_s:
                     threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
                     self.loud = ""
         except dist.DistError:
@@ -221,50 +245,56 @@ class Watch:
         logger.error("%s %s", self.diagnosis(), where)
 
     def leave(self) -> None:
+        """Stop writing, and leave a last heartbeat that says whether this rank ended normally."""
         self._over.set()
         self._thread.join(_STORE_S)
         if self._thread.is_alive():  # the store is stuck, and would hold us up too
             return
-        error = sys.last_value if hasattr(sys, "last_value") else None  # what ended the script, if one did
-        if here.now[0] != RAISED:
-            here.now = (LEFT, *here.now[1:]) if error is None else (RAISED, _text(error), time.monotonic())
-        with contextlib.suppress(dist.DistError):  # the store is gone: nobody asks any more
+        error = sys.last_value if hasattr(sys, "last_value") else None  # the error that ended the script, if any
+        if position.now[0] != RAISED:
+            position.now = (LEFT, *position.now[1:]) if error is None else (RAISED, _text(error), time.monotonic())
+        with contextlib.suppress(dist.DistError):  # the store is gone: nothing reads it any more
             self.tell()
 
     def diagnosis(self) -> str:
-        """What the first rank that failed finds out, for all ranks.
+        """Return the diagnosis of the first rank that failed, the same text on all ranks.
 
-        It asks in a thread, because a store whose process is stopped never answers.
+        It asks the store in a thread, because a store whose process is stopped never answers.
         """
-        found = [
+        answers = [
             f"{_keeper()}: no answer from the store of the run, which it keeps; it died, is stopped, or cannot be "
             f"reached. {self._elsewhere()}rank {self.rank}: {heartbeat()}. "
             "See its own output and the log of its machine, and start all ranks again."
         ]
-        asking = threading.Thread(target=self._ask, args=(found,), daemon=True)
+        # The daemon thread may hang with the store; the rank must not.
+        asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)
         asking.start()
         asking.join(2 * _patience_s(self.size) + _STORE_S)
-        return found[-1]
+        return answers[-1]
 
     def _elsewhere(self) -> str:
-        """Without the store nothing is known of the ranks of other machines. torchrun numbers neighbours in a row."""
+        """Name the ranks of other machines, of which nothing is known without the store. torchrun numbers neighbours in
+        a row.
+        """
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         first = self.rank - self.rank % local
         others = [rank for rank in range(self.size) if not first <= rank < first + local]
         return f"Lost or out of reach: {named(others)}, on other machines. " if others else ""
 
-    def _ask(self, found: list[str]) -> None:
-        with contextlib.suppress(dist.DistError):  # `found` then keeps what it says of a store that is gone
+    def _ask(self, answers: list[str]) -> None:
+        """Append the diagnosis: that of the first rank to ask, which all others wait for."""
+        with contextlib.suppress(dist.DistError):  # then the sentence about the lost store remains the last answer
             self.tell()
+            # `add` is atomic: exactly one rank makes the diagnosis, so that all report the same.
             first = self.store.add("diagnosing", 1) == 1
             patience = time.monotonic() + 1.5 * _patience_s(self.size)
-            while not first and time.monotonic() < patience:  # no `store.wait`: our own beats would wait for it
+            while not first and time.monotonic() < patience:  # not `store.wait`, which would block our own heartbeats
                 if self.store.check(["diagnosis"]):
-                    found.append(self.store.get("diagnosis").decode())
+                    answers.append(self.store.get("diagnosis").decode())
                     return
                 time.sleep(_every_s(self.size) / 5)
-            found.append(look_twice(self.store, range(self.size), self.timeout_s))
-            self.store.set("diagnosis", found[-1])
+            answers.append(look_twice(self.store, range(self.size), self.timeout_s))
+            self.store.set("diagnosis", answers[-1])
 
 
 def _keeper() -> str:
@@ -275,32 +305,35 @@ def _keeper() -> str:
 
 
 def look_twice(store: Store, ranks: range, timeout_s: float) -> str:
-    """Compare two looks at the heartbeats: a rank whose heartbeat stays the same is not alive."""
+    """Compare two readings of the heartbeats: a rank whose heartbeat did not move is not alive."""
     before = heartbeats(store, ranks)
     time.sleep(_patience_s(len(ranks)))
     return diagnose(before, heartbeats(store, ranks), _home(), timeout_s)
 
 
 def _every_s(size: int) -> float:
-    return max(1.0, size / 1000) * BEAT_S  # a store easily answers a thousand calls a second
+    """Return the seconds between heartbeats, longer with thousands of ranks."""
+    return max(1.0, size / 1000) * BEAT_S  # the store answers a thousand calls a second with ease
 
 
 def _patience_s(size: int) -> float:
-    """How long a heartbeat may stay the same before its rank counts as lost."""
+    """Return for how long a heartbeat may stay the same before its rank counts as lost."""
     return 2.5 * _every_s(size)
 
 
 def heartbeats(store: Store, ranks: range) -> Heartbeats:
+    """Read the heartbeats of these ranks; None for those that never joined."""
     keys = [str(rank) for rank in ranks]
-    here_are = keys if store.check(keys) else [key for key in keys if store.check([key])]
-    found = {
-        int(key): Heartbeat(**json.loads(text)) for key, text in zip(here_are, store.multi_get(here_are), strict=True)
+    present = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    read = {
+        int(key): Heartbeat(**json.loads(text)) for key, text in zip(present, store.multi_get(present), strict=True)
     }
-    return {rank: found.get(rank) for rank in ranks}
+    return {rank: read.get(rank) for rank in ranks}
 
 
 def last_seen(store: Store, ranks: range) -> list[str]:
-    """Where each rank was last, for the process that keeps the store, which is no rank itself."""
+    """Describe where each rank was last, for the process that keeps the store, which is no rank itself."""
+    # Each attempt of an elastic run has a prefix of its own.
     prefixes = {key.rpartition("/")[0] for key in store.list_keys() if f"/{PREFIX}/" in key}
-    told = [heartbeats(PrefixStore(prefix, store), ranks) for prefix in prefixes]
-    return [f"rank {rank} {mine}" for of_run in told for rank, mine in of_run.items() if mine]
+    runs = [heartbeats(PrefixStore(prefix, store), ranks) for prefix in prefixes]
+    return [f"rank {rank} {beat}" for beats in runs for rank, beat in beats.items() if beat]

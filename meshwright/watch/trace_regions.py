@@ -1,4 +1,4 @@
-"""Named regions of a trace: each door by its name, and what else asks for one. Nothing is named while nobody traces."""
+"""Named regions for profiler traces: each door under its name, and whatever else asks. No cost while nothing traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 
 class _Trace:
-    """The state of this process."""
+    """Whether this process traces."""
 
     on = False
 
@@ -18,5 +18,5 @@ trace = _Trace()
 
 
 def region(name: str) -> AbstractContextManager[Any]:
-    """`with region("update"):` around what a trace is to show by that name."""
+    """Name what runs inside, as in `with region("update"):`, for a trace."""
     return record_function(name) if trace.on else nullcontext()

@@ -19,8 +19,8 @@ from ..errors import ExportError, LoadError, failure_in
 from ..log import Advance, progress
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
-from ..sharding import Block, Box, Piece, written
-from ..watch import deferred
+from ..sharding import Block, Box, Piece, rows_to_write
+from ..watch import deferred_signal
 from .checksums import Checks
 from .file_version import Opened
 from .keymap import KeyMap
@@ -95,7 +95,9 @@ def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
         make_files(folder, export.keymap)
         return folder
 
-    path: Path = mesh.of_rank_0(mesh.together(make, f"the making of {export.directory}", ExportError, _nothing(export)))
+    path: Path = mesh.broadcast_object(
+        mesh.together(make, f"the making of {export.directory}", ExportError, _nothing(export))
+    )
     return path
 
 
@@ -106,7 +108,7 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: 
     failure: BaseException | None = None
     label = f"export to {export.directory} on rank {mesh.rank}"
     with (
-        deferred(signal.SIGINT) as interrupts,
+        deferred_signal(signal.SIGINT) as interrupts,
         Files(folder, export.keymap, scales=scales) as files,
         progress(label, _num_written(stored_model), "elements", enabled=mesh.rank == 0) as advance,
     ):
@@ -132,7 +134,7 @@ def _acts(stored_model: StoredModel, files: Files, advance: Advance) -> Iterator
 
 def _num_written(stored_model: StoredModel) -> int:
     spec, mesh = stored_model.spec, stored_model.mesh
-    mine = (written(param, spec.rules, mesh.axes, mesh.rank) for param in spec.table)
+    mine = (rows_to_write(param, spec.rules, mesh.axes, mesh.rank) for param in spec.table)
     return sum(piece.numel for piece in mine if piece.param.name in stored_model.stored)
 
 

@@ -95,7 +95,7 @@ class KeyMap:
             return False
         scales = [source.scales.get(block.key) for block in blocks]
         kept = all(scale is not None and not scale.form for scale in scales)
-        return kept and not any(block.turned or block.theirs.shape[-1] != param.matrix[1] for block in blocks)
+        return kept and not any(block.turned or block.source.shape[-1] != param.matrix[1] for block in blocks)
 
     def only_read(self, param: Param) -> tuple[str, str] | None:
         """A key of a parameter in a format that is only read, and the format: it cannot be trained."""

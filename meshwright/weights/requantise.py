@@ -37,7 +37,9 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
         look = functools.partial(looked.at, stored_model)
         mesh.together(look, "the comparison with the source", ExportError, "nothing was exported")
         for grids in (looked.most, looked.changed):
-            found = mesh.most_(torch.cat([grids[key].view(-1) for key in trained]).to(mesh.device), "scales").cpu()
+            found = mesh.all_reduce_max_(
+                torch.cat([grids[key].view(-1) for key in trained]).to(mesh.device), "scales"
+            ).cpu()
             parts = found.split([grids[key].numel() for key in trained])
             grids.update({key: part.view(grids[key].shape) for key, part in zip(trained, parts, strict=True)})
         looked.refuse_changed()

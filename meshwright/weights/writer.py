@@ -16,9 +16,21 @@ from torch import Tensor
 
 from ..errors import ExportError
 from ..mesh import Mesh
-from ..mesh.collectives import exchange
+from ..mesh.collectives import all_to_all
 from ..ops.part_sizes import part_size
-from ..sharding import Block, Box, Param, Piece, ShardingSpec, across, as_it_lies, interval, piece, place, written
+from ..sharding import (
+    Block,
+    Box,
+    Param,
+    Piece,
+    ShardingSpec,
+    column_axes,
+    interval,
+    piece,
+    place,
+    rows_to_write,
+    storage_order,
+)
 from ..watch import waiting_at
 from .checksums import Runs
 from .keymap import Key, KeyMap
@@ -87,7 +99,7 @@ class Files:
         whole = block.view(torch.empty(key.shape, device="meta"))
         for part in staged(block, common):
             wanted, at = whole[part.within(block.ours).slices], 0
-            order = as_it_lies(wanted)
+            order = storage_order(wanted)
             wanted, ours = wanted.permute(order), values[part.within(common).slices].permute(order)
             if block.key in self.keymap.scales:
                 places = Places.of(wanted, key.shape, self.keymap.scales[block.key])
@@ -184,15 +196,15 @@ def whole_rows(stored_model: StoredModel, *, keep: bool = False) -> Iterator[tup
 
 
 def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    axes = across(param, place(param, spec.rules, mesh.axes))
+    axes = column_axes(param, place(param, spec.rules, mesh.axes))
     held = piece(param, spec.rules, mesh.axes, mesh.coords)
     if mesh.size_of(axes) == 1:
-        mine = written(param, spec.rules, mesh.axes, mesh.rank)
+        mine = rows_to_write(param, spec.rules, mesh.axes, mesh.rank)
         yield mine, stored[mine.lo - held.lo : mine.hi - held.lo]
         return
     ranks = mesh.axes.group(mesh.rank, axes)
     strips = [piece(param, spec.rules, mesh.axes, mesh.axes.coords(rank)) for rank in ranks]
-    rows = [written(param, spec.rules, mesh.axes, rank) for rank in ranks]
+    rows = [rows_to_write(param, spec.rules, mesh.axes, rank) for rank in ranks]
     at_a_time = max(1, _WINDOW_BYTES // (param.matrix[1] * stored.element_size()))
     for done in range(0, max(each.hi - each.lo for each in rows), at_a_time):
         now = [_window(each, done, at_a_time) for each in rows]
@@ -201,7 +213,7 @@ def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> It
         num_rows = now[me].hi - now[me].lo
         outs, ins = [num_rows * s.shape[1] for s in strips], [(w.hi - w.lo) * held.shape[1] for w in now]
         with waiting_at(f"the exchange of rows of {param.name}"):
-            got = exchange(sent, outs, ins, mesh.name_of(axes))
+            got = all_to_all(sent, outs, ins, mesh.name_of(axes))
         yield now[me], _side_by_side(now[me], strips, got.split(outs))
 
 

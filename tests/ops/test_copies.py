@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from meshwright.ops import Copies, by_expert, copied, copies_of, runs, summed, turns
+from meshwright.ops import Copies, by_expert, copies_of, gather_copies, runs, sum_copies, turns
 from tests.ops.references import compare, rand
 
 CASES = {
@@ -22,7 +22,11 @@ def copies(of: list[int]) -> Copies:
 @pytest.mark.parametrize("of", CASES.values(), ids=CASES)
 def test_copied_against_reference(of):
     num = max(of, default=-1) + 1
-    compare(lambda x: copied(x, copies(of)), lambda x: torch.stack([x[n] for n in of]) if of else x * 1, [rand(num, 3)])
+    compare(
+        lambda x: gather_copies(x, copies(of)),
+        lambda x: torch.stack([x[n] for n in of]) if of else x * 1,
+        [rand(num, 3)],
+    )
 
 
 @pytest.mark.parametrize("of", CASES.values(), ids=CASES)
@@ -31,13 +35,13 @@ def test_summed_against_reference(of):
         rows = [sum(y[at] for at, n in enumerate(of) if n == row) for row in range(max(of, default=-1) + 1)]
         return torch.stack(rows) if rows else y * 1
 
-    compare(lambda y: summed(y, copies(of)), sums, [rand(len(of), 3)])
+    compare(lambda y: sum_copies(y, copies(of)), sums, [rand(len(of), 3)])
 
 
 def test_sums_are_rounded_once():
     """Of 512 copies of one row: in bfloat16 each of the last 256 would count double."""
     y = torch.full((512, 8), 1.01, dtype=torch.bfloat16)
-    assert torch.equal(summed(y, copies([0] * 512)), torch.full((1, 8), 512 * 1.0078125, dtype=torch.bfloat16))
+    assert torch.equal(sum_copies(y, copies([0] * 512)), torch.full((1, 8), 512 * 1.0078125, dtype=torch.bfloat16))
 
 
 def test_runs_and_turns():

@@ -53,8 +53,8 @@ def test_grouped_equals_looped(counts):
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_what_is_frozen_gets_no_gradient_and_costs_none(monkeypatch, frozen):
     file = importlib.import_module("meshwright.ops.experts")  # the package has the function by this name
-    made, real = [], file.fresh
-    monkeypatch.setattr(file, "fresh", lambda block: made.append(block) or real(block))
+    made, real = [], file.with_huge_pages
+    monkeypatch.setattr(file, "with_huge_pages", lambda block: made.append(block) or real(block))
     streams, counts_E = inputs([3, 0, 5]), torch.tensor([3, 0, 5])
     whole = differentiate(lambda *x: experts(*x, counts_E), streams)
     assert len(made) == 2

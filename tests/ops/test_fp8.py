@@ -110,7 +110,7 @@ def test_late_weights_get_the_same_gradients():
         if jobs is None:
             torch.cat(linears(given[0], given[1:], fp8=True), -1).square().sum().backward()
         else:
-            with deferred_weight_grads.weights_late(jobs):
+            with deferred_weight_grads.deferring_weight_grads(jobs):
                 torch.cat(linears(given[0], given[1:], fp8=True), -1).square().sum().backward()
             for job in jobs:
                 job()

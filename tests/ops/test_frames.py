@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.ops import frames, resampled
+from meshwright.ops import frames, interpolated
 from tests.ops.references import compare, rand
 
 SIZES = [(2, 2), (2, 6), (4, 4), (6, 2), (70, 4)]  # with a side of one block, of the table, and beyond it
@@ -25,13 +25,13 @@ def by_torch(table):
 
 def test_the_table_against_that_of_torch():
     like = torch.empty(0, dtype=torch.float64)
-    compare(lambda table: resampled(table, frames(SIZES, "cpu"), like), by_torch, [rand(16, 6)])
+    compare(lambda table: interpolated(table, frames(SIZES, "cpu"), like), by_torch, [rand(16, 6)])
 
 
 def test_the_table_is_rounded_once():
     """Weights in bfloat16 would be 2e-3 off, and a sum in float32 would lift all that comes after."""
     table = rand(16, 6, dtype=torch.bfloat16, grad=False)
-    found = resampled(table, frames(SIZES, "cpu"), torch.empty(0, dtype=torch.bfloat16))
+    found = interpolated(table, frames(SIZES, "cpu"), torch.empty(0, dtype=torch.bfloat16))
     assert found.dtype == torch.bfloat16
     wide = by_torch(table.double())
     assert ((found - wide).abs() <= 2**-8 * wide.abs() + 1e-6).all()

@@ -112,7 +112,7 @@ def test_what_fails_later_is_not_used_from_then_on(compiles, caplog, monkeypatch
 
 def test_a_trial_takes_a_few_rows(compiles, monkeypatch):
     rows = []
-    monkeypatch.setattr(module, "_FEW", 4)
+    monkeypatch.setattr(module, "_TRIAL_ROWS", 4)
     compiles.kernel = lambda formula: lambda *args: rows.append(len(args[0])) or formula(*args)
     fused(third)(rand(9, 3).to(BF16), 3.0)
     assert rows == [9, 4, 9]

@@ -75,7 +75,7 @@ def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch
         (leaks, False, "kernel leaks is off by"),
         (wrong_gradient, False, "kernel wrong_gradient is off by"),
         (not_a_number, False, "kernel not_a_number is off by nan"),
-        (not_installed, False, "kernel not_installed is not there (No module named 'a_package_that_nobody_has')"),
+        (not_installed, False, "kernel not_installed is not installed (No module named 'a_package_that_nobody_has')"),
         (refuses, False, "kernel refuses refuses torch.float32 (head size 3 is not supported)"),
     ],
 )
@@ -101,8 +101,8 @@ def test_nothing_is_tried_in_wide_dtypes(monkeypatch, dtype):
 
 
 def test_an_argument_that_an_older_version_has_not():
-    assert kernels.takes(same, "docs")
-    assert not kernels.takes(same, "enable_gqa")
+    assert kernels.accepts(same, "docs")
+    assert not kernels.accepts(same, "enable_gqa")
 
 
 def test_nothing_is_tried_on_a_cpu():

@@ -50,7 +50,7 @@ def test_taking_apart_gives_the_source_back(case):
         ours = assembled(param, layout, source)
         for block in layout.blocks:
             into = block.view(back[block.key])
-            assert (into == -1).all(), f"{block.key} is in two blocks at {block.theirs}"
+            assert (into == -1).all(), f"{block.key} is in two blocks at {block.source}"
             into.copy_(ours[block.ours.slices])
     assert all(torch.equal(back[key], source[key]) for key in source)
 

@@ -73,7 +73,7 @@ def test_a_buffer():
         ([(0, 4)], r"^net\.w \(one\): .*\b4 of 6\b"),
         ([(1, 6)], r"^net\.w \(one\): .*\b5 of 6\b"),
         ([(0, 2), (3, 6)], r"^net\.w \(one\): .*\b5 of 6\b"),
-        ([(0, 7)], r"^net\.w \(one\): .*\[0:7\] does not lie inside the shape \(6,\)"),
+        ([(0, 7)], r"^net\.w \(one\): .*\[0:7\].*\(6,\)"),
         ([], r"^net\.w \(one\): .*\b0 of 6\b"),
     ],
 )
@@ -109,7 +109,7 @@ def test_one_key_of_two_parameters():
 
 
 def test_a_key_outside_of_its_shape():
-    refused(r"^k: .*\[2:8\] does not lie inside", w=vector(one(block((0,), (6,), "k", (6,), Box((2,), (8,))))))
+    refused(r"^k: .*\[2:8\].*\(6,\)", w=vector(one(block((0,), (6,), "k", (6,), Box((2,), (8,))))))
 
 
 def test_a_copy_of_another_size():
@@ -124,7 +124,7 @@ def test_a_copy_of_another_size():
         (lambda e, each: each._replace(ours=Box((0, 0), (1, 2))) if e == 1 else each, r"^net\.w5 .*overlap"),
         (lambda e, each: each._replace(shape=(3,)) if e == 2 else each, r"^5\.2: .*\b2 of 3\b"),
         (
-            lambda e, each: each._replace(theirs=Box((0,), (1,))) if e == 2 else each,
+            lambda e, each: each._replace(source=Box((0,), (1,))) if e == 2 else each,
             r"^net\.w5: .*\b5\.2 differ in size",
         ),
         (lambda e, each: each._replace(key="4.2") if e == 2 else each, r"^4\.2: .*overlap"),

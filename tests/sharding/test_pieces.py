@@ -17,13 +17,13 @@ from meshwright.sharding import (
     Rules,
     ShardingSpec,
     Table,
-    check_written,
+    check_rows_to_write,
     chunk,
     holders,
     pieces,
     place,
+    rows_to_write,
     rules,
-    written,
 )
 from tests.parts import every
 from tests.sharding import reference
@@ -82,7 +82,7 @@ def check_tiled(table, axes):
             own = found[0] == rank
             if piece.numel:
                 holding[name].setdefault((piece.box, piece.lo, piece.hi), {})[rank] = found
-            rows = written(table[name], Rules(), axes, rank)
+            rows = rows_to_write(table[name], Rules(), axes, rank)
             assert rows.box.shape[len(table[name].rows) :] == tuple(table[name].cols.values()), "whole rows"
             for box in rows.boxes:
                 writing[name][ids[box.slices].flatten()] += 1
@@ -90,7 +90,7 @@ def check_tiled(table, axes):
                 held[name][ids[box.slices].flatten()] += 1
                 owned[name][ids[box.slices].flatten()] += own
     for param in table:
-        check_written(param, spec_of(table, axes.pp), axes)
+        check_rows_to_write(param, spec_of(table, axes.pp), axes)
         num = reference.num_holders(param, axes) * len(
             reference.stages_of(param.name, spec_of(table, axes.pp).table, axes.pp)
         )
@@ -121,7 +121,7 @@ def test_rows_that_are_not_written_once_are_found(monkeypatch, wrong):
     monkeypatch.setattr(rules, "chunk", shifted)
     for param in table:
         with pytest.raises(LayoutError, match=re.escape(param.name)):
-            check_written(param, spec_of(table, 1), axes)
+            check_rows_to_write(param, spec_of(table, 1), axes)
 
 
 @pytest.mark.parametrize("head", ["value", "none"])

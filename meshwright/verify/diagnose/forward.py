@@ -18,7 +18,7 @@ from ...axes import DENSE
 from ...data import Batch
 from ...engine import Model, logits, logprobs
 from ...models import Embedding
-from ...sharding import Door, find
+from ...sharding import Door, find_doors
 
 RIGHT = 1 << 30  # stands for the number of a submodule where none is wrong
 
@@ -82,7 +82,7 @@ def watched(model: Model, parts: Callable[[Model], Iterator[tuple[str, nn.Module
         return lambda x: (seen.passed.update([name]), armed(x))[1]
 
     hooks = [part.register_forward_hook(note(name)) for name, part in parts(model)]
-    doors = [(door, name, door.armed) for part in model.parts for name, door in find(part, Door) if door.armed]
+    doors = [(door, name, door.armed) for part in model.parts for name, door in find_doors(part, Door) if door.armed]
     for door, name, armed in doors:
         door.armed = counting(name, armed)
     try:
@@ -129,7 +129,7 @@ def first_wrong(model: Model, seen: Watched, reference: Mapping[str, Tensor], st
 def about_doors(model: Model, part: str, passed: Mapping[str, int]) -> str:
     """What is wrong with the doors of a submodule on a mesh with tp, or nothing."""
     axes, inside = model.mesh.axes, f"{part}."
-    all_doors = (name for whole in model.parts for name, _ in find(whole, Door))
+    all_doors = (name for whole in model.parts for name, _ in find_doors(whole, Door))
     doors = [name.removeprefix(inside) for name in all_doors if name.startswith(inside)]
     cut = [p.name for p in model.table if p.name.startswith(inside) and "tp" in model.placement(p.name).split.values()]
     unpassed = [name for name in doors if not passed.get(inside + name)]

@@ -54,7 +54,7 @@ def _summed_again(model: Model, axes: set[str]) -> dict[str, Tensor]:
     for name, grad in model.grads().items():
         copies = model.placement(name).copies
         kept[name] = grad.clone()
-        model.mesh.sum_(grad, Sum("a sum once more", tuple(axis for axis in copies if axis in axes)))
+        model.mesh.all_reduce_(grad, Sum("a sum once more", tuple(axis for axis in copies if axis in axes)))
     found = gather(model, "grad")
     for name, grad in model.grads().items():
         grad.copy_(kept[name])
