@@ -62,7 +62,7 @@ class Difference:
 class WeightCheck:
     """What all ranks found, the same on every one."""
 
-    weight_differences: tuple[Difference, ...]  # of each rank the first 100
+    differences: tuple[Difference, ...]  # of each rank the first 100
     num_differences: int
     num_elements: int  # compared, on all ranks together: copies count each time
     skipped: tuple[str, ...]  # parameters that the source does not hold: they were drawn
