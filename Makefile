@@ -23,10 +23,10 @@ demo: setup  ## run the demonstration
 	@$(BIN)/python -m examples.demo
 
 test: setup  ## run the tests but the slow ones, four files at a time; PYTEST_ARGS are passed on
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slow" $(PYTEST_ARGS)
 
 matrix: setup  ## run every test with all of its cases, then the full matrix; hours
-	@MESHWRIGHT_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --timeout 7200
+	@MESHWRIGHT_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --timeout 7200
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 check: setup  ## formatting, lint, types, storeys
