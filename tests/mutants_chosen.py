@@ -30,7 +30,7 @@ CHOSEN = [
            MOE, "fsdp=2", r"M1 files in the layout per-expert: ",
            "silu is taken of up: every expert of a published model computes something else"),
     Mutant(32, "rows that arrive are labelled by expert and rank, not by rank and expert", "parallel/expert.py",
-           ".repeat_interleave(from_rank_RE.flatten(), output_size=sum(received))",
+           ".repeat_interleave(received_RE.flatten(), output_size=sum(received))",
            ".repeat_interleave(from_rank_RE.T.flatten(), output_size=sum(received))",
            MOE, "fsdp=2,ep=2", r"D1 layers\.\d+\.mlp",
            "rows go to other experts of the rank wherever two ranks send different counts"),

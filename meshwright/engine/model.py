@@ -87,7 +87,7 @@ class Model:
     mesh: Mesh
     blueprint: Blueprint
     stages: tuple[Stage, ...]  # the pipeline stages of this rank
-    low: parallel.LowGathers  # the parameters that come to them in 8 bits
+    low: parallel.Fp8Gather  # the parameters that come to them in 8 bits
     dtype: torch.dtype
     savings: Savings
     trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank

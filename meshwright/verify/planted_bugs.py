@@ -148,10 +148,10 @@ def _sideways() -> None:
 def _scale_of_shard() -> None:
     real = fp8_matmul.rounded_matrix
 
-    def of_own_rows(kind: fp8_gather._Kind, _: object) -> None:
+    def of_own_rows(kind: fp8_gather._WeightGroup, _: object) -> None:
         kind.scales.zero_()
         for matrix in kind.matrices:
-            matrix.find_largest()
+            matrix.find_amax()
         kind.scales.copy_(fp8_matmul.scales_of(kind.scales))
 
     def rounded(weight: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _scale_of_shard() -> None:
             [real(F.pad(half, (0, 0, 0, BLOCK // 2)))[: BLOCK // 2] for half in halves.flatten(0, 1)]
         ).view_as(weight)
 
-    fp8_gather._Kind.find_scales = of_own_rows  # type: ignore[method-assign, assignment]
+    fp8_gather._WeightGroup.find_scales = of_own_rows  # type: ignore[method-assign, assignment]
     fp8_matmul.rounded_matrix = rounded  # type: ignore[assignment]
 
 
