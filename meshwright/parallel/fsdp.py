@@ -101,7 +101,7 @@ class GatheredOnHost(_Allocates, AllGather):
 
 
 class SummedOnHost(_Allocates, ReduceScatter):
-    """Reduce-scatter by `mesh.local_collectives`. Synchronous too: FSDP reuses the input buffer as soon as it returns."""
+    """Reduce-scatter by `mesh.local_collectives`. Synchronous too: FSDP reuses its input as soon as it returns."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
