@@ -22,7 +22,7 @@ from ..parallel.memory_options import Savings
 from ..sharding import ShardingSpec, Span, Stage, cut, find, matrix_shape, place
 
 
-class Paper:
+class FakeMesh:
     """A mesh as far as doors ask it. On the meta device a collective has shapes alone, so no group is asked for."""
 
     def __init__(self, axes: Axes, rank: int) -> None:

@@ -39,7 +39,7 @@ from ..sharding import (
 )
 from ..sharding.schedules import BACKWARD, FORWARD, WEIGHT
 from .fsdp_buffers import Shards, in_shards
-from .meta_model import MetaKernels, Paper, forward, sketched
+from .meta_model import MetaKernels, FakeMesh, forward, sketched
 
 ACTIVATIONS = "activations"
 _RUN = 3  # layers of a kind that run: FSDP still sends gradients of the one, and already gathers the other
@@ -145,13 +145,13 @@ class Live(MetaKernels):
         return most
 
 
-def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> Activations:
+def activations(spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: Passing) -> Activations:
     """Of a stage of a rank."""
     return _activations(spec, stage, paper, work, _kinds(spec, stage, _reached(spec, stage, paper.axes)))
 
 
 def _activations(
-    spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing, kinds: Mapping[object, list[int]]
+    spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: Passing, kinds: Mapping[object, list[int]]
 ) -> Activations:
     ran = sorted(number for same in kinds.values() for number in same[-_RUN:])
     sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
@@ -167,7 +167,7 @@ def _activations(
     return replace(found, stays=sum(stay.values()), grads=sum(grads.values()))
 
 
-def _grads(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> dict[str, int]:
+def _grads(spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: Passing) -> dict[str, int]:
     """Bytes of each parameter's gradient on the device of this rank."""
     width = torch.promote_types(work.compute, torch.float32).itemsize
     learning = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
@@ -219,7 +219,7 @@ def most_held(
     """The bytes of each kind at the fullest moment of a step on a rank, whose stages work in the order of the
     schedule. Gradients are there from the first backward of their stage on. `known`: of stages of this mesh, to be
     asked and added to."""
-    paper, first, known = Paper(axes, rank), _first(spec, axes), {} if known is None else known
+    paper, first, known = FakeMesh(axes, rank), _first(spec, axes), {} if known is None else known
     of_stage = dict[int, Activations]()
     for stage in spec.stages(axes, rank):
         kinds = _kinds(spec, stage, _reached(spec, stage, axes))
