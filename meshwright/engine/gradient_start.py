@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..axes import Axes
-from ..memory.meta_model import MetaKernels, FakeMesh, forward, sketched
+from ..memory.meta_model import MetaKernels, FakeMesh, forward, meta_copy
 from ..mesh.collectives import OPS
 from ..models import Decoder
 from ..parallel import Savings
@@ -49,7 +49,7 @@ def _alone(
     numbers = [] if part == "head" else [part.partition(".")[2]]
     module = stage.module.part(numbers, first=False, last=part == "head")
     whole = Stage(stage.number, module, stage.units)
-    return sketched(spec, whole, paper, compute, savings, [*map(int, numbers)])
+    return meta_copy(spec, whole, paper, compute, savings, [*map(int, numbers)])
 
 
 def _sent(sketch: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:

@@ -110,7 +110,7 @@ def _shapes(value: Any) -> Any:
     return (type(value), *map(_shapes, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
-def sketched(
+def meta_copy(
     spec: ShardingSpec, stage: Stage, paper: Any, compute: torch.dtype, savings: Savings, layers: Sequence[int]
 ) -> Decoder:
     """Some layers of a stage on the meta device, with what is before and behind all layers. Its doors are armed."""

@@ -39,7 +39,7 @@ from ..sharding import (
 )
 from ..sharding.schedules import BACKWARD, FORWARD, WEIGHT
 from .fsdp_buffers import Shards, in_shards
-from .meta_model import MetaKernels, FakeMesh, forward, sketched
+from .meta_model import MetaKernels, FakeMesh, forward, meta_copy
 
 ACTIVATIONS = "activations"
 _RUN = 3  # layers of a kind that run: FSDP still sends gradients of the one, and already gathers the other
@@ -154,7 +154,7 @@ def _activations(
     spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: Passing, kinds: Mapping[object, list[int]]
 ) -> Activations:
     ran = sorted(number for same in kinds.values() for number in same[-_RUN:])
-    sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
+    sketch = meta_copy(spec, stage, paper, work.compute, work.savings, ran)
     units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
     here = {name for name, _ in sketch.named_modules()}
     grads = _grads(spec, stage, paper, work)
