@@ -13,7 +13,7 @@ from ..errors import MeshError, counted
 from ..mesh import Memory
 from ..parallel import Savings, check_late, gathers_wide
 from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_low, storage
-from .simulate import Known, Passing, most_held
+from .simulate import Known, StepWork, most_held
 
 _MOST = 4096  # the largest fsdp that is tried as a way out
 
@@ -25,7 +25,7 @@ class Need:
     spec: ShardingSpec
     axes: Axes
     held: Held
-    passing: Passing | None = None  # None: activations are not counted
+    passing: StepWork | None = None  # None: activations are not counted
     _fullest: dict[int, dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _known: Known = field(default_factory=dict, init=False, repr=False, compare=False)
 

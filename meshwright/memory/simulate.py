@@ -46,7 +46,7 @@ _RUN = 3  # layers of a kind that run: FSDP still sends gradients of the one, an
 
 
 @dataclass(frozen=True)
-class Passing:
+class StepWork:
     """What passes through a model in a step. `tokens`: of a micro-batch of a data rank. `kind`: of the devices."""
 
     tokens: int
@@ -145,13 +145,13 @@ class Live(MetaKernels):
         return most
 
 
-def activations(spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: Passing) -> Activations:
+def activations(spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: StepWork) -> Activations:
     """Of a stage of a rank."""
     return _activations(spec, stage, paper, work, _kinds(spec, stage, _reached(spec, stage, paper.axes)))
 
 
 def _activations(
-    spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: Passing, kinds: Mapping[object, list[int]]
+    spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: StepWork, kinds: Mapping[object, list[int]]
 ) -> Activations:
     ran = sorted(number for same in kinds.values() for number in same[-_RUN:])
     sketch = meta_copy(spec, stage, paper, work.compute, work.savings, ran)
@@ -167,7 +167,7 @@ def _activations(
     return replace(found, stays=sum(stay.values()), grads=sum(grads.values()))
 
 
-def _grads(spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: Passing) -> dict[str, int]:
+def _grads(spec: ShardingSpec, stage: Stage, paper: FakeMesh, work: StepWork) -> dict[str, int]:
     """Bytes of each parameter's gradient on the device of this rank."""
     width = torch.promote_types(work.compute, torch.float32).itemsize
     learning = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
@@ -214,7 +214,7 @@ Known = dict[object, Activations]
 
 
 def most_held(
-    spec: ShardingSpec, axes: Axes, rank: int, work: Passing, known: Known | None = None
+    spec: ShardingSpec, axes: Axes, rank: int, work: StepWork, known: Known | None = None
 ) -> dict[str, int]:  # fmt: skip
     """The bytes of each kind at the fullest moment of a step on a rank, whose stages work in the order of the
     schedule. Gradients are there from the first backward of their stage on. `known`: of stages of this mesh, to be

@@ -7,7 +7,7 @@ from functools import cache
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..memory.meta_model import FakeMesh
-from ..memory.simulate import Passing, activations
+from ..memory.simulate import StepWork, activations
 from ..parallel import Savings
 from .figures import COMPUTE
 from .one_of_each_layer import Thin, held_bytes
@@ -59,5 +59,5 @@ class Least:
         ep = next(num for num in range(2, num_experts + 1) if num_experts % num == 0) if shares_experts else 1
         paper = FakeMesh(Axes(fsdp=max(2, ep), ep=ep), 0)
         (stage,) = self.blueprint.spec.stages(paper.axes, 0)
-        work = Passing(self.tokens, compute=COMPUTE, savings=Savings(recompute))
+        work = StepWork(self.tokens, compute=COMPUTE, savings=Savings(recompute))
         return activations(self.blueprint.spec, stage, paper, work).kept
