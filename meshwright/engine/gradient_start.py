@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..axes import Axes
-from ..memory.meta_model import MetaKernels, FakeMesh, forward, meta_copy
+from ..memory.meta_model import FakeMesh, MetaKernels, forward, meta_copy
 from ..mesh.collectives import OPS
 from ..models import Decoder
 from ..parallel import Savings

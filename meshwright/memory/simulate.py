@@ -39,7 +39,7 @@ from ..sharding import (
 )
 from ..sharding.schedules import BACKWARD, FORWARD, WEIGHT
 from .fsdp_buffers import Shards, in_shards
-from .meta_model import MetaKernels, FakeMesh, forward, meta_copy
+from .meta_model import FakeMesh, MetaKernels, forward, meta_copy
 
 ACTIVATIONS = "activations"
 _RUN = 3  # layers of a kind that run: FSDP still sends gradients of the one, and already gathers the other
