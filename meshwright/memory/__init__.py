@@ -1,1 +1,2 @@
-"""Simulate the memory that a training step takes on each rank, on the meta device, before any is allocated."""
+"""Estimate the memory of a training step on each rank (parameters, optimizer state, gradients, activations) without
+running it."""
