@@ -26,7 +26,7 @@ import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
 from meshwright.cli import main
 from meshwright.log import logger
-from meshwright.weights import runs_of_json
+from meshwright.weights import extents_of_json
 from tests import parts, tiny, worlds
 from tests.test_checkpoint import engine_of, train
 from tests.words import words
@@ -433,7 +433,7 @@ def test_any_text_as_a_manifest(tmp_path: Path, text: bytes) -> None:
     with pytest.raises(mw.BrokenFile):
         manifest.read_manifest(tmp_path)
     with contextlib.suppress(ValueError):
-        runs_of_json(text)
+        extents_of_json(text)
 
 
 def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

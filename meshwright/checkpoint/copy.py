@@ -21,7 +21,7 @@ import fsspec
 
 from ..errors import BrokenFile, CheckpointError, LoadError
 from ..log import Advance, logger, progress
-from ..weights import MANIFEST, Run, path_of
+from ..weights import MANIFEST, Extent, path_of
 from .folder import Draft, check_room, final_place, find, step_name
 from .manifest import STEP, Manifest, read_manifest, read_parts, to_disk
 
@@ -67,7 +67,7 @@ class Whole:
 
     place: Place
     manifest: Manifest
-    runs: Mapping[str, list[Run]]
+    extents: Mapping[str, list[Extent]]
     small: Path
 
 
@@ -170,28 +170,30 @@ def _all_at_once(acts: Mapping[str, Callable[[], object]]) -> None:
 
 def _copy(found: Whole, target: Place) -> None:
     """All but the manifest."""
-    source, manifest, runs, total = found.place, found.manifest, found.runs, sum(found.manifest.files.values())
+    source, manifest, extents, total = found.place, found.manifest, found.extents, sum(found.manifest.files.values())
     with progress(f"copy {source.url} to {target.url}", total, "bytes", enabled=True) as advance:
         _all_at_once({
-            name: functools.partial(_copy_file, source / name, target / name, runs.get(name, []), advance)
+            name: functools.partial(_copy_file, source / name, target / name, extents.get(name, []), advance)
             for name in manifest.files
         })  # fmt: skip
     parts = {name: (found.small / name).read_bytes() for name in manifest.parts}
     _all_at_once({name: functools.partial(_put, target / name, text) for name, text in parts.items()})
 
 
-def _copy_file(source: Place, target: Place, runs: list[Run], advance: Advance) -> None:
+def _copy_file(source: Place, target: Place, extents: list[Extent], advance: Advance) -> None:
     def copied() -> None:
         with _opened(source) as file, _made(target) as out:
-            for run in runs:
-                data = file.read(run.stop - run.start)
-                if not run.is_of(data):
-                    raise BrokenFile(f"bytes {run.start} to {run.stop} of {source.url} are not those that were written")
+            for extent in extents:
+                data = file.read(extent.stop - extent.start)
+                if not extent.is_of(data):
+                    raise BrokenFile(
+                        f"bytes {extent.start} to {extent.stop} of {source.url} are not those that were written"
+                    )
                 out.write(data)
-        _check_size(target, runs[-1].stop if runs else 0)
+        _check_size(target, extents[-1].stop if extents else 0)
 
     tried(copied, f"{source.url} was not copied to {target.url}")
-    advance(runs[-1].stop if runs else 0)
+    advance(extents[-1].stop if extents else 0)
 
 
 def _opened(place: Place) -> Any:

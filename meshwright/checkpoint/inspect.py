@@ -64,7 +64,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         **manifest.about,
         "bytes": sum(manifest.files.values()),
         "ranks": len(manifest.parts),
-        "runs": sum(len(runs) for runs in checkpoint.runs.of_file.values()),
+        "runs": sum(len(extents) for extents in checkpoint.extents.of_file.values()),
         "planes": planes,
         "strangers": strangers(checkpoint),
     }
@@ -79,20 +79,22 @@ def strangers(checkpoint: Checkpoint) -> list[str]:
 
 def check_bytes(checkpoint: Checkpoint) -> list[str]:
     """Read all of it, and say what is not as it was written."""
-    runs = [(file, run) for file, found in checkpoint.runs.of_file.items() for run in found]
-    label, total = f"check {checkpoint.directory}", checkpoint.runs.num_bytes
+    extents = [(file, extent) for file, found in checkpoint.extents.of_file.items() for extent in found]
+    label, total = f"check {checkpoint.directory}", checkpoint.extents.num_bytes
     wrong: list[str] = []
     with progress(label, total, "bytes", enabled=True) as advance, ThreadPoolExecutor(_READERS) as readers:
-        for failure, (_, run) in zip(readers.map(lambda each: _failure(checkpoint, *each), runs), runs, strict=True):
-            advance(run.stop - run.start)
+        for failure, (_, extent) in zip(
+            readers.map(lambda each: _failure(checkpoint, *each), extents), extents, strict=True
+        ):
+            advance(extent.stop - extent.start)
             if failure:
                 wrong.append(failure)
     return wrong
 
 
-def _failure(checkpoint: Checkpoint, file: str, run: Any) -> str:
+def _failure(checkpoint: Checkpoint, file: str, extent: Any) -> str:
     try:
-        check_run(checkpoint, file, run)
+        check_run(checkpoint, file, extent)
     except BrokenFile as error:
         return str(error)
     return ""

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from ..errors import BrokenFile, LoadError
-from ..weights import MANIFEST, Runs, checksum, read_stamped_json, runs_of_json, short
+from ..weights import MANIFEST, Extents, checksum, extents_of_json, read_stamped_json, short
 
 PARTS, LOCK = "runs", ".lock"
 NOT_FINITE = "not_finite"  # a parameter of which this is true, among what is said for people
@@ -157,23 +157,23 @@ class Part:
         return Part(part_name(rank), high << 32 | low, num_bytes, not_finite)
 
 
-def write_part(directory: Path, rank: int, runs: Runs) -> Part:
+def write_part(directory: Path, rank: int, extents: Extents) -> Part:
     """What a rank wrote."""
-    name, text = part_name(rank), runs.as_json().encode()
+    name, text = part_name(rank), extents.as_json().encode()
     with (directory / name).open("wb") as out:
         out.write(text)
         out.flush()
         os.fsync(out.fileno())
-    return Part(name, checksum(text), runs.num_bytes)
+    return Part(name, checksum(text), extents.num_bytes)
 
 
 def part_name(rank: int) -> str:
     return f"{PARTS}/{rank:05d}.json"
 
 
-def read_parts(directory: Path, manifest: Manifest) -> Runs:
+def read_parts(directory: Path, manifest: Manifest) -> Extents:
     """All runs of all ranks. A BrokenFile if they are not the files, each byte once."""
-    runs = Runs()
+    extents = Extents()
     for name, digest in manifest.parts.items():
         path = directory / name
         try:
@@ -183,13 +183,13 @@ def read_parts(directory: Path, manifest: Manifest) -> Runs:
         if checksum(text) != digest:
             raise BrokenFile(f"{path} fails its checksum; take another checkpoint")
         try:
-            runs.update(runs_of_json(text))
+            extents.update(extents_of_json(text))
         except ValueError as error:
             raise BrokenFile(f"{path} is malformed: {error}") from error
     for file, num_bytes in manifest.files.items():
-        if wrong := runs.gap(file, num_bytes):
+        if wrong := extents.gap(file, num_bytes):
             raise BrokenFile(f"{directory / file}: {wrong}, so it was not written as a whole; take another checkpoint")
-    return runs
+    return extents
 
 
 def to_disk(path: Path) -> None:

@@ -23,9 +23,9 @@ from ..weights import (
     TRAINER,
     Checks,
     Choice,
+    Extent,
+    Extents,
     KeyMap,
-    Run,
-    Runs,
     Source,
     Values,
     check_same,
@@ -49,7 +49,7 @@ class Checkpoint:
 
     directory: Path
     manifest: Manifest
-    runs: Runs
+    extents: Extents
     planes: Mapping[str, Source]
     trainer: Mapping[str, Any]
 
@@ -79,12 +79,12 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     try:
         manifest = read_manifest(directory)
         check_files(directory, manifest)
-        runs = read_parts(directory, manifest)
+        extents = read_parts(directory, manifest)
         check_name(directory, manifest)
-        _check_small(directory, runs.of_file)
-        by_file = runs.sorted()
+        _check_small(directory, extents.of_file)
+        by_file = extents.sorted()
         planes = {name: _plane(directory, folder, by_file) for name, folder in manifest.planes.items()}
-        return Checkpoint(directory, manifest, runs, planes, read_json(directory / TRAINER))
+        return Checkpoint(directory, manifest, extents, planes, read_json(directory / TRAINER))
     except BrokenFile as error:
         raise BrokenCheckpointError(f"{broken(directory)}: {error}") from error
     except LoadError as error:
@@ -110,7 +110,7 @@ def pass_over(directory: Path, path: Path, error: BrokenCheckpointError, damaged
     damaged.append(path)
 
 
-def runs_of_model(directory: Path) -> Mapping[str, Sequence[Run]]:
+def extents_of_model(directory: Path) -> Mapping[str, Sequence[Extent]]:
     """Return the checksums of a checkpoint's weights, for each file; nothing for a plain model directory.
 
     Headers and small files are compared here. Nothing of masters and moments is asked for: they may have been removed.
@@ -122,32 +122,32 @@ def runs_of_model(directory: Path) -> Mapping[str, Sequence[Run]]:
         others = {f"{folder}/" for folder in (*manifest.planes.values(), RANDOM) if folder}
         of_model = {name: size for name, size in manifest.files.items() if not name.startswith(tuple(others))}
         check_sizes(directory, of_model)
-        runs = read_parts(directory, manifest).sorted()
+        extents = read_parts(directory, manifest).sorted()
         check_name(directory, manifest)
-        _check_small(directory, {name: runs.get(name, []) for name in of_model})
+        _check_small(directory, {name: extents.get(name, []) for name in of_model})
     except BrokenFile as error:
         raise BrokenFile(f"{broken(directory)}: {error}") from error
-    return {name: runs[name] for name in of_model}
+    return {name: extents[name] for name in of_model}
 
 
-def _check_small(directory: Path, runs: Mapping[str, Sequence[Run]]) -> None:
+def _check_small(directory: Path, extents: Mapping[str, Sequence[Extent]]) -> None:
     """What is parsed is checked first: headers, and all that is no tensor."""
     checks = Checks(directory, {})
-    for file, found in runs.items():
+    for file, found in extents.items():
         with opened(directory / file) as source:
-            for run in found:
-                if run.start == 0 or not file.endswith(".safetensors"):
-                    checks.check(file, run, source.bytes_at(run.start, run.stop - run.start))
+            for extent in found:
+                if extent.start == 0 or not file.endswith(".safetensors"):
+                    checks.check(file, extent, source.bytes_at(extent.start, extent.stop - extent.start))
 
 
-def _plane(directory: Path, folder: str, runs: Mapping[str, Sequence[Run]]) -> Source:
+def _plane(directory: Path, folder: str, extents: Mapping[str, Sequence[Extent]]) -> Source:
     """Its files are named as in the directory of the checkpoint."""
-    source = replace(open_source(directory / folder), runs=runs)
+    source = replace(open_source(directory / folder), extents=extents)
     if not folder:
         return source
     entries = {key: entry._replace(file=f"{folder}/{entry.file}") for key, entry in source.entries.items()}
     stamps = {f"{folder}/{file}": stamp for file, stamp in source.stamps.items()}
-    return Source(directory, entries, stamps=stamps, runs=runs)
+    return Source(directory, entries, stamps=stamps, extents=extents)
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,10 @@ def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: 
             alone = range(mesh.rank, mesh.rank + 1)
             reads = plan_reads(spec, mesh.axes, alone, keymap, each.pieces)
             fill(each.pieces, mesh, list(reads), alone, each.source)
-        for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
-            check_run(checkpoint, file, run)
+        for file, extent in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[
+            mesh.rank :: mesh.axes.world
+        ]:
+            check_run(checkpoint, file, extent)
 
     failure = failure_in(read, CheckpointError, broken(checkpoint.directory))
     raise_together(failure, f"the reading of {checkpoint.directory}", mesh)
@@ -223,23 +225,23 @@ def _filled(wanted: Sequence[Wanted], table: Table, choice: Choice) -> set[tuple
     return filled
 
 
-def _unread(checkpoint: Checkpoint, filled: Container[tuple[str, int]]) -> Iterator[tuple[str, Run]]:
+def _unread(checkpoint: Checkpoint, filled: Container[tuple[str, int]]) -> Iterator[tuple[str, Extent]]:
     """The runs of all other keys, of headers and of small files."""
     entries = [entry for source in checkpoint.planes.values() for entry in source.entries.values()]
     starts: dict[str, list[int]] = {}
     for entry in sorted(entries, key=lambda e: e.start):
         starts.setdefault(entry.file, []).append(entry.start)
-    for file, runs in checkpoint.runs.of_file.items():
-        for run in runs:
-            at = bisect_right(starts.get(file, []), run.start)
+    for file, extents in checkpoint.extents.of_file.items():
+        for extent in extents:
+            at = bisect_right(starts.get(file, []), extent.start)
             if not at or (file, starts[file][at - 1]) not in filled:
-                yield file, run
+                yield file, extent
 
 
-def check_run(checkpoint: Checkpoint, file: str, run: Run) -> None:
+def check_run(checkpoint: Checkpoint, file: str, extent: Extent) -> None:
     entries = (entry for source in checkpoint.planes.values() for entry in source.entries.values())
     with opened(checkpoint.directory / file) as found:
-        data = found.bytes_at(run.start, run.stop - run.start)
-    if not run.is_of(data):
-        key = next((e.key for e in entries if e.file == file and e.start <= run.start < e.stop), "")
-        Checks(checkpoint.directory, {}).check(file, run, data, key)
+        data = found.bytes_at(extent.start, extent.stop - extent.start)
+    if not extent.is_of(data):
+        key = next((e.key for e in entries if e.file == file and e.start <= extent.start < e.stop), "")
+        Checks(checkpoint.directory, {}).check(file, extent, data, key)

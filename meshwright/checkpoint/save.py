@@ -24,8 +24,8 @@ from ..sharding import Piece, across, place
 from ..weights import (
     TRAINER,
     Export,
+    Extents,
     Files,
-    Runs,
     StoredModel,
     copy_carried,
     interrupted_later,
@@ -68,7 +68,7 @@ class Share:
     """What this rank writes of a checkpoint. All ranks make theirs together; rank 0 makes the directory."""
 
     def __init__(self, content: Content, mesh: Mesh) -> None:
-        self.content, self.mesh, self.runs = content, mesh, Runs()
+        self.content, self.mesh, self.extents = content, mesh, Extents()
         self._part, made = Part("", 0, 0), list[Draft]()
         self._not_finite, self._trained = -1, frozenset[str](content.trainer["trained"])
         failure = self._failure_of(lambda: made.append(self._make())) if mesh.rank == 0 else None
@@ -76,7 +76,7 @@ class Share:
         self.draft = made[0] if made else None
         self.path: Path = mesh.of_rank_0(self.draft.path if self.draft else None)
         planes = content.all_planes(mesh.axes)
-        self.files = {plane.name: Files(self.path, plane.keymap, self.runs, plane.folder) for plane in planes}
+        self.files = {plane.name: Files(self.path, plane.keymap, self.extents, plane.folder) for plane in planes}
 
     def _make(self) -> Draft:
         """The directory to fill, with all that is small, and every file in its size."""
@@ -90,9 +90,9 @@ class Share:
 
     def _fill(self, path: Path) -> None:
         content = self.content
-        write_beside(content.export, path, content.trainer, self.runs)
+        write_beside(content.export, path, content.trainer, self.extents)
         for plane in content.all_planes(self.mesh.axes):
-            make_files(path, plane.keymap, self.runs, plane.folder)
+            make_files(path, plane.keymap, self.extents, plane.folder)
 
     def acts(self, *, keep: bool = False) -> Iterator[Act]:
         """What to write. With `keep` it is copied, and may be written at any time; otherwise before the next is made.
@@ -156,7 +156,7 @@ class Share:
         for files in self.files.values():
             files.to_disk()
             files.close()
-        self._part = replace(write_part(self.path, self.mesh.rank, self.runs), not_finite=self._not_finite)
+        self._part = replace(write_part(self.path, self.mesh.rank, self.extents), not_finite=self._not_finite)
 
     def _commit(self, parts: Sequence[Part]) -> None:
         """Rank 0 alone: all others have written."""
@@ -194,13 +194,13 @@ def commit(draft: Draft, planes: Sequence[Plane], parts: Sequence[Part], about: 
     draft.commit(Manifest(draft.step, folders, files, digests, about))
 
 
-def write_beside(export: Export, path: Path, trainer: Mapping[str, Any], runs: Runs) -> None:
+def write_beside(export: Export, path: Path, trainer: Mapping[str, Any], extents: Extents) -> None:
     """All that is small."""
     (path / PARTS).mkdir()
     write_small(export, path)
     (path / TRAINER).write_text(json.dumps(trainer, indent=1) + "\n")
     for file in sorted(each for each in path.rglob("*") if each.is_file() and each.name != LOCK):
-        runs.add(str(file.relative_to(path)), 0, file.read_bytes())
+        extents.add(str(file.relative_to(path)), 0, file.read_bytes())
         to_disk(file)
 
 

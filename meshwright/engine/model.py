@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..blueprint import Blueprint, draw
-from ..checkpoint import runs_of_model
+from ..checkpoint import extents_of_model
 from ..errors import ConfigError, LoadError, StateError, failure_in
 from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
 from ..mesh import Mesh
@@ -293,10 +293,10 @@ def load(
     check_tower(tower)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
-    runs = runs_of_model(directory)
+    extents = extents_of_model(directory)
     config, stamp = read_stamped_config(directory)
     with nothing_collected():
-        files = replace(open_source(directory, {CONFIG: stamp}), runs=runs)
+        files = replace(open_source(directory, {CONFIG: stamp}), extents=extents)
         stored = torch.promote_types(compute, torch.float32)
         blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
         blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
@@ -335,7 +335,9 @@ def init(
     check_loading(mesh, dtype, savings, pipeline=pipeline, context=context)
     check_tower(tower)
     patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
-    runs_of_model(directory)  # a damaged config or tokenizer of a checkpoint is named before anything is read with it
+    extents_of_model(
+        directory
+    )  # a damaged config or tokenizer of a checkpoint is named before anything is read with it
     config = read_config(directory)
     check_unquantised(config)
     with nothing_collected():

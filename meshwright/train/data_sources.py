@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checkpoint import runs_of_model
+from ..checkpoint import extents_of_model
 from ..data import (
     SUFFIXES,
     Batch,
@@ -204,7 +204,7 @@ def model_directory(model: str) -> Path:
     """Where config, tokenizer and templates lie."""
     path = path_of(model)
     if path.is_dir():
-        runs_of_model(path)  # a damaged tokenizer of a checkpoint is named before anything is read with it
+        extents_of_model(path)  # a damaged tokenizer of a checkpoint is named before anything is read with it
         return path
     if not is_hub_id(model):
         raise ConfigError(f"model = {model!r} is no directory and no hub id (org/name)")

@@ -1,6 +1,6 @@
 """Hugging Face directories in and out, by intersection of boxes."""
 
-from .checksums import Checks, Run, Runs, checksum, runs_of_json
+from .checksums import Checks, Extent, Extents, checksum, extents_of_json
 from .directory import (
     Export,
     check_export,

@@ -179,7 +179,7 @@ def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
     entry = source.entries[key]
     file = source.open(entry.file, _PUT_BACK)
     try:
-        yield from _checked_bytes(source, entry, file) if entry.file in source.runs else _bytes(entry, file)
+        yield from _checked_bytes(source, entry, file) if entry.file in source.extents else _bytes(entry, file)
     finally:
         os.close(file.fd)
 
@@ -190,11 +190,11 @@ def _bytes(entry: Entry, file: Opened) -> Iterator[bytes]:
 
 
 def _checked_bytes(source: Source, entry: Entry, file: Opened) -> Iterator[bytes]:
-    checks = Checks(source.directory, source.runs)
-    for start, stop, run in checks.parts(entry.file, entry.start, entry.stop):
-        data = file.bytes_at(run.start, run.stop - run.start)
-        checks.check(entry.file, run, data, entry.key)
-        yield data[start - run.start : stop - run.start]
+    checks = Checks(source.directory, source.extents)
+    for start, stop, extent in checks.parts(entry.file, entry.start, entry.stop):
+        data = file.bytes_at(extent.start, extent.stop - extent.start)
+        checks.check(entry.file, extent, data, entry.key)
+        yield data[start - extent.start : stop - extent.start]
 
 
 def raw_tensor(source: Source, key: str) -> Tensor:

@@ -137,7 +137,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         self._open: dict[str, int] = {}
-        self._checks = Checks(self.source.directory, self.source.runs)
+        self._checks = Checks(self.source.directory, self.source.extents)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._scales = "", range(0), torch.empty(0, device="cpu")  # of the rows of blocks that were read last
         self._divisors: dict[str, Tensor] = {}
@@ -264,8 +264,8 @@ class Reader:
         """Numbers of 4 bits as such of 8 bits."""
         if together:
             return self._nibbles(entry, strips.first, strips.span).as_strided(wanted.shape, wanted.stride())
-        runs = contiguous(wanted.shape, wanted.stride(), strips.first)
-        parts = [self._nibbles(entry, first, num).view(torch.uint8) for first, num in runs]
+        extents = contiguous(wanted.shape, wanted.stride(), strips.first)
+        parts = [self._nibbles(entry, first, num).view(torch.uint8) for first, num in extents]
         return torch.cat(parts).view(NUMBERS).view(wanted.shape)
 
     def _nibbles(self, entry: Entry, first: int, num: int) -> Tensor:
@@ -287,7 +287,7 @@ class Reader:
         try:
             if entry.file not in self._open:
                 self._open[entry.file] = self.source.open(entry.file).fd
-            if entry.file in self.source.runs:
+            if entry.file in self.source.extents:
                 self._fetch_checked(entry, into, offset)
             else:
                 self._fetch(entry, into, offset)
@@ -306,14 +306,14 @@ class Reader:
     def _fetch_checked(self, entry: Entry, into: memoryview, offset: int) -> None:
         """Run by run: each is checked while it is in the cache. What is wanted of a run in part is read and checked
         whole, once."""
-        for start, stop, run in self._checks.parts(entry.file, offset, offset + len(into)):
+        for start, stop, extent in self._checks.parts(entry.file, offset, offset + len(into)):
             part = into[start - offset : stop - offset]
             self._fetch(entry, part, start)
-            if not self._checks.is_checked(entry.file, run):
-                if len(part) < run.stop - run.start:
-                    part = memoryview(bytearray(run.stop - run.start))
-                    self._fetch(entry, part, run.start)
-                self._checks.check(entry.file, run, part, entry.key)
+            if not self._checks.is_checked(entry.file, extent):
+                if len(part) < extent.stop - extent.start:
+                    part = memoryview(bytearray(extent.stop - extent.start))
+                    self._fetch(entry, part, extent.start)
+                self._checks.check(entry.file, extent, part, entry.key)
 
 
 def _dtype(entry: Entry) -> torch.dtype:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BrokenFile, LoadError
-from .checksums import Run
+from .checksums import Extent
 from .file_version import Opened, Stamp, open_file
 from .quant_formats import Scale, scales_of, with_matrices
 from .safetensors_header import Entry, read_header, read_stamped_json, short
@@ -34,7 +34,7 @@ class Source:
     stamps: Mapping[str, Stamp] = field(default_factory=dict)  # by file, as its header or its fields were read
     scales: Mapping[str, Scale] = field(default_factory=dict)  # by the key of a matrix of 8-bit numbers
     quantization: Mapping[str, Any] = field(default_factory=dict)  # what `config.json` tells of them
-    runs: Mapping[str, Sequence[Run]] = field(default_factory=dict)  # checksums of a checkpoint, by file, sorted
+    extents: Mapping[str, Sequence[Extent]] = field(default_factory=dict)  # checksums of a checkpoint, by file, sorted
 
     @property
     def has_headers(self) -> bool:

@@ -20,7 +20,7 @@ from ..mesh.collectives import exchange
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Param, Piece, ShardingSpec, across, as_it_lies, interval, piece, place, written
 from ..watch import waiting_at
-from .checksums import Runs
+from .checksums import Extents
 from .keymap import Key, KeyMap
 from .quant_formats import Places, as_used, numbers_of
 from .reader import chosen, contiguous
@@ -33,15 +33,15 @@ _STAGED_ELEMENTS = part_size(__name__, "_STAGED_ELEMENTS", 1 << 20, small=1001) 
 class Files:
     """All files of a key map, which are there in their whole size. Every rank writes parts of them.
 
-    They lie in `root` or in a folder of it, `inside`. `runs` gets what is written here, if it is wanted. `scales`: with
+    They lie in `root` or in a folder of it, `inside`. `extents` gets what is written. `scales`: with
     which values are made 8-bit numbers, by the key of these.
     """
 
     def __init__(
-        self, root: Path, keymap: KeyMap, runs: Runs | None = None, inside: str = "", *,
+        self, root: Path, keymap: KeyMap, extents: Extents | None = None, inside: str = "", *,
         scales: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.root, self.keymap, self.runs, self.inside, self.scales = root, keymap, runs, inside, scales or {}
+        self.root, self.keymap, self.extents, self.inside, self.scales = root, keymap, extents, inside, scales or {}
         self._open: dict[str, int] = {}
         self._start = keymap.starts
 
@@ -106,8 +106,8 @@ class Files:
                 done = os.pwrite(fd, left, at)
                 left, at = left[done:], at + done
         _begin_to_disk(fd, start, at - start)
-        if self.runs is not None:
-            self.runs.add(os.path.join(self.inside, key.file), start, data)
+        if self.extents is not None:
+            self.extents.add(os.path.join(self.inside, key.file), start, data)
 
     @contextlib.contextmanager
     def _naming(self, file: str) -> Iterator[None]:
@@ -153,7 +153,7 @@ def staged(block: Block, box: Box) -> Iterator[Box]:
         yield from interval(box, lo, min(lo + num, box.size))
 
 
-def make_files(root: Path, keymap: KeyMap, runs: Runs | None = None, inside: str = "") -> None:
+def make_files(root: Path, keymap: KeyMap, extents: Extents | None = None, inside: str = "") -> None:
     """Every file with its header, in its whole size."""
     for file, head in keymap.heads.items():
         path = root / inside / file
@@ -161,8 +161,8 @@ def make_files(root: Path, keymap: KeyMap, runs: Runs | None = None, inside: str
         with path.open("wb") as out:
             out.write(head.data)
             out.truncate(head.file_bytes)
-        if runs is not None:
-            runs.add(os.path.join(inside, file), 0, head.data)
+        if extents is not None:
+            extents.add(os.path.join(inside, file), 0, head.data)
 
 
 _WINDOW_BYTES = part_size(__name__, "_WINDOW_BYTES", 16 << 20, small=2001)  # of rows that a rank gets whole at a time
