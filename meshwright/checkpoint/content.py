@@ -22,7 +22,7 @@ Dtypes = Mapping[str, torch.dtype]  # by parameter, of the whole model
 
 
 @dataclass(frozen=True)
-class Plane:
+class StateSet:
     name: str
     keymap: KeyMap
 
@@ -31,19 +31,19 @@ class Plane:
         return "" if self.name == WEIGHTS else self.name
 
 
-def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[Plane]:
+def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[StateSet]:
     """`stored`: in which dtype each parameter is kept; `moments`: those of the optimizer, of what is trained. Where
     these are codes, `moments` and `table` have the scales too."""
     keys = {name: _keys(table, keymap, name) for name in table.params}
     rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
-    planes, others = [Plane(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
+    planes, others = [StateSet(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
     made: dict[object, KeyMap] = {}  # 37,000 keys: planes that are alike share them, and their headers
     for name, dtypes in others.items():
         if dtypes:
             alike = frozenset(dtypes.items())
             if alike not in made:
                 made[alike] = _and_scales(_spelled_as(keymap, keys, dtypes), table, dtypes)
-            planes.append(Plane(name, made[alike]))
+            planes.append(StateSet(name, made[alike]))
     return planes
 
 
@@ -93,7 +93,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def with_zeros(values: Values, plane: Plane, table: Table, stored: Values) -> Values:
+def with_zeros(values: Values, plane: StateSet, table: Table, stored: Values) -> Values:
     """Also of parameters that have no value for a plane, but a part of its keys: every byte of a file is written."""
     zeros, keys = dict[str, Tensor](), plane.keymap.keys
     for name, tensor in stored.stored.items():
@@ -106,7 +106,7 @@ def with_zeros(values: Values, plane: Plane, table: Table, stored: Values) -> Va
 RANDOM, _STATES = "random", "states.safetensors"
 RANDOM_FILE = f"{RANDOM}/{_STATES}"
 
-Group = tuple[Values, list[Plane]]
+Group = tuple[Values, list[StateSet]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Content:
 
     step: int
     spec: ShardingSpec
-    planes: Sequence[Plane]
+    planes: Sequence[StateSet]
     values: Mapping[str, Values]
     export: Export
     trainer: Mapping[str, Any]
@@ -138,7 +138,7 @@ class Content:
     def folder(self) -> Path:
         return self.export.directory
 
-    def all_planes(self, axes: Axes) -> list[Plane]:
+    def all_planes(self, axes: Axes) -> list[StateSet]:
         """Also the states of generators: a row for each rank."""
         lengths = {name: len(state) for name, state in self.random.items()}
         return [*self.planes, random_plane(lengths, axes.world)]
@@ -149,7 +149,7 @@ class Content:
 
     def by_values(self) -> Iterator[Group]:
         """Values with all planes that they go to: a weight travels once, and is written as weight and as master."""
-        of: dict[int, list[Plane]] = {}
+        of: dict[int, list[StateSet]] = {}
         for plane in self.planes:
             of.setdefault(id(self.values[plane.name]), []).append(plane)
         for planes in of.values():
@@ -162,6 +162,6 @@ class Content:
         return sum(mine[name] for values, _ in self.by_values() for name in values)
 
 
-def random_plane(lengths: Mapping[str, int], num_ranks: int) -> Plane:
+def random_plane(lengths: Mapping[str, int], num_ranks: int) -> StateSet:
     """Of states with so many bytes."""
-    return Plane(RANDOM, KeyMap({}, {name: Key(name, "U8", (num_ranks, n), _STATES) for name, n in lengths.items()}))
+    return StateSet(RANDOM, KeyMap({}, {name: Key(name, "U8", (num_ranks, n), _STATES) for name, n in lengths.items()}))

@@ -33,7 +33,7 @@ from ..weights import (
     whole_rows,
     write_small,
 )
-from .content import RANDOM, WEIGHTS, Content, Group, Plane
+from .content import RANDOM, WEIGHTS, Content, Group, StateSet
 from .folder import LOCK, Draft, check_not_in_use, check_room, final_place, later_than, remove_earlier
 from .manifest import NOT_FINITE, PARTS, Manifest, Part, to_disk, write_part
 
@@ -115,7 +115,7 @@ class Share:
             for piece, rows in whole_rows(some, keep=keep):
                 yield functools.partial(self._write, planes, piece, rows)
 
-    def _write(self, planes: Iterable[Plane], piece: Piece, rows: Tensor) -> None:
+    def _write(self, planes: Iterable[StateSet], piece: Piece, rows: Tensor) -> None:
         for plane in planes:
             self.files[plane.name].write(piece, rows)
         is_weight = any(plane.name == WEIGHTS for plane in planes)
@@ -182,7 +182,7 @@ def _is_finite(rows: Tensor) -> bool:
     return not rows.numel() or bool(torch.stack(torch.aminmax(rows)).isfinite().all())
 
 
-def commit(draft: Draft, planes: Sequence[Plane], parts: Sequence[Part], about: Mapping[str, Any]) -> None:
+def commit(draft: Draft, planes: Sequence[StateSet], parts: Sequence[Part], about: Mapping[str, Any]) -> None:
     """Make a checkpoint of what has been written and is on the disk."""
     path = draft.path
     files = {str(each.relative_to(path)): each.stat().st_size for each in path.rglob("*") if each.is_file()}

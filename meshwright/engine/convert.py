@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
-from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Plane
+from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, StateSet
 from ..errors import CheckpointError, ConfigError
 from ..log import progress
 from ..models import VISUAL
@@ -207,12 +207,12 @@ def _write_hf(state: State, target: Path, dtype: torch.dtype | None, advance: Ca
         weights.write_small(export, whole)
         weights.make_files(whole, export.keymap)
         with Files(whole, export.keymap) as files:
-            _put(state, Plane(WEIGHTS, export.keymap), files, advance)
+            _put(state, StateSet(WEIGHTS, export.keymap), files, advance)
             weights.copy_carried(files)
     return target
 
 
-def _put(state: State, plane: Plane, files: Files, advance: Callable[[int], None]) -> None:
+def _put(state: State, plane: StateSet, files: Files, advance: Callable[[int], None]) -> None:
     """Every key of a plane that parameters are made of; also those that hold one once more."""
     values = state.planes[WEIGHTS if plane.name == MASTER else plane.name]
     copies = _copies(state.blueprint)
