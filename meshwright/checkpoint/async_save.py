@@ -19,7 +19,7 @@ from ..mesh import Mesh
 from .content import Content
 from .folder import final_place
 from .manifest import Part
-from .save import Act, Share
+from .save import Act, RankFiles
 
 _LOOK_S = 0.05
 _DONE = "done"
@@ -73,20 +73,20 @@ class Saving:
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.directory = final_place(content.folder, content.step)
         self.failure: BaseException | None = None
-        share = Share(content, mesh)
-        staged = deque(share.acts(keep=True))
-        agreement = Apart(mesh, share.path.name)
+        rank_files = RankFiles(content, mesh)
+        staged = deque(rank_files.acts(keep=True))
+        agreement = Apart(mesh, rank_files.path.name)
         # Not a daemon: a script that ends has its last checkpoint all the same.
-        self._thread = threading.Thread(target=self._run, args=(share, staged, agreement), name="save")
+        self._thread = threading.Thread(target=self._run, args=(rank_files, staged, agreement), name="save")
         self._thread.start()
 
-    def _run(self, share: Share, staged: deque[Act], agreement: Apart) -> None:
+    def _run(self, rank_files: RankFiles, staged: deque[Act], agreement: Apart) -> None:
         try:
             with quiet():
-                share.complete((staged.popleft() for _ in range(len(staged))), agreement)
+                rank_files.complete((staged.popleft() for _ in range(len(staged))), agreement)
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody asks for it
             self.failure = error
-            if share.mesh.rank == 0:
+            if rank_files.mesh.rank == 0:
                 logger.error("%s was not saved: %s", self.directory, error)
 
     @property

@@ -64,7 +64,7 @@ class Together:
         self.mesh.all_or_none(failure, self.at, CheckpointError)
 
 
-class Share:
+class RankFiles:
     """What this rank writes of a checkpoint. All ranks make theirs together; rank 0 makes the directory."""
 
     def __init__(self, content: Content, mesh: Mesh) -> None:
@@ -221,5 +221,5 @@ def _tidy(content: Content) -> None:
 
 def save(content: Content, mesh: Mesh) -> None:
     """Every rank calls it, and returns when the checkpoint is whole."""
-    share = Share(content, mesh)
-    share.complete(share.acts(), Together(mesh, content.step))
+    rank_files = RankFiles(content, mesh)
+    rank_files.complete(rank_files.acts(), Together(mesh, content.step))
