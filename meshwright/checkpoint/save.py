@@ -50,7 +50,7 @@ class Agreement(Protocol):
         """Whether rank 0 made a checkpoint of it. If it failed, all raise."""
 
 
-class Together:
+class CollectiveAgreement:
     """By collectives."""
 
     def __init__(self, mesh: Mesh, step: int) -> None:
@@ -222,4 +222,4 @@ def _tidy(content: Content) -> None:
 def save(content: Content, mesh: Mesh) -> None:
     """Every rank calls it, and returns when the checkpoint is whole."""
     rank_files = RankFiles(content, mesh)
-    rank_files.complete(rank_files.acts(), Together(mesh, content.step))
+    rank_files.complete(rank_files.acts(), CollectiveAgreement(mesh, content.step))
