@@ -25,7 +25,7 @@ _LOOK_S = 0.05
 _DONE = "done"
 
 
-class Apart:
+class StoreAgreement:
     """An agreement through the store of the run."""
 
     def __init__(self, mesh: Mesh, mark: str) -> None:
@@ -75,12 +75,12 @@ class Saving:
         self.failure: BaseException | None = None
         rank_files = RankFiles(content, mesh)
         staged = deque(rank_files.acts(keep=True))
-        agreement = Apart(mesh, rank_files.path.name)
+        agreement = StoreAgreement(mesh, rank_files.path.name)
         # Not a daemon: a script that ends has its last checkpoint all the same.
         self._thread = threading.Thread(target=self._run, args=(rank_files, staged, agreement), name="save")
         self._thread.start()
 
-    def _run(self, rank_files: RankFiles, staged: deque[Act], agreement: Apart) -> None:
+    def _run(self, rank_files: RankFiles, staged: deque[Act], agreement: StoreAgreement) -> None:
         try:
             with quiet():
                 rank_files.complete((staged.popleft() for _ in range(len(staged))), agreement)
