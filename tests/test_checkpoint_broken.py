@@ -241,7 +241,7 @@ def fails_and_goes_on(source: Path, out: Path, wait: bool, rank: int, name: str)
         fails_once(patch, rank, name)
         told = [error_of(lambda: mw.save(engine, out, wait=wait))]
         if not wait:
-            while engine.saving is not None and engine.saving.runs:
+            while engine.saving is not None and engine.saving.is_running:
                 pass
             told += [error_of(lambda: train(engine, 1)), error_of(engine.wait)]
     [loss] = train(engine, 1)

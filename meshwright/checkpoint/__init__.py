@@ -1,6 +1,6 @@
 """Checkpoints: Hugging Face directories with all that training needs beside the weights, whole or not there at all."""
 
-from .async_save import Saving
+from .async_save import SaveJob
 from .content import FIRST, MASTER, SECOND, WEIGHTS, Content, Keep, StateSet, planes_of, random_plane, with_zeros
 from .copy import copy_checkpoint, is_url
 from .dcp import TORCH_LIST, Sharded, TorchFiles, sharded, take, write_torch_files

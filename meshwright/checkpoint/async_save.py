@@ -66,7 +66,7 @@ class StoreAgreement:
         return self.store.get(name).decode()
 
 
-class Saving:
+class SaveJob:
     """A save beside the training. Making one copies what is saved, which takes as much host memory until it is
     written."""
 
@@ -90,12 +90,12 @@ class Saving:
                 logger.error("%s was not saved: %s", self.directory, error)
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self._thread.is_alive()
 
     @property
     def succeeded(self) -> bool:
-        return not self.runs and self.failure is None
+        return not self.is_running and self.failure is None
 
     def wait(self) -> None:
         """Until it is whole, or has failed."""

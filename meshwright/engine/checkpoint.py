@@ -66,7 +66,7 @@ def save(
     if wait:
         disk.save(content, engine.model.mesh)
     else:
-        engine.saving = disk.Saving(content, engine.model.mesh)
+        engine.saving = disk.SaveJob(content, engine.model.mesh)
     return disk.final_place(content.folder, content.step)
 
 
