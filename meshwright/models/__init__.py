@@ -18,7 +18,7 @@ from .hf_config import LABELS, Json, group, take
 from .linear import Low
 from .rope_config import GROUPS, sections_of
 from .router_balance import Balance
-from .vision_tower import Sight, Tower, TowerBlock, TowerShape, patch_of, tower_shape_of
+from .vision_tower import Tower, TowerBlock, TowerShape, VisionInput, patch_of, tower_shape_of
 
 
 @dataclass(frozen=True)

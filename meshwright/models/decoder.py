@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..sharding import ENTER, LEAVE, MEET, SHARE, Block, Box, Door, Init, Layout, Span, belongs_to, plain, weight
 from .hf_config import Labels
 from .router_balance import Balance
-from .vision_tower import Sight, Tower
+from .vision_tower import Tower, VisionInput
 
 Rope = tuple[Tensor, Tensor]
 LM_HEAD = "lm_head.weight"  # the key of the vocabulary matrix, or of a tied embedding's copy
@@ -237,7 +237,7 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens_T: Tensor, labels_T: Tensor, docs: ops.Documents, want: str, x_TD: Tensor | None = None,
-        sight: Sight | None = None,
+        sight: VisionInput | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`sight`: the pictures of the first stage, where a rank has any."""
         rows: tuple[Tensor, ...] = ()  # of tokens in whose places pictures are: what they are, and what layers add

@@ -68,7 +68,7 @@ class TowerShape:
 
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
-class Sight:
+class VisionInput:
     """What a rank has to do with the pictures of a micro-batch: the patches of frames that it runs; how many rows it
     sends to each rank of its data rank and gets from each; and the places of those among its own tokens."""
 
@@ -226,7 +226,7 @@ class Tower(nn.Module):
         """Which tokens stand for a part of a picture."""
         return torch.isin(tokens_T, tokens_T.new_tensor(self.ids))
 
-    def forward(self, sight: Sight) -> tuple[Tensor, ...]:
+    def forward(self, sight: VisionInput) -> tuple[Tensor, ...]:
         """For each place among this rank's tokens: a row for it, and one for each of the first layers."""
         x_PE = self.patches(sight.patches_PC.to(self.compute), sight.frames)
         tables = ops.frame_tables(sight.frames, self.shape.head, self.shape.theta, ops.upcast(x_PE[:0]).dtype)

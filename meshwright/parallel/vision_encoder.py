@@ -22,7 +22,7 @@ from ..axes import DATA_RANK
 from ..data import Batch
 from ..mesh import Mesh
 from ..mesh.collectives import Exchange
-from ..models import Sight, Tower
+from ..models import Tower, VisionInput
 from ..sharding import Insert, find, route
 
 
@@ -38,7 +38,7 @@ def insert(rows_ND: Tensor, sent: list[int], got: list[int], group: str, at: str
     return Exchange.apply(rows_ND, got, sent, group, at)
 
 
-def sight_of(batch: Batch, tower: Tower, mesh: Mesh) -> Sight | None:
+def sight_of(batch: Batch, tower: Tower, mesh: Mesh) -> VisionInput | None:
     """Return this rank's share of the frames of a batch, on the device; None without images."""
     if batch.images is None:
         return None
@@ -50,4 +50,4 @@ def sight_of(batch: Batch, tower: Tower, mesh: Mesh) -> Sight | None:
     if patches_PC.dtype == torch.uint8:
         patches_PC = (patches_PC.float() - 127.5) / 127.5
     at_N = ops.sent(torch.tensor(plan.places, dtype=torch.int64, device=mesh.host), mesh.device)
-    return Sight(patches_PC, ops.frames(sizes, mesh.device), plan.sent, plan.got, at_N)
+    return VisionInput(patches_PC, ops.frames(sizes, mesh.device), plan.sent, plan.got, at_N)

@@ -118,7 +118,7 @@ def _frames_leak() -> None:
 def _rows_elsewhere() -> None:
     real = run_step.sight_of
 
-    def sight_of(*given: Any) -> vision_tower.Sight | None:
+    def sight_of(*given: Any) -> vision_tower.VisionInput | None:
         sight = real(*given)
         return sight and replace(sight, at_N=sight.at_N.flip(0))
 
