@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..sharding import Block, Box, Init, Insert, Layout, belongs_to, weight
+from ..sharding import Block, Box, Init, Layout, ScatterVision, belongs_to, weight
 from .hf_config import Json, divides, group, listed, refuse, take
 from .linear import WideLinear
 
@@ -211,7 +211,7 @@ class Tower(nn.Module):
         self.merger = Merger(shape, width, at + "merger.")
         deep = [Merger(shape, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(shape.taps))]
         self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
-        self.insert = Insert(width * (1 + len(deep)), shape.cost)
+        self.insert = ScatterVision(width * (1 + len(deep)), shape.cost)
         belongs_to(self, first=True)
 
     def units(self) -> list[nn.Module]:

@@ -23,13 +23,13 @@ from ..data import Batch
 from ..mesh import Mesh
 from ..mesh.collectives import Exchange
 from ..models import Tower, VisionInput
-from ..sharding import Insert, find, route
+from ..sharding import ScatterVision, find, route
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
     """Give the tower's door its all-to-all over the ranks of a data rank."""
     if mesh.size_of(DATA_RANK) > 1:
-        for name, door in find(model, Insert):
+        for name, door in find(model, ScatterVision):
             door.armed = functools.partial(insert, group=mesh.name_of(DATA_RANK), at=name)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..axes import DATA_RANK, Axes, Sum
 from .backward_reach import begins_in, part_of, passed
 from .context_split import deals
-from .doors import Dispatch, Door, Insert, Join, Swap, find
+from .doors import Dispatch, Door, Join, ScatterVision, Swap, find
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, hops, likely_rows
 from .fp8_blocks import SCALES, num_scales
 from .fsdp_units import TOWER, Unit
@@ -200,7 +200,7 @@ def _swaps(
 def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passes) -> Iterator[Charge]:
     """Rows of frames go to the ranks of their tokens, and gradients back, for each micro-batch as many as it has."""
     parts, at = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
-    for name, door in find(model, Insert):
+    for name, door in find(model, ScatterVision):
         for frames in work.pictures:
             if frames is not None:
                 way = route(frames, work.tokens, parts, at, door.cost)

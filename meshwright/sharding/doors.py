@@ -77,7 +77,7 @@ class Dispatch:
         return lambda: rows
 
 
-class Insert:
+class ScatterVision:
     """The door of a tower: rows of the frames that this rank runs -> rows for its own tokens, from all ranks of its
     data rank (cp and tp). Both sides know how many. `width`: elements of a row. `cost`: of a frame, by which frames are
     shared out.
@@ -232,7 +232,7 @@ def is_run(numbers: Sequence[int]) -> bool:
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 
-Kept = TypeVar("Kept", Door, Dispatch, Insert, Span, Swap, Join)
+Kept = TypeVar("Kept", Door, Dispatch, ScatterVision, Span, Swap, Join)
 
 
 def find(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:
