@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 import meshwright as mw
-from meshwright.data.processor import Marks, Processor, Wishes, fitted
+from meshwright.data.processor import ImageLimits, Marks, Processor, fitted
 from meshwright.data.vision_files import View
 from tests import shown
 
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def processor(directory: Path, root: Path, **wishes: Any) -> Processor:
-    return Processor(directory, MARKS, shown.PATCH, Wishes(root, **wishes))
+    return Processor(directory, MARKS, shown.PATCH, ImageLimits(root, **wishes))
 
 
 def noise(at: Path, height: int, width: int, mode: str = "RGB") -> Path:

@@ -32,7 +32,7 @@ _KNOWN = {
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ImageLimits:
     """What a user wants otherwise. `root`: where relative paths begin."""
 
     root: Path = Path()
@@ -55,7 +55,7 @@ class Marks:
 class Processor:
     """Of a model directory. `patch`: pixels of a side of a patch, as the tower has it."""
 
-    def __init__(self, directory: Path, marks: Marks, patch: int, wishes: Wishes = Wishes()) -> None:
+    def __init__(self, directory: Path, marks: Marks, patch: int, wishes: ImageLimits = ImageLimits()) -> None:
         self.directory, self.marks, self.patch, self.wishes = directory, marks, patch, wishes
         self._settings: dict[str, Mapping[str, Any]] = {}
 

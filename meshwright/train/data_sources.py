@@ -18,6 +18,7 @@ from ..data import (
     ChatOptions,
     Documents,
     Feed,
+    ImageLimits,
     Make,
     Marks,
     Part,
@@ -28,7 +29,6 @@ from ..data import (
     Texts,
     Unseeing,
     Unused,
-    Wishes,
     fetched_files,
     files_of,
     fingerprint_of,
@@ -68,7 +68,7 @@ class Reader:
         config, pictures = read_config(self.directory), section.pictures
         ids = placeholders_of(config)
         image, video = tokenizer_of(self.directory).convert_ids_to_tokens(list(ids))
-        wishes = Wishes(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
+        wishes = ImageLimits(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
         return Processor(self.directory, Marks(image, video, ids), patch_of(config), wishes)
 
 
