@@ -20,11 +20,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 import meshwright as mw
-from meshwright.data.processor import ImageLimits, Marks, Processor, fitted
+from meshwright.data.processor import ImageLimits, Placeholders, Processor, fitted
 from meshwright.data.vision_files import View
 from tests import shown
 
-MARKS = Marks("<|image_pad|>", "<|video_pad|>", (1, 2))
+MARKS = Placeholders("<|image_pad|>", "<|video_pad|>", (1, 2))
 SIZES = [(16, 24), (7, 9), (9, 7), (100, 300), (31, 33), (40, 8), (64, 64)]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.data import Chat, ImageLimits, Marks, Processor
+from meshwright.data import Chat, ImageLimits, Placeholders, Processor
 from meshwright.data.vision_files import Grid
 from meshwright.train import config_file, data_sources
 from meshwright.train.config import DataSection
@@ -37,7 +37,7 @@ def _layers(name: str) -> dict[str, Any]:
 def chat(directory: Path, root: Path) -> Chat:
     words = shown.words()
     ids = (words.convert_tokens_to_ids(IMAGE), words.convert_tokens_to_ids(VIDEO))
-    return Chat(words, None, (), Processor(directory, Marks(IMAGE, VIDEO, ids), shown.PATCH, ImageLimits(root)))
+    return Chat(words, None, (), Processor(directory, Placeholders(IMAGE, VIDEO, ids), shown.PATCH, ImageLimits(root)))
 
 
 def row(content: Any, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from .images import PLACEHOLDERS, Frame, Images, Picture
 from .pack import cut, filled, joined_batches, pack, shift
 from .pack_checks import WEIGHT, check_shifted
 from .packing_plan import DataSource, Plan
-from .processor import ImageLimits, Marks, Processor
+from .processor import ImageLimits, Placeholders, Processor
 from .row_files import SUFFIXES, files_of
 from .texts import Ready, Texts, Unseeing
 from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, Recipe, Unused, prepare

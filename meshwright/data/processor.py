@@ -42,7 +42,7 @@ class ImageLimits:
 
 
 @dataclass(frozen=True)
-class Marks:
+class Placeholders:
     """The tokens of a picture and of a video in the text, with their ids, and those around a slice of a video."""
 
     image: str
@@ -55,7 +55,7 @@ class Marks:
 class Processor:
     """Of a model directory. `patch`: pixels of a side of a patch, as the tower has it."""
 
-    def __init__(self, directory: Path, marks: Marks, patch: int, wishes: ImageLimits = ImageLimits()) -> None:
+    def __init__(self, directory: Path, marks: Placeholders, patch: int, wishes: ImageLimits = ImageLimits()) -> None:
         self.directory, self.marks, self.patch, self.wishes = directory, marks, patch, wishes
         self._settings: dict[str, Mapping[str, Any]] = {}
 

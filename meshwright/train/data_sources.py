@@ -20,8 +20,8 @@ from ..data import (
     Feed,
     ImageLimits,
     Make,
-    Marks,
     Part,
+    Placeholders,
     Plan,
     Processor,
     Ready,
@@ -69,7 +69,7 @@ class Reader:
         ids = placeholders_of(config)
         image, video = tokenizer_of(self.directory).convert_ids_to_tokens(list(ids))
         wishes = ImageLimits(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
-        return Processor(self.directory, Marks(image, video, ids), patch_of(config), wishes)
+        return Processor(self.directory, Placeholders(image, video, ids), patch_of(config), wishes)
 
 
 def _root(section: SourceSection) -> Path:
