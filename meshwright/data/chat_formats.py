@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import DataError
 from .json_values import kind_of, parsed, without_nulls
-from .message_parts import Shown
+from .message_parts import Attachments
 from .messages import Message, message_of, take_learnt, tools_of
 
 Row = Mapping[str, Any]
@@ -72,7 +72,7 @@ def conversation(row: Row, fields: Mapping[str, str] | None = None, *, sees: boo
     named = _named(row, fields or {})
     layout = _layout_of(named)
     _refuse_others(named, layout)
-    shown = Shown(named)
+    shown = Attachments(named)
     messages = [message_of(each, number, shown) for number, each in enumerate(layout.messages(named))]
     if sees:
         shown.check_all_shown()

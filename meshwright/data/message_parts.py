@@ -19,7 +19,7 @@ _LISTS = {"image": ("images", "image"), "video": ("videos", "video")}  # of a ro
 _MARK = re.compile("(<image>|<video>)")  # in a text, one of these lists
 
 
-class Shown:
+class Attachments:
     """The pictures and videos of a row that its messages name only by their order."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:

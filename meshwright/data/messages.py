@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import DataError
 from .json_values import kind_of, parsed, without_nulls
-from .message_parts import Shown
+from .message_parts import Attachments
 
 Message = dict[str, Any]
 
@@ -27,7 +27,7 @@ _MASKS = (
 )  # fmt: skip
 
 
-def message_of(given: Any, number: int, shown: Shown) -> Message:
+def message_of(given: Any, number: int, shown: Attachments) -> Message:
     """Return a message with `role`, `content` as text or parts, thinking in `reasoning_content`, and arguments of calls
     as objects: a template would quote a string again."""
     message = _named(given, number)
