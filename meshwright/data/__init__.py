@@ -10,7 +10,7 @@ from .pack_checks import WEIGHT, check_shifted
 from .packing_plan import DataSource, Plan
 from .processor import ImageLimits, Placeholders, Processor
 from .row_files import SUFFIXES, files_of
-from .texts import Ready, Texts, Unseeing
+from .texts import Ready, TextOnly, Texts
 from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, Recipe, Unused, prepare
 from .tokenizer import fingerprint_of, generation_config_of, template_of, tokenizer_of
 from .tokens import Tokens

@@ -35,7 +35,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Unseeing:
+class TextOnly:
     """Documents that show nothing, for a model that sees. `places`: tokens that stand for what is shown."""
 
     make: Callable[[Mapping[str, Any]], list[Tokens]]

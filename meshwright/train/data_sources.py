@@ -26,8 +26,8 @@ from ..data import (
     Processor,
     Ready,
     Recipe,
+    TextOnly,
     Texts,
-    Unseeing,
     Unused,
     fetched_files,
     files_of,
@@ -183,7 +183,7 @@ def _unseeing(make: Make, told: str, reader: Reader) -> tuple[Make, str]:
     if not reader.tower:
         return make, told
     places = placeholders_of(read_config(reader.directory))
-    return Unseeing(make, places).documents, f"{told} {places}"
+    return TextOnly(make, places).documents, f"{told} {places}"
 
 
 def _chat(
