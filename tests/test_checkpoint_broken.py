@@ -439,7 +439,7 @@ def test_any_text_as_a_manifest(tmp_path: Path, text: bytes) -> None:
 def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(run), "--verify", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["wrong"], found["strangers"], found["ranks"]) == (2, [], [], 2)
+    assert (found["step"], found["wrong"], found["unlisted_files"], found["ranks"]) == (2, [], [], 2)
     assert found["planes"]["exp_avg"]["dtypes"] == ["F32"]
     assert main(["inspect", str(run / "step-000001"), "--diff", str(run), "--json"]) == 1
     apart = json.loads(capsys.readouterr().out)["differences"]

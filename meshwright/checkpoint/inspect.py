@@ -66,11 +66,11 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "ranks": len(manifest.parts),
         "runs": sum(len(extents) for extents in checkpoint.extents.of_file.values()),
         "planes": planes,
-        "strangers": strangers(checkpoint),
+        "unlisted_files": unlisted_files(checkpoint),
     }
 
 
-def strangers(checkpoint: Checkpoint) -> list[str]:
+def unlisted_files(checkpoint: Checkpoint) -> list[str]:
     """Files in the directory that the manifest does not list."""
     known = {*checkpoint.manifest.files, *checkpoint.manifest.parts, MANIFEST}
     found = (path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file())
@@ -167,7 +167,7 @@ def print_checkpoint(checkpoint: Checkpoint, wrong: Wrong, apart: Apart) -> None
     for name, text in lines.items():
         console.print(Text(f"  {name:9} {text}"), soft_wrap=True)
     console.print(_planes(found))
-    for name in found["strangers"]:
+    for name in found["unlisted_files"]:
         console.print(Text(f"  {name} is no part of it: the manifest does not list it", style="bold"), soft_wrap=True)
     _print_checks(console, wrong, apart)
 
