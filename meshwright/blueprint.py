@@ -67,10 +67,10 @@ class Blueprint:
 
         return {param.name: stored(param) for param in self.table}
 
-    def in_numbers(self, trained: Set[str]) -> frozenset[str]:
+    def stays_quantised(self, trained: Set[str]) -> frozenset[str]:
         """Frozen matrices that are kept as files in FP8 have them: as 8-bit numbers, with their scales beside them."""
         frozen = (param for param in self.table if param.name not in trained)
-        return frozenset(param.name for param in frozen if self.keymap.in_numbers(param))
+        return frozenset(param.name for param in frozen if self.keymap.stays_quantised(param))
 
     def run_by(self, pipeline: Pipeline, traffic: Traffic = _USUAL) -> Blueprint:
         """The same model on its way through stages, with so much traffic."""

@@ -151,7 +151,7 @@ class Model:
     @cached_property
     def numbers(self) -> frozenset[str]:
         """Parameters that are stored as 8-bit numbers, on whatever rank."""
-        return self.blueprint.in_numbers({*self.trained})
+        return self.blueprint.stays_quantised({*self.trained})
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -356,7 +356,7 @@ def put_on_mesh(
     trained = _freeze(blueprint, train)
     _refuse_only_read(blueprint, trained)
     blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
-    values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.in_numbers(trained)
+    values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.stays_quantised(trained)
     low = gathered_low(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
     weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(values), (), numbers, low)
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)

@@ -88,7 +88,7 @@ class KeyMap:
             torch.float32 if key in scaled else DTYPES[self.keys[key].dtype] for key in keys if key in self.keys
         )
 
-    def in_numbers(self, param: Param) -> bool:
+    def stays_quantised(self, param: Param) -> bool:
         """Whether it can be kept as its files have it, in 8 bits: whole rows of matrices that are not turned."""
         source, blocks = self.source, chosen(param, self.choice).blocks
         if source is None or not param.low or param.matrix[1] == 1:
