@@ -21,7 +21,7 @@ from .quant_formats import BYTES
 from .random_init import fill_fresh
 from .read_plan import Read, fill, load_bill, plan_reads
 from .reader import Choice, Reader, carried_keys, check_keys, choose, chosen
-from .requantise import check_scaled, numbers_and_scales
+from .requantise import check_scaled, quantised_tensors
 from .safetensors_header import DTYPES, NAMES, TRAINABLE, Entry, read_header, read_json, read_stamped_json, short
 from .small_files import MANIFEST, TRAINER, SmallFiles, read_small
 from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config

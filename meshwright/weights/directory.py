@@ -25,7 +25,7 @@ from .checksums import Checks
 from .file_version import Opened
 from .keymap import KeyMap
 from .output_dir import Target, atomic_directory, check_target
-from .quant_formats import Places, as_numbers, unpacked, values_of
+from .quant_formats import Places, dequantise, scales_to_float, unpacked
 from .requantise import scales_for, write_scales
 from .safetensors_header import DTYPES, Entry, read_json
 from .small_files import SmallFiles
@@ -211,9 +211,9 @@ def whole_values(source: Source, key: str) -> Tensor:
     if scale is None:
         return found
     found = unpacked(found).view(shape) if scale.packed else found
-    scales = as_numbers(raw_tensor(source, scale.key)).view(scale.grid(shape))
+    scales = scales_to_float(raw_tensor(source, scale.key)).view(scale.grid(shape))
     scales = scales / raw_tensor(source, scale.divisor) if scale.divisor else scales
-    return values_of(found, Places.of(found, shape, scale).take(scales))
+    return dequantise(found, Places.of(found, shape, scale).take(scales))
 
 
 def _check_carried(keymap: KeyMap) -> None:

@@ -58,7 +58,7 @@ class Values(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self.stored
 
-    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | NumbersView]]:
+    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | QuantisedView]]:
         """What is stored of a parameter, as `piece.views` gives it; of numbers, values of what is asked for."""
         stored, grid, num_rows = self.stored[piece.param.name], self.grids.get(piece.param.name), len(piece.param.rows)
         at = 0
@@ -69,7 +69,7 @@ class Values(Mapping[str, Tensor]):
             shape = box.shape
             num = prod(shape[:num_rows])
             rows = grid.rows[at : at + num].view(shape[:num_rows])
-            yield box, NumbersView(view, grid.scales, rows, grid.columns.view(shape[num_rows:]))
+            yield box, QuantisedView(view, grid.scales, rows, grid.columns.view(shape[num_rows:]))
             at += num
 
     def only(self, wanted: Callable[[str], bool]) -> Values:
@@ -86,7 +86,7 @@ class Values(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True)
-class NumbersView:
+class QuantisedView:
     """Numbers in the shape of a box, and the row and column of scales that they have."""
 
     codes: Tensor

@@ -243,13 +243,13 @@ def _check(key: str, scale: Scale, form: Format, entries: Mapping[str, Entry]) -
         )
 
 
-def as_numbers(scales: Tensor) -> Tensor:
+def scales_to_float(scales: Tensor) -> Tensor:
     """Scales of a file, in float32."""
     powers = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
     return powers.to(torch.float32)
 
 
-def as_stored(scales: Tensor, dtype: str) -> Tensor:
+def scales_to_stored(scales: Tensor, dtype: str) -> Tensor:
     """Scales in the dtype of a file: rounded; up, where it holds powers of two, or few digits of what is this small."""
     if dtype == "F16":
         found = scales.to(torch.float16)
@@ -262,7 +262,7 @@ def as_stored(scales: Tensor, dtype: str) -> Tensor:
     return (up + 127).clamp(0, 254).to(torch.uint8).view(DTYPES[dtype])
 
 
-def needed(most: Tensor) -> Tensor:
+def scales_for_amax(most: Tensor) -> Tensor:
     """The scales with which the largest numbers stand for values as large as these; 1 where all are zero."""
     return torch.where(most > 0, most / LARGEST, torch.ones_like(most))
 
@@ -320,7 +320,7 @@ def unpacked(packed: Tensor) -> Tensor:
     return _PAIRS.index_select(0, packed.contiguous().view(-1).int()).view(NUMBERS)
 
 
-def values_of(numbers: Tensor, scales: Tensor) -> Tensor:
+def dequantise(numbers: Tensor, scales: Tensor) -> Tensor:
     """In float32: exact where scales are bfloat16."""
     return wide(numbers) * scales
 
@@ -332,7 +332,7 @@ def as_used(values: Tensor, used: torch.dtype) -> Tensor:
     return torch.where((rounded - values).abs() <= values.abs() * 2.0**-7, rounded, values)
 
 
-def numbers_of(values: Tensor, scales: Tensor) -> Tensor:
+def quantise(values: Tensor, scales: Tensor) -> Tensor:
     """Divided by the scales as they are stored. Of a block whose scale is 0 all numbers are."""
     wide = torch.where(scales == 0, torch.zeros_like(scales), values.to(torch.float32) / scales)
     return wide.clamp(-LARGEST, LARGEST).to(NUMBERS)

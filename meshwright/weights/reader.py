@@ -16,7 +16,7 @@ from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKe
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Layout, Param, Piece, Table, interval
 from .checksums import Checks
-from .quant_formats import BYTES, NUMBERS, PACKED, Places, as_numbers, unpacked, values_of
+from .quant_formats import BYTES, NUMBERS, PACKED, Places, dequantise, scales_to_float, unpacked
 from .safetensors_header import DTYPES, TRAINABLE, Entry
 from .source import Source
 
@@ -203,7 +203,7 @@ class Reader:
         if entry.key not in self.source.scales:
             return self._raw(entry, block, part)
         places, scales = self.scales_of(block, part)
-        return values_of(self._raw(entry, block, part), places.take(scales))
+        return dequantise(self._raw(entry, block, part), places.take(scales))
 
     def scales_of(self, block: Block, part: Box) -> tuple[Places, Tensor]:
         """Which scale each element of a box of ours has, and these scales."""
@@ -228,7 +228,7 @@ class Reader:
         if last != key or not (read.start <= rows.start and rows.stop <= read.stop):
             scale, read = self.source.scales[key], rows
             entry, width = self.source.entries[scale.key], scale.grid(self.source.entries[key].shape)[-1]
-            found = as_numbers(self._flat(entry, rows.start * width, len(rows) * width).view(-1, width))
+            found = scales_to_float(self._flat(entry, rows.start * width, len(rows) * width).view(-1, width))
             if scale.divisor:
                 found = found / self._divisor(scale.divisor)
             self._scales = key, read, found

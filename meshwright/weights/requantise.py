@@ -17,7 +17,7 @@ from ..errors import ExportError, failure_in
 from ..log import progress
 from ..sharding import Block, Box, Param, piece
 from .keymap import KeyMap
-from .quant_formats import Places, as_numbers, as_stored, as_used, needed, numbers_of
+from .quant_formats import Places, as_used, quantise, scales_for_amax, scales_to_float, scales_to_stored
 from .reader import Reader, chosen
 from .streaming import StoredModel
 from .writer import Files, staged
@@ -32,7 +32,7 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
         return {}
     mesh = stored_model.mesh
     with contextlib.ExitStack() as files:
-        looked = Look(keymap, trained, files)
+        looked = BlockScan(keymap, trained, files)
         failure = failure_in(lambda: looked.at(stored_model), ExportError, "nothing was exported")
         mesh.all_or_none(failure, "the comparison with the source", ExportError)
         for grids in (looked.most, looked.changed):
@@ -43,23 +43,23 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
         return {key: looked.chosen(key) for key in trained if not keymap.scales[key].form}
 
 
-def numbers_and_scales(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, Tensor]:
+def quantised_tensors(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, Tensor]:
     """A whole tensor as a file would hold it."""
     scale, whole = keymap.scales[key], Box.whole(values.shape)
     with contextlib.ExitStack() as files:
-        looked = Look(keymap, [key], files)
+        looked = BlockScan(keymap, [key], files)
         looked.read_scales()
         looked.block(Block(whole, key, tuple(values.shape), whole), whole, values)
         looked.refuse_changed()
         if scale.form:
             return looked.as_they_are(key)
         grid = looked.chosen(key)
-    numbers = numbers_of(as_used(values, keymap.used), Places.of(values, values.shape, scale).take(grid))
+    numbers = quantise(as_used(values, keymap.used), Places.of(values, values.shape, scale).take(grid))
     stored = keymap.keys[scale.key]
-    return {key: numbers, scale.key: as_stored(grid, stored.dtype).view(stored.shape)}
+    return {key: numbers, scale.key: scales_to_stored(grid, stored.dtype).view(stored.shape)}
 
 
-class Look:
+class BlockScan:
     """What a rank has of each block: its largest value, and whether any differs from the source, if that has the same
     blocks."""
 
@@ -80,7 +80,7 @@ class Look:
     def chosen(self, key: str) -> Tensor:
         """The scales with which a matrix is written."""
         stored = self.keymap.keys[self.keymap.scales[key].key]
-        new = as_numbers(as_stored(needed(self.most[key]), stored.dtype))
+        new = scales_to_float(scales_to_stored(scales_for_amax(self.most[key]), stored.dtype))
         if bool(new.isinf().any()):  # on all ranks alike
             raise ExportError(f"{key} has values for which {stored.dtype}, the dtype of its scales, is too small")
         return torch.where(self.changed[key] > 0, new, self.earlier[key]) if key in self.earlier else new
@@ -164,5 +164,5 @@ def write_scales(files: Files, rank: int = 0, world: int = 1) -> None:
     for number, (key, grid) in enumerate(sorted(files.scales.items())):
         if number % world == rank:
             scale = files.keymap.keys[files.keymap.scales[key].key]
-            data = as_stored(grid, scale.dtype).contiguous().view(-1).view(torch.uint8)
+            data = scales_to_stored(grid, scale.dtype).contiguous().view(-1).view(torch.uint8)
             files.put(scale.name, data.numpy().data, 0)

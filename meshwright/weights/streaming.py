@@ -15,7 +15,7 @@ from torch import Tensor
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Param, Piece, ShardingSpec, owned
-from .frozen_scales import NumbersView, Values
+from .frozen_scales import QuantisedView, Values
 from .keymap import Key, KeyMap, blocks_by_key, widest
 from .safetensors_header import DTYPES
 
@@ -32,7 +32,7 @@ class StoredModel:
     mesh: Mesh
     stored: Mapping[str, Tensor]
 
-    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | NumbersView]]:
+    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | QuantisedView]]:
         """Of what this rank stores of a parameter, each box."""
         stored = self.stored
         yield from stored.views(piece) if isinstance(stored, Values) else piece.views(stored[piece.param.name])

@@ -22,7 +22,7 @@ from ..sharding import Block, Box, Param, Piece, ShardingSpec, across, as_it_lie
 from ..watch import waiting_at
 from .checksums import Extents
 from .keymap import Key, KeyMap
-from .quant_formats import Places, as_used, numbers_of
+from .quant_formats import Places, as_used, quantise
 from .reader import chosen, contiguous
 from .safetensors_header import DTYPES
 from .streaming import StoredModel
@@ -91,7 +91,7 @@ class Files:
             wanted, ours = wanted.permute(order), values[part.within(common).slices].permute(order)
             if block.key in self.keymap.scales:
                 places = Places.of(wanted, key.shape, self.keymap.scales[block.key])
-                ours = numbers_of(as_used(ours.to("cpu"), self.keymap.used), places.take(self.scales[block.key]))
+                ours = quantise(as_used(ours.to("cpu"), self.keymap.used), places.take(self.scales[block.key]))
             flat = ours.to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
             for offset, length in contiguous(wanted.shape, wanted.stride(), int(wanted.storage_offset())):
                 size = length * dtype.itemsize
