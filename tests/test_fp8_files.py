@@ -234,8 +234,8 @@ def from_the_first_row(view: Tensor, shape: Any, scale: quant_formats.Scale) -> 
 
 right_places = quant_formats.Places.of
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "scales divide": (reader, "values_of", lambda numbers, grid: numbers.float() / grid),
-    "no scales": (reader, "values_of", lambda numbers, grid: numbers.float()),
+    "scales divide": (reader, "dequantise", lambda numbers, grid: numbers.float() / grid),
+    "no scales": (reader, "dequantise", lambda numbers, grid: numbers.float()),
     "scales of another block": (quant_formats.Places, "of", staticmethod(halves)),
     "scales of the first rows": (quant_formats.Places, "of", staticmethod(from_the_first_row)),
 }
