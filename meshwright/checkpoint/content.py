@@ -144,7 +144,7 @@ class Content:
         return [*self.planes, random_plane(lengths, axes.world)]
 
     def num_bytes(self, axes: Axes) -> int:
-        heads = [head for plane in self.all_planes(axes) for head in plane.keymap.heads.values()]
+        heads = [head for plane in self.all_planes(axes) for head in plane.keymap.headers.values()]
         return sum(head.file_bytes for head in heads)
 
     def by_values(self) -> Iterator[Group]:

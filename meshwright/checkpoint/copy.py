@@ -185,7 +185,7 @@ def _copy_file(source: Place, target: Place, extents: list[Extent], advance: Adv
         with _opened(source) as file, _made(target) as out:
             for extent in extents:
                 data = file.read(extent.stop - extent.start)
-                if not extent.is_of(data):
+                if not extent.matches(data):
                     raise BrokenFile(
                         f"bytes {extent.start} to {extent.stop} of {source.url} are not those that were written"
                     )

@@ -187,7 +187,7 @@ def read_parts(directory: Path, manifest: Manifest) -> Extents:
         except ValueError as error:
             raise BrokenFile(f"{path} is malformed: {error}") from error
     for file, num_bytes in manifest.files.items():
-        if wrong := extents.gap(file, num_bytes):
+        if wrong := extents.find_gap(file, num_bytes):
             raise BrokenFile(f"{directory / file}: {wrong}, so it was not written as a whole; take another checkpoint")
     return extents
 

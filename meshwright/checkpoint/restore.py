@@ -242,6 +242,6 @@ def check_run(checkpoint: Checkpoint, file: str, extent: Extent) -> None:
     entries = (entry for source in checkpoint.planes.values() for entry in source.entries.values())
     with opened(checkpoint.directory / file) as found:
         data = found.bytes_at(extent.start, extent.stop - extent.start)
-    if not extent.is_of(data):
+    if not extent.matches(data):
         key = next((e.key for e in entries if e.file == file and e.start <= extent.start < e.stop), "")
         Checks(checkpoint.directory, {}).check(file, extent, data, key)

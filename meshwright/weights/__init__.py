@@ -1,4 +1,10 @@
-"""Hugging Face directories in and out, by intersection of boxes."""
+"""Read and write Hugging Face model directories (safetensors, config.json, index) for sharded models.
+
+A parameter and a tensor of a file are both boxes of elements. Loading and exporting intersect them and turn the common
+boxes into byte ranges, so each rank reads and writes only what it stores, for any mesh. No rank builds the whole model
+and no collective distributes it: loaders that do so need the model's size on every host (ms-swift#9980) or hang in an
+implicit redistribute when ranks differ (VeOmni#642).
+"""
 
 from .checksums import Checks, Extent, Extents, checksum, extents_of_json
 from .directory import (

@@ -306,7 +306,7 @@ class Reader:
     def _fetch_checked(self, entry: Entry, into: memoryview, offset: int) -> None:
         """Run by run: each is checked while it is in the cache. What is wanted of a run in part is read and checked
         whole, once."""
-        for start, stop, extent in self._checks.parts(entry.file, offset, offset + len(into)):
+        for start, stop, extent in self._checks.split(entry.file, offset, offset + len(into)):
             part = into[start - offset : stop - offset]
             self._fetch(entry, part, start)
             if not self._checks.is_checked(entry.file, extent):

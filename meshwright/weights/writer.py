@@ -155,14 +155,14 @@ def staged(block: Block, box: Box) -> Iterator[Box]:
 
 def make_files(root: Path, keymap: KeyMap, extents: Extents | None = None, inside: str = "") -> None:
     """Every file with its header, in its whole size."""
-    for file, head in keymap.heads.items():
+    for file, header in keymap.headers.items():
         path = root / inside / file
         path.parent.mkdir(exist_ok=True)
         with path.open("wb") as out:
-            out.write(head.data)
-            out.truncate(head.file_bytes)
+            out.write(header.header_bytes)
+            out.truncate(header.file_bytes)
         if extents is not None:
-            extents.add(os.path.join(inside, file), 0, head.data)
+            extents.add(os.path.join(inside, file), 0, header.header_bytes)
 
 
 _WINDOW_BYTES = part_size(__name__, "_WINDOW_BYTES", 16 << 20, small=2001)  # of rows that a rank gets whole at a time
