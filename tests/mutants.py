@@ -120,7 +120,7 @@ MUTANTS = [
            "if common is not None and common.size > 1:\n                    self._fill_box",
            "tiny-qwen3.5", "tp=4", r"W1 "),
     Mutant(19, "gradients are handed out in the dtype of the file", "weights/streaming.py",
-           "DTYPES[k.dtype] if dtypes is None else _widest(made_of[k.name], dtypes) for k in batch}",
+           "DTYPES[k.dtype] if dtypes is None else _widest(parts_of_key[k.name], dtypes) for k in batch}",
            "DTYPES[k.dtype] for k in batch}",
            DENSE, "fsdp=2", r"G1 .*handed out in"),
     Mutant(20, "a last token predicts the next document", "data/pack.py",

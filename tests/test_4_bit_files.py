@@ -308,7 +308,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], Files], object], type, str]] =
     "no format": (lambda c, f: of(c, format=None), LoadError, "format None"),
     "transformed": (lambda c, f: of(c, transform_config={"config_groups": {}}), LoadError, "transform_config"),
     "two formats": (lambda c, f: c["quantization_config"]["config_groups"].update(
-        group_1=told("MXFP4")["config_groups"]["group_0"] | {"format": FORMS["MXFP4"]}), LoadError, "2 different formats"),
+        group_1=told("MXFP4")["config_groups"]["group_0"] | {"format": FORMS["MXFP4"]}), LoadError, "2 different"),
     **{method: (lambda c, f, m=method: of(c, quant_method=m), LoadError, repr(method))
        for method in ("modelopt", "gptq", "awq", "bitsandbytes", "mxfp4")},
 }  # fmt: skip

@@ -154,7 +154,7 @@ class RankFiles:
         for name, state in self.content.random.items():
             self.files[RANDOM].put(name, state, self.mesh.rank * len(state))
         for files in self.files.values():
-            files.to_disk()
+            files.fsync()
             files.close()
         self._part = replace(write_part(self.path, self.mesh.rank, self.extents), not_finite=self._not_finite)
 

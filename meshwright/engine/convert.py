@@ -260,6 +260,6 @@ def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: 
             with Files(draft.path, plane.keymap, extents, plane.folder) as files:
                 _put(state, plane, files, advance)
                 weights.copy_carried(files)
-                files.to_disk()
+                files.fsync()
         disk.commit(draft, planes, [disk.write_part(draft.path, 0, extents)], about)
     return draft.final

@@ -146,7 +146,7 @@ def _write_actions(stored_model: StoredModel, files: Files, advance: Advance) ->
     args = (files, stored_model.mesh.rank, stored_model.mesh.axes.world)
     yield functools.partial(copy_carried, *args)
     yield functools.partial(write_scales, *args)
-    yield files.to_disk
+    yield files.fsync
 
 
 def _num_written(stored_model: StoredModel) -> int:
