@@ -196,5 +196,6 @@ def _check_extent(path: Path, entries: list[Entry], data_start: int, size: int) 
         expected = entry.stop
     if expected != size:
         raise BrokenFile(
-            f"{path}: its header describes {expected} bytes, but it has {size}: truncated or grown; fetch the file again"
+            f"{path}: its header describes {expected} bytes, but it has {size}: truncated or grown; "
+            "fetch the file again"
         )
