@@ -7,5 +7,14 @@ from .dcp import TORCH_LIST, Sharded, TorchFiles, sharded, take, write_torch_fil
 from .folder import CHECKPOINTS, RUN, Draft, checkpoints, final_place, is_checkpoint, newest_of, newest_whole, run_of
 from .inspect import check_bytes, differences, opened_at, summary
 from .manifest import write_part
-from .restore import Checkpoint, Wanted, check_frozen, extents_of_model, open_newest, pass_over, raise_together, restore
+from .restore import (
+    Checkpoint,
+    RestoreTarget,
+    check_frozen,
+    extents_of_model,
+    open_newest,
+    pass_over,
+    raise_together,
+    restore,
+)
 from .save import commit, save, write_beside

@@ -151,7 +151,7 @@ def _plane(directory: Path, folder: str, extents: Mapping[str, Sequence[Extent]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RestoreTarget:
     """What this rank fills from a source, by parameter. `names`: what some rank fills from it, or compares. `same`:
     what must be there already, because it is frozen and takes no other values."""
 
@@ -162,7 +162,7 @@ class Wanted:
 
 
 def check_frozen(
-    checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh
+    checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[RestoreTarget], mesh: Mesh
 ) -> None:
     """Before anything is replaced: what takes no other values is the same in the checkpoint. All ranks call it."""
 
@@ -177,7 +177,9 @@ def check_frozen(
     raise_together(failure, f"the comparison with {checkpoint.directory}", mesh)
 
 
-def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh) -> None:
+def restore(
+    checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[RestoreTarget], mesh: Mesh
+) -> None:
     """Fill this rank's pieces, and check every byte of the checkpoint. All ranks call it; if one fails, all raise.
 
     `choice`: the layouts of the checkpoint.
@@ -214,7 +216,7 @@ def broken(directory: Path) -> str:
     return f"{directory} is broken ({hint})"
 
 
-def _filled(wanted: Sequence[Wanted], table: Table, choice: Choice) -> set[tuple[str, int]]:
+def _filled(wanted: Sequence[RestoreTarget], table: Table, choice: Choice) -> set[tuple[str, int]]:
     """The keys whose every byte some rank reads, by file and first byte: the same on all ranks, which share out the
     rest."""
     filled = set()
