@@ -24,7 +24,7 @@ from ..log import progress
 from ..ops.part_sizes import part_size
 from ..weights import DTYPES, MANIFEST, Entry, Source, opened
 from .folder import find
-from .restore import Checkpoint, check_run, open_checkpoint
+from .restore import Checkpoint, open_checkpoint, verify_extent
 
 _READERS = 4
 _PART_BYTES = part_size(__name__, "_PART_BYTES", 32 << 20, small=808)
@@ -94,7 +94,7 @@ def check_bytes(checkpoint: Checkpoint) -> list[str]:
 
 def _failure(checkpoint: Checkpoint, file: str, extent: Any) -> str:
     try:
-        check_run(checkpoint, file, extent)
+        verify_extent(checkpoint, file, extent)
     except BrokenFile as error:
         return str(error)
     return ""

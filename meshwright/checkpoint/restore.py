@@ -194,7 +194,7 @@ def restore(
         for file, extent in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[
             mesh.rank :: mesh.axes.world
         ]:
-            check_run(checkpoint, file, extent)
+            verify_extent(checkpoint, file, extent)
 
     failure = failure_in(read, CheckpointError, broken(checkpoint.directory))
     raise_together(failure, f"the reading of {checkpoint.directory}", mesh)
@@ -240,7 +240,7 @@ def _unread(checkpoint: Checkpoint, filled: Container[tuple[str, int]]) -> Itera
                 yield file, extent
 
 
-def check_run(checkpoint: Checkpoint, file: str, extent: Extent) -> None:
+def verify_extent(checkpoint: Checkpoint, file: str, extent: Extent) -> None:
     entries = (entry for source in checkpoint.planes.values() for entry in source.entries.values())
     with opened(checkpoint.directory / file) as found:
         data = found.bytes_at(extent.start, extent.stop - extent.start)
