@@ -202,7 +202,7 @@ def test_the_folder_gives_the_newest_whole_one(saved: tuple[Path, Path], run: Pa
     (run / "step-000009").mkdir()
     assert folder.find(run) == run / "step-000001"
     (run / "step-000001" / "meshwright.json").unlink()
-    with pytest.raises(mw.CheckpointError, match=words("no whole checkpoint", "step-000200")):
+    with pytest.raises(mw.CheckpointError, match=words("no complete checkpoint", "step-000200")):
         folder.find(run)
 
 
@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[Callable[[mw.Engine, Path], object], str]] = {
         words("no checkpoint", "move"),
     ),
     "nothing to resume": (mw.resume, words("no directory", "give a checkpoint")),
-    "an empty folder": (lambda engine, at: at.mkdir() or mw.resume(engine, at), words("no whole checkpoint")),
+    "an empty folder": (lambda engine, at: at.mkdir() or mw.resume(engine, at), words("no complete checkpoint")),
 }  # fmt: skip
 
 
@@ -373,7 +373,7 @@ def keeps(source: Path, out: Path) -> None:
 
 def test_weights_that_are_not_finite_replace_no_good_ones(saved: tuple[Path, Path], tmp_path: Path) -> None:
     [told] = worlds.run(1, keeps_the_good_ones, saved[0], tmp_path / "run")
-    assert re.search(words(r"layers\.1\.mlp\.down\.weight", "not finite", "step 3", "keep="), told), told
+    assert re.search(words(r"layers\.1\.mlp\.down\.weight", "NaN or infinite", "step 3", "keep="), told), told
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-000002", "step-000003"]
 
 

@@ -72,7 +72,7 @@ def test_a_model_that_is_a_checkpoint_is_compared_with_its_checksums(step: Path)
     for name, at in DAMAGED.items():
         mw.load(step, mw.Mesh(device="cpu"))
         flip(step / name, at(step))
-        expected = words("BrokenFile", re.escape(str(step / name)), "checksum", "take another|take that")
+        expected = words("BrokenFile", re.escape(str(step / name)), "checksum", "use another|use that")
         assert re.search(expected, error_of(lambda: mw.load(step, mw.Mesh(device="cpu"))))
         small: list[Callable[[], object]] = [lambda: mw.init(step, mw.Mesh(device="cpu"))]
         small.append(lambda: model_directory(str(step)))  # what a run reads its tokenizer from
@@ -158,7 +158,7 @@ def test_a_folder_gives_an_older_one_where_the_newest_is_damaged(step: Path, cap
     for each in (step, step.parent / "step-000001"):
         flip(each / "master" / "model.safetensors", 30_000)
     told = error_of(lambda: mw.resume(engine, step.parent))
-    assert "no whole checkpoint (step-000002, step-000001: damaged)" in told
+    assert "no complete checkpoint (step-000002, step-000001: damaged)" in told
 
 
 def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path) -> None:
@@ -169,5 +169,5 @@ def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path)
     for each in folder.iterdir():
         (each / weights.MANIFEST).unlink()
     assert resume_point._found(config, tmp_path) == (folder, "")
-    with pytest.raises(mw.CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(mw.CheckpointError, match="no complete checkpoint"):
         open_newest(folder, [])

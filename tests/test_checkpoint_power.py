@@ -101,7 +101,7 @@ def manifest_before_data(patch: pytest.MonkeyPatch) -> None:
     def commit(self: Any, made: Any) -> None:
         real(self, made)
         for path in self.final.rglob("*.safetensors"):
-            manifest.to_disk(path)
+            manifest.fsync(path)
 
     patch.setattr(writer.Files, "fsync", lambda self: None)
     patch.setattr(folder.Draft, "commit", commit)

@@ -1,4 +1,11 @@
-"""Checkpoints: Hugging Face directories with all that training needs beside the weights, whole or not there at all."""
+"""Sharded, atomic, asynchronous checkpoints: a Hugging Face model directory with optimizer state and resume point
+beside it.
+
+A checkpoint of N ranks loads on M ranks of any layout, because every state set (weights, float32 masters, exp_avg,
+exp_avg_sq) is spelled with the global key names and shapes of the model's files. Formats that store local names or flat
+shards restore wrong layers after a change of pipeline stages (Megatron-LM#7452), or scramble fused SwiGLU weights after
+a change of shards (Megatron-LM#2769).
+"""
 
 from .async_save import SaveJob
 from .content import FIRST, MASTER, SECOND, WEIGHTS, Content, Keep, StateSet, planes_of, random_plane, with_zeros
