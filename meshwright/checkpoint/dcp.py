@@ -73,8 +73,8 @@ class Sharded(Tensor):
         if func is _new_empty:  # async_save deep-copies it: torch creates an empty one, then copies `parts`
             return Sharded(args[1], args[0].dtype, [])
         raise StateError(
-            f"{func} on a tensor of engine.state_dict(), of which this rank holds parts for torch.distributed.checkpoint "
-            "alone; use mw.gather(model) for whole tensors"
+            f"{func} on a tensor of engine.state_dict(): this rank holds parts of it, which only "
+            "torch.distributed.checkpoint can read; use mw.gather(model) for whole tensors"
         )
 
     def __repr__(self) -> str:  # type: ignore[override] # the stub takes contents
