@@ -21,7 +21,7 @@ import meshwright as mw
 from meshwright.data import row_files, token_cache
 from meshwright.data.row_files import Shard, files_of, place_of, rows_of, shards_of
 from meshwright.data.texts import Ready, Texts
-from meshwright.data.token_cache import Documents, Recipe, prepare
+from meshwright.data.token_cache import Documents, TokenizeSpec, prepare
 from meshwright.data.tokens import Tokens, tokens
 from meshwright.errors import counted
 from tests.templates import tokenizer
@@ -40,8 +40,8 @@ def lines(path: Path, rows: Sequence[Any], ending: str = "\n") -> Path:
     return path
 
 
-def recipe(*files: Path, **options: Any) -> Recipe:
-    return Recipe(**{"name": "mine", "files": files, "make": letters, "told": "letters", **options})
+def recipe(*files: Path, **options: Any) -> TokenizeSpec:
+    return TokenizeSpec(**{"name": "mine", "files": files, "make": letters, "told": "letters", **options})
 
 
 def texts(documents: Documents) -> list[str]:

@@ -25,7 +25,7 @@ from meshwright.data.feed import source_of
 from meshwright.data.packing_plan import Plan
 from meshwright.data.template_sandbox import Sandbox
 from meshwright.data.texts import Ready, Texts
-from meshwright.data.token_cache import Recipe, prepare
+from meshwright.data.token_cache import TokenizeSpec, prepare
 from meshwright.data.tokenizer import generation_config_of, template_of, tokenizer_of
 from meshwright.train import dry_run
 from tests.templates import GOOD, tokenizer
@@ -188,9 +188,9 @@ def chats(file: Path, *rows: Any) -> Path:
     return file
 
 
-def recipe(file: Path, **options: Any) -> Recipe:
+def recipe(file: Path, **options: Any) -> TokenizeSpec:
     chat = Chat(tokenizer(), ChatOptions(template=GOOD["plain"]))
-    return Recipe(
+    return TokenizeSpec(
         **{"name": "mine", "files": (file,), "make": chat.documents, "told": "", "unused": chat.unused} | options
     )
 

@@ -11,6 +11,6 @@ from .packing_plan import DataSource, Plan
 from .processor import ImageLimits, Placeholders, Processor
 from .row_files import SUFFIXES, files_of
 from .texts import Ready, TextOnly, Texts
-from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, Recipe, Unused, prepare
+from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, TokenizeSpec, Unused, prepare
 from .tokenizer import fingerprint_of, generation_config_of, template_of, tokenizer_of
 from .tokens import Tokens

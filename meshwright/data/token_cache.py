@@ -53,7 +53,7 @@ _SCHEMA = pa.schema([
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenizeSpec:
     """How rows of files become documents. `told`: all that changes what `make` does, such as the template. `unused`:
     which fields of a row change nothing."""
 
@@ -93,7 +93,7 @@ class _Part:
     unused: set[str]
 
 
-def prepare(recipe: Recipe, cache: Path, *, processes: int = 1) -> Documents:
+def prepare(recipe: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents:
     """The documents of a source, from the cache if nothing has changed. Only one process makes them; others wait.
 
     The first process of a run that asks compares the cache with its checksums, and makes it anew where it is damaged.
@@ -158,7 +158,7 @@ def _sum_of(file: Path) -> str:
     return found.hexdigest()
 
 
-def _make(recipe: Recipe, final: Path, processes: int) -> None:
+def _make(recipe: TokenizeSpec, final: Path, processes: int) -> None:
     for left in final.parent.glob(f".{final.name}.making-*"):
         shutil.rmtree(left)  # of a process that was killed: its lock is ours now
     making = final.parent / f".{final.name}.making-{secrets.token_hex(4)}"
@@ -179,7 +179,7 @@ def _make(recipe: Recipe, final: Path, processes: int) -> None:
         raise
 
 
-def _write_all(recipe: Recipe, making: Path, processes: int) -> list[_Part]:
+def _write_all(recipe: TokenizeSpec, making: Path, processes: int) -> list[_Part]:
     shards = shards_of(recipe.files, recipe.split)
     numbers = {file: number for number, file in enumerate(recipe.files)}
     light = replace(recipe, files=())  # which each process gets anew for each shard
@@ -201,7 +201,7 @@ def _in_order(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[_Part
         yield from pool.map(_write, *zip(*work, strict=True))
 
 
-def _write(recipe: Recipe, shard: Shard, number: int, target: Path) -> _Part:
+def _write(recipe: TokenizeSpec, shard: Shard, number: int, target: Path) -> _Part:
     part, content = _Part(0, "", "", [], [], set()), xxhash.xxh3_128()
     num_rows, found = 0, list[tuple[Tokens, int]]()
 
@@ -227,7 +227,7 @@ def _write(recipe: Recipe, shard: Shard, number: int, target: Path) -> _Part:
     return replace(part, rows=num_rows, content=content.hexdigest(), sum=_sum_of(target))
 
 
-def _documents(recipe: Recipe, row: Row, number: int, part: _Part) -> list[Tokens]:
+def _documents(recipe: TokenizeSpec, row: Row, number: int, part: _Part) -> list[Tokens]:
     if row.wrong:
         part.bad.append((number, row.at, _one_line(row.wrong)))
         return []
@@ -264,7 +264,7 @@ def _lists(of: Sequence[NDArray[np.int32]]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
 
 
-def _settled(recipe: Recipe, parts: Sequence[_Part], listing: Path) -> dict[str, Any]:
+def _settled(recipe: TokenizeSpec, parts: Sequence[_Part], listing: Path) -> dict[str, Any]:
     """What was read. Bad rows stop it, or are counted; nothing is dropped in silence. `listing`: where all rows that
     are left out are named."""
     bad = [each for part in parts for each in part.bad]
@@ -291,7 +291,7 @@ def _settled(recipe: Recipe, parts: Sequence[_Part], listing: Path) -> dict[str,
     return {"rows": num_rows, "content": content, "bad": bad, "empty": empty, "unused": unused}
 
 
-def _list_rows(recipe: Recipe, rows: Sequence[LeftOut], listing: Path) -> None:
+def _list_rows(recipe: TokenizeSpec, rows: Sequence[LeftOut], listing: Path) -> None:
     """Write a line for each row, in the order of the files."""
     listing.unlink(missing_ok=True)
     if rows:
@@ -300,7 +300,7 @@ def _list_rows(recipe: Recipe, rows: Sequence[LeftOut], listing: Path) -> None:
         listing.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
-def _places(recipe: Recipe, rows: Sequence[LeftOut]) -> dict[tuple[int, int], str]:
+def _places(recipe: TokenizeSpec, rows: Sequence[LeftOut]) -> dict[tuple[int, int], str]:
     ats: dict[int, list[int]] = {}
     for file, at, _ in rows:
         ats.setdefault(file, []).append(at)
@@ -309,7 +309,7 @@ def _places(recipe: Recipe, rows: Sequence[LeftOut]) -> dict[tuple[int, int], st
     }
 
 
-def _kinds(recipe: Recipe, rows: Sequence[LeftOut]) -> str:
+def _kinds(recipe: TokenizeSpec, rows: Sequence[LeftOut]) -> str:
     """A line for each kind of reason, the most frequent first, with its first row."""
     kinds: dict[str, list[LeftOut]] = {}
     for row in rows:

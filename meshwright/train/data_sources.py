@@ -25,9 +25,9 @@ from ..data import (
     Plan,
     Processor,
     Ready,
-    Recipe,
     TextOnly,
     Texts,
+    TokenizeSpec,
     Unused,
     fetched_files,
     files_of,
@@ -108,7 +108,7 @@ def documents_of(section: SourceSection, reader: Reader, *, name: str = "") -> D
     make, told, unused = _maker(section, reader)
     files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
-    recipe = Recipe(name, files, make, told, section.split, section.on_bad, unused)
+    recipe = TokenizeSpec(name, files, make, told, section.split, section.on_bad, unused)
     return prepare(recipe, reader.cache, processes=reader.processes)
 
 
