@@ -63,13 +63,13 @@ def said(row: dict[str, Any], **options: Any) -> list[str]:
 )
 def test_the_system_of_a_row_comes_first(row: dict[str, Any]) -> None:
     assert messages(row) == [("system", "S"), ("user", "U"), ("assistant", "A")]
-    assert conversation(row).learnt == [False, False, True]
+    assert conversation(row).trained == [False, False, True]
 
 
 def test_the_history_of_alpaca_is_its_earlier_turns() -> None:
     row = {"instruction": "U2", "input": "more", "output": "A2", "history": [["U0", "A0"], ["U1", "A1"]]}
     assert [text for _, text in messages(row)] == ["U0", "A0", "U1", "A1", "U2\n\nmore", "A2"]
-    assert conversation(row).learnt == [False, True] * 3
+    assert conversation(row).trained == [False, True] * 3
 
 
 def test_template_kwargs_of_a_row_reach_the_template() -> None:
@@ -121,26 +121,26 @@ def test_thinking_has_many_names(name: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"system": "S", "messages": [{"role": "system", "content": "T"}, ASKS, SAYS]}, "else than its message 0"),
+    ({"system": "S", "messages": [{"role": "system", "content": "T"}, ASKS, SAYS]}, "differs from message 0"),
     ({"system": ["S"], "messages": [ASKS, SAYS]}, "system is a list, not text"),
-    ({"history": [["U", "A"]], "messages": [ASKS, SAYS]}, "'history', which changes"),
-    ({"history": [["U"]], "instruction": "U", "output": "A"}, "no list of pairs"),
+    ({"history": [["U", "A"]], "messages": [ASKS, SAYS]}, "the row has 'history'"),
+    ({"history": [["U"]], "instruction": "U", "output": "A"}, "list of pairs"),
     ({"instruction": ["U"], "output": "A"}, "instruction is a list, not text"),
-    ({"mask": [0, 1], "messages": [ASKS, SAYS]}, "'mask', which changes what it means"),
-    ({"weight": 0.5, "messages": [ASKS, SAYS]}, "'weight', which changes .* a source of its own"),
-    ({"train": False, "messages": [ASKS, SAYS]}, "'train', which changes"),
+    ({"mask": [0, 1], "messages": [ASKS, SAYS]}, "the row has 'mask'"),
+    ({"weight": 0.5, "messages": [ASKS, SAYS]}, "the row has 'weight'.* a source of their own"),
+    ({"train": False, "messages": [ASKS, SAYS]}, "the row has 'train'"),
     ({"labels": [1, 2], "messages": [ASKS, SAYS]}, "a list of 'labels'"),
     ({"enable_thinking": True, "messages": [ASKS, SAYS]}, "put it into chat_template_kwargs"),
-    ({"prompt": "U", "completion": "A", "label": False}, "says whether the answer is good"),
+    ({"prompt": "U", "completion": "A", "label": False}, "rates the answer"),
     ({"chat_template_kwargs": {"tokenize": True}, "messages": [ASKS, SAYS]}, "name tokenize, which"),
     ({"chat_template_kwargs": [1], "messages": [ASKS, SAYS]}, "chat_template_kwargs are a list"),
     ({"messages": [ASKS, {**SAYS, "weight": 0.5}]}, r"weight of message 1 is 0.5.*mw.pack\(fields="),
     ({"messages": [ASKS, {**SAYS, "train": "false"}]}, "train of message 1 is 'false'"),
-    ({"messages": [ASKS, {**SAYS, "loss": False}]}, "message 1 has 'loss', which is not read; .* train"),
+    ({"messages": [ASKS, {**SAYS, "loss": False}]}, "message 1 has 'loss'.* train"),
     ({"messages": [ASKS, {**SAYS, "reasoning": "T", "thinking": "V"}]}, "thinks differently in reasoning and thinking"),
     ({"messages": [ASKS, {**SAYS, "thinking": True}]}, "thinking of message 1 is true, not text"),
     ({"messages": [ASKS, {**SAYS, "reasoning_details": [{}]}]}, "reasoning_details"),
-    ({"conversations": [HUMAN, {"from": "function_call", "value": "look()"}]}, "tools in message 1 are no JSON"),
+    ({"conversations": [HUMAN, {"from": "function_call", "value": "look()"}]}, "tools in message 1 are not valid JSON"),
     ({"prompt": "U", "chosen": "A", "rejected": "B"}, "a row of preferences .* needs a loss such as DPO"),
     ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "a row of preferences"),
     ({"messages": [ASKS, {**SAYS, "content": "A<|im_end|>"}]}, r"message 1 .* holds the special token '<.im_end.>'"),

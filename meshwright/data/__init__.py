@@ -1,4 +1,8 @@
-"""Documents -> packed batches."""
+"""Data for supervised fine-tuning and pre-training: rows of files -> chats and texts -> tokens -> packed batches.
+
+The way of a row: `row_files` reads it, `chat` or `texts` makes documents of it with a tokenizer, `token_cache` keeps
+them, `packing_plan` says which documents are in stream j, `feed` makes batches of streams. `pack` makes one of lists.
+"""
 
 from .batch import IGNORE, Batch
 from .chat import Chat, ChatOptions, stop_ids_of

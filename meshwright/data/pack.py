@@ -1,4 +1,5 @@
-"""Documents -> one packed stream."""
+"""Pack documents into one stream without padding between them, with next-token labels shifted before anything is
+split."""
 
 from __future__ import annotations
 
@@ -36,17 +37,17 @@ def pack(
     length: int | None = None,
     fields: Mapping[str, Sequence[Any]] | None = None,
 ) -> Batch:
-    """Pack documents in their order into one stream, filled up to `length` with a document that nothing counts.
+    """Pack documents in their order into one stream, padded to `length` with a document that loss and counts ignore.
 
     `labels`: for each document, what each of its tokens is to predict (already shifted); by default the next token
     of the same document, and nothing for its last one. `trained`: instead of labels, a mask over the tokens, as chat
-    templates give it: token t is learnt where `trained[t]` is true. `fields`: per-token values, a list or tensor for
-    each document; those at t are for the term of token t, which predicts token t+1 (`shift`).
+    templates give it: token t is trained on where `trained[t]` is true. `fields`: per-token values, a list or tensor
+    for each document; those at t belong to the term of token t, which predicts token t+1 (`shift`).
 
     `images`: for each document its pictures and videos in the order of their places, each as (pixels, (time, height,
     width)) in patches, as a processor of Hugging Face gives them (`pixel_values`, `image_grid_thw`). `placeholders`:
-    the tokens that stand for them; nothing is learnt of or at them. Instead of lists, documents may be what such a
-    processor made of each: `pack([processor(text=..., images=...), ...])`.
+    the tokens that stand for them; they have no labels and are no labels. Instead of lists, documents may be the output
+    of such a processor for each: `pack([processor(text=..., images=...), ...])`.
 
     >>> batch = pack([[5, 6, 7], [8, 9]], length=6)
     >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds
@@ -58,29 +59,31 @@ def pack(
     documents, images, placeholders = _from_processor(documents, images, ids_of(placeholders))
     check_documents(documents, fields, labels=labels, trained=trained)
     if labels is not None and trained is not None:
-        raise DataError("labels and trained say the same in two ways; give one of them")
+        raise DataError("labels and trained are two ways to say what is trained on; give one of them")
     sizes = lengths_of(documents, "documents")
     check_lengths(sizes, length)
-    documents = [_plain(document) for document in documents]
-    seen = None if images is None else images_of(documents, images, placeholders)
-    places = frozenset(placeholders if seen else ())
-    shifted = [_next_of(d, places) for d in documents] if labels is None else [_plain(each) for each in labels]
+    documents = [_as_list(document) for document in documents]
+    packed_images = None if images is None else images_of(documents, images, placeholders)
+    placeholder_ids = frozenset(placeholders if packed_images else ())
+    shifted = (
+        [_next_of(d, placeholder_ids) for d in documents] if labels is None else [_as_list(each) for each in labels]
+    )
     if trained is not None:
         check_values(trained, sizes, "trained")
-        shifted = [_learnt(d, mask) for d, mask in zip(shifted, trained, strict=True)]
+        shifted = [_mask_labels(d, mask) for d, mask in zip(shifted, trained, strict=True)]
 
     def stream(values: Sequence[Any], what: str) -> Tensor:
         check_values(values, sizes, what)
         return joined(values, what)
 
     batch = Batch(
-        tokens=_whole(stream(documents, "documents"), "documents"),
-        labels=_whole(stream(shifted, "labels"), "labels"),
+        tokens=_to_int64(stream(documents, "documents"), "documents"),
+        labels=_to_int64(stream(shifted, "labels"), "labels"),
         bounds=tuple(accumulate(sizes, initial=0)),
         fields={name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()},
-        images=seen,
+        images=packed_images,
     )
-    check_unlearnt(batch, places)
+    check_unlearnt(batch, placeholder_ids)
     check_aligned(batch.is_target_T, batch.bounds, batch.fields)
     if labels is None and trained is None:
         warn_of_padding(documents)
@@ -90,38 +93,46 @@ def pack(
 def _from_processor(
     documents: Any, images: Sequence[Sequence[Picture]] | None, placeholders: Sequence[int]
 ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[Picture]] | None, Sequence[int]]:
-    """Documents that a processor made, as lists."""
-    made = isinstance(documents, list | tuple) and documents and all(isinstance(each, Mapping) for each in documents)
-    if not made or not any(are_of_processor(each) for each in documents):
+    """Return tokens, pictures and placeholders of documents that are the output of a processor."""
+    is_list_of_dicts = (
+        isinstance(documents, list | tuple) and documents and all(isinstance(each, Mapping) for each in documents)
+    )
+    if not is_list_of_dicts or not any(are_of_processor(each) for each in documents):
         return documents, images, placeholders
     if images is not None:
-        raise DataError("documents of a processor bring their pictures; leave images= out")
-    read = [of_processor(each, number) for number, each in enumerate(documents)]
-    return [tokens for tokens, _, _ in read], [each for _, each, _ in read], sorted(set().union(*(i for *_, i in read)))
+        raise DataError("documents from a processor contain their pictures; leave images= out")
+    outputs = [of_processor(each, number) for number, each in enumerate(documents)]
+    return (
+        [tokens for tokens, _, _ in outputs],
+        [each for _, each, _ in outputs],
+        sorted(set().union(*(i for *_, i in outputs))),
+    )
 
 
-def _next_of(document: Sequence[int], places: frozenset[int]) -> list[int]:
-    """The labels of a document: the next token of each, but nothing of and at the places of pictures."""
+def _next_of(document: Sequence[int], placeholder_ids: frozenset[int]) -> list[int]:
+    """Return next-token labels: -100 at the last token, and at and of placeholders."""
     labels = [*document[1:], IGNORE]
-    if not places:
+    if not placeholder_ids:
         return labels
-    return [IGNORE if {token, label} & places else label for token, label in zip(document, labels, strict=True)]
+    return [
+        IGNORE if {token, label} & placeholder_ids else label for token, label in zip(document, labels, strict=True)
+    ]
 
 
 def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
-    """The documents of these numbers of a batch without filler, as a batch of `length`."""
+    """Select documents of a batch without padding, as a batch of `length`."""
     spans = [slice(batch.bounds[number], batch.bounds[number + 1]) for number in numbers]
     bounds = tuple(accumulate((span.stop - span.start for span in spans), initial=0))
-    chosen = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
+    pick = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
     parts = [] if batch.images is None else [
         batch.images.within(span.start, span.stop, to) for span, to in zip(spans, bounds, strict=False)
     ]  # fmt: skip
     return filled(
         Batch(
-            tokens=chosen(batch.tokens),
-            labels=chosen(batch.labels),
+            tokens=pick(batch.tokens),
+            labels=pick(batch.labels),
             bounds=bounds,
-            fields={name: chosen(values) for name, values in batch.fields.items()},
+            fields={name: pick(values) for name, values in batch.fields.items()},
             images=joined_images(parts),
         ),
         length,
@@ -129,67 +140,70 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
 
 
 def joined_batches(batches: Sequence[Batch]) -> Batch:
-    """One stream of the documents of all, without their filler."""
-    nums = [len(batch) - batch.num_filler for batch in batches]
-    starts = list(accumulate(nums, initial=0))
-    bounds = [start + bound for batch, num, start in zip(batches, nums, starts, strict=False)
+    """Concatenate the documents of batches in one stream, without their padding."""
+    lengths = [len(batch) - batch.num_filler for batch in batches]
+    starts = list(accumulate(lengths, initial=0))
+    bounds = [start + bound for batch, num, start in zip(batches, lengths, starts, strict=False)
               for bound in batch.bounds if bound < num]  # fmt: skip
-    images = [b.images.within(0, num, start) for b, num, start in zip(batches, nums, starts, strict=False) if b.images]
+    images = [
+        b.images.within(0, num, start) for b, num, start in zip(batches, lengths, starts, strict=False) if b.images
+    ]
     return Batch(
-        tokens=torch.cat([batch.tokens[:num] for batch, num in zip(batches, nums, strict=True)]),
-        labels=torch.cat([batch.labels[:num] for batch, num in zip(batches, nums, strict=True)]),
+        tokens=torch.cat([batch.tokens[:num] for batch, num in zip(batches, lengths, strict=True)]),
+        labels=torch.cat([batch.labels[:num] for batch, num in zip(batches, lengths, strict=True)]),
         bounds=(*bounds, starts[-1]),
-        fields={name: torch.cat([b.fields[name][:num] for b, num in zip(batches, nums, strict=True)])
+        fields={name: torch.cat([b.fields[name][:num] for b, num in zip(batches, lengths, strict=True)])
                 for name in batches[0].fields},
         images=joined_images(images) if images else None,
     )  # fmt: skip
 
 
 def filled(batch: Batch, length: int) -> Batch:
-    num = length - len(batch)
-    # filler takes the dtype of the values: a 0 among booleans would turn them all into numbers
-    longer = lambda values, fill: torch.cat([values, values.new_full((num,), fill)])  # noqa: E731 - as above
+    """Pad a batch to `length`."""
+    num_padding = length - len(batch)
+    # Padding takes the dtype of the values: a Python 0 would turn booleans into integers.
+    padded = lambda values, fill: torch.cat([values, values.new_full((num_padding,), fill)])  # noqa: E731 - as above
     return Batch(
-        tokens=longer(batch.tokens, 0),
-        labels=longer(batch.labels, IGNORE),
-        bounds=(*batch.bounds, length) if num else batch.bounds,
-        fields={name: longer(values, 0) for name, values in batch.fields.items()},
-        num_filler=num,
+        tokens=padded(batch.tokens, 0),
+        labels=padded(batch.labels, IGNORE),
+        bounds=(*batch.bounds, length) if num_padding else batch.bounds,
+        fields={name: padded(values, 0) for name, values in batch.fields.items()},
+        num_filler=num_padding,
         images=batch.images,
     )
 
 
 def shift(values: Sequence[Any], fill: float | None = None) -> list[Any]:
-    """Values of the tokens themselves, by document, as values of the terms: those of token t go to t-1.
+    """Shift values of tokens to values of loss terms, by document: those of token t go to t-1, whose term predicts t.
 
-    For what other libraries keep beside token t: advantages, old log-probabilities, masks. What belongs to a first
-    token has no term and is left out; the last token of a document gets `fill`.
+    For what other libraries store at token t: advantages, old log-probabilities, masks. The first token of a document
+    is never predicted, so its value is dropped; the last token gets `fill`.
 
     >>> shift([[0.0, 0.0, 0.5, 0.7], [0.0, 1.0]])
     [[0.0, 0.5, 0.7, 0], [1.0, 0]]
     """
-    inner = values if isinstance(values, list | tuple) else ()
-    if any(isinstance(each, Mapping | str) for each in (values, *inner)):
+    per_document = values if isinstance(values, list | tuple) else ()
+    if any(isinstance(each, Mapping | str) for each in (values, *per_document)):
         raise DataError(
             "mw.shift takes the values of one field, a list for each document; for several: "
             "{name: mw.shift(values) for name, values in fields.items()}"
         )
     lengths_of(values, "values")
-    if fill is None:  # labels of other libraries, which are over the tokens: nothing is behind the last
+    if fill is None:  # labels as Hugging Face takes them are over tokens: nothing follows the last one
         fill = IGNORE if any(_are_labels(of_document) for of_document in values) else 0
-    return [_moved(of_document, fill) for of_document in values]
+    return [_shift_document(of_document, fill) for of_document in values]
 
 
 def _are_labels(values: Any) -> bool:
-    """Whole numbers, some of them -100. A reward may be -100.0."""
+    """Return whether values are integers with some -100. A reward may be -100.0."""
     if hasattr(values, "__array__"):
-        found = torch.as_tensor(values)
-        return not found.is_floating_point() and bool((found == IGNORE).any())
+        array = torch.as_tensor(values)
+        return not array.is_floating_point() and bool((array == IGNORE).any())
     return any(isinstance(value, int) and value == IGNORE for value in values)
 
 
-def _moved(values: Any, fill: float) -> Any:
-    """In their own kind: booleans stay booleans, of which `~` means what it says."""
+def _shift_document(values: Any, fill: float) -> Any:
+    """Shift in the values' own type: booleans stay booleans, so that `~` still negates them."""
     if isinstance(values, Tensor):
         return torch.cat([values[1:], values.new_full((1, *values.shape[1:]), fill)])
     if hasattr(values, "__array__"):
@@ -200,20 +214,22 @@ def _moved(values: Any, fill: float) -> Any:
     return [*values[1:], bool(fill) if are_bools else fill]
 
 
-def _learnt(next_tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
-    """The labels of a document of which only some tokens are learnt, and never places of pictures."""
+def _mask_labels(next_tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
+    """Keep the labels of trained tokens only."""
     over_tokens = joined([mask], "trained")
     check_mask(over_tokens)
     return [
-        token if learnt else IGNORE for token, learnt in zip(next_tokens, [*over_tokens[1:].tolist(), 0], strict=True)
+        token if is_trained else IGNORE
+        for token, is_trained in zip(next_tokens, [*over_tokens[1:].tolist(), 0], strict=True)
     ]
 
 
-def _plain(numbers: Sequence[int]) -> Sequence[int]:
-    """A tensor or array of whatever width as a list."""
+def _as_list(numbers: Sequence[int]) -> Sequence[int]:
+    """Return the list of a tensor or array of any width; anything else unchanged."""
     return numbers.tolist() if hasattr(numbers, "tolist") else numbers
 
 
-def _whole(flat: Tensor, what: str) -> Tensor:
+def _to_int64(flat: Tensor, what: str) -> Tensor:
+    """Check for integers and convert to int64."""
     check_whole_numbers(flat, what)
     return flat.long()

@@ -1,4 +1,5 @@
-"""What a caller of `pack` may get wrong, refused before anything is packed."""
+"""Checks of the arguments of `pack`, with errors that name the fix. Most are mistakes that train to a plausible
+loss."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from .batch import IGNORE, Batch
 from .field_values import refuse_grad
 
 WEIGHT = "weight"  # the field that weighs the terms of a loss
-_FEW = 4  # documents of one target each whose label may be its own token by chance
+_MIN_DOCUMENTS = 4  # single-target documents whose label equals their own token: fewer may do so by chance
 
 
 def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
+    """Return the length of each document's values."""
     try:
         return [len(v) for v in values]
     except TypeError:
@@ -27,27 +29,28 @@ def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
 
 
 def check_named(others: Sequence[object]) -> None:
-    """A mask in the place of labels would be learnt as the ids 0 and 1."""
+    """Refuse a second positional argument: a mask taken for labels would train on the ids 0 and 1."""
     if others:
         raise DataError(
-            "mw.pack takes one list of documents, and all else by name: a mask over the tokens as trained=, what each "
-            "token is to predict as labels="
+            "mw.pack takes one list of documents, and everything else by name: a mask over tokens as trained=, shifted "
+            "labels as labels="
         )
 
 
 def warn_of_padding(documents: Sequence[Sequence[int]]) -> None:
-    """Nobody can know that a token is padding, but documents of one length that end in a run of one token look so."""
+    """Warn if documents look padded: all of one length, and some ending in a run of one token."""
     ends = {document[-1] for document in documents if len(document) > 1 and document[-1] == document[-2]}
-    alike = len(documents) > 1 and len({len(document) for document in documents}) == 1
-    if alike and len(ends) == 1 and any(document[-1] not in ends for document in documents):
+    same_length = len(documents) > 1 and len({len(document) for document in documents}) == 1
+    if same_length and len(ends) == 1 and any(document[-1] not in ends for document in documents):
         logger.warning(
-            "all %d documents have %d tokens, and some end in a run of token %s: if that is padding, it is learnt; "
-            "tokenize without padding=, or cut it off",
+            "all %d documents have %d tokens, and some end in a run of token %s: if that is padding, the model is "
+            "trained on it; tokenize without padding=, or cut it off",
             len(documents), len(documents[0]), *ends,
         )  # fmt: skip
 
 
 def check_documents(documents: object, fields: object, **by_document: object) -> None:
+    """Check the types of documents and fields."""
     for name, values in by_document.items():
         if isinstance(values, int | float | str | Mapping):
             raise DataError(
@@ -55,10 +58,10 @@ def check_documents(documents: object, fields: object, **by_document: object) ->
             )
     if not isinstance(fields, Mapping | None):
         raise DataError("fields must be a dict by name, of a list for each document")
-    inner = documents if isinstance(documents, list | tuple) else ()
-    if any(isinstance(each, str | bytes | Mapping | Set) for each in (documents, *inner)):
+    items = documents if isinstance(documents, list | tuple) else ()
+    if any(isinstance(each, str | bytes | Mapping | Set) for each in (documents, *items)):
         raise DataError(
-            "documents must be lists of token ids, not text or dicts; give those that a tokenizer makes: "
+            "documents must be lists of token ids, not text or dicts; give a tokenizer's: "
             'tokenizer(texts)["input_ids"]'
         )
     if not hasattr(documents, "__getitem__"):
@@ -66,12 +69,12 @@ def check_documents(documents: object, fields: object, **by_document: object) ->
 
 
 def check_lengths(sizes: Sequence[int], length: object) -> None:
-    """Documents are there, none is empty, and all fit into `length`."""
+    """Check that there are documents, none is empty, and all fit into `length`."""
     if not isinstance(length, Integral | None) or isinstance(length, bool):
         raise DataError(f"length={length!r} must be a whole number")
     if not sizes:
         raise DataError(
-            "there are no documents to pack; where data has run out, give one without targets: "
+            "there are no documents to pack; where a rank has run out of data, give a document without targets: "
             "pack([[0]], labels=[[-100]])"
         )
     if 0 in sizes:
@@ -84,19 +87,20 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
 
 
 def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: str) -> None:
-    """One value for each token of each document, and no gradients: a batch is data."""
-    found = lengths_of(values, what)
-    if len(found) != len(sizes):
+    """Check for one value for each token, without gradients."""
+    lengths = lengths_of(values, what)
+    if len(lengths) != len(sizes):
         raise DataError(
-            f"{what}: {counted(len(found), 'list')} for {counted(len(sizes), 'document')}; give one for each document"
+            f"{what}: {counted(len(lengths), 'list')} for {counted(len(sizes), 'document')}; give one for each document"
         )
-    if found != list(sizes):
-        at = next(i for i, (a, b) in enumerate(zip(found, sizes, strict=True)) if a != b)
+    if lengths != list(sizes):
+        at = next(i for i, (a, b) in enumerate(zip(lengths, sizes, strict=True)) if a != b)
         hint = ""
-        if all(size - num == 1 for num, size in zip(found, sizes, strict=True)):
-            hint = "; the value at t is for token t+1, so what is known from the second token on gets a 0 at the end"
+        if all(size - num == 1 for num, size in zip(lengths, sizes, strict=True)):
+            hint = "; the value at t is for token t+1, so values of tokens 1, 2, ... need a 0 at the end"
         raise DataError(
-            f"{what}: document {at} differs in length: {counted(found[at], 'value')} for {counted(sizes[at], 'token')}"
+            f"{what}: document {at} differs in length: {counted(lengths[at], 'value')} for "
+            f"{counted(sizes[at], 'token')}"
             + hint
         )
     for of_document in values:
@@ -104,6 +108,7 @@ def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: st
 
 
 def check_whole_numbers(flat: Tensor, what: str) -> None:
+    """Check for 1-D integers."""
     if flat.is_floating_point() or flat.is_complex() or flat.dtype == torch.bool:
         raise DataError(f"{what} must be whole numbers, not {flat.dtype}")
     if flat.dim() > 1:
@@ -111,62 +116,63 @@ def check_whole_numbers(flat: Tensor, what: str) -> None:
 
 
 def check_shifted(*batches: Batch) -> None:
-    """Refuse labels as other libraries take them, the tokens themselves: a model would learn to repeat what it reads.
+    """Refuse unshifted labels, as Hugging Face models take them: the model would learn to repeat its input.
 
-    A document shows the mistake by itself if it has two targets or more, or if nothing but its last token is one. Those
-    of another single target show it only together, be they in one batch or in several.
+    A document gives the mistake away if it has two targets or more, or only its last token as a target. Documents with
+    one other target do so only together, in one batch or in several, since one label may equal its token by chance.
     """
     if not any(_repeats_tokens(batch) for batch in batches):
-        return  # as nearly always
+        return  # the normal case, without a loop over documents
     by_batch = [_suspects(batch) for batch in batches]
-    together = [suspect for suspects in by_batch for suspect in suspects]
-    for suspects in (*by_batch, together):
-        most = 2 * sum(num > 0 for num in suspects) > len(suspects)
-        if most and (max(suspects) > 1 or len(suspects) >= _FEW):
+    all_suspects = [suspect for suspects in by_batch for suspect in suspects]
+    for suspects in (*by_batch, all_suspects):
+        is_majority = 2 * sum(num > 0 for num in suspects) > len(suspects)
+        if is_majority and (max(suspects) > 1 or len(suspects) >= _MIN_DOCUMENTS):
             raise DataError(
-                "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
+                "the labels are the tokens themselves, but labels[t] is what token t is to predict: the next token. "
                 "Leave labels= out, give trained= over the tokens, or shift them: tokens[1:] + [-100]"
             )
 
 
 def _repeats_tokens(batch: Batch) -> bool:
+    """Return whether any label equals its own token and not the next one."""
     return bool(((batch.labels == batch.tokens) & (batch.labels != _next(batch))).any())
 
 
 def _next(batch: Batch) -> Tensor:
-    """The token behind each; what follows a last token is not known."""
+    """Return the token after each; -100 after the last of a document."""
     next_T = batch.tokens.roll(-1)
     next_T[torch.tensor(batch.bounds[1:], device="cpu") - 1] = IGNORE
     return next_T
 
 
 def _suspects(batch: Batch) -> list[int]:
-    """For each document with targets: how sure it is that they are its own tokens; 0 if they are not."""
-    given, own, next_T = batch.is_target_T, batch.labels == batch.tokens, _next(batch)
+    """Return for each document with targets how sure it is that they are its own tokens; 0 if they are not."""
+    has_target, own_token, next_T = batch.is_target_T, batch.labels == batch.tokens, _next(batch)
     suspects = []
     for a, b in pairwise(batch.bounds):
-        targets, known = given[a:b], given[a:b] & (next_T[a:b] != IGNORE)
+        targets, has_next = has_target[a:b], has_target[a:b] & (next_T[a:b] != IGNORE)
         if targets.any():
-            shifted = known.any() and (batch.labels[a:b] == next_T[a:b])[known].all()
+            shifted = has_next.any() and (batch.labels[a:b] == next_T[a:b])[has_next].all()
             only_last = b - a > 1 and bool(targets[-1])
-            suspects.append(0 if shifted or not own[a:b][targets].all() else int(targets.sum()) + only_last)
+            suspects.append(0 if shifted or not own_token[a:b][targets].all() else int(targets.sum()) + only_last)
     return suspects
 
 
-def check_unlearnt(batch: Batch, places: Set[int]) -> None:
-    """What stands for a picture is not a word: no label may name it."""
-    if not places:
+def check_unlearnt(batch: Batch, placeholder_ids: Set[int]) -> None:
+    """Refuse labels that are placeholders."""
+    if not placeholder_ids:
         return
-    wrong_T = torch.isin(batch.labels, torch.tensor(sorted(places), device=batch.labels.device))
+    wrong_T = torch.isin(batch.labels, torch.tensor(sorted(placeholder_ids), device=batch.labels.device))
     if wrong_T.any():
         at = int(wrong_T.nonzero()[0])
         raise DataError(
-            f"the label at token {at} is {int(batch.labels[at])}, which stands for a picture and cannot be learnt; "
+            f"the label at token {at} is {int(batch.labels[at])}, which stands for a picture and cannot be a target; "
             "give -100 there"
         )
 
 
 def check_mask(mask: Tensor) -> None:
-    """`trained` of `pack`."""
+    """Check `trained` of `pack`."""
     if mask.dim() > 1 or not ((mask == 0) | (mask == 1)).all():
         raise DataError("trained must be True or False (or 1 or 0) for each token, as assistant_masks of a tokenizer")
