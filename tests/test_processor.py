@@ -157,7 +157,7 @@ def naming(at: Path) -> Path:
 
 REFUSED = {
     "no file": (lambda p, at: p.picture("none.png"), "there is no file"),
-    "an address": (lambda p, at: p.picture("https://example.com/a.png"), "no path of a file"),
+    "an address": (lambda p, at: p.picture("https://example.com/a.png"), "not a local path"),
     "no picture": (lambda p, at: p.picture("a.txt"), "cannot be read as a picture"),
     "no video": (lambda p, at: p.video("a.txt", None), "cannot be read as a video"),
     "a playlist": (lambda p, at: p.video(naming(at / "a.m3u8").name, None), r"a\.m3u8 cannot be .*MP4, MOV, .*MPEG"),
@@ -221,7 +221,7 @@ def test_black_on_nothing_is_black_on_white(directory: Path, tmp_path: Path, mod
 
 
 def test_names_that_no_file_can_have(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(mw.DataError, match="is no path of a file"):
+    with pytest.raises(mw.DataError, match="not a valid path"):
         processor(directory, tmp_path).picture("a" * 5000)
 
 

@@ -175,7 +175,7 @@ def test_what_changes_nothing_passes() -> None:
 def test_masks_of_ready_tokens() -> None:
     for row, wanted in (
         ({"ids": [1, 2], "trained": [0.5, 1]}, "values other than 0 and 1"),
-        ({"ids": [1, 2], "labels": [-100, 2]}, "'labels', which says what is learnt"),
+        ({"ids": [1, 2], "labels": [-100, 2]}, "'labels', which"),
         ({"ids": [1, 2], "loss_mask": [0, 1]}, "give trained"),
     ):
         with pytest.raises(mw.DataError, match=wanted):
@@ -230,15 +230,15 @@ def test_a_list_of_rows_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert read[2].wrong == "it is a number, not an object"
     assert [row_files.place_of(file, row.at) for row in read] == [f"{file}:{n}" for n in (3, 6, 9, 10)]
     for text, wanted in (
-        ('[{"text": "a"}', "Expecting ',' or ']'"), ('[{"text": "a"},]', "no JSON list"),
+        ('[{"text": "a"}', "Expecting ',' or ']'"), ('[{"text": "a"},]', "not a JSON list"),
         ('[{} {}]', "line 1 column 5"),
-        ("[{}] {}", "Extra data"), ("[" * 100_000, "no JSON list"), ('["\\ud8', "no JSON list"),
+        ("[{}] {}", "Extra data"), ("[" * 100_000, "not a JSON list"), ('["\\ud8', "not a JSON list"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(mw.DataError, match=f"a.json.*{wanted}"):
             [*row_files.rows_of(row_files.shards_of([file])[0])]
     monkeypatch.setattr(row_files, "_ARRAY_BYTES", 3)
-    with pytest.raises(mw.DataError, match=r"at most .* jq -c '\.\[\]'"):
+    with pytest.raises(mw.DataError, match=r"above the limit .* jq -c '\.\[\]'"):
         [*row_files.rows_of(row_files.shards_of([file])[0])]
     chats(file, {"text": "a"}, {"text": "b"})  # lines under another name
     assert [row.values["text"] for shard in row_files.shards_of([file]) for row in row_files.rows_of(shard)] == [
@@ -256,7 +256,7 @@ def test_a_broken_table_is_named(tmp_path: Path, harm: str) -> None:
     whole = file.read_bytes()
     inside = whole[:40] + bytes(200) + whole[240:]
     file.write_bytes({"empty": b"", "junk": b"x" * 500, "cut": whole[:-100], "inside": inside}[harm])
-    with pytest.raises(mw.DataError, match=r"a.parquet is no whole Parquet file"):
+    with pytest.raises(mw.DataError, match=r"a.parquet is not a complete Parquet file"):
         [row for shard in row_files.shards_of([file]) for row in row_files.rows_of(shard)]
 
 
@@ -269,7 +269,7 @@ def test_a_template_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     make = Chat(tokenizer(), ChatOptions(template=ENDLESS)).documents
     file = chats(tmp_path / "a.jsonl", {"messages": [ASKS, SAYS]})
     before = threading.active_count()
-    with pytest.raises(mw.DataError, match=r"^\S*a.jsonl:1: the chat template has not ended in 0 seconds; look for"):
+    with pytest.raises(mw.DataError, match=r"^\S*a.jsonl:1: the chat template has not ended in 0 seconds; check it"):
         prepare(recipe(file, make=make, on_bad=on_bad), tmp_path / "cache")
     for thread in threading.enumerate():
         if thread.name.startswith("template"):
@@ -380,7 +380,7 @@ def test_pictures_that_no_processor_needs(tmp_path: Path) -> None:
 
     Image.new("RGB", (9, 8)).save(tmp_path / "a.png")
     assert vision_files.size_of(tmp_path / "a.png") == (8, 9)
-    with pytest.raises(mw.DataError, match=r"a.png has 9000 x 9000 pixels, and at most 67,108,864"):
+    with pytest.raises(mw.DataError, match=r"a.png has 9000 x 9000 pixels, above the limit of 67,108,864"):
         vision_files.size_of(png(tmp_path / "a.png", 9000, 9000))
     (tmp_path / "b.png").write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"

@@ -176,8 +176,8 @@ def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], 
     assert found is not None
     pixels, grid = (found.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
     ids = document.ids.tolist()
-    due = _theirs(export, ids, pixels, grid, found.marks.ids[0])
-    (mine,) = worlds.run(1, _ours, export, ids, pixels, grid, found.marks.ids)
+    due = _theirs(export, ids, pixels, grid, found.placeholders.ids[0])
+    (mine,) = worlds.run(1, _ours, export, ids, pixels, grid, found.placeholders.ids)
     assert float((mine - due).abs().max()) < 1e-5 * float(due.abs().max())
 
 

@@ -140,7 +140,7 @@ def _parts(source: Source, entry: Entry) -> Iterator[Tensor]:
             yield torch.frombuffer(data, dtype=dtype)
 
 
-_MAX_SHOWN = 20  # differences that are shown
+_MOST = 20  # differences that are shown
 
 Wrong = Sequence[str] | None  # None: not checked
 Apart = Sequence[Difference] | None
@@ -200,8 +200,8 @@ def _print_checks(console: Console, wrong: Wrong, apart: Apart) -> None:
     if apart is not None:
         verdict = f"{counted(len(apart), 'tensor')} differ" if apart else "no tensor differs"
         console.print(Text(f"  {verdict}", style="bold"))
-        for each in apart[:_MAX_SHOWN]:
+        for each in apart[:_MOST]:
             by = f", {each.num:,} elements, by up to {each.largest:.3g}" if each.largest is not None else ""
             console.print(Text(f"  {each.plane} {each.key}: {each.why}{by}"), soft_wrap=True)
-        if len(apart) > _MAX_SHOWN:
-            console.print(Text(f"  and {len(apart) - _MAX_SHOWN:,} more; --json has them all"))
+        if len(apart) > _MOST:
+            console.print(Text(f"  and {len(apart) - _MOST:,} more; --json has them all"))

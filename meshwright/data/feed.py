@@ -137,7 +137,7 @@ class Feed:
         pixels_and_views = zip(self._readers.map(self.processor.pixels, views), views, strict=True)
         pictures = iter([(pixels, view.grid) for pixels, view in pixels_and_views])
         by_document = [[next(pictures) for _ in part.views] for part in parts]
-        return images_of([part.ids.tolist() for part in parts], by_document, self.processor.marks.ids)
+        return images_of([part.ids.tolist() for part in parts], by_document, self.processor.placeholders.ids)
 
     def _part(self, piece: Piece) -> Tokens:
         """Return the tokens of a piece."""

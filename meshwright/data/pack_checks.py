@@ -100,8 +100,7 @@ def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: st
             hint = "; the value at t is for token t+1, so values of tokens 1, 2, ... need a 0 at the end"
         raise DataError(
             f"{what}: document {at} differs in length: {counted(lengths[at], 'value')} for "
-            f"{counted(sizes[at], 'token')}"
-            + hint
+            f"{counted(sizes[at], 'token')}" + hint
         )
     for of_document in values:
         refuse_grad(of_document, what)

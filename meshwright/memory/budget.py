@@ -21,7 +21,7 @@ from ..parallel import Savings, check_late, gathers_wide
 from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_low, storage
 from .simulate import ActivationCache, StepWork, most_held
 
-_MAX_FSDP = 4096  # the largest fsdp that an error may suggest
+_MOST = 4096  # the largest fsdp that an error may suggest
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def fits(stored: Sequence[Stored], memory: Memory) -> bool:
 def ways_out(need: Need, memory: Memory) -> str:
     """Return advice that fits, as the end of an error text."""
     options = choices(need, memory)
-    return "choose " + " or ".join(options) if options else f"no fsdp up to {_MAX_FSDP} would do: choose more memory"
+    return "choose " + " or ".join(options) if options else f"no fsdp up to {_MOST} would do: choose more memory"
 
 
 def choices(need: Need, memory: Memory) -> list[str]:
@@ -155,7 +155,7 @@ def choices(need: Need, memory: Memory) -> list[str]:
 
 def _smallest_mesh(need: Need, memory: Memory) -> Axes | None:
     """Return the mesh with the smallest fsdp that fits. The largest is tried first: if that does not fit, none does."""
-    sizes = [need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MAX_FSDP]
+    sizes = [need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MOST]
     larger = [replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes]
     if not larger or not fits(larger[-1].stored(), memory):
         return None

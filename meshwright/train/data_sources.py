@@ -170,7 +170,7 @@ def _maker(section: SourceSection, reader: Reader) -> tuple[Make, str, Unused]:
         texts = Texts(tokenizer, section.fields)
         return *_unseeing(texts.documents, told, reader), texts.unused
     template, processor = _template(section.template), reader.processor(section)
-    told += template + (processor.told if processor else "")
+    told += template + (processor.settings_key if processor else "")
     chat = _chat(section, directory, tokenizer, template, processor)
     return chat.documents, told, chat.unused
 
