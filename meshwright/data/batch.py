@@ -147,7 +147,7 @@ class Batch:
         frames = f", {counted(len(self.frames), 'frame')}" if self.frames else ""
         num = len(self.bounds) - 1 - (self.num_filler > 0)
         return (
-            f"Batch({counted(num, 'document')}, {counted(len(self), 'token')} of which {self.num_filler} are filler, "
+            f"Batch({counted(num, 'document')}, {counted(len(self), 'token')} of which {self.num_filler} are padding, "
             f"{counted(self.num_targets, 'target')}{fields}{frames})"
         )
 
