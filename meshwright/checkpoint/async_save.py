@@ -41,6 +41,7 @@ class StoreAgreement:
         """Post this rank's result; on rank 0, wait for all results. Other ranks get an empty list."""
         message = {"failure": f"{type(failure).__name__}: {failure}" if failure else "", "part": asdict(part)}
         self.store.set(str(self.mesh.rank), json.dumps(message))
+        # Only rank 0 needs the results of all; the others go on to `end` and wait for its verdict.
         if self.mesh.rank:
             return []  # only rank 0 commits
         try:
@@ -82,6 +83,8 @@ class SaveJob:
         self.directory = final_place(content.folder, content.step)
         self.failure: BaseException | None = None
         rank_files = RankFiles(content, mesh)
+        # All copies and exchanges happen here, while training waits. `keep=True` makes each write own its data: the
+        # live tensors change with the next optimizer step.
         staged = deque(rank_files.write_actions(keep=True))
         agreement = StoreAgreement(mesh, rank_files.path.name)
         # Not a daemon thread: the interpreter waits for it at exit, so a script that ends keeps its last checkpoint.
@@ -91,7 +94,9 @@ class SaveJob:
     def _run(self, rank_files: RankFiles, staged: deque[WriteAction], agreement: StoreAgreement) -> None:
         """Write, and keep a failure for whoever asks."""
         try:
+            # No progress bar: it would be drawn over the one of training.
             with quiet():
+                # Writes are popped, so that each copy is freed as soon as it is on its way to disk.
                 rank_files.complete((staged.popleft() for _ in range(len(staged))), agreement)
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody asks for it
             self.failure = error

@@ -110,6 +110,7 @@ def sharded(
             for box, view in pieces[name].views(tensor):
                 common = block.ours.meet(box)
                 if common is not None:
+                    # Views of live memory: DCP reads from them and writes into them, without a copy of the model.
                     held = view[common.within(box).slices]
                     parts[block.key] += [Part(at, part, name in owned) for at, part in _parts(block, common, held)]
     return {key: Sharded(keymap.keys[key].shape, dtype, parts[key]) for key, dtype in dtypes.items()}
@@ -127,6 +128,7 @@ def _boxes(shape: tuple[int, ...], wanted: Tensor, held: Tensor) -> Iterator[tup
     first = int(wanted.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(wanted.shape, wanted.stride(), strict=True))
     start, end = _unravel(first, shape), _unravel(last, shape)
+    # First and last element span a box of the key. If it has as many elements as the view, the view fills it.
     size = tuple(b - a + 1 for a, b in zip(start, end, strict=True))
     try:
         if min(size, default=1) < 1 or torch.Size(size).numel() != wanted.numel():

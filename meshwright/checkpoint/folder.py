@@ -32,6 +32,7 @@ from .content import RANDOM_FILE, Keep
 from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, fsync, read_manifest, why_not_whole, write_manifest
 
 CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first beside the second
+# Hidden names carry state: what the directory is, and 32 random bits that tell the drafts of several jobs apart.
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
 _CHECKPOINT_FILES = (TRAINER, "master/*.safetensors", "exp_avg*/*.safetensors", RANDOM_FILE, f"{PARTS}/[0-9]*.json")
 _MAKING_S = 3600.0  # a directory without a lock file may be just being created; older ones are leftovers
@@ -154,6 +155,8 @@ class Draft:
         self.final, self.suffix = final_place(folder, step), secrets.token_hex(4)
         check_place(folder, step)
         _make_durable(folder)
+        # Every save cleans up first, so a folder never accumulates the leftovers of kills (each as large as a
+        # checkpoint).
         _clean(folder)
         self.path = folder / f".{self.final.name}.unfinished-{self.suffix}"
         self.path.mkdir()
@@ -172,15 +175,19 @@ class Draft:
         In this order. Manifest before data would make a torn checkpoint look complete; without the last fsync a power
         cut may undo the rename. All files have been fsynced before.
         """
+        # An fsynced file whose name is not fsynced may still vanish in a power cut: names belong to the directory.
         for directory in (path for path in self.path.rglob("*") if path.is_dir()):
             fsync(directory)
         fsync(self.path)
         write_manifest(self.path, manifest)
+        # There is no atomic swap of directories in POSIX, so the old one moves aside first. Between the two renames no
+        # visible name exists; readers then look for complete hidden ones.
         replaced = self.folder / f".{self.final.name}.replaced-{self.suffix}"
         if self.final.exists():
             self.final.rename(replaced)
         self.path.rename(self.final)
         fsync(self.folder)
+        # The lock file is inside, and has moved with the directory.
         self._unlock(self.final)
         _remove(replaced)
 
@@ -251,6 +258,8 @@ def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
     ]
     num_good = 0
     for candidate in own_run:
+        # Newest first, so the first `last` good ones stay, and checkpoints with NaN among them stay too until they are
+        # older.
         if num_good < (keep.last or 0):
             num_good += _is_good(candidate.path)
             continue
@@ -278,7 +287,9 @@ def later_than(folder: Path, step: int) -> list[Path]:
 def _clean(folder: Path) -> None:
     """Complete or remove what killed processes left, unless somebody holds its lock."""
     for path, final, suffix in sorted(_leftovers(folder)):
+        # A directory with a manifest was complete when its writer died in the swap: it is renamed, not removed.
         is_complete = (path / MANIFEST).is_file() and not why_not_whole(path)
+        # The lock of the draft covers all three hidden names of one save.
         with _lock_of(folder / f".{final.name}.unfinished-{suffix}") as is_free:
             if not is_free or not path.exists():
                 continue
@@ -308,6 +319,8 @@ def _locked(path: Path) -> int | None:
     process."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        # flock, not a file with a pid: the kernel releases it when the process dies, however it dies, and pids are
+        # reused.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)

@@ -121,6 +121,7 @@ def _of_values(plane: str, *both: tuple[Source, Entry]) -> Iterator[Difference]:
     largest, num = 0.0, 0
     for a, b in zip(_parts(*both[0]), _parts(*both[1]), strict=True):
         distance = (a.double() - b.double()).abs() if a.is_floating_point() else (a != b).double()
+        # Not `distance > 0`: the distance of NaN and a number is NaN, which compares false with everything.
         unequal = ~(distance == 0) & ~(a.isnan() & b.isnan())
         num += int(unequal.sum())
         largest = max(largest, float(distance[unequal].nan_to_num(nan=float("inf")).max()) if unequal.any() else 0.0)
@@ -133,6 +134,7 @@ def _parts(source: Source, entry: Entry) -> Iterator[Tensor]:
     if entry.dtype not in DTYPES:
         raise CheckpointError(f"{entry.key} is {entry.dtype}, which torch has no dtype for; compare its bytes with cmp")
     dtype = DTYPES[entry.dtype]
+    # Counted in elements of 8 bytes, so that bfloat16 and float32 versions of a tensor are cut at the same elements.
     step = _PART_BYTES // 8 * dtype.itemsize
     with opened(source.directory / entry.file) as file:
         for at in range(entry.start, entry.stop, step):

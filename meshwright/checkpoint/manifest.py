@@ -43,6 +43,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     checksum."""
     parts = {name: f"{number:016x}" for name, number in manifest.parts.items()}
     fields = {"format": FORMAT, "version": VERSION, **asdict(manifest), "parts": parts}
+    # The checksum is the last field of the file and covers every byte before it. A prefix of the file can then never be
+    # a valid manifest, whatever the file system did.
     text = json.dumps(fields, indent=1)[:-2]
     temporary = directory / f".{MANIFEST}"
     with temporary.open("w") as out:
@@ -63,6 +65,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     fields, _ = read_stamped_json(path)
     text, ending, stored_checksum = path.read_text().rpartition(_ENDING)
+    # Compared as text before any field is used: JSON that still parses after a bit flip must not get further.
     if not ending or stored_checksum != f'{_checksum(text)}"}}\n':
         raise BrokenFile(f"{path} fails its own checksum; fetch it again, or use another checkpoint")
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
@@ -195,6 +198,8 @@ def read_parts(directory: Path, manifest: Manifest) -> Extents:
             extents.update(extents_of_json(text))
         except ValueError as error:
             raise BrokenFile(f"{path} is malformed: {error}") from error
+    # Tiling is checked, not only checksums: a rank that was never asked to write its part leaves a hole of zeros that
+    # every existing extent agrees with.
     for file, num_bytes in manifest.files.items():
         if wrong := extents.find_gap(file, num_bytes):
             raise BrokenFile(f"{directory / file}: {wrong}, so it was not written completely; use another checkpoint")

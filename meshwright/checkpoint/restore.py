@@ -69,6 +69,7 @@ class Checkpoint:
         """Return this rank's generator states; nothing if another number of ranks saved."""
         entries, _, _ = read_header(self.directory / RANDOM_FILE)
         with opened(self.directory / RANDOM_FILE) as file:
+            # Generator states belong to ranks; for another number of ranks there is no right answer.
             if any(entry.shape[0] != mesh.axes.world for entry in entries):
                 return {}
             size = {entry.key: entry.shape[1] for entry in entries}
@@ -193,6 +194,7 @@ def restore(
             this_rank = range(mesh.rank, mesh.rank + 1)
             reads = plan_reads(spec, mesh.axes, this_rank, keymap, each.pieces)
             fill(each.pieces, mesh, list(reads), this_rank, each.source)
+        # The rest is divided by rank number, so N ranks verify N-th parts in parallel.
         for file, extent in list(_unread(checkpoint, _filled(targets, spec.table, choice)))[
             mesh.rank :: mesh.axes.world
         ]:
@@ -211,6 +213,8 @@ def raise_together(failure: BaseException | None, at: str, mesh: Mesh) -> None:
     damaged_error = None
     if failure is not None and isinstance(failure.__cause__, BrokenFile | BrokenCheckpointError):
         failure, damaged_error = None, BrokenCheckpointError(str(failure))
+    # Two rounds in a fixed order: if one rank has a broken file and another is out of memory, all raise the second
+    # kind.
     mesh.all_or_none(failure, at, CheckpointError)
     mesh.all_or_none(damaged_error, at, BrokenCheckpointError)
 
@@ -229,6 +233,8 @@ def _filled(targets: Sequence[RestoreTarget], table: Table, choice: Choice) -> s
     for each in targets:
         unread_keys = {key for param in table if param.name not in each.names for key in chosen(param, choice).keys}
         keys = {block.key for name in each.names for block in chosen(table[name], choice).blocks} - unread_keys
+        # A key is fully read only if all parameters in it are restored; a fused tensor of which one part is frozen is
+        # not.
         filled |= {(each.source.entries[key].file, each.source.entries[key].start) for key in keys}
     return filled
 

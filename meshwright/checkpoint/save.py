@@ -78,6 +78,8 @@ class RankFiles:
         self.content, self.mesh, self.extents = content, mesh, Extents()
         self._part, drafts = Part("", 0, 0), list[Draft]()
         self._not_finite, self._trained = -1, frozenset[str](content.trainer["trained"])
+        # Every collective of a save comes after a point at which all ranks know whether all are still fine: here, after
+        # the writes, after the commit.
         failure = self._failure_of(lambda: drafts.append(self._create_draft())) if mesh.rank == 0 else None
         mesh.all_or_none(failure, f"the making of {content.folder}", CheckpointError)
         self.draft = drafts[0] if drafts else None
@@ -141,6 +143,8 @@ class RankFiles:
 
     def complete(self, write_actions: Iterable[WriteAction], agreement: Agreement) -> None:
         """Write, agree, commit. If a rank fails, all raise, and nothing is left on the disk."""
+        # Anything that leaves this block early, Ctrl-C included, removes the draft. `pop_all` disarms that after the
+        # commit.
         with contextlib.ExitStack() as undo:
             if self.draft:
                 undo.callback(self.draft.abandon)
@@ -206,6 +210,8 @@ def commit(draft: Draft, planes: Sequence[StateSet], parts: Sequence[Part], abou
     path = draft.path
     files = {str(each.relative_to(path)): each.stat().st_size for each in path.rglob("*") if each.is_file()}
     files = {name: size for name, size in sorted(files.items()) if name != LOCK and not name.startswith(PARTS + "/")}
+    # The sum of what ranks say they wrote must equal what is on the disk: it catches a rank that wrote into another
+    # draft.
     written, expected = sum(part.num_bytes for part in parts), sum(files.values())
     if written != expected:
         raise CheckpointError(f"the ranks wrote {written} bytes of {expected}; this is a bug: please report it")

@@ -62,6 +62,8 @@ class Batch:
     def __post_init__(self) -> None:
         """Check what `pack` gets right and a hand-made batch may get wrong. It reads no tensor, so it never waits for a
         device."""
+        # Losses read `batch.fields` and the streams by name, so a field called `labels` would shadow the real ones
+        # somewhere.
         for name in {*_TOKEN_STREAMS} & {*self.fields}:
             raise DataError(f"a field cannot be named {name!r}, which a batch has already; give it another name")
         _check_stream("tokens", self.tokens)
@@ -73,6 +75,7 @@ class Batch:
             raise DataError(f"bounds of the batch must rise from 0 to {len(self)}; make batches with mw.pack(...)")
         if not 0 <= self.num_filler <= len(self):
             raise DataError(f"num_filler={self.num_filler} of {len(self)} tokens; make batches with mw.pack(...)")
+        # Padding inside of a real document would take part in its attention and its recurrence.
         if self.num_filler and bounds[-2] != len(self) - self.num_filler:
             raise DataError(
                 f"num_filler={self.num_filler}, but the last document begins at {bounds[-2]} of {len(self)} tokens: "
@@ -98,6 +101,7 @@ class Batch:
     def docs(self) -> Documents:
         """Return the documents as layers need them (cu_seqlens and positions), on the device of the tokens."""
         docs, frames = documents([b - a for a, b in pairwise(self.bounds)], self.tokens.device), self.frames
+        # M-RoPE positions are needed only with pictures; text alone has equal numbers in all three.
         return replace(docs, turns_T3=sent(turns_of(self.bounds, frames), self.tokens.device)) if frames else docs
 
     @property

@@ -65,6 +65,7 @@ class Chat:
         """Return the documents of a row; none if nothing of it is trained on."""
         chat = conversation(row, self.options.fields, sees=self.processor is not None)
         self._check_texts(chat)
+        # Opened before anything is rendered: a missing file is an error of the row, whichever turns are trained on.
         views = [views_of(message, self.processor) for message in chat.messages]
         if self.options.turns == "joined":
             return self._joined(chat, any(views))
@@ -73,6 +74,8 @@ class Chat:
         for number in trained_turns[-1:] if self.options.turns == "last" else trained_turns:
             views_so_far = [view for of_message in views[:number] for view in of_message]
             prompt, turn = self._turn(chat, number, views_so_far)
+            # The prompt of this turn does not continue the tokens so far: the template has changed history, for example
+            # dropped earlier thinking. A server would have a new prefix too, so this turn starts a document of its own.
             if not documents or prompt[: len(documents[-1][0])] != documents[-1][0]:
                 documents.append(([], [], []))
             ids, spans, document_views = documents[-1]
@@ -119,6 +122,7 @@ class Chat:
     def _turn(self, chat: Conversation, number: int, views: Sequence[View]) -> tuple[list[int], list[int]]:
         """Return the prompt of message `number` as a server would send it, and the turn that should be generated."""
         thinks = _thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
+        # Row arguments win over options, and both over the guess from the turn.
         flags = {"enable_thinking": thinks, **self.options.template_args, **chat.template_args}
         prompt_text, full_text = bounded(
             lambda: (
@@ -144,6 +148,7 @@ class Chat:
                 f"no stop token ends message {number}, which ends in {full_text[-40:]!r}, so the model would never "
                 "learn to stop. Name the stop tokens in generation_config.json"
             )
+        # Trained up to the stop token. What the template adds after it (a newline in Qwen's) is never generated.
         return self._ids(self._with_places(prompt_text, views)), turn[: last + 1]
 
     def _with_places(self, text: str, seen: Sequence[View]) -> str:
@@ -191,6 +196,7 @@ class Chat:
                 **flags,
             )
         )
+        # Zeros at both ends make every run of ones have a start and a stop.
         mask = [0, *rendered["assistant_masks"], 0]
         if not any(mask):
             raise DataError(

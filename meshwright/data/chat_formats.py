@@ -103,6 +103,7 @@ def _with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
     for ours, theirs in fields.items():
         if theirs not in row:
             raise DataError(f"there is no field {theirs!r} to use as {ours!r}; the row has {', '.join(map(str, row))}")
+    # A renamed field disappears under its old name, unless that name is itself one of ours (two fields swapped).
     moved = {*fields.values()} - {*fields}
     return {name: value for name, value in row.items() if name not in moved} | {
         ours: row[theirs] for ours, theirs in fields.items()
@@ -112,6 +113,7 @@ def _with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
 def _format_of(row: Row) -> _Format:
     """Return the first format whose fields a row has."""
     for chat_format in _FORMATS:
+        # First match wins, and nulls do not count: a merged data set has every column in every row.
         if all(row.get(name) is not None for name in chat_format.needs):
             return chat_format
     if _is_preference(row):
@@ -203,6 +205,7 @@ def _refuse_meaningful_fields(row: Row, chat_format: _Format) -> None:
         value = row.get(name)
         if value is not None and name not in chat_format.fields and value not in harmless:
             raise DataError(f"the row has {name!r}, which would change its meaning and is not supported; {fix}")
+    # A list of labels is a mask over tokens. A label that is a string or number is metadata, and harmless.
     if isinstance(row.get("labels"), list):
         raise DataError(f"the row has a list of 'labels', which is not supported; {_MESSAGES_SAY}")
     if chat_format.needs == ("prompt", "completion") and isinstance(row.get("label"), bool):

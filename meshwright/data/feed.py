@@ -113,12 +113,14 @@ class Feed:
         """Return the batches of the step that begins with stream `first`, and start making those of the next step."""
         following = first + self.streams_per_step
         future = self._ahead.pop(first, None)
+        # A different `first` than expected (after a resume) just misses the prepared step.
         batches = future.result() if future is not None else self._batches(first)
         self._ahead = {following: self._thread.submit(self._batches, following)}
         return Streams(batches, following)
 
     def _batches(self, first: int) -> list[Batch]:
         """Make the batches of a step: micro-batch m of this rank is stream `first + m * num_ranks + rank`."""
+        # Interleaved over ranks, so that the streams of a step are consecutive in the plan on every mesh.
         numbers = [first + m * self.num_ranks + self.rank for m in range(self.micro_batches)]
         return [self._batch(self.plan.stream(number)) for number in numbers]
 
@@ -158,5 +160,6 @@ def piece_of(document: Tokens, start: int, stop: int) -> Tokens:
     """Return tokens `start..stop` of a document, with the trained spans inside."""
     if (start, stop) == (0, len(document)):
         return document
+    # A span that the cut goes through is trained on in both pieces, each with its own part.
     spans = [(max(a, start) - start, min(b, stop) - start) for a, b in document.spans]
     return Tokens(document.ids[start:stop], tuple((a, b) for a, b in spans if a < b))

@@ -69,6 +69,7 @@ class Images:
 
     def of(self, numbers: Sequence[int]) -> Tensor:
         """Return the patches of some frames."""
+        # `patches[:0]` keeps dtype and width when no frame is selected.
         parts = self.patches_PC.split([frame.num_patches for frame in self.frames])
         return torch.cat([self.patches_PC[:0], *(parts[number] for number in numbers)])
 
@@ -205,6 +206,8 @@ def _place_frames(
                     "placeholder tokens: placeholders="
                 )
             frame = Frame(*remaining.pop(), at)
+            # A frame must fit into one run: placeholders of two pictures are always separated by their start and end
+            # tokens.
             if frame.stop > start + num:
                 raise DataError(
                     f"frame {len(sizes) - len(remaining) - 1} of document {number} has {frame.height} x {frame.width} "
@@ -252,6 +255,7 @@ def of_processor(output: Mapping[str, Any], number: int) -> tuple[list[int], lis
         return tokens, [], set()
     if len(kinds) != len(tokens):
         raise DataError(f"document {number} has {len(kinds)} mm_token_type_ids for {counted(len(tokens), 'token')}")
+    # mm_token_type_ids marks image tokens 1 and video tokens 2, so the placeholder ids need not be known.
     ids = {kind: {token for token, each in zip(tokens, kinds, strict=True) if each == kind} for kind in (1, 2)}
     return tokens, list(_in_order(number, tokens, ids, pictures)), ids[1] | ids[2]
 
@@ -293,6 +297,8 @@ def _in_order(
         kind = 1 if tokens[start] in ids[1] else 2
         places_left = num
         while places_left > 0:
+            # An image starts at each run. A video has one run for each slice, so only its first run takes the next
+            # video.
             if kind == 1 or not slices_left:
                 if not remaining[kind]:
                     raise DataError(f"document {number} has placeholders at token {start} without pixels for them")

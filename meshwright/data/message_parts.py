@@ -65,6 +65,7 @@ class Attachments:
         if kind == "text":
             text = self._in_text(str(part.get("text") or ""), number) if any(self.num.values()) else None
             return text if isinstance(text, list) else [{"type": "text", "text": str(part.get("text") or "")}]
+        # Audio and files would be dropped without a word by a template that does not know them.
         if kind not in _PATHS:
             raise DataError(f"message {number} holds {part.get('type')!r}; only text, images and videos are supported")
         paths = [_unwrapped(part[name]) for name in (*_NESTED, *_PATHS[kind]) if part.get(name)]

@@ -95,6 +95,7 @@ def _text(value: Any, number: int, *, missing_is_fine: bool) -> Any:
 def _calls(message: Message, number: int) -> list[Message]:
     """Take the tool calls out of a message: a list, one call in OpenAI's old field, or text (LLaMA-Factory)."""
     value = message.pop("tool_calls", None)
+    # LLaMA-Factory: the text of a `function_call` message is the call, as JSON.
     if message["role"] == _CALL:
         value, message["content"] = message["content"], None
     if _CALL in message:
@@ -142,6 +143,7 @@ def _tool(value: Any, number: int) -> Any:
 
 def take_trained(message: Message, number: int) -> bool:
     """Return whether a message is trained on, and take out the fields that say so."""
+    # Taken out, since a template gets the message and may iterate over its fields.
     train, weight = message.pop("train", True), message.pop("weight", 1)
     if train not in (0, 1):
         raise DataError(f"train of message {number} is {train!r:.40}; give true or false")

@@ -83,8 +83,10 @@ def pack(
         fields={name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()},
         images=packed_images,
     )
+    # After packing, on the flat tensors: one pass instead of one for each document.
     check_unlearnt(batch, placeholder_ids)
     check_aligned(batch.is_target_T, batch.bounds, batch.fields)
+    # With labels or a mask, padding is already excluded.
     if labels is None and trained is None:
         warn_of_padding(documents)
     return batch if length is None else filled(batch, int(length))

@@ -93,6 +93,7 @@ class Plan:
         self._epochs, self._streams = epochs, streams
         self._check_amounts()
         self._windows, self.num_streams = self._load_or_build(cache)
+        # Four windows: a step may straddle two, and the next step is prepared in a thread meanwhile.
         self._packed = lru_cache(4)(self._pack)
 
     def _check(self) -> None:
@@ -214,12 +215,14 @@ class Plan:
         pass."""
         counts = self._ranges_of_sources(epoch)
         ends = np.cumsum([stop - start for start, stop in counts])
+        # Position in the epoch -> position in the concatenation of all sources -> source and row of it.
         shuffled = permuted(places, int(ends[-1]), self.seed, "epoch", epoch)
         source = np.searchsorted(ends, shuffled, side="right")
         document = np.empty_like(shuffled)
         for s, ((start, stop), usable) in enumerate(zip(counts, self._usable, strict=True)):
             of_source = np.flatnonzero(source == s)
             pass_position = shuffled[of_source] - (ends[s] - (stop - start)) + start
+            # With a weight above 1, an epoch covers several passes over a source, each in an order of its own.
             for pass_number in np.unique(pass_position // len(usable)):
                 indices = of_source[pass_position // len(usable) == pass_number]
                 position_in_pass = pass_position[pass_position // len(usable) == pass_number] % len(usable)
@@ -243,8 +246,11 @@ class Plan:
         min_tokens, bounds = WINDOW * self.length, [0]
         while bounds[-1] < num:
             tokens_before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+            # The first position at which the window has at least `min_tokens`, found by bisection in cumulative
+            # lengths.
             bounds.append(min(num, int(np.searchsorted(ends, tokens_before + min_tokens)) + 1))
         last_tokens = int(ends[-1] - (ends[bounds[-2] - 1] if bounds[-2] else 0))
+        # A short window packs badly: with few documents, the last streams are mostly padding.
         if len(bounds) > 2 and last_tokens < min_tokens // 2:
             del bounds[-2]
         return itertools.pairwise(bounds)
@@ -319,6 +325,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     free: list[tuple[int, int]] = []  # room that is left, stream
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         length = lengths[number]
+        # `free` is sorted by room, so the first entry with enough room is the tightest fit.
         at = bisect_left(free, (length, -1))
         if at == len(free):
             room_left, stream = room, len(streams)

@@ -20,6 +20,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 def permuted(places: Indices, size: int, *key: int | str) -> Indices:
     """Return the elements at `places` of the permutation of `size` that `key` names."""
+    # Two equal halves: the number of bits is rounded up to an even one.
     half_bits = max(1, ((max(size, 2) - 1).bit_length() + 1) // 2)
     rounds = _round_keys(key)
     result = _feistel(places.astype(np.uint64), half_bits, rounds)

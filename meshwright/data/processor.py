@@ -204,12 +204,15 @@ def fitted(height: int, width: int, factor: int, pixels: tuple[int, int], num: i
     if max(height, width) > _MOST_OBLONG * min(height, width):
         raise DataError(f"a picture of {height} x {width} pixels has an aspect ratio above {_MOST_OBLONG}; crop it")
     fitted_height, fitted_width = (round(side / factor) * factor for side in (height, width))
+    # The rounding is transformers': frames counted for the limit are rounded to whole slices, the scale uses the real
+    # number.
     counted_frames, num_frames = (round(num / _TEMPORAL_PATCH) * _TEMPORAL_PATCH, num) if num else (1, 1)
     if counted_frames * fitted_height * fitted_width > max_pixels:
         scale = math.sqrt(num_frames * height * width / max_pixels)
         fitted_height, fitted_width = (
             max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)
         )
+    # Enlarging rounds up and shrinking rounds down, so that the limit holds after rounding to the grid.
     elif counted_frames * fitted_height * fitted_width < min_pixels:
         scale = math.sqrt(min_pixels / (num_frames * height * width))
         fitted_height, fitted_width = (math.ceil(side * scale / factor) * factor for side in (height, width))
@@ -231,6 +234,8 @@ def patched(frames_FHWC: np.ndarray[Any, Any], patch: int) -> np.ndarray[Any, An
     cut = frames_FHWC.reshape(
         num // _TEMPORAL_PATCH, _TEMPORAL_PATCH, rows_of_patches, _MERGE, patch, cols_of_patches, _MERGE, patch, colours
     )
+    # (slice, row of tokens, column of tokens, row in token, column in token | colour, time, y, x): the order in which
+    # the tower's patch embedding, a Conv3d flattened to a matmul, has its weights.
     rows = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
     return np.ascontiguousarray(rows).reshape(-1, colours * _TEMPORAL_PATCH * patch * patch)
 

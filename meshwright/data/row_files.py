@@ -96,6 +96,7 @@ def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
         elif file.suffix == ".json" and _is_array(file):
             shards.append(Shard(file, 0, size, "array"))
         else:
+            # Byte ranges, not line numbers: splitting a file must not require reading it.
             starts = range(0, size, _RANGE_BYTES)
             shards += [Shard(file, start, min(start + _RANGE_BYTES, size), "line") for start in starts]
     return shards
@@ -123,6 +124,8 @@ def _lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that start in the range. A line across its start belongs to the range before."""
     with shard.file.open("rb") as file:
         if shard.start:
+            # From one byte before: if that is a newline, the line that starts exactly at `start` is kept, else its rest
+            # is skipped.
             file.seek(shard.start - 1)
             file.readline()
         at = file.tell()
@@ -181,6 +184,7 @@ def _rows_of_array(file: Path) -> Iterator[Row]:
         text = file.read_bytes().decode()
         at, previous_char = 0, 0  # the byte and the character of the row before
         for char, values in _elements(text):
+            # JSON is decoded as text, but places are bytes; only the text since the last row is encoded again.
             at, previous_char = at + len(text[previous_char:char].encode()), char
             yield _row_of_value(at, values)
     except (ValueError, RecursionError) as error:

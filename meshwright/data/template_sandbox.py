@@ -46,6 +46,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%":
             _check_format(left)
         elif isinstance(left, int) and isinstance(right, int):
+            # An upper bound of the result's size, from the operands alone: computing it is what must not happen.
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             _check(bits, _MOST_BITS, "bits")
         elif operator == "*":
@@ -124,6 +125,7 @@ def bounded(render: Callable[[], Result]) -> Result:
         wait([future], _POLL_S)
         if future.done():
             return future.result()
+        # The peak only grows, so memory that a template frees again still counts.
         if _peak_bytes() - bytes_before > _MOST_BYTES:
             _kill(threads)
             raise Unbounded(f"the chat template takes more than {_MOST_BYTES >> 30} GiB of memory; {_LOOK}")

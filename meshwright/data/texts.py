@@ -75,6 +75,7 @@ class Ready:
                 "trained, a mask over the ids (fields = {trained = ...} if this is one), or drop the field"
             )
         trained = [True] * len(ids) if mask is None else [bool(each) for each in mask]
+        # Positions where the mask changes: starts and stops of spans, alternating.
         edges = [at for at in range(len(ids) + 1) if (at > 0 and trained[at - 1]) != (at < len(ids) and trained[at])]
         return [tokens(ids, [*zip(edges[::2], edges[1::2], strict=True)])] if ids else []
 

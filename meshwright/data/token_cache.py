@@ -106,6 +106,8 @@ def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents
     final = cache / spec.fingerprint
     cache.mkdir(parents=True, exist_ok=True)
     checked = cache / f".{final.name}.checked"
+    # A file lock, not a barrier: processes of several runs, and of several nodes on a shared file system, use one
+    # cache.
     with FileLock(cache / f".{final.name}.lock"):
         if final.exists() and not _is_of_this_run(checked):
             _remove_damaged(spec.name, final)
@@ -183,6 +185,7 @@ def _build(spec: TokenizeSpec, final: Path, processes: int) -> None:
         }
         text = json.dumps(info, indent=1) + "\n"
         (temporary / _INFO).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
+        # Atomic: a cache directory with its final name is complete.
         temporary.rename(final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -212,6 +215,7 @@ def _in_order(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[_Shar
         yield from (_write(*each) for each in work)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # inherited: n processes with n threads each would thrash
+    # spawn, not fork: the tokenizer's Rust threads do not survive a fork.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(_write, *zip(*work, strict=True))
 
@@ -225,6 +229,7 @@ def _write(spec: TokenizeSpec, shard: Shard, number: int, target: Path) -> _Shar
         batch = _batch(pending, number)
         out.write_batch(batch)
         for values in (*_flat(batch.column(0)), *_flat(batch.column(1))):
+            # The content hash covers tokens and spans, not paths, so moving the data does not invalidate a run's plan.
             content.update(values.data)
         for each, _ in pending:
             content.update("".join(view.content for view in each.views).encode())
@@ -379,6 +384,7 @@ class Documents:
 
     def tokens(self, number: int) -> Tokens:
         """Return a document as a view of the mapped file."""
+        # `_first[i]` is the number of the first document of batch i.
         batch = bisect_right(self._first, number) - 1
         row = number - self._first[batch]
         (of_ids, ids), (of_spans, spans) = self._ids[batch], self._spans[batch]
@@ -446,6 +452,7 @@ def _flat(column: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
 def _num_targets(offsets: NDArray[np.int64], spans: NDArray[np.int32]) -> Indices:
     """Return the number of trained tokens of each document of a batch. A document's first token is never trained on."""
     pairs = spans.reshape(-1, 2).astype(np.int64)
+    # Prefix sums over all spans, taken at the document bounds: no Python loop over millions of documents.
     ends = np.concatenate([[0], np.cumsum(pairs[:, 1] - np.maximum(pairs[:, 0], 1))])
     found: Indices = np.diff(ends[offsets // 2])
     return found

@@ -26,6 +26,7 @@ def tokenizer_of(directory: Path, fix: str = 'give rows of ids (kind = "tokens")
             read_object(directory / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        # Some broken tokenizers load and fail at the first text.
         tokenizer.encode("a")
     except Exception as error:  # transformers checks no field, so that anything may be raised
         raise DataError(

@@ -38,6 +38,8 @@ class Need:
     def stored(self, rank: int | None = None) -> list[Stored]:
         """Return the bytes by kind: of a rank, or by default of the rank that needs most (the first of each pipeline
         stage)."""
+        # Ranks of one stage store shards of the same parameters, and rank 0 of each gets the larger part of uneven
+        # ones.
         ranks = self.axes.group(0, ("pp",)) if rank is None else (rank,)
         return max(map(self._bytes_of_rank, ranks), key=lambda stored: sum(s.num_bytes for s in stored))
 
@@ -96,6 +98,8 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: S
     held = Held(widths_of(compute), trained, savings.offload, low=fp8_weights)
     stored = Need(keep_gathered.spec, axes, held).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
+    # Zero-bubble schedules refuse hold=False (`check_late`). For others one third leaves room for optimizer state and
+    # activations, whose size is unknown at load.
     if pipeline.schedule in LATE or 3 * once < device_bytes:
         return keep_gathered
     return blueprint.run_by(replace(pipeline, hold=False), traffic)
@@ -155,6 +159,7 @@ def choices(need: Need, memory: Memory) -> list[str]:
 
 def _smallest_mesh(need: Need, memory: Memory) -> Axes | None:
     """Return the mesh with the smallest fsdp that fits. The largest is tried first: if that does not fit, none does."""
+    # Doublings: halves of an fsdp mesh are easy to get, and 12 checks are enough.
     sizes = [need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MOST]
     larger = [replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes]
     if not larger or not fits(larger[-1].stored(), memory):

@@ -44,6 +44,7 @@ def sharded_units(
     fp8_weights = gathered_low(spec, spec.table.params, wide=gathers_wide(savings))
     sizes = dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
+        # The condition under which `parallel.fsdp.shard` wraps a unit.
         if savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
             num_shards = prod(axes.sizes(unit.shard))
             coded = fp8_weights if num_shards > 1 else frozenset()
@@ -120,6 +121,7 @@ class FsdpBuffers:
         """Reshard after forward, and watch for backward to reach the unit."""
         if unit.again and unit not in self._reached_by_backward:
             self._free(self._gathered, unit)
+        # FSDP registers the same hooks: the first gradient of an output means that backward has reached the unit.
         for y in (each for each in tree_leaves(out) if each.requires_grad):
             y.register_hook(lambda _: self._before_backward(unit))
 

@@ -74,8 +74,11 @@ class MetaKernels(TorchDispatchMode):
             return _REPLACED[func](*args, **kwargs)
         if (written := _written(func)) is not None:
             return kwargs[written] if written in kwargs else args[0]
+        # Views and in-place operations must run: the result shares memory with an argument, which is what the counting
+        # is about.
         if not _is_fresh(func):
             return func(*args, **kwargs)
+        # Meta outputs depend on shapes, strides, dtypes and plain arguments, and on nothing else.
         key = (func, _shapes(args), _shapes(tuple(kwargs.items())))
         if key not in self._derived:
             out = func(*args, **kwargs)
@@ -145,6 +148,7 @@ def meta_copy(
 def forward(model: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = None) -> Tensor:
     """Run the forward of a meta copy, and return its scores or the output of its stage. `x_TD`: input of a stage
     without embedding."""
+    # One document: where documents end does not change what a packed stream stores.
     own = num_tokens // (axes.cp * axes.tp)
     tokens_T = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
     model.balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))

@@ -108,6 +108,7 @@ class Live(MetaKernels):
         self.now, self.most, self.first = 0, Peak(), Peak()
         self.parts: Counter[str] = Counter()  # bytes now of what no tensor stands for: FSDP buffers and gradients
         self.skipped_freed = 0  # bytes that skipped layers have freed
+        # Parameters exist before and are counted as stored bytes elsewhere.
         self._seen = {t.untyped_storage()._cdata for t in existing}
 
     def __torch_dispatch__(
@@ -124,6 +125,8 @@ class Live(MetaKernels):
         if key not in self._seen:
             self._seen.add(key)
             self._add(size)
+            # The finalizer runs when the last tensor of the storage dies, in CPython immediately: exactly when the
+            # caching allocator of a GPU gets the block back.
             weakref.finalize(memory, self._freed, key, size)
 
     def _freed(self, key: int, size: int) -> None:
@@ -248,6 +251,7 @@ def most_held(
         by_stage[stage.number] = cache[key]
     program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, first)[mesh.coords["pp"]]
     held_bytes, grads, peak = 0, dict[int, int](), Peak()
+
     for action in (action for action in program if isinstance(action, Action)):
         stage_activations = by_stage[action.stage]
         if action.kind == FORWARD:

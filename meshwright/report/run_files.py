@@ -100,6 +100,8 @@ def read_folder(folder: Path) -> Run:
     """Read whatever a run has written so far."""
     by_kind: dict[str, dict[Any, dict[str, Any]]] = {}
     starts: list[Start] = []
+    # Later lines win. A run that resumed from an older checkpoint has written some steps twice, and the second is what
+    # counts.
     for line in _lines(folder / METRICS):
         if line["kind"] == "start":
             starts.append(start_of(line))
@@ -117,6 +119,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the valid lines of a metrics file."""
     if not file.is_file():
         return
+    # Line by line: a long run has hundreds of MB, and the page needs one dict for each step.
     with file.open(encoding="utf-8", errors="replace") as lines:
         yield from filter(None, map(_parse_line, lines))
 

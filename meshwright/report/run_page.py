@@ -24,6 +24,7 @@ def report_page(runs: Sequence[Run], origin: Mapping[str, str]) -> str:
     """Return the page of some runs."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = data_of(runs)
+    # Text first. A page that is printed, or read with scripts blocked, still has every number except the curves.
     sections = (
         _heading(title, runs), _history(runs), _differences(runs), _charts(data), _experts(data, runs),
         *(_details_of_run(run, with_starts=len(runs) > 1) for run in runs),

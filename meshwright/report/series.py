@@ -31,6 +31,7 @@ _SOURCE = "train/loss/"
 
 def data_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the data of all charts as JSON for the page's script. Charts without values are left out."""
+    # The points of all runs together are bounded, so a comparison of ten runs is no slower to load than one.
     max_points = max(200, min(POINTS, 2 * POINTS // len(runs)))
     curves = {metric: _chart(metric, runs, max_points) for metric in CHARTS}
     return {

@@ -61,6 +61,7 @@ def surviving_starts(starts: Sequence[Start]) -> list[Start]:
     """Return the starts whose steps are in the curves, in order. A later start that resumed an earlier step replaces
     others."""
     survivors: list[Start] = []
+    # A start that resumed at step s makes everything after s anew, so earlier starts that begin at or after s are gone.
     for start in starts:
         survivors = [each for each in survivors if each.begins < start.begins]
         if start.last > start.begins:

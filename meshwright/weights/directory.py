@@ -84,6 +84,7 @@ def write_directory(stored_model: StoredModel, export: Export) -> None:
     """Export the model. All ranks call it and write what they hold; rank 0 creates the directory and renames it into
     place."""
     mesh = stored_model.mesh
+    # Scales first: they need collectives, and a failure there leaves no directory behind.
     with contextlib.ExitStack() as stack:
         scales = scales_for(stored_model, export.keymap)
         directory = _create_directory(mesh, export, stack)
@@ -127,6 +128,8 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: 
         Files(folder, export.keymap, scales=scales) as files,
         progress(label, _num_written(stored_model), "elements", enabled=mesh.rank == 0) as advance,
     ):
+        # Each action may contain an exchange of rows, in the generator between two yields. So the loop runs to its end
+        # even after a failure; only the writing is skipped.
         for act in _write_actions(stored_model, files, advance):
             if interrupts:
                 failure = failure or KeyboardInterrupt()
@@ -167,6 +170,7 @@ def copy_carried(files: Files, rank: int = 0, world: int = 1) -> None:
 def _carried_bytes(keymap: KeyMap, name: str) -> Iterator[bytes]:
     """Yield the bytes of a carried tensor unchanged; dequantised if the export writes no scales."""
     assert keymap.source is not None
+    # Bytes as they are, unless the export is dequantised and the tensor is not.
     if name not in keymap.source.scales or name in keymap.scales:
         yield from raw_bytes(keymap.source, name)
         return
@@ -258,6 +262,7 @@ def write_small(export: Export, folder: Path) -> None:
     if not _has_config(folder / CONFIG, export.config):
         (folder / CONFIG).write_text(json.dumps(export.config, indent=2) + "\n")
     if _has_index(keymap):
+        # Fields that the source's index has beside weight_map and total_size are kept.
         index = dict(keymap.source.index or {}) if keymap.source else {}
         index["metadata"] = {**index.get("metadata", {}), "total_size": _total(keymap)}
         index["weight_map"] = {k.name: k.file for k in sorted(keymap.keys.values(), key=lambda k: k.name)}
@@ -294,6 +299,8 @@ def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, keymap
     if dtype is None:
         return config
     name = str(dtype).removeprefix("torch.")
+    # `torch_dtype` is the old name of `dtype`; a config with both would be ambiguous. Multimodal configs repeat it for
+    # the text model.
     out = {k: v for k, v in config.items() if k != "torch_dtype"}
     if isinstance(out.get("text_config"), dict):
         out["text_config"] = {**{k: v for k, v in out["text_config"].items() if k != "torch_dtype"}, "dtype": name}

@@ -51,6 +51,7 @@ def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
     All ranks learn of a failure, so none waits for files that will not come.
     """
     first, path = os.environ.get("LOCAL_RANK", "0") == "0", Path()
+    # Two rounds: local rank 0 downloads, then the others call the same function and hit the cache.
     for is_turn in (first, not first):
         failure = None
         if is_turn:

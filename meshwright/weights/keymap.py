@@ -101,6 +101,7 @@ class KeyMap:
         """Return whether a frozen parameter can be kept in FP8 as its files have it: whole rows of matrices that are
         not transposed."""
         source, blocks = self.source, chosen(param, self.choice).blocks
+        # `low`: a matmul uses it, so FP8 has a meaning for it. Embeddings are looked up and norms are vectors.
         if source is None or not param.low or param.matrix[1] == 1:
             return False
         scales = [source.scales.get(block.key) for block in blocks]
@@ -117,6 +118,8 @@ class KeyMap:
     def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> KeyMap:
         """Return the key map with another dtype for trained keys. Keys in `exact` (float32 parameters) are widened,
         never rounded."""
+        # `dtype=` of an export is a promise about what a reader gets. Two kinds of keys are exempt: carried ones, which
+        # have the source's bytes, and float32 parameters (`A_log`, router bias), which only ever get wider.
         name = NAMES.get(dtype)
         if name not in TRAINABLE:
             choices = ", ".join(str(DTYPES[n]) for n in TRAINABLE)
@@ -134,6 +137,8 @@ class KeyMap:
         """Return the key map in the dtypes of the source, FP8 scales included."""
         if self.source is None or not self.source.scales:
             return self
+        # The files get back what they had: quantised keys with their scales, in the order of the source's files. Packed
+        # 4-bit matrices have no key of their own there, only their codes.
         scales = {key: scale for key, scale in self.source.scales.items() if key in self.keys}
         key_names = {*self.keys, *(companion for scale in scales.values() for companion in scale.beside)}
         key_names -= {key for key, scale in scales.items() if scale.packed}
@@ -141,6 +146,7 @@ class KeyMap:
         keys |= {name: self.keys[name] for name in self.keys if name in key_names and name not in keys}
         file_order = {file: number for number, file in enumerate(self.source.files)}
         ordered = sorted(keys.values(), key=lambda key: file_order[key.file])
+        # Read-only formats and untrained matrices are copied with everything that belongs to them.
         copied = [key for key, scale in scales.items() if scale.form or key in self.carried]
         carried = {*self.carried, *copied, *(each for key in copied for each in scales[key].beside)} & keys.keys()
         fresh = _modules(key for key in ordered if key.name in self.fresh_keys)
@@ -209,6 +215,8 @@ def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]
     to the file of the last key."""
     keys = _value_keys(source, dtype)
     carried = [key for key in carried_keys(table, source, choice) if key in keys]
+    # A fresh value head gets the dtype of the last tensor of the files, usually bfloat16, unless that is quantised or
+    # an integer.
     last_key = list(keys.values())[-1]
     for name in fresh:
         for key, shape in chosen(table[name], choice).keys.items():
@@ -225,6 +233,7 @@ def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> 
     """Return the key map of new weights: in `dtype` except float32 parameters, in the layouts of `choice` or the first
     of each group."""
     choice = {**{group: names[0] for group, names in table.groups.items() if group}, **(choice or {})}
+    # Several parameters may share a key (q, k, v of a fused tensor); each key is counted once.
     shapes = [(k, s, p) for p in table for k, s in chosen(p, choice).keys.items()]
     unique = {k: (s, "F32" if p.float32 else NAMES[dtype]) for k, s, p in shapes}
     sizes = {k: prod(s) * DTYPES[d].itemsize for k, (s, d) in unique.items()}
@@ -244,6 +253,7 @@ def _assign_files(sizes: Mapping[str, int]) -> dict[str, str]:
             file_bytes, number = 0, number + 1
         file_numbers[key], file_bytes = number, file_bytes + size
     if number == 0:
+        # The names that `save_pretrained` uses, so that every reader of Hugging Face directories finds the files.
         return dict.fromkeys(sizes, "model.safetensors")
     return {k: f"model-{n + 1:05d}-of-{number + 1:05d}.safetensors" for k, n in file_numbers.items()}
 

@@ -45,6 +45,7 @@ def check_target(target: Target) -> None:
         raise FileExistsError(f"{path} exists and is not empty; choose another, remove it, or give overwrite=True")
     if _has_files(path):
         _refuse_to_replace(path, target)
+    # A process whose working directory is renamed away keeps running in a directory without a name.
     if path in (Path.cwd(), *Path.cwd().parents):
         raise FileExistsError(f"the working directory {Path.cwd()} would be replaced; choose another directory")
     if path.is_mount():
@@ -101,12 +102,14 @@ def atomic_directory(target: Target) -> Iterator[Path]:
     the swap, `.NAME.finished-...` beside `.NAME.replaced-...`, both complete.
     """
     check_target(target)
+    # A sibling of the target: rename is atomic only within one file system.
     path, suffix = target.path, secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished-{suffix}")
     draft.mkdir()
     try:
         yield draft
+        # Everything is on disk before the name appears, so a power cut leaves either no model or a complete one.
         for each in (*draft.rglob("*"), draft):
             _fsync(each)
         if path.exists():

@@ -308,6 +308,8 @@ class Places:
         first_row, first_column = divmod(int(view.storage_offset()), num_columns)
         ones = [1] * view.dim()
         rows, columns = torch.tensor(first_row).view(ones), torch.tensor(first_column).view(ones)
+        # A dim whose stride is a multiple of the row length walks over rows, any other one over columns. That is right
+        # for slices, transposes and stacks of matrices; a view that mixes both in one dim does not occur.
         for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
             positions = torch.arange(size).view(-1, *[1] * (view.dim() - dim - 1))
             if stride % num_columns == 0:
@@ -330,6 +332,8 @@ class Places:
     def take(self, scales: Tensor) -> Tensor:
         """Return the scale of each element. Two `index_select` take a tenth of the time of one gather by both
         indices."""
+        # `scales[rows, columns]` with broadcast index tensors is one gather for each element. Rows and columns repeat,
+        # so selecting rows and then columns moves whole cache lines.
         by_row = scales.view(-1, scales.shape[-1]).index_select(0, self.rows.flatten())
         selected = by_row.index_select(1, self.columns.flatten()).view(*self.rows.shape, *self.columns.shape)
         pairs = [dim for dim_index in range(self.rows.dim()) for dim in (dim_index, dim_index + self.rows.dim())]
@@ -358,6 +362,7 @@ def as_used(values: Tensor, used: torch.dtype) -> Tensor:
 
     An export quantises what the forward used. Quantising the float32 master instead gives other codes at ties.
     """
+    # 2**-7 is half a unit in the last place of bfloat16, relative. A larger difference means overflow to infinity.
     rounded = values.to(used).to(values.dtype)
     return torch.where((rounded - values).abs() <= values.abs() * 2.0**-7, rounded, values)
 

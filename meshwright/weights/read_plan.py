@@ -58,7 +58,10 @@ def plan_reads(
         for rank in node:
             piece = pieces_of[rank].get(param.name)
             if piece is not None and piece.numel:
+                # Ranks with equal boxes (replicas, tp ranks of a norm) share one read.
                 ranks_by_piece.setdefault((piece.box, piece.lo, piece.hi), []).append(rank)
+        # Sent in the file's dtype: half of the bytes of float32 for a bfloat16 checkpoint. Conversion happens at the
+        # receiver.
         dtype = BYTES if param.name in numbers else keymap.file_dtype(param)
         for ranks in ranks_by_piece.values():
             yield Read(pieces_of[ranks[0]][param.name], layout, dtype, tuple(ranks))

@@ -50,6 +50,7 @@ def choose(table: Table, source: Source) -> dict[str, str]:
     """
     choice = {}
     for group, names in table.groups.items():
+        # Parameters without a group have one layout, so there is nothing to choose.
         if not group:
             continue
         members = [p for p in table if p.group == group]
@@ -95,6 +96,8 @@ def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
     """Return keys that are carried through and not trained. Any other key that no parameter uses is an error."""
     own_keys = {k for p in table for k in chosen(p, choice).keys}
     own_keys |= {companion for key in own_keys if key in source.scales for companion in source.scales[key].beside}
+    # Scales of a quantised tensor that is itself carried are carried with it. Everything else must match a pattern that
+    # the model family declares (`mtp.*` of Qwen3.5), so a typo in a key map cannot hide as "carried".
     others = [k for k in source.entries if k not in own_keys]
     companions = {companion for scale in source.scales.values() for companion in scale.beside}
     unknown = [
@@ -136,6 +139,7 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
                     f"{entry.file}: {key} is {entry.dtype}; {param.name} needs {' or '.join(TRAINABLE)}; "
                     "fetch the unquantised model, or convert the file"
                 )
+            # Rounding F64 at load would be silent, and an export would then not reproduce the source.
             if entry.dtype == "F64" and stored != torch.float64:
                 raise MismatchedKey(
                     f"{entry.file}: {key} is F64 and would be rounded to {stored}; "
@@ -183,6 +187,8 @@ class Reader:
         if target.dtype == BYTES and block.key in self.source.scales:
             target = target.view(FP8)
         if (
+            # The fast path, taken for most weights: pread straight into the parameter's memory, without a copy or a
+            # buffer.
             DTYPES.get(entry.dtype) == target.dtype
             and source_view.is_contiguous()
             and target.is_contiguous()
@@ -221,6 +227,8 @@ class Reader:
         part."""
         entry = self.source.entries[block.key]
         strips = _Strips.of(_view(block, entry, common))
+        # A transposed block is read one matrix at a time (`[out, in]` of one expert), because its columns are strided
+        # rows.
         num = common.size // common.shape[0] if block.turned else strips.at_a_time(_dtype(entry).itemsize)
         for lo in range(0, common.size, num):
             for part in interval(common, lo, min(lo + num, common.size)):
@@ -337,6 +345,7 @@ class Reader:
 
     def _fetch(self, entry: Entry, into: memoryview, offset: int) -> None:
         """Read until the buffer is full; pread may return less."""
+        # os.preadv may return fewer bytes than asked for, on network file systems and for reads over 2 GiB.
         while into:
             num = os.preadv(self._fds[entry.file], [into], offset)
             if num == 0:
@@ -352,6 +361,8 @@ class Reader:
             part = into[start - offset : stop - offset]
             self._fetch(entry, part, start)
             if not self._checks.is_checked(entry.file, extent):
+                # A checksum covers whole extents. The wanted part is already in place; the extent is read again into a
+                # scratch buffer, once, since `is_checked` remembers it.
                 if len(part) < extent.stop - extent.start:
                     part = memoryview(bytearray(extent.stop - extent.start))
                     self._fetch(entry, part, extent.start)
@@ -380,6 +391,7 @@ class _Strips:
 
     @staticmethod
     def of(view: Tensor) -> _Strips:
+        # All strips of a rectangular view have the same length, so the first one is enough.
         length = next((n for _, n in contiguous(view.shape, view.stride(), 0)), 0)
         span = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
         num = view.numel() // length if length else 0
@@ -400,6 +412,7 @@ class _Strips:
 def contiguous(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Iterator[tuple[int, int]]:
     """Yield the contiguous ranges of a strided view in row-major order, as (offset, length) in elements."""
     length, outer = 1, len(shape)
+    # Merge inner dims as long as they are dense: their product is the length of a contiguous range.
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == length):
         outer -= 1
         length *= shape[outer]

@@ -168,6 +168,8 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, S
         names = sorted(os.listdir(root))
     except OSError as error:
         raise LoadError(f"{root} cannot be listed: {error.strerror}; check its permissions") from error
+    # An index is authoritative: it lists the files, and every other safetensors file is refused. Loaders that glob for
+    # *.safetensors mix two exports that were written into one directory.
     if INDEX in names:
         index, stamp = _read_index(root / INDEX)
         listed = _indexed(root, index["weight_map"])
@@ -178,6 +180,7 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, S
         _refuse_others(root, names, ["model.safetensors"], "stands beside model.safetensors without an index")
         return ["model.safetensors"], None, {}
     if not files:
+        # A .bin file is a pickle, which can run any code when it is loaded.
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
         hint = f"{pickles[0]} is a pickle, which may run code: convert it to safetensors" if pickles else "fetch one"
         raise LoadError(f"{root} holds no safetensors file; {hint}")

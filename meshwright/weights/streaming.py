@@ -49,6 +49,8 @@ def whole_tensors(
     """
     parts_of_key = blocks_by_key(stored_model.spec.table, keymap.choice)
     mesh = stored_model.mesh
+    # Rank 0 derives what every rank sends from the declaration, so no sizes are exchanged. Both sides walk the same
+    # keys in the same order.
     ranks = range(mesh.axes.world) if mesh.rank == 0 else [mesh.rank]
     owned_pieces = {rank: owned(stored_model.spec, mesh.axes, rank) for rank in ranks}
     for batch in _batches(keys):
@@ -57,6 +59,7 @@ def whole_tensors(
             k.name: DTYPES[k.dtype] if dtypes is None else _widest(parts_of_key[k.name], dtypes) for k in batch
         }
         packed = _packed(plan[mesh.rank], stored_model, dtype_of_key)
+        # Blocking sends: a rank is at most one batch ahead of rank 0, which bounds memory on both sides.
         if mesh.rank != 0:
             for buffer in packed.values():
                 mesh.send(buffer, 0, "the sending of weights to rank 0")

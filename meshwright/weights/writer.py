@@ -101,6 +101,7 @@ class Files:
         source_view = block.view(torch.empty(key.shape, device="meta"))
         for part in staged(block, common):
             destination, position = source_view[part.within(block.ours).slices], 0
+            # Walk the destination in file order, so that each pwrite is one long range.
             order = as_it_lies(destination)
             destination, values_in_order = destination.permute(order), values[part.within(common).slices].permute(order)
             if block.key in self.keymap.scales:
@@ -218,6 +219,8 @@ def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> It
     """
     axes = across(param, place(param, spec.rules, mesh.axes))
     own_strip = piece(param, spec.rules, mesh.axes, mesh.coords)
+    # No rank cuts the columns: own rows are whole rows, and nothing is sent. Copies (replicas, shared kv heads) divide
+    # the rows among themselves, so every byte has exactly one writer.
     if mesh.size_of(axes) == 1:
         own_rows = written(param, spec.rules, mesh.axes, mesh.rank)
         yield own_rows, stored[own_rows.lo - own_strip.lo : own_rows.hi - own_strip.lo]
@@ -226,6 +229,8 @@ def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> It
     strips = [piece(param, spec.rules, mesh.axes, mesh.axes.coords(rank)) for rank in ranks]
     rows = [written(param, spec.rules, mesh.axes, rank) for rank in ranks]
     at_a_time = max(1, _WINDOW_BYTES // (param.matrix[1] * stored.element_size()))
+    # All ranks make the same number of exchanges, as many as the rank with the most rows needs; the others send empty
+    # windows at the end.
     for first_row in range(0, max(each.hi - each.lo for each in rows), at_a_time):
         windows = [_window(each, first_row, at_a_time) for each in rows]
         own_index = ranks.index(mesh.rank)
