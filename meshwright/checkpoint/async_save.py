@@ -77,7 +77,11 @@ class StoreAgreement:
 
 class SaveJob:
     """A save in the background. Creating it copies the saved state, which takes as much host memory until it is
-    written."""
+    written.
+
+    Its host memory is one copy of weights, masters and optimizer state of this rank. That is the price of not waiting
+    for the disk.
+    """
 
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.directory = final_place(content.folder, content.step)

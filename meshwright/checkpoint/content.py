@@ -1,4 +1,10 @@
-"""Declare the content of a checkpoint before anything is written: state sets, their keys, dtypes and files."""
+"""Declare the content of a checkpoint before anything is written: state sets, their keys, dtypes and files.
+
+State is keyed by parameter, never by position in an optimizer's param groups: positions shift when a parameter is
+frozen or a stage moves. Which state is saved follows from the set of trained parameters. torch's state exists only
+after a first step, so a save before it was empty without an error (pytorch#140898), and parameters without a gradient
+so far lack state on some ranks (verl#7283).
+"""
 
 from __future__ import annotations
 

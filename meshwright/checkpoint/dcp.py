@@ -6,6 +6,9 @@ fused key may hold several ranges of it on one rank. No DTensor placement says t
 rows: uneven `_StridedShard` over 3 or more shards (pytorch#168134). DCP asks any tensor for its chunks through
 `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__`; these names are private, so a test pins
 the torch versions.
+
+Wrappers that copy the placement of a 2-D weight to a 3-D stack of expert weights save the wrong dim as sharded
+(TransformerEngine#2713); boxes have no placement to get wrong.
 """
 
 from __future__ import annotations

@@ -10,6 +10,11 @@ is being deleted.
 
 The tests replay every prefix of a save's system calls as a power cut (each file and name that was not fsynced kept,
 lost or torn) and look for a complete checkpoint.
+
+A folder during a save:
+
+  step-000100/                          complete
+  .step-000200.unfinished-9f8e7d6c/     being written; .lock inside is held by its writer
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@ complete.
 
 Each rank lists what it wrote, with checksums, in a file of its own; the manifest has only the checksums of these lists.
 So no rank gathers a list of the whole checkpoint. docs/checkpoint-format.md describes both for other programs.
+
+Shortened example:
+
+  {"format": "meshwright checkpoint", "version": 1, "step": 200,
+   "planes": {"weights": "", "master": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+   "files": {"model.safetensors": 15269889, "master/model.safetensors": 30539400, ...},
+   "parts": {"runs/00000.json": "8c1f...", "runs/00001.json": "02aa..."}, "about": {...}, "checksum": "..."}
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Each rank intersects its boxes with the tensors of the files and reads those ran
 An extent inside of what a rank reads is verified as it is read; one that is read in part is read whole. What no rank
 needs (weights that are rounded masters, untrained tensors, small files) is divided among ranks and verified too: damage
 should be found now, not when the file is needed.
+
+Example: saved on fsdp=4, restored on tp=2. A tp rank needs columns 0 to D/2 of `o_proj`: a strip of every row. Rows
+were written in four extents, each of which it reads in part, so each is verified whole, once. The other tp rank does
+the same for its half.
 """
 
 from __future__ import annotations

@@ -7,6 +7,12 @@ send 128 MB of its 450 with ranges of 16 MiB.
 
 No rank plans for others: what to write follows from the declaration by arithmetic, 0.6 s for one of 1,024 ranks of a
 235B model.
+
+Order of a save, on N ranks:
+
+  rank 0: draft directory, headers, small files      all: agree
+  all: write rows, fsync, list extents               all: agree, with sizes and checksums of the lists
+  rank 0: fsync directories, manifest, rename        all: agree
 """
 
 from __future__ import annotations

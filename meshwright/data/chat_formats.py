@@ -4,6 +4,13 @@ template.
 A field that would change what a row means (masks, weights, preference labels) is used or refused by its name, never
 dropped: a data set with `loss_mask` that is trained on as a whole looks fine in every curve. Other fields, such as ids,
 are ignored and listed once.
+
+The formats, by the fields that a row has:
+
+  messages                  [{"role": "user", "content": ...}, ...]             OpenAI, TRL, ms-swift
+  conversations             [{"from": "human", "value": ...}, ...]              ShareGPT, LLaMA-Factory
+  prompt, completion        text, or lists of messages                          TRL
+  instruction, output       text, with optional input and history               Alpaca
 """
 
 from __future__ import annotations

@@ -93,6 +93,9 @@ class Feed:
     """Batches of one data rank. Each step takes `micro_batches` streams for each of `num_ranks` data ranks.
 
     `processor`: decodes the pictures of a vision-language model, several at a time.
+
+    Two threads of work overlap with the GPU: this one packs and decodes the next step, and FFmpeg and Pillow decode
+    inside of it in parallel. `time/data_wait_share` in the metrics says if that is not enough.
     """
 
     def __init__(

@@ -93,6 +93,13 @@ def turns_of(bounds: Sequence[int], frames: Sequence[Frame]) -> Tensor:
     share their time; height and width add the row and column. After a frame of h x w tokens the next free number is
     max(h, w) further. Computed over the whole packed stream and not per document, positions of the second document
     would be wrong.
+
+    Example: two words, an image of 4 x 4 patches (2 x 2 tokens), a word:
+
+      token     w  w  i  i  i  i  w
+      time      0  1  2  2  2  2  4
+      height    0  1  2  2  3  3  4
+      width     0  1  2  3  2  3  4
     """
     turns_T3 = torch.empty(bounds[-1], 3, dtype=torch.int64)
     remaining = list(reversed(frames))

@@ -1,5 +1,11 @@
-"""Images and videos of a chat message, named by path or URL, in the formats of OpenAI, Qwen, LLaMA-Factory and
-others."""
+"""Images and videos of a chat message, named by path or URL, in the formats of OpenAI, Qwen, LLaMA-Factory and others.
+
+All of these name the same picture:
+
+  {"type": "image", "image": "a.png"}
+  {"type": "image_url", "image_url": {"url": "a.png"}}
+  "<image> What is this?"  with  "images": ["a.png"]  in the row
+"""
 
 from __future__ import annotations
 

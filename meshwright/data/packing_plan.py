@@ -5,6 +5,9 @@ packed by best-fit decreasing (padding under 1% for usual lengths; truncation-fr
 Streams are numbered through all windows and epochs. Step s, data rank r of N, micro-batch m of R take stream `s*N*R +
 m*N + r`. So one number is the whole position of a run: it resumes on any number of ranks without repeating or skipping
 a document, where per-rank dataloader state cannot be resharded (torchtitan#811).
+
+Example: 2 data ranks with 2 micro-batches take 4 streams a step. Step 10 begins with stream 40; rank 1 gets streams 41
+and 43. Resumed on 4 ranks with 1 micro-batch, step 10 has the same four streams, one a rank.
 """
 
 from __future__ import annotations

@@ -19,7 +19,11 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permuted(places: Indices, size: int, *key: int | str) -> Indices:
-    """Return the elements at `places` of the permutation of `size` that `key` names."""
+    """Return the elements at `places` of the permutation of `size` that `key` names.
+
+    The same call for one position or a million gives the same elements, so a rank computes only what it needs, and
+    nothing is shuffled in memory at the start of an epoch.
+    """
     # Two equal halves: the number of bits is rounded up to an even one.
     half_bits = max(1, ((max(size, 2) - 1).bit_length() + 1) // 2)
     rounds = _round_keys(key)

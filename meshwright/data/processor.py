@@ -2,6 +2,9 @@
 
 Sizes and patches equal those of transformers' Qwen3VLProcessor, from the same config files (tests compare them). It is
 separate because reading data needs sizes alone, from file headers; pixels are decoded when a batch is made.
+
+Example: a picture of 640 x 480 pixels with patches of 16 becomes 40 x 30 patches, 20 x 15 tokens. Its one mark in the
+text becomes 300 placeholder tokens.
 """
 
 from __future__ import annotations

@@ -121,7 +121,11 @@ def rows_of(shard: Shard) -> Iterator[Row]:
 
 
 def _lines(shard: Shard) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that start in the range. A line across its start belongs to the range before."""
+    """Yield the lines that start in the range. A line across its start belongs to the range before.
+
+    Example: with ranges of 10 bytes and lines that start at 0, 8 and 15, range 0 yields the first two lines (the second
+    reaches beyond it), and range 10 yields the third.
+    """
     with shard.file.open("rb") as file:
         if shard.start:
             # From one byte before: if that is a newline, the line that starts exactly at `start` is kept, else its rest

@@ -113,7 +113,11 @@ class Unbounded(DataError):
 
 
 def bounded(render: Callable[[], Result]) -> Result:
-    """Run `render` in a thread; end it after 10 s, or when the process has grown by 1 GiB."""
+    """Run `render` in a thread; end it after 10 s, or when the process has grown by 1 GiB.
+
+    A thread, since a process would have to receive the tokenizer and the chats. SystemExit is raised asynchronously in
+    it by `PyThreadState_SetAsyncExc`, which takes effect at the next bytecode.
+    """
     threads, bytes_before = list[int](), _peak_bytes()
 
     def run() -> Result:

@@ -3,6 +3,14 @@
 The cache key is a hash of the files and of everything that determines tokens. One process builds it under a lock.
 Mapped files cost no memory per rank and no start-up time; tokenising on the fly makes the ranks that drew long texts
 the slowest.
+
+Columns of the Arrow files, a row for each document:
+
+  ids     list of int32     tokens
+  spans   list of int32     starts and stops of trained ranges, flattened
+  file    int32             number of the file that the row came from
+  at      int64             byte or row number in it
+  views   list of string    images and videos, as JSON
 """
 
 from __future__ import annotations

@@ -1,2 +1,7 @@
 """Estimate the memory of a training step on each rank (parameters, optimizer state, gradients, activations) without
-running it."""
+running it.
+
+`meta_model` copies a rank's shard to the meta device, `simulate` runs it and finds the peak, `fsdp_buffers` counts what
+FSDP2 would hold meanwhile, `budget` compares with the device and says what would fit. `meshwright plan` prints the
+result for meshes that nobody has yet.
+"""

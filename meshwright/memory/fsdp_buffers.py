@@ -3,6 +3,12 @@
 The same hooks that FSDP2 uses fire on a copy of the model on the meta device, where nothing is gathered; bytes are
 counted instead. FSDP's buffers follow its own rules (prefetch, delayed frees, copy-out), so they cannot be read off the
 model alone.
+
+Timeline of forward over units A, B (each line adds or frees bytes):
+
+  before A     flat buffer of A, copy-out of A
+  after A      free copy of A (reshard_after_forward)
+  before B     flat buffer of B, free flat buffer of A, copy-out of B
 """
 
 from __future__ import annotations

@@ -240,6 +240,9 @@ def most_held(
     The stages of the rank follow the schedule's actions, as in a real step. A stage of 1F1B keeps activations of up to
     `pp - stage` micro-batches at a time; that number is not put in, it follows from the order of actions. `cache` is
     shared between ranks of a mesh: interior stages are alike.
+
+    Example, 1F1B with pp=2 and 4 micro-batches: stage 0 runs F0 F1 B0 F2 B1 F3 B2 B3 and holds two micro-batches at its
+    peak; stage 1 runs F0 B0 F1 B1 ... and holds one.
     """
     mesh, first, cache = FakeMesh(axes, rank), _first(spec, axes), {} if cache is None else cache
     by_stage = dict[int, Activations]()

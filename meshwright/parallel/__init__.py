@@ -14,6 +14,9 @@ Parameters are cut as plain tensors, not as DTensors on a tp mesh. A DTensor wou
 `to_local()` without `grad_placements` silently drops the tp sum of a gradient (torchtitan#2387), a head-splitting view
 of a strided shard loaded wrong weights (torchtitan#1483), and loaders hang in an implicit redistribute (VeOmni#642).
 Here a collective is a door, or it does not exist.
+
+DTensor also reorders costs: it gathered one activation two or three times a layer (torchtitan#3371), and a slice that
+happens to cover a whole dim has no sharding rule (AReaL#1365).
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 The two all-to-alls of GShard (arXiv:2006.16668), without its capacity: no token is dropped. Gradients need no rule of
 their own. Each expert's rows from all data ranks come to its one owner, so its gradient is complete there; dividing it
 by ep, or forgetting to, is how expert gradients come out ep times too large (pytorch#160285, Megatron-LM#5956).
+
+Shapes, for T own tokens, k experts a token, R ranks, E experts of which E/R are local:
+
+  x_TD  --sort by expert-->  x_ND (N = T k)  --all-to-all-->  received rows, by source rank
+        --sort by local expert-->  grouped matmul  --inverse sort, all-to-all-->  y_ND  --weighted sum-->  y_TD
 """
 
 from __future__ import annotations

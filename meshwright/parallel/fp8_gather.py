@@ -12,6 +12,10 @@ of own rows alone they would not, and the loss would depend on the number of sha
 
 Weights may be written between two calls (`optimizer.step`, streaming), so scales are never kept from one pass to the
 next.
+
+Example: a matrix of 256 rows on 3 ranks is cut at rows 86 and 172. Block row 0 (rows 0 to 127) lies on ranks 0 and 1,
+so its amax is the maximum of what both have. Each rank writes its partial amax into the same grid of 2 x (columns /
+128) numbers before the all-reduce.
 """
 
 from __future__ import annotations

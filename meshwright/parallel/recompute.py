@@ -88,7 +88,11 @@ def mark(model: Decoder, savings: Savings) -> None:
 
 
 def _mark(layer: nn.Module, *, full: bool) -> None:
-    """Mark the doors of one layer. A replay stops at the last saved tensor, so it never passes the last door."""
+    """Mark the doors of one layer. A replay stops at the last saved tensor, so it never passes the last door.
+
+    A door that is passed again pays again: under tp and full recomputation a dense layer (two pairs of doors) makes 6
+    all-gathers and 5 reduce-scatters instead of 4 and 4.
+    """
     doors: list[Door | Dispatch] = [d for _, d in find(layer, Door)]
     doors += [d for _, d in find(layer, Dispatch)]  # also passed again when last: backward needs the experts' input
     for door in doors:

@@ -2,6 +2,13 @@
 
 Numbers in these files come from whatever wrote them, so types and ranges are checked here once, and the page can trust
 them.
+
+Lines of metrics.jsonl, a kind each:
+
+  {"kind": "start", "step": 0, "mesh": {"fsdp": 2}, "world": 2, "num_steps": 1000, "time": ...}
+  {"kind": "step", "step": 1, "train/loss": 11.93, "train/grad_norm": 4.2, "throughput/tokens_per_s": 5120, ...}
+  {"kind": "eval", "step": 50, "eval/held_out/loss": 10.8}
+  {"kind": "end", "step": 1000, "why": ""}
 """
 
 from __future__ import annotations

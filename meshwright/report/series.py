@@ -1,4 +1,8 @@
-"""The data of the charts: metrics of runs as thinned series of plain numbers."""
+"""The data of the charts: metrics of runs as thinned series of plain numbers.
+
+The page must stay small: a run of a million steps with ten metrics would be 200 MB of JSON. Thinned and rounded it is
+under a megabyte, and every spike is still in it.
+"""
 
 from __future__ import annotations
 

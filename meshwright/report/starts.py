@@ -59,7 +59,11 @@ def start_of(line: Mapping[str, Any]) -> Start:
 
 def surviving_starts(starts: Sequence[Start]) -> list[Start]:
     """Return the starts whose steps are in the curves, in order. A later start that resumed an earlier step replaces
-    others."""
+    others.
+
+    Example: starts that begin at steps 0, 40 and 20 (the third resumed an older checkpoint). The curves consist of
+    start 1 up to step 20, and start 3 from there on.
+    """
     survivors: list[Start] = []
     # A start that resumed at step s makes everything after s anew, so earlier starts that begin at or after s are gone.
     for start in starts:

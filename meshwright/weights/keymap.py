@@ -59,7 +59,12 @@ class FileHeader:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """The layout choice, and the dtype and file of every key."""
+    """The layout choice, and the dtype and file of every key.
+
+    Example: for experts that the source has as one tensor, `choice["experts"] == "fused"`, and `keys` has
+    `...experts.gate_up_proj [E, 2F, D]`; for a source with a key for each expert and projection the same parameters
+    have E x 3 keys. The model and its shards do not differ.
+    """
 
     choice: Choice
     keys: Mapping[str, Key]  # in the order of files, and of bytes within a file

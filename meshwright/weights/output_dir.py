@@ -3,6 +3,14 @@ lost.
 
 A killed export must never look like a model, and `overwrite=True` must never delete somebody's notes. So a target is
 replaced only if it is a model directory and holds nothing but names that the export writes.
+
+The steps of an export, and what a kill at each leaves:
+
+  mkdir .out.unfinished-1a2b3c4d      a hidden directory, ignored by every loader
+  write files, fsync each             the same
+  rename to .out.finished-1a2b3c4d    a complete model under a hidden name
+  rename old out to .out.replaced-..  both complete, hidden
+  rename to out, fsync the parent     the new model; the old one is removed
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ _ROWS = 64  # rows of a block: a rank draws whole blocks, so at most 63 rows too
 
 
 def fill_fresh(param: Param, piece: Piece, stored: Tensor, seed: int) -> None:
-    """Fill this rank's piece of a parameter with its initial values."""
+    """Fill this rank's piece of a parameter with its initial values.
+
+    Rows are counted in the whole matrix, so a shard of rows 100 to 200 draws blocks 1, 2 and 3 and keeps rows 100 to
+    199 of them: the same numbers that one process would have there.
+    """
     if param.init.kind in ("zeros", "ones"):
         stored.fill_(param.init.kind == "ones")
         return

@@ -48,6 +48,8 @@ def plan_reads(
     """Yield each piece that the ranks of a node store, once, with the ranks that store it.
 
     `names`: only these parameters. `numbers`: those that stay FP8 codes.
+
+    A piece is a box of a parameter and a range of its rows: what tp and ep cut, then what FSDP stores of it.
     """
     assert keymap.source is not None, "there are files to read"
     pieces_of = {rank: pieces(spec, axes, rank) for rank in node}

@@ -153,6 +153,10 @@ class Reader:
 
     Single-threaded: conversion and the first touch of memory take most of the time, and the ranks of a node do these in
     parallel already.
+
+    A box of a parameter becomes a strided view of the source tensor (`_view`): offset, shape, strides. Contiguous
+    ranges of that view are byte ranges of the file. Slices of tp, row ranges of FSDP, transposed experts and parts of
+    fused tensors are all this one case.
     """
 
     source: Source

@@ -4,6 +4,9 @@ gather).
 The declaration says which boxes of a key each owner holds. Owners send just those, and rank 0 inserts them. No other
 rank ever holds a whole parameter, as an all-gather (`full_tensor()`) would make every rank do. Rank 0 plans for all
 ranks, which takes long on a thousand of them.
+
+For reinforcement learning this is the weight sync to an inference engine, which expects the keys of the hub: per expert
+where the source has them so (verl#6896).
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Files are created at their final size, then every rank writes the rows it holds 
 others. Where tp cuts columns, a row of the file alternates between ranks every few KB, so ranks of tp first exchange
 rows in windows until each holds whole rows. Measured against a raw write and fsync of the same bytes: 1.17 on fsdp2,
 0.75 on tp2, 0.85 on fsdp2 x tp2 x ep2; a single owner of fixed 16 MiB ranges 0.34 to 0.44.
+
+Example, `o_proj.weight [D, D]` with tp=2: each rank holds all rows and half of the columns, D/2 elements here, D/2
+there, in every row of the file. After the exchange rank 0 writes rows 0 to D/2 and rank 1 the rest, each in one range.
 """
 
 from __future__ import annotations
