@@ -58,7 +58,10 @@ class StoreAgreement:
         return Part(**message["part"])
 
     def end(self, failure: BaseException | None) -> None:
-        """Post the outcome on rank 0; raise on all ranks if the save failed."""
+        """Post the outcome on rank 0; raise on all ranks if the save failed.
+
+        The message of a failure is the value of the key, "" for success, so one key carries both.
+        """
         if self.mesh.rank == 0:
             self.store.set(_DONE, str(failure or ""))
         message = self._wait(_DONE, "rank 0 has made a checkpoint of it")

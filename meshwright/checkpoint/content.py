@@ -109,7 +109,11 @@ def _uncollected() -> Iterator[None]:
 
 
 def with_zeros(values: Values, plane: StateSet, table: Table, stored: Values) -> Values:
-    """Add zeros for parameters that share a key with a value but have none: every byte of a file must be written."""
+    """Add zeros for parameters that share a key with a value but have none: every byte of a file must be written.
+
+    Example: a fused key holds q, k and v, and only q is trained. Its moments exist for q; k and v get zeros in the same
+    tensor.
+    """
     zeros, keys = dict[str, Tensor](), plane.keymap.keys
     for name, tensor in stored.stored.items():
         shared = [] if name in values else [key for key in _keys(table, plane.keymap, name) if key in keys]
@@ -166,7 +170,11 @@ class Content:
 
     def by_values(self) -> Iterator[Group]:
         """Yield values with all state sets that they go to: a weight is exchanged once and written as weight and as
-        master."""
+        master.
+
+        For float32 weights there is no master. For bfloat16 files the float32 values are rounded while the weights are
+        written, and written as they are to `master`.
+        """
         of: dict[int, list[StateSet]] = {}
         for plane in self.planes:
             of.setdefault(id(self.values[plane.name]), []).append(plane)

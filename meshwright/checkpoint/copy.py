@@ -102,7 +102,10 @@ def _place(given: Given) -> Place:
 
 def tried(act: Callable[[], Answer], what: str) -> Answer:
     """Try a few times with growing pauses. Networks fail now and then, and every store has exceptions of its own for
-    it."""
+    it.
+
+    Not for errors that will not go away: permissions, missing files.
+    """
     for number in range(1, TRIES + 1):
         try:
             return act()
@@ -166,7 +169,10 @@ def _read_small(place: Place, small: Path) -> Whole:
 
 
 def _all_at_once(acts: Mapping[str, Callable[[], object]]) -> None:
-    """Run functions in threads; the first error, or Ctrl-C, cancels those that have not begun."""
+    """Run functions in threads; the first error, or Ctrl-C, cancels those that have not begun.
+
+    Threads: uploads wait for the network, and xxh3 and reads release the GIL.
+    """
     with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
         waiting = [threads.submit(act) for act in acts.values()]
         try:
@@ -236,7 +242,10 @@ def _check_size(target: Place, num_bytes: int) -> None:
 
 
 def _send(found: Whole, target: Place) -> str:
-    """Copy to a store; the manifest last. An identical copy that is there already is kept."""
+    """Copy to a store; the manifest last. An identical copy that is there already is kept.
+
+    Objects are overwritten if an earlier copy was cut off; only a complete manifest protects a checkpoint from that.
+    """
     text = (found.small / MANIFEST).read_bytes()
     there = (target / MANIFEST).read() if MANIFEST in target.sizes() else b""
     if there == text:

@@ -57,7 +57,11 @@ class Part:
 
 
 class Sharded(Tensor):
-    """A tensor of the whole shape that holds `parts` of it: live memory. It supports no tensor operation."""
+    """A tensor of the whole shape that holds `parts` of it: live memory. It supports no tensor operation.
+
+    It answers the same questions as a DTensor in DCP's planner, but with any set of boxes. It is a wrapper subclass
+    without storage; operations on it raise instead of computing with nothing.
+    """
 
     parts: list[tuple[tuple[int, ...], Tensor, bool]]
 
@@ -153,7 +157,11 @@ def _unravel(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def take(mine: Sharded, given: Tensor, key: str) -> None:
-    """Copy a loaded tensor into this rank's memory, or do nothing where it is that memory."""
+    """Copy a loaded tensor into this rank's memory, or do nothing where it is that memory.
+
+    Boxes must match exactly: a state dict of another mesh must be loaded through DCP, whose planner reshards, not
+    copied.
+    """
     if mine.shape != given.shape:
         raise CheckpointError(f"{key} is {tuple(given.shape)} in the state dict, but {tuple(mine.shape)} in the model")
     if not isinstance(given, Sharded):
@@ -192,7 +200,10 @@ class _Known(pickle.Unpickler):
 
 
 class TorchFiles(FileSystemReader):
-    """A directory that `torch.distributed.checkpoint.save` wrote, read tensor by tensor."""
+    """A directory that `torch.distributed.checkpoint.save` wrote, read tensor by tensor.
+
+    DCP's metadata is a pickle. It is loaded by an unpickler that knows the dozen classes DCP writes and no others.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

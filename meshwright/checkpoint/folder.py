@@ -91,6 +91,8 @@ def is_checkpoint(directory: Path) -> bool:
 
     A copy that was cut off looks like that. Loaded as a plain model it would give rounded weights, no optimizer state
     and step 0, silently.
+
+    `lexists`, not `exists`: a broken link at the manifest's place is damage, not absence.
     """
     if os.path.lexists(directory / MANIFEST):
         return True
@@ -106,8 +108,11 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def find(directory: Path, exclude: Collection[Path] = ()) -> Path:
-    """Return a checkpoint: the directory itself, or the newest complete one of a folder or of a run, except
-    `exclude`."""
+    """Return a checkpoint: the directory itself, or the newest complete one of a folder or of a run, except `exclude`.
+
+    Damaged and incomplete checkpoints are skipped with a warning. If the user named one directly, it is an error
+    instead: an older one would not be what was asked for.
+    """
     if is_checkpoint(directory):
         return directory
     hidden = [
@@ -153,7 +158,10 @@ def _is_run(directory: Path) -> bool:
 
 
 class Draft:
-    """A checkpoint that is being written, by the process that holds its lock."""
+    """A checkpoint that is being written, by the process that holds its lock.
+
+    Use it as a context: it removes itself on an error. `commit` is the only way to make it visible.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.step = folder, step
@@ -227,7 +235,10 @@ def check_not_in_use(final: Path, in_use: Path) -> None:
 
 
 def check_place(folder: Path, step: int) -> None:
-    """Refuse a place that cannot be written, or where something other than a checkpoint would be replaced."""
+    """Refuse a place that cannot be written, or where something other than a checkpoint would be replaced.
+
+    A directory with the name of a step but without a manifest may be anything, so it is never replaced.
+    """
     final = final_place(folder, step)
     if final.exists() and not (final / MANIFEST).is_file():
         raise CheckpointError(f"{final} exists and is not a checkpoint; move it away, or choose another folder")

@@ -77,7 +77,10 @@ def unlisted_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def check_bytes(checkpoint: Checkpoint) -> list[str]:
-    """Read every byte, and return what fails its checksum."""
+    """Read every byte, and return what fails its checksum.
+
+    Four readers: enough to keep a disk busy, few enough not to thrash it.
+    """
     extents = [(file, extent) for file, found in checkpoint.extents.of_file.items() for extent in found]
     label, total = f"check {checkpoint.directory}", checkpoint.extents.num_bytes
     wrong: list[str] = []
@@ -100,7 +103,11 @@ def _failure(checkpoint: Checkpoint, file: str, extent: Any) -> str:
 
 
 def differences(mine: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
-    """Compare two checkpoints tensor by tensor, in every state set."""
+    """Compare two checkpoints tensor by tensor, in every state set.
+
+    Values are compared as float64, so checkpoints in different dtypes can be compared; the dtype is a difference of its
+    own.
+    """
     for plane in dict.fromkeys((*mine.planes, *other.planes)):
         own_entries, other_entries = (c.planes[plane].entries if plane in c.planes else {} for c in (mine, other))
         for key in dict.fromkeys((*own_entries, *other_entries)):

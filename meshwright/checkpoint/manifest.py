@@ -102,7 +102,11 @@ def _manifest(fields: Mapping[str, Any]) -> Manifest:
 
 
 def _relative_path(name: str, *, empty: bool = False) -> str:
-    """Check a path: inside of the directory, and in canonical form, so that two spellings cannot name one file."""
+    """Check a path: inside of the directory, and in canonical form, so that two spellings cannot name one file.
+
+    A manifest may come from elsewhere, and `../../.ssh/authorized_keys` must not be a file of a checkpoint that is
+    copied.
+    """
     parts = PurePosixPath(name).parts
     if "\0" in name or "\\" in name or ".." in parts or name.startswith("/") or "/".join(parts) != name:
         raise ValueError(f"{short(name)} is not a relative path inside the checkpoint")
@@ -157,6 +161,8 @@ class Part:
     """What one rank wrote: its list of extents, the checksum of that list, and the bytes that it lists.
 
     `not_finite`: index in the table of a trained parameter with NaN or infinite values, or -1.
+
+    The commit adds up what all ranks report. Only these four numbers a rank travel, whatever the size of the model.
     """
 
     name: str
@@ -191,7 +197,10 @@ def part_name(rank: int) -> str:
 
 
 def read_parts(directory: Path, manifest: Manifest) -> Extents:
-    """Read all lists. Raise BrokenFile unless their extents tile every file."""
+    """Read all lists. Raise BrokenFile unless their extents tile every file.
+
+    Lists are verified before they are parsed, then all extents together must tile all files.
+    """
     extents = Extents()
     for name, digest in manifest.parts.items():
         path = directory / name

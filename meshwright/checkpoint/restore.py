@@ -61,7 +61,11 @@ class Checkpoint:
 
     @property
     def parameters(self) -> Source:
-        """Return the source of parameters: masters where there are some, weights otherwise."""
+        """Return the source of parameters: masters where there are some, weights otherwise.
+
+        Masters are float32 where the files of the weights are bfloat16. Resuming from rounded weights would lose the
+        small updates of many steps.
+        """
         weights, masters = self.planes[WEIGHTS], self.planes.get(MASTER)
         if masters is None:
             return weights
@@ -82,7 +86,10 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Open a checkpoint and verify manifest, headers and small files. No tensor is read."""
+    """Open a checkpoint and verify manifest, headers and small files. No tensor is read.
+
+    Reads a few MB on every rank: the manifest, the lists of extents, headers, config and tokenizer.
+    """
     try:
         manifest = read_manifest(directory)
         check_files(directory, manifest)
@@ -121,6 +128,8 @@ def extents_of_model(directory: Path) -> Mapping[str, Sequence[Extent]]:
     """Return the checksums of a checkpoint's weights by file; nothing for a plain model directory.
 
     Headers and small files are verified here. Masters and optimizer state may have been removed.
+
+    With it `mw.load` of a checkpoint verifies every byte of the weights as it reads them, as a resume does.
     """
     if not is_checkpoint(directory):
         return {}
@@ -213,6 +222,9 @@ def raise_together(failure: BaseException | None, at: str, mesh: Mesh) -> None:
     does.
 
     Only damaged bytes are a reason to try an older one. A rank without memory would fail again.
+
+    If ranks raised different errors, some would try an older checkpoint and the others end, and the collectives of the
+    first would wait for the second.
     """
     damaged_error = None
     if failure is not None and isinstance(failure.__cause__, BrokenFile | BrokenCheckpointError):

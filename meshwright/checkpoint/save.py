@@ -117,6 +117,9 @@ class RankFiles:
         Every rank must iterate to the end, because ranks of tp exchange rows, all in the same order. Exchanged
         parameters come first. The rest each rank writes in an order of its own, rotated by rank: a file system lets
         only one writer at a time into a file.
+
+        The actions are lazy: without `keep` at most one window of rows (16 MB) is in flight, so a save needs almost no
+        memory.
         """
         spec, axes = self.content.spec, self.mesh.axes
         exchanged_params = {
@@ -148,7 +151,10 @@ class RankFiles:
         self._advance(piece.numel)
 
     def complete(self, write_actions: Iterable[WriteAction], agreement: Agreement) -> None:
-        """Write, agree, commit. If a rank fails, all raise, and nothing is left on the disk."""
+        """Write, agree, commit. If a rank fails, all raise, and nothing is left on the disk.
+
+        Used by the blocking save and, with staged copies and the other agreement, by the thread of an asynchronous one.
+        """
         # Anything that leaves this block early, Ctrl-C included, removes the draft. `pop_all` disarms that after the
         # commit.
         with contextlib.ExitStack() as undo:
@@ -236,7 +242,10 @@ def write_beside(export: Export, path: Path, trainer: Mapping[str, Any], extents
 
 
 def _apply_retention(content: Content) -> None:
-    """Remove earlier checkpoints. The new one is complete, so a failure here is a warning."""
+    """Remove earlier checkpoints. The new one is complete, so a failure here is a warning.
+
+    Later steps are warned about: after a rewind to an older step they would be the "newest" that a plain resume takes.
+    """
     later = later_than(content.folder, content.step)
     if later:
         logger.warning(

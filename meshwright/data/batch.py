@@ -50,6 +50,10 @@ class Batch:
     ..., T. `fields` are further values, one a token, such as weights or advantages; those of token t belong to the term
     of token t. The last `num_filler` tokens are padding, a document that loss and counts ignore. `images` stay on the
     host: each rank takes those that it encodes. Images without frames belong to other ranks alone.
+
+    Example of fields for a policy-gradient loss: `{"old_logprobs": ..., "advantages": ...}`, both `[T]` and both at the
+    position that predicts the token they belong to. `mw.shift` moves values that other libraries store at the token
+    itself.
     """
 
     tokens: Tensor
@@ -111,7 +115,12 @@ class Batch:
 
     @property
     def is_target_T(self) -> Tensor:
-        """Return a mask of the tokens that have a loss term."""
+        """Return a mask of the tokens that have a loss term.
+
+        The number of targets of all ranks and micro-batches is the denominator of the mean loss. A denominator for each
+        rank or micro-batch gives more weight to tokens of batches with few targets (torchtitan#2206,
+        Megatron-LM#7513).
+        """
         return self.labels != IGNORE
 
     @property
@@ -156,7 +165,10 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to the device asynchronously."""
+        """Copy to the device asynchronously.
+
+        Pinned buffers and non-blocking copies (`ops.sent`): the host goes on to launch the forward.
+        """
         fields = {name: sent(value, device) for name, value in self.fields.items()}
         moved = replace(self, tokens=sent(self.tokens, device), labels=sent(self.labels, device), fields=fields)
         _ = moved.docs  # computed once here, not lazily in the middle of a forward

@@ -66,7 +66,13 @@ class Chat:
             )
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
-        """Return the documents of a row; none if nothing of it is trained on."""
+        """Return the documents of a row; none if nothing of it is trained on.
+
+        Loop over the trained turns: render the prompt of the turn and the turn itself. If the prompt begins with the
+        tokens of the current document, that document grows by the difference and the turn. Otherwise a new document
+        starts with the whole prompt. A chat without thinking is one document; one with thinking in every turn becomes
+        one a turn.
+        """
         chat = conversation(row, self.options.fields, sees=self.processor is not None)
         self._check_texts(chat)
         # Opened before anything is rendered: a missing file is an error of the row, whichever turns are trained on.
@@ -124,7 +130,12 @@ class Chat:
         return self._ids(bounded(lambda: self._render(chat, 1, flags, add_generation_prompt=True)))
 
     def _turn(self, chat: Conversation, number: int, views: Sequence[View]) -> tuple[list[int], list[int]]:
-        """Return the prompt of message `number` as a server would send it, and the turn that should be generated."""
+        """Return the prompt of message `number` as a server would send it, and the turn that should be generated.
+
+        Two renderings: the first `number` messages with the generation prompt (what a server sends), and one message
+        more without it (what the chat looks like afterwards). The second must begin with the first; the rest is the
+        turn. A template for which that is not so would be trained on in one way and used in another.
+        """
         thinks = _thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
         # Row arguments win over options, and both over the guess from the turn.
         flags = {"enable_thinking": thinks, **self.options.template_args, **chat.template_args}
@@ -230,7 +241,11 @@ def views_of(message: Message, processor: Processor | None) -> list[View]:
 
 def _thinks(message: Message) -> bool:
     """Return whether a message thinks, in its own field or inside of `<think>`. A raw completion has the closing tag
-    alone."""
+    alone.
+
+    With thinking="auto" a turn without thinking is prompted with `enable_thinking=False`, so both modes of a hybrid
+    model are trained as they are used.
+    """
     thinking = message.get("reasoning_content") or ""
     content = message["content"]
     if not thinking and "</think>" in content:
@@ -239,7 +254,11 @@ def _thinks(message: Message) -> bool:
 
 
 def stop_ids_of(tokenizer: Any, generation_config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the tokens that end a turn: eos_token_id of generation_config.json and of the tokenizer."""
+    """Return the tokens that end a turn: eos_token_id of generation_config.json and of the tokenizer.
+
+    Qwen's chat models stop at `<|im_end|>` and at `<|endoftext|>`; generation_config.json lists both, the tokenizer
+    only one.
+    """
     eos_token_id = generation_config.get("eos_token_id")
     stop_ids = [
         each for each in (eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]) if each is not None

@@ -79,7 +79,11 @@ _PREFERENCE = (
 
 def conversation(row: Row, fields: Mapping[str, str] | None = None, *, sees: bool = False) -> Conversation:
     """Parse a row. `fields` maps our field names to those of the row (`{"messages": "dialog"}`). `sees`: messages must
-    show all pictures of the row."""
+    show all pictures of the row.
+
+    Order of work: rename fields, find the format, refuse fields that would change the meaning, normalise messages, take
+    out the marks of what is trained on, add the system message.
+    """
     renamed = _with_our_names(row, fields or {})
     chat_format = _format_of(renamed)
     _refuse_meaningful_fields(renamed, chat_format)
@@ -142,7 +146,11 @@ def _of_pair(row: Row) -> list[Any]:
 
 
 def _of_instruction(row: Row) -> list[Any]:
-    """Read an Alpaca row. `history`: earlier pairs of question and answer."""
+    """Read an Alpaca row. `history`: earlier pairs of question and answer.
+
+    `instruction` and `input` are joined by an empty line, as in Alpaca's own prompt, but as the user's message of the
+    model's chat template and not in Alpaca's "### Instruction" text.
+    """
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise DataError("history must be a list of pairs [question, answer]")

@@ -33,7 +33,11 @@ def source_of(
     documents: Documents, length: int, *, weight: float = 1.0, share: float | None = None, too_long: TooLong = "stop"
 ) -> DataSource:
     """Make a plan's source of documents for streams of `length`. Too long documents stop the run, are dropped, or are
-    cut."""
+    cut.
+
+    Cutting is right for plain text, where any part of a document is one. A chat that is cut loses its system message
+    and question; "drop" says so in the statistics instead.
+    """
     too_long_docs = np.flatnonzero(documents.lengths > length)
     lengths = documents.lengths
     if len(too_long_docs) and too_long == "stop":
@@ -62,6 +66,9 @@ def batch_of(
     token.
 
     Without documents it is all padding. `sources`: index of the source of each document. `images`: their pictures.
+
+    Labels are made from spans by slices of numpy arrays: for a span [start, stop) the labels at start-1 .. stop-2 are
+    the tokens start .. stop-1. No Python object is made for a token.
     """
     bounds = [*accumulate(map(len, documents), initial=0)]
     tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)
@@ -113,7 +120,11 @@ class Feed:
         return self.micro_batches * self.num_ranks
 
     def step(self, first: int) -> Streams:
-        """Return the batches of the step that begins with stream `first`, and start making those of the next step."""
+        """Return the batches of the step that begins with stream `first`, and start making those of the next step.
+
+        A future for the following step is always in flight. An exception in it is raised by the step that needs it, on
+        every rank of the data rank alike, since all of them read the same streams.
+        """
         following = first + self.streams_per_step
         future = self._ahead.pop(first, None)
         # A different `first` than expected (after a resume) just misses the prepared step.

@@ -74,7 +74,10 @@ class Images:
         return torch.cat([self.patches_PC[:0], *(parts[number] for number in numbers)])
 
     def within(self, start: int, stop: int, to: int) -> Images:
-        """Return the frames of a range of the stream, moved so that the range begins at token `to`."""
+        """Return the frames of a range of the stream, moved so that the range begins at token `to`.
+
+        Used when documents are redistributed over micro-batches: pictures follow their document.
+        """
         numbers = [number for number, frame in enumerate(self.frames) if start <= frame.start < stop]
         frames = tuple(replace(f, start=f.start - start + to) for f in (self.frames[number] for number in numbers))
         return Images(self.of(numbers), frames)
@@ -126,7 +129,12 @@ def _grid(frame: Frame) -> Tensor:
 def images_of(
     documents: Sequence[Sequence[int]], images: Sequence[Sequence[Picture]], placeholders: Sequence[int]
 ) -> Images | None:
-    """Return the images of all documents, each frame at its placeholders."""
+    """Return the images of all documents, each frame at its placeholders.
+
+    The number of placeholders is fixed by the size of a picture, so text and pixels must come from one processor with
+    one setting. Everything is checked here, on the host, because a mismatch inside of the model would be an index error
+    on one rank and a hang on the others.
+    """
     if not isinstance(images, list | tuple) or not all(isinstance(each, list | tuple) for each in images):
         raise DataError("images must be a list of lists: of each document its pictures, [] where it has none")
     if len(images) != len(documents):
@@ -241,7 +249,11 @@ def are_of_processor(output: Mapping[str, Any]) -> bool:
 
 
 def of_processor(output: Mapping[str, Any], number: int) -> tuple[list[int], list[Picture], set[int]]:
-    """Return tokens, pictures and placeholder ids from the output of a Hugging Face processor for one document."""
+    """Return tokens, pictures and placeholder ids from the output of a Hugging Face processor for one document.
+
+    The output has tensors over all pictures (`pixel_values [patches, C]`, `image_grid_thw [n, 3]`) and separate ones
+    for videos; mm_token_type_ids says which token is what.
+    """
     unknown = sorted(set(output) - {*_USED, *_IGNORED})
     if unknown or "input_ids" not in output:
         raise DataError(

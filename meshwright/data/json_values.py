@@ -48,7 +48,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop null fields, recursively: tables (Parquet, Arrow) add every field of any row to all rows."""
+    """Drop null fields, recursively: tables (Parquet, Arrow) add every field of any row to all rows.
+
+    Without it a template that asks `if message.tool_calls is defined` sees a null in every message.
+    """
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -27,7 +27,10 @@ _MARK = re.compile("(<image>|<video>)")  # in a text, one of these lists
 
 
 class Attachments:
-    """The images and videos of a row that its messages refer to only by order (`<image>` in a text)."""
+    """The images and videos of a row that its messages refer to only by order (`<image>` in a text).
+
+    LLaMA-Factory and ms-swift keep the paths in lists of the row, in the order of the marks in all messages.
+    """
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.left = {kind: _listed(row, names) for kind, names in _LISTS.items()}

@@ -29,7 +29,11 @@ _MASKS = (
 
 def message_of(value: Any, number: int, attachments: Attachments) -> Message:
     """Return a message with `role`, `content` as text or parts, thinking in `reasoning_content`, and arguments of tool
-    calls as objects (a template would quote a JSON string a second time)."""
+    calls as objects (a template would quote a JSON string a second time).
+
+    Role names are mapped too (`gpt`, `model`, `human`, ...). An unknown role is an error: templates write the name as
+    it is, and a model would see a header that it was never trained on.
+    """
     message = _with_openai_names(value, number)
     role = _ROLES.get(str(message.get("role")))
     if role is None:
@@ -68,7 +72,11 @@ def _refuse_masks(message: Message, number: int) -> None:
 
 
 def _thinking(message: Message, number: int) -> str | None:
-    """Take the thinking out of a message, whatever its field is called; None without such a field."""
+    """Take the thinking out of a message, whatever its field is called; None without such a field.
+
+    Three names are in use: reasoning_content (vLLM, Qwen), reasoning (OpenRouter) and thinking (gpt-oss). A template
+    reads one of them, and silently drops the others.
+    """
     value = {name: message.pop(name) for name in _THOUGHTS if name in message}
     for name, thinking in value.items():
         if not isinstance(thinking, str):
@@ -120,7 +128,11 @@ def _call(value: Any, number: int) -> Message:
 
 
 def tools_of(value: Any) -> list[Any] | None:
-    """Return the tools of a row as servers pass them to a template: `{"type": "function", "function": ...}`."""
+    """Return the tools of a row as servers pass them to a template: `{"type": "function", "function": ...}`.
+
+    Some data sets store tools as a JSON string, some as bare functions without the outer object. Servers pass a list of
+    objects, and so must training, or the rendered system message differs.
+    """
     if isinstance(value, str):
         value = parsed(value.strip() or "null", "tools are")
     if not value:

@@ -120,7 +120,10 @@ def _from_processor(
 
 
 def _next_of(document: Sequence[int], placeholder_ids: frozenset[int]) -> list[int]:
-    """Return next-token labels: -100 at the last token, and at and of placeholders."""
+    """Return next-token labels: -100 at the last token, and at and of placeholders.
+
+    The token before a placeholder has no label either: its next token is no word, and its logits are not trained.
+    """
     labels = [*document[1:], IGNORE]
     if not placeholder_ids:
         return labels
@@ -130,7 +133,10 @@ def _next_of(document: Sequence[int], placeholder_ids: frozenset[int]) -> list[i
 
 
 def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
-    """Select documents of a batch without padding, as a batch of `length`."""
+    """Select documents of a batch without padding, as a batch of `length`.
+
+    Used to redistribute the documents of a batch, when ranks are given other micro-batches than the user packed.
+    """
     spans = [slice(batch.bounds[number], batch.bounds[number + 1]) for number in numbers]
     bounds = tuple(accumulate((span.stop - span.start for span in spans), initial=0))
     pick = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
@@ -150,7 +156,11 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
 
 
 def joined_batches(batches: Sequence[Batch]) -> Batch:
-    """Concatenate the documents of batches in one stream, without their padding."""
+    """Concatenate the documents of batches in one stream, without their padding.
+
+    Bounds are shifted by the length of the batches before. The padding of each batch is dropped, so that the result has
+    only real documents.
+    """
     lengths = [len(batch) - batch.num_filler for batch in batches]
     starts = list(accumulate(lengths, initial=0))
     bounds = [start + bound for batch, num, start in zip(batches, lengths, starts, strict=False)
@@ -169,7 +179,11 @@ def joined_batches(batches: Sequence[Batch]) -> Batch:
 
 
 def filled(batch: Batch, length: int) -> Batch:
-    """Pad a batch to `length`."""
+    """Pad a batch to `length`.
+
+    The padding is one document: attention and recurrence treat it like any other, at no extra case. Its tokens are 0,
+    have no label, and are masked in the router's statistics (transformers#28505).
+    """
     num_padding = length - len(batch)
     # Padding takes the dtype of the values: a Python 0 would turn booleans into integers.
     padded = lambda values, fill: torch.cat([values, values.new_full((num_padding,), fill)])  # noqa: E731 - as above
@@ -225,7 +239,10 @@ def _shift_document(values: Any, fill: float) -> Any:
 
 
 def _mask_labels(next_tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
-    """Keep the labels of trained tokens only."""
+    """Keep the labels of trained tokens only.
+
+    `mask[t]` says whether token t is trained on, labels are at t-1; hence the shift by one, and a 0 for the last.
+    """
     over_tokens = joined([mask], "trained")
     check_mask(over_tokens)
     return [

@@ -38,7 +38,11 @@ def check_named(others: Sequence[object]) -> None:
 
 
 def warn_of_padding(documents: Sequence[Sequence[int]]) -> None:
-    """Warn if documents look padded: all of one length, and some ending in a run of one token."""
+    """Warn if documents look padded: all of one length, and some ending in a run of one token.
+
+    A warning, not an error: repeated last tokens may be real. The check looks at documents of equal length only, which
+    is what `tokenizer(padding=True)` makes.
+    """
     ends = {document[-1] for document in documents if len(document) > 1 and document[-1] == document[-2]}
     same_length = len(documents) > 1 and len({len(document) for document in documents}) == 1
     if same_length and len(ends) == 1 and any(document[-1] not in ends for document in documents):
@@ -87,7 +91,11 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
 
 
 def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: str) -> None:
-    """Check for one value for each token, without gradients."""
+    """Check for one value for each token, without gradients.
+
+    The most common mistake is one value too few, in libraries that store log-probabilities for predictions 1 .. n-1;
+    the hint says where the missing value goes.
+    """
     lengths = lengths_of(values, what)
     if len(lengths) != len(sizes):
         raise DataError(
@@ -119,6 +127,9 @@ def check_shifted(*batches: Batch) -> None:
 
     A document gives the mistake away if it has two targets or more, or only its last token as a target. Documents with
     one other target do so only together, in one batch or in several, since one label may equal its token by chance.
+
+    Hugging Face models take `labels = input_ids` and shift inside of the model. A user who brings such labels gets a
+    loss that falls quickly to zero, since copying the input is easy; nothing else in the curves looks wrong.
     """
     if not any(_repeats_tokens(batch) for batch in batches):
         return  # the normal case, without a loop over documents

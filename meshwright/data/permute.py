@@ -42,7 +42,11 @@ def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
 
 def _feistel(x: NDArray[np.uint64], half_bits: int, rounds: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Permute numbers of `2 * half_bits` bits. Each round XORs one half with a hash of the other, so it is invertible
-    whatever the hash."""
+    whatever the hash.
+
+    With 6 rounds of a 64-bit multiply-xorshift mix the permutation is statistically random for shuffling. It is no
+    cipher.
+    """
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = x >> bits, x & mask
     for key in rounds:

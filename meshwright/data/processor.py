@@ -66,7 +66,11 @@ class Processor:
 
     @property
     def settings_key(self) -> str:
-        """Return everything that the placeholders of a picture depend on, for the cache key."""
+        """Return everything that the placeholders of a picture depend on, for the cache key.
+
+        A cache of tokens made with other limits has other numbers of placeholders; without this in the key, pixels and
+        placeholders would disagree after a change of `max_pixels`.
+        """
         settings = [_read(self.directory / name) for name in ("processor_config.json", *_FILES.values())]
         return repr((settings, self.patch, self.wishes))
 
@@ -97,7 +101,11 @@ class Processor:
         return View(tuple(map(str, files)), grid, sum(f.stat().st_size for f in files), tuple(frame_numbers), clip.fps)
 
     def _sampled_frames(self, clip: Clip) -> list[int]:
-        """Return the frames that are sampled of a file: `fps` a second, evenly spaced."""
+        """Return the frames that are sampled of a file: `fps` a second, evenly spaced.
+
+        `n = clip(frames / clip_fps * fps, min_frames, max_frames)` frames at `linspace(0, last, n)`, as in
+        transformers. Frames are decoded in order up to the last one, since seeking in a video is not exact.
+        """
         settings = self._of("video")
         fps = self.wishes.fps or float(settings.get("fps") or 2)
         num = int(clip.num / clip.fps * fps)
@@ -202,7 +210,12 @@ class Processor:
 
 def fitted(height: int, width: int, factor: int, pixels: tuple[int, int], num: int = 0) -> tuple[int, int]:
     """Return the nearest size that is a multiple of `factor` with a pixel count between the limits ("smart resize" of
-    Qwen2-VL). For a video, pixels of all `num` frames count."""
+    Qwen2-VL). For a video, pixels of all `num` frames count.
+
+    `height` and `width` are rounded to multiples of `factor` (patch * 2). If the area exceeds the maximum, both are
+    divided by sqrt(area / max) and rounded down; if it is below the minimum, multiplied by sqrt(min / area) and rounded
+    up. The aspect ratio changes by at most the rounding.
+    """
     min_pixels, max_pixels = pixels
     if max(height, width) > _MOST_OBLONG * min(height, width):
         raise DataError(f"a picture of {height} x {width} pixels has an aspect ratio above {_MOST_OBLONG}; crop it")
@@ -231,7 +244,11 @@ def _at_least(factor: int, height: int, width: int) -> tuple[int, int]:
 
 
 def patched(frames_FHWC: np.ndarray[Any, Any], patch: int) -> np.ndarray[Any, Any]:
-    """Cut frames, two to a slice, into a row for each patch: colours first, then time, then rows."""
+    """Cut frames, two to a slice, into a row for each patch: colours first, then time, then rows.
+
+    Input `[frames, H, W, 3]`; output `[frames/2 * H/p * W/p, 3 * 2 * p * p]`. An image is two equal frames, because the
+    tower's patch embedding spans two in time.
+    """
     num, height, width, colours = frames_FHWC.shape
     rows_of_patches, cols_of_patches = height // patch // _MERGE, width // patch // _MERGE
     cut = frames_FHWC.reshape(

@@ -82,7 +82,11 @@ def files_of(path: str | Path) -> list[Path]:
 
 
 def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
-    """Split files into shards, the same for any number of processes."""
+    """Split files into shards, the same for any number of processes.
+
+    Shards are what processes tokenise in parallel. Their order is fixed, so the cache is the same for any number of
+    processes.
+    """
     shards: list[Shard] = []
     for file in files:
         size = file.stat().st_size
@@ -103,7 +107,11 @@ def shards_of(files: Sequence[Path], split: Split = "file") -> list[Shard]:
 
 
 def rows_of(shard: Shard) -> Iterator[Row]:
-    """Yield the rows of a shard."""
+    """Yield the rows of a shard.
+
+    A row that cannot be read is yielded with `wrong` set, not raised: whoever counts rows decides whether bad ones stop
+    the run, and can name all of them at once.
+    """
     if shard.file.suffix == ".parquet":
         yield from _rows_of_table(shard)
     elif shard.file.suffix == ARROW:
@@ -272,7 +280,11 @@ def _chunks(opened: Any, num_bytes: int) -> Iterator[bytes]:
 
 def stamp(file: Path) -> tuple[str, int, int, bytes]:
     """Return what changes when a file changes: path, size, mtime, and both ends (an overwritten file may keep size and
-    time)."""
+    time).
+
+    The whole file is not hashed: a terabyte of text would take an hour at every start. Both ends catch appended and
+    rewritten files that kept their size.
+    """
     stat_result = file.stat()
     with file.open("rb") as opened:
         head = opened.read(_SAMPLE_BYTES)

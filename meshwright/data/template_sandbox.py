@@ -63,7 +63,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def install() -> None:
-    """Make transformers compile chat templates in this sandbox, in this process."""
+    """Make transformers compile chat templates in this sandbox, in this process.
+
+    transformers looks the class up in its module when a template is compiled, so replacing it there is enough.
+    """
     from transformers.utils import chat_template_utils  # late: it takes a second
 
     chat_template_utils.ImmutableSandboxedEnvironment = Sandbox  # type: ignore[misc] # it is looked up at each template
@@ -146,7 +149,11 @@ def _executor() -> ThreadPoolExecutor:
 
 
 def _kill(threads: list[int]) -> None:
-    """Raise SystemExit in threads: a template cannot catch it, as jinja2 has no try."""
+    """Raise SystemExit in threads: a template cannot catch it, as jinja2 has no try.
+
+    The pool is dropped with its threads. A thread in the middle of a C call dies when that returns; new rows use new
+    threads.
+    """
     for thread in threads:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
     _POOLS.clear()  # a killed thread must not take another job

@@ -40,7 +40,10 @@ class Texts:
 @dataclass(frozen=True)
 class TextOnly:
     """Documents without pictures for a vision-language model: refuses placeholder tokens, which the model would try to
-    fill."""
+    fill.
+
+    A placeholder id in plain text (a document about the model itself) would be taken for a picture that does not exist.
+    """
 
     make: Callable[[Mapping[str, Any]], list[Tokens]]
     placeholder_ids: tuple[int, ...]
@@ -55,7 +58,11 @@ class TextOnly:
 
 @dataclass(frozen=True)
 class Ready:
-    """Rows of `ids`, and of `trained` if not all tokens are trained on: a mask over the tokens."""
+    """Rows of `ids`, and of `trained` if not all tokens are trained on: a mask over the tokens.
+
+    For data that was tokenised elsewhere. Ids are checked against the vocabulary: an index beyond it is an illegal
+    memory access on a GPU, reported far away from its cause.
+    """
 
     vocab_size: int
     fields: Mapping[str, str] = field(default_factory=dict)

@@ -110,6 +110,9 @@ def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents
     """Return the documents of a source, from the cache if it is valid. One process builds it, others wait.
 
     The first process of a run verifies the checksums of the cache, and rebuilds it if it is damaged.
+
+    Order: lock; verify an existing cache; build if there is none; note that this run has verified it. Ranks that come
+    later find the note and only map the files.
     """
     final = cache / spec.fingerprint
     cache.mkdir(parents=True, exist_ok=True)
@@ -135,7 +138,10 @@ def _is_of_this_run(checked: Path) -> bool:
 
 
 def _remove_damaged(name: str, final: Path) -> None:
-    """Remove a cache that fails its checksums."""
+    """Remove a cache that fails its checksums.
+
+    A cache may be damaged by a full disk or a bad copy. It is derived data, so it is rebuilt, with a warning.
+    """
     try:
         info = _info_of(final)
         with ThreadPoolExecutor(_READERS) as readers:
@@ -298,7 +304,11 @@ def _lists(arrays: Sequence[NDArray[np.int32]]) -> pa.ListArray:
 
 def _check_and_summarise(spec: TokenizeSpec, results: Sequence[_ShardResult], listing: Path) -> dict[str, Any]:
     """Stop at bad rows, or report what is left out; nothing is dropped silently. `listing`: the file that lists these
-    rows."""
+    rows.
+
+    All bad rows are reported at once, grouped by reason, with one example each and a file that lists every one.
+    Stopping at the first makes fixing a data set with forty bad rows forty runs.
+    """
     bad = [each for result in results for each in result.bad]
     empty = [each for result in results for each in result.empty]
     _list_rows(spec, [*bad, *empty], listing)
@@ -375,7 +385,10 @@ class Statistics:
 
 
 class Documents:
-    """The documents of a source. Their tokens stay in mapped files until they are used."""
+    """The documents of a source. Their tokens stay in mapped files until they are used.
+
+    `lengths` of all documents are in memory (8 bytes each), which is all that the packing plan needs.
+    """
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self._info = name, _info_of(directory)

@@ -51,7 +51,11 @@ def _broken(directory: Path) -> Path:
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise text without special tokens. Refuse lone surrogates, which JSON can spell and UTF-8 cannot."""
+    """Tokenise text without special tokens. Refuse lone surrogates, which JSON can spell and UTF-8 cannot.
+
+    Special tokens are not added because chat templates write their own, and packed documents must not get a second
+    start token.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -64,7 +68,10 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def fingerprint_of(directory: Path) -> str:
-    """Return a hash of all files that determine how text becomes tokens."""
+    """Return a hash of all files that determine how text becomes tokens.
+
+    A changed tokenizer changes every token of the cache and of the plan, so this is part of both keys.
+    """
     digest = hashlib.sha256()
     for name in _FILES:
         if (directory / name).is_file():

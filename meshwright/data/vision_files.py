@@ -36,7 +36,11 @@ class Clip:
 
 @contextmanager
 def open_picture(file: Path) -> Iterator[Any]:
-    """Open a picture, with Pillow's errors as DataErrors."""
+    """Open a picture, with Pillow's errors as DataErrors.
+
+    Formats are an explicit list. Pillow's plugins include parsers for old formats with a history of security bugs, and
+    one that runs Ghostscript.
+    """
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -112,7 +116,10 @@ def _to_rgb(picture: Any) -> Any:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Open a video, with FFmpeg's errors as DataErrors."""
+    """Open a video, with FFmpeg's errors as DataErrors.
+
+    `protocol_whitelist=file` keeps FFmpeg from opening URLs that a crafted file names.
+    """
     try:
         import av
     except ImportError as error:
@@ -159,7 +166,11 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 @dataclass(frozen=True)
 class View:
     """An image or video with its patch grid. `files`: one file, or the pictures of a video. `num_bytes`: their size
-    when they were read. `taken`: the frames that are used of a video with `fps` frames a second."""
+    when they were read. `taken`: the frames that are used of a video with `fps` frames a second.
+
+    What a document keeps of a picture: paths and numbers, a few hundred bytes. Pixels are read when a batch is made,
+    and never by ranks that do not encode them.
+    """
 
     files: tuple[str, ...]
     grid: Grid

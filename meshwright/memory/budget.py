@@ -26,7 +26,10 @@ _MOST = 4096  # the largest fsdp that an error may suggest
 
 @dataclass(frozen=True)
 class Need:
-    """The bytes that a run needs on each rank. Without `passing` (the micro-batch), activations are not counted."""
+    """The bytes that a run needs on each rank. Without `passing` (the micro-batch), activations are not counted.
+
+    Results of the simulation are kept, because an error asks for many variants of the same mesh.
+    """
 
     spec: ShardingSpec
     axes: Axes
@@ -142,7 +145,10 @@ def ways_out(need: Need, memory: Memory) -> str:
 
 
 def choices(need: Need, memory: Memory) -> list[str]:
-    """List what would fit, each on its own: the smallest fsdp, full recomputation, CPU offload."""
+    """List what would fit, each on its own: the smallest fsdp, full recomputation, CPU offload.
+
+    Each suggestion is checked by the same simulation, so what the error proposes does fit.
+    """
     options, mesh = list[str](), _smallest_mesh(need, memory)
     if mesh is not None:
         options.append(f"fsdp={mesh.fsdp} ({counted(mesh.world, 'rank')})")

@@ -60,6 +60,8 @@ class MetaKernels(TorchDispatchMode):
 
     torch derives meta shapes in Python, 0.1 ms an operation. A model repeats the same operations on the same shapes in
     each layer and loss chunk, so each is derived once. A plan over hundreds of meshes depends on it.
+
+    In-place operations need no derivation: they return an argument.
     """
 
     def __init__(self) -> None:
@@ -124,7 +126,11 @@ def _shapes(value: Any) -> Any:
 def meta_copy(
     spec: ShardingSpec, stage: Stage, mesh: Any, compute: torch.dtype, savings: Savings, layers: Sequence[int]
 ) -> Decoder:
-    """Copy some layers of a stage (and its embedding and head) to the meta device, cut as on this rank, doors armed."""
+    """Copy some layers of a stage (and its embedding and head) to the meta device, cut as on this rank, doors armed.
+
+    deepcopy with a memo that maps each parameter to its meta shard: modules, buffers and ties are copied by torch, and
+    no full parameter is ever created.
+    """
     stage_model: Decoder = stage.module
     original = stage_model.with_layers(layers)
     dtypes = dict(_dtypes(spec, stage, mesh.axes, compute, savings))

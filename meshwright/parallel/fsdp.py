@@ -53,7 +53,7 @@ def shard(model: nn.Module, units: Iterable[Unit], exact: set[nn.Parameter], mes
     With `offload`, wrapped parameters are in host memory. Ignored ones (`exact`, and units on one rank) are on the
     device.
 
-    Embedding, head and layers are units of their own. With embedding and head in the root unit, one reduce-scatter
+    Layers, and an untied embedding and head, are units of their own. With both in the root unit, one reduce-scatter
     buffer of an untied 248k vocabulary has 9.5 GiB (NeMo-Automodel#3708).
     """
     compute, offload = options.compute, options.offload

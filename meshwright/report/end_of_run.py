@@ -15,7 +15,10 @@ _NAME = 26  # width of the column of names
 
 
 def last_words(folder: Path, out: str) -> list[str]:
-    """Return the lines; none for a run without a step. `out`: the folder as the user wrote it."""
+    """Return the lines; none for a run without a step. `out`: the folder as the user wrote it.
+
+    The same verdict as on the page, so that terminal and report never disagree.
+    """
     run = read_folder(folder)
     if not run.of("step"):
         return []

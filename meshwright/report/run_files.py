@@ -65,7 +65,10 @@ class Run:
 
     @property
     def failure(self) -> str:
-        """Return why the last start failed; "" if it is running or ended well."""
+        """Return why the last start failed; "" if it is running or ended well.
+
+        failure.txt stays in place after a restart, so its time is compared with that of the last start.
+        """
         return "" if self.of("end") or self._started_again else self.texts.get("failure.txt", "")
 
     @property
@@ -152,7 +155,10 @@ def _int64_or_none(text: str) -> int | None:
 
 
 def _has_valid_type(name: str, value: Any) -> bool:
-    """Return whether a value has the type and range that its name implies."""
+    """Return whether a value has the type and range that its name implies.
+
+    A file that another program has touched must not break the page: a string where a number belongs drops the line.
+    """
     if name == "load":
         return isinstance(value, list) and all(_is_list_of(int | float, layer) for layer in value)
     if name in _NUMBER_FIELDS and not isinstance(value, int | float):
@@ -177,7 +183,10 @@ def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _forget_after(by_kind: Mapping[str, dict[Any, Any]], begins: int) -> None:
-    """Drop the lines of steps that a resumed run makes again, and how it ended before."""
+    """Drop the lines of steps that a resumed run makes again, and how it ended before.
+
+    Samples and evaluations of those steps are dropped with them; starts are kept, they are the history.
+    """
     for kind, lines in by_kind.items():
         for key in [key for key in lines if kind == "end" or (kind != "start" and key[0] > begins)]:
             del lines[key]

@@ -21,7 +21,10 @@ _SAMPLES = 12  # sampling steps that are shown: the last ones, and the first
 
 
 def report_page(runs: Sequence[Run], origin: Mapping[str, str]) -> str:
-    """Return the page of some runs."""
+    """Return the page of some runs.
+
+    Everything is inlined: style, scripts, data. The file can be mailed, and opens in ten years.
+    """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = data_of(runs)
     # Text first. A page that is printed, or read with scripts blocked, still has every number except the curves.
@@ -71,7 +74,10 @@ def _history(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _starts(run: Run) -> Iterator[str]:
-    """Yield a table of starts, and the failures that the run overcame."""
+    """Yield a table of starts, and the failures that the run overcame.
+
+    Elastic runs restart on other meshes, so a run is a list of starts.
+    """
     yield tag("p", "Each start resumes from the newest checkpoint. The curves show every step as it was made last.")
     yield table(*summary.starts(run))
     boxes = [
@@ -82,7 +88,10 @@ def _starts(run: Run) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the config fields in which runs differ."""
+    """Yield the config fields in which runs differ.
+
+    The first question about two curves is what was changed, so this comes before the curves.
+    """
     if len(runs) < 2:
         return
     rows = summary.differences(runs)

@@ -34,7 +34,10 @@ _SOURCE = "train/loss/"
 
 
 def data_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the data of all charts as JSON for the page's script. Charts without values are left out."""
+    """Return the data of all charts as JSON for the page's script. Charts without values are left out.
+
+    Each curve refers to its x values by index into the run's shared lists, on all three axes (steps, tokens, seconds).
+    """
     # The points of all runs together are bounded, so a comparison of ten runs is no slower to load than one.
     max_points = max(200, min(POINTS, 2 * POINTS // len(runs)))
     curves = {metric: _chart(metric, runs, max_points) for metric in CHARTS}
@@ -139,7 +142,10 @@ def _curve(points: Sequence[tuple[Mapping[str, Any], float | None]], max_points:
 
 
 def _held_out_curves(number: int, run: Run, max_points: int) -> Iterator[dict[str, Any]]:
-    """Yield the held-out losses as points."""
+    """Yield the held-out losses as points.
+
+    As points: evaluations are rare, and a line between them would suggest values that nobody measured.
+    """
     names = sorted({name for line in run.of("eval") for name in line if name.endswith("/loss")})
     for name in names:
         points = [(line, line.get(name)) for line in run.of("eval")]
@@ -148,7 +154,11 @@ def _held_out_curves(number: int, run: Run, max_points: int) -> Iterator[dict[st
 
 
 def _expert_loads(run: Run, max_points: int) -> dict[str, Any] | None:
-    """Return expert loads in percent of their layer's mean; of many steps as many as fit, evenly spaced."""
+    """Return expert loads in percent of their layer's mean; of many steps as many as fit, evenly spaced.
+
+    A matrix of layers x experts for each step shown; percent of the mean makes layers comparable, and integers keep it
+    small.
+    """
     lines = [line for line in run.of("experts") if line.get("load") and line["load"][0]]
     if not lines:
         return None

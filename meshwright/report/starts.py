@@ -85,7 +85,10 @@ def story(starts: Sequence[Start], last_step: int) -> str:
 
 
 def failures(text: str) -> list[Failure]:
-    """Parse overcome.txt: blocks of a time and an error text."""
+    """Parse overcome.txt: blocks of a time and an error text.
+
+    The launcher appends to overcome.txt when it restarts a run after a failure.
+    """
     block_starts = [*_FAILURE_HEADER.finditer(text)]
     block_ends = [*(each.start() for each in block_starts), len(text)][1:]
     return [
@@ -95,7 +98,11 @@ def failures(text: str) -> list[Failure]:
 
 
 def endings(starts: Sequence[Start], overcome: Sequence[Failure], last: str) -> Iterator[str]:
-    """Yield how each start ended. `last`: the error that ended the run, or ""."""
+    """Yield how each start ended. `last`: the error that ended the run, or "".
+
+    The log of a start has an `end` line only if it ended by itself. Otherwise the reason is found among failures of
+    that time span, or is unknown (a lost machine).
+    """
     for number, start in enumerate(starts):
         next_start = starts[number + 1].time if number + 1 < len(starts) else None
         if start.ended is not None:

@@ -17,7 +17,10 @@ from .starts import endings
 
 
 def verdict(run: Run) -> tuple[str, str]:
-    """Return how far a run came and how it ended; and whether that is good, bad or still open."""
+    """Return how far a run came and how it ended; and whether that is good, bad or still open.
+
+    "good" ends: all data, or early stopping. Signals and limits are "open", since such a run is usually resumed.
+    """
     step, total, ends = run.last["step"], run.num_steps, run.of("end")
     of_total = f" of {total:,}" if total else ""
     why = str(ends[-1].get("why", "")) if ends else ""
@@ -31,7 +34,10 @@ def verdict(run: Run) -> tuple[str, str]:
 
 
 def tiles(run: Run, *, only_differing: bool = False) -> list[tuple[str, str]]:
-    """Return the headline figures; with several runs, only those that may differ."""
+    """Return the headline figures; with several runs, only those that may differ.
+
+    Medians, not means, of throughput: the first step compiles, and steps with a checkpoint or an evaluation are longer.
+    """
     last, best, layout = run.last, run.best, run.json("layout.json")
     rows = [("loss of the last step", figure(last.get("train/loss")))]
     if best:
@@ -50,7 +56,10 @@ def tiles(run: Run, *, only_differing: bool = False) -> list[tuple[str, str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return the config fields in which runs differ, except output and logging, which change no curve."""
+    """Return the config fields in which runs differ, except output and logging, which change no curve.
+
+    Nested tables are flattened to dotted names, as `--set` takes them.
+    """
     flat = [dict(_flat(_config(run))) for run in runs]
     names = dict.fromkeys(name for each in flat for name in each if name != "out" and not name.startswith("log."))
     rows = [[name, *(_text(each.get(name, "")) for each in flat)] for name in names]

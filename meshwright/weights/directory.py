@@ -51,7 +51,10 @@ _RESTORE_SOURCE = (
 
 @dataclass(frozen=True)
 class Export:
-    """What to export and where: key map, config, small files (tokenizer, templates), target directory."""
+    """What to export and where: key map, config, small files (tokenizer, templates), target directory.
+
+    Nothing here refers to the live model. It can be planned, checked and reported before a tensor is touched.
+    """
 
     keymap: KeyMap
     config: Mapping[str, Any]
@@ -68,7 +71,11 @@ class Export:
 
 
 def check_export(mesh: Mesh, export: Export) -> None:
-    """Check the target before anything is written: all ranks call it, rank 0 looks, all raise."""
+    """Check the target before anything is written: all ranks call it, rank 0 looks, all raise.
+
+    Checks come before the first collective write because they are cheap and a failure after an hour of writing is not:
+    target, free space, the tokenizer files, and that files to copy from are unchanged.
+    """
 
     def check() -> None:
         check_target(export.target())
@@ -160,7 +167,11 @@ def _num_written(stored_model: StoredModel) -> int:
 
 
 def copy_carried(files: Files, rank: int = 0, world: int = 1) -> None:
-    """Copy the keys that are not trained; key number n is copied by rank n mod world."""
+    """Copy the keys that are not trained; key number n is copied by rank n mod world.
+
+    For Qwen3.5 trained as text these are the vision tower and the MTP layers: config.json counts them, so an export
+    without them would not load.
+    """
     keymap = files.keymap
     for number, name in enumerate(sorted(keymap.carried)):
         if number % world == rank:
@@ -234,7 +245,10 @@ def raw_tensor(source: Source, key: str) -> Tensor:
 
 
 def whole_values(source: Source, key: str) -> Tensor:
-    """Return the values of a tensor of the source: dequantised to float32 if it has scales."""
+    """Return the values of a tensor of the source: dequantised to float32 if it has scales.
+
+    Used for tensors outside of the model (carried, converted). Parameters go through `Reader`, which reads shards.
+    """
     tensor, scaling, shape = raw_tensor(source, key), source.scales.get(key), source.entries[key].shape
     if scaling is None:
         return tensor

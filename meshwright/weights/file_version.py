@@ -53,7 +53,11 @@ class Opened:
     stamp: Stamp
 
     def refuse_other_than(self, expected: Stamp, fix: str) -> None:
-        """Raise LoadError if this is not the `expected` version. `fix` ends the error."""
+        """Raise LoadError if this is not the `expected` version. `fix` ends the error.
+
+        The message names what differs and how to undo it. A `cp -r` without `-p`, or a `touch`, changes the time alone,
+        and is refused too: proving that the content is equal would mean reading it all.
+        """
         if self.stamp != expected:
             raise LoadError(f"{self.path} has changed since it was first read: {expected.change_to(self.stamp)}; {fix}")
 
@@ -74,7 +78,10 @@ class Opened:
 
 
 def open_file(path: Path) -> Opened:
-    """Open a regular file; the caller closes it. Raise BrokenFile for a directory, a pipe or a broken link."""
+    """Open a regular file; the caller closes it. Raise BrokenFile for a directory, a pipe or a broken link.
+
+    The version is taken from the descriptor, not from the path, so file and version cannot be of two different files.
+    """
     try:
         fd = os.open(
             path, os.O_RDONLY | os.O_NONBLOCK

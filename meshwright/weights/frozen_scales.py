@@ -46,7 +46,11 @@ def grid_of(param: Param, box: Box, layout: Layout, reader: Reader) -> Grid:
 
 @dataclass(frozen=True, eq=False)
 class Values(Mapping[str, Tensor]):
-    """A mapping of stored tensors by parameter: live memory, or for frozen FP8 weights their dequantised values."""
+    """A mapping of stored tensors by parameter: live memory, or for frozen FP8 weights their dequantised values.
+
+    `mw.export`, checkpoints and streaming read it like a dict of tensors and need not know which parameters are FP8.
+    Only dequantised copies are made, one at a time.
+    """
 
     stored: Mapping[str, Tensor]
     grids: Mapping[str, Grid] = field(default_factory=dict)  # of the rows that are stored
@@ -114,6 +118,9 @@ def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source) 
     """Check that a source has the values of the frozen FP8 weights of this rank.
 
     They cannot take other values, so loading a different checkpoint into the model must fail, not skip them.
+
+    Compared value by value after dequantising, so a checkpoint with other codes and scales but equal values is
+    accepted.
     """
     total = sum(read.piece.numel for read in plan)
     label = f"compare what is frozen with {source.directory} on rank {rank}"

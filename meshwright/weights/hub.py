@@ -64,7 +64,11 @@ def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
 
 
 def download(hub_id: str, weights: bool) -> Path:
-    """Download with huggingface_hub, in this process alone."""
+    """Download with huggingface_hub, in this process alone.
+
+    Weights are large and change rarely. So the hub gets 10 seconds to answer whether there is a newer revision; then
+    the cache is used.
+    """
     patterns = [*_SMALL_PATTERNS, *(_WEIGHT_PATTERNS if weights else ())]
     try:
         path = huggingface_hub.snapshot_download(

@@ -96,7 +96,11 @@ class KeyMap:
 
     def file_dtype(self, param: Param) -> torch.dtype:
         """Return the narrowest dtype that holds a parameter's values as the files have them. A code times its scale
-        needs float32."""
+        needs float32.
+
+        Parameters are sent between ranks in this dtype, and compared with the stored dtype to decide whether an export
+        or a state set would round.
+        """
         keys, scaled = chosen(param, self.choice).keys, self.source.scales if self.source else ()
         return widest(
             torch.float32 if key in scaled else DTYPES[self.keys[key].dtype] for key in keys if key in self.keys
@@ -122,7 +126,11 @@ class KeyMap:
 
     def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> KeyMap:
         """Return the key map with another dtype for trained keys. Keys in `exact` (float32 parameters) are widened,
-        never rounded."""
+        never rounded.
+
+        Promotion, not replacement, for exact keys: `dtype=bfloat16` leaves float32 `A_log` in float32, `dtype=float64`
+        widens it.
+        """
         # `dtype=` of an export is a promise about what a reader gets. Two kinds of keys are exempt: carried ones, which
         # have the source's bytes, and float32 parameters (`A_log`, router bias), which only ever get wider.
         name = NAMES.get(dtype)
@@ -236,7 +244,8 @@ def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str]
 
 def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> KeyMap:
     """Return the key map of new weights: in `dtype` except float32 parameters, in the layouts of `choice` or the first
-    of each group."""
+    of each group.
+    """
     choice = {**{group: names[0] for group, names in table.groups.items() if group}, **(choice or {})}
     # Several parameters may share a key (q, k, v of a fused tensor); each key is counted once.
     shapes = [(k, s, p) for p in table for k, s in chosen(p, choice).keys.items()]
@@ -277,7 +286,11 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def file_header(keys: Iterable[Key], metadata: Mapping[str, str]) -> FileHeader:
-    """Return a safetensors header with tensors in the order of `keys`, without gaps."""
+    """Return a safetensors header with tensors in the order of `keys`, without gaps.
+
+    Headers are padded with spaces to a multiple of 8, so that tensors of 8-byte elements are aligned in the file, as
+    the format asks.
+    """
     fields, starts, at = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else [], dict[str, int](), 0
     # The text that json.dumps would write. Formatting it directly takes a third of the time, for 37,000 keys.
     for key in keys:

@@ -67,7 +67,11 @@ def _has_files(path: Path) -> bool:
 
 
 def _refuse_to_replace(path: Path, target: Target) -> None:
-    """Refuse to replace anything but a model directory that holds no other names, and never the source of the model."""
+    """Refuse to replace anything but a model directory that holds no other names, and never the source of the model.
+
+    `overwrite=True` means "replace my earlier export". Files that this export does not write (logs, an optimizer state,
+    a README) are named in the error instead of being deleted with the directory.
+    """
     if target.source.exists() and path.samefile(target.source):
         raise FileExistsError(f"the model was loaded from {path}, and its files are read again; choose another")
     written = index_files(path)
@@ -137,7 +141,11 @@ def atomic_directory(target: Target) -> Iterator[Path]:
 
 
 def _swap(draft: Path, path: Path, old: Path) -> None:
-    """Replace a directory by renames. The old one is kept until the new one is in place, and put back if that fails."""
+    """Replace a directory by renames. The old one is kept until the new one is in place, and put back if that fails.
+
+    rename(2) cannot replace a directory that has files, so there are two renames. If the second fails, the first is
+    undone.
+    """
     try:
         if _has_files(path):
             path.rename(old)

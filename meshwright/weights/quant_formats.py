@@ -126,6 +126,9 @@ def scales_of(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[s
     """Return the scales of each quantised matrix, and refuse what cannot be read by its name.
 
     Without a quantization_config there are none, and FP8 tensors can only be carried.
+
+    Every FP8 tensor must have scales in the format that config.json names. A tensor without scales, or with scales of
+    another shape, would be read as values that are wrong by factors of hundreds.
     """
     quantization = config.get("quantization_config")
     if quantization is None:
@@ -159,7 +162,11 @@ def also_plain(quantization: Mapping[str, Any], modules: Sequence[str]) -> Mappi
 
 
 def _format_of(quantization: Any) -> Format:
-    """Return the format that a quantization_config describes, or raise LoadError for one that is not supported."""
+    """Return the format that a quantization_config describes, or raise LoadError for one that is not supported.
+
+    Supported: `fp8` (DeepSeek, Qwen) with dynamic activation scales, and compressed-tensors (vLLM's llm-compressor) in
+    floating point. Integer formats such as GPTQ and AWQ are not: they need a zero point and an order of columns.
+    """
     if not isinstance(quantization, Mapping):
         raise LoadError(f"config.json: quantization_config is {quantization!r:.200}, not an object of fields")
     method = quantization.get("quant_method")
@@ -299,6 +306,9 @@ class Places:
 
     A view may be transposed, sliced or stacked; the indices follow its strides. Expanding scales to the size of the
     matrix would need as much memory as the values.
+
+    Example: rows 100 to 300 of a matrix with blocks of 128 have block rows 0 (28 times), 1 (128 times) and 2 (44
+    times).
     """
 
     rows: Tensor

@@ -65,7 +65,10 @@ def _generator(seed: int, name: str, block: int) -> torch.Generator:
 
 
 def _draw(init: Init, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw a block on the CPU in float32: CUDA generators give other numbers."""
+    """Draw a block on the CPU in float32: CUDA generators give other numbers.
+
+    `log_uniform` is the initialisation of `A_log` in Mamba-like layers: log of a uniform sample in (0, scale).
+    """
     if init.kind == "normal":
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * init.scale
     assert init.kind == "log_uniform", init

@@ -70,7 +70,10 @@ def plan_reads(
 
 
 def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
-    """Return what this rank sends as the reader of its node, or receives from it."""
+    """Return what this rank sends as the reader of its node, or receives from it.
+
+    The bill of loading: zero lines unless one rank reads for its node. `verify` compares it with what is sent.
+    """
     charges = []
     for read in plan:
         others = [r for r in read.ranks if r != node[0]]
@@ -86,6 +89,9 @@ def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: r
     """Fill stored tensors with what the first rank of `node` reads; with one rank in `node` nothing is sent.
 
     Return how many bytes this rank read.
+
+    Raises on all ranks if one failed, and if any file changed while it was read: tensors of two versions may have been
+    mixed.
     """
     total = sum(d.piece.numel for d in plan)
     failure: LoadError | None = None

@@ -47,7 +47,10 @@ def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
 
 
 def quantised_tensors(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, Tensor]:
-    """Quantise one whole tensor as the export would write it: codes and scales by key."""
+    """Quantise one whole tensor as the export would write it: codes and scales by key.
+
+    For streaming whole tensors to an inference engine in FP8; an export to files goes through `scales_for`.
+    """
     scale, box = keymap.scales[key], Box.whole(values.shape)
     with contextlib.ExitStack() as files:
         scan = BlockScan(keymap, [key], files)
@@ -134,7 +137,11 @@ class BlockScan:
                 advance(stored.numel())
 
     def scan_block(self, block: Block, common: Box, stored_part: Tensor) -> None:
-        """Scan the overlap of a stored part with a block of a key."""
+        """Scan the overlap of a stored part with a block of a key.
+
+        The amax is of the values as the forward used them (`as_used`), because those are what is quantised. The
+        comparison with the source is exact: any changed bit makes a new scale.
+        """
         whole, reader = block.view(torch.empty(block.shape, device="meta")), self.source_reader(block.key)
         for part in staged(block, common):
             values = stored_part[part.within(common).slices].cpu()

@@ -85,7 +85,10 @@ def read_stamped_json(path: Path) -> tuple[dict[str, Any], Stamp]:
 
 
 def read_header(path: Path) -> tuple[list[Entry], Mapping[str, str], Stamp]:
-    """Read the tensors of a file in the order of their bytes, its metadata, and the version of the file."""
+    """Read the tensors of a file in the order of their bytes, its metadata, and the version of the file.
+
+    Entries come sorted by offset, which is the order in which an export writes them again: byte-equal files need it.
+    """
     with opened(path) as file:
         size, length = file.stamp.num_bytes, _length_of(file)
         header = _object(path, _bytes_of(file, 8, length, "a header"))
@@ -185,7 +188,11 @@ def _sizes(value: Any) -> bool:
 
 
 def _check_extent(path: Path, entries: list[Entry], data_start: int, size: int) -> None:
-    """Check that tensors tile the file behind its header."""
+    """Check that tensors tile the file behind its header.
+
+    The format allows neither gaps nor overlaps. Readers that only look up offsets do not notice either, and a hidden
+    tensor or an alias of two is the result.
+    """
     expected = data_start
     for entry in entries:
         if entry.start != expected:

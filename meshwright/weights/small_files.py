@@ -49,7 +49,10 @@ class SmallFiles:
                 file.refuse_other_than(stamp, _LOAD_AGAIN)
 
     def write(self, target: Path) -> None:
-        """Write the files into a directory."""
+        """Write the files into a directory.
+
+        Checked before and after: a large file that changes during the copy must not end up half old and half new.
+        """
         self.check()
         for name in (*self.kept, *self.large):
             (target / name).parent.mkdir(parents=True, exist_ok=True)

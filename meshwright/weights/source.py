@@ -74,7 +74,11 @@ class Source:
         return crc
 
     def open(self, file: str, fix: str = _LOAD_AGAIN) -> Opened:
-        """Open the version of a file whose header was read, and refuse any other. The caller closes it."""
+        """Open the version of a file whose header was read, and refuse any other. The caller closes it.
+
+        Every later read goes through this, so a model that is replaced under a running job is noticed at the next
+        access.
+        """
         now = open_file(self.directory / file)
         try:
             now.refuse_other_than(self.stamps[file], fix)
@@ -90,7 +94,10 @@ class Source:
 
 
 def open_source(directory: str | os.PathLike[str], others: Mapping[str, Stamp] | None = None) -> Source:
-    """Read the headers of a Hugging Face directory. `others`: versions of files that were read already."""
+    """Read the headers of a Hugging Face directory. `others`: versions of files that were read already.
+
+    Headers are a few KB to a few MB a file, so all ranks read all of them; nothing is broadcast.
+    """
     root = Path(directory)
     files, index, stamps = _files(root)
     stamps |= others or {}

@@ -49,6 +49,9 @@ def whole_tensors(
     """Yield each key with its whole tensor on rank 0. Other ranks get nothing, but must iterate to the end: they send.
 
     Tensors have the dtype of their key, or with `dtypes` (by parameter) the widest dtype of their parts.
+
+    Tensors are yielded on the CPU of rank 0 in batches of at most 64 MB, in the order of `keys`. Memory is bounded by
+    the largest tensor or one batch, whichever is larger.
     """
     parts_of_key = blocks_by_key(stored_model.spec.table, keymap.choice)
     mesh = stored_model.mesh
@@ -115,7 +118,10 @@ def _widest(parts: list[tuple[Param, Block]], dtypes: DtypeOf) -> torch.dtype:
 
 
 def _packed(parts: list[_Overlap], stored_model: StoredModel, dtypes: DtypeOf) -> dict[torch.dtype, Tensor]:
-    """Concatenate the elements of the overlaps in one buffer per dtype, on the device."""
+    """Concatenate the elements of the overlaps in one buffer per dtype, on the device.
+
+    A dtype is a buffer, so that each rank sends one or two messages a batch instead of one a tensor.
+    """
     flat: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
         for box, view in stored_model.views(part.piece):

@@ -44,6 +44,9 @@ class Files:
 
     They are in `root` or its `subfolder`. `extents` collects what is written here, with checksums. `scales`: by key,
     for keys that are written in FP8.
+
+    Sparse files of the final size let ranks write at any offset in any order, without knowing of each other. Their
+    headers, and with them all offsets, follow from the key map.
     """
 
     def __init__(
@@ -204,6 +207,8 @@ def whole_rows(stored_model: StoredModel, *, keep: bool = False) -> Iterator[tup
 
     With `keep` values are on the host and belong to the caller; otherwise they may be live memory. Collective: every
     rank must iterate to the end, because ranks of tp exchange rows.
+
+    The order of parameters is that of the table on every rank, which is what makes the exchanges match.
     """
     spec, mesh = stored_model.spec, stored_model.mesh
     for param in spec.table:
