@@ -125,8 +125,8 @@ def _packed(parts: list[_Overlap], stored_model: StoredModel, dtypes: DtypeOf) -
     flat: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
         for box, view in stored_model.views(part.piece):
-            if box.meet(part.ours) == part.ours:
-                values = view[part.ours.within(box).slices].detach().flatten()
+            if box.meet(part.overlap) == part.overlap:
+                values = view[part.overlap.within(box).slices].detach().flatten()
                 dtype = dtypes[part.key.name]
                 flat.setdefault(dtype, []).append(values.to(stored_model.mesh.device, dtype))
     return {dtype: torch.cat(flat[dtype]) for dtype in sorted(flat, key=str)}
@@ -137,7 +137,7 @@ def _received(parts: list[_Overlap], mesh: Mesh, dtypes: DtypeOf, rank: int) -> 
     sizes: dict[torch.dtype, int] = {}
     for part in parts:
         dtype = dtypes[part.key.name]
-        sizes[dtype] = sizes.get(dtype, 0) + part.ours.size
+        sizes[dtype] = sizes.get(dtype, 0) + part.overlap.size
     buffers = {}
     for dtype in sorted(sizes, key=str):
         empty = torch.empty(sizes[dtype], dtype=dtype, device=mesh.device)
@@ -149,7 +149,7 @@ def _insert(tensors: Mapping[str, Tensor], parts: list[_Overlap], buffers: Mappi
     """Copy the elements of buffers to their places in whole tensors."""
     positions = dict.fromkeys(buffers, 0)
     for part in parts:
-        destination = part.block.view(tensors[part.key.name])[part.ours.within(part.block.ours).slices]
+        destination = part.block.view(tensors[part.key.name])[part.overlap.within(part.block.ours).slices]
         start = positions[destination.dtype]
-        destination.copy_(buffers[destination.dtype][start : start + part.ours.size].view(part.ours.shape))
-        positions[destination.dtype] = start + part.ours.size
+        destination.copy_(buffers[destination.dtype][start : start + part.overlap.size].view(part.overlap.shape))
+        positions[destination.dtype] = start + part.overlap.size
