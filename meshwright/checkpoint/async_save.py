@@ -1,7 +1,7 @@
 """Asynchronous checkpoints: copy state to host memory (and exchange rows), then write in a thread that runs no
 collective.
 
-A collective in a background thread beside those of training can deadlock: NCCL gives no order between two communicators
+A collective in a background thread can deadlock with those of training: NCCL gives no order between two communicators
 in flight. So everything that needs other ranks happens before `save` returns, and the threads agree through the run's
 TCP store, which no training step uses. A failure is kept until the next call that asks for it.
 

@@ -86,7 +86,7 @@ def _spelled_as(keymap: KeyMap, keys_of: Mapping[str, Sequence[str]], dtypes: Dt
 
 
 def _and_scales(keymap: KeyMap, table: Table, dtypes: Dtypes) -> KeyMap:
-    """Add scales of 8-bit state, behind the tensors of the same file."""
+    """Add scales of 8-bit state, after the tensors of the same file."""
     keys = dict(keymap.keys)
     for name in dtypes:
         if name + SCALES in dtypes:
@@ -97,8 +97,8 @@ def _and_scales(keymap: KeyMap, table: Table, dtypes: Dtypes) -> KeyMap:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Of 100,000 new keys none is garbage: the collector would walk through all that lives again and again, which took
-    three times as long as making them."""
+    """Pause the garbage collector: with 100,000 new objects and no garbage, its scans of all live objects took three
+    times as long as creating them."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -54,6 +54,7 @@ class Place:
         """Return the size of every file below, by relative name."""
 
         def listed() -> Mapping[str, Mapping[str, Any]]:
+            # fsspec caches listings, also of what this process has written since.
             self.fs.invalidate_cache()
             return self.fs.find(self.path, detail=True) if self.fs.exists(self.path) else {}
 
@@ -77,6 +78,8 @@ def copy_checkpoint(source: Given, target: Given) -> str:
     copy.
 
     Both may be directories or URLs that fsspec knows (`s3://bucket/run` needs s3fs). Run it in one process.
+
+    A copy that was cut off can be repeated: files are written again, and without a manifest nothing counts.
     """
     with contextlib.ExitStack() as stack:
         small = Path(stack.enter_context(tempfile.TemporaryDirectory()))

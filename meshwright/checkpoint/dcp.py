@@ -194,6 +194,7 @@ class _Known(pickle.Unpickler):
     """An unpickler for DCP's metadata that allows its classes only. A pickle can run any code when it is loaded."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class of DCP's metadata, and refuse any other."""
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of contents needs")
         return super().find_class(module, name)

@@ -81,7 +81,10 @@ def _is_interrupted_swap(path: Path, hidden: re.Match[str]) -> bool:
 
 
 def newest_whole(folder: Path, exclude: Path | None = None) -> Path | None:
-    """Return the newest checkpoint whose files are all there in their sizes."""
+    """Return the newest checkpoint whose files are all there in their sizes.
+
+    Sizes, not bytes: reading a terabyte to choose a directory would be too slow, and a resume verifies the bytes.
+    """
     candidates = (candidate.path for candidate in checkpoints(folder))
     return next((path for path in candidates if path != exclude and not why_not_whole(path)), None)
 
@@ -210,6 +213,7 @@ class Draft:
         self._unlock(self.path)
 
     def _unlock(self, directory: Path) -> None:
+        """Remove and release the lock."""
         with contextlib.suppress(OSError):
             (directory / LOCK).unlink()
         if self._lock is not None:
@@ -266,6 +270,8 @@ def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
     Kept: later steps (another run's, or taken back by a rewind), the directory that the model was loaded from
     (`in_use`), and as many good ones as `keep.last` says. A checkpoint with NaN weights does not count: a run that
     diverged must not push out the last one it could resume from.
+
+    `every` keeps milestones for ever, `last` bounds the disk.
     """
     own_run = [
         candidate

@@ -70,7 +70,10 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def unlisted_files(checkpoint: Checkpoint) -> list[str]:
-    """Return files in the directory that the manifest does not list."""
+    """Return files in the directory that the manifest does not list.
+
+    They are harmless, but often the sign of a manual edit.
+    """
     listed = {*checkpoint.manifest.files, *checkpoint.manifest.parts, MANIFEST}
     siblings = (path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file())
     return sorted(str(name) for name in siblings if str(name) not in listed)
@@ -95,6 +98,7 @@ def check_bytes(checkpoint: Checkpoint) -> list[str]:
 
 
 def _failure(checkpoint: Checkpoint, file: str, extent: Any) -> str:
+    """Return why an extent is damaged, or ""."""
     try:
         verify_extent(checkpoint, file, extent)
     except BrokenFile as error:

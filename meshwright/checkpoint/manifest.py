@@ -116,7 +116,10 @@ def _relative_path(name: str, *, empty: bool = False) -> str:
 
 
 def why_not_whole(directory: Path) -> str:
-    """Return why a directory is not a complete checkpoint, or "". Sizes are compared, bytes are not read."""
+    """Return why a directory is not a complete checkpoint, or "". Sizes are compared, bytes are not read.
+
+    The cheap test of completeness: a stat for each file.
+    """
     try:
         manifest = read_manifest(directory)
         check_files(directory, manifest)
@@ -158,11 +161,10 @@ def check_sizes(directory: Path, files: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote: its list of extents, the checksum of that list, and the bytes that it lists.
+    """The report of one rank: its list of extents, the checksum of that list, and the bytes that it lists.
 
-    `not_finite`: index in the table of a trained parameter with NaN or infinite values, or -1.
-
-    The commit adds up what all ranks report. Only these four numbers a rank travel, whatever the size of the model.
+    `not_finite`: index in the table of a trained parameter with NaN or infinite values, or -1. The commit adds up what
+    all ranks report. Only these four numbers a rank are sent, for a model of any size.
     """
 
     name: str

@@ -117,7 +117,10 @@ def open_newest(directory: Path, damaged: list[Path]) -> Checkpoint:
 
 def pass_over(directory: Path, path: Path, error: BrokenCheckpointError, damaged: list[Path]) -> None:
     """Note a damaged checkpoint of a folder, so that an older one is tried. Raise if the user named this very
-    checkpoint."""
+    checkpoint.
+
+    The damaged directory stays: it is evidence, and parts of it may be needed.
+    """
     if path.parent != directory:
         raise error
     logger.warning("%s is damaged (it is left as it is); trying an older checkpoint: %s", path, error)
@@ -168,8 +171,8 @@ def _plane(directory: Path, folder: str, extents: Mapping[str, Sequence[Extent]]
 
 @dataclass(frozen=True)
 class RestoreTarget:
-    """What this rank fills from a source, by parameter. `names`: what any rank fills from it or compares. `same`:
-    frozen FP8 weights, which must already have these values."""
+    """The shards that this rank fills from a source, by parameter. `names`: what any rank fills from it or compares.
+    `same`: frozen FP8 weights, which must already have these values."""
 
     source: Source
     pieces: Mapping[str, Tensor]

@@ -78,7 +78,7 @@ class CollectiveAgreement:
 
 
 class RankFiles:
-    """What this rank writes of a checkpoint. Created by all ranks together; rank 0 creates the directory."""
+    """This rank's part of a checkpoint. Created by all ranks together; rank 0 creates the directory."""
 
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.content, self.mesh, self.extents = content, mesh, Extents()

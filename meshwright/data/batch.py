@@ -131,9 +131,10 @@ class Batch:
     def split(self, values: Tensor) -> list[Tensor]:
         """Split per-token values `[T, ...]` into a tensor for each document: the form that `pack(fields=)` takes.
 
-        >>> batch = pack([[5, 6, 7], [8, 9]], length=6)           # doctest: +SKIP
-        >>> batch.split(mw.logprobs(model, batch))                # doctest: +SKIP
-        [tensor([-4.9, -5.1, 0.0]), tensor([-4.8, 0.0])]
+        >>> batch = pack([[5, 6, 7], [8, 9]], length=6)           # doctest: +SKIP >>> batch.split(mw.logprobs(model,
+        batch))                # doctest: +SKIP [tensor([-4.9, -5.1, 0.0]), tensor([-4.8, 0.0])]
+
+        Padding is not included.
         """
         values = torch.as_tensor(values)
         if values.shape[:1] != (len(self),):

@@ -3,7 +3,7 @@ r"""Turn chats into training documents whose prompts are exactly what an inferen
 Chat templates render history differently from the turn being generated: Qwen3 drops the thinking of earlier turns and
 adds an empty `<think>` block to the last one. Training on one rendering of the whole chat then conditions turns on text
 that the model never sees in use. So each assistant turn is rendered as a server would ask for it, and its tokens follow
-that prompt. A new document starts where the next prompt is no continuation of the previous one. This needs no knowledge
+that prompt. A new document starts where the next prompt does not continue the previous one. This needs no knowledge
 of any template.
 
 Example of one document, with trained tokens in brackets:

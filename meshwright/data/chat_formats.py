@@ -53,7 +53,9 @@ class _Format:
 
 
 _KWARGS = "chat_template_kwargs"
+# Fields that every format may have.
 _WITH_ALL = ("system", "tools", _KWARGS, "image", "images", "video", "videos")
+# Arguments of apply_chat_template that a row must not set through chat_template_kwargs.
 _RESERVED = (
     "messages", "conversation", "chat_template", "tools", "tokenize", "add_generation_prompt", "return_dict",
     "continue_final_message", "return_assistant_tokens_mask",

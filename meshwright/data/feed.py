@@ -160,7 +160,10 @@ class Feed:
         return piece_of(self.documents[piece.source].tokens(piece.document), piece.start, piece.stop)
 
     def place(self, number: int) -> str:
-        """Return where the documents of a stream came from, for errors."""
+        """Return where the documents of a stream came from, for errors.
+
+        When a loss is NaN, the error names the documents of the stream.
+        """
         pieces = self.plan.stream(number)
         return f"stream {number}: " + ", ".join(self.documents[p.source].place(p.document) for p in pieces)
 

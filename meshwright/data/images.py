@@ -148,6 +148,7 @@ def images_of(
         patches += doc_patches
         frames += [replace(f, start=doc_start + f.start) for f in _place_frames(number, document, sizes, placeholders)]
         doc_start += len(document)
+    # All patches of a batch are one tensor, so they must agree in dtype and patch size.
     if len({(p.dtype, p.shape[1]) for p in patches}) > 1:
         kinds = ", ".join(sorted({f"{p.dtype} [..., {p.shape[1]}]" for p in patches}))
         raise DataError(f"the pictures of a batch differ: {kinds}; give all as one processor makes them")
@@ -161,6 +162,7 @@ def _check_pictures(number: int, pictures: Sequence[Picture]) -> tuple[list[Tens
         name = f"picture {which} of document {number}"
         try:
             pixels, grid = picture
+            # `operator.index` refuses floats: a size of 16.0 would pass arithmetic checks and fail in the model.
             pixels, (time, height, width) = torch.as_tensor(pixels), (operator.index(each) for each in _as_list(grid))
         except (TypeError, ValueError):
             raise DataError(f"{name} must be (pixels, (time, height, width)), as a processor gives them") from None

@@ -35,7 +35,10 @@ def parsed(text: str, what: str) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object."""
+    """Read a JSON file that holds an object.
+
+    RecursionError is caught because deeply nested JSON is a cheap way to crash a parser.
+    """
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise DataError(f"{file} has {file.stat().st_size:,} bytes, too many for settings; fetch it again")

@@ -15,12 +15,14 @@ from .message_parts import Attachments
 Message = dict[str, Any]
 
 _CALL = "function_call"  # LLaMA-Factory: a role whose text is the call
+# Role names of OpenAI, ShareGPT, LLaMA-Factory and Llama, mapped to those that Qwen's templates know.
 _ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", _CALL: "assistant",
     "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
 }  # fmt: skip
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of vLLM and Qwen, of OpenRouter, of gpt-oss
+# Names under which data sets and trainers (Axolotl, ms-swift, LLaMA-Factory) mark what is trained on.
 _MASKS = (
     "mask", "masked", "loss", "loss_mask", "loss_scale", "loss_weight", "trainable", "training", "training_detail",
     "train_detail",

@@ -122,7 +122,7 @@ def _from_processor(
 def _next_of(document: Sequence[int], placeholder_ids: frozenset[int]) -> list[int]:
     """Return next-token labels: -100 at the last token, and at and of placeholders.
 
-    The token before a placeholder has no label either: its next token is no word, and its logits are not trained.
+    The token before a placeholder has no label either: its next token is not text.
     """
     labels = [*document[1:], IGNORE]
     if not placeholder_ids:

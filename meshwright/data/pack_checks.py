@@ -54,7 +54,10 @@ def warn_of_padding(documents: Sequence[Sequence[int]]) -> None:
 
 
 def check_documents(documents: object, fields: object, **by_document: object) -> None:
-    """Check the types of documents and fields."""
+    """Check the types of documents and fields.
+
+    A list of strings is iterable and would otherwise fail much later, at the conversion of a letter to a number.
+    """
     for name, values in by_document.items():
         if isinstance(values, int | float | str | Mapping):
             raise DataError(
@@ -73,7 +76,11 @@ def check_documents(documents: object, fields: object, **by_document: object) ->
 
 
 def check_lengths(sizes: Sequence[int], length: object) -> None:
-    """Check that there are documents, none is empty, and all fit into `length`."""
+    """Check that there are documents, none is empty, and all fit into `length`.
+
+    Empty documents would have no bounds; a rank without data packs one dummy document without targets instead, so that
+    all ranks run the same collectives.
+    """
     if not isinstance(length, Integral | None) or isinstance(length, bool):
         raise DataError(f"length={length!r} must be a whole number")
     if not sizes:

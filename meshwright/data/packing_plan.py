@@ -175,7 +175,10 @@ class Plan:
         return tuple(each / max(passes) for each in passes)
 
     def _load_or_build(self, cache: Path | None) -> tuple[list[_Window], int]:
-        """Return windows and number of streams, from the cache if it has them."""
+        """Return windows and number of streams, from the cache if it has them.
+
+        The cache key has the fingerprint of data and settings, and the amount of the run; the file has a checksum.
+        """
         if cache is None:
             return self._build_windows()
         key = f"{_CACHE_FORMAT} {self.fingerprint} {self._epochs} {self._streams}"
@@ -300,7 +303,10 @@ class Plan:
         return [window.first for window in self._windows]
 
     def epochs_before(self, number: int) -> float:
-        """Return how many epochs precede a stream, up to the order within a window."""
+        """Return how many epochs precede a stream, up to the order within a window.
+
+        For progress and for schedules in epochs; it need not be exact to a document.
+        """
         window = self._windows[bisect_right(self._firsts, min(number, self.num_streams - 1)) - 1]
         share_done = min(1.0, (number - window.first) / len(self._packed(window)))
         place = window.start + share_done * (window.stop - window.start)

@@ -133,6 +133,7 @@ class Processor:
                 f"videos of the messages, or a text contains {self.placeholders.image} or {self.placeholders.video} "
                 "itself; use the template of a vision-language model"
             )
+        # `re.split` with a group alternates text and marks, so odd positions are marks.
         replacements = [self.text_of(view) for view in views]
         return "".join(replacements[at // 2] if at % 2 else piece for at, piece in enumerate(pieces))
 
@@ -184,6 +185,8 @@ class Processor:
     def _checked_settings(self, kind: str) -> Mapping[str, Any]:
         """Read settings from `processor_config.json` or a file of their own (versions of transformers differ), and
         refuse values that this processor does not implement."""
+        # Recent versions of transformers write one processor_config.json; older ones a file for images and one for
+        # videos.
         joint = _read(self.directory / "processor_config.json").get(f"{kind}_processor")
         settings = joint or _read(self.directory / _FILES[kind])
         if not settings:
@@ -200,6 +203,7 @@ class Processor:
                 "the file from the original model"
             )
         size = settings.get("size") or {}
+        # `min_pixels` and `max_pixels` are the older names.
         size = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels"), **size}
         if not all(type(edge) is int and edge > 0 for edge in (size["shortest_edge"], size["longest_edge"])):
             raise DataError(

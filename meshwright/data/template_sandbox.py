@@ -112,7 +112,7 @@ Result = TypeVar("Result")
 
 
 class Unbounded(DataError):
-    """Raised for a template that would not end. It is no bad row: the next row would take as long."""
+    """Raised for a template that would not end. It is not a bad row: the next row would take as long."""
 
 
 def bounded(render: Callable[[], Result]) -> Result:

@@ -22,7 +22,10 @@ class Texts:
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
-        """Tokenise a row, and add the end token, so that the model learns to stop and documents are separated."""
+        """Tokenise a row, and add the end token, so that the model learns to stop and documents are separated.
+
+        An empty text makes no document. Text from a file is split before this, by file, paragraph or line.
+        """
         name = self.fields.get("text", "text")
         text = row.get(name)
         if not isinstance(text, str):

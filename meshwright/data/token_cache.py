@@ -134,6 +134,7 @@ def _is_of_this_run(checked: Path) -> bool:
         at = float(checked.read_text())
     except (OSError, ValueError):
         return False
+    # A note from the future (clock changes, copied files) does not count.
     return BEGAN < at <= time.time()
 
 
@@ -270,6 +271,7 @@ def _documents(spec: TokenizeSpec, row: Row, number: int, result: _ShardResult) 
     try:
         documents = spec.make(row.values)
         result.unused.update(spec.unused(row.values) if spec.unused else ())
+    # An endless template would be as endless in the next row: it ends the run, whatever on_bad says.
     except Unbounded:
         raise
     except DataError as error:
@@ -358,6 +360,7 @@ def _group_by_reason(spec: TokenizeSpec, rows: Sequence[LeftOut]) -> str:
     """Return a line for each kind of reason, the most frequent first, with its first row."""
     kinds: dict[str, list[LeftOut]] = {}
     for row in rows:
+        # "message 3 of 'a.json' ..." and "message 7 of 'b.json' ..." are one kind.
         kinds.setdefault(_VARIABLE_PARTS.sub("", row[2]), []).append(row)
     by_frequency = sorted(kinds.values(), key=len, reverse=True)
     places = _places(spec, [rows_of_kind[0] for rows_of_kind in by_frequency[:_NAMED]])

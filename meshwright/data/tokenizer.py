@@ -21,6 +21,7 @@ def tokenizer_of(directory: Path, fix: str = 'give rows of ids (kind = "tokens")
 
     if not (directory / _CONFIG).is_file() and not (directory / _TOKENS).is_file():
         raise DataError(f"{directory} holds no tokenizer; put its files there, or {fix}")
+    # Read first with clear errors: transformers reports a broken JSON file in many ways, most of which do not name it.
     for name in (_CONFIG, "special_tokens_map.json", "config.json"):
         if (directory / name).is_file():
             read_object(directory / name)

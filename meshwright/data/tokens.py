@@ -17,7 +17,10 @@ Span = tuple[int, int]
 @dataclass(frozen=True, eq=False)  # eq would ask arrays for one truth value
 class Tokens:
     """A tokenised document. `spans`: half-open ranges of trained tokens, each predicted at the token before it. The
-    first token of a document has none before it and is never a target."""
+    first token of a document has none before it and is never a target.
+
+    int32 ids: half of the memory and cache of int64, and no vocabulary needs more. They become int64 in the batch.
+    """
 
     ids: Ids
     spans: tuple[Span, ...]

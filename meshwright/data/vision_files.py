@@ -110,6 +110,7 @@ def _to_rgb(picture: Any) -> Any:
 
     if "A" not in picture.getbands() and "transparency" not in picture.info:
         return picture.convert("RGB")
+    # Composited, not just converted: `convert("RGB")` drops alpha and keeps whatever colour transparent pixels have.
     rgba = picture.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
@@ -152,6 +153,7 @@ def _decoded(file: Path, frame_numbers: Sequence[int]) -> Iterator[Any]:
     remaining = list(reversed(frame_numbers))
     with _opened(file) as container:
         for number, frame in enumerate(container.decode(video=0)):
+            # A frame may be used twice when a clip has fewer frames than the minimum.
             while remaining and remaining[-1] == number:
                 remaining.pop()
                 yield frame.to_image()
@@ -191,6 +193,7 @@ class View:
 
     def pictures(self) -> Iterator[Any]:
         """Yield its frames as RGB. Refuse a file whose size has changed since its grid was computed."""
+        # The size is checked again here: days may pass between reading the data and training on them.
         num_bytes = sum(Path(file).stat().st_size if Path(file).is_file() else 0 for file in self.files)
         if num_bytes != self.num_bytes:
             raise DataError(
@@ -204,6 +207,7 @@ class View:
 
     @staticmethod
     def of(text: str) -> View:
+        """Parse what `str(view)` wrote."""
         fields = json.loads(text)
         time, height, width = fields.pop("grid")
         files, taken = (tuple(fields.pop(name)) for name in ("files", "taken"))

@@ -3,5 +3,5 @@ running it.
 
 `meta_model` copies a rank's shard to the meta device, `simulate` runs it and finds the peak, `fsdp_buffers` counts what
 FSDP2 would hold meanwhile, `budget` compares with the device and says what would fit. `meshwright plan` prints the
-result for meshes that nobody has yet.
+result for meshes that do not exist yet.
 """

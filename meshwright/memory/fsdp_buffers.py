@@ -66,7 +66,8 @@ class FsdpBuffers:
 
     A unit arrives in one flat buffer (`_flat`), from which its parameters are copied out (`_gathered`). In forward FSDP
     frees the flat buffer only when the next unit has arrived (`_old_flat`), because the copy-out runs on another
-    stream. So up to two flat buffers exist beside the gathered parameters. The same happens when a layer is recomputed.
+    stream. So up to two flat buffers exist in addition to the gathered parameters. The same happens when a layer is
+    recomputed.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Activations:
-    """What a micro-batch holds in a stage."""
+    """The memory of one micro-batch in a stage."""
 
     kept: int  # bytes kept from forward to backward, without gathered parameters
     forward: Peak  # while forward runs
@@ -121,6 +121,7 @@ class Live(MetaKernels):
         return out
 
     def _count(self, memory: torch.UntypedStorage) -> None:
+        """Count a storage once, and register its release."""
         key, size = memory._cdata, memory.nbytes()
         if key not in self._seen:
             self._seen.add(key)
@@ -130,6 +131,7 @@ class Live(MetaKernels):
             weakref.finalize(memory, self._freed, key, size)
 
     def _freed(self, key: int, size: int) -> None:
+        """Subtract a storage that was garbage-collected."""
         self._seen.discard(key)
         self.now -= size
 
@@ -167,6 +169,7 @@ def activations(spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork
 def _activations(
     spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork, kinds: Mapping[object, list[int]]
 ) -> Activations:
+    """Simulate a stage whose layers are already grouped by kind."""
     numbers = sorted(number for same in kinds.values() for number in same[-_RUN:])
     model = meta_copy(spec, stage, mesh, work.compute, work.savings, numbers)
     units = sharded_units(spec, stage.units, mesh.axes, mesh.coords, work.compute, work.savings)
@@ -239,7 +242,7 @@ def most_held(
 
     The stages of the rank follow the schedule's actions, as in a real step. A stage of 1F1B keeps activations of up to
     `pp - stage` micro-batches at a time; that number is not put in, it follows from the order of actions. `cache` is
-    shared between ranks of a mesh: interior stages are alike.
+    shared between ranks of a mesh: interior stages are equal.
 
     Example, 1F1B with pp=2 and 4 micro-batches: stage 0 runs F0 F1 B0 F2 B1 F3 B2 B3 and holds two micro-batches at its
     peak; stage 1 runs F0 B0 F1 B1 ... and holds one.
@@ -346,6 +349,7 @@ class _Trial:
         self.live.add(GRADIENTS, grads_made)
 
     def _watch(self) -> None:
+        """Hook the start of each layer and of the head."""
         head = [] if self.model.head is None else [self.model.head]
         for module in (*self.model.layers.values(), *head):
             module.register_forward_pre_hook(lambda _, given: self._on_layer(given[0]))

@@ -3,10 +3,10 @@ it.
 
 `cp // groups` neighbours exchange tokens for heads by all-to-all, as DeepSpeed-Ulysses does (arXiv:2309.14509): a rank
 holds `[T, n, C]` of its own tokens before, `[parts*T, n/parts, C]` of all their tokens after. Attention and the delta
-rule then see whole documents. The load is even, and a document that crosses a boundary is no special case. A ring would
-need load balancing by a zigzag order of tokens, which a recurrence (gated delta rule) cannot take: wrapping attention
-alone restarts the state of linear attention at each shard, with a right forward of the first shard and wrong gradients
-(accelerate#4177).
+rule then see whole documents. The load is even, and a document that crosses a boundary needs no special case. A ring
+would need load balancing by a zigzag order of tokens, which a recurrence (gated delta rule) cannot take: wrapping
+attention alone restarts the state of linear attention at each shard, with a right forward of the first shard and wrong
+gradients (accelerate#4177).
 
 Heads limit Ulysses to cp <= heads of a tp rank. Beyond the neighbours, keys and values are all-gathered (as in Llama
 3's context parallelism, arXiv:2407.21783), and the delta net passes on its state.
@@ -58,7 +58,7 @@ def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
 def gather_parts(x: Tensor, size: int, group: str, name: str) -> Tensor:
     """All-gather a tensor over the parts of the stream. Backward reduce-scatters (sums) its gradient.
 
-    The sum is the point: every part used all of the gathered keys, so each found its own share of their gradient. A
+    The sum is the point: every part used all of the gathered keys, so each has a share of their gradient. A
     gather whose backward only slices trains on 1/parts of it (NeMo-Automodel#1260).
     """
     return Gather.apply(x, size, group, _at(name))

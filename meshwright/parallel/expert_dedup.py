@@ -86,6 +86,7 @@ def dispatch_once(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Se
     order_P, copies = _by_expert(last)
 
     def come() -> Rows:
+        # Called when the experts are about to run: waits for the rows, then makes the local copies.
         weight_P, rows_PD = last.weights().index_select(0, order_P), ops.copied(last.rows(), copies)
         return Rows(rows_PD, weight_P, last.sizes.here_E, last.sizes.here, back)
 

@@ -43,7 +43,7 @@ _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 @dataclass(frozen=True)
 class _LocalShard:
-    """Where a module of this rank holds a weight, of which the rank stores the rows from `first` on."""
+    """A weight of a module of this rank, which stores its rows from `first` on."""
 
     name: str
     holder: nn.Module

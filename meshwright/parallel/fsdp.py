@@ -250,6 +250,7 @@ def _has_run(part: FSDPModule) -> bool:
 
 
 def _reset(part: FSDPModule) -> None:
+    """Reshard everything and clear FSDP's record of the iteration. `reset_iter_state` is public since torch 2.13."""
     if hasattr(FSDPModule, "reset_iter_state"):
         part.reset_iter_state()
         return

@@ -64,6 +64,7 @@ class _Replay:
         self.ready: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> _Slot:
+        """Save a slot instead of a tensor: 100 bytes in place of megabytes."""
         slot = _Slot(len(self.slots), tensor)
         self.slots.append(weakref.ref(slot))
         self.saved()

@@ -35,7 +35,7 @@ Scores = tuple[Tensor, ...]
 
 
 class Staged(Protocol):
-    """What a pass reads of a model on a mesh."""
+    """The part of a model on a mesh that a pass reads."""
 
     stages: tuple[Stage, ...]  # of this rank
     mesh: Mesh

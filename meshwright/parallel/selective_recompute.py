@@ -1,7 +1,7 @@
 """Selective activation checkpointing: keep the results of costly operations, and recompute the rest (arXiv:2205.05198).
 
 torch's `create_selective_checkpoint_contexts` does the same but keeps too much: results after the last one that
-backward needs (the output of a layer's last matmul), and a partial sum beside its reduce-scatter.
+backward needs (the output of a layer's last matmul), and a partial sum in addition to its reduce-scatter.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def _versions(out: Any) -> list[int]:
 
 
 class _Mode(TorchDispatchMode):
+    """A dispatch mode over one run of a layer."""
+
     def __init__(self, saved: SavedResults) -> None:
         super().__init__()
         self.saved, self.number = saved, 0
@@ -119,6 +121,8 @@ class _Mode(TorchDispatchMode):
 
 
 class _Recording(_Mode):
+    """Records results in the first run."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.saved.ran(func, args, out)
@@ -126,6 +130,8 @@ class _Recording(_Mode):
 
 
 class _Replaying(_Mode):
+    """Returns recorded results in the second run, in the same order."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.saved.has(func):
             return func(*args, **(kwargs or {}))

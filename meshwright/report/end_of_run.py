@@ -41,7 +41,10 @@ def _verdict(run: Run) -> str:
 
 
 def _outputs(folder: Path, run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what the run wrote, with its meaning."""
+    """Yield what the run wrote, with its meaning.
+
+    `export` is listed only after a run that ended well: after a failure the directory may be of an earlier run.
+    """
     ended = run.of("end")
     if ended and ended[-1].get("why") in _ENDED_WELL and (folder / "export").is_dir():
         yield "export", "the trained weights, a Hugging Face directory"

@@ -101,7 +101,10 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _charts(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the charts with their controls."""
+    """Yield the charts with their controls.
+
+    The x axis can be steps, tokens or time: runs of different batch sizes are comparable by tokens only.
+    """
     figures = [_figure(chart, [run["name"] for run in data["runs"]]) for chart in data["charts"]]
     controls = (
         '<div class="controls"><label>by <select id="axis"><option value="step">step</option>'
@@ -172,7 +175,10 @@ def _placed(run: Run) -> str:
 
 
 def _samples(run: Run) -> Iterator[str]:
-    """Yield the newest samples openly, and earlier ones folded."""
+    """Yield the newest samples openly, and earlier ones folded.
+
+    Old samples are folded but present: they show when a model learned something.
+    """
     *earlier, newest = sorted({line["step"] for line in run.of("sample")}) or [None]
     if newest is None:
         return

@@ -123,7 +123,10 @@ def _names(metric: str, run: Run) -> list[str]:
 
 
 def _value(line: Mapping[str, Any], name: str) -> float | None:
-    """Return a value of a line; for a value per layer, the largest."""
+    """Return a value of a line; for a value per layer, the largest.
+
+    For metrics with a value per layer the worst layer is shown.
+    """
     value = line.get(name)
     if isinstance(value, list):  # one number a layer
         value = max((each for each in value if each is not None), default=None)
@@ -144,7 +147,7 @@ def _curve(points: Sequence[tuple[Mapping[str, Any], float | None]], max_points:
 def _held_out_curves(number: int, run: Run, max_points: int) -> Iterator[dict[str, Any]]:
     """Yield the held-out losses as points.
 
-    As points: evaluations are rare, and a line between them would suggest values that nobody measured.
+    As points: evaluations are rare, and a line between them would suggest values that were never measured.
     """
     names = sorted({name for line in run.of("eval") for name in line if name.endswith("/loss")})
     for name in names:

@@ -20,6 +20,8 @@ class Start:
     """A start of a run. `begins`: the step of the checkpoint that it resumed. `last`: the last step that it made.
 
     `ended`: the reason in its last line, "" at the end of the data, None if it never wrote one.
+
+    A run has several if it was resumed by hand, or restarted by the launcher after a failure, maybe on another mesh.
     """
 
     time: float

@@ -96,7 +96,10 @@ def when(time: float) -> str:
 
 
 def experts(run: Run) -> str:
-    """Return a warning if the router no longer uses some experts, else ""."""
+    """Return a warning if the router no longer uses some experts, else "".
+
+    See `expert_collapse`: an expert counts as unused if it had almost no tokens for many steps.
+    """
     use = ExpertUse()
     for line in (*run.of("start"), *run.of("step")):
         use.take(line)
@@ -111,7 +114,10 @@ def mesh(run: Run) -> str:
 
 
 def checkpoints(run: Run) -> list[list[str]]:
-    """Return the table of checkpoints."""
+    """Return the table of checkpoints.
+
+    The time is that of the whole save, which an asynchronous one spends in the background.
+    """
     return [_checkpoint(line) for line in run.of("save")]
 
 
@@ -143,7 +149,10 @@ def proof(run: Run) -> tuple[str, bool] | None:
 
 
 def figure(value: Any) -> str:
-    """Format a number with four digits."""
+    """Format a number with four digits.
+
+    Four significant digits are what a reader compares; the files have all of them.
+    """
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) and 1e-3 < abs(value) < 1e4 else f"{value:.4g}"

@@ -1,7 +1,7 @@
 """Checksums of written byte ranges (extents): the extents of a file tile it, and a reader verifies what it reads.
 
 A checksum belongs to what one rank wrote at once, not to a fixed block of the file: a block at a seam of two ranks
-could be checked by neither. xxh3 runs at some 30 GB/s, far above any disk, so checking costs nothing beside reading.
+could be checked by neither. xxh3 runs at some 30 GB/s, far above any disk, so checking costs next to nothing.
 
 Example: ranks 0 and 1 write one tensor. Rank 0 adds the extent (0, 1048576), rank 1 (1048576, 2097152). A reader on
 another mesh that needs bytes 1000000 to 1100000 reads both, verifies both, and keeps its part.

@@ -51,7 +51,7 @@ _RESTORE_SOURCE = (
 
 @dataclass(frozen=True)
 class Export:
-    """What to export and where: key map, config, small files (tokenizer, templates), target directory.
+    """A planned export: key map, config, small files (tokenizer, templates) and target directory.
 
     Nothing here refers to the live model. It can be planned, checked and reported before a tensor is touched.
     """

@@ -22,14 +22,18 @@ from ..errors import BrokenFile, LoadError
 
 @dataclass(frozen=True)
 class Stamp:
-    """What tells one version of a file from another."""
+    """The identity of one version of a file: inode, size and modification time."""
 
     inode: int
     num_bytes: int
     changed_ns: int
 
     def change_to(self, now: Stamp) -> str:
-        """Describe how another version differs from this one."""
+        """Describe how another version differs from this one.
+
+        The hint with `touch -d` restores the modification time to the nanosecond, for the case that a tool touched
+        files without changing them.
+        """
         if now.inode != self.inode:
             return f"it is another file now (inode {now.inode}, it was {self.inode})"
         if now.num_bytes != self.num_bytes:

@@ -28,6 +28,9 @@ def grid_of(param: Param, box: Box, layout: Layout, reader: Reader) -> Grid:
 
     A stacked parameter (experts, fused gate and up) is made of several blocks, each with scales of its own in the
     files. The grid stacks them and maps each row of the parameter to its row of scales.
+
+    FSDP cuts rows anywhere, and after its all-gather the whole matrix is multiplied; so scales are kept for all rows,
+    while codes are sharded. Scales are 1/16384 of the elements.
     """
     num_rows = len(param.rows)
     rows, scales, num_scale_rows = torch.zeros(box.shape[:num_rows], dtype=torch.int64), list[Tensor](), 0

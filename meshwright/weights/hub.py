@@ -25,7 +25,11 @@ _LETTERS = frozenset(string.ascii_letters + string.digits + "-_.")
 
 
 def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weights: bool = True) -> Path:
-    """Return the local directory of a source. `weights`: whether safetensors files are needed too."""
+    """Return the local directory of a source. `weights`: whether safetensors files are needed too.
+
+    Order: an existing directory, then an error for a file, then the form of a hub id. A typo in a path is reported as
+    that, unless it looks like `org/name`.
+    """
     if not isinstance(source, str | os.PathLike):
         raise LoadError(f"{source!r} is not a path; give a Hugging Face model directory, or a hub id (org/name)")
     path = path_of(source)

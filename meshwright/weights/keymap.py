@@ -273,7 +273,11 @@ def _assign_files(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def blocks_by_key(table: Table, choice: Choice) -> dict[str, list[tuple[Param, Block]]]:
-    """Return the parameters and blocks that each key is made of."""
+    """Return the parameters and blocks that each key is made of.
+
+    One key may be made of several parameters (a fused qkv), and one parameter may be in several keys (experts, a copy
+    of a tied head).
+    """
     out: dict[str, list[tuple[Param, Block]]] = {}
     for param in table:
         layout = chosen(param, choice)

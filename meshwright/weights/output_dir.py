@@ -93,7 +93,10 @@ def _refuse_to_replace(path: Path, target: Target) -> None:
 
 
 def _check_room(path: Path, num_bytes: int) -> None:
-    """Check that the parent is writable and its disk has room."""
+    """Check that the parent is writable and its disk has room.
+
+    A check, not a reservation: another job may fill the disk meanwhile, and then the write fails.
+    """
     parent = next(p for p in path.parents if p.exists())
     if not parent.is_dir():
         raise NotADirectoryError(f"{path} cannot be created, because {parent} is a file; choose another directory")

@@ -72,7 +72,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class Format:
-    """What `quantization_config` says: the key suffix of scales, the block, and the dtypes that scales may have."""
+    """The format that `quantization_config` describes: the key suffix of scales, the block, and the dtypes of
+    scales."""
 
     suffix: str
     block: tuple[int, int]
@@ -106,7 +107,10 @@ _GROUPS = {
 
 
 def with_matrices(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Add an entry for each packed 4-bit matrix, under the key that an unquantised file would have."""
+    """Add an entry for each packed 4-bit matrix, under the key that an unquantised file would have.
+
+    The rest of the package then sees a matrix with a key, a shape and scales, as for any other format.
+    """
     quantization = config.get("quantization_config")
     if quantization is None or not _format_of(quantization).packed:
         return entries
@@ -153,7 +157,10 @@ def config_of(kept: Sequence[str]) -> dict[str, Any]:
 
 
 def also_plain(quantization: Mapping[str, Any], modules: Sequence[str]) -> Mapping[str, Any]:
-    """Return a quantization_config that lists more modules as unquantised."""
+    """Return a quantization_config that lists more modules as unquantised.
+
+    compressed-tensors calls the list `ignore`, fp8 `modules_to_not_convert`, some exporters `ignored_layers`.
+    """
     if not modules:
         return quantization
     default_field = "ignore" if quantization.get("quant_method") == "compressed-tensors" else "modules_to_not_convert"

@@ -426,7 +426,11 @@ class _Strips:
 
 
 def contiguous(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Iterator[tuple[int, int]]:
-    """Yield the contiguous ranges of a strided view in row-major order, as (offset, length) in elements."""
+    """Yield the contiguous ranges of a strided view in row-major order, as (offset, length) in elements.
+
+    Example: shape (3, 4) with strides (10, 1) from 5 yields (5, 4), (15, 4), (25, 4); with strides (4, 1) it yields (5,
+    12).
+    """
     length, outer = 1, len(shape)
     # Merge inner dims as long as they are dense: their product is the length of a contiguous range.
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == length):

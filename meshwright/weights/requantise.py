@@ -66,7 +66,7 @@ def quantised_tensors(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, 
 
 
 class BlockScan:
-    """What a rank finds about each block: its amax, and whether it differs from the source, if that has the same
+    """The amax of each block as far as this rank has it, and whether it differs from the source, if that has the same
     blocks."""
 
     def __init__(self, keymap: KeyMap, keys: Sequence[str], files: contextlib.ExitStack) -> None:
@@ -84,7 +84,10 @@ class BlockScan:
         return self.reader if same else None
 
     def chosen(self, key: str) -> Tensor:
-        """Return the scales with which a matrix is written."""
+        """Return the scales with which a matrix is written.
+
+        A block that changed on any rank gets a new scale on all of them.
+        """
         stored = self.keymap.keys[self.keymap.scales[key].key]
         new_scales = scales_to_float(scales_to_stored(scales_for_amax(self.amax[key]), stored.dtype))
         if bool(new_scales.isinf().any()):  # equal on all ranks after the all-reduce, so all of them raise

@@ -1,7 +1,7 @@
 """Parse safetensors headers strictly: a file becomes a list of named byte ranges, with nothing in it trusted or
 executed.
 
-Every byte behind the header must belong to exactly one tensor. Overlaps and gaps are how one file can mean different
+Every byte after the header must belong to exactly one tensor. Overlaps and gaps are how one file can mean different
 things to different readers.
 """
 
@@ -188,7 +188,7 @@ def _sizes(value: Any) -> bool:
 
 
 def _check_extent(path: Path, entries: list[Entry], data_start: int, size: int) -> None:
-    """Check that tensors tile the file behind its header.
+    """Check that tensors tile the file after its header.
 
     The format allows neither gaps nor overlaps. Readers that only look up offsets do not notice either, and a hidden
     tensor or an alias of two is the result.

@@ -66,7 +66,10 @@ class SmallFiles:
 
 
 def read_small(directory: Path) -> SmallFiles:
-    """Read the small files of a model directory."""
+    """Read the small files of a model directory.
+
+    An unreadable file is an error only for who exports: a model can be loaded without its README.
+    """
     kept, large, unreadable = dict[str, bytes](), dict[str, Stamp](), dict[str, str]()
     for path in _paths(directory):
         name = str(path.relative_to(directory))

@@ -24,7 +24,7 @@ _LOOKS, _LOOK = 512, 64  # a checksum samples at least so many tensors (if there
 
 @dataclass(frozen=True)
 class Source:
-    """What a directory holds, in the order of its files and of their bytes."""
+    """The content of a directory, in the order of its files and of their bytes."""
 
     directory: Path
     entries: Mapping[str, Entry]
@@ -120,7 +120,10 @@ def open_source(directory: str | os.PathLike[str], others: Mapping[str, Stamp] |
 
 def open_index(directory: str | os.PathLike[str]) -> Source:
     """Read the keys that an index promises, without its files: enough to know how the model is spelled. No index, no
-    keys."""
+    keys.
+
+    `meshwright plan` uses it for models whose weights are not downloaded: a few hundred KB instead of hundreds of GB.
+    """
     root = Path(directory)
     if not exists(root / INDEX, Path.is_file):
         return Source(root, {})
@@ -129,7 +132,10 @@ def open_index(directory: str | os.PathLike[str]) -> Source:
 
 
 def index_files(directory: Path) -> list[str]:
-    """Return the files that an index names; none without an index."""
+    """Return the files that an index names; none without an index.
+
+    Used to decide whether a directory is an earlier export that may be replaced.
+    """
     if not exists(directory / INDEX, Path.is_file):
         return []
     return list(dict.fromkeys(_read_index(directory / INDEX)[0]["weight_map"].values()))

@@ -146,7 +146,10 @@ def _received(parts: list[_Overlap], mesh: Mesh, dtypes: DtypeOf, rank: int) -> 
 
 
 def _insert(tensors: Mapping[str, Tensor], parts: list[_Overlap], buffers: Mapping[torch.dtype, Tensor]) -> None:
-    """Copy the elements of buffers to their places in whole tensors."""
+    """Copy the elements of buffers to their places in whole tensors.
+
+    Sender and receiver walk overlaps in one order, so positions in a buffer need not be sent.
+    """
     positions = dict.fromkeys(buffers, 0)
     for part in parts:
         destination = part.block.view(tensors[part.key.name])[part.overlap.within(part.block.ours).slices]

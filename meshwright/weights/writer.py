@@ -125,6 +125,7 @@ class Files:
 
     def _pwrite(self, key: Key, data: bytes | memoryview, offset: int) -> None:
         """Write bytes, start their write-back, and note them with their checksum."""
+        # pwrite may write less than asked, for example on a nearly full disk.
         remaining, start = memoryview(data), self._start[key.name] + offset
         position, fd = start, self._fd(key.file)
         with self._with_file_name(key.file):
@@ -148,6 +149,8 @@ class Files:
         if file not in self._open:
             path = self.root / self.subfolder / file
             try:
+                # No O_CREAT: if rank 0's file is not visible here, the directory is not shared, and a second file would
+                # hide that.
                 self._open[file] = os.open(path, os.O_WRONLY)
             except FileNotFoundError:
                 raise ExportError(
@@ -215,6 +218,7 @@ def whole_rows(stored_model: StoredModel, *, keep: bool = False) -> Iterator[tup
         if param.name in stored_model.stored:
             stored = stored_model.stored[param.name].detach()
             for rows, values in _rows_of(param, spec, mesh, stored):
+                # The data pointer says whether `values` is a view of live memory; only then must it be copied.
                 live = keep and values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
                 yield rows, values.to("cpu", copy=live) if keep else values
 
@@ -242,6 +246,7 @@ def _rows_of(param: Param, spec: ShardingSpec, mesh: Mesh, stored: Tensor) -> It
     for first_row in range(0, max(each.hi - each.lo for each in rows), at_a_time):
         windows = [_window(each, first_row, at_a_time) for each in rows]
         own_index = ranks.index(mesh.rank)
+        # Own strip of the rows that each rank will write, one after the other.
         send_buffer = torch.cat([stored[each.lo - own_strip.lo : each.hi - own_strip.lo].flatten() for each in windows])
         num_rows = windows[own_index].hi - windows[own_index].lo
         outs, ins = [num_rows * s.shape[1] for s in strips], [(w.hi - w.lo) * own_strip.shape[1] for w in windows]
