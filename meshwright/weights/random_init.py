@@ -34,9 +34,9 @@ def fill_fresh(param: Param, piece: Piece, stored: Tensor, seed: int) -> None:
     inner = tuple(param.cols.values())
     for box in piece.boxes:
         for first, last in _row_runs(param, box):
+            # The whole block is drawn even if only some rows are kept, because element n of a generator depends on
+            # those before it.
             for lo in range(first - first % _ROWS, last, _ROWS):
-                # The whole block is drawn even if only some rows are kept, because element n of a generator depends on
-                # those before it.
                 block = _draw(param.init, (_ROWS, *inner), _generator(seed, param.name, lo // _ROWS))
                 kept = block[max(first - lo, 0) : last - lo]
                 kept = kept[(slice(None), *cols)].flatten(1) if inner else kept
