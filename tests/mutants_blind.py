@@ -136,7 +136,7 @@ BLIND = [
            "rank 1 begins at row 66 of 131 words: its values are those of other rows than in one process"),
     Mutant(76, "a part of a key is placed by the corner of the piece, not of the block", "weights/streaming.py",
            "[part.overlap.within(part.block.ours).slices]",
-           "[part.ours.within(part.piece.box).slices]",
+           "[part.overlap.within(part.piece.box).slices]",
            TIED, "tp=2", OPEN,
            "rank 1's words and heads overwrite those of rank 0; up_proj is never written"),
     Mutant(77, "weight decay is scaled by lr twice", "optim/adamw.py",
