@@ -117,7 +117,7 @@ def too_large(step: Path) -> None:
 
 NO_CHECKPOINT: dict[Callable[[Path], object], str] = {
     without_a_manifest: words(r"run/step-000002", r"no meshwright\.json", "copy it again", "remove"),
-    a_device: words(r"step-000002/meshwright\.json", "no regular file"),
+    a_device: words(r"step-000002/meshwright\.json", "not a regular file"),
     too_large: words(r"step-000002/meshwright\.json", "1000000000 bytes are too many"),
 }
 

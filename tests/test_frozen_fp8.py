@@ -185,7 +185,7 @@ def resumes(source: Path, at: Path, out: Path) -> dict[str, Any]:
     assert all(same(each, told[0]) for each in told)
     mw.resume(engine, source)
     assert mw.check_weights(model).ok
-    with pytest.raises(mw.CheckpointError, match=r"cannot be resumed: .*frozen and in 8 bits"):
+    with pytest.raises(mw.CheckpointError, match=r"cannot be resumed: .*frozen and kept in 8 bits"):
         mw.resume(engine, out)
     assert mw.check_weights(model).ok, "nothing was replaced"
     state = engine.state_dict()

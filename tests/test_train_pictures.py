@@ -126,7 +126,7 @@ def test_without_the_tower_it_is_said(model: Callable[[str], Path], tmp_path: Pa
 def test_a_chat_that_is_too_long(model: Callable[[str], Path], tmp_path: Path) -> None:
     """It is not cut, which might go through a picture."""
     config = config_file.read(file_of(tmp_path, model("qwen3_vl"), length=32, tokens_per_step=128))
-    with pytest.raises(mw.DataError, match=r"have more than 32 tokens.*may go through a picture"):
+    with pytest.raises(mw.DataError, match=r"have more than 32 tokens.*could go through a picture"):
         prepared(config.model_copy(update={"data": [config.data[0].model_copy(update={"too_long": "cut"})]}))
 
 
