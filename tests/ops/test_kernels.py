@@ -9,8 +9,8 @@ import torch
 
 from meshwright.ops import delta, documents, kernels, meta_kernels
 from meshwright.ops.kernels import agrees, fastest
-from meshwright.parallel.replay import saved_by_running_again
-from meshwright.parallel.selective_recompute import Kept
+from meshwright.parallel.replay import recompute_saved_tensors
+from meshwright.parallel.selective_recompute import SavedResults
 from tests.ops import references
 from tests.ops.references import assert_same, differentiate, rand
 
@@ -59,8 +59,8 @@ def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch
     def layer(x):
         return fastest(same, mean_so_far, [x])(x * 2, docs).exp()
 
-    ours = Kept(kept)
-    with ours.made(), saved_by_running_again(layer, (x,), ours.taken, ours.saved):
+    ours = SavedResults(kept)
+    with ours.record(), recompute_saved_tensors(layer, (x,), ours.replay, ours.mark_saved):
         made = layer(x)
     (grad,) = torch.autograd.grad(made.sum(), x)
     (wanted,) = torch.autograd.grad(mean_so_far(x * 2, docs).exp().sum(), x)
