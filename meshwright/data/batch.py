@@ -52,7 +52,7 @@ class Batch:
     host: each rank takes those that it encodes. Images without frames belong to other ranks alone.
 
     Example of fields for a policy-gradient loss: `{"old_logprobs": ..., "advantages": ...}`, both `[T]` and both at the
-    position that predicts the token they belong to. `mw.shift` moves values that other libraries store at the token
+    position that predicts the token they belong to. `mw.over_tokens` marks values that are stored at the token
     itself.
     """
 

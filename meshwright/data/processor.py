@@ -141,9 +141,8 @@ class Processor:
         """Decode and return a uint8 row for each patch, the four patches of a token together, tokens row by row."""
         size = (view.grid[1] * self.patch, view.grid[2] * self.patch)
         frames = [_resized(picture, size) for picture in view.pictures()]
-        frames += frames[-1:] * (
-            view.grid[0] * _TEMPORAL_PATCH - len(frames)
-        )  # an image fills its slice twice, as does an odd last frame
+        # An image fills its slice twice, as does an odd last frame.
+        frames += frames[-1:] * (view.grid[0] * _TEMPORAL_PATCH - len(frames))
         return torch.from_numpy(patched(np.stack(frames), self.patch))
 
     @property

@@ -94,9 +94,8 @@ def _mark(layer: nn.Module, *, full: bool) -> None:
     all-gathers and 5 reduce-scatters instead of 4 and 4.
     """
     doors: list[Door | Dispatch] = [d for _, d in find_doors(layer, Door)]
-    doors += [
-        d for _, d in find_doors(layer, Dispatch)
-    ]  # also passed again when last: backward needs the experts' input
+    # Experts are passed again even when last: backward needs their input.
+    doors += [d for _, d in find_doors(layer, Dispatch)]
     for door in doors:
         door.again = full and (door is not doors[-1] or isinstance(door, Dispatch))
     for _, swap in find_doors(layer, Swap):  # a mixer is never the last part of a layer
@@ -120,7 +119,7 @@ def _checkpointed(run: Callable[..., Tensor], ops_kept: list[Any], *args: Any) -
     # A TorchDispatchMode: each operation passes through Python, which takes the host as long as the operation itself.
     saved = SavedResults(ops_kept, OPS)
     again = functools.partial(_both, saved.replay, choices.taken)
-    with saved.record(), choices.made(), recompute_saved_tensors(run, args, again, saved.saved):
+    with saved.record(), choices.made(), recompute_saved_tensors(run, args, again, saved.mark_saved):
         return run(*args)
 
 
