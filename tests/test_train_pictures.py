@@ -205,12 +205,12 @@ def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     place, vocab = config["image_token_id"], config["text_config"]["vocab_size"]
     section = DataSection(path="a.jsonl", kind="tokens")
-    make, told, _ = data_sources._maker(section, data_sources.RowReader(model, tmp_path, tower=True))
+    make, told, _ = data_sources.maker(section, data_sources.RowReader(model, tmp_path, tower=True))
     assert str(place) in told
     assert len(make({"ids": [5, 6, 7]})) == 1
     with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for a picture"):
         make({"ids": [5, place, 7]})
     with pytest.raises(mw.DataError, match=f"from 0 to {vocab - 1}"):
         make({"ids": [5, vocab]})
-    blind, *_ = data_sources._maker(section, data_sources.RowReader(model, tmp_path))
+    blind, *_ = data_sources.maker(section, data_sources.RowReader(model, tmp_path))
     assert len(blind({"ids": [5, place, 7]})) == 1
