@@ -12,7 +12,7 @@ Shifting after packing would make token 7 predict 8, the first token of another 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -72,30 +72,16 @@ def pack(
     packed_images = None if images is None else images_of(documents, images, placeholders)
     placeholder_ids = placeholders if packed_images else ()
     bounds = tuple(accumulate(sizes, initial=0))
-
-    def stream(values: Sequence[Any] | OverTokens, what: str) -> Tensor:
-        if isinstance(values, OverTokens):
-            return to_terms(stream(values.values, what), bounds)
-        check_values(values, sizes, what)
-        return joined(values, what)
-
-    def ids(values: Sequence[Any] | OverTokens, what: str) -> Tensor:
-        if isinstance(values, OverTokens):
-            return to_terms(ids(values.values, what), bounds, IGNORE)
-        values_T = stream([_as_list(each) for each in values], what)
-        check_whole_numbers(values_T, what)
-        return values_T.long()
-
-    tokens_T = ids(documents, "documents")
+    tokens_T = _stream_of_ids(documents, bounds, "documents")
     if labels is None:
         labels_T = _next_tokens(tokens_T, bounds, placeholder_ids)
     else:
-        labels_T = ids(labels, "labels")
+        labels_T = _stream_of_ids(labels, bounds, "labels")
     if trained is not None:
-        mask_T = stream(trained, "trained")
+        mask_T = _stream(trained, bounds, "trained")
         check_mask(mask_T)
         labels_T = labels_T.where(to_terms(mask_T, bounds) != 0, IGNORE)
-    streams = {name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()}
+    streams = {name: _stream(values, bounds, f"fields[{name!r}]") for name, values in (fields or {}).items()}
     batch = Batch(tokens_T, labels_T, bounds, streams, images=packed_images)
     # After packing, on the flat tensors: one pass instead of one for each document.
     check_unlearnt(batch, placeholder_ids)
@@ -119,6 +105,23 @@ def _from_processor(
         [each for _, each, _ in outputs],
         sorted(set().union(*(i for *_, i in outputs))),
     )
+
+
+def _stream(values: Sequence[Any] | OverTokens, bounds: Sequence[int], what: str) -> Tensor:
+    """Concatenate the values of documents, one for each loss term; values over tokens are shifted to terms."""
+    if isinstance(values, OverTokens):
+        return to_terms(_stream(values.values, bounds, what), bounds)
+    check_values(values, [stop - start for start, stop in pairwise(bounds)], what)
+    return joined(values, what)
+
+
+def _stream_of_ids(values: Sequence[Any] | OverTokens, bounds: Sequence[int], what: str) -> Tensor:
+    """Concatenate the ids of documents as int64. Ids over tokens are shifted to terms; a last term gets -100."""
+    if isinstance(values, OverTokens):
+        return to_terms(_stream_of_ids(values.values, bounds, what), bounds, IGNORE)
+    values_T = _stream([_as_list(each) for each in values], bounds, what)
+    check_whole_numbers(values_T, what)
+    return values_T.long()
 
 
 def _next_tokens(tokens_T: Tensor, bounds: Sequence[int], placeholder_ids: Sequence[int]) -> Tensor:
