@@ -189,7 +189,7 @@ def _one_order(places: Any, size: int, *key: Any) -> Any:
 
 
 def _from_the_first(plan: Plan, epoch: int) -> list[tuple[int, int]]:
-    return [(0, round(w * len(kept))) for w, kept in zip(plan.weights, plan._kept, strict=True)]
+    return [(0, round(w * len(kept))) for w, kept in zip(plan.weights, plan._usable, strict=True)]
 
 
 SEED = {"seed": 6}

@@ -41,7 +41,7 @@ def lines(path: Path, rows: Sequence[Any], ending: str = "\n") -> Path:
 
 
 def recipe(*files: Path, **options: Any) -> TokenizeSpec:
-    return TokenizeSpec(**{"name": "mine", "files": files, "make": letters, "told": "letters", **options})
+    return TokenizeSpec(**{"name": "mine", "files": files, "make": letters, "settings_key": "letters", **options})
 
 
 def texts(documents: Documents) -> list[str]:
@@ -269,7 +269,7 @@ def test_texts_and_ready_tokens() -> None:
     assert [d.spans for d in ready.documents({"ids": [1, 2, 3, 4], "trained": [0, 1, 1, 0]})] == [((1, 3),)]
     assert [d.spans for d in ready.documents({"ids": [1, 2], "trained": [1, 0]})] == [((0, 1),)]
     assert ready.documents({"ids": []}) == []
-    for row, wanted in (({"ids": [10]}, "from 0 to 9"), ({"ids": [1], "trained": [1, 1]}, "no list of 1 values")):
+    for row, wanted in (({"ids": [10]}, "from 0 to 9"), ({"ids": [1], "trained": [1, 1]}, "not a list of 1 values")):
         with pytest.raises(mw.DataError, match=wanted):
             ready.documents(row)
 

@@ -152,7 +152,7 @@ def test_data_are_read_and_kept_in_parts(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"w{n} " * (n % 5 + 1)}) + "\n" for n in range(40)))
     recipe = TokenizeSpec(
-        name="it", files=(file,), make=lambda row: [tokens([*row["text"].encode()], [(0, 2)])], told="it"
+        name="it", files=(file,), make=lambda row: [tokens([*row["text"].encode()], [(0, 2)])], settings_key="it"
     )
     with shrunk_part_sizes():
         assert len(row_files.shards_of([file])) > 1

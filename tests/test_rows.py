@@ -191,7 +191,8 @@ def chats(file: Path, *rows: Any) -> Path:
 def recipe(file: Path, **options: Any) -> TokenizeSpec:
     chat = Chat(tokenizer(), ChatOptions(template=GOOD["plain"]))
     return TokenizeSpec(
-        **{"name": "mine", "files": (file,), "make": chat.documents, "told": "", "unused": chat.unused} | options
+        **{"name": "mine", "files": (file,), "make": chat.documents, "settings_key": "", "unused": chat.unused}
+        | options
     )
 
 

@@ -174,9 +174,9 @@ class Part:
         return self.num_bytes, self.checksum >> 32, self.checksum & 0xFFFFFFFF, self.not_finite
 
     @staticmethod
-    def from_floats(rank: int, to_floats: Sequence[float]) -> Part:
+    def from_floats(rank: int, floats: Sequence[float]) -> Part:
         """Decode what another rank sent."""
-        num_bytes, high, low, not_finite = map(int, to_floats)
+        num_bytes, high, low, not_finite = map(int, floats)
         return Part(part_name(rank), high << 32 | low, num_bytes, not_finite)
 
 
