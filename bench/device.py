@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 import meshwright as mw
 from meshwright.blueprint import draw
 from meshwright.memory.budget import Need
-from meshwright.memory.simulate import ACTIVATIONS, Passing
+from meshwright.memory.simulate import ACTIVATIONS, StepWork
 
 DOCUMENTS, TOKENS, ROUNDS = 2, 4096, 5
 QWEN3 = dict(
@@ -97,7 +97,7 @@ def seconds_of(step: Callable[[], object]) -> float:
 def planned(model: mw.Model, savings: mw.Savings) -> tuple[float, float]:
     """(GB on the device, GB of activations among them) by the plan."""
     need = model.need(None)
-    passing = Passing(DOCUMENTS * TOKENS, 1, torch.bfloat16, savings, "cuda")
+    passing = StepWork(DOCUMENTS * TOKENS, 1, torch.bfloat16, savings, "cuda")
     parts = {s.what: s.num_bytes for s in Need(need.spec, need.axes, need.held, passing).stored(0)}
     return sum(parts.values()) / 1e9, parts.get(ACTIVATIONS, 0) / 1e9
 

@@ -39,7 +39,7 @@ from transformers.distributed import DistributedConfig
 import meshwright as mw
 from bench.step import needs
 from meshwright import models, weights
-from meshwright.weights.keymap import head_of
+from meshwright.weights.keymap import file_header
 
 RANKS, MB = 2, 1e6
 COMMON = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=8000,
@@ -60,7 +60,7 @@ def make(at: Path, config: dict[str, Any]) -> int:
     keys = sorted(weights.of_table(table, torch.bfloat16).keys.values(), key=lambda k: k.name)
     noise = torch.randn(16_000_000, generator=torch.Generator().manual_seed(1)).mul_(0.02).bfloat16().view(torch.uint8)
     with (at / "model.safetensors").open("wb") as out:
-        out.write(head_of(keys, {"format": "pt"}).data)
+        out.write(file_header(keys, {"format": "pt"}).header_bytes)
         for key in keys:
             assert key.num_bytes <= len(noise), key
             out.write(noise[: key.num_bytes].numpy().data)

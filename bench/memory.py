@@ -28,7 +28,7 @@ from bench.step import MODELS, TOKENS
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.memory.budget import Need, widths_of
-from meshwright.memory.simulate import ACTIVATIONS, Passing
+from meshwright.memory.simulate import ACTIVATIONS, StepWork
 from meshwright.mesh import collectives, local_collectives
 from meshwright.plan.requested import mesh_of
 from meshwright.sharding import Held
@@ -52,7 +52,7 @@ def said(asked: Asked) -> dict[str, int]:
     blueprint, axes, savings = draw(dict(asked.config)), Axes(**asked.sizes), asked.savings
     blueprint = blueprint.run_by(blueprint.spec.pipeline, savings.traffic)
     held = Held(widths_of(asked.dtype), frozenset(blueprint.table.params), savings.offload)
-    passing = Passing(asked.tokens, asked.num_batches, asked.dtype, savings, "cpu")
+    passing = StepWork(asked.tokens, asked.num_batches, asked.dtype, savings, "cpu")
     need = Need(blueprint.spec, axes, held, passing)
     parts = [{s.what: s.num_bytes for s in need.stored(rank)} for rank in axes.group(0, ("pp",))]
     for each in parts:

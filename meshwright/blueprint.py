@@ -70,10 +70,10 @@ class Blueprint:
 
         return {param.name: stored(param) for param in self.table}
 
-    def in_numbers(self, trained: Set[str]) -> frozenset[str]:
+    def stays_quantised(self, trained: Set[str]) -> frozenset[str]:
         """Return the frozen matrices that are stored as their FP8 files have them: codes with their scales."""
         frozen = (param for param in self.table if param.name not in trained)
-        return frozenset(param.name for param in frozen if self.keymap.in_numbers(param))
+        return frozenset(param.name for param in frozen if self.keymap.stays_quantised(param))
 
     def run_by(self, pipeline: Pipeline, traffic: Traffic = _USUAL) -> Blueprint:
         """Return the blueprint with another pipeline and other communication options."""

@@ -29,10 +29,10 @@ def scale_of_shard(patch: Patch) -> None:
     """Scale half a block of 128 rows by itself, or the rows of a rank where 8-bit codes are sent."""
     real = fp8_matmul.rounded_matrix
 
-    def of_own_rows(kind: fp8_gather._Kind, _: object) -> None:
+    def of_own_rows(kind: fp8_gather._WeightGroup, _: object) -> None:
         kind.scales.zero_()
         for matrix in kind.matrices:
-            matrix.find_largest()
+            matrix.find_amax()
         kind.scales.copy_(fp8_matmul.scales_of(kind.scales))
 
     def rounded(weight: Tensor) -> Tensor:
@@ -42,5 +42,5 @@ def scale_of_shard(patch: Patch) -> None:
         padded = [real(F.pad(half, (0, 0, 0, BLOCK // 2))) for half in halves]
         return torch.stack([half[: BLOCK // 2] for half in padded]).view_as(weight)
 
-    patch.setattr(fp8_gather._Kind, "find_scales", of_own_rows)
+    patch.setattr(fp8_gather._WeightGroup, "find_scales", of_own_rows)
     patch.setattr(fp8_matmul, "rounded_matrix", rounded)

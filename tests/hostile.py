@@ -16,7 +16,7 @@ import meshwright as mw
 INDEX = "model.safetensors.index.json"
 WAYS_OUT = (
     "fetch", "mend", "remove", "correct", "give", "convert", "choose", "check", "put", "must", "set it", "write",
-    "is config.json of another model", "ended", "not supported", "known are", "at most", "needs it",
+    "use", "repair", "rename", "ended", "not supported", "known are", "at most", "needs it",
 )  # fmt: skip
 
 

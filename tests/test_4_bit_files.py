@@ -287,8 +287,8 @@ def of(config: dict[str, Any], **changes: Any) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any], Files], object], type, str]] = {
-    "no scale": (lambda c, f: f.pop(SCALE), MismatchedKey, f"{PACKED} is U8, and {SCALE} is not there"),
-    "no global scale": (lambda c, f: f.pop(GLOBAL), MismatchedKey, f"{PACKED} is U8, and {GLOBAL} is not there"),
+    "no scale": (lambda c, f: f.pop(SCALE), MismatchedKey, f"{PACKED} is U8, but its {SCALE} is missing"),
+    "no global scale": (lambda c, f: f.pop(GLOBAL), MismatchedKey, f"{PACKED} is U8, but its {GLOBAL} is missing"),
     "no numbers": (lambda c, f: f.pop(PACKED), LoadError, "down_proj"),
     "a grid of groups of 32": (lambda c, f: f.update({SCALE: f[SCALE][:, ::2].clone()}), MismatchedKey,
         "is (64, 3), but model.layers.0.mlp.down_proj.weight (64, 96) has (64, 6) blocks of 1 x 16"),
@@ -303,13 +303,13 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], Files], object], type, str]] =
     "groups of 64": (lambda c, f: weights_told(c, group_size=64), LoadError, "group_size 64"),
     "whole numbers": (lambda c, f: weights_told(c, type="int"), LoadError, "4 bits of 'int'"),
     "zero points": (lambda c, f: weights_told(c, symmetric=False), LoadError, "symmetric=false"),
-    "6 bits": (lambda c, f: of(c, format="mxfp6-pack-quantized"), LoadError, "'mxfp6-pack-quantized', is not read"),
-    "int4": (lambda c, f: of(c, format="pack-quantized"), LoadError, "format 'pack-quantized', is not read"),
+    "6 bits": (lambda c, f: of(c, format="mxfp6-pack-quantized"), LoadError, "'mxfp6-pack-quantized'"),
+    "int4": (lambda c, f: of(c, format="pack-quantized"), LoadError, "format 'pack-quantized'"),
     "no format": (lambda c, f: of(c, format=None), LoadError, "format None"),
     "transformed": (lambda c, f: of(c, transform_config={"config_groups": {}}), LoadError, "transform_config"),
     "two formats": (lambda c, f: c["quantization_config"]["config_groups"].update(
-        group_1=told("MXFP4")["config_groups"]["group_0"] | {"format": FORMS["MXFP4"]}), LoadError, "2 kinds"),
-    **{method: (lambda c, f, m=method: of(c, quant_method=m), LoadError, f"{method!r} quantised are not read")
+        group_1=told("MXFP4")["config_groups"]["group_0"] | {"format": FORMS["MXFP4"]}), LoadError, "2 different"),
+    **{method: (lambda c, f, m=method: of(c, quant_method=m), LoadError, repr(method))
        for method in ("modelopt", "gptq", "awq", "bitsandbytes", "mxfp4")},
 }  # fmt: skip
 
@@ -343,10 +343,10 @@ def groups_of_32(view: Tensor, shape: Any, scale: quant_formats.Scale) -> quant_
     return right_places(view, shape, quant_formats.Scale(scale.key, (1, 32)))
 
 
-right_places, right_unpacked, right_some = quant_formats.Places.of, quant_formats.unpacked, Reader._some
+right_places, right_unpacked, right_some = quant_formats.Places.of, quant_formats.unpacked, Reader._scales_of_rows
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "the high four bits first": (load, "unpacked", high_first),
-    "the global scale multiplies": (Reader, "_some", multiplied),
+    "the global scale multiplies": (Reader, "_scales_of_rows", multiplied),
     "scales of other groups": (quant_formats.Places, "of", staticmethod(groups_of_32)),
     "scales of the first rows": (quant_formats.Places, "of", staticmethod(from_the_first_row)),
 }

@@ -20,7 +20,7 @@ from meshwright.blueprint import draw
 from meshwright.log import logger
 from meshwright.memory import simulate
 from meshwright.memory.budget import Need, ways_out, widths_of
-from meshwright.memory.simulate import Live, Passing, most_held
+from meshwright.memory.simulate import Live, StepWork, most_held
 from meshwright.mesh import Memory
 from meshwright.models import Decoder
 from meshwright.ops import meta_kernels
@@ -161,8 +161,8 @@ def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytes
     assert sum(most_held(spec, Axes(tp=2), 0, work).values()) == pytest.approx(sum(first.values()), rel=0.03)
 
 
-def passing(kind: str = "none", num_batches: int = 1, device: str = "cuda") -> Passing:
-    return Passing(256, num_batches, BF16, mw.Savings(recompute=kind), device)
+def passing(kind: str = "none", num_batches: int = 1, device: str = "cuda") -> StepWork:
+    return StepWork(256, num_batches, BF16, mw.Savings(recompute=kind), device)
 
 
 def test_what_is_freed_is_not_held() -> None:
@@ -216,7 +216,7 @@ def test_a_late_schedule_holds_what_gradients_of_weights_need() -> None:
 
 def test_a_rank_of_16384_is_planned_in_a_second() -> None:
     spec, began = draw(QWEN3_5_397B).spec, time.process_time()
-    held = held_by(spec, Axes(fsdp=256, tp=8, ep=64, pp=8), Passing(8192, 16))
+    held = held_by(spec, Axes(fsdp=256, tp=8, ep=64, pp=8), StepWork(8192, 16))
     assert time.process_time() - began < 2
     assert 10**9 < held < 10**12
 
@@ -229,7 +229,7 @@ def test_a_model_that_is_armed_is_planned_as_one_that_is_not() -> None:
     assert held_by(armed, Axes(), passing()) == held_by(fresh, Axes(), passing())
 
 
-def held_by(spec: ShardingSpec, axes: Axes, work: Passing) -> int:
+def held_by(spec: ShardingSpec, axes: Axes, work: StepWork) -> int:
     return sum(most_held(spec, axes, 0, work).values())
 
 

@@ -21,7 +21,7 @@ def growth(directory: Path, recompute: str) -> list[int]:
     """How many of the tensors that were made again are there after each step. And a changed input is refused."""
     model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, savings=mw.Savings(recompute=recompute))
     engine, seen, counts = mw.Engine(model, lr=1e-3), list[weakref.ref[Tensor]](), list[int]()
-    real = replay._Again._keep
+    real = replay._Replay._keep
 
     def keep(self: Any, numbers: Any, tensor: Tensor) -> Tensor:
         if tensor.grad_fn is not None:  # no parameter
@@ -29,13 +29,13 @@ def growth(directory: Path, recompute: str) -> list[int]:
         return real(self, numbers, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay._Again, "_keep", keep)
+        patch.setattr(replay._Replay, "_keep", keep)
         for _ in range(3):
             engine.step(tiny.batches(0))
             gc.collect()
             counts.append(sum(each() is not None for each in seen))
     x = torch.ones(4, requires_grad=True) * 2
-    with replay.saved_by_running_again(torch.sin, (x,), nullcontext):
+    with replay.recompute_saved_tensors(torch.sin, (x,), nullcontext):
         y = torch.sin(x)
     with torch.no_grad():
         x.mul_(2)

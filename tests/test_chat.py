@@ -108,7 +108,7 @@ def test_every_turn_stands_where_a_server_would_ask_for_it(name: str, args: dict
 def test_a_template_that_prompts_otherwise_is_refused(name: str) -> None:
     chat = Chat(tokenizer(), ChatOptions(template=REFUSED[name]))
     for seed in range(20):
-        with pytest.raises(mw.DataError, match=r"message \d+ otherwise than it prompts"):
+        with pytest.raises(mw.DataError, match=r"message \d+ differently from its generation prompt"):
             chat.documents(drawn(seed))
 
 
@@ -144,7 +144,7 @@ MARKED = """{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}{%- 
 
 def test_joined_is_one_render_with_the_marks_of_the_template() -> None:
     assert trained(one(), template=MARKED, turns="joined") == ["A1<|im_end|>", "A3<|im_end|>"]
-    with pytest.raises(mw.DataError, match="no generation marks"):
+    with pytest.raises(mw.DataError, match="generation"):
         trained(one(), turns="joined")
 
 
@@ -166,7 +166,7 @@ def test_joined_is_one_render_with_the_marks_of_the_template() -> None:
 def test_layouts_of_others(row: dict[str, Any]) -> None:
     found = conversation(row)
     assert [(m["role"], m["content"]) for m in found.messages] == [("user", "U0"), ("assistant", "A1")]
-    assert found.learnt == [False, True]
+    assert found.trained == [False, True]
 
 
 def test_renamed_fields() -> None:
@@ -186,13 +186,13 @@ def test_renamed_fields() -> None:
         ({"messages": []}, "an empty list"),
         ({"messages": [{"role": "user", "content": 7}]}, "content of message 0 is a number"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "'narrator'; known are system, user, assistant, tool"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "no message is a user's"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "no message has the role user"),
         (one(content=""), "message 3 of the assistant says nothing"),
         (one(content=None), "content of message 3 is null"),
-        (one(tool_calls=[{"function": {"arguments": "{}"}}]), "no name"),
-        (one(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "arguments of f in message 3 are no JSON"),
+        (one(tool_calls=[{"function": {"arguments": "{}"}}]), "no function name"),
+        (one(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "of f in message 3 are not valid JSON"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "shows one more image than the row has"),
-        ({**one(), "tools": "{"}, "tools are no JSON"),
+        ({**one(), "tools": "{"}, "tools are not valid JSON"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named(row: dict[str, Any], wanted: str) -> None:
@@ -203,7 +203,7 @@ def test_a_bad_row_is_named(row: dict[str, Any], wanted: str) -> None:
 def test_a_turn_without_an_end_is_refused() -> None:
     endless = GOOD["plain"].replace("{{- '<|im_end|>\\n' -}}\n  {%- endif -%}\n{%- endfor", "{%- endif -%}\n{%- endfor")
     assert endless != GOOD["plain"]
-    with pytest.raises(mw.DataError, match="no stop token closes message 1"):
+    with pytest.raises(mw.DataError, match="no stop token ends message 1"):
         trained(one(), template=endless)
 
 

@@ -26,7 +26,7 @@ import meshwright as mw
 from meshwright.checkpoint import check_bytes, folder, manifest, opened_at
 from meshwright.cli import main
 from meshwright.log import logger
-from meshwright.weights import runs_of_json
+from meshwright.weights import extents_of_json
 from tests import parts, tiny, worlds
 from tests.test_checkpoint import engine_of, train
 from tests.trials import error_of
@@ -195,7 +195,7 @@ def test_the_folder_gives_the_newest_whole_one(saved: tuple[Path, Path], run: Pa
     (run / "step-000009").mkdir()
     assert folder.find(run) == run / "step-000001"
     (run / "step-000001" / "meshwright.json").unlink()
-    with pytest.raises(mw.CheckpointError, match=words("no whole checkpoint", "step-000200")):
+    with pytest.raises(mw.CheckpointError, match=words("no complete checkpoint", "step-000200")):
         folder.find(run)
 
 
@@ -234,7 +234,7 @@ def fails_and_goes_on(source: Path, out: Path, wait: bool, rank: int, name: str)
         fails_once(patch, rank, name)
         told = [error_of(lambda: mw.save(engine, out, wait=wait))]
         if not wait:
-            while engine.saving is not None and engine.saving.runs:
+            while engine.saving is not None and engine.saving.is_running:
                 pass
             told += [error_of(lambda: train(engine, 1)), error_of(engine.wait)]
     [loss] = train(engine, 1)
@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[Callable[[mw.Engine, Path], object], str]] = {
         words("no checkpoint", "move"),
     ),
     "nothing to resume": (mw.resume, words("no directory", "give a checkpoint")),
-    "an empty folder": (lambda engine, at: at.mkdir() or mw.resume(engine, at), words("no whole checkpoint")),
+    "an empty folder": (lambda engine, at: at.mkdir() or mw.resume(engine, at), words("no complete checkpoint")),
 }  # fmt: skip
 
 
@@ -366,7 +366,7 @@ def keeps(source: Path, out: Path) -> None:
 
 def test_weights_that_are_not_finite_replace_no_good_ones(saved: tuple[Path, Path], tmp_path: Path) -> None:
     [told] = worlds.run(1, keeps_the_good_ones, saved[0], tmp_path / "run")
-    assert re.search(words(r"layers\.1\.mlp\.down\.weight", "not finite", "step 3", "keep="), told), told
+    assert re.search(words(r"layers\.1\.mlp\.down\.weight", "NaN or infinite", "step 3", "keep="), told), told
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-000002", "step-000003"]
 
 
@@ -426,13 +426,13 @@ def test_any_text_as_a_manifest(tmp_path: Path, text: bytes) -> None:
     with pytest.raises(mw.BrokenFile):
         manifest.read_manifest(tmp_path)
     with contextlib.suppress(ValueError):
-        runs_of_json(text)
+        extents_of_json(text)
 
 
 def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(run), "--verify", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["wrong"], found["strangers"], found["ranks"]) == (2, [], [], 2)
+    assert (found["step"], found["wrong"], found["unlisted_files"], found["ranks"]) == (2, [], [], 2)
     assert found["planes"]["exp_avg"]["dtypes"] == ["F32"]
     assert main(["inspect", str(run / "step-000001"), "--diff", str(run), "--json"]) == 1
     apart = json.loads(capsys.readouterr().out)["differences"]

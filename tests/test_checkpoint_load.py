@@ -72,7 +72,7 @@ def test_a_model_that_is_a_checkpoint_is_compared_with_its_checksums(step: Path)
     for name, at in DAMAGED.items():
         mw.load(step, mw.Mesh(device="cpu"))
         flip(step / name, at(step))
-        expected = words("BrokenFile", re.escape(str(step / name)), "checksum", "take another|take that")
+        expected = words("BrokenFile", re.escape(str(step / name)), "checksum", "use another|use that")
         assert re.search(expected, error_of(lambda: mw.load(step, mw.Mesh(device="cpu"))))
         small: list[Callable[[], object]] = [lambda: mw.init(step, mw.Mesh(device="cpu"))]
         small.append(lambda: model_directory(str(step)))  # what a run reads its tokenizer from
@@ -117,7 +117,7 @@ def too_large(step: Path) -> None:
 
 NO_CHECKPOINT: dict[Callable[[Path], object], str] = {
     without_a_manifest: words(r"run/step-000002", r"no meshwright\.json", "copy it again", "remove"),
-    a_device: words(r"step-000002/meshwright\.json", "no regular file"),
+    a_device: words(r"step-000002/meshwright\.json", "not a regular file"),
     too_large: words(r"step-000002/meshwright\.json", "1000000000 bytes are too many"),
 }
 
@@ -149,7 +149,7 @@ def test_a_folder_gives_an_older_one_where_the_newest_is_damaged(step: Path, cap
         flip(step / file, (step / file).stat().st_size // 2)
         damaged = (step / file).read_bytes()
         assert mw.resume(engine, step.parent).directory == step.parent / "step-000001"
-        assert re.search(words("step-000002 is damaged", "stays as it is", re.escape(file)), caplog.text)
+        assert re.search(words("step-000002 is damaged", "left as it is", re.escape(file)), caplog.text)
         assert (step / file).read_bytes() == damaged
         engine.step(tiny.batches(1))
         assert re.search(words("^BrokenCheckpointError", re.escape(file)), error_of(lambda: mw.resume(engine, step)))
@@ -158,7 +158,7 @@ def test_a_folder_gives_an_older_one_where_the_newest_is_damaged(step: Path, cap
     for each in (step, step.parent / "step-000001"):
         flip(each / "master" / "model.safetensors", 30_000)
     told = error_of(lambda: mw.resume(engine, step.parent))
-    assert "no whole checkpoint (step-000002, step-000001: damaged)" in told
+    assert "no complete checkpoint (step-000002, step-000001: damaged)" in told
 
 
 def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path) -> None:
@@ -169,5 +169,5 @@ def test_a_run_goes_on_from_its_folder_or_not_at_all(step: Path, tmp_path: Path)
     for each in folder.iterdir():
         (each / weights.MANIFEST).unlink()
     assert resume_point._found(config, tmp_path) == (folder, "")
-    with pytest.raises(mw.CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(mw.CheckpointError, match="no complete checkpoint"):
         open_newest(folder, [])

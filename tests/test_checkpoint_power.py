@@ -103,7 +103,7 @@ def manifest_before_data(patch: pytest.MonkeyPatch) -> None:
         for path in self.final.rglob("*.safetensors"):
             to_disk(path)
 
-    patch.setattr(writer.Files, "to_disk", lambda self: None)
+    patch.setattr(writer.Files, "fsync", lambda self: None)
     patch.setattr(folder.Draft, "commit", commit)
 
 

@@ -86,14 +86,16 @@ def copies_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 def ranks_for_heads(patch: pytest.MonkeyPatch) -> None:
     """On the way back the heads of a rank are taken for those of its neighbour."""
-    real = context.back
-    patch.setattr(context, "back", lambda swap, *args: real(swap, *args).roll(1, 1))
+    real = context.heads_to_tokens
+    patch.setattr(context, "heads_to_tokens", lambda swap, *args: real(swap, *args).roll(1, 1))
 
 
 def positions_of_rank_0(patch: pytest.MonkeyPatch) -> None:
-    real = context.own
+    real = context.own_tokens
     patch.setattr(
-        context, "own", lambda x, size, part: real(x, size, 0 if x.dtype == torch.int64 and x.max() < 71 else part)
+        context,
+        "own_tokens",
+        lambda x, size, part: real(x, size, 0 if x.dtype == torch.int64 and x.max() < 71 else part),
     )
 
 

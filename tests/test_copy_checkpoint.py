@@ -210,7 +210,7 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
 
     assert re.search(words("nothing://", "reached", "rotocol"), said(run, "nothing://b/run"))
     assert re.search(words("faulty://empty", "neither", "step-000200"), said("faulty://empty", tmp_path))
-    assert re.search(words("no whole checkpoint"), said(tmp_path, "faulty://b"))
+    assert re.search(words("no complete checkpoint"), said(tmp_path, "faulty://b"))
     for step in (1, 2):
         mw.copy_checkpoint(run / f"step-00000{step}", "faulty://b/run")
     first, second = (next(n for n in Faulty.store if n.endswith(f"{step}/meshwright.json")) for step in (1, 2))
@@ -223,7 +223,7 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     with (broken / "step-000002" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x55")
-    assert re.search(words("not those that were written"), said(broken, "faulty://c/run"))
+    assert re.search(words("fail their checksum"), said(broken, "faulty://c/run"))
     assert not [name for name in Faulty.store if "c/run" in name and name.endswith("meshwright.json")]
 
 

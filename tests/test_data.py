@@ -182,7 +182,7 @@ def test_logprobs_feed_fields(source: Path, mesh: dict[str, int]) -> None:
     for by_document, both, text in worlds.run(trials.world_of(mesh), ratios, source, mesh):
         assert by_document
         assert both == pytest.approx([1.0] * len(both), abs=1e-12)
-        assert text == "Batch(2 documents, 8 tokens of which 2 are filler, 3 targets, fields old)"
+        assert text == "Batch(2 documents, 8 tokens of which 2 are padding, 3 targets, fields old)"
 
 
 def test_a_field_put_in_later_must_fit() -> None:

@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.data.feed import Feed, batch_of, source_of
 from meshwright.data.packing_plan import Plan
 from meshwright.data.texts import Ready
-from meshwright.data.token_cache import Documents, Recipe, prepare
+from meshwright.data.token_cache import Documents, TokenizeSpec, prepare
 from meshwright.data.tokens import Tokens, tokens
 from meshwright.train.data_sources import TrainingData
 
@@ -50,7 +50,7 @@ def source(tmp_path: Path) -> Documents:
     rows = [{"ids": [n % 90 + 1] * dice.randint(2, 40)} for n in range(200)]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return prepare(Recipe("mine", (file,), Ready(100).documents, "ready"), tmp_path / "cache")
+    return prepare(TokenizeSpec("mine", (file,), Ready(100).documents, "ready"), tmp_path / "cache")
 
 
 def plan_of(source: Documents, length: int = 64, **options: Any) -> Plan:
@@ -115,7 +115,7 @@ def test_a_changed_document_is_another_plan(source: Documents, tmp_path: Path) -
         file = tmp_path / folder / "b.jsonl"
         file.parent.mkdir()
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        recipe = Recipe("other", (file,), Ready(100).documents, "ready")
+        recipe = TokenizeSpec("other", (file,), Ready(100).documents, "ready")
         return plan_of(prepare(recipe, tmp_path / "cache")).fingerprint
 
     assert plan("same") == plan_of(source).fingerprint

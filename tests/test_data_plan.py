@@ -200,7 +200,7 @@ PLANTS = {
         lambda places, size, *key: places if "window" in key else permuted(places, size, *key),
         test_streams_of_a_window_are_mixed,
     ),
-    "every epoch begins anew": ("_counts", _from_the_first, test_every_document_once_an_epoch),
+    "every epoch begins anew": ("_ranges_of_sources", _from_the_first, test_every_document_once_an_epoch),
     "the last stream dropped": (
         "best_fit", lambda sizes, room: best_fit(sizes, room)[:-1], test_every_document_once_an_epoch
     ),
@@ -229,7 +229,7 @@ def test_how_many_epochs_are_done() -> None:
 def test_where_windows_begin_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
     made = three(cache=tmp_path, **options)
     with monkeypatch.context() as patched:
-        patched.setattr(Plan, "_lay_out", lambda _: pytest.fail("it is reckoned again"))
+        patched.setattr(Plan, "_build_windows", lambda _: pytest.fail("it is reckoned again"))
         again = three(cache=tmp_path, **options)
     assert told(whole(again)) == told(whole(made)) == told(whole(three(**options)))
     assert again.fingerprint == made.fingerprint

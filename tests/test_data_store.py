@@ -21,7 +21,7 @@ import meshwright as mw
 from meshwright.data import row_files, token_cache
 from meshwright.data.row_files import Shard, files_of, place_of, rows_of, shards_of
 from meshwright.data.texts import Ready, Texts
-from meshwright.data.token_cache import Documents, Recipe, prepare
+from meshwright.data.token_cache import Documents, TokenizeSpec, prepare
 from meshwright.data.tokens import Tokens, tokens
 from meshwright.errors import counted
 from tests.templates import tokenizer
@@ -40,8 +40,8 @@ def lines(path: Path, rows: Sequence[Any], ending: str = "\n") -> Path:
     return path
 
 
-def recipe(*files: Path, **options: Any) -> Recipe:
-    return Recipe(**{"name": "mine", "files": files, "make": letters, "told": "letters", **options})
+def recipe(*files: Path, **options: Any) -> TokenizeSpec:
+    return TokenizeSpec(**{"name": "mine", "files": files, "make": letters, "told": "letters", **options})
 
 
 def texts(documents: Documents) -> list[str]:
@@ -90,7 +90,7 @@ def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 BAD = [
     (b'{"text": "fine"}', ""),
     (b"", ""),
-    (b'{"text": "cut', "no JSON"),
+    (b'{"text": "cut', "not valid JSON"),
     (b'["text"]', "a list, not an object"),
     (b'{"text": "\xff"}', "not UTF-8"),
     (b'{"text": 7}', "its field 'text' is no text"),
@@ -117,10 +117,10 @@ def test_each_bad_row_is_named_by_its_line(tmp_path: Path, caplog: pytest.LogCap
     caplog.clear()
     found = prepare(recipe(file, on_bad="skip"), tmp_path / "cache")
     assert (found.statistics.rows, found.statistics.skipped, found.statistics.without_targets) == (7, 5, 1)
-    assert "5 rows of mine cannot be used, left out, each named in " in caplog.text
-    assert "1 row of mine with nothing to learn, left out, each named in " in caplog.text
-    listing = Path(caplog.text.split("each named in ")[1].split(":")[0])
-    assert f"{file}:8: nothing of it is to be learnt" in listing.read_text()
+    assert "5 rows of mine cannot be used, left out; all of them are listed in " in caplog.text
+    assert "1 row of mine without trained tokens, left out; all of them are listed in " in caplog.text
+    listing = Path(caplog.text.split("listed in ")[1].split(":")[0])
+    assert f"{file}:8: no token of it is trained on" in listing.read_text()
 
 
 def test_all_files_without_a_row(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     assert texts(prepare(recipe(file), tmp_path / "cache")) == ["two"]
 
 
-@pytest.mark.parametrize("change", [dict(told="other"), dict(split="line"), dict(on_bad="skip")], ids=str)
+@pytest.mark.parametrize("change", [dict(settings_key="other"), dict(split="line"), dict(on_bad="skip")], ids=str)
 def test_another_recipe_is_another_cache(tmp_path: Path, change: dict[str, Any]) -> None:
     file = lines(tmp_path / "a.jsonl", [{"text": "one"}])
     assert replace(recipe(file), **change).fingerprint != recipe(file).fingerprint == recipe(file).fingerprint

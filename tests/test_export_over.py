@@ -87,8 +87,8 @@ KEPT: dict[str, tuple[Change, str]] = {
         lambda out: (out / "tokenizer.json").unlink() or (out / "tokenizer.json").symlink_to("config.json"),
         r"holds tokenizer\.json",
     ),
-    "no config.json": (lambda out: (out / "config.json").unlink(), words("no model directory", r"config\.json")),
-    "no weights": (lambda out: (out / "model.safetensors").unlink(), words("no model directory", "safetensors")),
+    "no config.json": (lambda out: (out / "config.json").unlink(), words("not a model directory", r"config\.json")),
+    "no weights": (lambda out: (out / "model.safetensors").unlink(), words("not a model directory", "safetensors")),
     "a file": (lambda out: shutil.rmtree(out) or out.write_text("precious"), words(r"/out\b", "not a directory")),
 }
 
@@ -229,7 +229,7 @@ PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any
     "in use": ("m", nothing, {}, words(r"/m\b", "not empty", "overwrite=True")),
     "a mount point": ("out", mounted, {}, r"\bmount point\b"),
     "no room": ("a/b/out", no_room, {}, words(r"\b\d{5,} bytes\b", r"\b1000\b")),
-    "no permission": ("a/b/out", no_permission, {}, words("may not write", "mode")),
+    "no permission": ("a/b/out", no_permission, {}, words("no permission", "mode")),
     "a small file": ("out", unreadable, {}, words(r"config\.json", "cannot be read", "mode")),
     "inside of a file": ("m/config.json/out", nothing, {}, words(r"config\.json", "file", "another directory")),
     "no dtype of weights": ("out", nothing, dict(dtype=torch.int8), words("ConfigError", r"torch\.int8")),
@@ -366,7 +366,7 @@ def not_shared(source: Path, out: Path) -> str:
 
 def test_a_directory_that_not_all_see(source: Path, tmp_path: Path) -> None:
     for text in worlds.run(2, not_shared, source, tmp_path / "out", seconds=30):
-        assert re.search(words("ExportError", "not seen here", "machines share"), text), text
+        assert re.search(words("ExportError", "not visible", "machines share"), text), text
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 

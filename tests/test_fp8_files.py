@@ -172,14 +172,14 @@ def rewritten(at: Path, out: Path, change: Callable[[dict[str, Any], dict[str, T
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = {
-    "no scales": (lambda c, f: f.pop(KEY + "_scale_inv"), "down_proj.weight_scale_inv is not there"),
-    "no numbers": (lambda c, f: f.update({KEY: f[KEY].float()}), "which no parameter of the model is made of"),
+    "no scales": (lambda c, f: f.pop(KEY + "_scale_inv"), "down_proj.weight_scale_inv is missing"),
+    "no numbers": (lambda c, f: f.update({KEY: f[KEY].float()}), "no parameter of the model"),
     "blocks of another size": (lambda c, f: f.update({KEY + "_scale_inv": torch.ones(2, 2)}), "blocks of 16 x 12"),
     "turned": (lambda c, f: f.update({KEY + "_scale_inv": f[KEY + "_scale_inv"].T.contiguous()}), "blocks of 16 x 12"),
     "whole numbers": (lambda c, f: f.update({KEY + "_scale_inv": f[KEY + "_scale_inv"].long()}), "I64; scales must be"),
     "no config": (lambda c, f: c.pop("quantization_config"), "is F8_E4M3; layers."),
-    "another method": (lambda c, f: c["quantization_config"].update(quant_method="gptq"), "'gptq' quantised"),
-    "awq": (lambda c, f: c["quantization_config"].update(quant_method="awq"), "'awq' quantised"),
+    "another method": (lambda c, f: c["quantization_config"].update(quant_method="gptq"), "'gptq'"),
+    "awq": (lambda c, f: c["quantization_config"].update(quant_method="awq"), "'awq'"),
     "bitsandbytes": (lambda c, f: c["quantization_config"].update(quant_method="bitsandbytes"), "'bitsandbytes'"),
     "static": (lambda c, f: c["quantization_config"].update(activation_scheme="static"), "activation_scheme='static'"),
     "e5m2": (lambda c, f: c["quantization_config"].update(fmt="e5m2"), "fmt='e5m2'"),
@@ -234,8 +234,8 @@ def from_the_first_row(view: Tensor, shape: Any, scale: quant_formats.Scale) -> 
 
 right_places = quant_formats.Places.of
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "scales divide": (reader, "values_of", lambda numbers, grid: numbers.float() / grid),
-    "no scales": (reader, "values_of", lambda numbers, grid: numbers.float()),
+    "scales divide": (reader, "dequantise", lambda numbers, grid: numbers.float() / grid),
+    "no scales": (reader, "dequantise", lambda numbers, grid: numbers.float()),
     "scales of another block": (quant_formats.Places, "of", staticmethod(halves)),
     "scales of the first rows": (quant_formats.Places, "of", staticmethod(from_the_first_row)),
 }
@@ -293,7 +293,7 @@ def test_verify_says_how_numbers_differ(dtype: torch.dtype) -> None:
 
 
 def test_nothing_that_is_not_finite(directory: Callable[[str, str], Path], tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=f"{DOWN} has values that are not finite"):
+    with pytest.raises(RankError, match=f"{DOWN} has NaN or infinite"):
         worlds.run(1, with_nan, directory("qwen3", "bfloat16"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -451,9 +451,11 @@ def test_a_head_in_8_bits(directory: Callable[[str, str], Path], tmp_path: Path)
 @pytest.mark.parametrize("most", [1e-9, 2e-7, 6.5e-7, 4e-5, 1e-3, 0.3, 20.0])
 def test_small_values_keep_their_size(most: float) -> None:
     """Also where float16 has few digits left for their scale."""
-    grid = quant_formats.as_numbers(quant_formats.as_stored(quant_formats.needed(torch.tensor([[most]])), "F16"))
+    grid = quant_formats.scales_to_float(
+        quant_formats.scales_to_stored(quant_formats.scales_for_amax(torch.tensor([[most]])), "F16")
+    )
     value = torch.tensor([[most]])
-    found = quant_formats.values_of(quant_formats.numbers_of(value, grid), grid)
+    found = quant_formats.dequantise(quant_formats.quantise(value, grid), grid)
     assert abs(float(found) / most - 1) < (0.07 if most > 1e-7 else 1)
 
 

@@ -129,8 +129,8 @@ def told_by(model: mw.Model) -> dict[str, Tensor]:
 def after_the_gather() -> Iterator[None]:
     """Products round what FSDP has gathered in the compute dtype."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_gather, "_hang_hooks", lambda _: None)
-        patch.setattr(fp8_gather.LowGathers, "check", lambda _: None)
+        patch.setattr(fp8_gather, "_attach_hooks", lambda _: None)
+        patch.setattr(fp8_gather.Fp8Gather, "check", lambda _: None)
         yield
 
 
@@ -243,20 +243,20 @@ def of_own_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:
-    begin, begun = fp8_gather.LowGathers.begin, set[int]()
+    begin, begun = fp8_gather.Fp8Gather.begin, set[int]()
 
-    def once(low: fp8_gather.LowGathers) -> None:
+    def once(low: fp8_gather.Fp8Gather) -> None:
         if id(low) not in begun:
             begin(low)
         begun.add(id(low))
 
-    patch.setattr(fp8_gather.LowGathers, "begin", once)
+    patch.setattr(fp8_gather.Fp8Gather, "begin", once)
 
 
 def of_unrounded(patch: pytest.MonkeyPatch) -> None:
     """Scales are those of the masters in float32."""
-    find = fp8_gather._Matrix.find_largest
-    patch.setattr(fp8_gather._Matrix, "find_largest", lambda matrix: find(replace(matrix, compute=F32)))
+    find = fp8_gather._Matrix.find_amax
+    patch.setattr(fp8_gather._Matrix, "find_amax", lambda matrix: find(replace(matrix, compute=F32)))
 
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -355,7 +355,7 @@ def test_shards_of_a_matrix(num_shards: int, compute: torch.dtype, monkeypatch: 
         for rows, first, each in zip(chunks, bounds, scales, strict=False)
     ]
     for each in made:
-        each.find_largest()
+        each.find_amax()
     found = fp8_matmul.scales_of(torch.stack(scales).amax(0))
     sent = []
     for each in made:

@@ -48,7 +48,7 @@ def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str,
     assert codes == model.numbers & stored.keys()
     narrow = told_by(model, out / "narrow")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Blueprint, "in_numbers", lambda *_: frozenset())
+        patch.setattr(Blueprint, "stays_quantised", lambda *_: frozenset())
         model = load(train=TRAINED[case.name])
         assert not any(t.dtype == torch.uint8 for t in model.stored().values())
         return narrow, told_by(model, out / "wide"), codes
@@ -112,7 +112,7 @@ def multiplied_in_8_bits(plain: Path, at: Path) -> None:
     for kept in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not kept:
-                patch.setattr(Blueprint, "in_numbers", lambda *_: frozenset())
+                patch.setattr(Blueprint, "stays_quantised", lambda *_: frozenset())
             model = load()
             assert bool(model.numbers) == kept
             engine = mw.Engine(model, lr=1e-2)
@@ -185,7 +185,7 @@ def resumes(source: Path, at: Path, out: Path) -> dict[str, Any]:
     assert all(same(each, told[0]) for each in told)
     mw.resume(engine, source)
     assert mw.check_weights(model).ok
-    with pytest.raises(mw.CheckpointError, match=r"cannot be resumed: .*frozen and in 8 bits"):
+    with pytest.raises(mw.CheckpointError, match=r"cannot be resumed: .*frozen and kept in 8 bits"):
         mw.resume(engine, out)
     assert mw.check_weights(model).ok, "nothing was replaced"
     state = engine.state_dict()
@@ -305,7 +305,7 @@ def test_from_torch_and_back(source: Callable[[str], Path], tmp_path: Path) -> N
 def planted(source: Path, bug: str) -> tuple[bool, bool]:
     """Whether W1, and the logits, are those of values in float32."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Blueprint, "in_numbers", lambda *_: frozenset())
+        patch.setattr(Blueprint, "stays_quantised", lambda *_: frozenset())
         due = mw.load(source, mw.Mesh(fsdp=2, tp=2, device="cpu"), dtype=F32, train=[])
         batch = tiny.batches(due.mesh.data_rank)[0]
         logits = mw.logits(due, batch)

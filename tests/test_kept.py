@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import StateError
-from meshwright.parallel.replay import saved_by_running_again
-from meshwright.parallel.selective_recompute import Kept
+from meshwright.parallel.replay import recompute_saved_tensors
+from meshwright.parallel.selective_recompute import SavedResults
 
 _aten = torch.ops.aten
 MM, SORT, COS, SIN, NEG = (getattr(_aten, name).default for name in ("mm", "sort", "cos", "sin", "neg"))
@@ -21,8 +21,8 @@ def rand(seed: int = 0) -> Tensor:
 
 def ran(run, *args: Tensor, ops=(MM,)) -> tuple[list[object], list[Tensor]]:
     """What is kept of it, and gradients."""
-    kept = Kept(ops, (MUL,))
-    with kept.made(), saved_by_running_again(run, args, kept.taken, kept.saved):
+    kept = SavedResults(ops, (MUL,))
+    with kept.record(), recompute_saved_tensors(run, args, kept.replay, kept.mark_saved):
         y = run(*args)
     held = [*kept._results]
     y.sum().backward()
@@ -109,8 +109,8 @@ def test_another_way_through_a_layer_is_refused():
 
 
 def test_a_second_backward_is_refused():
-    kept, x = Kept((COS,)), rand()
-    with kept.made(), saved_by_running_again(lambda x: x.cos().sin(), (x,), kept.taken, kept.saved):
+    kept, x = SavedResults((COS,)), rand()
+    with kept.record(), recompute_saved_tensors(lambda x: x.cos().sin(), (x,), kept.replay, kept.mark_saved):
         y = x.cos().sin()
     y.sum().backward(retain_graph=True)
     with pytest.raises(StateError, match="for which nothing is kept"):

@@ -14,7 +14,7 @@ import torch
 import meshwright
 from meshwright.checkpoint import inspect
 from meshwright.data import row_files
-from meshwright.data.token_cache import Recipe, prepare
+from meshwright.data.token_cache import TokenizeSpec, prepare
 from meshwright.data.tokens import tokens
 from meshwright.ops.part_sizes import PartSize, part_sizes, shrunk_part_sizes
 from meshwright.verify import session
@@ -151,7 +151,9 @@ def test_no_part_size_is_read_through_another_name() -> None:
 def test_data_are_read_and_kept_in_parts(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"w{n} " * (n % 5 + 1)}) + "\n" for n in range(40)))
-    recipe = Recipe(name="it", files=(file,), make=lambda row: [tokens([*row["text"].encode()], [(0, 2)])], told="it")
+    recipe = TokenizeSpec(
+        name="it", files=(file,), make=lambda row: [tokens([*row["text"].encode()], [(0, 2)])], told="it"
+    )
     with shrunk_part_sizes():
         assert len(row_files.shards_of([file])) > 1
         parts = prepare(recipe, tmp_path / "parts")

@@ -44,7 +44,7 @@ def test_all_that_cannot_be_read_is_told_at_once(
     line_of = {name: 1 + next(n for n, line in enumerate(lines) if line.startswith(name)) for name in ("tp", "tens")}
     for wanted in (
         "has 5 mistakes:",
-        "data[0].template (--set data.0.template=/dev/zero): the chat template /dev/zero is no file",
+        "data[0].template (--set data.0.template=/dev/zero): the chat template /dev/zero is not a file",
         "data[1].path (--set data.1.path=no/where.jsonl): no/where.jsonl is neither a file nor a directory",
         f"eval.path (line {1 + lines.index('[eval]') + 1}): {at / 'no.jsonl'} is neither a file nor a directory",
         f"mesh.tp (line {line_of['tp']}): tp=3 does not divide",

@@ -20,11 +20,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 import meshwright as mw
-from meshwright.data.processor import Marks, Processor, Wishes, fitted
+from meshwright.data.processor import ImageLimits, Placeholders, Processor, fitted
 from meshwright.data.vision_files import View
 from tests import shown
 
-MARKS = Marks("<|image_pad|>", "<|video_pad|>", (1, 2))
+MARKS = Placeholders("<|image_pad|>", "<|video_pad|>", (1, 2))
 SIZES = [(16, 24), (7, 9), (9, 7), (100, 300), (31, 33), (40, 8), (64, 64)]
 
 
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def processor(directory: Path, root: Path, **wishes: Any) -> Processor:
-    return Processor(directory, MARKS, shown.PATCH, Wishes(root, **wishes))
+    return Processor(directory, MARKS, shown.PATCH, ImageLimits(root, **wishes))
 
 
 def noise(at: Path, height: int, width: int, mode: str = "RGB") -> Path:
@@ -157,7 +157,7 @@ def naming(at: Path) -> Path:
 
 REFUSED = {
     "no file": (lambda p, at: p.picture("none.png"), "there is no file"),
-    "an address": (lambda p, at: p.picture("https://example.com/a.png"), "no path of a file"),
+    "an address": (lambda p, at: p.picture("https://example.com/a.png"), "not a local path"),
     "no picture": (lambda p, at: p.picture("a.txt"), "cannot be read as a picture"),
     "no video": (lambda p, at: p.video("a.txt", None), "cannot be read as a video"),
     "a playlist": (lambda p, at: p.video(naming(at / "a.m3u8").name, None), r"a\.m3u8 cannot be .*MP4, MOV, .*MPEG"),
@@ -221,7 +221,7 @@ def test_black_on_nothing_is_black_on_white(directory: Path, tmp_path: Path, mod
 
 
 def test_names_that_no_file_can_have(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(mw.DataError, match="is no path of a file"):
+    with pytest.raises(mw.DataError, match="not a valid path"):
         processor(directory, tmp_path).picture("a" * 5000)
 
 

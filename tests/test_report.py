@@ -19,7 +19,7 @@ from meshwright.cli import main
 from meshwright.report import last_words
 from meshwright.report.run_files import read_run
 from meshwright.report.run_page import report_page
-from meshwright.report.series import chart_data, thinned
+from meshwright.report.series import chart_data, thin_indices
 from tests.fake_runs import fake_run
 from tests.pages import Read
 
@@ -138,7 +138,7 @@ def test_peaks_stay(num: int) -> None:
     values: list[float | None] = [float(n % 17) for n in range(num)]
     values[num // 2 + 1], values[num // 3] = 99.0, -99.0  # inside of a stretch, where the number is large
     values[num // 4 : num // 4 + num // 9] = [None] * (num // 9)
-    kept = thinned(values, 2000)
+    kept = thin_indices(values, 2000)
     assert len(kept) <= 2000
     assert {0, num - 1, values.index(99.0)} <= {*kept}
     assert -99.0 not in values or values.index(-99.0) in kept

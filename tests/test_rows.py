@@ -25,7 +25,7 @@ from meshwright.data.feed import source_of
 from meshwright.data.packing_plan import Plan
 from meshwright.data.template_sandbox import Sandbox
 from meshwright.data.texts import Ready, Texts
-from meshwright.data.token_cache import Recipe, prepare
+from meshwright.data.token_cache import TokenizeSpec, prepare
 from meshwright.data.tokenizer import generation_config_of, template_of, tokenizer_of
 from meshwright.train import dry_run
 from tests.templates import GOOD, tokenizer
@@ -63,13 +63,13 @@ def said(row: dict[str, Any], **options: Any) -> list[str]:
 )
 def test_the_system_of_a_row_comes_first(row: dict[str, Any]) -> None:
     assert messages(row) == [("system", "S"), ("user", "U"), ("assistant", "A")]
-    assert conversation(row).learnt == [False, False, True]
+    assert conversation(row).trained == [False, False, True]
 
 
 def test_the_history_of_alpaca_is_its_earlier_turns() -> None:
     row = {"instruction": "U2", "input": "more", "output": "A2", "history": [["U0", "A0"], ["U1", "A1"]]}
     assert [text for _, text in messages(row)] == ["U0", "A0", "U1", "A1", "U2\n\nmore", "A2"]
-    assert conversation(row).learnt == [False, True] * 3
+    assert conversation(row).trained == [False, True] * 3
 
 
 def test_template_kwargs_of_a_row_reach_the_template() -> None:
@@ -121,26 +121,26 @@ def test_thinking_has_many_names(name: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"system": "S", "messages": [{"role": "system", "content": "T"}, ASKS, SAYS]}, "else than its message 0"),
+    ({"system": "S", "messages": [{"role": "system", "content": "T"}, ASKS, SAYS]}, "differs from message 0"),
     ({"system": ["S"], "messages": [ASKS, SAYS]}, "system is a list, not text"),
-    ({"history": [["U", "A"]], "messages": [ASKS, SAYS]}, "'history', which changes"),
-    ({"history": [["U"]], "instruction": "U", "output": "A"}, "no list of pairs"),
+    ({"history": [["U", "A"]], "messages": [ASKS, SAYS]}, "the row has 'history'"),
+    ({"history": [["U"]], "instruction": "U", "output": "A"}, "list of pairs"),
     ({"instruction": ["U"], "output": "A"}, "instruction is a list, not text"),
-    ({"mask": [0, 1], "messages": [ASKS, SAYS]}, "'mask', which changes what it means"),
-    ({"weight": 0.5, "messages": [ASKS, SAYS]}, "'weight', which changes .* a source of its own"),
-    ({"train": False, "messages": [ASKS, SAYS]}, "'train', which changes"),
+    ({"mask": [0, 1], "messages": [ASKS, SAYS]}, "the row has 'mask'"),
+    ({"weight": 0.5, "messages": [ASKS, SAYS]}, "the row has 'weight'.* a source of their own"),
+    ({"train": False, "messages": [ASKS, SAYS]}, "the row has 'train'"),
     ({"labels": [1, 2], "messages": [ASKS, SAYS]}, "a list of 'labels'"),
     ({"enable_thinking": True, "messages": [ASKS, SAYS]}, "put it into chat_template_kwargs"),
-    ({"prompt": "U", "completion": "A", "label": False}, "says whether the answer is good"),
+    ({"prompt": "U", "completion": "A", "label": False}, "rates the answer"),
     ({"chat_template_kwargs": {"tokenize": True}, "messages": [ASKS, SAYS]}, "name tokenize, which"),
     ({"chat_template_kwargs": [1], "messages": [ASKS, SAYS]}, "chat_template_kwargs are a list"),
     ({"messages": [ASKS, {**SAYS, "weight": 0.5}]}, r"weight of message 1 is 0.5.*mw.pack\(fields="),
     ({"messages": [ASKS, {**SAYS, "train": "false"}]}, "train of message 1 is 'false'"),
-    ({"messages": [ASKS, {**SAYS, "loss": False}]}, "message 1 has 'loss', which is not read; .* train"),
+    ({"messages": [ASKS, {**SAYS, "loss": False}]}, "message 1 has 'loss'.* train"),
     ({"messages": [ASKS, {**SAYS, "reasoning": "T", "thinking": "V"}]}, "thinks differently in reasoning and thinking"),
     ({"messages": [ASKS, {**SAYS, "thinking": True}]}, "thinking of message 1 is true, not text"),
     ({"messages": [ASKS, {**SAYS, "reasoning_details": [{}]}]}, "reasoning_details"),
-    ({"conversations": [HUMAN, {"from": "function_call", "value": "look()"}]}, "tools in message 1 are no JSON"),
+    ({"conversations": [HUMAN, {"from": "function_call", "value": "look()"}]}, "tools in message 1 are not valid JSON"),
     ({"prompt": "U", "chosen": "A", "rejected": "B"}, "a row of preferences .* needs a loss such as DPO"),
     ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "a row of preferences"),
     ({"messages": [ASKS, {**SAYS, "content": "A<|im_end|>"}]}, r"message 1 .* holds the special token '<.im_end.>'"),
@@ -175,7 +175,7 @@ def test_what_changes_nothing_passes() -> None:
 def test_masks_of_ready_tokens() -> None:
     for row, wanted in (
         ({"ids": [1, 2], "trained": [0.5, 1]}, "values other than 0 and 1"),
-        ({"ids": [1, 2], "labels": [-100, 2]}, "'labels', which says what is learnt"),
+        ({"ids": [1, 2], "labels": [-100, 2]}, "'labels', which"),
         ({"ids": [1, 2], "loss_mask": [0, 1]}, "give trained"),
     ):
         with pytest.raises(mw.DataError, match=wanted):
@@ -188,9 +188,9 @@ def chats(file: Path, *rows: Any) -> Path:
     return file
 
 
-def recipe(file: Path, **options: Any) -> Recipe:
+def recipe(file: Path, **options: Any) -> TokenizeSpec:
     chat = Chat(tokenizer(), ChatOptions(template=GOOD["plain"]))
-    return Recipe(
+    return TokenizeSpec(
         **{"name": "mine", "files": (file,), "make": chat.documents, "told": "", "unused": chat.unused} | options
     )
 
@@ -230,15 +230,15 @@ def test_a_list_of_rows_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert read[2].wrong == "it is a number, not an object"
     assert [row_files.place_of(file, row.at) for row in read] == [f"{file}:{n}" for n in (3, 6, 9, 10)]
     for text, wanted in (
-        ('[{"text": "a"}', "Expecting ',' or ']'"), ('[{"text": "a"},]', "no JSON list"),
+        ('[{"text": "a"}', "Expecting ',' or ']'"), ('[{"text": "a"},]', "not a JSON list"),
         ('[{} {}]', "line 1 column 5"),
-        ("[{}] {}", "Extra data"), ("[" * 100_000, "no JSON list"), ('["\\ud8', "no JSON list"),
+        ("[{}] {}", "Extra data"), ("[" * 100_000, "not a JSON list"), ('["\\ud8', "not a JSON list"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(mw.DataError, match=f"a.json.*{wanted}"):
             [*row_files.rows_of(row_files.shards_of([file])[0])]
     monkeypatch.setattr(row_files, "_ARRAY_BYTES", 3)
-    with pytest.raises(mw.DataError, match=r"at most .* jq -c '\.\[\]'"):
+    with pytest.raises(mw.DataError, match=r"above the limit .* jq -c '\.\[\]'"):
         [*row_files.rows_of(row_files.shards_of([file])[0])]
     chats(file, {"text": "a"}, {"text": "b"})  # lines under another name
     assert [row.values["text"] for shard in row_files.shards_of([file]) for row in row_files.rows_of(shard)] == [
@@ -256,7 +256,7 @@ def test_a_broken_table_is_named(tmp_path: Path, harm: str) -> None:
     whole = file.read_bytes()
     inside = whole[:40] + bytes(200) + whole[240:]
     file.write_bytes({"empty": b"", "junk": b"x" * 500, "cut": whole[:-100], "inside": inside}[harm])
-    with pytest.raises(mw.DataError, match=r"a.parquet is no whole Parquet file"):
+    with pytest.raises(mw.DataError, match=r"a.parquet is not a complete Parquet file"):
         [row for shard in row_files.shards_of([file]) for row in row_files.rows_of(shard)]
 
 
@@ -269,7 +269,7 @@ def test_a_template_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     make = Chat(tokenizer(), ChatOptions(template=ENDLESS)).documents
     file = chats(tmp_path / "a.jsonl", {"messages": [ASKS, SAYS]})
     before = threading.active_count()
-    with pytest.raises(mw.DataError, match=r"^\S*a.jsonl:1: the chat template has not ended in 0 seconds; look for"):
+    with pytest.raises(mw.DataError, match=r"^\S*a.jsonl:1: the chat template has not ended in 0 seconds; check it"):
         prepare(recipe(file, make=make, on_bad=on_bad), tmp_path / "cache")
     for thread in threading.enumerate():
         if thread.name.startswith("template"):
@@ -380,7 +380,7 @@ def test_pictures_that_no_processor_needs(tmp_path: Path) -> None:
 
     Image.new("RGB", (9, 8)).save(tmp_path / "a.png")
     assert vision_files.size_of(tmp_path / "a.png") == (8, 9)
-    with pytest.raises(mw.DataError, match=r"a.png has 9000 x 9000 pixels, and at most 67,108,864"):
+    with pytest.raises(mw.DataError, match=r"a.png has 9000 x 9000 pixels, above the limit of 67,108,864"):
         vision_files.size_of(png(tmp_path / "a.png", 9000, 9000))
     (tmp_path / "b.png").write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"

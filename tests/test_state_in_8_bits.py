@@ -20,7 +20,8 @@ from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.cli import main
 from meshwright.ops.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, levels
-from meshwright.optim.adamw import AdamW, Place, Settings, adamw
+from meshwright.optim import adamw
+from meshwright.optim.adamw import AdamW, Place, Settings
 from meshwright.sharding import Piece, coded_of, pieces
 from tests import tiny, worlds
 from tests.test_checkpoint import bytes_of, same, state_of, world_of

@@ -327,7 +327,7 @@ def test_a_run_as_the_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
         assert config_of(model=str(place), out="b", data=[{"path": "x"}]).model == str(wanted)
     shutil.rmtree(run / "checkpoints")
     said = refused(tmp_path, PLAIN.replace('"a"', f'"{run}"'))
-    assert f"model (line 1): {run} is a run that has no whole checkpoint yet" in said
+    assert f"model (line 1): {run} is a run without a complete checkpoint so far" in said
     assert "has 1 mistake:" in said
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.data import Chat, Marks, Processor, Wishes
+from meshwright.data import Chat, ImageLimits, Placeholders, Processor
 from meshwright.data.vision_files import Grid
 from meshwright.train import config_file, data_sources
 from meshwright.train.config import DataSection
@@ -37,7 +37,7 @@ def _layers(name: str) -> dict[str, Any]:
 def chat(directory: Path, root: Path) -> Chat:
     words = shown.words()
     ids = (words.convert_tokens_to_ids(IMAGE), words.convert_tokens_to_ids(VIDEO))
-    return Chat(words, None, (), Processor(directory, Marks(IMAGE, VIDEO, ids), shown.PATCH, Wishes(root)))
+    return Chat(words, None, (), Processor(directory, Placeholders(IMAGE, VIDEO, ids), shown.PATCH, ImageLimits(root)))
 
 
 def row(content: Any, **more: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_without_the_tower_it_is_said(model: Callable[[str], Path], tmp_path: Pa
 def test_a_chat_that_is_too_long(model: Callable[[str], Path], tmp_path: Path) -> None:
     """It is not cut, which might go through a picture."""
     config = config_file.read(file_of(tmp_path, model("qwen3_vl"), length=32, tokens_per_step=128))
-    with pytest.raises(mw.DataError, match=r"have more than 32 tokens.*may go through a picture"):
+    with pytest.raises(mw.DataError, match=r"have more than 32 tokens.*could go through a picture"):
         prepared(config.model_copy(update={"data": [config.data[0].model_copy(update={"too_long": "cut"})]}))
 
 
@@ -176,8 +176,8 @@ def test_transformers_sees_the_same_in_the_export(model: Callable[[str], Path], 
     assert found is not None
     pixels, grid = (found.pixels(document.views[0]).float() - 127.5) / 127.5, document.views[0].grid
     ids = document.ids.tolist()
-    due = _theirs(export, ids, pixels, grid, found.marks.ids[0])
-    (mine,) = worlds.run(1, _ours, export, ids, pixels, grid, found.marks.ids)
+    due = _theirs(export, ids, pixels, grid, found.placeholders.ids[0])
+    (mine,) = worlds.run(1, _ours, export, ids, pixels, grid, found.placeholders.ids)
     assert float((mine - due).abs().max()) < 1e-5 * float(due.abs().max())
 
 
@@ -205,12 +205,12 @@ def test_rows_that_only_name_a_picture(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     place, vocab = config["image_token_id"], config["text_config"]["vocab_size"]
     section = DataSection(path="a.jsonl", kind="tokens")
-    make, told, _ = data_sources._maker(section, data_sources.RowReader(model, tmp_path, tower=True))
+    make, told, _ = data_sources.maker(section, data_sources.RowReader(model, tmp_path, tower=True))
     assert str(place) in told
     assert len(make({"ids": [5, 6, 7]})) == 1
     with pytest.raises(mw.DataError, match=f"it has the token {place}, which stands for a picture"):
         make({"ids": [5, place, 7]})
     with pytest.raises(mw.DataError, match=f"from 0 to {vocab - 1}"):
         make({"ids": [5, vocab]})
-    blind, *_ = data_sources._maker(section, data_sources.RowReader(model, tmp_path))
+    blind, *_ = data_sources.maker(section, data_sources.RowReader(model, tmp_path))
     assert len(blind({"ids": [5, place, 7]})) == 1

@@ -52,16 +52,16 @@ def one_added_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
         rstd = norms._rstd(wide, eps)
         return (wide * rstd * (1 + weight.to(x.dtype))).to(x.dtype), rstd
 
-    patch.setattr(norms, "_normed", normed)
+    patch.setattr(norms, "_rms_norm_forward", normed)
 
 
 def one_added_in_bfloat16_in_backward(patch: pytest.MonkeyPatch) -> None:
-    real = norms._norm_gradients
+    real = norms._rms_norm_backward
 
     def gradients(d: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, _zero_centred: bool) -> tuple[Tensor, ...]:
         return real(d, x, norms.upcast(1 + weight.to(x.dtype)), rstd, False)
 
-    patch.setattr(norms, "_norm_gradients", gradients)
+    patch.setattr(norms, "_rms_norm_backward", gradients)
 
 
 PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {

@@ -272,11 +272,11 @@ def picture(height: int, width: int, time: int = 1) -> tuple[Tensor, seeing.Grid
 
 RUN = [START, *[IMAGE] * 4, END]
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # documents, images, what is said
-    "a place without a picture": ([RUN], [[]], "document 0 has 4 places for a picture at token 1, and 0 frames"),
-    "a picture without a place": ([[1, 2]], [[picture(2, 4)]], r"document 0 has 1 frame, and places for 0 of them"),
-    "of another size": ([RUN], [[picture(4, 6)]], "4 x 6 patches, which take 6 places, and 4 are left of the 4"),
+    "a place without a picture": ([RUN], [[]], "document 0 has 4 placeholders at token 1, but its 0 frames"),
+    "a picture without a place": ([[1, 2]], [[picture(2, 4)]], "0 has 1 frame, but placeholders for 0 of them"),
+    "of another size": ([RUN], [[picture(4, 6)]], "4 x 6 patches and takes 6 placeholders, but 4 are left of the 4"),
     "exchanged": (
-        [[*RUN, START, IMAGE, IMAGE, END]], [[picture(2, 4), picture(4, 4)]], "none of which|4 x 4 patches, which take",
+        [[*RUN, START, IMAGE, IMAGE, END]], [[picture(2, 4), picture(4, 4)]], "before token|4 x 4 patches and takes",
     ),
     "an odd size": ([RUN], [[picture(3, 4)]], "1 x 3 x 4 patches; height and width must be even"),
     "pixels of another size": ([RUN], [[(torch.zeros(9, 96), (1, 4, 4))]], r"the shape \(9, 96\) for 1 x 4 x 4"),

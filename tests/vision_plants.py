@@ -247,7 +247,7 @@ def positions_run_over_documents(patch: Patch) -> None:
 
 def pictures_of_a_size_exchanged(patch: Patch) -> None:
     """Those that follow each other in a document: nothing but their pixels tells them apart."""
-    real = data_images._checked
+    real = data_images._check_pictures
 
     def exchanged(number: int, pictures: Any) -> Any:
         patches, sizes = real(number, pictures)
@@ -256,7 +256,7 @@ def pictures_of_a_size_exchanged(patch: Patch) -> None:
                 patches[at], patches[at + 1] = patches[at + 1], patches[at]
         return patches, sizes
 
-    patch.setattr(data_images, "_checked", exchanged)
+    patch.setattr(data_images, "_check_pictures", exchanged)
 
 
 # Between ranks.

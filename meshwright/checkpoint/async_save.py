@@ -1,8 +1,12 @@
-"""Save beside the training: what is saved is copied first, and written by a thread that takes part in no collective.
+"""Asynchronous checkpoints: copy state to host memory (and exchange rows), then write in a thread that runs no
+collective.
 
-The threads of a save tell each other what they have done through the store of the run, which no step uses. So a
-checkpoint is made as soon as all have written, whatever the training does meanwhile; a failure is kept until the next
-call that asks for it.
+A collective in a background thread can deadlock with those of training: NCCL gives no order between two communicators
+in flight. So everything that needs other ranks happens before `save` returns, and the threads agree through the run's
+TCP store, which no training step uses. A failure is kept until the next call that asks for it.
+
+Staging copies CPU tensors too. torch's async_save did not, and stored values of later steps (pytorch#144657). Ranks
+that classify an error differently must not wait for each other forever (xtuner#1852): hence the deadline.
 """
 
 from __future__ import annotations
@@ -19,24 +23,27 @@ from ..mesh import Mesh
 from .content import Content
 from .folder import final_place
 from .manifest import Part
-from .save import Act, Share
+from .save import RankFiles, WriteAction
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _DONE = "done"
 
 
-class Apart:
-    """An agreement through the store of the run."""
+class StoreAgreement:
+    """An agreement through the TCP store of the run: each rank posts what it wrote, rank 0 commits, all read the
+    outcome."""
 
     def __init__(self, mesh: Mesh, mark: str) -> None:
         self.mesh, self.world, self.timeout_s = mesh, mesh.axes.world, mesh.timeout.total_seconds()
         self.store = mesh.store(f"save/{mark}")
 
     def parts(self, failure: BaseException | None, part: Part) -> list[Part]:
-        told = {"failure": f"{type(failure).__name__}: {failure}" if failure else "", "part": asdict(part)}
-        self.store.set(str(self.mesh.rank), json.dumps(told))
+        """Post this rank's result; on rank 0, wait for all results. Other ranks get an empty list."""
+        message = {"failure": f"{type(failure).__name__}: {failure}" if failure else "", "part": asdict(part)}
+        self.store.set(str(self.mesh.rank), json.dumps(message))
+        # Only rank 0 needs the results of all; the others go on to `end` and wait for its verdict.
         if self.mesh.rank:
-            return []  # rank 0 alone makes a checkpoint of them
+            return []  # only rank 0 commits
         try:
             return [self._part(rank) for rank in range(self.world)]
         except CheckpointError as error:
@@ -44,59 +51,75 @@ class Apart:
             raise
 
     def _part(self, rank: int) -> Part:
-        told = json.loads(self._wait(str(rank), f"rank {rank} has written"))
-        if told["failure"]:
-            raise CheckpointError(f"rank {rank} failed in the saving: {told['failure']}")
-        return Part(**told["part"])
+        """Wait for the result of a rank, and raise its failure."""
+        message = json.loads(self._wait(str(rank), f"rank {rank} has written"))
+        if message["failure"]:
+            raise CheckpointError(f"rank {rank} failed to save: {message['failure']}")
+        return Part(**message["part"])
 
     def end(self, failure: BaseException | None) -> None:
+        """Post the outcome on rank 0; raise on all ranks if the save failed.
+
+        The message of a failure is the value of the key, "" for success, so one key carries both.
+        """
         if self.mesh.rank == 0:
             self.store.set(_DONE, str(failure or ""))
-        told = self._wait(_DONE, "rank 0 has made a checkpoint of it")
-        if told or failure:
-            raise failure or CheckpointError(told)
+        message = self._wait(_DONE, "rank 0 has made a checkpoint of it")
+        if message or failure:
+            raise failure or CheckpointError(message)
 
     def _wait(self, name: str, what: str) -> str:
-        """By asking again and again: a store that waits would keep all others waiting."""
-        until = time.monotonic() + self.timeout_s
+        """Poll for a key until the deadline. A blocking wait of the store would block its other users."""
+        deadline = time.monotonic() + self.timeout_s
         while not self.store.check([name]):
-            if time.monotonic() > until:
-                raise CheckpointError(f"not heard within {self.timeout_s:.0f} s that {what}")
-            time.sleep(_LOOK_S)
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"timed out after {self.timeout_s:.0f} s waiting until {what}")
+            time.sleep(_POLL_S)
         return self.store.get(name).decode()
 
 
-class Saving:
-    """A save beside the training. Making one copies what is saved, which takes as much host memory until it is
-    written."""
+class SaveJob:
+    """A save in the background. Creating it copies the saved state, which takes as much host memory until it is
+    written.
+
+    Its host memory is one copy of weights, masters and optimizer state of this rank. That is the price of not waiting
+    for the disk.
+    """
 
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.directory = final_place(content.folder, content.step)
         self.failure: BaseException | None = None
-        share = Share(content, mesh)
-        staged = deque(share.acts(keep=True))
-        agreement = Apart(mesh, share.path.name)
-        # Not a daemon: a script that ends has its last checkpoint all the same.
-        self._thread = threading.Thread(target=self._run, args=(share, staged, agreement), name="save")
+        rank_files = RankFiles(content, mesh)
+        # All copies and exchanges happen here, while training waits. `keep=True` makes each write own its data: the
+        # live tensors change with the next optimizer step.
+        staged = deque(rank_files.write_actions(keep=True))
+        agreement = StoreAgreement(mesh, rank_files.path.name)
+        # Not a daemon thread: the interpreter waits for it at exit, so a script that ends keeps its last checkpoint.
+        self._thread = threading.Thread(target=self._run, args=(rank_files, staged, agreement), name="save")
         self._thread.start()
 
-    def _run(self, share: Share, staged: deque[Act], agreement: Apart) -> None:
+    def _run(self, rank_files: RankFiles, staged: deque[WriteAction], agreement: StoreAgreement) -> None:
+        """Write, and keep a failure for whoever asks."""
         try:
+            # No progress bar: it would be drawn over the one of training.
             with quiet():
-                share.complete((staged.popleft() for _ in range(len(staged))), agreement)
+                # Writes are popped, so that each copy is freed as soon as it is on its way to disk.
+                rank_files.complete((staged.popleft() for _ in range(len(staged))), agreement)
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody asks for it
             self.failure = error
-            if share.mesh.rank == 0:
+            if rank_files.mesh.rank == 0:
                 logger.error("%s was not saved: %s", self.directory, error)
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
+        """Return whether it still writes."""
         return self._thread.is_alive()
 
     @property
     def succeeded(self) -> bool:
-        return not self.runs and self.failure is None
+        """Return whether it has ended without a failure."""
+        return not self.is_running and self.failure is None
 
     def wait(self) -> None:
-        """Until it is whole, or has failed."""
+        """Wait until it has ended, well or not."""
         self._thread.join()

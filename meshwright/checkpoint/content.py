@@ -1,4 +1,10 @@
-"""What a checkpoint holds, said before anything is written."""
+"""Declare the content of a checkpoint before anything is written: state sets, their keys, dtypes and files.
+
+State is keyed by parameter, never by position in an optimizer's param groups: positions shift when a parameter is
+frozen or a stage moves. Which state is saved follows from the set of trained parameters. torch's state exists only
+after a first step, so a save before it was empty without an error (pytorch#140898), and parameters without a gradient
+so far lack state on some ranks (verl#7283).
+"""
 
 from __future__ import annotations
 
@@ -21,44 +27,53 @@ Dtypes = Mapping[str, torch.dtype]  # by parameter, of the whole model
 
 
 @dataclass(frozen=True)
-class Plane:
+class StateSet:
+    """One tensor per key of the model (weights, masters, exp_avg or exp_avg_sq), in files of the model's own layout."""
+
     name: str
     keymap: KeyMap
 
     @property
     def folder(self) -> str:
+        """Return the folder inside of the checkpoint; weights are at its top, so that the checkpoint is a model
+        directory."""
         return "" if self.name == WEIGHTS else self.name
 
 
-def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[Plane]:
-    """`stored`: in which dtype each parameter is kept; `moments`: those of the optimizer, of what is trained. Where
-    these are codes, `moments` and `table` have the scales too."""
+def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[StateSet]:
+    """Return the state sets of a checkpoint.
+
+    `stored`: the dtype in which each parameter is stored. `moments`: dtypes of the optimizer state of trained
+    parameters; if these are 8-bit codes, `moments` and `table` have their scales too.
+
+    Masters are written only where the files would round them: float32 weights are their own masters.
+    """
     keys = {name: _keys(table, keymap, name) for name in table.params}
     rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
-    planes, others = [Plane(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
+    planes, others = [StateSet(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
     made: dict[object, KeyMap] = {}  # 37,000 keys: planes that are alike share them, and their headers
     for name, dtypes in others.items():
         if dtypes:
             alike = frozenset(dtypes.items())
             if alike not in made:
                 made[alike] = _and_scales(_spelled_as(keymap, keys, dtypes), table, dtypes)
-            planes.append(Plane(name, made[alike]))
+            planes.append(StateSet(name, made[alike]))
     return planes
 
 
 def _rounds(keymap: KeyMap, keys: Sequence[str], dtype: torch.dtype) -> bool:
-    """Whether the files cannot hold all that is stored of a parameter."""
+    """Return whether the files' dtype cannot hold all that is stored of a parameter."""
     in_files = {DTYPES[kind] for kind in {keymap.keys[key].dtype for key in keys}}
     return any(torch.promote_types(kind, dtype) != kind for kind in in_files)
 
 
 def _keys(table: Table, keymap: KeyMap, param: str) -> list[str]:
-    """Those that hold a parameter; not those that hold it once more."""
+    """Return the keys that hold a parameter, without second copies (a tied head stored twice)."""
     return list(dict.fromkeys(block.key for block in chosen(table[param], keymap.choice).blocks))
 
 
 def _spelled_as(keymap: KeyMap, keys_of: Mapping[str, Sequence[str]], dtypes: Dtypes) -> KeyMap:
-    """The keys of some parameters, in other dtypes."""
+    """Return the key map of some parameters in other dtypes."""
     of_key: dict[str, set[torch.dtype]] = {}
     for param, dtype in dtypes.items():
         for key in keys_of[param]:
@@ -70,7 +85,7 @@ def _spelled_as(keymap: KeyMap, keys_of: Mapping[str, Sequence[str]], dtypes: Dt
 
 
 def _and_scales(keymap: KeyMap, table: Table, dtypes: Dtypes) -> KeyMap:
-    """Scales lie in the file of their matrix, behind all that the weights have there."""
+    """Add scales of 8-bit state, after the tensors of the same file."""
     keys = dict(keymap.keys)
     for name in dtypes:
         if name + SCALES in dtypes:
@@ -79,8 +94,12 @@ def _and_scales(keymap: KeyMap, table: Table, dtypes: Dtypes) -> KeyMap:
     return replace(keymap, keys=keys)
 
 
-def with_zeros(values: Values, plane: Plane, table: Table, stored: Values) -> Values:
-    """Also of parameters that have no value for a plane, but a part of its keys: every byte of a file is written."""
+def with_zeros(values: Values, plane: StateSet, table: Table, stored: Values) -> Values:
+    """Add zeros for parameters that share a key with a value but have none: every byte of a file must be written.
+
+    Example: a fused key holds q, k and v, and only q is trained. Its moments exist for q; k and v get zeros in the same
+    tensor.
+    """
     zeros, keys = dict[str, Tensor](), plane.keymap.keys
     for name, tensor in stored.stored.items():
         shared = [] if name in values else [key for key in _keys(table, plane.keymap, name) if key in keys]
@@ -92,12 +111,12 @@ def with_zeros(values: Values, plane: Plane, table: Table, stored: Values) -> Va
 RANDOM, _STATES = "random", "states.safetensors"
 RANDOM_FILE = f"{RANDOM}/{_STATES}"
 
-Group = tuple[Values, list[Plane]]
+Group = tuple[Values, list[StateSet]]
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay when another one is whole: the `last` ones, and those of `every` so many steps."""
+    """Which checkpoints stay when a new one is complete: the `last` ones, and those at multiples of `every` steps."""
 
     last: int | None = None
     every: int | None = None
@@ -105,14 +124,14 @@ class Keep:
 
 @dataclass(frozen=True)
 class Content:
-    """`values`: by plane, this rank's pieces. `random`: the states of this rank's generators.
+    """All that one save writes. `values`: by state set, this rank's shards. `random`: states of this rank's generators.
 
-    `export` says what lies beside the weights; its place is the folder of checkpoints.
+    `export` says what lies beside the weights; its directory is the folder of checkpoints.
     """
 
     step: int
     spec: ShardingSpec
-    planes: Sequence[Plane]
+    planes: Sequence[StateSet]
     values: Mapping[str, Values]
     export: Export
     trainer: Mapping[str, Any]
@@ -122,20 +141,27 @@ class Content:
 
     @property
     def folder(self) -> Path:
+        """Return the folder of checkpoints."""
         return self.export.directory
 
-    def all_planes(self, axes: Axes) -> list[Plane]:
-        """Also the states of generators: a row for each rank."""
+    def all_planes(self, axes: Axes) -> list[StateSet]:
+        """Return the state sets, with one for generator states: a row for each rank."""
         lengths = {name: len(state) for name, state in self.random.items()}
         return [*self.planes, random_plane(lengths, axes.world)]
 
     def num_bytes(self, axes: Axes) -> int:
-        heads = [head for plane in self.all_planes(axes) for head in plane.keymap.heads.values()]
+        """Return the size of the checkpoint."""
+        heads = [head for plane in self.all_planes(axes) for head in plane.keymap.headers.values()]
         return sum(head.file_bytes for head in heads)
 
     def by_values(self) -> Iterator[Group]:
-        """Values with all planes that they go to: a weight travels once, and is written as weight and as master."""
-        of: dict[int, list[Plane]] = {}
+        """Yield values with all state sets that they go to: a weight is exchanged once and written as weight and as
+        master.
+
+        For float32 weights there is no master. For bfloat16 files the float32 values are rounded while the weights are
+        written, and written as they are to `master`.
+        """
+        of: dict[int, list[StateSet]] = {}
         for plane in self.planes:
             of.setdefault(id(self.values[plane.name]), []).append(plane)
         for planes in of.values():
@@ -143,11 +169,11 @@ class Content:
             yield with_zeros(stored, planes[0], self.spec.table, self.values[WEIGHTS]), planes
 
     def num_elements(self, axes: Axes, rank: int) -> int:
-        """How many elements a rank writes, of every value once."""
+        """Return how many elements a rank writes, each value once."""
         mine = {param.name: rows_to_write(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
         return sum(mine[name] for values, _ in self.by_values() for name in values)
 
 
-def random_plane(lengths: Mapping[str, int], num_ranks: int) -> Plane:
-    """Of states with so many bytes."""
-    return Plane(RANDOM, KeyMap({}, {name: Key(name, "U8", (num_ranks, n), _STATES) for name, n in lengths.items()}))
+def random_plane(lengths: Mapping[str, int], num_ranks: int) -> StateSet:
+    """Return the state set of generator states of given lengths."""
+    return StateSet(RANDOM, KeyMap({}, {name: Key(name, "U8", (num_ranks, n), _STATES) for name, n in lengths.items()}))

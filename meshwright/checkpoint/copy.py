@@ -1,7 +1,7 @@
-"""Copy a checkpoint to where ranks cannot write together, or back: to an object store, or another disk, through fsspec.
+"""Copy a checkpoint to an object store or another disk and back, through fsspec (`s3://`, `gs://`, ...).
 
-A store knows no rename, and may name an object whose writing failed. So nothing there counts but the manifest, which is
-sent when all else is there in its size. Every byte is compared with its checksum on the way, in both directions.
+Object stores have no atomic rename, and some show an object whose upload failed. So only the manifest counts, and it is
+sent last, when all other objects are there in their sizes. Every byte is compared with its checksum in both directions.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import fsspec
 
 from ..errors import BrokenFile, CheckpointError, LoadError
 from ..log import Advance, logger, progress
-from ..weights import MANIFEST, Run, path_of, to_disk
+from ..weights import MANIFEST, Extent, path_of, to_disk
 from .folder import Draft, final_place, find, step_name
 from .manifest import STEP, Manifest, read_manifest, read_parts
 
 TRIES = 4
 _WAIT_S = 1.0  # before the second try; each further one waits twice as long
 _FILES_AT_ONCE = 8
-_PART_BYTES = 32 << 20  # of a multipart upload: S3 allows 10,000 parts of a file, which is 335 GB
+_PART_BYTES = 32 << 20  # of a multipart upload: S3 allows 10,000 parts an object, so 335 GB
 _FINAL = (PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 Given = str | os.PathLike[str]
@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Place:
-    """A directory that fsspec reaches. `url`: as the user spelled it."""
+    """A directory that fsspec reaches. `url`: as the user wrote it."""
 
     fs: Any  # fsspec has no types
     path: str
@@ -47,12 +47,14 @@ class Place:
         return Place(self.fs, f"{self.path.rstrip('/')}/{name}", f"{self.url.rstrip('/')}/{name}")
 
     def read(self) -> bytes:
+        """Read a file."""
         return tried(lambda: bytes(self.fs.cat_file(self.path)), f"{self.url} cannot be read")
 
     def sizes(self) -> dict[str, int]:
-        """Of the files below, by their names from here."""
+        """Return the size of every file below, by relative name."""
 
         def listed() -> Mapping[str, Mapping[str, Any]]:
+            # fsspec caches listings, also of what this process has written since.
             self.fs.invalidate_cache()
             return self.fs.find(self.path, detail=True) if self.fs.exists(self.path) else {}
 
@@ -63,18 +65,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Whole:
-    """A checkpoint to copy. `small`: its manifest and lists of runs, in a directory of this machine."""
+    """A complete checkpoint to copy. `small`: a local directory with its manifest and lists of extents."""
 
     place: Place
     manifest: Manifest
-    runs: Mapping[str, list[Run]]
+    extents: Mapping[str, list[Extent]]
     small: Path
 
 
 def copy_checkpoint(source: Given, target: Given) -> str:
-    """Copy a checkpoint, or the newest whole one of a folder, into the folder `target`; the place of the copy.
+    """Copy a checkpoint, or the newest complete one of a folder, into the folder `target`; return the location of the
+    copy.
 
-    Each may be a directory or a URL that fsspec knows (`s3://bucket/run`, with s3fs installed). One process calls it.
+    Both may be directories or URLs that fsspec knows (`s3://bucket/run` needs s3fs). Run it in one process.
+
+    A copy that was cut off can be repeated: files are written again, and without a manifest nothing counts.
     """
     with contextlib.ExitStack() as stack:
         small = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -85,10 +90,12 @@ def copy_checkpoint(source: Given, target: Given) -> str:
 
 
 def is_url(given: Given) -> bool:
+    """Return whether a location is a URL."""
     return "://" in str(given)
 
 
 def _place(given: Given) -> Place:
+    """Resolve a URL."""
     try:
         fs, path = fsspec.core.url_to_fs(str(given))
     except (ImportError, ValueError) as error:
@@ -97,7 +104,11 @@ def _place(given: Given) -> Place:
 
 
 def tried(act: Callable[[], Answer], what: str) -> Answer:
-    """A network fails now and then, and each store has errors of its own for it."""
+    """Try a few times with growing pauses. Networks fail now and then, and every store has exceptions of its own for
+    it.
+
+    Not for errors that will not go away: permissions, missing files.
+    """
     for number in range(1, TRIES + 1):
         try:
             return act()
@@ -110,6 +121,7 @@ def tried(act: Callable[[], Answer], what: str) -> Answer:
 
 
 def _found(source: Given, small: Path) -> Whole:
+    """Return the checkpoint to copy, skipping newer ones that are incomplete."""
     if is_url(source):
         places = _candidates(_place(source))
     else:
@@ -120,18 +132,20 @@ def _found(source: Given, small: Path) -> Whole:
             return _read_small(place, small)
         except LoadError as error:
             if place is places[-1]:
-                raise CheckpointError(f"no whole checkpoint: {_at(place, small, error)}") from error
-            logger.warning("%s is not whole and is passed over: %s", place.url, _at(place, small, error))
-    raise CheckpointError(f"{source} holds neither {MANIFEST} nor step-000200 or the like; give another place")
+                raise CheckpointError(f"no complete checkpoint: {_at(place, small, error)}") from error
+            logger.warning("skipping %s, which is incomplete: %s", place.url, _at(place, small, error))
+    raise CheckpointError(
+        f"{source} holds neither {MANIFEST} nor directories such as step-000200; give another location"
+    )
 
 
 def _at(place: Place, small: Path, error: Exception) -> str:
-    """An error of a copy of a small file, said of the file itself."""
+    """Return the message of an error about a local copy of a small file, with the file's own URL."""
     return str(error).replace(str(small), place.url)
 
 
 def _candidates(place: Place) -> list[Place]:
-    """The newest first."""
+    """Return the checkpoints of a location, newest first."""
     sizes = place.sizes()
     if MANIFEST in sizes:
         return [place]
@@ -141,12 +155,13 @@ def _candidates(place: Place) -> list[Place]:
 
 
 def _read_small(place: Place, small: Path) -> Whole:
+    """Fetch manifest and lists of extents, and check the sizes of all files."""
     (small / MANIFEST).write_bytes((place / MANIFEST).read())
     manifest = read_manifest(small)
     sizes = place.sizes()
     for name, num_bytes in manifest.files.items():
         if sizes.get(name) != num_bytes:
-            raise BrokenFile(f"{place.url}/{name} has {sizes.get(name, 'no')} bytes, and {num_bytes} were written")
+            raise BrokenFile(f"{place.url}/{name} has {sizes.get(name, 'no')} bytes, but {num_bytes} were written")
 
     def copied(name: str) -> None:
         (small / name).parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +172,10 @@ def _read_small(place: Place, small: Path) -> Whole:
 
 
 def _all_at_once(acts: Mapping[str, Callable[[], object]]) -> None:
-    """The first error ends it, as Ctrl-C does: nothing more is begun."""
+    """Run functions in threads; the first error, or Ctrl-C, cancels those that have not begun.
+
+    Threads: uploads wait for the network, and xxh3 and reads release the GIL.
+    """
     with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
         waiting = [threads.submit(act) for act in acts.values()]
         try:
@@ -169,41 +187,47 @@ def _all_at_once(acts: Mapping[str, Callable[[], object]]) -> None:
 
 
 def _copy(found: Whole, target: Place) -> None:
-    """All but the manifest."""
-    source, manifest, runs, total = found.place, found.manifest, found.runs, sum(found.manifest.files.values())
+    """Copy everything except the manifest."""
+    source, manifest, extents, total = found.place, found.manifest, found.extents, sum(found.manifest.files.values())
     with progress(f"copy {source.url} to {target.url}", total, "bytes", enabled=True) as advance:
         _all_at_once({
-            name: functools.partial(_copy_file, source / name, target / name, runs.get(name, []), advance)
+            name: functools.partial(_copy_file, source / name, target / name, extents.get(name, []), advance)
             for name in manifest.files
         })  # fmt: skip
     parts = {name: (found.small / name).read_bytes() for name in manifest.parts}
     _all_at_once({name: functools.partial(_put, target / name, text) for name, text in parts.items()})
 
 
-def _copy_file(source: Place, target: Place, runs: list[Run], advance: Advance) -> None:
+def _copy_file(source: Place, target: Place, extents: list[Extent], advance: Advance) -> None:
+    """Copy a file extent by extent, and verify each."""
+
     def copied() -> None:
         with _opened(source) as file, _made(target) as out:
-            for run in runs:
-                data = file.read(run.stop - run.start)
-                if not run.is_of(data):
-                    raise BrokenFile(f"bytes {run.start} to {run.stop} of {source.url} are not those that were written")
+            for extent in extents:
+                data = file.read(extent.stop - extent.start)
+                if not extent.matches(data):
+                    raise BrokenFile(f"bytes {extent.start} to {extent.stop} of {source.url} fail their checksum")
                 out.write(data)
-        _check_size(target, runs[-1].stop if runs else 0)
+        _check_size(target, extents[-1].stop if extents else 0)
 
     tried(copied, f"{source.url} was not copied to {target.url}")
-    advance(runs[-1].stop if runs else 0)
+    advance(extents[-1].stop if extents else 0)
 
 
 def _opened(place: Place) -> Any:
+    """Open a file for reading."""
     return place.fs.open(place.path, "rb", block_size=_PART_BYTES, cache_type="readahead")
 
 
 def _made(place: Place) -> Any:
+    """Open a file for writing, with its folder."""
     place.fs.makedirs(place.path.rpartition("/")[0], exist_ok=True)
     return place.fs.open(place.path, "wb", block_size=_PART_BYTES)
 
 
 def _put(target: Place, data: bytes) -> None:
+    """Write a small file."""
+
     def put() -> None:
         with _made(target) as out:
             out.write(data)
@@ -213,14 +237,18 @@ def _put(target: Place, data: bytes) -> None:
 
 
 def _check_size(target: Place, num_bytes: int) -> None:
-    """A store may keep half of an object without a word."""
+    """Check the size of a written object: a store may keep half of it without an error."""
     target.fs.invalidate_cache()
     found = target.fs.info(target.path)["size"]
     if found != num_bytes:
-        raise OSError(f"{target.url} has {found} bytes, and {num_bytes} were sent")
+        raise OSError(f"{target.url} has {found} bytes, but {num_bytes} were sent")
 
 
 def _send(found: Whole, target: Place) -> str:
+    """Copy to a store; the manifest last. An identical copy that is there already is kept.
+
+    Objects are overwritten if an earlier copy was cut off; only a complete manifest protects a checkpoint from that.
+    """
     text = (found.small / MANIFEST).read_bytes()
     there = (target / MANIFEST).read() if MANIFEST in target.sizes() else b""
     if there == text:
@@ -236,7 +264,7 @@ def _send(found: Whole, target: Place) -> str:
 
 
 def _is_manifest(text: bytes) -> bool:
-    """Half of one is no checkpoint: it may be replaced."""
+    """Return whether bytes are a complete manifest. Half of one is no checkpoint and may be replaced."""
     with tempfile.TemporaryDirectory() as at:
         (Path(at) / MANIFEST).write_bytes(text)
         try:
@@ -247,6 +275,7 @@ def _is_manifest(text: bytes) -> bool:
 
 
 def _fetch(found: Whole, folder: Path) -> Path:
+    """Copy to a local folder, as atomically as a save."""
     manifest = found.manifest
     final = final_place(folder, manifest.step)
     if (final / MANIFEST).exists():
@@ -264,6 +293,7 @@ def _fetch(found: Whole, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _draft(folder: Path, step: int, num_bytes: int) -> Iterator[Draft]:
+    """Open a draft, with OSErrors as CheckpointErrors."""
     try:
         with Draft(folder, step, num_bytes) as draft:
             yield draft

@@ -1,9 +1,14 @@
-"""Tensors of the files, of which each rank holds some boxes, for `torch.distributed.checkpoint`.
+"""Interoperate with torch.distributed.checkpoint (DCP): a tensor subclass that tells its planner which boxes this rank
+holds.
 
-A DTensor cuts a dim into parts in the order of ranks. Our pieces are rows of a matrix that tp or ep cut before, so a
-fused key may hold several ranges of it on one rank: no DTensor can say that, and one that says something near it loses
-rows. So these tensors answer the questions that torch's planner asks DTensors too (`__create_write_items__` and the
-like): which boxes of the whole tensor are here. Its planner then writes and reads them on any mesh.
+A DTensor cuts a dim into equal parts in rank order. Our shards are rows of a matrix that tp or ep has already cut, so a
+fused key may hold several ranges of it on one rank. No DTensor placement says that, and one that comes close loses
+rows: uneven `_StridedShard` over 3 or more shards (pytorch#168134). DCP asks any tensor for its chunks through
+`__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__`; these names are private, so a test pins
+the torch versions.
+
+Wrappers that copy the placement of a 2-D weight to a 3-D stack of expert weights save the wrong dim as sharded
+(TransformerEngine#2713); boxes have no placement to get wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ _new_empty = torch.ops.aten.new_empty.default
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a key, and the memory that holds it. Of copies on several ranks one is written."""
+    """A box of a key and the memory that holds it. Of copies on several ranks one is written."""
 
     start: tuple[int, ...]
     values: Tensor
@@ -47,11 +52,16 @@ class Part:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
+        """Return the box as DCP's metadata."""
         return ChunkStorageMetadata(torch.Size(self.start), self.values.size())
 
 
 class Sharded(Tensor):
-    """Has the shape of a whole tensor and holds `parts` of it: live memory. It knows no operation of tensors."""
+    """A tensor of the whole shape that holds `parts` of it: live memory. It supports no tensor operation.
+
+    It answers the same questions as a DTensor in DCP's planner, but with any set of boxes. It is a wrapper subclass
+    without storage; operations on it raise instead of computing with nothing.
+    """
 
     parts: list[tuple[tuple[int, ...], Tensor, bool]]
 
@@ -62,41 +72,43 @@ class Sharded(Tensor):
         return made
 
     def held(self) -> list[Part]:
+        """Return the parts of this rank."""
         return [Part(*part) for part in self.parts]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # the stub is of another torch
-        if func is _new_empty:  # an asynchronous save copies it: torch then copies `parts`
+        if func is _new_empty:  # async_save deep-copies it: torch creates an empty one, then copies `parts`
             return Sharded(args[1], args[0].dtype, [])
         raise StateError(
-            f"{func} of a tensor of a state dict: this rank holds parts of it, for torch.distributed.checkpoint alone; "
-            "mw.gather(model) gives whole tensors"
+            f"{func} on a tensor of engine.state_dict(): this rank holds parts of it, which only "
+            "torch.distributed.checkpoint can read; use mw.gather(model) for whole tensors"
         )
 
     def __repr__(self) -> str:  # type: ignore[override] # the stub takes contents
         return f"Sharded({tuple(self.shape)}, {self.dtype}, {len(self.parts)} parts here)"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Asked by the planner of a save."""
+        """Return what this rank writes, for the planner of a save."""
         return [self._item(fqn, part) for part in self.held() if part.written]
 
     def _item(self, fqn: str, part: Part) -> WriteItem:
+        """Return the write item of a part."""
         data = TensorWriteData(part.chunk, TensorProperties(self.dtype), self.size())
         return WriteItem(MetadataIndex(fqn, torch.Size(part.start)), WriteItemType.SHARD, tensor_data=data)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Asked by the planner of a load."""
+        """Return the boxes that this rank reads, for the planner of a load."""
         return [part.chunk for part in self.held()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Asked by both: the memory."""
+        """Return the memory of a box, for both planners."""
         return next(part.values for part in self.held() if part.start == tuple(index.offset or ()))
 
 
 def sharded(
     values: Mapping[str, Tensor], pieces: Mapping[str, Piece], owned: set[str], keymap: KeyMap
 ) -> dict[str, Sharded]:
-    """The pieces of a rank as parts of keys."""
+    """Return the shards of a rank as sharded tensors by key."""
     parts: dict[str, list[Part]] = {name: [] for name in keymap.keys if name not in keymap.carried}
     dtypes: dict[str, torch.dtype] = {}
     for name, tensor in values.items():
@@ -105,35 +117,38 @@ def sharded(
             for box, view in pieces[name].views(tensor):
                 common = block.ours.meet(box)
                 if common is not None:
+                    # Views of live memory: DCP reads from them and writes into them, without a copy of the model.
                     held = view[common.within(box).slices]
                     parts[block.key] += [Part(at, part, name in owned) for at, part in _parts(block, common, held)]
     return {key: Sharded(keymap.keys[key].shape, dtype, parts[key]) for key, dtype in dtypes.items()}
 
 
 def _parts(block: Block, common: Box, held: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """A box of ours as few boxes of the key, each with its memory in the shape of that box."""
+    """Split a box of a parameter into few boxes of the key, each with its memory in the shape of that box."""
     wanted = block.view(torch.empty(block.shape, device="meta"))[common.within(block.ours).slices]
     order = storage_order(wanted)
     yield from _boxes(block.shape, wanted.permute(order), held.permute(order))
 
 
 def _boxes(shape: tuple[int, ...], wanted: Tensor, held: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """`wanted`: where the elements of `held` lie in the key, as a view of a tensor without memory."""
+    """Yield boxes. `wanted` says where the elements of `held` lie in the key (a view of a meta tensor)."""
     first = int(wanted.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(wanted.shape, wanted.stride(), strict=True))
     start, end = _unravel(first, shape), _unravel(last, shape)
+    # First and last element span a box of the key. If it has as many elements as the view, the view fills it.
     size = tuple(b - a + 1 for a, b in zip(start, end, strict=True))
     try:
         if min(size, default=1) < 1 or torch.Size(size).numel() != wanted.numel():
             raise RuntimeError("no box")
         yield start, held.view(size)
-    except RuntimeError:  # elements that no view can put side by side
+    except RuntimeError:  # not a box, or not viewable as one: split along a dim
         dim = next(dim for dim, num in enumerate(wanted.shape) if num > 1)
         for at in range(wanted.shape[dim]):
             yield from _boxes(shape, wanted.select(dim, at), held.select(dim, at))
 
 
 def _unravel(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of a flat position (numpy's unravel_index)."""
     out: list[int] = []
     for size in reversed(shape):
         at, here = divmod(at, size)
@@ -142,9 +157,13 @@ def _unravel(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def take(mine: Sharded, given: Tensor, key: str) -> None:
-    """Copy what was given for a key into the memory that `mine` shows: nothing, where it is that memory."""
+    """Copy a loaded tensor into this rank's memory, or do nothing where it is that memory.
+
+    Boxes must match exactly: a state dict of another mesh must be loaded through DCP, whose planner reshards, not
+    copied.
+    """
     if mine.shape != given.shape:
-        raise CheckpointError(f"{key} is {tuple(given.shape)} in the state dict, and {tuple(mine.shape)} here")
+        raise CheckpointError(f"{key} is {tuple(given.shape)} in the state dict, but {tuple(mine.shape)} in the model")
     if not isinstance(given, Sharded):
         for part in mine.held():
             part.values.copy_(given[tuple(slice(a, a + n) for a, n in zip(part.start, part.values.shape, strict=True))])
@@ -172,14 +191,20 @@ _CLASSES = {
 
 
 class _Known(pickle.Unpickler):
+    """An unpickler for DCP's metadata that allows its classes only. A pickle can run any code when it is loaded."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class of DCP's metadata, and refuse any other."""
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of contents needs")
         return super().find_class(module, name)
 
 
 class TorchFiles(FileSystemReader):
-    """A directory that `torch.distributed.checkpoint.save` wrote: its tensors one by one."""
+    """A directory that `torch.distributed.checkpoint.save` wrote, read tensor by tensor.
+
+    DCP's metadata is a pickle. It is loaded by an unpickler that knows the dozen classes DCP writes and no others.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -190,21 +215,24 @@ class TorchFiles(FileSystemReader):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors."""
         found = self.contents.state_dict_metadata
         return {name: tuple(value.size) for name, value in found.items() if isinstance(value, TensorStorageMetadata)}
 
     def tensor(self, name: str) -> Tensor:
+        """Read a whole tensor."""
         about = self.contents.state_dict_metadata[name]
         assert isinstance(about, TensorStorageMetadata)
         into = torch.empty(about.size, dtype=about.properties.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
+            warnings.simplefilter("ignore")  # DCP warns that no process group exists
             planner = DefaultLoadPlanner(flatten_state_dict=False)
             dcp.load({name: into}, storage_reader=self, planner=planner, no_dist=True)
         return into
 
 
 def _contents(directory: Path) -> Metadata:
+    """Read and check the metadata: its classes, and that files lie inside of the directory."""
     path = directory / TORCH_LIST
     try:
         found = _Known(io.BytesIO(path.read_bytes())).load()
@@ -220,7 +248,7 @@ def _contents(directory: Path) -> Metadata:
 
 
 def write_torch_files(directory: Path, state: Mapping[str, Any]) -> None:
-    """By this process alone. `state` may map files: torch writes one tensor after the other."""
+    """Write a DCP checkpoint in this process alone. `state` may map files, so that tensors are read one by one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=True)

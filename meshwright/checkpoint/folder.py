@@ -1,10 +1,20 @@
-"""A folder of checkpoints: names of steps, which is the newest whole one, and how one appears, all at once.
+"""A folder of checkpoints: step names, the newest complete one, atomic creation, retention, and clean-up after kills.
 
-A checkpoint is made under a hidden name, `.step-000200.unfinished-<mark>`, and renamed when it is whole. Whoever makes
-it holds a lock on a file inside; so the next save may remove what a killed process left, and nothing that is alive.
-While one takes the place of another of the same step, the earlier one is `.step-000200.replaced-<mark>` for a moment.
-If the process dies in that moment, both are whole under hidden names, and readers find them there.
-`.step-000200.removed-<mark>` is on its way out.
+A checkpoint is written as `.step-000200.unfinished-<suffix>` and renamed when it is complete. Its writer holds an flock
+on a file inside, so a later save can remove the leftovers of a killed process and never those of a live one: several
+jobs may share a folder.
+
+When it replaces another of the same step, the old one is `.step-000200.replaced-<suffix>` for a moment. If the process
+dies in that moment, both are complete under hidden names, and readers find them there. `.step-000200.removed-<suffix>`
+is being deleted.
+
+The tests replay every prefix of a save's system calls as a power cut (each file and name that was not fsynced kept,
+lost or torn) and look for a complete checkpoint.
+
+A folder during a save:
+
+  step-000100/                          complete
+  .step-000200.unfinished-9f8e7d6c/     being written; .lock inside is held by its writer
 """
 
 from __future__ import annotations
@@ -27,122 +37,145 @@ from .content import RANDOM_FILE, Keep
 from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, why_not_whole, write_manifest
 
 CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first beside the second
+# Hidden names carry state: what the directory is, and 32 random bits that tell the drafts of several jobs apart.
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
-_REST = (TRAINER, "master/*.safetensors", "exp_avg*/*.safetensors", RANDOM_FILE, f"{PARTS}/[0-9]*.json")
-_MAKING_S = 3600.0  # a directory without a lock may be one that is just being made; for no longer than this
+_CHECKPOINT_FILES = (TRAINER, "master/*.safetensors", "exp_avg*/*.safetensors", RANDOM_FILE, f"{PARTS}/[0-9]*.json")
+_MAKING_S = 3600.0  # a directory without a lock file may be just being created; older ones are leftovers
 
 
 def step_name(step: int) -> str:
+    """Return the directory name of a step."""
     return f"step-{step:06d}"
 
 
 def final_place(folder: Path, step: int) -> Path:
+    """Return the directory of a step."""
     return folder / step_name(step)
 
 
 @dataclass(frozen=True, order=True)
-class Found:
+class Candidate:
     """A directory that may be a checkpoint."""
 
     step: int
-    visible: bool  # not under a hidden name
-    newer: bool  # of two hidden ones of a step
+    visible: bool  # has its final name
+    newer: bool  # of two hidden directories of one step, the one that was being saved
     path: Path
 
 
-def checkpoints(folder: Path) -> list[Found]:
-    """All that may be checkpoints, the newest first. Under a hidden name are only those without a visible one."""
-    found = []
+def checkpoints(folder: Path) -> list[Candidate]:
+    """Return all candidates, newest step first; hidden ones only where no visible one has their step."""
+    candidates = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if plain := STEP.fullmatch(path.name):
-            found.append(Found(int(plain[1]), True, False, path))
-        elif (hidden := _HIDDEN.fullmatch(path.name)) and _stands_in(path, hidden):
-            found.append(Found(int(hidden[1][5:]), False, hidden[2] == "unfinished", path))
-    return sorted(found, reverse=True)
+        if visible := STEP.fullmatch(path.name):
+            candidates.append(Candidate(int(visible[1]), True, False, path))
+        elif (hidden := _HIDDEN.fullmatch(path.name)) and _is_interrupted_swap(path, hidden):
+            candidates.append(Candidate(int(hidden[1][5:]), False, hidden[2] == "unfinished", path))
+    return sorted(candidates, reverse=True)
 
 
-def _stands_in(path: Path, hidden: re.Match[str]) -> bool:
-    """Whether a hidden checkpoint has the place of a visible one, which a process that died did not name."""
+def _is_interrupted_swap(path: Path, hidden: re.Match[str]) -> bool:
+    """Return whether a hidden directory is complete and its visible name is missing: its process died during the
+    swap."""
     return hidden[2] != "removed" and (path / MANIFEST).is_file() and not (path.parent / hidden[1]).exists()
 
 
-def newest_whole(folder: Path, but: Path | None = None) -> Path | None:
-    """The newest checkpoint whose files are all there."""
-    candidates = (found.path for found in checkpoints(folder))
-    return next((path for path in candidates if path != but and not why_not_whole(path)), None)
+def newest_whole(folder: Path, exclude: Path | None = None) -> Path | None:
+    """Return the newest checkpoint whose files are all there in their sizes.
+
+    Sizes, not bytes: reading a terabyte to choose a directory would be too slow, and a resume verifies the bytes.
+    """
+    candidates = (candidate.path for candidate in checkpoints(folder))
+    return next((path for path in candidates if path != exclude and not why_not_whole(path)), None)
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a manifest lies there. Refuse a checkpoint that lost its manifest, as a copy does that was cut off:
-    read as a plain model it would give rounded weights, no moments and step 0."""
+    """Return whether a directory has a manifest. Refuse one that has other files of a checkpoint but no manifest.
+
+    A copy that was cut off looks like that. Loaded as a plain model it would give rounded weights, no optimizer state
+    and step 0, silently.
+
+    `lexists`, not `exists`: a broken link at the manifest's place is damage, not absence.
+    """
     if os.path.lexists(directory / MANIFEST):
         return True
-    rest = next((path for name in _REST for path in sorted(directory.glob(name))), None)
-    if rest is not None:
+    leftover = next((path for name in _CHECKPOINT_FILES for path in sorted(directory.glob(name))), None)
+    if leftover is not None:
         raise CheckpointError(
-            f"{directory} holds {rest.relative_to(directory)} of a checkpoint and no {MANIFEST}, so nobody knows "
-            "whether it is whole; copy it again (`meshwright copy` checks every byte), or take another one. To use its "
-            "weights unchecked, remove all that is not of a Hugging Face model: "
+            f"{directory} holds {leftover.relative_to(directory)} of a checkpoint but no {MANIFEST}, so it may be "
+            "incomplete; copy it again (`meshwright copy` checks every byte), or use another one. To load its weights "
+            "unchecked, remove everything that is not part of a Hugging Face model: "
             f"{TRAINER}, master, exp_avg, exp_avg_sq, random, {PARTS}"
         )
     return False
 
 
-def find(directory: Path, but: Collection[Path] = ()) -> Path:
-    """Return a checkpoint: the directory itself, or the newest whole one of a folder of them, or of a run. `but`: not
-    one of these."""
+def find(directory: Path, exclude: Collection[Path] = ()) -> Path:
+    """Return a checkpoint: the directory itself, or the newest complete one of a folder or of a run, except `exclude`.
+
+    Damaged and incomplete checkpoints are skipped with a warning. If the user named one directly, it is an error
+    instead: an older one would not be what was asked for.
+    """
     if is_checkpoint(directory):
         return directory
-    hidden = [found.path for found in checkpoints(directory.parent) if step_name(found.step) == directory.name]
+    hidden = [
+        candidate.path for candidate in checkpoints(directory.parent) if step_name(candidate.step) == directory.name
+    ]
     if not directory.exists() and hidden:
         return hidden[0]
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory; give a checkpoint, a folder of them, or a run")
+        raise CheckpointError(f"{directory} is not a directory; give a checkpoint, a folder of them, or a run")
     folder = directory / CHECKPOINTS if _is_run(directory) else directory
-    for found in checkpoints(folder):
-        if found.path in but:
+    for candidate in checkpoints(folder):
+        if candidate.path in exclude:
             continue
-        wrong = why_not_whole(found.path)
-        if not wrong:
-            return found.path
-        logger.warning("%s is not whole and is passed over: %s", found.path, wrong)
-    damaged = f" ({', '.join(path.name for path in but)}: damaged)" if but else ""
+        reason = why_not_whole(candidate.path)
+        if not reason:
+            return candidate.path
+        logger.warning("skipping %s, which is incomplete: %s", candidate.path, reason)
+    damaged = f" ({', '.join(path.name for path in exclude)}: damaged)" if exclude else ""
     if folder != directory and not damaged:
         raise CheckpointError(
-            f"{directory} is a run that has no whole checkpoint yet; give the model that it began with"
+            f"{directory} is a run without a complete checkpoint so far; give the model that it started from"
         )
     raise CheckpointError(
-        f"{folder} holds no whole checkpoint{damaged}, neither {MANIFEST} nor step-000200 or the like; give another "
-        "directory"
+        f"{folder} holds no complete checkpoint{damaged}: neither {MANIFEST} nor directories such as step-000200; give "
+        "another directory"
     )
 
 
 def newest_of(directory: Path) -> Path:
-    """Return the newest whole checkpoint of a run, or of a folder of checkpoints; any other directory as it is."""
+    """Return the newest complete checkpoint of a run or folder; any other directory as it is."""
     return find(directory) if _is_run(directory) or checkpoints(directory) else directory
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the run that keeps a checkpoint, among its checkpoints or as its best, if one does."""
+    """Return the run that keeps a checkpoint, if one does."""
     run = checkpoint.absolute().parent.parent
     return run if _is_run(run) else None
 
 
 def _is_run(directory: Path) -> bool:
+    """Return whether a directory is a run of `meshwright train`."""
     return (directory / RUN).is_file()
 
 
 class Draft:
-    """A checkpoint that is being made, by the process that holds its lock."""
+    """A checkpoint that is being written, by the process that holds its lock.
+
+    Use it as a context: it removes itself on an error. `commit` is the only way to make it visible.
+    """
 
     def __init__(self, folder: Path, step: int, num_bytes: int = 0) -> None:
         """`num_bytes`: what it will take of the disk."""
         self.folder, self.step = folder, step
-        self.final, self.mark = final_place(folder, step), secrets.token_hex(4)
+        self.final, self.suffix = final_place(folder, step), secrets.token_hex(4)
         _check_place(self.final, num_bytes)
-        _make(folder)
+        _make_durable(folder)
+        # Every save cleans up first, so a folder never accumulates the leftovers of kills (each as large as a
+        # checkpoint).
         _clean(folder)
-        self.path = folder / f".{self.final.name}.unfinished-{self.mark}"
+        self.path = folder / f".{self.final.name}.unfinished-{self.suffix}"
         self.path.mkdir()
         self._lock = _locked(self.path / LOCK)
 
@@ -154,24 +187,34 @@ class Draft:
             self.abandon()
 
     def commit(self, manifest: Manifest) -> None:
-        """All files are on the disk. From the manifest on it is a checkpoint, at the end it has its name."""
+        """Make it a checkpoint: fsync directories, write the manifest, rename, fsync the parent.
+
+        In this order. Manifest before data would make a torn checkpoint look complete; without the last fsync a power
+        cut may undo the rename. All files have been fsynced before.
+        """
+        # An fsynced file whose name is not fsynced may still vanish in a power cut: names belong to the directory.
         for directory in (path for path in self.path.rglob("*") if path.is_dir()):
             to_disk(directory)
         to_disk(self.path)
         write_manifest(self.path, manifest)
-        replaced = self.folder / f".{self.final.name}.replaced-{self.mark}"
+        # There is no atomic swap of directories in POSIX, so the old one moves aside first. Between the two renames no
+        # visible name exists; readers then look for complete hidden ones.
+        replaced = self.folder / f".{self.final.name}.replaced-{self.suffix}"
         if self.final.exists():
             self.final.rename(replaced)
         self.path.rename(self.final)
         to_disk(self.folder)
+        # The lock file is inside, and has moved with the directory.
         self._unlock(self.final)
         _remove(replaced)
 
     def abandon(self) -> None:
+        """Remove it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock(self.path)
 
     def _unlock(self, directory: Path) -> None:
+        """Remove and release the lock."""
         with contextlib.suppress(OSError):
             (directory / LOCK).unlink()
         if self._lock is not None:
@@ -179,27 +222,30 @@ class Draft:
             self._lock = None
 
 
-def _make(folder: Path) -> None:
-    """With its name on the disk: a power cut would else take the folder with all that is in it."""
+def _make_durable(folder: Path) -> None:
+    """Create a folder and fsync its parents: a power cut could otherwise lose it with everything inside."""
     if not folder.is_dir():
-        _make(folder.parent)
+        _make_durable(folder.parent)
         folder.mkdir(exist_ok=True)
         to_disk(folder.parent)
 
 
 def check_not_in_use(final: Path, in_use: Path) -> None:
-    """Every save reads from the directory that the model was loaded from."""
+    """Refuse to replace the directory that the model was loaded from: saves copy untrained tensors from it."""
     if final.exists() and in_use.exists() and final.samefile(in_use):
         raise CheckpointError(
-            f"the model was loaded from {final}, and its files are read again, so it cannot be replaced; save into "
+            f"the model was loaded from {final} and its files are still read, so it cannot be replaced; save into "
             "another folder"
         )
 
 
 def _check_place(final: Path, num_bytes: int) -> None:
-    """Refuse a place in which nothing could be written, or something else than a checkpoint would be replaced."""
+    """Refuse a place that cannot be written, or where something other than a checkpoint would be replaced.
+
+    A directory with the name of a step but without a manifest may be anything, so it is never replaced.
+    """
     if final.exists() and not (final / MANIFEST).is_file():
-        raise CheckpointError(f"{final} exists and is no checkpoint; move it away, or choose another folder")
+        raise CheckpointError(f"{final} exists and is not a checkpoint; move it away, or choose another folder")
     try:
         check_writable(final.absolute(), num_bytes)
     except OSError as error:
@@ -207,23 +253,36 @@ def _check_place(final: Path, num_bytes: int) -> None:
 
 
 def remove_earlier(folder: Path, step: int, keep: Keep, in_use: Path) -> None:
-    """Later ones stay too: they are of another run, or of a part of this one that was taken back. So does the one that
-    the model was loaded from (`in_use`): every save copies what is not trained from there. One that nobody could go on
-    from takes the place of none that is good."""
-    mine = [found for found in checkpoints(folder) if found.step <= step and (found.path / MANIFEST).is_file()]
-    good = 0
-    for found in mine:
-        if good < (keep.last or 0):
-            good += _is_good(found.path)
+    """Remove checkpoints that `keep` does not cover, among those up to `step`.
+
+    Kept: later steps (another run's, or taken back by a rewind), the directory that the model was loaded from
+    (`in_use`), and as many good ones as `keep.last` says. A checkpoint with NaN weights does not count: a run that
+    diverged must not push out the last one it could resume from.
+
+    `every` keeps milestones for ever, `last` bounds the disk.
+    """
+    own_run = [
+        candidate
+        for candidate in checkpoints(folder)
+        if candidate.step <= step and (candidate.path / MANIFEST).is_file()
+    ]
+    num_good = 0
+    for candidate in own_run:
+        # Newest first, so the first `last` good ones stay, and checkpoints with NaN among them stay too until they are
+        # older.
+        if num_good < (keep.last or 0):
+            num_good += _is_good(candidate.path)
             continue
-        if (keep.every and found.step % keep.every == 0) or (in_use.exists() and found.path.samefile(in_use)):
+        if (keep.every and candidate.step % keep.every == 0) or (in_use.exists() and candidate.path.samefile(in_use)):
             continue
-        gone = folder / f".{step_name(found.step)}.removed-{secrets.token_hex(4)}"
-        found.path.rename(gone)  # from here on it is no checkpoint, whatever becomes of the rest
-        _remove(gone)
+        # Renamed first: a deletion that is interrupted must not leave a visible checkpoint with half of its files.
+        removed = folder / f".{step_name(candidate.step)}.removed-{secrets.token_hex(4)}"
+        candidate.path.rename(removed)
+        _remove(removed)
 
 
 def _is_good(path: Path) -> bool:
+    """Return whether a checkpoint is readable and has no NaN or infinite weights."""
     try:
         return NOT_FINITE not in read_manifest(path).about
     except LoadError:
@@ -231,40 +290,47 @@ def _is_good(path: Path) -> bool:
 
 
 def later_than(folder: Path, step: int) -> list[Path]:
-    return [found.path for found in checkpoints(folder) if found.step > step]
+    """Return the checkpoints after a step."""
+    return [candidate.path for candidate in checkpoints(folder) if candidate.step > step]
 
 
 def _clean(folder: Path) -> None:
-    """Finish or remove what killed processes left, of which nobody holds the lock."""
-    for path, final, mark in sorted(_leftovers(folder)):
-        whole = (path / MANIFEST).is_file() and not why_not_whole(path)
-        with _lock_of(folder / f".{final.name}.unfinished-{mark}") as free:
-            if not free or not path.exists():
+    """Complete or remove what killed processes left, unless somebody holds its lock."""
+    for path, final, suffix in sorted(_leftovers(folder)):
+        # A directory with a manifest was complete when its writer died in the swap: it is renamed, not removed.
+        is_complete = (path / MANIFEST).is_file() and not why_not_whole(path)
+        # The lock of the draft covers all three hidden names of one save.
+        with _lock_of(folder / f".{final.name}.unfinished-{suffix}") as is_free:
+            if not is_free or not path.exists():
                 continue
-            if whole and not final.exists() and path == _best(folder, final):
-                logger.warning("%s was whole and has its name now: %s", path, final)
+            if is_complete and not final.exists() and path == _taken_by_readers(folder, final):
+                logger.warning("%s was complete and has been renamed to %s", path, final)
                 path.rename(final)
             else:
-                logger.warning("%s was left by a save that did not end, and is removed", path)
+                logger.warning("removing %s, which an interrupted save left behind", path)
                 _remove(path)
 
 
 def _leftovers(folder: Path) -> Iterator[tuple[Path, Path, str]]:
+    """Yield hidden directories, with their final path and suffix."""
     for path in folder.iterdir():
         if hidden := _HIDDEN.fullmatch(path.name):
             yield path, folder / hidden[1], hidden[3]
 
 
-def _best(folder: Path, final: Path) -> Path:
-    """Which hidden one a reader would take for `final`."""
+def _taken_by_readers(folder: Path, final: Path) -> Path:
+    """Return which hidden directory a reader would take for `final`."""
     step = int(final.name[5:])
     return next(found.path for found in checkpoints(folder) if found.step == step)
 
 
 def _locked(path: Path) -> int | None:
-    """None where the file system knows no locks."""
+    """Create and lock a file; return its descriptor, or None where locks are not supported or held by another
+    process."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        # flock, not a file with a pid: the kernel releases it when the process dies, however it dies, and pids are
+        # reused.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
@@ -274,7 +340,7 @@ def _locked(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _lock_of(directory: Path) -> Iterator[bool]:
-    """Whether no process holds the lock of a directory. It is held until the end of the block."""
+    """Try to hold the lock of a directory for a block; yield whether it is free."""
     if not (directory / LOCK).exists():
         yield not directory.exists() or time.time() - directory.stat().st_mtime > _MAKING_S
         return
@@ -287,6 +353,7 @@ def _lock_of(directory: Path) -> Iterator[bool]:
 
 
 def _remove(path: Path) -> None:
+    """Remove a directory, and warn if parts stay."""
     shutil.rmtree(path, ignore_errors=True)
-    if path.exists():  # a network file system keeps what a reader has open
+    if path.exists():  # NFS keeps files that a reader has open
         logger.warning("%s could not be removed; remove it", path)

@@ -1,7 +1,5 @@
-"""Look at a checkpoint: what it holds, whether its bytes are those that were written, and how it differs from another.
-
-Nothing of a model is needed for that, and no process group.
-"""
+"""Inspect a checkpoint without a model or process group: list its content, verify its bytes, compare it with
+another."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from ..log import progress
 from ..ops.part_sizes import part_size
 from ..weights import DTYPES, MANIFEST, Entry, Source, opened
 from .folder import find
-from .restore import Checkpoint, check_run, open_checkpoint
+from .restore import Checkpoint, open_checkpoint, verify_extent
 
 _READERS = 4
 _PART_BYTES = part_size(__name__, "_PART_BYTES", 32 << 20, small=808)
@@ -32,7 +30,7 @@ _PART_BYTES = part_size(__name__, "_PART_BYTES", 32 << 20, small=808)
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same in two checkpoints. `largest`: of the differences of its elements."""
+    """A tensor that differs between two checkpoints. `largest`: the largest absolute difference of an element."""
 
     plane: str
     key: str
@@ -42,11 +40,12 @@ class Difference:
 
 
 def opened_at(directory: Path) -> Checkpoint:
+    """Open a checkpoint, or the newest of a folder."""
     return open_checkpoint(find(directory))
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What it holds, as JSON has it."""
+    """Return what a checkpoint holds, as JSON."""
     manifest, trainer = checkpoint.manifest, checkpoint.trainer
     planes = {}
     for name, source in checkpoint.planes.items():
@@ -64,71 +63,89 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         **manifest.about,
         "bytes": sum(manifest.files.values()),
         "ranks": len(manifest.parts),
-        "runs": sum(len(runs) for runs in checkpoint.runs.of_file.values()),
+        "runs": sum(len(extents) for extents in checkpoint.extents.of_file.values()),
         "planes": planes,
-        "strangers": strangers(checkpoint),
+        "unlisted_files": unlisted_files(checkpoint),
     }
 
 
-def strangers(checkpoint: Checkpoint) -> list[str]:
-    """Files in the directory that the manifest does not list."""
-    known = {*checkpoint.manifest.files, *checkpoint.manifest.parts, MANIFEST}
-    found = (path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file())
-    return sorted(str(name) for name in found if str(name) not in known)
+def unlisted_files(checkpoint: Checkpoint) -> list[str]:
+    """Return files in the directory that the manifest does not list.
+
+    They are harmless, but often the sign of a manual edit.
+    """
+    listed = {*checkpoint.manifest.files, *checkpoint.manifest.parts, MANIFEST}
+    siblings = (path.relative_to(checkpoint.directory) for path in checkpoint.directory.rglob("*") if path.is_file())
+    return sorted(str(name) for name in siblings if str(name) not in listed)
 
 
 def check_bytes(checkpoint: Checkpoint) -> list[str]:
-    """Read all of it, and say what is not as it was written."""
-    runs = [(file, run) for file, found in checkpoint.runs.of_file.items() for run in found]
-    label, total = f"check {checkpoint.directory}", checkpoint.runs.num_bytes
+    """Read every byte, and return what fails its checksum.
+
+    Four readers: enough to keep a disk busy, few enough not to thrash it.
+    """
+    extents = [(file, extent) for file, found in checkpoint.extents.of_file.items() for extent in found]
+    label, total = f"check {checkpoint.directory}", checkpoint.extents.num_bytes
     wrong: list[str] = []
     with progress(label, total, "bytes", enabled=True) as advance, ThreadPoolExecutor(_READERS) as readers:
-        for failure, (_, run) in zip(readers.map(lambda each: _failure(checkpoint, *each), runs), runs, strict=True):
-            advance(run.stop - run.start)
+        for failure, (_, extent) in zip(
+            readers.map(lambda each: _failure(checkpoint, *each), extents), extents, strict=True
+        ):
+            advance(extent.stop - extent.start)
             if failure:
                 wrong.append(failure)
     return wrong
 
 
-def _failure(checkpoint: Checkpoint, file: str, run: Any) -> str:
+def _failure(checkpoint: Checkpoint, file: str, extent: Any) -> str:
+    """Return why an extent is damaged, or ""."""
     try:
-        check_run(checkpoint, file, run)
+        verify_extent(checkpoint, file, extent)
     except BrokenFile as error:
         return str(error)
     return ""
 
 
 def differences(mine: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
-    """Tensor by tensor, of every plane."""
+    """Compare two checkpoints tensor by tensor, in every state set.
+
+    Values are compared as float64, so checkpoints in different dtypes can be compared; the dtype is a difference of its
+    own.
+    """
     for plane in dict.fromkeys((*mine.planes, *other.planes)):
-        here, there = (c.planes[plane].entries if plane in c.planes else {} for c in (mine, other))
-        for key in dict.fromkeys((*here, *there)):
-            if key not in here or key not in there:
-                yield Difference(plane, key, f"only in {(mine if key in here else other).directory}")
-            elif here[key].shape != there[key].shape:
-                yield Difference(plane, key, f"shape {here[key].shape} and {there[key].shape}")
+        own_entries, other_entries = (c.planes[plane].entries if plane in c.planes else {} for c in (mine, other))
+        for key in dict.fromkeys((*own_entries, *other_entries)):
+            if key not in own_entries or key not in other_entries:
+                yield Difference(plane, key, f"only in {(mine if key in own_entries else other).directory}")
+            elif own_entries[key].shape != other_entries[key].shape:
+                yield Difference(plane, key, f"shape {own_entries[key].shape} and {other_entries[key].shape}")
             else:
-                yield from _of_values(plane, (mine.planes[plane], here[key]), (other.planes[plane], there[key]))
+                yield from _of_values(
+                    plane, (mine.planes[plane], own_entries[key]), (other.planes[plane], other_entries[key])
+                )
 
 
 def _of_values(plane: str, *both: tuple[Source, Entry]) -> Iterator[Difference]:
+    """Compare the values of a tensor, part by part. NaN equals NaN."""
     (_, first), (_, second) = both
     kinds = f"{first.dtype} and {second.dtype}" if first.dtype != second.dtype else ""
     largest, num = 0.0, 0
     for a, b in zip(_parts(*both[0]), _parts(*both[1]), strict=True):
-        apart = (a.double() - b.double()).abs() if a.is_floating_point() else (a != b).double()
-        unequal = ~(apart == 0) & ~(a.isnan() & b.isnan())
+        distance = (a.double() - b.double()).abs() if a.is_floating_point() else (a != b).double()
+        # Not `distance > 0`: the distance of NaN and a number is NaN, which compares false with everything.
+        unequal = ~(distance == 0) & ~(a.isnan() & b.isnan())
         num += int(unequal.sum())
-        largest = max(largest, float(apart[unequal].nan_to_num(nan=float("inf")).max()) if unequal.any() else 0.0)
+        largest = max(largest, float(distance[unequal].nan_to_num(nan=float("inf")).max()) if unequal.any() else 0.0)
     if num or kinds:
         yield Difference(plane, first.key, kinds or "values", largest, num)
 
 
 def _parts(source: Source, entry: Entry) -> Iterator[Tensor]:
-    """A tensor a part at a time, in equally many elements whatever its dtype."""
+    """Yield a tensor in parts of equally many elements whatever its dtype, so that two dtypes can be compared."""
     if entry.dtype not in DTYPES:
         raise CheckpointError(f"{entry.key} is {entry.dtype}, which torch has no dtype for; compare its bytes with cmp")
     dtype = DTYPES[entry.dtype]
+    # Counted in elements of 8 bytes, so that bfloat16 and float32 versions of a tensor are cut at the same elements.
     step = _PART_BYTES // 8 * dtype.itemsize
     with opened(source.directory / entry.file) as file:
         for at in range(entry.start, entry.stop, step):
@@ -138,49 +155,55 @@ def _parts(source: Source, entry: Entry) -> Iterator[Tensor]:
 
 _MOST = 20  # differences that are shown
 
-Wrong = Sequence[str] | None  # None: nobody looked
+Wrong = Sequence[str] | None  # None: not checked
 Apart = Sequence[Difference] | None
 
 
-def as_json(checkpoint: Checkpoint, wrong: Wrong, apart: Apart) -> dict[str, Any]:
-    found = summary(checkpoint)
+def as_json(checkpoint: Checkpoint, wrong: Wrong, differences_found: Apart) -> dict[str, Any]:
+    """Return summary, verification and differences as JSON."""
+    info = summary(checkpoint)
     if wrong is not None:
-        found["wrong"] = list(wrong)
-    if apart is not None:
-        found["differences"] = [asdict(each) for each in apart]
-    return found
+        info["wrong"] = list(wrong)
+    if differences_found is not None:
+        info["differences"] = [asdict(each) for each in differences_found]
+    return info
 
 
 def print_checkpoint(checkpoint: Checkpoint, wrong: Wrong, apart: Apart) -> None:
-    console, found = Console(), summary(checkpoint)
+    """Print summary, verification and differences."""
+    console, info = Console(), summary(checkpoint)
     console.print(Text(f"{checkpoint.directory}", style="bold"), soft_wrap=True)
     lines = {
-        "model": f"{found['model']}, {found['parameters']:,} parameters, {counted(found['trained'], 'tensor')} trained",
-        "step": f"{found['step']:,}, {found['tokens']:,} tokens",
-        "saved": f"{found['date']} on {found['mesh']} by {counted(found['ranks'], 'rank')}",
-        "size": f"{decimal(found['bytes'])} in {counted(found['runs'], 'run')}, each with its checksum",
-        "settings": ", ".join(f"{name} {value}" for name, value in found["settings"].items()),
-        "state": "none" if found["state"] is None else f"{found['state']!r:.200}",
+        "model": f"{info['model']}, {info['parameters']:,} parameters, {counted(info['trained'], 'tensor')} trained",
+        "step": f"{info['step']:,}, {info['tokens']:,} tokens",
+        "saved": f"{info['date']} on {info['mesh']} by {counted(info['ranks'], 'rank')}",
+        "size": f"{decimal(info['bytes'])} in {counted(info['runs'], 'run')}, each with its checksum",
+        "settings": ", ".join(f"{name} {value}" for name, value in info["settings"].items()),
+        "state": "none" if info["state"] is None else f"{info['state']!r:.200}",
     }
     for name, text in lines.items():
         console.print(Text(f"  {name:9} {text}"), soft_wrap=True)
-    console.print(_planes(found))
-    for name in found["strangers"]:
-        console.print(Text(f"  {name} is no part of it: the manifest does not list it", style="bold"), soft_wrap=True)
+    console.print(_planes(info))
+    for name in info["unlisted_files"]:
+        console.print(
+            Text(f"  {name} is not part of the checkpoint: the manifest does not list it", style="bold"), soft_wrap=True
+        )
     _print_checks(console, wrong, apart)
 
 
-def _planes(found: dict[str, Any]) -> Grid:
+def _planes(info: dict[str, Any]) -> Grid:
+    """Return the table of state sets."""
     grid = Grid(box=box.SIMPLE, show_edge=False)
     for title in ("plane", "tensors", "files", "dtypes", "bytes"):
         grid.add_column(title, justify="right" if title in ("tensors", "files", "bytes") else "left")
-    for name, plane in found["planes"].items():
+    for name, plane in info["planes"].items():
         row = (f"{plane['tensors']:,}", f"{plane['files']:,}", ", ".join(plane["dtypes"]), decimal(plane["bytes"]))
         grid.add_row(name, *row)
     return grid
 
 
 def _print_checks(console: Console, wrong: Wrong, apart: Apart) -> None:
+    """Print verification and differences."""
     if wrong is None:
         console.print(Text("  bytes not read; --verify compares them with their checksums"))
     elif not wrong:
@@ -188,8 +211,8 @@ def _print_checks(console: Console, wrong: Wrong, apart: Apart) -> None:
     for text in wrong or ():
         console.print(Text(f"  {text}", style="bold red"), soft_wrap=True)
     if apart is not None:
-        told = f"{counted(len(apart), 'tensor')} differ" if apart else "no tensor differs"
-        console.print(Text(f"  {told}", style="bold"))
+        verdict = f"{counted(len(apart), 'tensor')} differ" if apart else "no tensor differs"
+        console.print(Text(f"  {verdict}", style="bold"))
         for each in apart[:_MOST]:
             by = f", {each.num:,} elements, by up to {each.largest:.3g}" if each.largest is not None else ""
             console.print(Text(f"  {each.plane} {each.key}: {each.why}{by}"), soft_wrap=True)

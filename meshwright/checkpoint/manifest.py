@@ -1,8 +1,15 @@
-"""The manifest of a checkpoint: it lists every file, and is written last. A directory is a checkpoint if and only if
-its manifest is whole.
+"""The manifest of a checkpoint: it lists every file and is written last, so a directory with a valid manifest is
+complete.
 
-Each rank lists what it wrote in a file of its own, so that nobody gathers the lists of all; the manifest has their
-checksums. docs/checkpoint.md describes both for other programs.
+Each rank lists what it wrote, with checksums, in a file of its own; the manifest has only the checksums of these lists.
+So no rank gathers a list of the whole checkpoint. docs/checkpoint-format.md describes both for other programs.
+
+Shortened example:
+
+  {"format": "meshwright checkpoint", "version": 1, "step": 200,
+   "planes": {"weights": "", "master": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+   "files": {"model.safetensors": 15269889, "master/model.safetensors": 30539400, ...},
+   "parts": {"runs/00000.json": "8c1f...", "runs/00001.json": "02aa..."}, "about": {...}, "checksum": "..."}
 """
 
 from __future__ import annotations
@@ -17,10 +24,10 @@ from typing import Any
 import xxhash
 
 from ..errors import BrokenFile, LoadError
-from ..weights import MANIFEST, Runs, checksum, read_stamped_json, runs_of_json, short, to_disk
+from ..weights import MANIFEST, Extents, checksum, extents_of_json, read_stamped_json, short, to_disk
 
 PARTS, LOCK = "runs", ".lock"
-NOT_FINITE = "not_finite"  # a parameter of which this is true, among what is said for people
+NOT_FINITE = "not_finite"  # key of `about`: a trained parameter with NaN or infinite values
 STEP = re.compile(r"step-(\d{6,})")
 FORMAT, VERSION = "meshwright checkpoint", 1
 _ENDING = ', "checksum": "'
@@ -28,73 +35,88 @@ _ENDING = ', "checksum": "'
 
 @dataclass(frozen=True)
 class Manifest:
+    """The content of a checkpoint: its step, state sets, and every file with its size."""
+
     step: int
-    planes: Mapping[str, str]  # the folder of each; that of the weights is the directory itself
-    files: Mapping[str, int]  # bytes of each
-    parts: Mapping[str, int]  # checksum of each file of runs
-    about: Mapping[str, Any]  # for people: the mesh, versions, the date
+    planes: Mapping[str, str]  # folder of each state set; "" for weights
+    files: Mapping[str, int]  # size of each file
+    parts: Mapping[str, int]  # checksum of each list of extents
+    about: Mapping[str, Any]  # for people: mesh, versions, date
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Under another name first, so that no half of one is ever seen."""
+    """Write the manifest atomically: temporary name, fsync, rename, fsync of the directory. It ends in its own
+    checksum."""
     parts = {name: f"{number:016x}" for name, number in manifest.parts.items()}
     fields = {"format": FORMAT, "version": VERSION, **asdict(manifest), "parts": parts}
+    # The checksum is the last field of the file and covers every byte before it. A prefix of the file can then never be
+    # a valid manifest, whatever the file system did.
     text = json.dumps(fields, indent=1)[:-2]
-    made = directory / f".{MANIFEST}"
-    made.write_text(f'{text}{_ENDING}{_checksum(text)}"}}\n')
-    to_disk(made)
-    made.rename(directory / MANIFEST)
+    temporary = directory / f".{MANIFEST}"
+    temporary.write_text(f'{text}{_ENDING}{_checksum(text)}"}}\n')
+    to_disk(temporary)
+    temporary.rename(directory / MANIFEST)
     to_disk(directory)
 
 
 def _checksum(text: str) -> str:
+    """Return the xxh3 checksum of text, 128 bits in hex."""
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """A BrokenFile where it is not whole, or of another version, or names what lies elsewhere."""
+    """Read and check a manifest. Raise BrokenFile if it is torn, of another version, or names a path outside."""
     path = directory / MANIFEST
     fields, _ = read_stamped_json(path)
-    text, ending, rest = path.read_text().rpartition(_ENDING)
-    if not ending or rest != f'{_checksum(text)}"}}\n':
-        raise BrokenFile(f"{path} fails its own checksum; fetch it again, or take another checkpoint")
+    text, ending, stored_checksum = path.read_text().rpartition(_ENDING)
+    # Compared as text before any field is used: JSON that still parses after a bit flip must not get further.
+    if not ending or stored_checksum != f'{_checksum(text)}"}}\n':
+        raise BrokenFile(f"{path} fails its own checksum; fetch it again, or use another checkpoint")
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
         raise BrokenFile(
-            f"{path} is {short(fields.get('format'))} of version {short(fields.get('version'))}; this meshwright reads "
-            f"{FORMAT} of version {VERSION}: install one that reads both, and convert"
+            f"{path} has format {short(fields.get('format'))}, version {short(fields.get('version'))}, but this "
+            f"meshwright reads {FORMAT}, version {VERSION}; convert it with a meshwright that reads both"
         )
     try:
         manifest = _manifest(fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BrokenFile(f"{path} is malformed: {error!r:.200}; take another checkpoint") from error
+        raise BrokenFile(f"{path} is malformed: {error!r:.200}; use another checkpoint") from error
     return manifest
 
 
 def _manifest(fields: Mapping[str, Any]) -> Manifest:
-    found = Manifest(
+    """Build a manifest from parsed JSON; raise for wrong types."""
+    manifest = Manifest(
         int(fields["step"]),
-        {str(name): _plain(folder, empty=True) for name, folder in fields["planes"].items()},
-        {_plain(name): int(num_bytes) for name, num_bytes in fields["files"].items()},
-        {_plain(name): int(digest, 16) for name, digest in fields["parts"].items()},
+        {str(name): _relative_path(folder, empty=True) for name, folder in fields["planes"].items()},
+        {_relative_path(name): int(num_bytes) for name, num_bytes in fields["files"].items()},
+        {_relative_path(name): int(digest, 16) for name, digest in fields["parts"].items()},
         dict(fields["about"]),
     )
-    if found.step < 0 or min(found.files.values(), default=0) < 0:
-        raise ValueError("a number below 0")
-    return found
+    if manifest.step < 0 or min(manifest.files.values(), default=0) < 0:
+        raise ValueError("a negative step or size")
+    return manifest
 
 
-def _plain(name: str, *, empty: bool = False) -> str:
-    """A path inside of the directory, spelled in the one way that it has."""
+def _relative_path(name: str, *, empty: bool = False) -> str:
+    """Check a path: inside of the directory, and in canonical form, so that two spellings cannot name one file.
+
+    A manifest may come from elsewhere, and `../../.ssh/authorized_keys` must not be a file of a checkpoint that is
+    copied.
+    """
     parts = PurePosixPath(name).parts
     if "\0" in name or "\\" in name or ".." in parts or name.startswith("/") or "/".join(parts) != name:
-        raise ValueError(f"{short(name)} is no name of a file in the directory")
+        raise ValueError(f"{short(name)} is not a relative path inside the checkpoint")
     if not name and not empty:
         raise ValueError("an empty name")
     return name
 
 
 def why_not_whole(directory: Path) -> str:
-    """Nothing, if a checkpoint lies there with all its files in their sizes. Their bytes are not looked at."""
+    """Return why a directory is not a complete checkpoint, or "". Sizes are compared, bytes are not read.
+
+    The cheap test of completeness: a stat for each file.
+    """
     try:
         manifest = read_manifest(directory)
         check_files(directory, manifest)
@@ -105,6 +127,7 @@ def why_not_whole(directory: Path) -> str:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
+    """Check that all files and lists of extents exist, in their sizes."""
     check_sizes(directory, manifest.files)
     for name in manifest.parts:
         if not (directory / name).is_file():
@@ -112,31 +135,33 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def check_name(directory: Path, manifest: Manifest) -> None:
-    """Refuse a step under the name of another step: it would be resumed, or replaced, as that one."""
-    named = STEP.fullmatch(directory.name)
-    if named and int(named[1]) != manifest.step:
+    """Refuse a step under the name of another: it would be resumed, or replaced, as that one."""
+    step_in_name = STEP.fullmatch(directory.name)
+    if step_in_name and int(step_in_name[1]) != manifest.step:
         raise BrokenFile(
-            f"{directory} is named as step {int(named[1])}, and its manifest was written for step {manifest.step}; "
-            f"give it back its name, step-{manifest.step:06d}"
+            f"{directory} is named as step {int(step_in_name[1])}, but its manifest is of step {manifest.step}; rename "
+            f"it to step-{manifest.step:06d}"
         )
 
 
 def check_sizes(directory: Path, files: Mapping[str, int]) -> None:
+    """Check the sizes of files."""
     for name, num_bytes in files.items():
         path = directory / name
         try:
-            found = path.stat().st_size
+            actual = path.stat().st_size
         except OSError as error:
             raise BrokenFile(f"{path} cannot be read: {error.strerror}; the manifest lists it") from error
-        if found != num_bytes:
-            raise BrokenFile(f"{path} has {found} bytes, and {num_bytes} were written")
+        if actual != num_bytes:
+            raise BrokenFile(f"{path} has {actual} bytes, but {num_bytes} were written")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of the files: the file that lists it, the checksum of that file, and the bytes that it lists.
+    """The report of one rank: its list of extents, the checksum of that list, and the bytes that it lists.
 
-    `not_finite`: the place in the table of a trained parameter that has values that are not finite; -1 for none.
+    `not_finite`: index in the table of a trained parameter with NaN or infinite values, or -1. The commit adds up what
+    all ranks report. Only these four numbers a rank are sent, for a model of any size.
     """
 
     name: str
@@ -144,31 +169,36 @@ class Part:
     num_bytes: int
     not_finite: int = -1
 
-    def numbers(self) -> tuple[float, float, float, float]:
-        """As floats, which hold 53 bits exactly."""
+    def to_floats(self) -> tuple[float, float, float, float]:
+        """Encode as float64 for an all-gather. Floats hold 53 bits exactly, so the checksum is split in two."""
         return self.num_bytes, self.checksum >> 32, self.checksum & 0xFFFFFFFF, self.not_finite
 
     @staticmethod
-    def of_numbers(rank: int, numbers: Sequence[float]) -> Part:
-        num_bytes, high, low, not_finite = map(int, numbers)
+    def from_floats(rank: int, to_floats: Sequence[float]) -> Part:
+        """Decode what another rank sent."""
+        num_bytes, high, low, not_finite = map(int, to_floats)
         return Part(part_name(rank), high << 32 | low, num_bytes, not_finite)
 
 
-def write_part(directory: Path, rank: int, runs: Runs) -> Part:
-    """What a rank wrote."""
-    name, text = part_name(rank), runs.as_json().encode()
+def write_part(directory: Path, rank: int, extents: Extents) -> Part:
+    """Write this rank's list of extents."""
+    name, text = part_name(rank), extents.as_json().encode()
     (directory / name).write_bytes(text)
     to_disk(directory / name)
-    return Part(name, checksum(text), runs.num_bytes)
+    return Part(name, checksum(text), extents.num_bytes)
 
 
 def part_name(rank: int) -> str:
+    """Return the file name of a rank's list."""
     return f"{PARTS}/{rank:05d}.json"
 
 
-def read_parts(directory: Path, manifest: Manifest) -> Runs:
-    """All runs of all ranks. A BrokenFile if they are not the files, each byte once."""
-    runs = Runs()
+def read_parts(directory: Path, manifest: Manifest) -> Extents:
+    """Read all lists. Raise BrokenFile unless their extents tile every file.
+
+    Lists are verified before they are parsed, then all extents together must tile all files.
+    """
+    extents = Extents()
     for name, digest in manifest.parts.items():
         path = directory / name
         try:
@@ -176,12 +206,14 @@ def read_parts(directory: Path, manifest: Manifest) -> Runs:
         except OSError as error:
             raise BrokenFile(f"{path} cannot be read: {error.strerror}") from error
         if checksum(text) != digest:
-            raise BrokenFile(f"{path} fails its checksum; take another checkpoint")
+            raise BrokenFile(f"{path} fails its checksum; use another checkpoint")
         try:
-            runs.update(runs_of_json(text))
+            extents.update(extents_of_json(text))
         except ValueError as error:
             raise BrokenFile(f"{path} is malformed: {error}") from error
+    # Tiling is checked, not only checksums: a rank that was never asked to write its part leaves a hole of zeros that
+    # every existing extent agrees with.
     for file, num_bytes in manifest.files.items():
-        if wrong := runs.gap(file, num_bytes):
-            raise BrokenFile(f"{directory / file}: {wrong}, so it was not written as a whole; take another checkpoint")
-    return runs
+        if wrong := extents.find_gap(file, num_bytes):
+            raise BrokenFile(f"{directory / file}: {wrong}, so it was not written completely; use another checkpoint")
+    return extents

@@ -1,7 +1,13 @@
-"""Read a checkpoint into the pieces of any mesh, and check every byte of it on the way.
+"""Restore a checkpoint onto any mesh (resharding), and verify every byte of it on the way.
 
-A run that lies in what a rank reads is checked as it is read; of a run that is read in part, the rest is read too. What
-no rank needs (weights that are rounded masters, tensors that are not trained, small files) is shared out and checked.
+Each rank intersects its boxes with the tensors of the files and reads those ranges; the mesh that saved plays no part.
+An extent inside of what a rank reads is verified as it is read; one that is read in part is read whole. What no rank
+needs (weights that are rounded masters, untrained tensors, small files) is divided among ranks and verified too: damage
+should be found now, not when the file is needed.
+
+Example: saved on fsdp=4, restored on tp=2. A tp rank needs columns 0 to D/2 of `o_proj`: a strip of every row. Rows
+were written in four extents, each of which it reads in part, so each is verified whole, once. The other tp rank does
+the same for its half.
 """
 
 from __future__ import annotations
@@ -23,9 +29,9 @@ from ..weights import (
     TRAINER,
     Checks,
     Choice,
+    Extent,
+    Extents,
     KeyMap,
-    Run,
-    Runs,
     Source,
     Values,
     check_same,
@@ -47,17 +53,21 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on the disk: its manifest, what was written, and its planes as sources."""
+    """An opened checkpoint: manifest, extents, and its state sets as sources."""
 
     directory: Path
     manifest: Manifest
-    runs: Runs
+    extents: Extents
     planes: Mapping[str, Source]
     trainer: Mapping[str, Any]
 
     @property
     def parameters(self) -> Source:
-        """Masters where there are some, weights otherwise."""
+        """Return the source of parameters: masters where there are some, weights otherwise.
+
+        Masters are float32 where the files of the weights are bfloat16. Resuming from rounded weights would lose the
+        small updates of many steps.
+        """
         weights, masters = self.planes[WEIGHTS], self.planes.get(MASTER)
         if masters is None:
             return weights
@@ -66,9 +76,10 @@ class Checkpoint:
         )
 
     def random_rows(self, mesh: Mesh) -> dict[str, Tensor]:
-        """The states of this rank's generators. Nothing, where another number of ranks was saved."""
+        """Return this rank's generator states; nothing if another number of ranks saved."""
         entries, _, _ = read_header(self.directory / RANDOM_FILE)
         with opened(self.directory / RANDOM_FILE) as file:
+            # Generator states belong to ranks; for another number of ranks there is no right answer.
             if any(entry.shape[0] != mesh.axes.world for entry in entries):
                 return {}
             size = {entry.key: entry.shape[1] for entry in entries}
@@ -77,16 +88,19 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Its manifest, headers and small files, which are checked. No tensor is read."""
+    """Open a checkpoint and verify manifest, headers and small files. No tensor is read.
+
+    Reads a few MB on every rank: the manifest, the lists of extents, headers, config and tokenizer.
+    """
     try:
         manifest = read_manifest(directory)
         check_files(directory, manifest)
-        runs = read_parts(directory, manifest)
+        extents = read_parts(directory, manifest)
         check_name(directory, manifest)
-        _check_small(directory, runs.of_file)
-        by_file = runs.sorted()
+        _check_small(directory, extents.of_file)
+        by_file = extents.sorted()
         planes = {name: _plane(directory, folder, by_file) for name, folder in manifest.planes.items()}
-        return Checkpoint(directory, manifest, runs, planes, read_json(directory / TRAINER))
+        return Checkpoint(directory, manifest, extents, planes, read_json(directory / TRAINER))
     except BrokenFile as error:
         raise BrokenCheckpointError(f"{broken(directory)}: {error}") from error
     except LoadError as error:
@@ -94,9 +108,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def open_newest(directory: Path, damaged: list[Path]) -> Checkpoint:
-    """A checkpoint, or of a folder the newest one that can be opened. What is not as it was saved joins `damaged`."""
+    """Open a checkpoint, or the newest one of a folder that can be opened. Damaged ones are added to `damaged`."""
     while True:
-        path = find(directory, but=damaged)
+        path = find(directory, exclude=damaged)
         try:
             return open_checkpoint(path)
         except BrokenCheckpointError as error:
@@ -104,58 +118,63 @@ def open_newest(directory: Path, damaged: list[Path]) -> Checkpoint:
 
 
 def pass_over(directory: Path, path: Path, error: BrokenCheckpointError, damaged: list[Path]) -> None:
-    """Let an older checkpoint of the folder `directory` take the place of a damaged one. Raise where the user gave this
-    very checkpoint."""
+    """Note a damaged checkpoint of a folder, so that an older one is tried. Raise if the user named this very
+    checkpoint.
+
+    The damaged directory stays: it is evidence, and parts of it may be needed.
+    """
     if path.parent != directory:
         raise error
-    logger.warning("%s is damaged and stays as it is; trying an older checkpoint: %s", path, error)
+    logger.warning("%s is damaged (it is left as it is); trying an older checkpoint: %s", path, error)
     damaged.append(path)
 
 
-def runs_of_model(directory: Path) -> Mapping[str, Sequence[Run]]:
-    """Return the checksums of a checkpoint's weights, for each file; nothing for a plain model directory.
+def extents_of_model(directory: Path) -> Mapping[str, Sequence[Extent]]:
+    """Return the checksums of a checkpoint's weights by file; nothing for a plain model directory.
 
-    Headers and small files are compared here. Nothing of masters and moments is asked for: they may have been removed.
+    Headers and small files are verified here. Masters and optimizer state may have been removed.
+
+    With it `mw.load` of a checkpoint verifies every byte of the weights as it reads them, as a resume does.
     """
     if not is_checkpoint(directory):
         return {}
     try:
         manifest = read_manifest(directory)
-        others = {f"{folder}/" for folder in (*manifest.planes.values(), RANDOM) if folder}
-        of_model = {name: size for name, size in manifest.files.items() if not name.startswith(tuple(others))}
+        state_folders = {f"{folder}/" for folder in (*manifest.planes.values(), RANDOM) if folder}
+        of_model = {name: size for name, size in manifest.files.items() if not name.startswith(tuple(state_folders))}
         check_sizes(directory, of_model)
-        runs = read_parts(directory, manifest).sorted()
+        extents = read_parts(directory, manifest).sorted()
         check_name(directory, manifest)
-        _check_small(directory, {name: runs.get(name, []) for name in of_model})
+        _check_small(directory, {name: extents.get(name, []) for name in of_model})
     except BrokenFile as error:
         raise BrokenFile(f"{broken(directory)}: {error}") from error
-    return {name: runs[name] for name in of_model}
+    return {name: extents[name] for name in of_model}
 
 
-def _check_small(directory: Path, runs: Mapping[str, Sequence[Run]]) -> None:
-    """What is parsed is checked first: headers, and all that is no tensor."""
+def _check_small(directory: Path, extents: Mapping[str, Sequence[Extent]]) -> None:
+    """Verify what is parsed before it is parsed: headers, and files that are not tensors."""
     checks = Checks(directory, {})
-    for file, found in runs.items():
+    for file, file_extents in extents.items():
         with opened(directory / file) as source:
-            for run in found:
-                if run.start == 0 or not file.endswith(".safetensors"):
-                    checks.check(file, run, source.bytes_at(run.start, run.stop - run.start))
+            for extent in file_extents:
+                if extent.start == 0 or not file.endswith(".safetensors"):
+                    checks.check(file, extent, source.bytes_at(extent.start, extent.stop - extent.start))
 
 
-def _plane(directory: Path, folder: str, runs: Mapping[str, Sequence[Run]]) -> Source:
-    """Its files are named as in the directory of the checkpoint."""
-    source = replace(open_source(directory / folder), runs=runs)
+def _plane(directory: Path, folder: str, extents: Mapping[str, Sequence[Extent]]) -> Source:
+    """Open a state set, with file names relative to the checkpoint."""
+    source = replace(open_source(directory / folder), extents=extents)
     if not folder:
         return source
     entries = {key: entry._replace(file=f"{folder}/{entry.file}") for key, entry in source.entries.items()}
     stamps = {f"{folder}/{file}": stamp for file, stamp in source.stamps.items()}
-    return Source(directory, entries, stamps=stamps, runs=runs)
+    return Source(directory, entries, stamps=stamps, extents=extents)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What this rank fills from a source, by parameter. `names`: what some rank fills from it, or compares. `same`:
-    what must be there already, because it is frozen and takes no other values."""
+class RestoreTarget:
+    """The shards that this rank fills from a source, by parameter. `names`: what any rank fills from it or compares.
+    `same`: frozen FP8 weights, which must already have these values."""
 
     source: Source
     pieces: Mapping[str, Tensor]
@@ -164,86 +183,103 @@ class Wanted:
 
 
 def check_frozen(
-    checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh
+    checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, targets: Sequence[RestoreTarget], mesh: Mesh
 ) -> None:
-    """Before anything is replaced: what takes no other values is the same in the checkpoint. All ranks call it."""
+    """Check before anything is overwritten that frozen FP8 weights have the checkpoint's values. All ranks call it."""
 
     def compare() -> None:
-        for each in wanted:
+        for each in targets:
             keymap = KeyMap(choice, keys_of(each.source), source=each.source)
-            alone = range(mesh.rank, mesh.rank + 1)
-            reads = plan_reads(spec, mesh.axes, alone, keymap, each.same)
+            this_rank = range(mesh.rank, mesh.rank + 1)
+            reads = plan_reads(spec, mesh.axes, this_rank, keymap, each.same)
             check_same(each.same, mesh.rank, list(reads), each.source)
 
     at, what = f"the comparison with {checkpoint.directory}", f"{checkpoint.directory} cannot be resumed"
     together(compare, at, mesh, what)
 
 
-def restore(checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, wanted: Sequence[Wanted], mesh: Mesh) -> None:
-    """Fill this rank's pieces, and check every byte of the checkpoint. All ranks call it; if one fails, all raise.
+def restore(
+    checkpoint: Checkpoint, spec: ShardingSpec, choice: Choice, targets: Sequence[RestoreTarget], mesh: Mesh
+) -> None:
+    """Fill this rank's shards and verify every byte of the checkpoint. All ranks call it; if one fails, all raise.
 
     `choice`: the layouts of the checkpoint.
     """
 
     def read() -> None:
-        for each in wanted:
+        for each in targets:
             keymap = KeyMap(choice, keys_of(each.source), source=each.source)
-            alone = range(mesh.rank, mesh.rank + 1)
-            reads = plan_reads(spec, mesh.axes, alone, keymap, each.pieces)
-            fill(each.pieces, mesh, list(reads), alone, each.source)
-        for file, run in list(_unread(checkpoint, _filled(wanted, spec.table, choice)))[mesh.rank :: mesh.axes.world]:
-            check_run(checkpoint, file, run)
+            this_rank = range(mesh.rank, mesh.rank + 1)
+            reads = plan_reads(spec, mesh.axes, this_rank, keymap, each.pieces)
+            fill(each.pieces, mesh, list(reads), this_rank, each.source)
+        # The rest is divided by rank number, so N ranks verify N-th parts in parallel.
+        for file, extent in list(_unread(checkpoint, _filled(targets, spec.table, choice)))[
+            mesh.rank :: mesh.axes.world
+        ]:
+            verify_extent(checkpoint, file, extent)
 
     together(read, f"the reading of {checkpoint.directory}", mesh, broken(checkpoint.directory))
 
 
 def together(act: Callable[[], Made], at: str, mesh: Mesh, what: str) -> Made:
-    """As `Mesh.together`, but all ranks raise the same kind of error, so that all take an older checkpoint or none.
-    Only bytes that are not as they were saved are a reason to: a rank without memory would fail again."""
+    """Run `act` on all ranks, as `Mesh.together`. If it fails on any, raise the same kind of error on all, so that all
+    of them try an older checkpoint or none does.
+
+    Only damaged bytes are a reason to try an older one. A rank without memory would fail again.
+
+    If ranks raised different errors, some would try an older checkpoint and the others end, and the collectives of the
+    first would wait for the second.
+    """
     made = list[Made]()
-    damage: BrokenCheckpointError | None = None
+    damaged_error: BrokenCheckpointError | None = None
     failure = failure_in(lambda: made.append(act()), CheckpointError, what)
     if failure is not None and isinstance(failure.__cause__, BrokenFile | BrokenCheckpointError):
-        failure, damage = None, BrokenCheckpointError(str(failure))
+        failure, damaged_error = None, BrokenCheckpointError(str(failure))
+    # Two rounds in a fixed order: if one rank has a broken file and another is out of memory, all raise the second
+    # kind.
     mesh.all_or_none(failure, at, CheckpointError)
-    mesh.all_or_none(damage, at, BrokenCheckpointError)
+    mesh.all_or_none(damaged_error, at, BrokenCheckpointError)
     return made[0]
 
 
 def broken(directory: Path) -> str:
-    older = newest_whole(directory.parent, but=directory)
-    hint = f"{older} has all its files: take that" if older else "there is no other one beside it"
+    """Return the start of an error about a damaged checkpoint, with an older one to use."""
+    older = newest_whole(directory.parent, exclude=directory)
+    hint = f"{older} has all its files: use that" if older else "there is no other one in its folder"
     return f"{directory} is broken ({hint})"
 
 
-def _filled(wanted: Sequence[Wanted], table: Table, choice: Choice) -> set[tuple[str, int]]:
-    """The keys whose every byte some rank reads, by file and first byte: the same on all ranks, which share out the
+def _filled(targets: Sequence[RestoreTarget], table: Table, choice: Choice) -> set[tuple[str, int]]:
+    """Return the keys of which some rank reads every byte, by file and first byte: equal on all ranks, which divide the
     rest."""
     filled = set()
-    for each in wanted:
-        lacking = {key for param in table if param.name not in each.names for key in chosen(param, choice).keys}
-        keys = {block.key for name in each.names for block in chosen(table[name], choice).blocks} - lacking
+    for each in targets:
+        unread_keys = {key for param in table if param.name not in each.names for key in chosen(param, choice).keys}
+        keys = {block.key for name in each.names for block in chosen(table[name], choice).blocks} - unread_keys
+        # A key is fully read only if all parameters in it are restored; a fused tensor of which one part is frozen is
+        # not.
         filled |= {(each.source.entries[key].file, each.source.entries[key].start) for key in keys}
     return filled
 
 
-def _unread(checkpoint: Checkpoint, filled: Container[tuple[str, int]]) -> Iterator[tuple[str, Run]]:
-    """The runs of all other keys, of headers and of small files."""
+def _unread(checkpoint: Checkpoint, filled: Container[tuple[str, int]]) -> Iterator[tuple[str, Extent]]:
+    """Yield the extents of all other keys, of headers and of small files."""
     entries = [entry for source in checkpoint.planes.values() for entry in source.entries.values()]
     starts: dict[str, list[int]] = {}
     for entry in sorted(entries, key=lambda e: e.start):
         starts.setdefault(entry.file, []).append(entry.start)
-    for file, runs in checkpoint.runs.of_file.items():
-        for run in runs:
-            at = bisect_right(starts.get(file, []), run.start)
+    for file, extents in checkpoint.extents.of_file.items():
+        for extent in extents:
+            at = bisect_right(starts.get(file, []), extent.start)
             if not at or (file, starts[file][at - 1]) not in filled:
-                yield file, run
+                yield file, extent
 
 
-def check_run(checkpoint: Checkpoint, file: str, run: Run) -> None:
+def verify_extent(checkpoint: Checkpoint, file: str, extent: Extent) -> None:
+    """Read an extent and verify its checksum."""
     entries = (entry for source in checkpoint.planes.values() for entry in source.entries.values())
-    with opened(checkpoint.directory / file) as found:
-        data = found.bytes_at(run.start, run.stop - run.start)
-    if not run.is_of(data):
-        key = next((e.key for e in entries if e.file == file and e.start <= run.start < e.stop), "")
-        Checks(checkpoint.directory, {}).check(file, run, data, key)
+    with opened(checkpoint.directory / file) as opened_file:
+        data = opened_file.bytes_at(extent.start, extent.stop - extent.start)
+    if not extent.matches(data):
+        key = next((e.key for e in entries if e.file == file and e.start <= extent.start < e.stop), "")
+        Checks(checkpoint.directory, {}).check(file, extent, data, key)

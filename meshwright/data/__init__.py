@@ -1,4 +1,8 @@
-"""Documents -> packed batches."""
+"""Data for supervised fine-tuning and pre-training: rows of files -> chats and texts -> tokens -> packed batches.
+
+The way of a row: `row_files` reads it, `chat` or `texts` makes documents of it with a tokenizer, `token_cache` keeps
+them, `packing_plan` says which documents are in stream j, `feed` makes batches of streams. `pack` makes one of lists.
+"""
 
 from .batch import IGNORE, Batch
 from .chat import Chat, ChatOptions, stop_ids_of
@@ -9,9 +13,9 @@ from .images import PLACEHOLDERS, Frame, Images, Picture
 from .pack import cut, filled, joined_batches, pack
 from .pack_checks import WEIGHT, check_shifted
 from .packing_plan import DataSource, Plan
-from .processor import Marks, Processor, Wishes
+from .processor import ImageLimits, Placeholders, Processor
 from .row_files import SUFFIXES, files_of
-from .texts import Ready, Texts, Unseeing
-from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, Recipe, Unused, prepare
+from .texts import Ready, TextOnly, Texts
+from .token_cache import BEGAN, RUN_BEGAN, Documents, Make, TokenizeSpec, Unused, prepare
 from .tokenizer import fingerprint_of, generation_config_of, template_of, tokenizer_of
 from .tokens import Tokens

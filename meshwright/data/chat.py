@@ -1,8 +1,14 @@
-"""Chats as documents: a trained turn stands after the very tokens that an inference engine would send.
+r"""Turn chats into training documents whose prompts are exactly what an inference server would send for each turn.
 
-A template may write history otherwise than the turn that was trained on: it drops thinking of earlier turns, or adds an
-empty block to the last one. So each turn is rendered as a server would ask for it, and a document ends where the next
-turn's prompt is no continuation of it. That needs no knowledge of any template.
+Chat templates render history differently from the turn being generated: Qwen3 drops the thinking of earlier turns and
+adds an empty `<think>` block to the last one. Training on one rendering of the whole chat then conditions turns on text
+that the model never sees in use. So each assistant turn is rendered as a server would ask for it, and its tokens follow
+that prompt. A new document starts where the next prompt does not continue the previous one. This needs no knowledge
+of any template.
+
+Example of one document, with trained tokens in brackets:
+
+  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello!<|im_end|>]\n<|im_start|>user\nMore?<|im_end|>\n...
 """
 
 from __future__ import annotations
@@ -27,10 +33,13 @@ Turns = Literal["each", "last", "joined"]
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """`thinking`: whether the prompt asks for it; "auto": where the turn thinks. `turns`: which of the assistant's are
-    trained; "joined" renders the chat once, with the template's own marks, whatever a server would send.
+    """Options of a chat source.
 
-    `template`: the text of one to take instead of the tokenizer's. `fields`: see `conversation`.
+    `thinking`: whether the prompt asks for thinking; "auto": where the turn has some. `turns`: which assistant turns
+    are trained on; "joined" renders the chat once, with the template's own generation marks, whatever a server would
+    send.
+
+    `template`: a chat template to use instead of the tokenizer's. `fields`: see `conversation`.
     """
 
     thinking: Literal["auto"] | bool = "auto"
@@ -41,7 +50,7 @@ class ChatOptions:
 
 
 class Chat:
-    """Turns rows of chats into documents. `tokenizer`: one of transformers. `processor`: of a model that sees."""
+    """Turns rows of chats into documents. `tokenizer`: from transformers. `processor`: of a vision-language model."""
 
     def __init__(
         self, tokenizer: Any, options: ChatOptions | None = None, stop_ids: Collection[int] = (),
@@ -57,87 +66,112 @@ class Chat:
             )
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
-        """None where nothing of the row is to be trained on."""
+        """Return the documents of a row; none if nothing of it is trained on.
+
+        Loop over the trained turns: render the prompt of the turn and the turn itself. If the prompt begins with the
+        tokens of the current document, that document grows by the difference and the turn. Otherwise a new document
+        starts with the whole prompt. A chat without thinking is one document; one with thinking in every turn becomes
+        one a turn.
+        """
         chat = conversation(row, self.options.fields, sees=self.processor is not None)
         self._check_texts(chat)
+        # Opened before anything is rendered: a missing file is an error of the row, whichever turns are trained on.
         views = [views_of(message, self.processor) for message in chat.messages]
         if self.options.turns == "joined":
             return self._joined(chat, any(views))
-        wanted = [number for number, learnt in enumerate(chat.learnt) if learnt]
-        found: list[tuple[list[int], list[tuple[int, int]], list[View]]] = []
-        for number in wanted[-1:] if self.options.turns == "last" else wanted:
-            seen = [view for of_message in views[:number] for view in of_message]
-            prompt, turn = self._turn(chat, number, seen)
-            if not found or prompt[: len(found[-1][0])] != found[-1][0]:
-                found.append(([], [], []))
-            ids, spans, before = found[-1]
-            before += seen[len(before) :]
+        trained_turns = [number for number, trained in enumerate(chat.trained) if trained]
+        documents: list[tuple[list[int], list[tuple[int, int]], list[View]]] = []
+        for number in trained_turns[-1:] if self.options.turns == "last" else trained_turns:
+            views_so_far = [view for of_message in views[:number] for view in of_message]
+            prompt, turn = self._turn(chat, number, views_so_far)
+            # The prompt of this turn does not continue the tokens so far: the template has changed history, for example
+            # dropped earlier thinking. A server would have a new prefix too, so this turn starts a document of its own.
+            if not documents or prompt[: len(documents[-1][0])] != documents[-1][0]:
+                documents.append(([], [], []))
+            ids, spans, document_views = documents[-1]
+            document_views += views_so_far[len(document_views) :]
             ids += prompt[len(ids) :]
             spans.append((len(ids), len(ids) + len(turn)))
             ids += turn
-        return [tokens(ids, spans, seen) for ids, spans, seen in found]
+        return [tokens(ids, spans, views_so_far) for ids, spans, views_so_far in documents]
 
     def unused(self, row: Mapping[str, Any]) -> set[str]:
-        """Return the fields of a row that change nothing of its documents."""
+        """Return the fields of a row that do not affect its documents."""
         return unused_fields(row, self.options.fields)
 
     def _check_texts(self, chat: Conversation) -> None:
-        """Refuse texts that would become other tokens than their author meant."""
+        """Refuse texts that would not be tokenised as their author meant: special tokens, and thinking that is never
+        closed.
+
+        Without this, user text such as `<|im_end|>` ends the turn, a prompt injection into the training data.
+        """
         for number, message in enumerate(chat.messages):
-            if found := next(filter(None, map(self._special.search, _texts_of(message))), None):
+            if special_token := next(filter(None, map(self._special.search, _texts_of(message))), None):
                 raise DataError(
-                    f"message {number} of the {message['role']} holds the special token {found[0]!r}, which is no text "
-                    "to a model or a server: it would mark where a turn ends or begins. Write it otherwise"
+                    f"message {number} of the {message['role']} holds the special token {special_token[0]!r}, which "
+                    "the model would read as the start or end of a turn. Write it differently"
                 )
-        if found := next(filter(None, map(self._special.search, _texts_of(chat.tools))), None):
-            raise DataError(f"the tools hold the special token {found[0]!r}, which is no text to a model")
-        for number, (message, learnt) in enumerate(zip(chat.messages, chat.learnt, strict=True)):
+        if special_token := next(filter(None, map(self._special.search, _texts_of(chat.tools))), None):
+            raise DataError(
+                f"the tools hold the special token {special_token[0]!r}, which the model would not read as text"
+            )
+        for number, (message, trained) in enumerate(zip(chat.messages, chat.trained, strict=True)):
             content = message["content"]
-            if learnt and content.lstrip().startswith("<think>") and "</think>" not in content:
+            if trained and content.lstrip().startswith("<think>") and "</think>" not in content:
                 raise DataError(
-                    f"message {number} begins with <think> and has no </think>: its thinking was cut off, and a model "
-                    "would learn never to answer. End it, or leave it out"
+                    f"message {number} begins with <think> and has no </think>: its thinking was cut off, so the model "
+                    "would learn never to answer. Close it, or leave the message out"
                 )
 
     def prompt(self, text: str) -> list[int]:
-        """What a server would send where a user begins with `text`. With thinking="auto" the template decides."""
+        """Return what a server would send if a user began with `text`. With thinking="auto" the template decides."""
         chat, thinking = conversation({"messages": [{"role": "user", "content": text}]}), self.options.thinking
         flags = {**({} if thinking == "auto" else {"enable_thinking": thinking}), **self.options.template_args}
         return self._ids(bounded(lambda: self._render(chat, 1, flags, add_generation_prompt=True)))
 
-    def _turn(self, chat: Conversation, number: int, seen: Sequence[View]) -> tuple[list[int], list[int]]:
-        """What a server would send for message `number`, and what it should get."""
+    def _turn(self, chat: Conversation, number: int, views: Sequence[View]) -> tuple[list[int], list[int]]:
+        """Return the prompt of message `number` as a server would send it, and the turn that should be generated.
+
+        Two renderings: the first `number` messages with the generation prompt (what a server sends), and one message
+        more without it (what the chat looks like afterwards). The second must begin with the first; the rest is the
+        turn. A template for which that is not so would be trained on in one way and used in another.
+        """
         thinks = _thinks(chat.messages[number]) if self.options.thinking == "auto" else self.options.thinking
+        # Row arguments win over options, and both over the guess from the turn.
         flags = {"enable_thinking": thinks, **self.options.template_args, **chat.template_args}
-        head, whole = bounded(
+        prompt_text, full_text = bounded(
             lambda: (
                 self._render(chat, number, flags, add_generation_prompt=True),
                 self._render(chat, number + 1, flags, add_generation_prompt=False),
             )
         )
-        if not whole.startswith(head):
+        if not full_text.startswith(prompt_text):
             at = next(
-                (i for i, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), min(len(head), len(whole))
+                (i for i, (a, b) in enumerate(zip(prompt_text, full_text, strict=False)) if a != b),
+                min(len(prompt_text), len(full_text)),
             )
             raise DataError(
-                f"the template writes message {number} otherwise than it prompts for it: the prompt goes on "
-                f"{head[at : at + 40]!r}, the chat {whole[at : at + 40]!r}. Set thinking=, give a template of your own "
-                'or turns="joined"'
+                f"the chat template renders message {number} differently from its generation prompt: the prompt "
+                f"continues with {prompt_text[at : at + 40]!r}, the chat with {full_text[at : at + 40]!r}. Set "
+                'thinking=, give a template of your own, or turns="joined"'
             )
-        # two calls: no token straddles the border, as none does when a server generates
-        turn = self._ids(self._with_places(whole[len(head) :], []))
+        # Tokenised separately: a server's prompt ends where generation starts, so no token may straddle the border.
+        turn = self._ids(self._with_places(full_text[len(prompt_text) :], []))
         last = max((at for at, token in enumerate(turn) if token in self.stop_ids), default=None)
         if last is None:
             raise DataError(
-                f"no stop token closes message {number}, which ends in {whole[-40:]!r}; a model would never learn to "
-                "end. Name the stop tokens in generation_config.json"
+                f"no stop token ends message {number}, which ends in {full_text[-40:]!r}, so the model would never "
+                "learn to stop. Name the stop tokens in generation_config.json"
             )
-        return self._ids(self._with_places(head, seen)), turn[: last + 1]
+        # Trained up to the stop token. What the template adds after it (a newline in Qwen's) is never generated.
+        return self._ids(self._with_places(prompt_text, views)), turn[: last + 1]
 
     def _with_places(self, text: str, seen: Sequence[View]) -> str:
+        """Expand picture marks to placeholder tokens."""
         return text if self.processor is None else self.processor.with_places(text, seen)
 
     def _render(self, chat: Conversation, num: int, flags: Mapping[str, Any], **how: Any) -> str:
+        """Render the first `num` messages as text."""
         text = str(self._apply(chat.messages[:num], tools=chat.tools, tokenize=False, **how, **flags))
         if len(text) > MOST_CHARACTERS:
             raise DataError(
@@ -147,24 +181,27 @@ class Chat:
         return text
 
     def _apply(self, messages: Sequence[Message], **how: Any) -> Any:
+        """Apply the chat template, with its exceptions as DataErrors."""
         try:
             return self.tokenizer.apply_chat_template(list(messages), chat_template=self.options.template, **how)
-        except Exception as error:  # a template is a program of somebody else
+        except Exception as error:  # a template is a program that may raise anything
             raise DataError(
                 f"the template refuses the first {len(messages)} messages: {type(error).__name__}: {error}"
             ) from error
 
     def _ids(self, text: str) -> list[int]:
+        """Tokenise without adding special tokens."""
         return encoded(self.tokenizer, text)
 
-    def _joined(self, chat: Conversation, sees: bool) -> list[Tokens]:
-        """As the template marks it. Which tokens are a message's only the template knows, so none can be left out."""
-        if sees:
-            raise DataError('turns="joined" knows no pictures; leave turns= out')
-        if not all(learnt for learnt, m in zip(chat.learnt, chat.messages, strict=True) if m["role"] == "assistant"):
+    def _joined(self, chat: Conversation, has_images: bool) -> list[Tokens]:
+        """Render the chat once, with the template's generation marks as the mask. Single turns cannot be
+        excluded then."""
+        if has_images:
+            raise DataError('turns="joined" does not support pictures; leave turns= out')
+        if not all(trained for trained, m in zip(chat.trained, chat.messages, strict=True) if m["role"] == "assistant"):
             raise DataError('turns="joined" trains every turn of the assistant, and one of them has train=false')
         flags = {**self.options.template_args, **chat.template_args}
-        found = bounded(
+        rendered = bounded(
             lambda: self._apply(
                 chat.messages,
                 tools=chat.tools,
@@ -174,64 +211,76 @@ class Chat:
                 **flags,
             )
         )
-        mask = [0, *found["assistant_masks"], 0]
+        # Zeros at both ends make every run of ones have a start and a stop.
+        mask = [0, *rendered["assistant_masks"], 0]
         if not any(mask):
             raise DataError(
-                'the template has no generation marks, which turns="joined" needs; no template of Qwen has. Leave '
-                "turns= out"
+                'the template has no {% generation %} marks, which turns="joined" needs (Qwen\'s templates have none); '
+                "leave turns= out"
             )
         starts = [at for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
         stops = [at for at in range(1, len(mask)) if not mask[at] and mask[at - 1]]
-        return [tokens(found["input_ids"], [(a - 1, b - 1) for a, b in zip(starts, stops, strict=True)])]
+        return [tokens(rendered["input_ids"], [(a - 1, b - 1) for a, b in zip(starts, stops, strict=True)])]
 
 
 def views_of(message: Message, processor: Processor | None) -> list[View]:
-    """What a message shows, in its order."""
+    """Return the pictures and videos of a message, in order."""
     parts = [] if isinstance(message["content"], str) else message["content"]
-    shown = [part for part in parts if part["type"] != "text"]
-    if shown and processor is None:
+    attachments = [part for part in parts if part["type"] != "text"]
+    if attachments and processor is None:
         raise DataError(
-            f"a message of the {message['role']} shows {A[shown[0]['type']]}, which a model sees with its tower; set "
-            "train.tower = true"
+            f"a message of the {message['role']} shows {A[attachments[0]['type']]}, which needs the model's vision "
+            "tower; set train.tower = true"
         )
     return [
         processor.picture(part["image"]) if part["type"] == "image" else processor.video(part["video"], part.get("fps"))
-        for part in shown
+        for part in attachments
         if processor is not None
     ]
 
 
 def _thinks(message: Message) -> bool:
-    """In a field of its own, or inside the content, of which a raw completion has the closing tag alone."""
-    thought = message.get("reasoning_content") or ""
+    """Return whether a message thinks, in its own field or inside of `<think>`. A raw completion has the closing tag
+    alone.
+
+    With thinking="auto" a turn without thinking is prompted with `enable_thinking=False`, so both modes of a hybrid
+    model are trained as they are used.
+    """
+    thinking = message.get("reasoning_content") or ""
     content = message["content"]
-    if not thought and "</think>" in content:
-        thought = content.split("</think>")[0].rpartition("<think>")[2]
-    return bool(str(thought).strip())
+    if not thinking and "</think>" in content:
+        thinking = content.split("</think>")[0].rpartition("<think>")[2]
+    return bool(str(thinking).strip())
 
 
 def stop_ids_of(tokenizer: Any, generation_config: Mapping[str, Any]) -> frozenset[int]:
-    """What ends a turn: `eos_token_id` of generation_config.json, and that of the tokenizer."""
-    given = generation_config.get("eos_token_id")
-    named = [each for each in (given if isinstance(given, list) else [given]) if each is not None]
-    if not all(type(each) is int and each >= 0 for each in named):
+    """Return the tokens that end a turn: eos_token_id of generation_config.json and of the tokenizer.
+
+    Qwen's chat models stop at `<|im_end|>` and at `<|endoftext|>`; generation_config.json lists both, the tokenizer
+    only one.
+    """
+    eos_token_id = generation_config.get("eos_token_id")
+    stop_ids = [
+        each for each in (eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]) if each is not None
+    ]
+    if not all(type(each) is int and each >= 0 for each in stop_ids):
         raise DataError(
-            f"generation_config.json: eos_token_id={given!r:.80} must be the number of a token, or a list of such; "
+            f"generation_config.json: eos_token_id={eos_token_id!r:.80} must be a token id or a list of token ids; "
             "fetch the file again, or correct it"
         )
-    own = tokenizer.eos_token_id
-    return frozenset(named if own is None else (*named, own))
+    eos = tokenizer.eos_token_id
+    return frozenset(stop_ids if eos is None else (*stop_ids, eos))
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Return what finds the special tokens of a tokenizer in a text; the longest one where several begin."""
+    """Return a pattern that finds special tokens in text, the longest first."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     names = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
 def _texts_of(value: Any) -> Iterator[str]:
-    """All texts of a message or of tools, however deep."""
+    """Yield all strings of a message or of tools, however deep."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):

@@ -1,6 +1,16 @@
-"""Rows of chat data sets, in the layouts that people have, as messages that a chat template takes.
+"""Formats of chat rows (OpenAI messages, ShareGPT conversations, prompt and completion, Alpaca) as messages for a
+template.
 
-A field that changes what a row means is taken or refused by its name. Others, such as ids and sources, are not used.
+A field that would change what a row means (masks, weights, preference labels) is used or refused by its name, never
+dropped: a data set with `loss_mask` that is trained on as a whole looks fine in every curve. Other fields, such as ids,
+are ignored and listed once.
+
+The formats, by the fields that a row has:
+
+  messages                  [{"role": "user", "content": ...}, ...]             OpenAI, TRL, ms-swift
+  conversations             [{"from": "human", "value": ...}, ...]              ShareGPT, LLaMA-Factory
+  prompt, completion        text, or lists of messages                          TRL
+  instruction, output       text, with optional input and history               Alpaca
 """
 
 from __future__ import annotations
@@ -11,26 +21,26 @@ from typing import Any
 
 from ..errors import DataError
 from .json_values import kind_of, parsed, without_nulls
-from .message_parts import Shown
-from .messages import Message, message_of, take_learnt, tools_of
+from .message_parts import Attachments
+from .messages import Message, message_of, take_trained, tools_of
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """`learnt`: by message, whether it is trained on. Only what an assistant says can be. `template_args`: what the
-    template gets for this row."""
+    """A chat. `trained`: by message, whether it is trained on (only an assistant's can be). `template_args`: arguments
+    of the template for this row."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None
-    learnt: Sequence[bool]
+    trained: Sequence[bool]
     template_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """`needs`: fields that a row of this layout has. `may`: others that it may have."""
+class _Format:
+    """A row format. `needs`: fields that such a row has. `may`: others that it may have."""
 
     needs: tuple[str, ...]
     messages: Callable[[Row], list[Any]]
@@ -38,76 +48,87 @@ class _Layout:
 
     @property
     def fields(self) -> set[str]:
+        """Return all fields that the format uses."""
         return {*self.needs, *self.may, *_WITH_ALL}
 
 
 _KWARGS = "chat_template_kwargs"
+# Fields that every format may have.
 _WITH_ALL = ("system", "tools", _KWARGS, "image", "images", "video", "videos")
-_OURS = (
+# Arguments of apply_chat_template that a row must not set through chat_template_kwargs.
+_RESERVED = (
     "messages", "conversation", "chat_template", "tools", "tokenize", "add_generation_prompt", "return_dict",
     "continue_final_message", "return_assistant_tokens_mask",
 )  # fmt: skip
-_MESSAGES_SAY = "say of each message by train: true or false whether it is learnt"
-_NO_WEIGHTS = "give a source of its own to rows of another weight, with the weight of [[data]]"
-_JUDGED = "it says whether the answer is good, which needs a loss of its own; keep the good rows, without it"
-# Fields that change what is learnt of a row or what its template gets: values that change nothing, and the way out.
-_OTHERS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+_MESSAGES_SAY = "set train: true or false in each message instead"
+_NO_WEIGHTS = "put rows of another weight into a source of their own, with the weight of [[data]]"
+_PREFERENCE_LABEL = "it rates the answer, which needs a preference loss; keep the good rows and drop the field"
+# Fields that change what is trained on or what the template gets: values that change nothing, and the fix.
+_MEANINGFUL_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "history": (([], ""), "it is read beside instruction and output alone: put its turns into the messages"),
     **dict.fromkeys(("mask", "loss_mask", "completion_mask", "assistant_masks"), ((), _MESSAGES_SAY)),
     "train": ((True,), _MESSAGES_SAY),
     **dict.fromkeys(("weight", "sample_weight", "loss_weight"), ((1,), _NO_WEIGHTS)),
     "enable_thinking": ((), f"put it into {_KWARGS}"),
     "functions": (([],), "give tools"),
-    "kto_tag": ((), _JUDGED),
+    "kto_tag": ((), _PREFERENCE_LABEL),
 }
 _PREFERENCE = (
-    "a row of preferences (chosen, rejected) needs a loss such as DPO, which meshwright train has not; learning "
-    "`chosen` alone would be something else. See docs/losses.md for a loss of your own"
+    "a row of preferences (chosen, rejected) needs a loss such as DPO, which meshwright train does not have; training "
+    "on `chosen` alone would be something else. See docs/losses.md for a loss of your own"
 )
 
 
 def conversation(row: Row, fields: Mapping[str, str] | None = None, *, sees: bool = False) -> Conversation:
-    """`fields`: what a field is called in the row, by what it is called here (`{"messages": "dialog"}`). `sees`: the
-    messages must show all pictures that the row has."""
-    named = _named(row, fields or {})
-    layout = _layout_of(named)
-    _refuse_others(named, layout)
-    shown = Shown(named)
-    messages = [message_of(each, number, shown) for number, each in enumerate(layout.messages(named))]
+    """Parse a row. `fields` maps our field names to those of the row (`{"messages": "dialog"}`). `sees`: messages must
+    show all pictures of the row.
+
+    Order of work: rename fields, find the format, refuse fields that would change the meaning, normalise messages, take
+    out the marks of what is trained on, add the system message.
+    """
+    renamed = _with_our_names(row, fields or {})
+    chat_format = _format_of(renamed)
+    _refuse_meaningful_fields(renamed, chat_format)
+    attachments = Attachments(renamed)
+    messages = [message_of(each, number, attachments) for number, each in enumerate(chat_format.messages(renamed))]
     if sees:
-        shown.check_all_shown()
+        attachments.check_all_shown()
     if not any(message["role"] == "user" for message in messages):
-        raise DataError("no message is a user's; a chat begins with what somebody asks")
-    if _is_preference(named) and messages[-1]["role"] != "assistant":
+        raise DataError("no message has the role user; a chat needs one")
+    if _is_preference(renamed) and messages[-1]["role"] != "assistant":
         raise DataError(_PREFERENCE)
-    learnt = [take_learnt(message, number) for number, message in enumerate(messages)]
-    system = _system(messages, named.get("system"))
+    trained = [take_trained(message, number) for number, message in enumerate(messages)]
+    system = _system(messages, renamed.get("system"))
     return Conversation(
-        [*system, *messages], tools_of(named.get("tools")), [*(False for _ in system), *learnt],
-        _template_args(named.get(_KWARGS)),
+        [*system, *messages], tools_of(renamed.get("tools")), [*(False for _ in system), *trained],
+        _template_args(renamed.get(_KWARGS)),
     )  # fmt: skip
 
 
 def unused_fields(row: Row, fields: Mapping[str, str]) -> set[str]:
-    """Return the fields of a row that `conversation` does not use, but for those that are null."""
-    used = {fields.get(name, name) for name in _layout_of(_named(row, fields)).fields}
+    """Return the non-null fields of a row that `conversation` does not use."""
+    used = {fields.get(name, name) for name in _format_of(_with_our_names(row, fields)).fields}
     return {name for name, value in row.items() if value is not None and name not in used}
 
 
-def _named(row: Row, fields: Mapping[str, str]) -> Row:
+def _with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
+    """Rename fields of a row."""
     for ours, theirs in fields.items():
         if theirs not in row:
-            raise DataError(f"there is no field {theirs!r}, which is to be {ours!r}; it has {', '.join(map(str, row))}")
+            raise DataError(f"there is no field {theirs!r} to use as {ours!r}; the row has {', '.join(map(str, row))}")
+    # A renamed field disappears under its old name, unless that name is itself one of ours (two fields swapped).
     moved = {*fields.values()} - {*fields}
     return {name: value for name, value in row.items() if name not in moved} | {
         ours: row[theirs] for ours, theirs in fields.items()
     }
 
 
-def _layout_of(row: Row) -> _Layout:
-    for layout in _LAYOUTS:
-        if all(row.get(name) is not None for name in layout.needs):
-            return layout
+def _format_of(row: Row) -> _Format:
+    """Return the first format whose fields a row has."""
+    for chat_format in _FORMATS:
+        # First match wins, and nulls do not count: a merged data set has every column in every row.
+        if all(row.get(name) is not None for name in chat_format.needs):
+            return chat_format
     if _is_preference(row):
         raise DataError(_PREFERENCE)
     known = "messages, conversations, prompt and completion, or instruction and output"
@@ -117,86 +138,97 @@ def _layout_of(row: Row) -> _Layout:
 
 
 def _of_list(name: str) -> Callable[[Row], list[Any]]:
+    """Return a reader of a field that holds a list of messages."""
     return lambda row: _listed(row[name], name)
 
 
 def _of_pair(row: Row) -> list[Any]:
-    return [*_said("user", row["prompt"]), *_said("assistant", row["completion"])]
+    """Read prompt and completion, as TRL has them."""
+    return [*_as_messages("user", row["prompt"]), *_as_messages("assistant", row["completion"])]
 
 
 def _of_instruction(row: Row) -> list[Any]:
-    """Alpaca. `history`: pairs of what was asked and answered before."""
+    """Read an Alpaca row. `history`: earlier pairs of question and answer.
+
+    `instruction` and `input` are joined by an empty line, as in Alpaca's own prompt, but as the user's message of the
+    model's chat template and not in Alpaca's "### Instruction" text.
+    """
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise DataError("history is no list of pairs, each of what was asked and what was answered")
-    asked = "\n\n".join(filter(None, (_string(row, "instruction"), _string(row, "input"))))
-    turns = [*pairs, (asked, _string(row, "output"))]
+        raise DataError("history must be a list of pairs [question, answer]")
+    question = "\n\n".join(filter(None, (_string(row, "instruction"), _string(row, "input"))))
+    turns = [*pairs, (question, _string(row, "output"))]
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 
 
-_LAYOUTS = (
-    _Layout(("messages",), _of_list("messages")),
-    _Layout(("conversations",), _of_list("conversations")),
-    _Layout(("prompt", "completion"), _of_pair),
-    _Layout(("instruction", "output"), _of_instruction, ("input", "history")),
+_FORMATS = (
+    _Format(("messages",), _of_list("messages")),
+    _Format(("conversations",), _of_list("conversations")),
+    _Format(("prompt", "completion"), _of_pair),
+    _Format(("instruction", "output"), _of_instruction, ("input", "history")),
 )
 
 
-def _listed(given: Any, what: str) -> list[Any]:
-    if not isinstance(given, list) or not given:
-        raise DataError(f"{what} is {kind_of(given)}, not a list of messages")
-    return given
+def _listed(value: Any, what: str) -> list[Any]:
+    """Check a non-empty list of messages."""
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{what} is {kind_of(value)}, not a list of messages")
+    return value
 
 
-def _said(role: str, given: Any) -> list[Any]:
-    return [{"role": role, "content": given}] if isinstance(given, str) else _listed(given, role)
+def _as_messages(role: str, value: Any) -> list[Any]:
+    """Return a text as one message; a list as it is."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, role)
 
 
 def _string(row: Row, name: str) -> str:
-    given = row.get(name)
-    if given is not None and not isinstance(given, str):
-        raise DataError(f"{name} is {kind_of(given)}, not text")
-    return given or ""
+    """Return a text field; "" if missing."""
+    value = row.get(name)
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{name} is {kind_of(value)}, not text")
+    return value or ""
 
 
-def _system(messages: Sequence[Message], given: Any) -> list[Message]:
-    """Return the message that the field `system` of a row puts before the others, if they do not begin with it."""
-    if given in (None, ""):
+def _system(messages: Sequence[Message], value: Any) -> list[Message]:
+    """Return the message of the field `system`, unless the messages have it already."""
+    if value in (None, ""):
         return []
-    if not isinstance(given, str):
-        raise DataError(f"system is {kind_of(given)}, not text")
-    stated = [number for number, message in enumerate(messages) if message["role"] == "system"]
-    for number in stated:
-        if messages[number]["content"] != given:
-            raise DataError(f"the field system of the row says something else than its message {number}; keep one")
-    return [] if stated else [{"role": "system", "content": given}]
+    if not isinstance(value, str):
+        raise DataError(f"system is {kind_of(value)}, not text")
+    system_messages = [number for number, message in enumerate(messages) if message["role"] == "system"]
+    for number in system_messages:
+        if messages[number]["content"] != value:
+            raise DataError(f"the field system of the row differs from message {number}; keep one of them")
+    return [] if system_messages else [{"role": "system", "content": value}]
 
 
-def _template_args(given: Any) -> Mapping[str, Any]:
-    """Return what TRL calls `chat_template_kwargs`."""
-    if isinstance(given, str):
-        given = parsed(given.strip() or "null", f"{_KWARGS} are")
-    if given is None:
+def _template_args(value: Any) -> Mapping[str, Any]:
+    """Return `chat_template_kwargs` (TRL's name)."""
+    if isinstance(value, str):
+        value = parsed(value.strip() or "null", f"{_KWARGS} are")
+    if value is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise DataError(f"{_KWARGS} are {kind_of(given)}, not an object")
-    if not_passed := [name for name in given if name in _OURS]:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{_KWARGS} are {kind_of(value)}, not an object")
+    if not_passed := [name for name in value if name in _RESERVED]:
         raise DataError(f"{_KWARGS} name {', '.join(not_passed)}, which no template gets from a row; leave it out")
-    return dict(without_nulls(given))
+    return dict(without_nulls(value))
 
 
-def _refuse_others(row: Row, layout: _Layout) -> None:
-    """Refuse fields that change what a row means and that its layout does not read."""
-    for name, (harmless, way_out) in _OTHERS.items():
+def _refuse_meaningful_fields(row: Row, chat_format: _Format) -> None:
+    """Refuse fields that would change a row's meaning and that its format does not read."""
+    for name, (harmless, fix) in _MEANINGFUL_FIELDS.items():
         value = row.get(name)
-        if value is not None and name not in layout.fields and value not in harmless:
-            raise DataError(f"the row has {name!r}, which changes what it means and is not read; {way_out}")
+        if value is not None and name not in chat_format.fields and value not in harmless:
+            raise DataError(f"the row has {name!r}, which would change its meaning and is not supported; {fix}")
+    # A list of labels is a mask over tokens. A label that is a string or number is metadata, and harmless.
     if isinstance(row.get("labels"), list):
-        raise DataError(f"the row has a list of 'labels', which are not read; {_MESSAGES_SAY}")
-    if layout.needs == ("prompt", "completion") and isinstance(row.get("label"), bool):
-        raise DataError(f"the row has a 'label' beside prompt and completion; {_JUDGED}")
+        raise DataError(f"the row has a list of 'labels', which is not supported; {_MESSAGES_SAY}")
+    if chat_format.needs == ("prompt", "completion") and isinstance(row.get("label"), bool):
+        raise DataError(f"the row has a 'label' beside prompt and completion; {_PREFERENCE_LABEL}")
 
 
 def _is_preference(row: Row) -> bool:
+    """Return whether a row has chosen and rejected answers."""
     return row.get("chosen") is not None and row.get("rejected") is not None

@@ -1,4 +1,8 @@
-"""Streams of a plan as batches, made a step ahead of the training."""
+"""Turn the streams of a packing plan into batches, one step ahead of training, in a thread.
+
+Which documents a data rank gets follows from the stream number alone, so a run resumes on another number of ranks with
+every sample exactly once. State kept per rank (a dataloader's position) cannot be resharded (torchtitan#811).
+"""
 
 from __future__ import annotations
 
@@ -21,128 +25,158 @@ from .tokens import Tokens
 
 TooLong = Literal["stop", "drop", "cut"]
 SOURCE = "source"  # the field that says of which source a token is, where there are several
-_NAMED = 20  # documents in one message
-_READERS = 4  # threads that read pictures: Pillow and FFmpeg let others run meanwhile
+_NAMED = 20  # documents that one error names
+_IMAGE_THREADS = 4  # threads that decode pictures: Pillow and FFmpeg release the GIL
 
 
 def source_of(
     documents: Documents, length: int, *, weight: float = 1.0, share: float | None = None, too_long: TooLong = "stop"
 ) -> DataSource:
-    """A source of a plan for streams of `length`. What is too long stops it, is left out, or is cut into pieces."""
-    beyond = np.flatnonzero(documents.lengths > length)
+    """Make a plan's source of documents for streams of `length`. Too long documents stop the run, are dropped, or are
+    cut.
+
+    Cutting is right for plain text, where any part of a document is one. A chat that is cut loses its system message
+    and question; "drop" says so in the statistics instead.
+    """
+    too_long_docs = np.flatnonzero(documents.lengths > length)
     lengths = documents.lengths
-    if len(beyond) and too_long == "stop":
-        places = [f"  {documents.place(n)}: {lengths[n]} tokens" for n in beyond[:_NAMED].tolist()]
-        more = [f"  and {len(beyond) - _NAMED} more"] if len(beyond) > _NAMED else []
+    if len(too_long_docs) and too_long == "stop":
+        lines = [f"  {documents.place(n)}: {lengths[n]} tokens" for n in too_long_docs[:_NAMED].tolist()]
+        more = [f"  and {len(too_long_docs) - _NAMED} more"] if len(too_long_docs) > _NAMED else []
         raise DataError(
-            f"{counted(len(beyond), 'document')} of {documents.name} have more than the {length} tokens of a stream:\n"
-            + "\n".join([*places, *more])
-            + '\nTake a longer stream, or set too_long = "drop" or "cut"'
+            f"{counted(len(too_long_docs), 'document')} of {documents.name} have more than the {length} tokens of a "
+            "stream:\n" + "\n".join([*lines, *more]) + '\nTake a longer stream, or set too_long = "drop" or "cut"'
         )
-    seeing = beyond[documents.num_views[beyond] > 0]
-    if len(seeing) and too_long == "cut":
+    with_images = too_long_docs[documents.num_views[too_long_docs] > 0]
+    if len(with_images) and too_long == "cut":
         raise DataError(
-            f"{counted(len(seeing), 'document')} of {documents.name} with pictures have more than {length} tokens, "
-            f"the first is {documents.place(seeing[0])}; a cut may go through a picture, so take a longer stream, set "
-            'pictures.max_pixels, or too_long = "drop"'
+            f"{counted(len(with_images), 'document')} of {documents.name} with pictures have more than {length} "
+            f"tokens, the first is {documents.place(with_images[0])}; a cut could go through a picture, so take a "
+            'longer stream, set pictures.max_pixels, or too_long = "drop"'
         )
     if too_long == "drop":
-        lengths = np.where(lengths > length, 0, lengths)  # a plan leaves out what has no target
+        lengths = np.where(lengths > length, 0, lengths)  # the plan leaves out documents without targets
     return DataSource(documents.name, lengths, weight, share, cut=too_long == "cut", content=documents.content)
 
 
 def batch_of(
-    parts: Sequence[Tokens], length: int, sources: Sequence[int] | None = None, images: Images | None = None
+    documents: Sequence[Tokens], length: int, sources: Sequence[int] | None = None, images: Images | None = None
 ) -> Batch:
-    """As `mw.pack(..., trained=, length=)`, without a Python number for each token. Without parts it is all filler.
+    """Pack documents into a batch of `length`, as `mw.pack(..., trained=, length=)` does, without Python ints per
+    token.
 
-    `sources`: of which each part is, where there are several. `images`: what they show.
+    Without documents it is all padding. `sources`: index of the source of each document. `images`: their pictures.
+
+    Labels are made from spans by slices of numpy arrays: for a span [start, stop) the labels at start-1 .. stop-2 are
+    the tokens start .. stop-1. No Python object is made for a token.
     """
-    bounds = [*accumulate(map(len, parts), initial=0)]
+    bounds = [*accumulate(map(len, documents), initial=0)]
     tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)
-    for begin, end, part in zip(bounds, bounds[1:], parts, strict=False):
-        tokens[begin:end] = part.ids
-        for start, stop in part.spans:
-            first = max(start, 1)  # the term of a token is that of the one before, which the first has not
-            labels[begin + first - 1 : begin + stop - 1] = part.ids[first:stop]
+    for begin, end, document in zip(bounds, bounds[1:], documents, strict=False):
+        tokens[begin:end] = document.ids
+        for start, stop in document.spans:
+            first = max(start, 1)  # token t is predicted at t-1, so the first token of a document is never a target
+            labels[begin + first - 1 : begin + stop - 1] = document.ids[first:stop]
     num_filler = length - bounds[-1]
     ends = bounds if num_filler == 0 else [*bounds, length]
-    fields = {SOURCE: torch.from_numpy(_by_token(sources, parts, length))} if sources is not None else {}
+    fields = {SOURCE: torch.from_numpy(_by_token(sources, documents, length))} if sources is not None else {}
     return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), tuple(ends), fields, num_filler, images)
 
 
 def _by_token(values: Sequence[int], parts: Sequence[Tokens], length: int) -> Indices:
-    found = np.repeat(np.asarray(values, dtype=np.int64), [*map(len, parts)])
-    return np.pad(found, (0, length - len(found)))
+    """Repeat a value for each token of its document; 0 for padding."""
+    per_token = np.repeat(np.asarray(values, dtype=np.int64), [*map(len, parts)])
+    return np.pad(per_token, (0, length - len(per_token)))
 
 
 class Streams(NamedTuple):
-    """What a data rank gets for a step. `next`: the stream that the step after it begins with."""
+    """The batches of a data rank in a step. `next`: the stream that the next step begins with."""
 
     batches: list[Batch]
     next: int
 
 
 class Feed:
-    """Batches of one data rank. Step after step takes `micro_batches` streams for each of `num_ranks` data ranks.
-    `processor`: reads the pictures of a model that sees, several at a time."""
+    """Batches of one data rank. Each step takes `micro_batches` streams for each of `num_ranks` data ranks.
+
+    `processor`: decodes the pictures of a vision-language model, several at a time.
+
+    Two threads of work overlap with the GPU: this one packs and decodes the next step, and FFmpeg and Pillow decode
+    inside of it in parallel. `time/data_wait_share` in the metrics says if that is not enough.
+    """
 
     def __init__(
         self, documents: Sequence[Documents], plan: Plan, *, micro_batches: int, rank: int, num_ranks: int,
         processor: Processor | None = None,
     ) -> None:  # fmt: skip
         self.documents, self.plan, self.micro_batches = documents, plan, micro_batches
-        self.processor, self._readers = processor, ThreadPoolExecutor(_READERS, "pictures")
+        self.processor, self._readers = processor, ThreadPoolExecutor(_IMAGE_THREADS, "pictures")
         self.rank, self.num_ranks = rank, num_ranks
         self._thread, self._ahead = ThreadPoolExecutor(1, "feed"), dict[int, Future[list[Batch]]]()
 
     @property
     def streams_per_step(self) -> int:
+        """Return how many streams all data ranks take in a step."""
         return self.micro_batches * self.num_ranks
 
     def step(self, first: int) -> Streams:
-        """That begins with stream `first`. The next one is made meanwhile."""
+        """Return the batches of the step that begins with stream `first`, and start making those of the next step.
+
+        A future for the following step is always in flight. An exception in it is raised by the step that needs it, on
+        every rank of the data rank alike, since all of them read the same streams.
+        """
         following = first + self.streams_per_step
-        made = self._ahead.pop(first, None)
-        batches = made.result() if made is not None else self._batches(first)
+        future = self._ahead.pop(first, None)
+        # A different `first` than expected (after a resume) just misses the prepared step.
+        batches = future.result() if future is not None else self._batches(first)
         self._ahead = {following: self._thread.submit(self._batches, following)}
         return Streams(batches, following)
 
     def _batches(self, first: int) -> list[Batch]:
+        """Make the batches of a step: micro-batch m of this rank is stream `first + m * num_ranks + rank`."""
+        # Interleaved over ranks, so that the streams of a step are consecutive in the plan on every mesh.
         numbers = [first + m * self.num_ranks + self.rank for m in range(self.micro_batches)]
         return [self._batch(self.plan.stream(number)) for number in numbers]
 
     def _batch(self, pieces: Sequence[Piece]) -> Batch:
+        """Make the batch of a stream."""
         sources = [piece.source for piece in pieces] if len(self.documents) > 1 else None
         parts = [self._part(piece) for piece in pieces]
         return batch_of(parts, self.plan.length, sources, self._images(parts))
 
     def _images(self, parts: Sequence[Tokens]) -> Images | None:
-        """The pictures of a stream, in the places of their documents."""
+        """Decode the pictures of a stream."""
         views = [view for part in parts for view in part.views]
         if not views:
             return None
         assert self.processor is not None, "documents with pictures are made with a processor"
-        read = zip(self._readers.map(self.processor.pixels, views), views, strict=True)
-        pictures = iter([(pixels, view.grid) for pixels, view in read])
-        shown = [[next(pictures) for _ in part.views] for part in parts]
-        return images_of([part.ids.tolist() for part in parts], shown, self.processor.marks.ids)
+        pixels_and_views = zip(self._readers.map(self.processor.pixels, views), views, strict=True)
+        pictures = iter([(pixels, view.grid) for pixels, view in pixels_and_views])
+        by_document = [[next(pictures) for _ in part.views] for part in parts]
+        return images_of([part.ids.tolist() for part in parts], by_document, self.processor.placeholders.ids)
 
     def _part(self, piece: Piece) -> Tokens:
+        """Return the tokens of a piece."""
         return piece_of(self.documents[piece.source].tokens(piece.document), piece.start, piece.stop)
 
     def place(self, number: int) -> str:
-        """Where the documents of a stream came from."""
+        """Return where the documents of a stream came from, for errors.
+
+        When a loss is NaN, the error names the documents of the stream.
+        """
         pieces = self.plan.stream(number)
         return f"stream {number}: " + ", ".join(self.documents[p.source].place(p.document) for p in pieces)
 
     def close(self) -> None:
+        """Stop the threads."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def piece_of(document: Tokens, start: int, stop: int) -> Tokens:
+    """Return tokens `start..stop` of a document, with the trained spans inside."""
     if (start, stop) == (0, len(document)):
         return document
+    # A span that the cut goes through is trained on in both pieces, each with its own part.
     spans = [(max(a, start) - start, min(b, stop) - start) for a, b in document.spans]
     return Tokens(document.ids[start:stop], tuple((a, b) for a, b in spans if a < b))

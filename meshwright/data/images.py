@@ -1,7 +1,8 @@
-"""Pictures of documents: which tokens they take the place of, and where those are in time, height and width.
+"""Images and videos of documents: which placeholder tokens they replace, and the 3-D positions (M-RoPE) of all tokens.
 
-Pictures and videos are one list, in the order of their places in the text. A video of t slices is t frames, each with a
-run of places of its own; a picture is one frame. Four patches take one place.
+Images and videos are one list, in the order of their placeholders in the text. A video of t slices is t frames, each
+with its own run of placeholders (Qwen3-VL puts a timestamp between); an image is one frame. Four patches merge into one
+token.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor
 
 from ..errors import DataError, counted
 
-PLACEHOLDERS = (151655, 151656, 248056, 248057)  # pictures and videos: of Qwen3-VL, of Qwen3.5
-_MERGED = 2  # patches of a side that take one place
+PLACEHOLDERS = (151655, 151656, 248056, 248057)  # image and video placeholders: of Qwen3-VL, of Qwen3.5
+_MERGED = 2  # spatial merge: 2 x 2 patches become one token
 Grid = tuple[int, int, int]
-Picture = tuple[Tensor, Grid]  # its patches, and how many they are in time, height and width
+Picture = tuple[Tensor, Grid]  # patches, and their numbers in time, height and width
 
 
 @dataclass(frozen=True)
 class Frame:
-    """`height` and `width` in patches; its first place is token `start` of the stream."""
+    """`height` and `width` in patches; `start` is its first placeholder in the stream."""
 
     height: int
     width: int
@@ -33,18 +34,22 @@ class Frame:
 
     @property
     def num_patches(self) -> int:
+        """Return the number of patches."""
         return self.height * self.width
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of placeholder tokens."""
         return self.num_patches // _MERGED**2
 
     @property
     def stop(self) -> int:
+        """Return the position after its last placeholder."""
         return self.start + self.num_tokens
 
     @property
     def tokens(self) -> range:
+        """Return the positions of its placeholders."""
         return range(self.start, self.stop)
 
 
@@ -56,52 +61,67 @@ class Images:
     frames: tuple[Frame, ...]
 
     def __post_init__(self) -> None:
-        given, frames = self.patches_PC, self.frames
-        if given.dim() != 2 or len(given) != sum(f.num_patches for f in frames):
+        patches, frames = self.patches_PC, self.frames
+        if patches.dim() != 2 or len(patches) != sum(f.num_patches for f in frames):
             raise DataError("the patches of a batch must be a row for each patch of its frames; use mw.pack(images=)")
         if any(a.stop > b.start for a, b in pairwise(frames)):
             raise DataError("the frames of a batch must be in the order of their places; use mw.pack(images=)")
 
     def of(self, numbers: Sequence[int]) -> Tensor:
-        """The patches of some frames."""
+        """Return the patches of some frames."""
+        # `patches[:0]` keeps dtype and width when no frame is selected.
         parts = self.patches_PC.split([frame.num_patches for frame in self.frames])
         return torch.cat([self.patches_PC[:0], *(parts[number] for number in numbers)])
 
     def within(self, start: int, stop: int, to: int) -> Images:
-        """Those whose places are in a part of the stream that is to begin at token `to`."""
+        """Return the frames of a range of the stream, moved so that the range begins at token `to`.
+
+        Used when documents are redistributed over micro-batches: pictures follow their document.
+        """
         numbers = [number for number, frame in enumerate(self.frames) if start <= frame.start < stop]
         frames = tuple(replace(f, start=f.start - start + to) for f in (self.frames[number] for number in numbers))
         return Images(self.of(numbers), frames)
 
 
 def joined_images(parts: Sequence[Images]) -> Images | None:
-    """Pictures of several parts of a stream; None where there are none."""
+    """Concatenate the images of parts of a stream; None if there are none."""
     frames = tuple(frame for part in parts for frame in part.frames)
     return Images(torch.cat([part.patches_PC for part in parts]), frames) if frames else None
 
 
 def turns_of(bounds: Sequence[int], frames: Sequence[Frame]) -> Tensor:
-    """Time, height and width of each token, `[T, 3]`. They begin at 0 in each document. A word is at one number in all
-    three, the next free one; the tokens of a frame are at its first free number in time, and at that plus their row and
-    column in the others."""
+    """Return the position of each token in time, height and width, `[T, 3]`: M-RoPE of Qwen2-VL (arXiv:2409.12191).
+
+    Positions begin at 0 in each document. A word has one number in all three, the next free one. The tokens of a frame
+    share their time; height and width add the row and column. After a frame of h x w tokens the next free number is
+    max(h, w) further. Computed over the whole packed stream and not per document, positions of the second document
+    would be wrong.
+
+    Example: two words, an image of 4 x 4 patches (2 x 2 tokens), a word:
+
+      token     w  w  i  i  i  i  w
+      time      0  1  2  2  2  2  4
+      height    0  1  2  2  3  3  4
+      width     0  1  2  3  2  3  4
+    """
     turns_T3 = torch.empty(bounds[-1], 3, dtype=torch.int64)
-    waiting = list(reversed(frames))
+    remaining = list(reversed(frames))
     for start, stop in pairwise(bounds):
-        at, free = start, 0
-        while at < stop:
-            frame = waiting[-1] if waiting and waiting[-1].start < stop else None
-            words = (frame.start if frame else stop) - at
-            turns_T3[at : at + words] = torch.arange(free, free + words)[:, None]
-            at, free = at + words, free + words
+        position, next_position = start, 0
+        while position < stop:
+            frame = remaining[-1] if remaining and remaining[-1].start < stop else None
+            num_words = (frame.start if frame else stop) - position
+            turns_T3[position : position + num_words] = torch.arange(next_position, next_position + num_words)[:, None]
+            position, next_position = position + num_words, next_position + num_words
             if frame:
-                turns_T3[at : frame.stop] = free + _grid(frame)
-                at, free = frame.stop, free + max(frame.height, frame.width) // _MERGED
-                waiting.pop()
+                turns_T3[position : frame.stop] = next_position + _grid(frame)
+                position, next_position = frame.stop, next_position + max(frame.height, frame.width) // _MERGED
+                remaining.pop()
     return turns_T3
 
 
 def _grid(frame: Frame) -> Tensor:
-    """Time, row and column of each token of a frame."""
+    """Return time, row and column of each token of a frame."""
     sizes = (1, frame.height // _MERGED, frame.width // _MERGED)
     return torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"), -1).view(-1, 3)
 
@@ -109,7 +129,12 @@ def _grid(frame: Frame) -> Tensor:
 def images_of(
     documents: Sequence[Sequence[int]], images: Sequence[Sequence[Picture]], placeholders: Sequence[int]
 ) -> Images | None:
-    """The pictures of all documents, each in the places of its own."""
+    """Return the images of all documents, each frame at its placeholders.
+
+    The number of placeholders is fixed by the size of a picture, so text and pixels must come from one processor with
+    one setting. Everything is checked here, on the host, because a mismatch inside of the model would be an index error
+    on one rank and a hang on the others.
+    """
     if not isinstance(images, list | tuple) or not all(isinstance(each, list | tuple) for each in images):
         raise DataError("images must be a list of lists: of each document its pictures, [] where it has none")
     if len(images) != len(documents):
@@ -117,26 +142,28 @@ def images_of(
             f"images: {counted(len(images), 'list')} for {counted(len(documents), 'document')}; give one for each "
             "document, [] where it has none"
         )
-    patches, frames, begin = list[Tensor](), list[Frame](), 0
+    patches, frames, doc_start = list[Tensor](), list[Frame](), 0
     for number, (document, pictures) in enumerate(zip(documents, images, strict=True)):
-        found, sizes = _checked(number, pictures)
-        patches += found
-        frames += [replace(f, start=begin + f.start) for f in _placed(number, document, sizes, placeholders)]
-        begin += len(document)
+        doc_patches, sizes = _check_pictures(number, pictures)
+        patches += doc_patches
+        frames += [replace(f, start=doc_start + f.start) for f in _place_frames(number, document, sizes, placeholders)]
+        doc_start += len(document)
+    # All patches of a batch are one tensor, so they must agree in dtype and patch size.
     if len({(p.dtype, p.shape[1]) for p in patches}) > 1:
         kinds = ", ".join(sorted({f"{p.dtype} [..., {p.shape[1]}]" for p in patches}))
         raise DataError(f"the pictures of a batch differ: {kinds}; give all as one processor makes them")
     return Images(torch.cat(patches), tuple(frames)) if frames else None
 
 
-def _checked(number: int, pictures: Sequence[Picture]) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """The patches of the pictures of a document, and the sizes of its frames."""
+def _check_pictures(number: int, pictures: Sequence[Picture]) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Return the patches of a document's pictures, and the sizes of its frames."""
     patches, sizes = [], []
     for which, picture in enumerate(pictures):
         name = f"picture {which} of document {number}"
         try:
             pixels, grid = picture
-            pixels, (time, height, width) = torch.as_tensor(pixels), (operator.index(each) for each in _plain(grid))
+            # `operator.index` refuses floats: a size of 16.0 would pass arithmetic checks and fail in the model.
+            pixels, (time, height, width) = torch.as_tensor(pixels), (operator.index(each) for each in _as_list(grid))
         except (TypeError, ValueError):
             raise DataError(f"{name} must be (pixels, (time, height, width)), as a processor gives them") from None
         if time < 1 or min(height, width) < _MERGED or height % _MERGED or width % _MERGED:
@@ -157,84 +184,91 @@ def _checked(number: int, pictures: Sequence[Picture]) -> tuple[list[Tensor], li
     return patches, sizes
 
 
-def _plain(grid: Any) -> Any:
-    """Whole numbers also where they are those of numpy or torch."""
+def _as_list(grid: Any) -> Any:
+    """Return the list of a numpy array or tensor; anything else unchanged."""
     return grid.tolist() if hasattr(grid, "tolist") else grid
 
 
 def ids_of(placeholders: Any) -> tuple[int, ...]:
-    """The tokens that stand for pictures."""
+    """Return placeholder token ids as a tuple."""
     try:
-        return tuple(operator.index(token) for token in _plain(placeholders))
+        return tuple(operator.index(token) for token in _as_list(placeholders))
     except TypeError:
         raise DataError(f"placeholders={placeholders!r:.80} must be a list of token ids") from None
 
 
 def runs_of(document: Sequence[int], placeholders: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where places stand one after the other: start and number. Those of pictures and of videos are apart."""
+    """Yield runs of equal placeholder tokens: start and length. Those of images and videos are separate runs."""
     at = 0
     for token, same in groupby(document):
-        num = sum(1 for _ in same)
+        run_length = sum(1 for _ in same)
         if token in placeholders:
-            yield at, num
-        at += num
+            yield at, run_length
+        at += run_length
 
 
-def _placed(
+def _place_frames(
     number: int, document: Sequence[int], sizes: Sequence[tuple[int, int]], placeholders: Sequence[int]
 ) -> Iterator[Frame]:
-    """Frames in the runs of a document, run by run: that the sum of all is right would let exchanged pictures pass."""
-    waiting = list(reversed(sizes))
+    """Assign frames to runs of placeholders, run by run. Checking only the total would let swapped images pass."""
+    remaining = list(reversed(sizes))
     for start, num in runs_of(document, placeholders):
         at = start
         while at < start + num:
-            if not waiting:
+            if not remaining:
                 raise DataError(
-                    f"document {number} has {counted(num, 'place')} for a picture at token {start}, and "
-                    f"{counted(len(sizes), 'frame')}, none of which is left for {at}; give all its pictures, in the "
-                    f"order of their places. If {document[at]} is a word of this model, name the tokens that are none: "
-                    "placeholders="
+                    f"document {number} has {counted(num, 'placeholder')} at token {start}, but its "
+                    f"{counted(len(sizes), 'frame')} end before token {at}; give all its pictures, in the order of "
+                    f"their placeholders. If {document[at]} is an ordinary token of this model, name the "
+                    "placeholder tokens: placeholders="
                 )
-            frame = Frame(*waiting.pop(), at)
+            frame = Frame(*remaining.pop(), at)
+            # A frame must fit into one run: placeholders of two pictures are always separated by their start and end
+            # tokens.
             if frame.stop > start + num:
                 raise DataError(
-                    f"frame {len(sizes) - len(waiting) - 1} of document {number} has {frame.height} x {frame.width} "
-                    f"patches, which take {counted(frame.num_tokens, 'place')}, and {start + num - at} are left of the "
-                    f"{num} at token {start}; pictures must be in the order of their places, in the sizes for which "
-                    "the text was made"
+                    f"frame {len(sizes) - len(remaining) - 1} of document {number} has {frame.height} x {frame.width} "
+                    f"patches and takes {counted(frame.num_tokens, 'placeholder')}, but {start + num - at} are left of "
+                    f"the {num} at token {start}; pictures must be in the order of their placeholders, in the sizes "
+                    "for which the text was made"
                 )
             yield frame
             at = frame.stop
-    if waiting:
+    if remaining:
         raise DataError(
-            f"document {number} has {counted(len(sizes), 'frame')}, and places for {len(sizes) - len(waiting)} of "
-            f"them; are {list(placeholders)} the tokens of the places? (placeholders=)"
+            f"document {number} has {counted(len(sizes), 'frame')}, but placeholders for {len(sizes) - len(remaining)} "
+            f"of them; check that {list(placeholders)} are the placeholder tokens (placeholders=)"
         )
 
 
-_READ = ("input_ids", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids")
+_USED = ("input_ids", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids")
 _IGNORED = ("attention_mask", "second_per_grid_ts", "token_type_ids")
 
 
-def are_of_processor(made: Mapping[str, Any]) -> bool:
-    """Whether it is what a processor made, not a tokenizer alone."""
-    return "mm_token_type_ids" in made or any(name.startswith("pixel_values") for name in made)
+def are_of_processor(output: Mapping[str, Any]) -> bool:
+    """Return whether a dict is the output of a multimodal processor, not of a tokenizer."""
+    return "mm_token_type_ids" in output or any(name.startswith("pixel_values") for name in output)
 
 
-def of_processor(made: Mapping[str, Any], number: int) -> tuple[list[int], list[Picture], set[int]]:
-    """What a processor of Hugging Face made of one document: its tokens, its pictures, and what stands for them."""
-    unknown = sorted(set(made) - {*_READ, *_IGNORED})
-    if unknown or "input_ids" not in made:
+def of_processor(output: Mapping[str, Any], number: int) -> tuple[list[int], list[Picture], set[int]]:
+    """Return tokens, pictures and placeholder ids from the output of a Hugging Face processor for one document.
+
+    The output has tensors over all pictures (`pixel_values [patches, C]`, `image_grid_thw [n, 3]`) and separate ones
+    for videos; mm_token_type_ids says which token is what.
+    """
+    unknown = sorted(set(output) - {*_USED, *_IGNORED})
+    if unknown or "input_ids" not in output:
         raise DataError(
-            f"document {number} is a dict with {', '.join(sorted(made))}; of a processor are read {', '.join(_READ)}"
+            f"document {number} is a dict with {', '.join(sorted(output))}; of a processor's output the fields "
+            f"{', '.join(_USED)} are used"
         )
-    mask = made.get("attention_mask")
+    mask = output.get("attention_mask")
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise DataError(f"document {number} is padded (attention_mask); give each document alone, without padding=")
-    tokens, kinds = (_row(made.get(name), number) for name in ("input_ids", "mm_token_type_ids"))
+    tokens, kinds = (_row(output.get(name), number) for name in ("input_ids", "mm_token_type_ids"))
     pictures = {
-        1: _pictures(made, number, "pixel_values", "image_grid_thw"),
-        2: _pictures(made, number, "pixel_values_videos", "video_grid_thw"),
+        1: _pictures(output, number, "pixel_values", "image_grid_thw"),
+        2: _pictures(output, number, "pixel_values_videos", "video_grid_thw"),
     }
     if not kinds:
         if any(pictures.values()):
@@ -242,53 +276,58 @@ def of_processor(made: Mapping[str, Any], number: int) -> tuple[list[int], list[
         return tokens, [], set()
     if len(kinds) != len(tokens):
         raise DataError(f"document {number} has {len(kinds)} mm_token_type_ids for {counted(len(tokens), 'token')}")
+    # mm_token_type_ids marks image tokens 1 and video tokens 2, so the placeholder ids need not be known.
     ids = {kind: {token for token, each in zip(tokens, kinds, strict=True) if each == kind} for kind in (1, 2)}
     return tokens, list(_in_order(number, tokens, ids, pictures)), ids[1] | ids[2]
 
 
 def _row(values: Any, number: int) -> list[int]:
+    """Return a 1-D list; a batch of one document is accepted."""
     if values is None:
         return []
-    found = torch.as_tensor(values)
-    if found.dim() == 2 and len(found) == 1:
-        found = found[0]
-    if found.dim() != 1:
-        raise DataError(f"document {number} has the shape {tuple(found.shape)}; give each document alone")
-    out: list[int] = found.tolist()
-    return out
+    values_1d = torch.as_tensor(values)
+    if values_1d.dim() == 2 and len(values_1d) == 1:
+        values_1d = values_1d[0]
+    if values_1d.dim() != 1:
+        raise DataError(f"document {number} has the shape {tuple(values_1d.shape)}; give each document alone")
+    ids: list[int] = values_1d.tolist()
+    return ids
 
 
-def _pictures(made: Mapping[str, Any], number: int, pixels: str, grids: str) -> list[Picture]:
-    if made.get(pixels) is None:
+def _pictures(output: Mapping[str, Any], number: int, pixel_name: str, grid_name: str) -> list[Picture]:
+    """Split the concatenated pixels of a processor by its grids."""
+    if output.get(pixel_name) is None:
         return []
-    shapes, values = torch.as_tensor(made.get(grids, [])), torch.as_tensor(made[pixels])
+    shapes, values = torch.as_tensor(output.get(grid_name, [])), torch.as_tensor(output[pixel_name])
     if shapes.dim() != 2 or shapes.shape[1] != 3 or int(shapes.prod(1).sum()) != len(values):
         raise DataError(
-            f"document {number} has {grids} {shapes.tolist()!s:.80} for {counted(len(values), 'patch', 'patches')} of "
-            f"{pixels}; give both as the processor made them"
+            f"document {number} has {grid_name} {shapes.tolist()!s:.80} for "
+            f"{counted(len(values), 'patch', 'patches')} of {pixel_name}; give both as the processor made them"
         )
-    each = [(int(t), int(h), int(w)) for t, h, w in shapes.tolist()]
-    return list(zip(values.split([t * h * w for t, h, w in each]), each, strict=True))
+    shapes_list = [(int(t), int(h), int(w)) for t, h, w in shapes.tolist()]
+    return list(zip(values.split([t * h * w for t, h, w in shapes_list]), shapes_list, strict=True))
 
 
 def _in_order(
     number: int, tokens: Sequence[int], ids: Mapping[int, set[int]], pictures: Mapping[int, list[Picture]]
 ) -> Iterator[Picture]:
-    """Pictures and videos in the order of their places."""
-    waiting = {kind: list(reversed(each)) for kind, each in pictures.items()}
-    slices = 0  # of the video at hand that are still to come
+    """Yield images and videos in the order of their placeholders: the processor returns them as two separate lists."""
+    remaining = {kind: list(reversed(each)) for kind, each in pictures.items()}
+    slices_left = 0  # of the video at hand that are still to come
     for start, num in runs_of(tokens, [*ids[1], *ids[2]]):
         kind = 1 if tokens[start] in ids[1] else 2
-        left = num
-        while left > 0:
-            if kind == 1 or not slices:
-                if not waiting[kind]:
-                    raise DataError(f"document {number} has places at token {start} for which it has no pixels")
-                picture = waiting[kind].pop()
+        places_left = num
+        while places_left > 0:
+            # An image starts at each run. A video has one run for each slice, so only its first run takes the next
+            # video.
+            if kind == 1 or not slices_left:
+                if not remaining[kind]:
+                    raise DataError(f"document {number} has placeholders at token {start} without pixels for them")
+                picture = remaining[kind].pop()
                 yield picture
-                slices = picture[1][0] if kind == 2 else 0
-                size = picture[1][1] * picture[1][2] // _MERGED**2
-            left, slices = left - size, max(0, slices - 1)
+                slices_left = picture[1][0] if kind == 2 else 0
+                places_of_slice = picture[1][1] * picture[1][2] // _MERGED**2
+            places_left, slices_left = places_left - places_of_slice, max(0, slices_left - 1)
     for kind, name in ((1, "picture"), (2, "video")):
-        if waiting[kind]:
-            raise DataError(f"document {number} has {counted(len(waiting[kind]), name)} without a place")
+        if remaining[kind]:
+            raise DataError(f"document {number} has {counted(len(remaining[kind]), name)} without placeholders")

@@ -1,4 +1,4 @@
-"""Values of JSON: what a message calls them, and files that must hold one object."""
+"""Helpers for JSON values: names for error messages, parsing with DataErrors, dropping nulls."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from ..errors import DataError
 
-_MOST_BYTES = 256 << 20  # of a file of settings; the largest tokenizer.json that is known has 33 MB
+_MOST_BYTES = 256 << 20  # of a settings file; the largest known tokenizer.json has 33 MB
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is, in the words of JSON, with its article: for messages."""
+    """Return what a JSON value is, with its article, for error messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -27,15 +27,18 @@ def kind_of(value: Any) -> str:
 
 
 def parsed(text: str, what: str) -> Any:
-    """Return the value of a JSON text. `what`: the subject and verb of the error, such as "tools are"."""
+    """Parse JSON text. `what`: subject and verb of the error, such as "tools are"."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{what} no JSON: {error}") from error
+        raise DataError(f"{what} not valid JSON: {error}") from error
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds. Refuse a file that holds anything else, by its name."""
+    """Read a JSON file that holds an object.
+
+    RecursionError is caught because deeply nested JSON is a cheap way to crash a parser.
+    """
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise DataError(f"{file} has {file.stat().st_size:,} bytes, too many for settings; fetch it again")
@@ -48,7 +51,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the fields that are null: tables fill in those that other rows have."""
+    """Drop null fields, recursively: tables (Parquet, Arrow) add every field of any row to all rows.
+
+    Without it a template that asks `if message.tool_calls is defined` sees a null in every message.
+    """
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,4 +1,13 @@
-"""Documents -> one packed stream."""
+"""Pack documents into one stream without padding between them, with next-token labels shifted before anything is split.
+
+Example of two documents in a stream of 6:
+
+  tokens   5  6     7     8   9     0
+  labels   6  7  -100     9  -100  -100      the last token of a document predicts nothing
+  bounds   0, 3, 5, 6                        the padding is a document of its own
+
+Shifting after packing would make token 7 predict 8, the first token of another document (bionemo-recipes#1449).
+"""
 
 from __future__ import annotations
 
@@ -34,18 +43,18 @@ def pack(
     length: int | None = None,
     fields: Mapping[str, Sequence[Any] | OverTokens] | None = None,
 ) -> Batch:
-    """Pack documents in their order into one stream, filled up to `length` with a document that nothing counts.
+    """Pack documents in their order into one stream, padded to `length` with a document that loss and counts ignore.
 
     `labels`: for each document, what each of its tokens is to predict (already shifted); by default the next token
     of the same document, and nothing for its last one. `trained`: instead of labels, a mask over the tokens, as chat
-    templates give it: token t is learnt where `trained[t]` is true. `fields`: per-token values, a list or tensor for
-    each document; those at t are for the term at t, which predicts token t+1. `over_tokens` marks labels or values
-    that stand at the tokens they are about instead.
+    templates give it: token t is trained on where `trained[t]` is true. `fields`: per-token values, a list or tensor
+    for each document; those at t belong to the term at t, which predicts token t+1. `over_tokens` marks labels or
+    values that are stored at the tokens they are about instead.
 
     `images`: for each document its pictures and videos in the order of their places, each as (pixels, (time, height,
     width)) in patches, as a processor of Hugging Face gives them (`pixel_values`, `image_grid_thw`). `placeholders`:
-    the tokens that stand for them; nothing is learnt of or at them. Instead of lists, documents may be what such a
-    processor made of each: `pack([processor(text=..., images=...), ...])`.
+    the tokens that stand for them; they have no labels and are no labels. Instead of lists, documents may be the output
+    of such a processor for each: `pack([processor(text=..., images=...), ...])`.
 
     >>> batch = pack([[5, 6, 7], [8, 9]], length=6)
     >>> batch.tokens.tolist(), batch.labels.tolist(), batch.docs.bounds
@@ -56,12 +65,12 @@ def pack(
     documents, images, placeholders = _from_processor(documents, images, ids_of(placeholders))
     check_documents(documents, fields, labels=labels, trained=trained)
     if labels is not None and trained is not None:
-        raise DataError("labels and trained say the same in two ways; give one of them")
+        raise DataError("labels and trained are two ways to say what is trained on; give one of them")
     sizes = lengths_of(documents, "documents")
     check_lengths(sizes, length)
-    documents = [_plain(document) for document in documents]
-    seen = None if images is None else images_of(documents, images, placeholders)
-    places = placeholders if seen else ()
+    documents = [_as_list(document) for document in documents]
+    packed_images = None if images is None else images_of(documents, images, placeholders)
+    placeholder_ids = placeholders if packed_images else ()
     bounds = tuple(accumulate(sizes, initial=0))
 
     def stream(values: Sequence[Any] | OverTokens, what: str) -> Tensor:
@@ -73,13 +82,13 @@ def pack(
     def ids(values: Sequence[Any] | OverTokens, what: str) -> Tensor:
         if isinstance(values, OverTokens):
             return to_terms(ids(values.values, what), bounds, IGNORE)
-        values_T = stream([_plain(each) for each in values], what)
+        values_T = stream([_as_list(each) for each in values], what)
         check_whole_numbers(values_T, what)
         return values_T.long()
 
     tokens_T = ids(documents, "documents")
     if labels is None:
-        labels_T = _next_tokens(tokens_T, bounds, places)
+        labels_T = _next_tokens(tokens_T, bounds, placeholder_ids)
     else:
         labels_T = ids(labels, "labels")
     if trained is not None:
@@ -87,47 +96,61 @@ def pack(
         check_mask(mask_T)
         labels_T = labels_T.where(to_terms(mask_T, bounds) != 0, IGNORE)
     streams = {name: stream(values, f"fields[{name!r}]") for name, values in (fields or {}).items()}
-    batch = Batch(tokens_T, labels_T, bounds, streams, images=seen)
-    check_unlearnt(batch, places)
+    batch = Batch(tokens_T, labels_T, bounds, streams, images=packed_images)
+    # After packing, on the flat tensors: one pass instead of one for each document.
+    check_unlearnt(batch, placeholder_ids)
     return batch if length is None else filled(batch, int(length))
 
 
 def _from_processor(
     documents: Any, images: Sequence[Sequence[Picture]] | None, placeholders: Sequence[int]
 ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[Picture]] | None, Sequence[int]]:
-    """Documents that a processor made, as lists."""
-    made = isinstance(documents, list | tuple) and documents and all(isinstance(each, Mapping) for each in documents)
-    if not made or not any(are_of_processor(each) for each in documents):
+    """Return tokens, pictures and placeholders of documents that are the output of a processor."""
+    is_list_of_dicts = (
+        isinstance(documents, list | tuple) and documents and all(isinstance(each, Mapping) for each in documents)
+    )
+    if not is_list_of_dicts or not any(are_of_processor(each) for each in documents):
         return documents, images, placeholders
     if images is not None:
-        raise DataError("documents of a processor bring their pictures; leave images= out")
-    read = [of_processor(each, number) for number, each in enumerate(documents)]
-    return [tokens for tokens, _, _ in read], [each for _, each, _ in read], sorted(set().union(*(i for *_, i in read)))
+        raise DataError("documents from a processor contain their pictures; leave images= out")
+    outputs = [of_processor(each, number) for number, each in enumerate(documents)]
+    return (
+        [tokens for tokens, _, _ in outputs],
+        [each for _, each, _ in outputs],
+        sorted(set().union(*(i for *_, i in outputs))),
+    )
 
 
-def _next_tokens(tokens_T: Tensor, bounds: Sequence[int], places: Sequence[int]) -> Tensor:
-    """Return the next token of each, but nothing of and at the places of pictures."""
+def _next_tokens(tokens_T: Tensor, bounds: Sequence[int], placeholder_ids: Sequence[int]) -> Tensor:
+    """Return next-token labels: -100 at the last token of a document, and at and of placeholders.
+
+    The token before a placeholder has no label either: its next token is not text.
+    """
     labels_T = to_terms(tokens_T, bounds, IGNORE)
-    if places:
-        of_picture_T = torch.isin(torch.stack([tokens_T, labels_T]), torch.tensor([*places], device=tokens_T.device))
+    if placeholder_ids:
+        ids_N = torch.tensor([*placeholder_ids], device=tokens_T.device)
+        of_picture_T = torch.isin(torch.stack([tokens_T, labels_T]), ids_N)
         labels_T[of_picture_T.any(0)] = IGNORE
     return labels_T
 
 
 def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
-    """The documents of these numbers of a batch without filler, as a batch of `length`."""
+    """Select documents of a batch without padding, as a batch of `length`.
+
+    Used to redistribute the documents of a batch, when ranks are given other micro-batches than the user packed.
+    """
     spans = [slice(batch.bounds[number], batch.bounds[number + 1]) for number in numbers]
     bounds = tuple(accumulate((span.stop - span.start for span in spans), initial=0))
-    chosen = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
+    pick = lambda values: torch.cat([values[span] for span in spans])  # noqa: E731 - one line reads better
     parts = [] if batch.images is None else [
         batch.images.within(span.start, span.stop, to) for span, to in zip(spans, bounds, strict=False)
     ]  # fmt: skip
     return filled(
         Batch(
-            tokens=chosen(batch.tokens),
-            labels=chosen(batch.labels),
+            tokens=pick(batch.tokens),
+            labels=pick(batch.labels),
             bounds=bounds,
-            fields={name: chosen(values) for name, values in batch.fields.items()},
+            fields={name: pick(values) for name, values in batch.fields.items()},
             images=joined_images(parts),
         ),
         length,
@@ -135,36 +158,47 @@ def cut(batch: Batch, numbers: Sequence[int], length: int) -> Batch:
 
 
 def joined_batches(batches: Sequence[Batch]) -> Batch:
-    """One stream of the documents of all, without their filler."""
-    nums = [len(batch) - batch.num_filler for batch in batches]
-    starts = list(accumulate(nums, initial=0))
-    bounds = [start + bound for batch, num, start in zip(batches, nums, starts, strict=False)
+    """Concatenate the documents of batches in one stream, without their padding.
+
+    Bounds are shifted by the length of the batches before. The padding of each batch is dropped, so that the result has
+    only real documents.
+    """
+    lengths = [len(batch) - batch.num_filler for batch in batches]
+    starts = list(accumulate(lengths, initial=0))
+    bounds = [start + bound for batch, num, start in zip(batches, lengths, starts, strict=False)
               for bound in batch.bounds if bound < num]  # fmt: skip
-    images = [b.images.within(0, num, start) for b, num, start in zip(batches, nums, starts, strict=False) if b.images]
+    images = [
+        b.images.within(0, num, start) for b, num, start in zip(batches, lengths, starts, strict=False) if b.images
+    ]
     return Batch(
-        tokens=torch.cat([batch.tokens[:num] for batch, num in zip(batches, nums, strict=True)]),
-        labels=torch.cat([batch.labels[:num] for batch, num in zip(batches, nums, strict=True)]),
+        tokens=torch.cat([batch.tokens[:num] for batch, num in zip(batches, lengths, strict=True)]),
+        labels=torch.cat([batch.labels[:num] for batch, num in zip(batches, lengths, strict=True)]),
         bounds=(*bounds, starts[-1]),
-        fields={name: torch.cat([b.fields[name][:num] for b, num in zip(batches, nums, strict=True)])
+        fields={name: torch.cat([b.fields[name][:num] for b, num in zip(batches, lengths, strict=True)])
                 for name in batches[0].fields},
         images=joined_images(images) if images else None,
     )  # fmt: skip
 
 
 def filled(batch: Batch, length: int) -> Batch:
-    num = length - len(batch)
-    # filler takes the dtype of the values: a 0 among booleans would turn them all into numbers
-    longer = lambda values, fill: torch.cat([values, values.new_full((num,), fill)])  # noqa: E731 - as above
+    """Pad a batch to `length`.
+
+    The padding is one document: attention and recurrence treat it like any other, at no extra case. Its tokens are 0,
+    have no label, and are masked in the router's statistics (transformers#28505).
+    """
+    num_padding = length - len(batch)
+    # Padding takes the dtype of the values: a Python 0 would turn booleans into integers.
+    padded = lambda values, fill: torch.cat([values, values.new_full((num_padding,), fill)])  # noqa: E731 - as above
     return Batch(
-        tokens=longer(batch.tokens, 0),
-        labels=longer(batch.labels, IGNORE),
-        bounds=(*batch.bounds, length) if num else batch.bounds,
-        fields={name: longer(values, 0) for name, values in batch.fields.items()},
-        num_filler=num,
+        tokens=padded(batch.tokens, 0),
+        labels=padded(batch.labels, IGNORE),
+        bounds=(*batch.bounds, length) if num_padding else batch.bounds,
+        fields={name: padded(values, 0) for name, values in batch.fields.items()},
+        num_filler=num_padding,
         images=batch.images,
     )
 
 
-def _plain(numbers: Sequence[int]) -> Sequence[int]:
-    """A tensor or array of whatever width as a list."""
+def _as_list(numbers: Sequence[int]) -> Sequence[int]:
+    """Return the list of a tensor or array of any width; anything else unchanged."""
     return numbers.tolist() if hasattr(numbers, "tolist") else numbers

@@ -1,4 +1,5 @@
-"""What a caller of `pack` may get wrong, refused before anything is packed."""
+"""Checks of the arguments of `pack`, with errors that name the fix. Most are mistakes that train to a plausible
+loss."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ WEIGHT = "weight"  # the field that weighs the terms of a loss
 
 
 def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
+    """Return the length of each document's values."""
     try:
         return [len(v) for v in values]
     except TypeError:
@@ -24,6 +26,10 @@ def lengths_of(values: Sequence[Sequence[Any]], what: str) -> list[int]:
 
 
 def check_documents(documents: object, fields: object, **by_document: object) -> None:
+    """Check the types of documents and fields.
+
+    A list of strings is iterable and would otherwise fail much later, at the conversion of a letter to a number.
+    """
     for name, values in by_document.items():
         if isinstance(values, int | float | str | Mapping):
             raise DataError(
@@ -31,10 +37,10 @@ def check_documents(documents: object, fields: object, **by_document: object) ->
             )
     if not isinstance(fields, Mapping | None):
         raise DataError("fields must be a dict by name, of a list for each document")
-    inner = documents if isinstance(documents, list | tuple) else ()
-    if any(isinstance(each, str | bytes | Mapping | Set) for each in (documents, *inner)):
+    items = documents if isinstance(documents, list | tuple) else ()
+    if any(isinstance(each, str | bytes | Mapping | Set) for each in (documents, *items)):
         raise DataError(
-            "documents must be lists of token ids, not text or dicts; give those that a tokenizer makes: "
+            "documents must be lists of token ids, not text or dicts; give a tokenizer's: "
             'tokenizer(texts)["input_ids"]'
         )
     if not hasattr(documents, "__getitem__"):
@@ -42,12 +48,16 @@ def check_documents(documents: object, fields: object, **by_document: object) ->
 
 
 def check_lengths(sizes: Sequence[int], length: object) -> None:
-    """Documents are there, none is empty, and all fit into `length`."""
+    """Check that there are documents, none is empty, and all fit into `length`.
+
+    Empty documents would have no bounds; a rank without data packs one dummy document without targets instead, so that
+    all ranks run the same collectives.
+    """
     if not isinstance(length, Integral | None) or isinstance(length, bool):
         raise DataError(f"length={length!r} must be a whole number")
     if not sizes:
         raise DataError(
-            "there are no documents to pack; where data has run out, give one without targets: "
+            "there are no documents to pack; where a rank has run out of data, give a document without targets: "
             "pack([[0]], labels=[[-100]])"
         )
     if 0 in sizes:
@@ -60,22 +70,28 @@ def check_lengths(sizes: Sequence[int], length: object) -> None:
 
 
 def check_values(values: Sequence[Sequence[Any]], sizes: Sequence[int], what: str) -> None:
-    """One value for each token of each document, and no gradients: a batch is data."""
-    found = lengths_of(values, what)
-    if len(found) != len(sizes):
+    """Check for one value for each token, without gradients.
+
+    The most common mistake is one value too few, in libraries that store log-probabilities for predictions 1 .. n-1;
+    the hint says where the missing value goes.
+    """
+    lengths = lengths_of(values, what)
+    if len(lengths) != len(sizes):
         raise DataError(
-            f"{what}: {counted(len(found), 'list')} for {counted(len(sizes), 'document')}; give one for each document"
+            f"{what}: {counted(len(lengths), 'list')} for {counted(len(sizes), 'document')}; give one for each document"
         )
-    if found != list(sizes):
-        at = next(i for i, (a, b) in enumerate(zip(found, sizes, strict=True)) if a != b)
+    if lengths != list(sizes):
+        at = next(i for i, (a, b) in enumerate(zip(lengths, sizes, strict=True)) if a != b)
         raise DataError(
-            f"{what}: document {at} differs in length: {counted(found[at], 'value')} for {counted(sizes[at], 'token')}"
+            f"{what}: document {at} differs in length: {counted(lengths[at], 'value')} for "
+            f"{counted(sizes[at], 'token')}"
         )
     for of_document in values:
         refuse_grad(of_document, what)
 
 
 def check_whole_numbers(flat: Tensor, what: str) -> None:
+    """Check for 1-D integers."""
     if flat.is_floating_point() or flat.is_complex() or flat.dtype == torch.bool:
         raise DataError(f"{what} must be whole numbers, not {flat.dtype}")
     if flat.dim() > 1:
@@ -83,9 +99,16 @@ def check_whole_numbers(flat: Tensor, what: str) -> None:
 
 
 def check_shifted(*batches: Batch) -> None:
-    """Refuse labels as other libraries take them, the tokens themselves: a model would learn to repeat what it reads.
+    """Refuse unshifted labels, as Hugging Face models take them: the model would learn to repeat its input.
 
-    Certain is a batch whose labels, two or more, all repeat their own tokens, of which one is not the next token too.
+    A document gives the mistake away if it has two targets or more, or only its last token as a target. Documents with
+    one other target do so only together, in one batch or in several, since one label may equal its token by chance.
+
+    A batch is refused if it has two labels or more, all of them repeat their own tokens, and one of them is not the
+    next token too.
+
+    Hugging Face models take `labels = input_ids` and shift inside of the model. A user who brings such labels gets a
+    loss that falls quickly to zero, since copying the input is easy; nothing else in the curves looks wrong.
     """
     for batch in batches:
         targets_T, own_T = batch.is_target_T, batch.labels == batch.tokens
@@ -93,25 +116,25 @@ def check_shifted(*batches: Batch) -> None:
         other_T = targets_T & (next_T != IGNORE) & (next_T != batch.labels)
         if batch.num_targets > 1 and own_T[targets_T].all() and other_T.any():
             raise DataError(
-                "the labels are the tokens themselves; labels[t] is what token t is to predict, the next one. "
+                "the labels are the tokens themselves, but labels[t] is what token t is to predict: the next token. "
                 "Leave labels= out, give trained= over the tokens, or labels=mw.over_tokens(labels)"
             )
 
 
-def check_unlearnt(batch: Batch, places: Sequence[int]) -> None:
-    """What stands for a picture is not a word: no label may name it."""
-    if not places:
+def check_unlearnt(batch: Batch, placeholder_ids: Sequence[int]) -> None:
+    """Refuse labels that are placeholders."""
+    if not placeholder_ids:
         return
-    wrong_T = torch.isin(batch.labels, torch.tensor([*places], device=batch.labels.device))
+    wrong_T = torch.isin(batch.labels, torch.tensor([*placeholder_ids], device=batch.labels.device))
     if wrong_T.any():
         at = int(wrong_T.nonzero()[0])
         raise DataError(
-            f"the label at token {at} is {int(batch.labels[at])}, which stands for a picture and cannot be learnt; "
+            f"the label at token {at} is {int(batch.labels[at])}, which stands for a picture and cannot be a target; "
             "give -100 there"
         )
 
 
 def check_mask(mask: Tensor) -> None:
-    """`trained` of `pack`."""
+    """Check `trained` of `pack`."""
     if mask.dim() > 1 or not ((mask == 0) | (mask == 1)).all():
         raise DataError("trained must be True or False (or 1 or 0) for each token, as assistant_masks of a tokenizer")

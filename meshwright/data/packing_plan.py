@@ -1,8 +1,13 @@
-"""What is trained on, as a pure function: stream j of a run holds these documents, whatever the mesh.
+"""The packing plan: a pure function from stream number to documents, the same on every mesh.
 
-An epoch is a list of documents in a random order. It is cut into windows of at least 256 streams' worth of tokens, in
-each of which documents are packed by best fit. Streams are numbered through all windows and epochs: step s, data rank
-r of N and micro-batch m of R take stream `s*N*R + m*N + r`, so a run goes on from a number alone, on any mesh.
+An epoch is a permutation of all documents, cut into windows of at least 256 streams' worth of tokens; each window is
+packed by best-fit decreasing (padding under 1% for usual lengths; truncation-free packing as in arXiv:2404.10830).
+Streams are numbered through all windows and epochs. Step s, data rank r of N, micro-batch m of R take stream `s*N*R +
+m*N + r`. So one number is the whole position of a run: it resumes on any number of ranks without repeating or skipping
+a document, where per-rank dataloader state cannot be resharded (torchtitan#811).
+
+Example: 2 data ranks with 2 micro-batches take 4 streams a step. Step 10 begins with stream 40; rank 1 gets streams 41
+and 43. Resumed on 4 ranks with 1 micro-batch, step 10 has the same four streams, one a rank.
 """
 
 from __future__ import annotations
@@ -24,19 +29,22 @@ from ..errors import DataError, counted
 from ..log import logger
 from .permute import Indices, permuted
 
-WINDOW = 256  # streams of a window, about: packing wastes less in longer ones, and each is packed as a whole
-_VERSION = 2  # of the rules below: a run that began under others cannot go on
-_CACHE_FORMAT = 2  # of the files that keep where windows begin: files of an earlier one are made anew
+WINDOW = 256  # streams of a window: longer windows waste less to padding, and take longer to pack
+_VERSION = 2  # of the rules below: a run that began under other rules cannot be resumed
+_CACHE_FORMAT = 2  # of the files that store where windows begin
 _DIGEST_BYTES = 16  # of XXH3-128
 _SHORTEST = 2  # a document of one token has no target
-MOST_DOCUMENTS = 10**9  # of a run, over all of its epochs: they would take hours to pack, and 8 GB
+MOST_DOCUMENTS = 10**9  # of a run over all epochs: more would take hours to pack, and 8 GB
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A source as the plan sees it. `weight`: passes over it in an epoch. `share`: of the tokens, instead of weights.
+    """A source of documents. `weight`: passes over it in an epoch. `share`: its share of tokens, instead of weights.
 
     `cut`: documents longer than a stream are cut into pieces. `content`: a checksum of the documents.
+
+    Shares are of tokens, weights are of passes: `share = 0.5` takes half of the tokens whatever the size of the source,
+    `weight = 2` reads its documents twice an epoch.
     """
 
     name: str
@@ -49,7 +57,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `start..stop` of a document, as a document of a stream."""
+    """Tokens `start..stop` of a document, which become a document of a stream."""
 
     source: int
     document: int
@@ -63,6 +71,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Window:
+    """A range of an epoch's documents that is packed as one. `first`: its first stream."""
+
     epoch: int
     start: int  # places of the epoch
     stop: int
@@ -70,10 +80,10 @@ class _Window:
 
 
 class Plan:
-    """All streams of a run of `epochs`, or of as many `streams`.
+    """All streams of a run, of given `epochs` or number of `streams`.
 
-    It keeps 16 bytes a document, and packs a window when somebody asks for a stream of it. `cache`: a folder for where
-    windows begin, which takes 9 s for a million documents and is the same for every process.
+    It keeps 16 bytes a document, and packs a window when a stream of it is first asked for. `cache`: a folder for the
+    bounds of windows, which take 9 s for a million documents and are the same in every process.
     """
 
     def __init__(
@@ -81,22 +91,24 @@ class Plan:
         streams: int | None = None, cache: Path | None = None,
     ) -> None:  # fmt: skip
         if (epochs is None) == (streams is None):
-            raise DataError("a plan is of epochs or of streams; give one of them")
+            raise DataError("a plan has either epochs or streams; give one of them")
         self.sources, self.length, self.seed = tuple(sources), length, seed
-        self._kept = [np.flatnonzero(source.lengths >= _SHORTEST) for source in sources]
+        self._usable = [np.flatnonzero(source.lengths >= _SHORTEST) for source in sources]
         self._check()
         self.weights = self._weights()
         self._epochs, self._streams = epochs, streams
         self._check_amounts()
-        self._windows, self.num_streams = self._kept_in(cache)
+        self._windows, self.num_streams = self._load_or_build(cache)
+        # Four windows: a step may straddle two, and the next step is prepared in a thread meanwhile.
         self._packed = lru_cache(4)(self._pack)
 
     def _check(self) -> None:
-        if not self.sources or not any(map(len, self._kept)):
-            raise DataError("there is no document of two or more tokens to train on; look at the paths of the data")
-        for source, kept in zip(self.sources, self._kept, strict=True):
-            lengths = source.lengths[kept]
-            if not len(kept):
+        """Check the sources: usable documents, lengths, weights, shares."""
+        if not self.sources or not any(map(len, self._usable)):
+            raise DataError("there is no document of two or more tokens to train on; check the paths of the data")
+        for source, usable in zip(self.sources, self._usable, strict=True):
+            lengths = source.lengths[usable]
+            if not len(usable):
                 raise DataError(f"{source.name} has no document of two or more tokens; leave it out")
             if not source.cut and (too_long := int((lengths > self.length).sum())):
                 raise DataError(
@@ -110,8 +122,11 @@ class Plan:
             raise DataError(f"{self.sources[shares.index(False)].name} has no share, others have; give all one or none")
 
     def _check_amounts(self) -> None:
-        """Refuse a run that would be packed for ever, and a source of which the run takes nothing."""
-        sizes = [weight * len(kept) for weight, kept in zip(self.weights, self._kept, strict=True)]
+        """Refuse a run too large to plan, and a source of which nothing would be taken.
+
+        A typo in a weight (1000 for 1.0) would otherwise look like a hang at start.
+        """
+        sizes = [weight * len(usable) for weight, usable in zip(self.weights, self._usable, strict=True)]
         if sum(sizes) > MOST_DOCUMENTS:
             at = sizes.index(max(sizes))
             raise DataError(
@@ -120,20 +135,21 @@ class Plan:
             )
         self._check_small(sizes)
         if not max(self.num_epochs, self.num_epochs * sum(sizes)) <= MOST_DOCUMENTS:
-            what, less = f"{self._epochs or 0:g} epochs", "fewer epochs"
+            amount, fix = f"{self._epochs or 0:g} epochs", "fewer epochs"
             if self._streams is not None:
-                what, less = f"{self._streams:,} streams of {self.length:,} tokens", "fewer steps or tokens"
+                amount, fix = f"{self._streams:,} streams of {self.length:,} tokens", "fewer steps or tokens"
             raise DataError(
-                f"{what} are {self.num_epochs:.3g} passes over {counted(round(sum(sizes)), 'document')}; at most "
-                f"{MOST_DOCUMENTS:,} documents can be planned, counted in each pass: give {less}"
+                f"{amount} are {self.num_epochs:.3g} passes over {counted(round(sum(sizes)), 'document')}; at most "
+                f"{MOST_DOCUMENTS:,} documents can be planned, counted in each pass: give {fix}"
             )
 
     def _check_small(self, sizes: Sequence[float]) -> None:
-        for source, kept, size in zip(self.sources, self._kept, sizes, strict=True):
+        """Refuse a weight or share that rounds to nothing."""
+        for source, usable, size in zip(self.sources, self._usable, sizes, strict=True):
             if source.share is None and round(size * max(1.0, min(self.num_epochs, MOST_DOCUMENTS))) == 0:
                 raise DataError(
-                    f"a weight of {source.weight:g} takes none of the {counted(len(kept), 'document')} of "
-                    f"{source.name}; give {1 / len(kept):.2g} or more, or leave the source out"
+                    f"a weight of {source.weight:g} takes none of the {counted(len(usable), 'document')} of "
+                    f"{source.name}; give {1 / len(usable):.2g} or more, or leave the source out"
                 )
             if source.share is not None and self._streams and source.share * self._streams * self.length < 1:
                 raise DataError(
@@ -143,112 +159,137 @@ class Plan:
 
     @cached_property
     def num_epochs(self) -> float:
-        """Passes over the list of documents in the run; of a run of streams about, since no packing is perfect."""
+        """Return the passes over the documents in the run; approximate if the run has a number of streams."""
         if self._epochs is not None:
             return self._epochs
-        sizes = zip(self.weights, self.sources, self._kept, strict=True)
-        tokens = sum(weight * int(source.lengths[kept].sum()) for weight, source, kept in sizes)
+        sizes = zip(self.weights, self.sources, self._usable, strict=True)
+        tokens = sum(weight * int(source.lengths[usable].sum()) for weight, source, usable in sizes)
         return (self._streams or 0) * self.length / tokens if tokens > 0 else math.inf
 
     def _weights(self) -> tuple[float, ...]:
-        """Passes over each source in an epoch. With shares, an epoch ends where the first source is used up."""
+        """Return the passes over each source in an epoch. With shares, an epoch ends where the first source is
+        used up."""
         if self.sources[0].share is None:
             return tuple(source.weight for source in self.sources)
         passes = [(source.share or 0) / int(source.lengths.sum()) for source in self.sources]
         return tuple(each / max(passes) for each in passes)
 
-    def _kept_in(self, cache: Path | None) -> tuple[list[_Window], int]:
+    def _load_or_build(self, cache: Path | None) -> tuple[list[_Window], int]:
+        """Return windows and number of streams, from the cache if it has them.
+
+        The cache key has the fingerprint of data and settings, and the amount of the run; the file has a checksum.
+        """
         if cache is None:
-            return self._lay_out()
-        told = f"{_CACHE_FORMAT} {self.fingerprint} {self._epochs} {self._streams}"
-        file = cache / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.plan"
+            return self._build_windows()
+        key = f"{_CACHE_FORMAT} {self.fingerprint} {self._epochs} {self._streams}"
+        file = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.plan"
         if file.exists():
             try:
                 return _read_windows(file)
             except (DataError, OSError) as error:
-                logger.warning("a plan in the cache is damaged and is made anew: %s", error)
-        windows, num = self._lay_out()
+                logger.warning("rebuilding a cached plan that is damaged: %s", error)
+        windows, num = self._build_windows()
         cache.mkdir(parents=True, exist_ok=True)
         rows = [(window.epoch, window.start, window.stop, window.first) for window in windows]
-        making = file.with_suffix(f".{secrets.token_hex(4)}")
+        temporary = file.with_suffix(f".{secrets.token_hex(4)}")
         data = np.array([*rows, (num, 0, 0, 0)], dtype="<i8").tobytes()
-        making.write_bytes(xxhash.xxh3_128_digest(data) + data)
-        making.replace(file)  # whole or not there, whoever else makes it
+        temporary.write_bytes(xxhash.xxh3_128_digest(data) + data)
+        temporary.replace(file)  # atomic, if several processes build it
         return windows, num
 
-    def _lay_out(self) -> tuple[list[_Window], int]:
-        """All windows, and how many streams they hold. Each is packed once for that, and forgotten."""
-        first, wanted, windows = 0, self._streams, list[_Window]()
+    def _build_windows(self) -> tuple[list[_Window], int]:
+        """Return all windows and the number of streams. Each window is packed once to count its streams, and
+        dropped."""
+        first_stream, max_streams, windows = 0, self._streams, list[_Window]()
         for epoch in itertools.count():
             share = 1.0 if self._epochs is None else min(1.0, self._epochs - epoch)
-            if share <= 0 or (wanted is not None and first >= wanted):
-                return windows, first if wanted is None else wanted
+            if share <= 0 or (max_streams is not None and first_stream >= max_streams):
+                return windows, first_stream if max_streams is None else max_streams
             for start, stop in self._cuts(epoch, share) if self._num_places(epoch) else ():
-                window = _Window(epoch, start, stop, first)
+                window = _Window(epoch, start, stop, first_stream)
                 windows.append(window)
-                first += len(self._pack(window))
-                if wanted is not None and first >= wanted:
+                first_stream += len(self._pack(window))
+                if max_streams is not None and first_stream >= max_streams:
                     break
         raise AssertionError
 
-    def _counts(self, epoch: int) -> list[tuple[int, int]]:
-        """Which places of its endless row of passes an epoch takes of each source."""
-        sizes = zip(self.weights, self._kept, strict=True)
-        return [(round(epoch * w * len(kept)), round((epoch + 1) * w * len(kept))) for w, kept in sizes]
+    def _ranges_of_sources(self, epoch: int) -> list[tuple[int, int]]:
+        """Return the range of each source that an epoch takes, in an endless sequence of passes over it.
+
+        With weight 1.5, epoch 0 takes positions 0 to 1.5 n, epoch 1 the next 1.5 n: every document is seen equally
+        often.
+        """
+        sizes = zip(self.weights, self._usable, strict=True)
+        return [(round(epoch * w * len(usable)), round((epoch + 1) * w * len(usable))) for w, usable in sizes]
 
     def _documents(self, epoch: int, places: Indices) -> tuple[Indices, Indices]:
-        """Source and document at each place of an epoch."""
-        counts = self._counts(epoch)
+        """Return source and document at positions of an epoch: one permutation mixes the sources, another orders each
+        pass."""
+        counts = self._ranges_of_sources(epoch)
         ends = np.cumsum([stop - start for start, stop in counts])
-        mixed = permuted(places, int(ends[-1]), self.seed, "epoch", epoch)
-        source = np.searchsorted(ends, mixed, side="right")
-        document = np.empty_like(mixed)
-        for s, ((start, stop), kept) in enumerate(zip(counts, self._kept, strict=True)):
-            mine = np.flatnonzero(source == s)
-            row = mixed[mine] - (ends[s] - (stop - start)) + start
-            for number in np.unique(row // len(kept)):
-                of_pass = mine[row // len(kept) == number]
-                at = row[row // len(kept) == number] % len(kept)
-                document[of_pass] = kept[permuted(at, len(kept), self.seed, "source", s, int(number))]
+        # Position in the epoch -> position in the concatenation of all sources -> source and row of it.
+        shuffled = permuted(places, int(ends[-1]), self.seed, "epoch", epoch)
+        source = np.searchsorted(ends, shuffled, side="right")
+        document = np.empty_like(shuffled)
+        for s, ((start, stop), usable) in enumerate(zip(counts, self._usable, strict=True)):
+            of_source = np.flatnonzero(source == s)
+            pass_position = shuffled[of_source] - (ends[s] - (stop - start)) + start
+            # With a weight above 1, an epoch covers several passes over a source, each in an order of its own.
+            for pass_number in np.unique(pass_position // len(usable)):
+                indices = of_source[pass_position // len(usable) == pass_number]
+                position_in_pass = pass_position[pass_position // len(usable) == pass_number] % len(usable)
+                document[indices] = usable[
+                    permuted(position_in_pass, len(usable), self.seed, "source", s, int(pass_number))
+                ]
         return source, document
 
     def _lengths(self, source: Indices, document: Indices) -> Indices:
-        out = np.empty_like(document)
+        """Return the lengths of documents."""
+        lengths = np.empty_like(document)
         for s, each in enumerate(self.sources):
-            mine = source == s
-            out[mine] = each.lengths[document[mine]]
-        return out
+            of_source = source == s
+            lengths[of_source] = each.lengths[document[of_source]]
+        return lengths
 
     def _cuts(self, epoch: int, share: float) -> Iterator[tuple[int, int]]:
-        """The places of each window of an epoch. A last one under a half joins the one before."""
+        """Return the bounds of the windows of an epoch. A last window under half of the size joins the one before."""
         num = max(1, round(self._num_places(epoch) * share))
         ends = np.cumsum(self._lengths(*self._documents(epoch, np.arange(num))))
-        least, bounds = WINDOW * self.length, [0]
+        min_tokens, bounds = WINDOW * self.length, [0]
         while bounds[-1] < num:
-            done = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-            bounds.append(min(num, int(np.searchsorted(ends, done + least)) + 1))
-        last = int(ends[-1] - (ends[bounds[-2] - 1] if bounds[-2] else 0))
-        if len(bounds) > 2 and last < least // 2:
+            tokens_before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+            # The first position at which the window has at least `min_tokens`, found by bisection in cumulative
+            # lengths.
+            bounds.append(min(num, int(np.searchsorted(ends, tokens_before + min_tokens)) + 1))
+        last_tokens = int(ends[-1] - (ends[bounds[-2] - 1] if bounds[-2] else 0))
+        # A short window packs badly: with few documents, the last streams are mostly padding.
+        if len(bounds) > 2 and last_tokens < min_tokens // 2:
             del bounds[-2]
         return itertools.pairwise(bounds)
 
     def _pack(self, window: _Window) -> list[list[Piece]]:
+        """Pack a window, and shuffle its streams: best fit puts the longest documents first."""
         source, document = self._documents(window.epoch, np.arange(window.start, window.stop))
-        found = zip(source.tolist(), document.tolist(), self._lengths(source, document).tolist(), strict=True)
-        pieces = [piece for s, d, size in found for piece in self._pieces(s, d, size, window.epoch)]
+        documents = zip(source.tolist(), document.tolist(), self._lengths(source, document).tolist(), strict=True)
+        pieces = [piece for s, d, size in documents for piece in self._pieces(s, d, size, window.epoch)]
         streams = best_fit([len(piece) for piece in pieces], self.length)
         order = permuted(np.arange(len(streams)), len(streams), self.seed, "window", window.epoch, window.start)
         return [[pieces[number] for number in streams[at]] for at in order.tolist()]
 
     def _pieces(self, source: int, document: int, size: int, epoch: int) -> list[Piece]:
-        """A piece of one token has no target, so the one before gives it another token."""
+        """Split a document. A last piece of one token would have no target, so it gets one more from the piece
+        before."""
         starts = [*range(0, size, self.length)]
         if size - starts[-1] < _SHORTEST:
             starts[-1] -= 1
         return [Piece(source, document, a, b, epoch) for a, b in itertools.pairwise([*starts, size])]
 
     def stream(self, number: int) -> list[Piece]:
-        """The documents of a stream; none beyond the end of the run."""
+        """Return the documents of a stream; none past the end of the run.
+
+        Windows are packed when first needed and four are cached, so asking for streams in order costs one packing a
+        window (some milliseconds for 256 streams).
+        """
         if number < 0:
             raise DataError(f"there is no stream {number}")
         if number >= self.num_streams:
@@ -258,33 +299,42 @@ class Plan:
 
     @cached_property
     def _firsts(self) -> list[int]:
+        """Return the first stream of each window, for bisection."""
         return [window.first for window in self._windows]
 
     def epochs_before(self, number: int) -> float:
-        """How many epochs the streams before this one are, but for the order within a window."""
+        """Return how many epochs precede a stream, up to the order within a window.
+
+        For progress and for schedules in epochs; it need not be exact to a document.
+        """
         window = self._windows[bisect_right(self._firsts, min(number, self.num_streams - 1)) - 1]
-        done = min(1.0, (number - window.first) / len(self._packed(window)))
-        place = window.start + done * (window.stop - window.start)
+        share_done = min(1.0, (number - window.first) / len(self._packed(window)))
+        place = window.start + share_done * (window.stop - window.start)
         return window.epoch + place / self._num_places(window.epoch)
 
     def _num_places(self, epoch: int) -> int:
-        return sum(stop - start for start, stop in self._counts(epoch))
+        """Return the number of documents of an epoch."""
+        return sum(stop - start for start, stop in self._ranges_of_sources(epoch))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all that any stream depends on."""
-        told = hashlib.sha256()
-        told.update(repr((_VERSION, WINDOW, self.length, self.seed)).encode())
+        """Return a hash of everything that the streams depend on.
+
+        Saved with every checkpoint. A resume with other data, another length or another seed would continue at the same
+        stream number in a different sequence, repeating some documents and skipping others.
+        """
+        digest = hashlib.sha256()
+        digest.update(repr((_VERSION, WINDOW, self.length, self.seed)).encode())
         for source, weight in zip(self.sources, self.weights, strict=True):
-            told.update(repr((source.content, weight, source.cut)).encode())
-            told.update(np.ascontiguousarray(source.lengths, dtype="<i8").tobytes())
-        return told.hexdigest()
+            digest.update(repr((source.content, weight, source.cut)).encode())
+            digest.update(np.ascontiguousarray(source.lengths, dtype="<i8").tobytes())
+        return digest.hexdigest()
 
 
 def _read_windows(file: Path) -> tuple[list[_Window], int]:
-    """Return the windows and the number of streams that a file of the cache holds, behind the checksum of its bytes."""
-    found = file.read_bytes()
-    digest, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+    """Read windows and number of streams from a cache file, after its checksum."""
+    content = file.read_bytes()
+    digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if digest != xxhash.xxh3_128_digest(data):
         raise DataError(f"{file} fails its checksum")
     *windows, last = np.frombuffer(data, dtype="<i8").reshape(-1, 4).tolist()
@@ -292,17 +342,23 @@ def _read_windows(file: Path) -> tuple[list[_Window], int]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Numbers of documents by stream: the longest first, each where the least room is left that it fits into."""
+    """Pack by best-fit decreasing: longest first, each into the stream with the least room that it fits into. O(n log
+    n) lookups.
+
+    Best fit needs no truncation of documents, which first-come packing with cutting does: truncated documents teach a
+    model to start and stop in the middle (arXiv:2404.10830).
+    """
     streams: list[list[int]] = []
     free: list[tuple[int, int]] = []  # room that is left, stream
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        size = lengths[number]
-        at = bisect_left(free, (size, -1))
+        length = lengths[number]
+        # `free` is sorted by room, so the first entry with enough room is the tightest fit.
+        at = bisect_left(free, (length, -1))
         if at == len(free):
-            left, stream = room, len(streams)
+            room_left, stream = room, len(streams)
             streams.append([])
         else:
-            left, stream = free.pop(at)
+            room_left, stream = free.pop(at)
         streams[stream].append(number)
-        insort(free, (left - size, stream))
+        insort(free, (room_left - length, stream))
     return streams

@@ -1,7 +1,8 @@
-"""A permutation of 0..size-1 that needs no memory: what is where is computed, in bulk or for one place.
+"""A stateless pseudo-random permutation of 0..size-1: the element at any position is computed, nothing is stored.
 
-numpy's own may change between versions, and a run that goes on under another version must see the same documents. So
-this one is ours and never changes: a test holds it to a few of its values.
+A Feistel network with cycle walking (format-preserving encryption; Black and Rogaway, 2002). numpy's `permutation`
+needs 8 bytes an element, and may change between versions: a run that resumes under another numpy must see the same
+documents. A test pins some values of this one, which never change.
 """
 
 from __future__ import annotations
@@ -18,23 +19,35 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permuted(places: Indices, size: int, *key: int | str) -> Indices:
-    """What is at each of `places` of the permutation of `size` that `key` names."""
-    half = max(1, ((max(size, 2) - 1).bit_length() + 1) // 2)
+    """Return the elements at `places` of the permutation of `size` that `key` names.
+
+    The same call for one position or a million gives the same elements, so a rank computes only what it needs, and
+    nothing is shuffled in memory at the start of an epoch.
+    """
+    # Two equal halves: the number of bits is rounded up to an even one.
+    half_bits = max(1, ((max(size, 2) - 1).bit_length() + 1) // 2)
     rounds = _round_keys(key)
-    out = _feistel(places.astype(np.uint64), half, rounds)
-    while (beyond := out >= size).any():  # walk on until it lies inside: the square is at most four times the size
-        out[beyond] = _feistel(out[beyond], half, rounds)
-    return out.astype(np.int64)
+    result = _feistel(places.astype(np.uint64), half_bits, rounds)
+    # Cycle walking: the domain is a power of 4, at most 4 times `size`; results outside are permuted again.
+    while (outside := result >= size).any():
+        result[outside] = _feistel(result[outside], half_bits, rounds)
+    return result.astype(np.int64)
 
 
 def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
+    """Derive the keys of all rounds from a hash."""
     digest = hashlib.sha512("\0".join(map(str, key)).encode()).digest()
     return np.frombuffer(digest, dtype="<u8", count=_ROUNDS)
 
 
-def _feistel(x: NDArray[np.uint64], half: int, rounds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of numbers of `2 * half` bits: each round changes one half by what the other one is."""
-    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+def _feistel(x: NDArray[np.uint64], half_bits: int, rounds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Permute numbers of `2 * half_bits` bits. Each round XORs one half with a hash of the other, so it is invertible
+    whatever the hash.
+
+    With 6 rounds of a 64-bit multiply-xorshift mix the permutation is statistically random for shuffling. It is no
+    cipher.
+    """
+    bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = x >> bits, x & mask
     for key in rounds:
         mixed = (right + key) * _MIX  # wraps around

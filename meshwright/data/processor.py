@@ -1,7 +1,10 @@
-"""The processor of a model that sees: files of pictures and videos -> patches, and what the text says of them.
+"""The image and video processor: files -> patches, and the placeholder tokens that the text gets for them.
 
-Sizes are chosen as transformers' Qwen3VLProcessor does, from the same files beside config.json. It looks at the header
-of a file when data are read, and at its pixels when they are trained on.
+Sizes and patches equal those of transformers' Qwen3VLProcessor, from the same config files (tests compare them). It is
+separate because reading data needs sizes alone, from file headers; pixels are decoded when a batch is made.
+
+Example: a picture of 640 x 480 pixels with patches of 16 becomes 40 x 30 patches, 20 x 15 tokens. Its one mark in the
+text becomes 300 placeholder tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +24,19 @@ from ..errors import DataError, counted
 from .json_values import read_object
 from .vision_files import Clip, Grid, View, clip_of, size_of
 
-_MERGED, _SLICES = 2, 2  # patches of a side that take one place, and pictures that make one slice of a video
-_MOST_OBLONG = 200
+_MERGE, _TEMPORAL_PATCH = 2, 2  # 2 x 2 patches become one token; 2 video frames become one slice of patches
+_MOST_OBLONG = 200  # largest aspect ratio, as in transformers
 _FILES = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}
-_KNOWN = {
-    "merge_size": (_MERGED,), "temporal_patch_size": (_SLICES,), "image_mean": ([0.5, 0.5, 0.5],),
+_SUPPORTED = {
+    "merge_size": (_MERGE,), "temporal_patch_size": (_TEMPORAL_PATCH,), "image_mean": ([0.5, 0.5, 0.5],),
     "image_std": ([0.5, 0.5, 0.5],), "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,),
     "resample": (3,),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a user wants otherwise. `root`: where relative paths begin."""
+class ImageLimits:
+    """The user's limits. `root`: where relative paths start."""
 
     root: Path = Path()
     max_pixels: int | None = None
@@ -42,8 +45,8 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Marks:
-    """The tokens of a picture and of a video in the text, with their ids, and those around a slice of a video."""
+class Placeholders:
+    """The placeholder tokens of images and videos with their ids, and the tokens around a video slice."""
 
     image: str
     video: str
@@ -53,44 +56,56 @@ class Marks:
 
 
 class Processor:
-    """Of a model directory. `patch`: pixels of a side of a patch, as the tower has it."""
+    """The processor of a model directory. `patch`: the side of a patch in pixels, from the vision tower."""
 
-    def __init__(self, directory: Path, marks: Marks, patch: int, wishes: Wishes = Wishes()) -> None:
-        self.directory, self.marks, self.patch, self.wishes = directory, marks, patch, wishes
+    def __init__(
+        self, directory: Path, placeholders: Placeholders, patch: int, wishes: ImageLimits = ImageLimits()
+    ) -> None:
+        self.directory, self.placeholders, self.patch, self.wishes = directory, placeholders, patch, wishes
         self._settings: dict[str, Mapping[str, Any]] = {}
 
     @property
-    def told(self) -> str:
-        """All that the places of a picture depend on."""
-        found = [_read(self.directory / name) for name in ("processor_config.json", *_FILES.values())]
-        return repr((found, self.patch, self.wishes))
+    def settings_key(self) -> str:
+        """Return everything that the placeholders of a picture depend on, for the cache key.
+
+        A cache of tokens made with other limits has other numbers of placeholders; without this in the key, pixels and
+        placeholders would disagree after a change of `max_pixels`.
+        """
+        settings = [_read(self.directory / name) for name in ("processor_config.json", *_FILES.values())]
+        return repr((settings, self.patch, self.wishes))
 
     def picture(self, path: str) -> View:
+        """Return the grid of an image, from its header."""
         file = self._file(path)
-        height, width = self._fitted("image", *size_of(file))
+        height, width = self._fitted_size("image", *size_of(file))
         return View((str(file),), self._grid(1, height, width), file.stat().st_size)
 
-    def video(self, given: str | Sequence[str], fps: float | None) -> View:
-        """A file, of which some pictures are taken; or all pictures that are given, of which `fps` are a second."""
-        if not isinstance(given, str):
-            if not given or not fps:
-                raise DataError('a video that is given as pictures has some, and "fps" beside them, for the times')
-            files = [self._file(path) for path in given]
+    def video(self, source: str | Sequence[str], fps: float | None) -> View:
+        """Return the grid of a video: a file, of which frames are sampled, or a list of pictures at `fps`."""
+        if not isinstance(source, str):
+            if not source or not fps:
+                raise DataError('a video given as a list of pictures must not be empty, and needs "fps" beside it')
+            files = [self._file(path) for path in source]
             return self._slices(files, Clip(len(files), fps, size_of(files[0])), range(len(files)))
-        file = self._file(given)
+        file = self._file(source)
         clip = clip_of(file)
-        return self._slices([file], clip, self._taken(clip))
+        return self._slices([file], clip, self._sampled_frames(clip))
 
-    def _slices(self, files: Sequence[Path], clip: Clip, taken: Sequence[int]) -> View:
-        num = len(taken)
-        if num < _SLICES:
+    def _slices(self, files: Sequence[Path], clip: Clip, frame_numbers: Sequence[int]) -> View:
+        """Return the grid of some frames of a video."""
+        num = len(frame_numbers)
+        if num < _TEMPORAL_PATCH:
             raise DataError(f"the video {files[0]} has {num} picture; give two or more, or a picture")
-        height, width = self._fitted("video", *_at_least(self._factor, *clip.size), num)
-        grid = self._grid(-(-num // _SLICES), height, width)
-        return View(tuple(map(str, files)), grid, sum(f.stat().st_size for f in files), tuple(taken), clip.fps)
+        height, width = self._fitted_size("video", *_at_least(self._factor, *clip.size), num)
+        grid = self._grid(-(-num // _TEMPORAL_PATCH), height, width)
+        return View(tuple(map(str, files)), grid, sum(f.stat().st_size for f in files), tuple(frame_numbers), clip.fps)
 
-    def _taken(self, clip: Clip) -> list[int]:
-        """Which pictures of a file: so many a second, evenly."""
+    def _sampled_frames(self, clip: Clip) -> list[int]:
+        """Return the frames that are sampled of a file: `fps` a second, evenly spaced.
+
+        `n = clip(frames / clip_fps * fps, min_frames, max_frames)` frames at `linspace(0, last, n)`, as in
+        transformers. Frames are decoded in order up to the last one, since seeking in a video is not exact.
+        """
         settings = self._of("video")
         fps = self.wishes.fps or float(settings.get("fps") or 2)
         num = int(clip.num / clip.fps * fps)
@@ -98,133 +113,163 @@ class Processor:
         return [int(each) for each in np.linspace(0, clip.num - 1, num).round()]
 
     def text_of(self, view: View) -> str:
-        """What stands in the place of its mark. Each slice of a video has its time before it."""
+        """Return the text that replaces a placeholder mark. In a video each slice has its time in front, as Qwen3-VL
+        does."""
         _, height, width = view.grid
-        places, marks = height * width // _MERGED**2, self.marks
+        num_tokens, placeholders = height * width // _MERGE**2, self.placeholders
         if not view.taken:
-            return marks.image * places
-        run = marks.start + marks.video * places + marks.end
-        return "".join(f"<{at:.1f} seconds>{run}" for at in view.times)
+            return placeholders.image * num_tokens
+        video_tokens = placeholders.start + placeholders.video * num_tokens + placeholders.end
+        return "".join(f"<{at:.1f} seconds>{video_tokens}" for at in view.times)
 
     def with_places(self, text: str, views: Sequence[View]) -> str:
-        """A text in which each mark has become the places of what it stands for."""
-        image, video = re.escape(self.marks.image), re.escape(self.marks.video)
+        """Replace each mark in a rendered chat by the placeholders of its image or video."""
+        image, video = re.escape(self.placeholders.image), re.escape(self.placeholders.video)
         pieces = re.split(f"({image}|{video})", text)
-        due = [self.marks.video if view.taken else self.marks.image for view in views]
-        if pieces[1::2] != due:
+        expected = [self.placeholders.video if view.taken else self.placeholders.image for view in views]
+        if pieces[1::2] != expected:
             raise DataError(
-                f"the template writes {len(pieces) // 2} marks for {counted(len(due), 'picture')} and videos of the "
-                f"messages, or a text holds {self.marks.image} or {self.marks.video} itself; take the template of a "
-                "model that sees"
+                f"the chat template writes {len(pieces) // 2} placeholders for {counted(len(expected), 'picture')} and "
+                f"videos of the messages, or a text contains {self.placeholders.image} or {self.placeholders.video} "
+                "itself; use the template of a vision-language model"
             )
-        places = [self.text_of(view) for view in views]
-        return "".join(places[at // 2] if at % 2 else piece for at, piece in enumerate(pieces))
+        # `re.split` with a group alternates text and marks, so odd positions are marks.
+        replacements = [self.text_of(view) for view in views]
+        return "".join(replacements[at // 2] if at % 2 else piece for at, piece in enumerate(pieces))
 
     def pixels(self, view: View) -> Tensor:
-        """A row of bytes for each patch: the four of a place behind each other, and places row by row."""
+        """Decode and return a uint8 row for each patch, the four patches of a token together, tokens row by row."""
         size = (view.grid[1] * self.patch, view.grid[2] * self.patch)
-        shown = [_resized(picture, size) for picture in view.pictures()]
-        shown += shown[-1:] * (view.grid[0] * _SLICES - len(shown))  # a picture is shown twice, an odd video's last too
-        return torch.from_numpy(patched(np.stack(shown), self.patch))
+        frames = [_resized(picture, size) for picture in view.pictures()]
+        # An image fills its slice twice, as does an odd last frame.
+        frames += frames[-1:] * (view.grid[0] * _TEMPORAL_PATCH - len(frames))
+        return torch.from_numpy(patched(np.stack(frames), self.patch))
 
     @property
     def _factor(self) -> int:
-        return self.patch * _MERGED
+        """Return the side of a token in pixels."""
+        return self.patch * _MERGE
 
     def _grid(self, time: int, height: int, width: int) -> Grid:
+        """Return the numbers of patches."""
         return time, height // self.patch, width // self.patch
 
-    def _fitted(self, kind: str, height: int, width: int, num: int = 0) -> tuple[int, int]:
+    def _fitted_size(self, kind: str, height: int, width: int, num: int = 0) -> tuple[int, int]:
+        """Return the size to which an image or video is resized."""
         size = self._of(kind)["size"]
-        least, most = size["shortest_edge"], size["longest_edge"]
-        wished = self.wishes.max_video_pixels if kind == "video" else self.wishes.max_pixels
-        most = most if wished is None else max(least, min(most, wished))
-        return fitted(height, width, self._factor, (least, most), num)
+        min_pixels, max_pixels = size["shortest_edge"], size["longest_edge"]
+        user_limit = self.wishes.max_video_pixels if kind == "video" else self.wishes.max_pixels
+        max_pixels = max_pixels if user_limit is None else max(min_pixels, min(max_pixels, user_limit))
+        return fitted(height, width, self._factor, (min_pixels, max_pixels), num)
 
     def _file(self, path: str) -> Path:
-        found = self.wishes.root / path.removeprefix("file://")
+        """Return an existing local file."""
+        file = self.wishes.root / path.removeprefix("file://")
         if "://" in path.removeprefix("file://") or path.startswith("data:"):
-            raise DataError(f"{path:.80} is no path of a file; fetch pictures before the run, and name their files")
+            raise DataError(f"{path:.80} is not a local path; download pictures before the run, and give their paths")
         try:
-            there = found.is_file()
+            is_file = file.is_file()
         except OSError as error:  # a name that no file can have
-            raise DataError(f"{path:.80} is no path of a file: {error.strerror}") from error
-        if not there:
-            raise DataError(f"there is no file {found}; relative paths begin at the data, or at pictures.root")
-        return found.absolute()
+            raise DataError(f"{path:.80} is not a valid path: {error.strerror}") from error
+        if not is_file:
+            raise DataError(f"there is no file {file}; relative paths start at the data, or at pictures.root")
+        return file.absolute()
 
     def _of(self, kind: str) -> Mapping[str, Any]:
+        """Return the settings for images or videos, read once."""
         if kind not in self._settings:
-            self._settings[kind] = self._checked(kind)
+            self._settings[kind] = self._checked_settings(kind)
         return self._settings[kind]
 
-    def _checked(self, kind: str) -> Mapping[str, Any]:
-        """Of `processor_config.json` or a file of its own, as versions of transformers write them."""
+    def _checked_settings(self, kind: str) -> Mapping[str, Any]:
+        """Read settings from `processor_config.json` or a file of their own (versions of transformers differ), and
+        refuse values that this processor does not implement."""
+        # Recent versions of transformers write one processor_config.json; older ones a file for images and one for
+        # videos.
         joint = _read(self.directory / "processor_config.json").get(f"{kind}_processor")
-        found = joint or _read(self.directory / _FILES[kind])
-        if not found:
+        settings = joint or _read(self.directory / _FILES[kind])
+        if not settings:
             raise DataError(
-                f"{self.directory} has no {_FILES[kind]}, which says how large a {kind} may be; take it from where the "
-                "model came from"
+                f"{self.directory} has no {_FILES[kind]}, which limits the size of a {kind}; copy it from the original "
+                "model"
             )
-        for name, known in _KNOWN.items():
-            if found.get(name, known[0]) not in known:
-                raise DataError(f"{_FILES[kind]}: {name}={found[name]!r} is not known here; known is {known[0]!r}")
-        if found.get("patch_size") != self.patch:
+        for name, allowed in _SUPPORTED.items():
+            if settings.get(name, allowed[0]) not in allowed:
+                raise DataError(f"{_FILES[kind]}: {name}={settings[name]!r} is not supported, only {allowed[0]!r}")
+        if settings.get("patch_size") != self.patch:
             raise DataError(
-                f"{_FILES[kind]}: patch_size={found.get('patch_size')}, and the tower has {self.patch}; take the file "
-                "from where the model came from"
+                f"{_FILES[kind]}: patch_size={settings.get('patch_size')}, but the vision tower has {self.patch}; copy "
+                "the file from the original model"
             )
-        size = found.get("size") or {}
-        size = {"shortest_edge": found.get("min_pixels"), "longest_edge": found.get("max_pixels"), **size}
+        size = settings.get("size") or {}
+        # `min_pixels` and `max_pixels` are the older names.
+        size = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels"), **size}
         if not all(type(edge) is int and edge > 0 for edge in (size["shortest_edge"], size["longest_edge"])):
             raise DataError(
                 f"{_FILES[kind]}: size={size} must name shortest_edge and longest_edge, in pixels of a {kind}"
             )
-        return {**found, "size": size}
+        return {**settings, "size": size}
 
 
 def fitted(height: int, width: int, factor: int, pixels: tuple[int, int], num: int = 0) -> tuple[int, int]:
-    """The nearest size that is a multiple of `factor` and has between so many pixels. `num`: pictures of a video, of
-    all of which the pixels are counted."""
-    least, most = pixels
+    """Return the nearest size that is a multiple of `factor` with a pixel count between the limits ("smart resize" of
+    Qwen2-VL). For a video, pixels of all `num` frames count.
+
+    `height` and `width` are rounded to multiples of `factor` (patch * 2). If the area exceeds the maximum, both are
+    divided by sqrt(area / max) and rounded down; if it is below the minimum, multiplied by sqrt(min / area) and rounded
+    up. The aspect ratio changes by at most the rounding.
+    """
+    min_pixels, max_pixels = pixels
     if max(height, width) > _MOST_OBLONG * min(height, width):
-        raise DataError(
-            f"a picture of {height} x {width} pixels is more than {_MOST_OBLONG} times as long as wide; cut it"
+        raise DataError(f"a picture of {height} x {width} pixels has an aspect ratio above {_MOST_OBLONG}; crop it")
+    fitted_height, fitted_width = (round(side / factor) * factor for side in (height, width))
+    # The rounding is transformers': frames counted for the limit are rounded to whole slices, the scale uses the real
+    # number.
+    counted_frames, num_frames = (round(num / _TEMPORAL_PATCH) * _TEMPORAL_PATCH, num) if num else (1, 1)
+    if counted_frames * fitted_height * fitted_width > max_pixels:
+        scale = math.sqrt(num_frames * height * width / max_pixels)
+        fitted_height, fitted_width = (
+            max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)
         )
-    high, wide = (round(side / factor) * factor for side in (height, width))
-    counted, shown = (round(num / _SLICES) * _SLICES, num) if num else (1, 1)
-    if counted * high * wide > most:
-        by = math.sqrt(shown * height * width / most)
-        high, wide = (max(factor, math.floor(side / by / factor) * factor) for side in (height, width))
-    elif counted * high * wide < least:
-        by = math.sqrt(least / (shown * height * width))
-        high, wide = (math.ceil(side * by / factor) * factor for side in (height, width))
-    return high, wide
+    # Enlarging rounds up and shrinking rounds down, so that the limit holds after rounding to the grid.
+    elif counted_frames * fitted_height * fitted_width < min_pixels:
+        scale = math.sqrt(min_pixels / (num_frames * height * width))
+        fitted_height, fitted_width = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return fitted_height, fitted_width
 
 
 def _at_least(factor: int, height: int, width: int) -> tuple[int, int]:
-    """A video that is too small is made larger first."""
+    """Enlarge a video frame that is smaller than one token."""
     if height >= factor and width >= factor:
         return height, width
-    by = max(factor / height, factor / width)
-    return int(height * by), int(width * by)
+    scale = max(factor / height, factor / width)
+    return int(height * scale), int(width * scale)
 
 
-def patched(shown_FHWC: np.ndarray[Any, Any], patch: int) -> np.ndarray[Any, Any]:
-    """Pictures, two to a slice -> a row for each patch, in which colours come first, then time, then rows."""
-    num, height, width, colours = shown_FHWC.shape
-    high, wide = height // patch // _MERGED, width // patch // _MERGED
-    cut = shown_FHWC.reshape(num // _SLICES, _SLICES, high, _MERGED, patch, wide, _MERGED, patch, colours)
+def patched(frames_FHWC: np.ndarray[Any, Any], patch: int) -> np.ndarray[Any, Any]:
+    """Cut frames, two to a slice, into a row for each patch: colours first, then time, then rows.
+
+    Input `[frames, H, W, 3]`; output `[frames/2 * H/p * W/p, 3 * 2 * p * p]`. An image is two equal frames, because the
+    tower's patch embedding spans two in time.
+    """
+    num, height, width, colours = frames_FHWC.shape
+    rows_of_patches, cols_of_patches = height // patch // _MERGE, width // patch // _MERGE
+    cut = frames_FHWC.reshape(
+        num // _TEMPORAL_PATCH, _TEMPORAL_PATCH, rows_of_patches, _MERGE, patch, cols_of_patches, _MERGE, patch, colours
+    )
+    # (slice, row of tokens, column of tokens, row in token, column in token | colour, time, y, x): the order in which
+    # the tower's patch embedding, a Conv3d flattened to a matmul, has its weights.
     rows = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    return np.ascontiguousarray(rows).reshape(-1, colours * _SLICES * patch * patch)
+    return np.ascontiguousarray(rows).reshape(-1, colours * _TEMPORAL_PATCH * patch * patch)
 
 
 def _resized(picture: Any, size: tuple[int, int]) -> np.ndarray[Any, Any]:
+    """Resize with Pillow's bicubic filter. torch's antialiased one differs in the last bits."""
     from PIL.Image import Resampling
 
     return np.asarray(picture.resize(size[::-1], Resampling.BICUBIC))
 
 
 def _read(file: Path) -> dict[str, Any]:
+    """Read a JSON file; {} if it does not exist."""
     return read_object(file) if file.is_file() else {}

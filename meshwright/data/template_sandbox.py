@@ -1,6 +1,8 @@
-"""The sandbox of chat templates. It refuses single operations whose result would be too large.
+"""A sandbox for chat templates, which are programs from the internet: bounds their time, memory and single operations.
 
-Another thread bounds the time and memory of a template (`render.py`), and waits while one operation in C runs.
+transformers renders templates in jinja2's ImmutableSandboxedEnvironment, which forbids attribute access but not `"a" *
+10**12`. Time and memory are bounded from another thread, which cannot run while one C operation holds the GIL; so
+single operations are bounded by their operands.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import DataError, counted
 
-_MOST_BITS = 1 << 20  # of a number: the product of two takes some milliseconds
+_MOST_BITS = 1 << 20  # of an integer: multiplying two takes some milliseconds
 _WIDENING = ("center", "indent", "round", "batch")  # filters that take a width, a precision or a length
-_WIDE = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{7}|\*)")  # in a format: a width of 7 digits, or of an argument
+# A format with a width of 7 digits or more, or a width that is an argument (`%*d`).
+_WIDE_FORMAT = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{7}|\*)")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -39,9 +42,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["format"] = _bounded(self.filters["format"], _check_format)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Check the operands of `*`, `**` and `%` before they run."""
         if operator == "%":
             _check_format(left)
         elif isinstance(left, int) and isinstance(right, int):
+            # An upper bound of the result's size, from the operands alone: computing it is what must not happen.
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             _check(bits, _MOST_BITS, "bits")
         elif operator == "*":
@@ -51,92 +56,110 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check the arguments of string methods, such as `"".ljust(10**12)`."""
         if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
             _check_numbers(__obj.__self__, *args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
 def install() -> None:
-    """Let transformers compile chat templates for this sandbox, in this process."""
+    """Make transformers compile chat templates in this sandbox, in this process.
+
+    transformers looks the class up in its module when a template is compiled, so replacing it there is enough.
+    """
     from transformers.utils import chat_template_utils  # late: it takes a second
 
     chat_template_utils.ImmutableSandboxedEnvironment = Sandbox  # type: ignore[misc] # it is looked up at each template
 
 
-def _bounded(of: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    @wraps(of)
+def _bounded(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """Wrap a filter with a check of its arguments."""
+
+    @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
-        return of(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return checked
 
 
 def _check_numbers(_: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a large width; the value itself may be any number."""
+    """Refuse large widths. The value itself may be any number."""
     for each in (*args, *kwargs.values()):
         _check(each if isinstance(each, int) else 0, MOST_CHARACTERS, "elements")
 
 
 def _check_format(text: Any, *_: Any, **__: Any) -> None:
-    if isinstance(text, str) and _WIDE.search(text):
+    """Refuse formats with large widths."""
+    if isinstance(text, str) and _WIDE_FORMAT.search(text):
         raise SecurityError(f"a format has a width of 7 digits or more, or one that is an argument: {text[:40]!r}")
 
 
-def _check(size: int, most: int, of: str) -> None:
-    if size > most:
-        raise SecurityError(f"an operation would make more than {most:,} {of}; take another template")
+def _check(size: int, limit: int, unit: str) -> None:
+    """Raise if an operation would create more than `limit`."""
+    if size > limit:
+        raise SecurityError(f"an operation would create more than {limit:,} {unit}; use another template")
 
 
 MOST_CHARACTERS = 64 << 20
-_POLLS, _POLL_S = 200, 0.05  # counted, so that the time in which this process is stopped is not the template's
+_POLLS, _POLL_S = 200, 0.05  # polls are counted instead of seconds: a stopped process uses up no time
 _MOST_BYTES = 1 << 30
 _THREADS = 16
 _POOLS: dict[int, ThreadPoolExecutor] = {}  # by process
-_LOOK = "look for loops in it that grow with the text, or take another template"
+_LOOK = "check it for loops that grow with the text, or use another template"
 
 Result = TypeVar("Result")
 
 
 class Unbounded(DataError):
-    """A template that would go on for ever: no bad row, since the next row would take as long."""
+    """Raised for a template that would not end. It is not a bad row: the next row would take as long."""
 
 
 def bounded(render: Callable[[], Result]) -> Result:
-    """Return what `render` returns. End it after 10 s, or when the process has grown by 1 GiB meanwhile."""
-    threads, before = list[int](), _peak_bytes()
+    """Run `render` in a thread; end it after 10 s, or when the process has grown by 1 GiB.
+
+    A thread, since a process would have to receive the tokenizer and the chats. SystemExit is raised asynchronously in
+    it by `PyThreadState_SetAsyncExc`, which takes effect at the next bytecode.
+    """
+    threads, bytes_before = list[int](), _peak_bytes()
 
     def run() -> Result:
         threads.append(get_ident())
         return render()
 
-    future = _threads().submit(run)
+    future = _executor().submit(run)
     for _ in range(_POLLS):
         wait([future], _POLL_S)
         if future.done():
             return future.result()
-        if _peak_bytes() - before > _MOST_BYTES:
-            _end(threads)
+        # The peak only grows, so memory that a template frees again still counts.
+        if _peak_bytes() - bytes_before > _MOST_BYTES:
+            _kill(threads)
             raise Unbounded(f"the chat template takes more than {_MOST_BYTES >> 30} GiB of memory; {_LOOK}")
-    _end(threads)
+    _kill(threads)
     raise Unbounded(f"the chat template has not ended in {counted(round(_POLLS * _POLL_S), 'second')}; {_LOOK}")
 
 
-def _threads() -> ThreadPoolExecutor:
-    """Return the threads of this process: a fork has none of its parent's."""
+def _executor() -> ThreadPoolExecutor:
+    """Return the thread pool of this process. A fork has none of its parent's threads."""
     if os.getpid() not in _POOLS:
         _POOLS.clear()
         _POOLS[os.getpid()] = ThreadPoolExecutor(_THREADS, "template")
     return _POOLS[os.getpid()]
 
 
-def _end(threads: list[int]) -> None:
-    """Raise SystemExit in them, which no template can catch."""
+def _kill(threads: list[int]) -> None:
+    """Raise SystemExit in threads: a template cannot catch it, as jinja2 has no try.
+
+    The pool is dropped with its threads. A thread in the middle of a C call dies when that returns; new rows use new
+    threads.
+    """
     for thread in threads:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
-    _POOLS.clear()  # one that was just done ends all the same, and these threads take no more
+    _POOLS.clear()  # a killed thread must not take another job
 
 
 def _peak_bytes() -> int:
+    """Return the peak resident memory; macOS reports bytes, Linux KiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""Texts and ready tokens as documents."""
+"""Documents from plain texts (every token is trained on), and from rows of ready token ids."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ _MASKS = ("labels", "mask", "loss_mask", "completion_mask", "assistant_masks", "
 
 @dataclass(frozen=True)
 class Texts:
-    """A text is learnt as a whole, with the token that ends it. `fields`: `{"text": "body"}` for rows with a `body`."""
+    """Rows of text: every token is trained on, and the end token. `fields`: `{"text": "body"}` for rows with a
+    `body`."""
 
     tokenizer: Any  # one of transformers
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
+        """Tokenise a row, and add the end token, so that the model learns to stop and documents are separated.
+
+        An empty text makes no document. Text from a file is split before this, by file, paragraph or line.
+        """
         name = self.fields.get("text", "text")
         text = row.get(name)
         if not isinstance(text, str):
@@ -31,50 +36,64 @@ class Texts:
         return [tokens([*ids, *([] if end is None else [end])], [(0, len(ids) + (end is not None))])] if ids else []
 
     def unused(self, row: Mapping[str, Any]) -> set[str]:
-        return _others(row, {self.fields.get("text", "text")})
+        """Return the fields of a row that are not used."""
+        return _unused_fields(row, {self.fields.get("text", "text")})
 
 
 @dataclass(frozen=True)
-class Unseeing:
-    """Documents that show nothing, for a model that sees. `places`: tokens that stand for what is shown."""
+class TextOnly:
+    """Documents without pictures for a vision-language model: refuses placeholder tokens, which the model would try to
+    fill.
+
+    A placeholder id in plain text (a document about the model itself) would be taken for a picture that does not exist.
+    """
 
     make: Callable[[Mapping[str, Any]], list[Tokens]]
-    places: tuple[int, ...]
+    placeholder_ids: tuple[int, ...]
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
-        made = self.make(row)
-        for found in (token for each in made for token in each.ids.tolist() if token in self.places):
+        """Make the documents of a row, and check them."""
+        documents = self.make(row)
+        for found in (token for each in documents for token in each.ids.tolist() if token in self.placeholder_ids):
             raise DataError(f"it has the token {found}, which stands for a picture, and no picture; write it otherwise")
-        return made
+        return documents
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Rows of `ids`, and of `trained` if not all are learnt: a mask over the tokens."""
+    """Rows of `ids`, and of `trained` if not all tokens are trained on: a mask over the tokens.
+
+    For data that was tokenised elsewhere. Ids are checked against the vocabulary: an index beyond it is an illegal
+    memory access on a GPU, reported far away from its cause.
+    """
 
     vocab_size: int
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def documents(self, row: Mapping[str, Any]) -> list[Tokens]:
+        """Check and return the tokens of a row."""
         ids, mask = (row.get(self.fields.get(name, name)) for name in ("ids", "trained"))
         if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < self.vocab_size for each in ids):
-            raise DataError(f"its ids are no list of whole numbers from 0 to {self.vocab_size - 1}")
+            raise DataError(f"its ids are not a list of integers from 0 to {self.vocab_size - 1}")
         if mask is not None and (not isinstance(mask, list) or len(mask) != len(ids)):
-            raise DataError(f"trained is no list of {len(ids)} values, one for each of its ids")
+            raise DataError(f"trained is not a list of {len(ids)} values, one for each of its ids")
         if mask is not None and not all(each in (0, 1) for each in mask):
-            raise DataError("trained has values other than 0 and 1; a token is learnt or not: mw.pack takes weights")
-        if others := [name for name in _MASKS if row.get(name) is not None and name != self.fields.get("trained")]:
+            raise DataError("trained has values other than 0 and 1; for weights use mw.pack(fields=) in your own loop")
+        if other_masks := [name for name in _MASKS if row.get(name) is not None and name != self.fields.get("trained")]:
             raise DataError(
-                f"the row has {others[0]!r}, which says what is learnt and is not read; give trained, a mask over the "
-                "ids (fields = {trained = ...} where it is one), or leave it out"
+                f"the row has {other_masks[0]!r}, which would change what is trained on and is not supported; give "
+                "trained, a mask over the ids (fields = {trained = ...} if this is one), or drop the field"
             )
-        learnt = [True] * len(ids) if mask is None else [bool(each) for each in mask]
-        edges = [at for at in range(len(ids) + 1) if (at > 0 and learnt[at - 1]) != (at < len(ids) and learnt[at])]
+        trained = [True] * len(ids) if mask is None else [bool(each) for each in mask]
+        # Positions where the mask changes: starts and stops of spans, alternating.
+        edges = [at for at in range(len(ids) + 1) if (at > 0 and trained[at - 1]) != (at < len(ids) and trained[at])]
         return [tokens(ids, [*zip(edges[::2], edges[1::2], strict=True)])] if ids else []
 
     def unused(self, row: Mapping[str, Any]) -> set[str]:
-        return _others(row, {self.fields.get(name, name) for name in ("ids", "trained")})
+        """Return the fields of a row that are not used."""
+        return _unused_fields(row, {self.fields.get(name, name) for name in ("ids", "trained")})
 
 
-def _others(row: Mapping[str, Any], used: set[str]) -> set[str]:
+def _unused_fields(row: Mapping[str, Any], used: set[str]) -> set[str]:
+    """Return the non-null fields that are not in `used`."""
     return {name for name, value in row.items() if value is not None and name not in used}

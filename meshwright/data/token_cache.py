@@ -1,4 +1,17 @@
-"""Documents of a source, tokenised once and kept in Arrow files, which all ranks of a machine map into memory."""
+"""Tokenise the documents of a source once, into Arrow files that all ranks of a machine memory-map.
+
+The cache key is a hash of the files and of everything that determines tokens. One process builds it under a lock.
+Mapped files cost no memory per rank and no start-up time; tokenising on the fly makes the ranks that drew long texts
+the slowest.
+
+Columns of the Arrow files, a row for each document:
+
+  ids     list of int32     tokens
+  spans   list of int32     starts and stops of trained ranges, flattened
+  file    int32             number of the file that the row came from
+  at      int64             byte or row number in it
+  views   list of string    images and videos, as JSON
+"""
 
 from __future__ import annotations
 
@@ -37,15 +50,16 @@ from .vision_files import View
 Make = Callable[[Mapping[str, Any]], list[Tokens]]
 Unused = Callable[[Mapping[str, Any]], set[str]]
 
-_VERSION = 4  # of what is written: an older cache is made anew
+_VERSION = 4  # of the files: an older cache is rebuilt
 _INFO = "info.json"
-RUN_BEGAN = "MESHWRIGHT_RUN_BEGAN"  # in the environment of ranks, from their launcher
+RUN_BEGAN = "MESHWRIGHT_RUN_BEGAN"  # environment variable that the launcher sets for its ranks
 BEGAN = float(os.environ.get(RUN_BEGAN, time.time()))
 _READERS = 4
 _PART_BYTES = part_size(__name__, "_PART_BYTES", 16 << 20, small=101)
 _BATCH_TOKENS = part_size(__name__, "_BATCH_TOKENS", 4 << 20, small=11)
-_NAMED = 20  # kinds of bad rows in one message
-_VARIES = re.compile(r"""'[^']*'|"[^"]*"|\S*/\S*|\d[\d.,]*""")  # in the reasons of one kind: names, paths, numbers
+_NAMED = 20  # kinds of bad rows that one message names
+# What varies between reasons of one kind: names, paths, numbers.
+_VARIABLE_PARTS = re.compile(r"""'[^']*'|"[^"]*"|\S*/\S*|\d[\d.,]*""")
 _SCHEMA = pa.schema([
     ("ids", pa.list_(pa.int32())), ("spans", pa.list_(pa.int32())), ("file", pa.int32()), ("at", pa.int64()),
     ("views", pa.list_(pa.string())),
@@ -53,37 +67,36 @@ _SCHEMA = pa.schema([
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How rows of files become documents. `told`: all that changes what `make` does, such as the template. `unused`:
-    which fields of a row change nothing."""
+class TokenizeSpec:
+    """How rows become documents. `settings_key`: everything that changes what `make` does, such as the chat template.
+    `unused`: which fields of a row are not used."""
 
     name: str
     files: tuple[Path, ...]
     make: Make
-    told: str
+    settings_key: str
     split: Split = "file"
     on_bad: Literal["stop", "skip"] = "stop"
     unused: Unused | None = None
 
     @property
     def fingerprint(self) -> str:
-        found = hashlib.sha256(repr((_VERSION, self.told, self.split, self.on_bad)).encode())
+        """Return the cache key."""
+        digest = hashlib.sha256(repr((_VERSION, self.settings_key, self.split, self.on_bad)).encode())
         for file in self.files:
-            *about, ends = stamp(file)
-            found.update(repr(about).encode())
-            found.update(ends)
-        return found.hexdigest()[:32]
+            *about, file_ends = stamp(file)
+            digest.update(repr(about).encode())
+            digest.update(file_ends)
+        return digest.hexdigest()[:32]
 
 
 LeftOut = tuple[int, int, str]  # a row: its file, where it is, and why
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The result of tokenising a shard.
-
-    `content`: a checksum of its documents; `sum`: of the file that they were written to.
-    """
+class _ShardResult:
+    """The result of tokenising a shard. `content`: a checksum of its documents. `sum`: of the file that they were
+    written to."""
 
     rows: int
     content: str
@@ -93,47 +106,58 @@ class _Part:
     unused: set[str]
 
 
-def prepare(recipe: Recipe, cache: Path, *, processes: int = 1) -> Documents:
-    """The documents of a source, from the cache if nothing has changed. Only one process makes them; others wait.
+def prepare(spec: TokenizeSpec, cache: Path, *, processes: int = 1) -> Documents:
+    """Return the documents of a source, from the cache if it is valid. One process builds it, others wait.
 
-    The first process of a run that asks compares the cache with its checksums, and makes it anew where it is damaged.
+    The first process of a run verifies the checksums of the cache, and rebuilds it if it is damaged.
+
+    Order: lock; verify an existing cache; build if there is none; note that this run has verified it. Ranks that come
+    later find the note and only map the files.
     """
-    final = cache / recipe.fingerprint
+    final = cache / spec.fingerprint
     cache.mkdir(parents=True, exist_ok=True)
     checked = cache / f".{final.name}.checked"
+    # A file lock, not a barrier: processes of several runs, and of several nodes on a shared file system, use one
+    # cache.
     with FileLock(cache / f".{final.name}.lock"):
         if final.exists() and not _is_of_this_run(checked):
-            _remove_damaged(recipe.name, final)
+            _remove_damaged(spec.name, final)
         if not final.exists():
-            _make(recipe, final, processes)
+            _build(spec, final, processes)
         checked.write_text(str(time.time()))
-    return Documents(recipe.name, final)
+    return Documents(spec.name, final)
 
 
 def _is_of_this_run(checked: Path) -> bool:
-    """Whether a process has compared the files since this run began."""
+    """Return whether the files have been verified since this run began."""
     try:
         at = float(checked.read_text())
     except (OSError, ValueError):
         return False
+    # A note from the future (clock changes, copied files) does not count.
     return BEGAN < at <= time.time()
 
 
 def _remove_damaged(name: str, final: Path) -> None:
+    """Remove a cache that fails its checksums.
+
+    A cache may be damaged by a full disk or a bad copy. It is derived data, so it is rebuilt, with a warning.
+    """
     try:
         info = _info_of(final)
         with ThreadPoolExecutor(_READERS) as readers:
             list(readers.map(_check, [final / file for file in info["sums"]], info["sums"].values()))
     except _Damaged as error:
-        logger.warning("the cached tokens of %s are damaged and are made anew: %s", name, error)
+        logger.warning("rebuilding the token cache of %s, which is damaged: %s", name, error)
         shutil.rmtree(final)
 
 
 class _Damaged(DataError):
-    """A file of the cache is not as it was written."""
+    """A cache file is not as it was written."""
 
 
 def _info_of(final: Path) -> dict[str, Any]:
+    """Read the description of a cache, after its checksum."""
     file = final / _INFO
     try:
         digest, text = file.read_text().split("\n", 1)
@@ -141,187 +165,218 @@ def _info_of(final: Path) -> dict[str, Any]:
         raise _Damaged(f"{file}: {error}") from error
     if digest != xxhash.xxh3_128_hexdigest(text.encode()):
         raise _Damaged(f"{file} fails its checksum")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    info: dict[str, Any] = json.loads(text)
+    return info
 
 
 def _check(file: Path, digest: str) -> None:
-    if not file.is_file() or _sum_of(file) != digest:
+    """Verify a file."""
+    if not file.is_file() or _checksum_of(file) != digest:
         raise _Damaged(f"{file} fails its checksum")
 
 
-def _sum_of(file: Path) -> str:
-    found = xxhash.xxh3_128()
+def _checksum_of(file: Path) -> str:
+    """Return the checksum of a file."""
+    digest = xxhash.xxh3_128()
     with file.open("rb") as data:
         while part := data.read(_PART_BYTES):
-            found.update(part)
-    return found.hexdigest()
+            digest.update(part)
+    return digest.hexdigest()
 
 
-def _make(recipe: Recipe, final: Path, processes: int) -> None:
-    for left in final.parent.glob(f".{final.name}.making-*"):
-        shutil.rmtree(left)  # of a process that was killed: its lock is ours now
-    making = final.parent / f".{final.name}.making-{secrets.token_hex(4)}"
-    making.mkdir()
+def _build(spec: TokenizeSpec, final: Path, processes: int) -> None:
+    """Build the cache in a temporary directory, and rename it."""
+    for leftover in final.parent.glob(f".{final.name}.making-*"):
+        shutil.rmtree(leftover)  # of a killed process: this one holds the lock now
+    temporary = final.parent / f".{final.name}.making-{secrets.token_hex(4)}"
+    temporary.mkdir()
     try:
-        parts = _write_all(recipe, making, processes)
-        sums = {file.name: part.sum for file, part in zip(sorted(making.glob("*.arrow")), parts, strict=True)}
+        results = _write_all(spec, temporary, processes)
+        sums = {file.name: result.sum for file, result in zip(sorted(temporary.glob("*.arrow")), results, strict=True)}
         info = {
-            **_settled(recipe, parts, final.parent / f"{final.name}.rows.txt"),
-            "files": [str(file) for file in recipe.files],
+            **_check_and_summarise(spec, results, final.parent / f"{final.name}.rows.txt"),
+            "files": [str(file) for file in spec.files],
             "sums": sums,
         }
         text = json.dumps(info, indent=1) + "\n"
-        (making / _INFO).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
-        making.rename(final)
+        (temporary / _INFO).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
+        # Atomic: a cache directory with its final name is complete.
+        temporary.rename(final)
     except BaseException:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _write_all(recipe: Recipe, making: Path, processes: int) -> list[_Part]:
-    shards = shards_of(recipe.files, recipe.split)
-    numbers = {file: number for number, file in enumerate(recipe.files)}
-    light = replace(recipe, files=())  # which each process gets anew for each shard
-    work = [(light, shard, numbers[shard.file], making / f"{at:06d}.arrow") for at, shard in enumerate(shards)]
-    with progress(f"read {recipe.name}", sum(s.num_bytes for s in shards), "bytes", enabled=True) as advance:
-        parts = []
-        for shard, part in zip(shards, _in_order(work, processes), strict=True):
-            parts.append(part)
+def _write_all(spec: TokenizeSpec, temporary: Path, processes: int) -> list[_ShardResult]:
+    """Tokenise all shards."""
+    shards = shards_of(spec.files, spec.split)
+    numbers = {file: number for number, file in enumerate(spec.files)}
+    spec_without_files = replace(spec, files=())  # pickled for every shard
+    work = [
+        (spec_without_files, shard, numbers[shard.file], temporary / f"{at:06d}.arrow")
+        for at, shard in enumerate(shards)
+    ]
+    with progress(f"read {spec.name}", sum(s.num_bytes for s in shards), "bytes", enabled=True) as advance:
+        results = []
+        for shard, result in zip(shards, _in_order(work, processes), strict=True):
+            results.append(result)
             advance(shard.num_bytes)
-    return parts
+    return results
 
 
-def _in_order(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[_Part]:
+def _in_order(work: Sequence[tuple[Any, ...]], processes: int) -> Iterator[_ShardResult]:
+    """Tokenise shards in processes; yield results in order."""
     if min(processes, len(work)) <= 1:
         yield from (_write(*each) for each in work)
         return
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by the children: processes and threads together are too many
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # inherited: n processes with n threads each would thrash
+    # spawn, not fork: the tokenizer's Rust threads do not survive a fork.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(_write, *zip(*work, strict=True))
 
 
-def _write(recipe: Recipe, shard: Shard, number: int, target: Path) -> _Part:
-    part, content = _Part(0, "", "", [], [], set()), xxhash.xxh3_128()
-    num_rows, found = 0, list[tuple[Tokens, int]]()
+def _write(spec: TokenizeSpec, shard: Shard, number: int, target: Path) -> _ShardResult:
+    """Tokenise a shard into an Arrow file."""
+    result, content = _ShardResult(0, "", "", [], [], set()), xxhash.xxh3_128()
+    num_rows, pending = 0, list[tuple[Tokens, int]]()
 
     def add_batch() -> None:
-        batch = _batch(found, number)
+        batch = _batch(pending, number)
         out.write_batch(batch)
         for values in (*_flat(batch.column(0)), *_flat(batch.column(1))):
+            # The content hash covers tokens and spans, not paths, so moving the data does not invalidate a run's plan.
             content.update(values.data)
-        for each, _ in found:
+        for each, _ in pending:
             content.update("".join(view.content for view in each.views).encode())
-        found.clear()
+        pending.clear()
 
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as out:
         for row in rows_of(shard):
             num_rows += 1
             try:
-                found += [(each, row.at) for each in _documents(recipe, row, number, part)]
+                pending += [(each, row.at) for each in _documents(spec, row, number, result)]
             except Unbounded as error:
                 raise DataError(f"{place_of(shard.file, row.at)}: {error}") from error
-            if sum(len(each) for each, _ in found) > _BATCH_TOKENS:
+            if sum(len(each) for each, _ in pending) > _BATCH_TOKENS:
                 add_batch()
         add_batch()
-    return replace(part, rows=num_rows, content=content.hexdigest(), sum=_sum_of(target))
+    return replace(result, rows=num_rows, content=content.hexdigest(), sum=_checksum_of(target))
 
 
-def _documents(recipe: Recipe, row: Row, number: int, part: _Part) -> list[Tokens]:
+def _documents(spec: TokenizeSpec, row: Row, number: int, result: _ShardResult) -> list[Tokens]:
+    """Return the documents of a row, and note it if it is bad or has nothing to train on."""
     if row.wrong:
-        part.bad.append((number, row.at, _one_line(row.wrong)))
+        result.bad.append((number, row.at, _one_line(row.wrong)))
         return []
     try:
-        made = recipe.make(row.values)
-        part.unused.update(recipe.unused(row.values) if recipe.unused else ())
+        documents = spec.make(row.values)
+        result.unused.update(spec.unused(row.values) if spec.unused else ())
+    # An endless template would be as endless in the next row: it ends the run, whatever on_bad says.
     except Unbounded:
         raise
     except DataError as error:
-        part.bad.append((number, row.at, _one_line(str(error))))
+        result.bad.append((number, row.at, _one_line(str(error))))
         return []
-    learnt = [each for each in made if each.num_targets]
-    if not learnt:
-        part.empty.append((number, row.at, "nothing of it is to be learnt"))
-    return learnt
+    trained = [each for each in documents if each.num_targets]
+    if not trained:
+        result.empty.append((number, row.at, "no token of it is trained on"))
+    return trained
 
 
 def _one_line(why: str) -> str:
-    """As any terminal and file takes it: a row may hold halves of characters."""
+    """Return a reason on one line, printable anywhere: a row may hold lone surrogates."""
     return " ".join(why.encode(errors="backslashreplace").decode().split())
 
 
-def _batch(found: Sequence[tuple[Tokens, int]], number: int) -> pa.RecordBatch:
-    ids = [each.ids for each, _ in found]
-    spans = [np.asarray(each.spans, dtype=np.int32).ravel() for each, _ in found]
-    columns = [_lists(ids), _lists(spans), pa.array([number] * len(found), pa.int32())]
-    views = pa.array([[str(view) for view in each.views] for each, _ in found], pa.list_(pa.string()))
-    return pa.record_batch([*columns, pa.array([at for _, at in found], pa.int64()), views], schema=_SCHEMA)
+def _batch(documents: Sequence[tuple[Tokens, int]], number: int) -> pa.RecordBatch:
+    """Build an Arrow record batch."""
+    ids = [each.ids for each, _ in documents]
+    spans = [np.asarray(each.spans, dtype=np.int32).ravel() for each, _ in documents]
+    columns = [_lists(ids), _lists(spans), pa.array([number] * len(documents), pa.int32())]
+    views = pa.array([[str(view) for view in each.views] for each, _ in documents], pa.list_(pa.string()))
+    return pa.record_batch([*columns, pa.array([at for _, at in documents], pa.int64()), views], schema=_SCHEMA)
 
 
-def _lists(of: Sequence[NDArray[np.int32]]) -> pa.ListArray:
-    offsets = np.fromiter(accumulate(map(len, of), initial=0), dtype=np.int32, count=len(of) + 1)
-    values = np.concatenate(of) if of else np.empty(0, dtype=np.int32)
+def _lists(arrays: Sequence[NDArray[np.int32]]) -> pa.ListArray:
+    """Build an Arrow column of lists without copying each."""
+    offsets = np.fromiter(accumulate(map(len, arrays), initial=0), dtype=np.int32, count=len(arrays) + 1)
+    values = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
 
 
-def _settled(recipe: Recipe, parts: Sequence[_Part], listing: Path) -> dict[str, Any]:
-    """What was read. Bad rows stop it, or are counted; nothing is dropped in silence. `listing`: where all rows that
-    are left out are named."""
-    bad = [each for part in parts for each in part.bad]
-    empty = [each for part in parts for each in part.empty]
-    _list_rows(recipe, [*bad, *empty], listing)
-    if bad and recipe.on_bad == "stop":
+def _check_and_summarise(spec: TokenizeSpec, results: Sequence[_ShardResult], listing: Path) -> dict[str, Any]:
+    """Stop at bad rows, or report what is left out; nothing is dropped silently. `listing`: the file that lists these
+    rows.
+
+    All bad rows are reported at once, grouped by reason, with one example each and a file that lists every one.
+    Stopping at the first makes fixing a data set with forty bad rows forty runs.
+    """
+    bad = [each for result in results for each in result.bad]
+    empty = [each for result in results for each in result.empty]
+    _list_rows(spec, [*bad, *empty], listing)
+    if bad and spec.on_bad == "stop":
         raise DataError(
-            f"{counted(len(bad), 'row')} of {recipe.name} cannot be used:\n{_kinds(recipe, bad)}\nMend them, or set "
-            f'on_bad = "skip" to leave them out. Each is named in {listing}'
+            f"{counted(len(bad), 'row')} of {spec.name} cannot be used:\n{_group_by_reason(spec, bad)}\nFix them, or "
+            f'set on_bad = "skip" to leave them out. All of them are listed in {listing}'
         )
-    for some, why in ((bad, "cannot be used"), (empty, "with nothing to learn")):
-        if some:
+    for left_out, why in ((bad, "cannot be used"), (empty, "without trained tokens")):
+        if left_out:
             logger.warning(
-                "%s of %s %s, left out, each named in %s:\n%s",
-                counted(len(some), "row"), recipe.name, why, listing, _kinds(recipe, some),
+                "%s of %s %s, left out; all of them are listed in %s:\n%s",
+                counted(len(left_out), "row"), spec.name, why, listing, _group_by_reason(spec, left_out),
             )  # fmt: skip
-    unused = sorted(set[str]().union(*(part.unused for part in parts)))
+    unused = sorted(set[str]().union(*(result.unused for result in results)))
     if unused:
-        logger.warning("fields of %s that are not used: %s", recipe.name, ", ".join(unused))
-    num_rows = sum(part.rows for part in parts)
+        logger.warning("fields of %s that are not used: %s", spec.name, ", ".join(unused))
+    num_rows = sum(result.rows for result in results)
     if num_rows == len(bad) + len(empty):
-        raise DataError(f"no row of {recipe.name} can be trained on: {num_rows} were read; look at its first rows")
-    content = xxhash.xxh3_128_hexdigest("".join(part.content for part in parts).encode())
+        raise DataError(f"no row of {spec.name} can be trained on: {num_rows} were read; check its first rows")
+    content = xxhash.xxh3_128_hexdigest("".join(result.content for result in results).encode())
     return {"rows": num_rows, "content": content, "bad": bad, "empty": empty, "unused": unused}
 
 
-def _list_rows(recipe: Recipe, rows: Sequence[LeftOut], listing: Path) -> None:
-    """Write a line for each row, in the order of the files."""
+def _list_rows(spec: TokenizeSpec, rows: Sequence[LeftOut], listing: Path) -> None:
+    """List each row that is left out, in the order of the files."""
     listing.unlink(missing_ok=True)
     if rows:
-        places = _places(recipe, rows)
+        places = _places(spec, rows)
         lines = [f"{places[file, at]}: {why}\n" for file, at, why in sorted(rows)]
         listing.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
-def _places(recipe: Recipe, rows: Sequence[LeftOut]) -> dict[tuple[int, int], str]:
-    ats: dict[int, list[int]] = {}
+def _places(spec: TokenizeSpec, rows: Sequence[LeftOut]) -> dict[tuple[int, int], str]:
+    """Return the places of rows."""
+    offsets_by_file: dict[int, list[int]] = {}
     for file, at, _ in rows:
-        ats.setdefault(file, []).append(at)
+        offsets_by_file.setdefault(file, []).append(at)
     return {
-        (file, at): place for file, some in ats.items() for at, place in places_of(recipe.files[file], some).items()
+        (file, at): place
+        for file, offsets in offsets_by_file.items()
+        for at, place in places_of(spec.files[file], offsets).items()
     }
 
 
-def _kinds(recipe: Recipe, rows: Sequence[LeftOut]) -> str:
-    """A line for each kind of reason, the most frequent first, with its first row."""
+def _group_by_reason(spec: TokenizeSpec, rows: Sequence[LeftOut]) -> str:
+    """Return a line for each kind of reason, the most frequent first, with its first row."""
     kinds: dict[str, list[LeftOut]] = {}
     for row in rows:
-        kinds.setdefault(_VARIES.sub("", row[2]), []).append(row)
-    often = sorted(kinds.values(), key=len, reverse=True)
-    places = _places(recipe, [some[0] for some in often[:_NAMED]])
-    lines = [f"  {counted(len(some), 'row')}, the first {places[some[0][:2]]}: {some[0][2]}" for some in often[:_NAMED]]
-    return "\n".join([*lines, *([f"  and {len(often) - _NAMED} more kinds"] if len(often) > _NAMED else [])])
+        # "message 3 of 'a.json' ..." and "message 7 of 'b.json' ..." are one kind.
+        kinds.setdefault(_VARIABLE_PARTS.sub("", row[2]), []).append(row)
+    by_frequency = sorted(kinds.values(), key=len, reverse=True)
+    places = _places(spec, [rows_of_kind[0] for rows_of_kind in by_frequency[:_NAMED]])
+    lines = [
+        f"  {counted(len(rows_of_kind), 'row')}, the first {places[rows_of_kind[0][:2]]}: {rows_of_kind[0][2]}"
+        for rows_of_kind in by_frequency[:_NAMED]
+    ]
+    return "\n".join(
+        [*lines, *([f"  and {len(by_frequency) - _NAMED} more kinds"] if len(by_frequency) > _NAMED else [])]
+    )
 
 
 @dataclass(frozen=True)
 class Statistics:
+    """Counts of a source."""
+
     rows: int
     skipped: int
     without_targets: int
@@ -333,14 +388,17 @@ class Statistics:
 
 
 class Documents:
-    """The documents of a source. Their tokens stay in files until somebody asks for them."""
+    """The documents of a source. Their tokens stay in mapped files until they are used.
+
+    `lengths` of all documents are in memory (8 bytes each), which is all that the packing plan needs.
+    """
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self._info = name, _info_of(directory)
         batches = [batch for file in self._info["sums"] for batch in _mapped(directory / file) if len(batch)]
         self._ids, self._spans = ([_flat(batch.column(at)) for batch in batches] for at in (0, 1))
-        self._from = np.concatenate([_numbers(batch.column(2)) for batch in batches])
-        self._at = np.concatenate([_numbers(batch.column(3)) for batch in batches])
+        self._file_numbers = np.concatenate([_numbers(batch.column(2)) for batch in batches])
+        self._offsets = np.concatenate([_numbers(batch.column(3)) for batch in batches])
         self._views = [batch.column(4) for batch in batches]
         self._first = [0, *accumulate(len(batch) for batch in batches)]
         self.lengths = np.concatenate([np.diff(offsets) for offsets, _ in self._ids]).astype(np.int64)
@@ -349,39 +407,41 @@ class Documents:
         return len(self.lengths)
 
     def tokens(self, number: int) -> Tokens:
-        """A view: nothing is copied."""
+        """Return a document as a view of the mapped file."""
+        # `_first[i]` is the number of the first document of batch i.
         batch = bisect_right(self._first, number) - 1
-        at = number - self._first[batch]
+        row = number - self._first[batch]
         (of_ids, ids), (of_spans, spans) = self._ids[batch], self._spans[batch]
-        pairs = spans[of_spans[at] : of_spans[at + 1]].reshape(-1, 2)
-        views = tuple(map(View.of, self._views[batch][at].as_py()))
-        return Tokens(ids[of_ids[at] : of_ids[at + 1]], tuple((int(a), int(b)) for a, b in pairs), views)
+        pairs = spans[of_spans[row] : of_spans[row + 1]].reshape(-1, 2)
+        views = tuple(map(View.of, self._views[batch][row].as_py()))
+        return Tokens(ids[of_ids[row] : of_ids[row + 1]], tuple((int(a), int(b)) for a, b in pairs), views)
 
     @cached_property
     def num_views(self) -> Indices:
-        """Pictures and videos of each document."""
+        """Return the number of images and videos of each document."""
         return np.concatenate([np.diff(column.offsets.to_numpy()) for column in self._views]).astype(np.int64)
 
     def place(self, number: int) -> str:
-        """Where it came from."""
-        return place_of(Path(self._info["files"][self._from[number]]), int(self._at[number]))
+        """Return the file and line of a document."""
+        return place_of(Path(self._info["files"][self._file_numbers[number]]), int(self._offsets[number]))
 
     @property
     def content(self) -> str:
-        """A checksum of all tokens, and of what is learnt of them: the same wherever the files lie."""
+        """Return a checksum of all tokens and of which are trained on, independent of where the files are."""
         return str(self._info["content"])
 
     @property
     def unused(self) -> list[str]:
-        """Fields of its rows that change nothing of the documents."""
+        """Return fields of the rows that are not used."""
         return [*self._info["unused"]]
 
     @property
     def statistics(self) -> Statistics:
+        """Return the statistics of all documents."""
         return self.statistics_of(np.ones(len(self), dtype=bool))
 
     def statistics_of(self, kept: NDArray[np.bool_]) -> Statistics:
-        """Return the statistics of the documents that are kept; the others are too long."""
+        """Return the statistics of the documents that are kept; the others count as too long."""
         info, lengths = self._info, self.lengths[kept]
         return Statistics(
             info["rows"], len(info["bad"]), len(info["empty"]), len(lengths), int(lengths.sum()),
@@ -398,22 +458,25 @@ class Documents:
 
 
 def _mapped(file: Path) -> Iterator[pa.RecordBatch]:
+    """Memory-map the record batches of a file."""
     return iter(pa.ipc.open_stream(pa.memory_map(str(file))))
 
 
 def _numbers(column: Any) -> NDArray[np.int64]:
+    """Return a column without copying it."""
     found: NDArray[np.int64] = column.to_numpy(zero_copy_only=True)
     return found
 
 
 def _flat(column: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Offsets and values of a column of lists."""
+    """Return offsets and values of a column of lists."""
     return column.offsets.to_numpy(), column.values.to_numpy()
 
 
 def _num_targets(offsets: NDArray[np.int64], spans: NDArray[np.int32]) -> Indices:
     """Return the number of trained tokens of each document of a batch. A document's first token is never trained on."""
     pairs = spans.reshape(-1, 2).astype(np.int64)
+    # Prefix sums over all spans, taken at the document bounds: no Python loop over millions of documents.
     ends = np.concatenate([[0], np.cumsum(pairs[:, 1] - np.maximum(pairs[:, 0], 1))])
     found: Indices = np.diff(ends[offsets // 2])
     return found

@@ -1,4 +1,4 @@
-"""Files of pictures and videos, read by Pillow and PyAV: how large they are, and their pictures in colours."""
+"""Read image and video files with Pillow and PyAV (FFmpeg): sizes from headers, frames as RGB."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 
 from ..errors import DataError
 
-_TURNED = (5, 6, 7, 8)  # ways in which a camera was held on its side
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations in which width and height are swapped
 _ORIENTATION = 0x0112
-_STILL = {".gif", ".webp", ".png", ".apng"}  # files of pictures that may be several
-_MOVING = ("GIF", "WEBP", "PNG")  # which Pillow counts
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow would give an EPS to Ghostscript
-# FFmpeg would follow a playlist to other files and addresses: no format that only names others is among these.
+_STILL = {".gif", ".webp", ".png", ".apng"}  # picture formats that may be animated
+_COUNTED = ("GIF", "WEBP", "PNG")  # whose frames Pillow counts
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS, which Pillow hands to Ghostscript
+# FFmpeg follows playlists to other files and URLs, so no playlist format is allowed, and only local files.
 _CONTAINERS = {"format_whitelist": "mov,matroska,avi,mpeg,mpegts", "protocol_whitelist": "file"}
 _VIDEOS = "MP4, MOV, Matroska, WebM, AVI, MPEG"
-MOST_PIXELS = 64 << 20  # of a picture: 4 times as many as any processor of Qwen keeps, and 192 MiB in colours
-# What it says of files that are broken.
+MOST_PIXELS = 64 << 20  # of a picture: 4 times as many as any Qwen processor keeps, and 192 MiB as RGB
+# What Pillow raises for broken files.
 _OF_PILLOW = (OSError, ValueError, SyntaxError, IndexError, TypeError, RuntimeError, EOFError, struct.error)
 
 
 @dataclass(frozen=True)
 class Clip:
-    """`num` pictures, `fps` a second, all of a size (height, width)."""
+    """A video: number of frames, frames a second, size (height, width)."""
 
     num: int
     fps: float
@@ -36,6 +36,11 @@ class Clip:
 
 @contextmanager
 def open_picture(file: Path) -> Iterator[Any]:
+    """Open a picture, with Pillow's errors as DataErrors.
+
+    Formats are an explicit list. Pillow's plugins include parsers for old formats with a history of security bugs, and
+    one that runs Ghostscript.
+    """
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -51,63 +56,71 @@ def open_picture(file: Path) -> Iterator[Any]:
 
 
 def _check_size(file: Path, width: int, height: int) -> None:
-    """Refuse a picture by its header: a small file can hold more pixels than there is memory."""
+    """Refuse a picture by its header: a small file can decompress to more pixels than fit into memory."""
     if width * height > MOST_PIXELS:
-        raise DataError(f"{file} has {width} x {height} pixels, and at most {MOST_PIXELS:,} are read; make it smaller")
+        raise DataError(f"{file} has {width} x {height} pixels, above the limit of {MOST_PIXELS:,}; make it smaller")
 
 
 def size_of(file: Path) -> tuple[int, int]:
-    """Height and width, as a person sees it."""
+    """Return height and width after EXIF rotation."""
     with open_picture(file) as picture:
         width, height = picture.size
-        turned = picture.getexif().get(_ORIENTATION) in _TURNED
-    return (width, height) if turned else (height, width)
+        is_sideways = picture.getexif().get(_ORIENTATION) in _SIDEWAYS
+    return (width, height) if is_sideways else (height, width)
 
 
 def clip_of(file: Path) -> Clip:
+    """Return frame count, rate and size of a video or animated picture."""
     if file.suffix.lower() not in _STILL:
         return _clip(file)
     with open_picture(file) as picture:
-        num = picture.n_frames if picture.format in _MOVING else 1
-        lasts = float(picture.info.get("duration") or 0)
-        if num > 1 and lasts <= 0:
-            raise DataError(f'{file} does not say how long a picture lasts; give its pictures as a list, and "fps"')
-        return Clip(num, 1000.0 / (lasts or 1000.0), picture.size[::-1])
+        num = picture.n_frames if picture.format in _COUNTED else 1
+        duration_ms = float(picture.info.get("duration") or 0)
+        if num > 1 and duration_ms <= 0:
+            raise DataError(f'{file} has no frame duration; give its pictures as a list, with "fps"')
+        return Clip(num, 1000.0 / (duration_ms or 1000.0), picture.size[::-1])
 
 
-def pictures_of(files: Sequence[Path], taken: Sequence[int]) -> Iterator[Any]:
-    """One of each of several files; or those of a video that are taken, in their order; or the only one."""
-    if len(files) > 1 or not taken:
+def pictures_of(files: Sequence[Path], frame_numbers: Sequence[int]) -> Iterator[Any]:
+    """Yield RGB frames: of several picture files one each; of a video those with `frame_numbers`; or the only
+    picture."""
+    if len(files) > 1 or not frame_numbers:
         for file in files:
             with open_picture(file) as picture:
                 yield _upright(picture)
     elif files[0].suffix.lower() in _STILL:
         with open_picture(files[0]) as picture:
-            for number in taken:
+            for number in frame_numbers:
                 picture.seek(number)
-                yield _in_colours(picture)
+                yield _to_rgb(picture)
     else:
-        yield from _decoded(files[0], taken)
+        yield from _decoded(files[0], frame_numbers)
 
 
 def _upright(picture: Any) -> Any:
+    """Apply EXIF rotation."""
     from PIL import ImageOps
 
-    return _in_colours(ImageOps.exif_transpose(picture))
+    return _to_rgb(ImageOps.exif_transpose(picture))
 
 
-def _in_colours(picture: Any) -> Any:
-    """On white where one sees through it, as servers show it: black on nothing would be black on black."""
+def _to_rgb(picture: Any) -> Any:
+    """Convert to RGB, with transparency on white as inference servers do: dropping alpha can leave black on black."""
     from PIL import Image
 
     if "A" not in picture.getbands() and "transparency" not in picture.info:
         return picture.convert("RGB")
-    seen = picture.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+    # Composited, not just converted: `convert("RGB")` drops alpha and keeps whatever colour transparent pixels have.
+    rgba = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    """Open a video, with FFmpeg's errors as DataErrors.
+
+    `protocol_whitelist=file` keeps FFmpeg from opening URLs that a crafted file names.
+    """
     try:
         import av
     except ImportError as error:
@@ -118,33 +131,35 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         with av.open(str(file), container_options=_CONTAINERS) as container:
             if not container.streams.video:
-                raise DataError(f"{file} has no pictures")
+                raise DataError(f"{file} has no video stream")
             yield container
     except (av.FFmpegError, OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read as a video ({_VIDEOS}): {error}") from error
 
 
 def _clip(file: Path) -> Clip:
+    """Read a video's header. Frames are counted by decoding if it does not say."""
     with _opened(file) as container:
         stream = container.streams.video[0]
         num = stream.frames or sum(1 for _ in container.decode(video=0))
         if not num or not stream.average_rate:
-            raise DataError(f"{file} does not say how many pictures it has, or how many a second")
+            raise DataError(f"{file} does not give its number of frames or its frame rate")
         _check_size(file, stream.width, stream.height)
         return Clip(num, float(stream.average_rate), (stream.height, stream.width))
 
 
-def _decoded(file: Path, taken: Sequence[int]) -> Iterator[Any]:
-    """A picture that is taken twice comes twice."""
-    waiting = list(reversed(taken))
+def _decoded(file: Path, frame_numbers: Sequence[int]) -> Iterator[Any]:
+    """Decode some frames, in order; a frame that is listed twice is yielded twice."""
+    remaining = list(reversed(frame_numbers))
     with _opened(file) as container:
         for number, frame in enumerate(container.decode(video=0)):
-            while waiting and waiting[-1] == number:
-                waiting.pop()
+            # A frame may be used twice when a clip has fewer frames than the minimum.
+            while remaining and remaining[-1] == number:
+                remaining.pop()
                 yield frame.to_image()
-            if not waiting:
+            if not remaining:
                 return
-    raise DataError(f"{file} ends before picture {waiting[-1]}, though it says that it has it")
+    raise DataError(f"{file} ends before frame {remaining[-1]}, which its header promises; it may be truncated")
 
 
 Grid = tuple[int, int, int]  # patches in time, height and width
@@ -152,8 +167,12 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 
 @dataclass(frozen=True)
 class View:
-    """`files`: one, or of a video its pictures. `num_bytes`: of all, when they were looked at. `taken`: of a video,
-    which of its pictures, of which there are `fps` a second."""
+    """An image or video with its patch grid. `files`: one file, or the pictures of a video. `num_bytes`: their size
+    when they were read. `taken`: the frames that are used of a video with `fps` frames a second.
+
+    What a document keeps of a picture: paths and numbers, a few hundred bytes. Pixels are read when a batch is made,
+    and never by ranks that do not encode them.
+    """
 
     files: tuple[str, ...]
     grid: Grid
@@ -163,22 +182,23 @@ class View:
 
     @property
     def times(self) -> list[float]:
-        """Of each slice of a video, which is two pictures, in seconds."""
-        at = [number / self.fps for number in (*self.taken, *self.taken[-1:] * (len(self.taken) % 2))]
-        return [(first + second) / 2 for first, second in zip(at[::2], at[1::2], strict=True)]
+        """Return the time of each slice of a video (two frames) in seconds."""
+        seconds = [number / self.fps for number in (*self.taken, *self.taken[-1:] * (len(self.taken) % 2))]
+        return [(first + second) / 2 for first, second in zip(seconds[::2], seconds[1::2], strict=True)]
 
     @property
     def content(self) -> str:
-        """All but where it lies."""
+        """Return what identifies it, without its path."""
         return repr((self.grid, self.num_bytes, self.taken, self.fps))
 
     def pictures(self) -> Iterator[Any]:
-        """As PIL has them, in colours."""
+        """Yield its frames as RGB. Refuse a file whose size has changed since its grid was computed."""
+        # The size is checked again here: days may pass between reading the data and training on them.
         num_bytes = sum(Path(file).stat().st_size if Path(file).is_file() else 0 for file in self.files)
         if num_bytes != self.num_bytes:
             raise DataError(
-                f"{self.files[0]} had {self.num_bytes} bytes when the data were read, and has {num_bytes}; put back "
-                "what was there, or touch the file of the data, and all is read anew"
+                f"{self.files[0]} had {self.num_bytes} bytes when the data were read, and now has {num_bytes}; restore "
+                "it, or touch the data file to read everything again"
             )
         return pictures_of([Path(file) for file in self.files], self.taken)
 
@@ -187,7 +207,8 @@ class View:
 
     @staticmethod
     def of(text: str) -> View:
-        found = json.loads(text)
-        time, height, width = found.pop("grid")
-        files, taken = (tuple(found.pop(name)) for name in ("files", "taken"))
-        return View(files, (time, height, width), taken=taken, **found)
+        """Parse what `str(view)` wrote."""
+        fields = json.loads(text)
+        time, height, width = fields.pop("grid")
+        files, taken = (tuple(fields.pop(name)) for name in ("files", "taken"))
+        return View(files, (time, height, width), taken=taken, **fields)

@@ -16,7 +16,7 @@ import torch
 from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
-from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep, Wanted
+from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep, RestoreTarget
 from ..errors import BrokenCheckpointError, CheckpointError, ConfigError
 from ..log import logger
 from ..watch import doing, names_lost_ranks
@@ -66,7 +66,7 @@ def save(
     if wait:
         disk.save(content, engine.model.mesh)
     else:
-        engine.saving = disk.Saving(content, engine.model.mesh)
+        engine.saving = disk.SaveJob(content, engine.model.mesh)
     return disk.final_place(content.folder, content.step)
 
 
@@ -234,11 +234,11 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     spec = replace(model.blueprint.spec, table=blueprint.table)
     spec = spec_with(spec, model.mesh, coded, f"resume {source.directory.name} on another mesh")
     live, same = model.values().apart
-    wanted = [Wanted(source.parameters, live, frozenset(model.table.params), same)]
+    wanted = [RestoreTarget(source.parameters, live, frozenset(model.table.params), same)]
     for at, name in enumerate((FIRST, SECOND)):
         if name in source.planes:
             pieces = {param: both[at] for param, both in moments.items()}
-            wanted.append(Wanted(source.planes[name], pieces, frozenset(trained.union(scales_of(coded)))))
+            wanted.append(RestoreTarget(source.planes[name], pieces, frozenset(trained.union(scales_of(coded)))))
     if model.numbers:
         disk.check_frozen(source, spec, blueprint.keymap.choice, wanted, model.mesh)
     with _replacing(engine, source.directory):

@@ -14,12 +14,12 @@ from torch import Tensor
 from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
-from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Plane
+from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, StateSet
 from ..errors import CheckpointError, ConfigError
 from ..log import progress
 from ..models import VISUAL
 from ..sharding import Param, Table, coded_of, with_scales
-from ..weights import DTYPES, Files, KeyMap, Runs
+from ..weights import DTYPES, Extents, Files, KeyMap
 from .checkpoint import about_model
 from .optimizer_state import COUNTERS, key_of, named, scales_of
 
@@ -207,12 +207,12 @@ def _write_hf(state: State, target: Path, dtype: torch.dtype | None, advance: Ca
         weights.write_small(export, whole)
         weights.make_files(whole, export.keymap)
         with Files(whole, export.keymap) as files:
-            _put(state, Plane(WEIGHTS, export.keymap), files, advance)
+            _put(state, StateSet(WEIGHTS, export.keymap), files, advance)
             weights.copy_carried(files)
     return target
 
 
-def _put(state: State, plane: Plane, files: Files, advance: Callable[[int], None]) -> None:
+def _put(state: State, plane: StateSet, files: Files, advance: Callable[[int], None]) -> None:
     """Every key of a plane that parameters are made of; also those that hold one once more."""
     values = state.planes[WEIGHTS if plane.name == MASTER else plane.name]
     copies = _copies(state.blueprint)
@@ -241,7 +241,7 @@ def _moments(state: State, trained: Sequence[str]) -> tuple[Table, dict[str, tor
 
 def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
     """A step in the folder `target`."""
-    blueprint, runs = state.blueprint, Runs()
+    blueprint, extents = state.blueprint, Extents()
     trained = [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= {*state.planes[FIRST]}]
     stored = blueprint.stored_dtypes(torch.float32, {*trained})
     table, moments = _moments(state, trained)
@@ -253,13 +253,13 @@ def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: 
         "trained": trained, "settings": {}, "router_load": state.router_load, "state": None,
     }  # fmt: skip
     with disk.Draft(target.absolute(), state.step) as draft:
-        disk.write_beside(export, draft.path, trainer, runs)
+        disk.write_beside(export, draft.path, trainer, extents)
         for plane in (*planes, disk.random_plane({"host": 1}, 0)):  # of no rank
-            weights.make_files(draft.path, plane.keymap, runs, plane.folder)
+            weights.make_files(draft.path, plane.keymap, extents, plane.folder)
         for plane in planes:
-            with Files(draft.path, plane.keymap, runs, plane.folder) as files:
+            with Files(draft.path, plane.keymap, extents, plane.folder) as files:
                 _put(state, plane, files, advance)
                 weights.copy_carried(files)
-                files.to_disk()
-        disk.commit(draft, planes, [disk.write_part(draft.path, 0, runs)], about)
+                files.fsync()
+        disk.commit(draft, planes, [disk.write_part(draft.path, 0, extents)], about)
     return draft.final

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import parallel
 from ..axes import DENSE, Sum
-from ..checkpoint import Saving
+from ..checkpoint import SaveJob
 from ..data import Batch
 from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
@@ -99,7 +99,7 @@ class Engine:
         refuse_too_large(model.need(state_dtype), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
         self.steps = self.tokens = 0  # that were trained
-        self.saving: Saving | None = None  # what `mw.save(..., wait=False)` left
+        self.saving: SaveJob | None = None  # what `mw.save(..., wait=False)` left
         self.want = "entropy" if entropy else model.blueprint.scores[0]
         if self.want not in model.blueprint.scores:
             known = ", ".join(model.blueprint.scores)
@@ -203,7 +203,7 @@ class Engine:
 
     def settle_saving(self, *, wait: bool = False) -> None:
         """Raise if the save beside the training has failed: on rank 0, which all others hear."""
-        if self.saving is not None and (wait or not self.saving.runs):
+        if self.saving is not None and (wait or not self.saving.is_running):
             self.saving.wait()
             failure, self.saving = self.saving.failure, None
             if failure is not None and not self.model.mesh.rank:

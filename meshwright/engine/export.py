@@ -65,7 +65,7 @@ def _streamed(model: Model, which: str, form: str) -> Iterator[tuple[str, Tensor
     wide = [key._replace(dtype="F32") if key.name in written.scales else key for key in keys]
     for key, tensor in weights.whole_tensors(stored_model, model.keymap, wide, dtypes=dtypes):
         if key.name in written.scales:
-            yield from weights.numbers_and_scales(written, key.name, tensor).items()
+            yield from weights.quantised_tensors(written, key.name, tensor).items()
         else:
             yield key.name, tensor
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..axes import Axes
-from ..memory.meta_model import MetaKernels, Paper, forward, sketched
+from ..memory.meta_model import FakeMesh, MetaKernels, forward, meta_copy
 from ..mesh.collectives import OPS
 from ..models import Decoder
 from ..parallel import Savings
@@ -31,7 +31,7 @@ def begun_backward(
     which gradients begin in a stage of this rank. Needs the model on the meta device, as it is before it is placed."""
     if axes.tp * axes.cp * axes.ep == 1:
         return {}
-    paper, found = Paper(axes, rank), dict[str, Counter[str]]()
+    paper, found = FakeMesh(axes, rank), dict[str, Counter[str]]()
     for stage in spec.stages(axes, rank):
         part = begins_in(stage, spec, axes, trained, pictures=False)
         if part:
@@ -43,13 +43,13 @@ def begun_backward(
 
 
 def _alone(
-    spec: ShardingSpec, stage: Stage, part: str, paper: Paper, compute: torch.dtype, savings: Savings
+    spec: ShardingSpec, stage: Stage, part: str, paper: FakeMesh, compute: torch.dtype, savings: Savings
 ) -> Decoder:  # fmt: skip
     """Return a part of a stage on the meta device, which is given tokens and looks up none."""
     numbers = [] if part == "head" else [part.partition(".")[2]]
     module = stage.module.part(numbers, first=False, last=part == "head")
     whole = Stage(stage.number, module, stage.units)
-    return sketched(spec, whole, paper, compute, savings, [*map(int, numbers)])
+    return meta_copy(spec, whole, paper, compute, savings, [*map(int, numbers)])
 
 
 def _sent(sketch: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..blueprint import Blueprint, draw
-from ..checkpoint import runs_of_model
+from ..checkpoint import extents_of_model
 from ..errors import ConfigError, LoadError, StateError
 from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
 from ..mesh import Mesh
@@ -87,7 +87,7 @@ class Model:
     mesh: Mesh
     blueprint: Blueprint
     stages: tuple[Stage, ...]  # the pipeline stages of this rank
-    low: parallel.LowGathers  # the parameters that come to them in 8 bits
+    low: parallel.Fp8Gather  # the parameters that come to them in 8 bits
     dtype: torch.dtype
     savings: Savings
     trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
@@ -151,7 +151,7 @@ class Model:
     @cached_property
     def numbers(self) -> frozenset[str]:
         """Parameters that are stored as 8-bit numbers, on whatever rank."""
-        return self.blueprint.in_numbers({*self.trained})
+        return self.blueprint.stays_quantised({*self.trained})
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -283,11 +283,11 @@ def load(
     check_tower(tower)
     patterns, compute = patterns_of(train), dtype or torch.bfloat16
     directory = local_directory(source, mesh)
-    runs = runs_of_model(directory)
+    extents = extents_of_model(directory)
     config, stamp = read_stamped_config(directory)
     gc.collect()  # else a model that was dropped would keep its memory beside the new one
     with collector_paused():
-        files = replace(open_source(directory, {CONFIG: stamp}), runs=runs)
+        files = replace(open_source(directory, {CONFIG: stamp}), extents=extents)
         stored = torch.promote_types(compute, torch.float32)
         blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
         blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
@@ -325,7 +325,9 @@ def init(
     check_loading(mesh, dtype, savings, pipeline=pipeline, context=context)
     check_tower(tower)
     patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
-    runs_of_model(directory)  # a damaged config or tokenizer of a checkpoint is named before anything is read with it
+    extents_of_model(
+        directory
+    )  # a damaged config or tokenizer of a checkpoint is named before anything is read with it
     config = read_config(directory)
     check_unquantised(config)
     gc.collect()  # else a model that was dropped would keep its memory beside the new one
@@ -345,7 +347,7 @@ def put_on_mesh(
     trained = _freeze(blueprint, train)
     _refuse_only_read(blueprint, trained)
     blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
-    values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.in_numbers(trained)
+    values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.stays_quantised(trained)
     low = gathered_in_fp8(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
     weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(values), (), numbers, low)
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)

@@ -1,1 +1,7 @@
-"""Simulate the memory that a training step takes on each rank, on the meta device, before any is allocated."""
+"""Estimate the memory of a training step on each rank (parameters, optimizer state, gradients, activations) without
+running it.
+
+`meta_model` copies a rank's shard to the meta device, `simulate` runs it and finds the peak, `fsdp_buffers` counts what
+FSDP2 would hold meanwhile, `budget` compares with the device and says what would fit. `meshwright plan` prints the
+result for meshes that do not exist yet.
+"""

@@ -1,4 +1,10 @@
-"""Whether a run fits into memory, worked out before any is taken."""
+"""Decide whether a run fits into device and host memory, before anything is allocated.
+
+Model state of mixed-precision Adam is 4 + 4 + 4 bytes a parameter in float32 (master weight and two moments), plus a
+gradient, divided by the shards (ZeRO, arXiv:1910.02054, section 3). On top come buffers whose size depends on the
+moment: gathered units, unreduced gradients, activations. Their peaks do not coincide, so adding up each one's maximum
+would refuse runs that fit; `simulate` finds the peak of the sum.
+"""
 
 from __future__ import annotations
 
@@ -13,88 +19,107 @@ from ..errors import MeshError, counted
 from ..mesh import Memory
 from ..parallel import Savings, check_late, gathers_wide
 from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_in_fp8, storage
-from .simulate import Known, Passing, most_held
+from .simulate import ActivationCache, StepWork, most_held
 
-_MOST = 4096  # the largest fsdp that is tried as a way out
+_MOST = 4096  # the largest fsdp that an error may suggest
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs of the memory of each rank."""
+    """The bytes that a run needs on each rank. Without `passing` (the micro-batch), activations are not counted.
+
+    Results of the simulation are kept, because an error asks for many variants of the same mesh.
+    """
 
     spec: ShardingSpec
     axes: Axes
     held: Held
-    passing: Passing | None = None  # None: activations are not counted
-    _fullest: dict[int, dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _known: Known = field(default_factory=dict, init=False, repr=False, compare=False)
+    passing: StepWork | None = None  # None: activations are not counted
+    _peak: dict[int, dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: ActivationCache = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stored(self, rank: int | None = None) -> list[Stored]:
-        """By default of the rank that stores most: the first of a place on pp."""
+        """Return the bytes by kind: of a rank, or by default of the rank that needs most (the first of each pipeline
+        stage)."""
+        # Ranks of one stage store shards of the same parameters, and rank 0 of each gets the larger part of uneven
+        # ones.
         ranks = self.axes.group(0, ("pp",)) if rank is None else (rank,)
-        return max(map(self._of_rank, ranks), key=lambda stored: sum(s.num_bytes for s in stored))
+        return max(map(self._bytes_of_rank, ranks), key=lambda stored: sum(s.num_bytes for s in stored))
 
-    def _of_rank(self, rank: int) -> list[Stored]:
-        """What comes and goes is that of the fullest moment, if it is known what passes; else the most that there is
-        of each kind, whenever that is."""
-        most = storage(self.spec, self.axes, rank, self.held)
+    def _bytes_of_rank(self, rank: int) -> list[Stored]:
+        """Return what a rank stores, with transient buffers as they are at the peak of the step.
+
+        Without a known micro-batch there is no peak, and each buffer counts at its own maximum.
+        """
+        upper_bound = storage(self.spec, self.axes, rank, self.held)
         if self.passing is None:
-            return most
-        now = dict(self._at_fullest(self.axes.coords(rank)["pp"]))
-        gradients = now.pop(GRADIENTS)  # of the first rank of its place: others may store less
+            return upper_bound
+        at_peak = dict(self._peak_of_stage(self.axes.coords(rank)["pp"]))
+        gradients = at_peak.pop(GRADIENTS)  # simulated on the first rank of the stage; this one may store less
         kept = [
             replace(each, num_bytes=min(gradients, each.num_bytes))
             if each.what == GRADIENTS and not each.host
             else each
-            for each in most
-            if each.what not in now
+            for each in upper_bound
+            if each.what not in at_peak
         ]
-        return kept + [Stored(what, num_bytes) for what, num_bytes in now.items() if num_bytes]
+        return kept + [Stored(what, num_bytes) for what, num_bytes in at_peak.items() if num_bytes]
 
-    def _at_fullest(self, place: int) -> dict[str, int]:
-        """What passes through the ranks of a place is about the same, and most on the first."""
+    def _peak_of_stage(self, pp_position: int) -> dict[str, int]:
+        """Simulate the first rank of a pipeline stage, once. The other ranks of the stage hold about the same, and
+        never more."""
         assert self.passing is not None
-        if place not in self._fullest:
-            first = self.axes.group(0, ("pp",))[place]
-            self._fullest[place] = most_held(self.spec, self.axes, first, self.passing, self._known)
-        return self._fullest[place]
+        if pp_position not in self._peak:
+            first = self.axes.group(0, ("pp",))[pp_position]
+            self._peak[pp_position] = most_held(self.spec, self.axes, first, self.passing, self._cache)
+        return self._peak[pp_position]
 
 
 def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
-    """Of moments that are not in 8 bits."""
+    """Return the bytes an element of masters, compute and optimizer state. For 8-bit moments the state's width is not
+    used."""
     stored = torch.promote_types(compute, torch.float32)
     moment = stored if state in (None, torch.uint8) else state
     return Widths(stored.itemsize, compute.itemsize, moment.itemsize)
 
 
 def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:
-    """What a run leaves open of its pipeline is decided by the least memory that any rank has. Without one, nothing of
-    it holds."""
+    """Choose `hold` of a pipeline (keep parameters gathered for the whole step) by the smallest memory of any rank.
+
+    Keeping them saves an all-gather per micro-batch and stage (ZeRO-2 instead of ZeRO-3). It is chosen if gathered
+    parameters and unreduced gradients take less than a third of the device. Without a pipeline no option of it applies.
+    """
     pipeline, traffic = blueprint.spec.pipeline, savings.traffic
     if axes.pp == 1:
         return blueprint.run_by(Pipeline(), traffic)
     check_late(pipeline, savings)
     if pipeline.hold is not None:
         return blueprint
-    held = blueprint.run_by(replace(pipeline, hold=True), traffic)
+    keep_gathered = blueprint.run_by(replace(pipeline, hold=True), traffic)
     trained = frozenset(blueprint.table.params)
-    low = gathered_in_fp8(held.spec, trained, wide=gathers_wide(savings))
-    stored = Need(held.spec, axes, Held(widths_of(compute), trained, savings.offload, low=low)).stored()
+    fp8_weights = gathered_in_fp8(keep_gathered.spec, trained, wide=gathers_wide(savings))
+    held = Held(widths_of(compute), trained, savings.offload, low=fp8_weights)
+    stored = Need(keep_gathered.spec, axes, held).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
+    # Zero-bubble schedules refuse hold=False (`check_late`). For others one third leaves room for optimizer state and
+    # activations, whose size is unknown at load.
     if pipeline.schedule in LATE or 3 * once < device_bytes:
-        return held
+        return keep_gathered
     return blueprint.run_by(replace(pipeline, hold=False), traffic)
 
 
 def refuse_too_large(need: Need, memory: Memory) -> None:
-    """Before the first step nobody knows how many tokens will come, so activations are not counted: what is refused
-    cannot run, and what is not may still fail."""
+    """Raise `MeshError` if the model state alone does not fit.
+
+    Before the first step the number of tokens is unknown, so activations are not counted. What is refused here cannot
+    run; what passes may still run out of memory later.
+    """
     if not fits(need.stored(), memory):
         raise MeshError(too_large(need, memory))
 
 
 def too_large(need: Need, memory: Memory) -> str:
-    """By how much, and what would do."""
+    """Return the error text: how much is missing, by kind, and what would fit."""
     stored = need.stored()
     parts = ", ".join(f"{s.what} {_gb(s.num_bytes)}{' on the host' if s.host else ''}" for s in stored)
     return (
@@ -105,6 +130,8 @@ def too_large(need: Need, memory: Memory) -> str:
 
 
 def fits(stored: Sequence[Stored], memory: Memory) -> bool:
+    """Return whether the bytes fit. On a host that shares its memory with the device (CPU ranks) both sums count
+    together."""
     host, device = (sum(s.num_bytes for s in stored if s.host == at) for at in (True, False))
     if memory.shared:
         return host + device <= memory.host_bytes
@@ -112,28 +139,33 @@ def fits(stored: Sequence[Stored], memory: Memory) -> bool:
 
 
 def ways_out(need: Need, memory: Memory) -> str:
-    found = choices(need, memory)
-    return "choose " + " or ".join(found) if found else f"no fsdp up to {_MOST} would do: choose more memory"
+    """Return advice that fits, as the end of an error text."""
+    options = choices(need, memory)
+    return "choose " + " or ".join(options) if options else f"no fsdp up to {_MOST} would do: choose more memory"
 
 
 def choices(need: Need, memory: Memory) -> list[str]:
-    """The smallest fsdp that would do, full recomputation and host memory, each if it would do alone."""
-    found, enough = list[str](), _enough(need, memory)
-    if enough is not None:
-        found.append(f"fsdp={enough.fsdp} ({counted(enough.world, 'rank')})")
+    """List what would fit, each on its own: the smallest fsdp, full recomputation, CPU offload.
+
+    Each suggestion is checked by the same simulation, so what the error proposes does fit.
+    """
+    options, mesh = list[str](), _smallest_mesh(need, memory)
+    if mesh is not None:
+        options.append(f"fsdp={mesh.fsdp} ({counted(mesh.world, 'rank')})")
     passing = need.passing
     if passing is not None and passing.savings.recompute != "full":
-        light = replace(need, passing=replace(passing, savings=replace(passing.savings, recompute="full")))
-        found += ['Savings(recompute="full")'] if fits(light.stored(), memory) else []
-    offloaded = _offloaded(need)
+        recomputed = replace(need, passing=replace(passing, savings=replace(passing.savings, recompute="full")))
+        options += ['Savings(recompute="full")'] if fits(recomputed.stored(), memory) else []
+    offloaded = _with_offload(need)
     if offloaded is not None and fits(offloaded.stored(), memory):
         host = sum(s.num_bytes for s in offloaded.stored() if s.host)
-        found.append(f"Savings(offload=True), which takes {_gb(host)} on the host for each rank")
-    return found
+        options.append(f"Savings(offload=True), which takes {_gb(host)} on the host for each rank")
+    return options
 
 
-def _enough(need: Need, memory: Memory) -> Axes | None:
-    """The mesh with the smallest fsdp that would do. Each is looked at only if the largest does."""
+def _smallest_mesh(need: Need, memory: Memory) -> Axes | None:
+    """Return the mesh with the smallest fsdp that fits. The largest is tried first: if that does not fit, none does."""
+    # Doublings: halves of an fsdp mesh are easy to get, and 12 checks are enough.
     sizes = [need.axes.fsdp << n for n in range(1, 13) if need.axes.fsdp << n <= _MOST]
     larger = [replace(need, axes=replace(need.axes, fsdp=size)) for size in sizes]
     if not larger or not fits(larger[-1].stored(), memory):
@@ -141,8 +173,9 @@ def _enough(need: Need, memory: Memory) -> Axes | None:
     return next(each.axes for each in larger if fits(each.stored(), memory))
 
 
-def _offloaded(need: Need) -> Need | None:
-    """What is kept for all micro-batches cannot lie on the host."""
+def _with_offload(need: Need) -> Need | None:
+    """Return the need with CPU offload, or None where offload is refused (`gather_once` and `sum_once` keep the whole
+    model on the device)."""
     traffic, passing = need.spec.traffic, need.passing
     if need.held.offload or traffic.gather_once or traffic.sum_once:
         return None

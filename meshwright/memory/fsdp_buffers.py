@@ -1,6 +1,14 @@
-"""What FSDP holds while a stage works: units that it has gathered, and gradients on their way to their shards.
+"""Count the bytes that FSDP2 holds while a stage runs: gathered units, and gradients on their way to their shards.
 
-It is told by the same hooks as FSDP, on a sketch in which nothing is gathered: so here it is only counted.
+The same hooks that FSDP2 uses fire on a copy of the model on the meta device, where nothing is gathered; bytes are
+counted instead. FSDP's buffers follow its own rules (prefetch, delayed frees, copy-out), so they cannot be read off the
+model alone.
+
+Timeline of forward over units A, B (each line adds or frees bytes):
+
+  before A     flat buffer of A, copy-out of A
+  after A      free copy of A (reshard_after_forward)
+  before B     flat buffer of B, free flat buffer of A, copy-out of B
 """
 
 from __future__ import annotations
@@ -32,102 +40,113 @@ from ..sharding import (
 Add = Callable[[str, int], None]
 
 
-def in_shards(
+def sharded_units(
     spec: ShardingSpec, units: Sequence[Unit], axes: Axes, coords: Mapping[str, int], compute: torch.dtype,
     savings: Savings,
 ) -> dict[Unit, tuple[int, int]]:  # fmt: skip
-    """Those of these units that FSDP stores in shards, without what it leaves out, as forward is done with them. Of
-    each the bytes when it is gathered, and of its gradients when they are summed."""
+    """Return the units that FSDP shards, without ignored parameters, each with its bytes when gathered, and the bytes
+    of its gradients when they are reduced."""
     stored = torch.promote_types(compute, torch.float32).itemsize
-    low, found = gathered_in_fp8(spec, spec.table.params, wide=gathers_wide(savings)), dict[Unit, tuple[int, int]]()
+    fp8_weights = gathered_in_fp8(spec, spec.table.params, wide=gathers_wide(savings))
+    sizes = dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
+        # The condition under which `parallel.fsdp.shard` wraps a unit.
         if savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
-            parts = prod(axes.sizes(unit.shard))
-            numbers = low if parts > 1 else frozenset()
+            num_shards = prod(axes.sizes(unit.shard))
+            coded = fp8_weights if num_shards > 1 else frozenset()
             exact = replace(unit, params=tuple(name for name in unit.params if not spec.table[name].float32))
-            gathered = gathered_bytes(exact, spec, axes, coords, compute.itemsize, numbers)
+            gathered = gathered_bytes(exact, spec, axes, coords, compute.itemsize, coded)
             summed = stored + narrow_bytes(spec, axes, exact, compute.itemsize, stored)
-            found[exact] = gathered * parts, padded(exact, spec, axes, coords) * parts * summed
-    return found
+            sizes[exact] = gathered * num_shards, padded(exact, spec, axes, coords) * num_shards * summed
+    return sizes
 
 
-class Shards:
-    """Of the units of a stage that are stored in shards. `add` counts bytes of a kind, fewer where they are freed.
+class FsdpBuffers:
+    """The FSDP buffers of a stage. `add(kind, bytes)` counts allocations, and frees as negative bytes.
 
-    A unit comes in one piece (`_come`), from which its parameters are copied to where they lie (`_here`). In forward
-    FSDP leaves the piece (`_left`) until the next unit has come; also in what backward runs again.
+    A unit arrives in one flat buffer (`_flat`), from which its parameters are copied out (`_gathered`). In forward FSDP
+    frees the flat buffer only when the next unit has arrived (`_old_flat`), because the copy-out runs on another
+    stream. So up to two flat buffers exist in addition to the gathered parameters. The same happens when a layer is
+    recomputed.
     """
 
     def __init__(
-        self, sketch: nn.Module, units: Mapping[Unit, tuple[int, int]], grads: Mapping[str, int], add: Add
+        self, model: nn.Module, units: Mapping[Unit, tuple[int, int]], grads: Mapping[str, int], add: Add
     ) -> None:
-        """`units`: with the bytes of each when it is gathered, and of its gradients when they are sent. `grads`: the
-        bytes of the gradient of each parameter, as this rank stores it."""
-        self._sketch, self._units, self._grad_bytes, self._add = sketch, units, grads, add
+        """Take `units`, each with its gathered bytes and its reduced gradient bytes, and `grads`, the bytes of each
+        parameter's gradient as this rank stores it."""
+        self._model, self._units, self._grad_bytes, self._add = model, units, grads, add
         self._order = [*units]
-        self._come, self._left, self._here = set[Unit](), set[Unit](), set[Unit]()
-        self._back = set[Unit]()  # those to which backward has come
+        self._flat, self._old_flat, self._gathered = set[Unit](), set[Unit](), set[Unit]()
+        self._reached_by_backward = set[Unit]()  # those to which backward has come
         self._grads: dict[Unit, list[Tensor]] = {}
         self._sent: Unit | None = None
 
     def watch(self) -> None:
-        """Gradients are counted as they are stored, so nothing holds them here."""
-        others = dict(self._sketch.named_parameters())
+        """Register the hooks. Real gradients are dropped at once and counted as bytes of their stored shard."""
+        others = dict(self._model.named_parameters())
         for unit in self._units:
-            module = self._sketch.get_submodule(unit.name)
-            module.register_forward_pre_hook(lambda *_, unit=unit: self._begin(unit))
-            module.register_forward_hook(lambda _, __, made, unit=unit: self._end(unit, made))
-            learning = [others.pop(name) for name in unit.params]
-            learning = [parameter for parameter in learning if parameter.requires_grad]
-            for parameter in learning:
-                parameter.register_post_accumulate_grad_hook(partial(self._learned, unit, len(learning)))
+            module = self._model.get_submodule(unit.name)
+            module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
+            module.register_forward_hook(lambda _, __, out, unit=unit: self._after_forward(unit, out))
+            trained = [others.pop(name) for name in unit.params]
+            trained = [parameter for parameter in trained if parameter.requires_grad]
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(partial(self._on_grad, unit, len(trained)))
         for name, parameter in others.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._store, name))
+                parameter.register_post_accumulate_grad_hook(partial(self._on_plain_grad, name))
 
-    def forward_ends(self) -> None:
-        for unit in [*self._left]:
-            self._gone(self._left, unit)
+    def free_old_flat(self) -> None:
+        """Free the flat buffers that forward still holds; also called at the end of forward."""
+        for unit in [*self._old_flat]:
+            self._free(self._old_flat, unit)
 
-    def _gone(self, where: set[Unit], unit: Unit) -> None:
-        if unit in where:
-            where.remove(unit)
+    def _free(self, buffers: set[Unit], unit: Unit) -> None:
+        """Count the free of a unit's buffer, if it exists."""
+        if unit in buffers:
+            buffers.remove(unit)
             self._add(GATHERED, -self._units[unit][0])
 
-    def _there(self, where: set[Unit], unit: Unit) -> None:
-        if unit not in where:
-            where.add(unit)
+    def _allocate(self, buffers: set[Unit], unit: Unit) -> None:
+        """Count the allocation of a unit's buffer, unless it exists."""
+        if unit not in buffers:
+            buffers.add(unit)
             self._add(GATHERED, self._units[unit][0])
 
-    def _begin(self, unit: Unit) -> None:
-        if unit in self._here:
+    def _before_forward(self, unit: Unit) -> None:
+        """Gather a unit: flat buffer, then copy-out."""
+        if unit in self._gathered:
             return
-        self._there(self._come, unit)
-        self.forward_ends()
-        self._there(self._here, unit)
-        self._come.remove(unit)
-        self._left.add(unit)
+        self._allocate(self._flat, unit)
+        self.free_old_flat()
+        self._allocate(self._gathered, unit)
+        self._flat.remove(unit)
+        self._old_flat.add(unit)
 
-    def _end(self, unit: Unit, made: Tensor | tuple[Tensor, ...]) -> None:
-        if unit.again and unit not in self._back:
-            self._gone(self._here, unit)
-        for y in (each for each in tree_leaves(made) if each.requires_grad):
-            y.register_hook(lambda _: self._turn(unit))
+    def _after_forward(self, unit: Unit, out: Tensor | tuple[Tensor, ...]) -> None:
+        """Reshard after forward, and watch for backward to reach the unit."""
+        if unit.again and unit not in self._reached_by_backward:
+            self._free(self._gathered, unit)
+        # FSDP registers the same hooks: the first gradient of an output means that backward has reached the unit.
+        for y in (each for each in tree_leaves(out) if each.requires_grad):
+            y.register_hook(lambda _: self._before_backward(unit))
 
-    def _turn(self, unit: Unit) -> None:
-        """Backward comes to it, and FSDP asks for the next one beside its work (`fsdp.prefetch_in_order`)."""
-        if unit in self._back:
+    def _before_backward(self, unit: Unit) -> None:
+        """Gather a unit for backward, and prefetch the one that backward reaches next (`fsdp.prefetch_in_order`)."""
+        if unit in self._reached_by_backward:
             return
-        self._back.add(unit)
-        if unit not in self._here:
-            self._there(self._come, unit)
-            self._there(self._here, unit)
-            self._gone(self._come, unit)
-        for before in self._order[: self._order.index(unit)][-1:]:
-            if before not in self._here:
-                self._there(self._come, before)
+        self._reached_by_backward.add(unit)
+        if unit not in self._gathered:
+            self._allocate(self._flat, unit)
+            self._allocate(self._gathered, unit)
+            self._free(self._flat, unit)
+        for previous in self._order[: self._order.index(unit)][-1:]:
+            if previous not in self._gathered:
+                self._allocate(self._flat, previous)
 
-    def _learned(self, unit: Unit, num: int, parameter: Tensor) -> None:
+    def _on_grad(self, unit: Unit, num: int, parameter: Tensor) -> None:
+        """Collect a gradient, and reduce when the unit has all of them."""
         assert parameter.grad is not None
         self._grads.setdefault(unit, []).append(parameter.grad)
         parameter.grad = None
@@ -135,19 +154,22 @@ class Shards:
             self._send(unit)
 
     def _send(self, unit: Unit) -> None:
-        """All gradients of a unit at once, as wide as they are summed. They wait until the next ones are sent."""
-        self._gone(self._here, unit)
-        self._forget_sent()
+        """Reduce-scatter the gradients of a unit from one buffer, as wide as they are reduced. It is freed by the next
+        one."""
+        self._free(self._gathered, unit)
+        self._free_sent()
         self._sent = unit
         self._add(IN_FLIGHT, self._units[unit][1])
         del self._grads[unit]
         self._add(GRADIENTS, sum(self._grad_bytes.get(name, 0) for name in unit.params))
 
-    def _forget_sent(self) -> None:
+    def _free_sent(self) -> None:
+        """Free the buffer of the reduce-scatter before."""
         if self._sent is not None:
             self._add(IN_FLIGHT, -self._units[self._sent][1])
             self._sent = None
 
-    def _store(self, name: str, parameter: Tensor) -> None:
+    def _on_plain_grad(self, name: str, parameter: Tensor) -> None:
+        """Count the gradient of a parameter that FSDP ignores."""
         parameter.grad = None
         self._add(GRADIENTS, self._grad_bytes.get(name, 0))

@@ -1,4 +1,8 @@
-"""A rank's part of a model as it would run there, without memory and without other ranks: to see what it will hold."""
+"""Copy a rank's shard of a model to the meta device, with its doors armed, to run it without memory and other ranks.
+
+On the meta device tensors have shapes but no data, as with torch's FakeTensorMode. The copy is a real forward and
+backward of the real modules, so what it says holds for any model family without a formula of its own.
+"""
 
 from __future__ import annotations
 
@@ -22,38 +26,42 @@ from ..parallel.memory_options import Savings
 from ..sharding import ShardingSpec, Span, Stage, cut, find_doors, matrix_shape, place
 
 
-class Paper:
-    """A mesh as far as doors ask it. On the meta device a collective has shapes alone, so no group is asked for."""
+class FakeMesh:
+    """A mesh as far as doors need one. Meta collectives look at shapes alone, so no process group is created."""
 
     def __init__(self, axes: Axes, rank: int) -> None:
         self.axes, self.coords = axes, axes.coords(rank)
 
     def name_of(self, _: object) -> str:
-        return "nobody"
+        """Return any name: it is never resolved."""
+        return "a group that does not exist"
 
 
-def _same(x: Tensor) -> Tensor:
-    """torch's own makes another tensor on the meta device, where elsewhere it gives back what it waited for."""
+def _wait_tensor(x: Tensor) -> Tensor:
+    """Replace `wait_tensor`, which allocates a new tensor on the meta device and returns its argument elsewhere."""
     return x.detach()
 
 
-def _grouped(a: Tensor, b: Tensor, offs: Tensor, **_: object) -> Tensor:
-    """torch refuses float32 on the meta device, which it multiplies elsewhere."""
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, **_: object) -> Tensor:
+    """Replace `_grouped_mm`, whose meta kernel refuses float32."""
     shape = (len(a), b.shape[-1]) if b.dim() == 3 else (len(offs), len(a), b.shape[1])
     return a.new_empty(shape)
 
 
-_MADE: dict[Any, Any] = {
-    torch.ops.aten._grouped_mm.default: _grouped,
-    torch.ops._c10d_functional.wait_tensor.default: _same,
+_REPLACED: dict[Any, Any] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
 }
 
 
 class MetaKernels(TorchDispatchMode):
-    """Run a sketch within it: it replaces what torch lacks on the meta device, or has otherwise there.
+    """A dispatch mode for running a meta copy: replaces kernels that torch lacks or that behave otherwise on the meta
+    device.
 
-    torch derives shapes in Python, which takes 0.1 ms an operation. A sketch repeats the same operations in each layer
-    and each chunk of the loss, so an operation on the same shapes is derived once.
+    torch derives meta shapes in Python, 0.1 ms an operation. A model repeats the same operations on the same shapes in
+    each layer and loss chunk, so each is derived once. A plan over hundreds of meshes depends on it.
+
+    In-place operations need no derivation: they return an argument.
     """
 
     def __init__(self) -> None:
@@ -64,12 +72,15 @@ class MetaKernels(TorchDispatchMode):
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _MADE:
-            return _MADE[func](*args, **kwargs)
+        if func in _REPLACED:
+            return _REPLACED[func](*args, **kwargs)
         if (written := _written(func)) is not None:
             return kwargs[written] if written in kwargs else args[0]
+        # Views and in-place operations must run: the result shares memory with an argument, which is what the counting
+        # is about.
         if not _is_fresh(func):
             return func(*args, **kwargs)
+        # Meta outputs depend on shapes, strides, dtypes and plain arguments, and on nothing else.
         key = (func, _shapes(args), _shapes(tuple(kwargs.items())))
         if key not in self._derived:
             out = func(*args, **kwargs)
@@ -101,53 +112,60 @@ def _is_fresh(func: Any) -> bool:
 
 
 def _is_meta(out: Any) -> bool:
+    """Return whether an output is one non-empty tensor on the meta device."""
     return isinstance(out, Tensor) and out.device.type == "meta" and out.untyped_storage().nbytes() != 0
 
 
 def _shapes(value: Any) -> Any:
+    """Return a hashable key of arguments: shapes, strides and dtypes of tensors, values of everything else."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device.type
     return (type(value), *map(_shapes, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
-def sketched(
-    spec: ShardingSpec, stage: Stage, paper: Any, compute: torch.dtype, savings: Savings, layers: Sequence[int]
+def meta_copy(
+    spec: ShardingSpec, stage: Stage, mesh: Any, compute: torch.dtype, savings: Savings, layers: Sequence[int]
 ) -> Decoder:
-    """Some layers of a stage on the meta device, with what is before and behind all layers. Its doors are armed."""
-    of_stage: Decoder = stage.module
-    model = of_stage.with_layers(layers)
-    widths = dict(_widths(spec, stage, paper.axes, compute, savings))
-    given = {id(p): _shaped(p, name, spec, paper, widths[name]) for name, p in model.named_parameters()}
-    sketch = deepcopy(model, dict(given))
-    for name, span in find_doors(sketch, Span):
-        span.start, span.stop = spec.rules.span(span.dim, span.size, paper.axes, paper.coords, name)
-    for name in spec.fp8 & {name for name, _ in sketch.named_parameters()}:
+    """Copy some layers of a stage (and its embedding and head) to the meta device, cut as on this rank, doors armed.
+
+    deepcopy with a memo that maps each parameter to its meta shard: modules, buffers and ties are copied by torch, and
+    no full parameter is ever created.
+    """
+    stage_model: Decoder = stage.module
+    original = stage_model.with_layers(layers)
+    dtypes = dict(_dtypes(spec, stage, mesh.axes, compute, savings))
+    shaped = {id(p): _shaped(p, name, spec, mesh, dtypes[name]) for name, p in original.named_parameters()}
+    model = deepcopy(original, dict(shaped))
+    for name, span in find_doors(model, Span):
+        span.start, span.stop = spec.rules.span(span.dim, span.size, mesh.axes, mesh.coords, name)
+    for name in spec.fp8 & {name for name, _ in model.named_parameters()}:
         owner, _, last = name.rpartition(".")
-        sketch.get_submodule(owner).in_fp8 |= {last}  # type: ignore[operator]
-    if isinstance(sketch.embed, Embedding):
-        sketch.embed.compute = compute
-    recompute.disarm(sketch)  # if it was armed: what is compiled would run the layers that it was compiled for
-    tensor.arm(sketch, paper)
-    context.arm(replace(spec, module=sketch), sketch, paper)
-    expert.arm(sketch, paper, token_once=savings.token_once)
-    recompute.arm(sketch, replace(savings, compiled=False))
-    return sketch
+        model.get_submodule(owner).in_fp8 |= {last}  # type: ignore[operator]
+    if isinstance(model.embed, Embedding):
+        model.embed.compute = compute
+    recompute.disarm(model)  # a compiled `run` of the original would run the original's layer
+    tensor.arm(model, mesh)
+    context.arm(replace(spec, module=model), model, mesh)
+    expert.arm(model, mesh, token_once=savings.token_once)
+    recompute.arm(model, replace(savings, compiled=False))
+    return model
 
 
-def forward(sketch: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = None) -> Tensor:
-    """The scores of a sketch, or what it gives to the next stage. `x_TD`: what the layers are given, where nothing is
-    looked up."""
+def forward(model: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = None) -> Tensor:
+    """Run the forward of a meta copy, and return its scores or the output of its stage. `x_TD`: input of a stage
+    without embedding."""
+    # One document: where documents end does not change what a packed stream stores.
     own = num_tokens // (axes.cp * axes.tp)
     tokens_T = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
-    sketch.balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))
-    sketch.balance.slope_E = torch.zeros(sketch.balance.num_experts, device="meta")
-    return sketch(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), sketch.scores[0], x_TD)[0]
+    model.balance.begin(torch.ones(own, dtype=torch.bool, device="meta"))
+    model.balance.slope_E = torch.zeros(model.balance.num_experts, device="meta")
+    return model(tokens_T, tokens_T, ops.documents([num_tokens], "meta"), model.scores[0], x_TD)[0]
 
 
-def _widths(
+def _dtypes(
     spec: ShardingSpec, stage: Stage, axes: Axes, compute: torch.dtype, savings: Savings
 ) -> Iterator[tuple[str, torch.dtype]]:
-    """As the work finds each parameter: what FSDP gathers is as narrow as the work, what it leaves is as stored."""
+    """Yield the dtype in which a forward sees each parameter: compute if FSDP gathers it, as stored otherwise."""
     stored = torch.promote_types(compute, torch.float32)
     for unit in stage.units:
         wrapped = savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
@@ -155,8 +173,9 @@ def _widths(
             yield name, compute if wrapped and not spec.table[name].float32 else stored
 
 
-def _shaped(given: nn.Parameter, name: str, spec: ShardingSpec, paper: Any, dtype: torch.dtype) -> nn.Parameter:
+def _shaped(given: nn.Parameter, name: str, spec: ShardingSpec, mesh: Any, dtype: torch.dtype) -> nn.Parameter:
+    """Return an empty meta parameter in the shape of this rank's shard."""
     param = spec.table[name]
-    box = cut(param, place(param, spec.rules, paper.axes), paper.axes, paper.coords)
+    box = cut(param, place(param, spec.rules, mesh.axes), mesh.axes, mesh.coords)
     made = torch.empty(matrix_shape(param, box.shape), device="meta", dtype=dtype)
     return nn.Parameter(made, requires_grad=given.requires_grad)

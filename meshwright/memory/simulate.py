@@ -1,10 +1,13 @@
-"""What comes and goes in a step: activations, gradients, and whatever an operation needs for a moment.
+"""Find the peak memory of a training step by running it on the meta device: activations, gradients, temporary buffers.
 
-It is found by running. A sketch of each stage makes forward and backward on the meta device, where nothing is computed,
-and each tensor is counted from when it is made until it is freed. So it is right for any family, dtype and mesh without
-a formula that somebody must keep right. Layers of one kind hold the same, so a few of each kind run.
+A meta copy of each stage runs forward and backward. Every storage is counted from its allocation until it is freed, as
+torch's own trackers do (`torch.distributed._tools.fsdp2_mem_tracker`). Closed formulas of activation memory
+(arXiv:2205.05198, equation 1) hold for one architecture and go stale with each kernel. Here a new family needs none.
 
-In the first backward of a step gradients come while activations go. So all of both are there at once in a later one.
+Layers of one kind hold the same, so three of each kind run and stand for the rest.
+
+In the first backward of a step gradients appear while activations are freed. From the second micro-batch on, all
+gradients exist before backward starts. So the two are distinguished, and the larger peak counts.
 """
 
 from __future__ import annotations
@@ -38,16 +41,19 @@ from ..sharding import (
     trained_from,
 )
 from ..sharding.schedules import BACKWARD, FORWARD, WEIGHT
-from .fsdp_buffers import Shards, in_shards
-from .meta_model import MetaKernels, Paper, forward, sketched
+from .fsdp_buffers import FsdpBuffers, sharded_units
+from .meta_model import FakeMesh, MetaKernels, forward, meta_copy
 
 ACTIVATIONS = "activations"
-_RUN = 3  # layers of a kind that run: FSDP still sends gradients of the one, and already gathers the other
+# Layers of each kind that run. In backward FSDP reduces the gradients of one layer while it gathers another, so the
+# peak inside of a layer depends on its two neighbours.
+_RUN = 3
 
 
 @dataclass(frozen=True)
-class Passing:
-    """What passes through a model in a step. `tokens`: of a micro-batch of a data rank. `kind`: of the devices."""
+class StepWork:
+    """The work of a step: `tokens` of a micro-batch of a data rank, number of micro-batches, compute dtype, memory
+    options, and the `kind` of device."""
 
     tokens: int
     num_batches: int = 1
@@ -57,47 +63,53 @@ class Passing:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What there is at a moment, in bytes; and how much of it are gradients, or what FSDP has gathered or sends."""
+class Peak:
+    """The bytes in use at a moment, and how many of them are of a kind that is not an activation: gradients, FSDP
+    buffers."""
 
     total: int = 0
     parts: Mapping[str, int] = field(default_factory=dict)
 
-    def beside(self, more: int) -> Moment:
+    def plus(self, more: int) -> Peak:
+        """Add bytes that other stages or micro-batches hold."""
         return replace(self, total=self.total + more)
 
-    def with_gathered(self, least: int, others: int) -> Moment:
-        """At least so much is gathered of its own stage, and so much of others."""
+    def with_gathered(self, least: int, others: int) -> Peak:
+        """Count at least `least` gathered bytes of the own stage, and `others` of other stages."""
         now = self.parts.get(GATHERED, 0)
         gathered = max(now, least) + others
-        return Moment(self.total - now + gathered, {**self.parts, GATHERED: gathered})
+        return Peak(self.total - now + gathered, {**self.parts, GATHERED: gathered})
 
-    def with_grads(self, others: int) -> Moment:
-        """Of other stages, or of micro-batches before it."""
-        return Moment(self.total + others, {**self.parts, GRADIENTS: self.parts.get(GRADIENTS, 0) + others})
+    def with_grads(self, others: int) -> Peak:
+        """Add gradients of other stages or of earlier micro-batches."""
+        return Peak(self.total + others, {**self.parts, GRADIENTS: self.parts.get(GRADIENTS, 0) + others})
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Of a micro-batch in a stage."""
+    """The memory of one micro-batch in a stage."""
 
-    kept: int  # bytes from its forward to its backward, without what is gathered
-    forward: Moment  # the fullest while forward runs
-    backward: Moment  # and backward, what was kept among it, without gradients
-    first: Moment  # and the first backward, with those gradients that it has made by then
-    stays: int = 0  # bytes of what is gathered, and not freed behind forward
-    grads: int = 0  # and of all gradients
+    kept: int  # bytes kept from forward to backward, without gathered parameters
+    forward: Peak  # while forward runs
+    backward: Peak  # while backward runs, including `kept`, without gradients
+    first: Peak  # while the first backward of a step runs, with the gradients that it has made by then
+    stays: int = 0  # bytes of gathered parameters that are not freed after forward
+    grads: int = 0  # bytes of all gradients
 
 
 class Live(MetaKernels):
-    """Counts the memory of tensors that are made while it is on, from when they are made until they are freed."""
+    """A dispatch mode that counts live bytes: each new storage from its allocation until it is garbage-collected.
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    Keyed by storage, not by tensor: views share their memory.
+    """
+
+    def __init__(self, existing: Sequence[Tensor]) -> None:
         super().__init__()
-        self.now, self.most, self.first = 0, Moment(), Moment()
-        self.parts: Counter[str] = Counter()  # of what there is now: what is no tensor here
-        self.left = 0  # what layers that do not run here have freed
-        self._seen = {t.untyped_storage()._cdata for t in known}
+        self.now, self.most, self.first = 0, Peak(), Peak()
+        self.parts: Counter[str] = Counter()  # bytes now of what no tensor stands for: FSDP buffers and gradients
+        self.skipped_freed = 0  # bytes that skipped layers have freed
+        # Parameters exist before and are counted as stored bytes elsewhere.
+        self._seen = {t.untyped_storage()._cdata for t in existing}
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -109,74 +121,82 @@ class Live(MetaKernels):
         return out
 
     def _count(self, memory: torch.UntypedStorage) -> None:
+        """Count a storage once, and register its release."""
         key, size = memory._cdata, memory.nbytes()
         if key not in self._seen:
             self._seen.add(key)
-            self._more(size)
+            self._add(size)
+            # The finalizer runs when the last tensor of the storage dies, in CPython immediately: exactly when the
+            # caching allocator of a GPU gets the block back.
             weakref.finalize(memory, self._freed, key, size)
 
     def _freed(self, key: int, size: int) -> None:
+        """Subtract a storage that was garbage-collected."""
         self._seen.discard(key)
         self.now -= size
 
     def add(self, what: str, num_bytes: int) -> None:
-        """More, or less, of what has no tensor here."""
+        """Count bytes of a kind that no tensor of the meta copy stands for; negative when freed."""
         self.parts[what] += num_bytes
-        self._more(num_bytes)
+        self._add(num_bytes)
 
-    def _more(self, num_bytes: int) -> None:
-        """`most` is without gradients. They are in `first`."""
+    def _add(self, num_bytes: int) -> None:
+        """Count bytes, and update the peaks: `most` without gradients, `first` with them."""
         self.now += num_bytes
-        learned = self.parts[GRADIENTS]
-        if self.now - learned > self.most.total:
-            self.most = Moment(self.now - learned, {**self.parts, GRADIENTS: 0})
-        if self.now - self.left > self.first.total:
-            self.first = Moment(self.now - self.left, dict(self.parts))
+        grad_bytes = self.parts[GRADIENTS]
+        if self.now - grad_bytes > self.most.total:
+            self.most = Peak(self.now - grad_bytes, {**self.parts, GRADIENTS: 0})
+        if self.now - self.skipped_freed > self.first.total:
+            self.first = Peak(self.now - self.skipped_freed, dict(self.parts))
 
     @property
     def passing(self) -> int:
-        """What there is now of tensors alone."""
+        """Return the bytes of live tensors alone."""
         return self.now - self.parts.total()
 
-    def most_since(self) -> Moment:
-        """The fullest moment since the last time that this was asked."""
-        most, self.most = self.most, Moment()
-        self._more(0)
+    def pop_peak(self) -> Peak:
+        """Return the peak since the last call, and start anew."""
+        most, self.most = self.most, Peak()
+        self._add(0)
         return most
 
 
-def activations(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> Activations:
-    """Of a stage of a rank."""
-    return _activations(spec, stage, paper, work, _kinds(spec, stage, _reached(spec, stage, paper.axes)))
+def activations(spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork) -> Activations:
+    """Simulate one micro-batch in a stage of a rank."""
+    return _activations(spec, stage, mesh, work, _kinds(spec, stage, _units_with_grad(spec, stage, mesh.axes)))
 
 
 def _activations(
-    spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing, kinds: Mapping[object, list[int]]
+    spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork, kinds: Mapping[object, list[int]]
 ) -> Activations:
-    ran = sorted(number for same in kinds.values() for number in same[-_RUN:])
-    sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
-    units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
-    here = {name for name, _ in sketch.named_modules()}
-    grads = _grads(spec, stage, paper, work)
-    left_out = {number: same[-1] for same in kinds.values() for number in same[:-_RUN]}
-    trial = _Trial(sketch, paper.axes, work.compute, left_out, grads, carried=stage.number > _first(spec, paper.axes))
-    shards = Shards(sketch, {unit: sizes for unit, sizes in units.items() if unit.name in here}, grads, trial.live.add)
-    stay = {unit.name: num for unit, (num, _) in units.items() if not unit.again}
+    """Simulate a stage whose layers are already grouped by kind."""
+    numbers = sorted(number for same in kinds.values() for number in same[-_RUN:])
+    model = meta_copy(spec, stage, mesh, work.compute, work.savings, numbers)
+    units = sharded_units(spec, stage.units, mesh.axes, mesh.coords, work.compute, work.savings)
+    names = {name for name, _ in model.named_modules()}
+    grads = _grads(spec, stage, mesh, work)
+    skipped = {number: same[-1] for same in kinds.values() for number in same[:-_RUN]}
+    trial = _Trial(model, mesh.axes, work.compute, skipped, grads, carried=stage.number > _first(spec, mesh.axes))
+    buffers = FsdpBuffers(
+        model, {unit: sizes for unit, sizes in units.items() if unit.name in names}, grads, trial.live.add
+    )
+    stay_gathered = {unit.name: num for unit, (num, _) in units.items() if not unit.again}
     with ops.planned_for(work.kind):
-        found = trial.run(work.tokens, shards, sum(num for name, num in stay.items() if name not in here))
-    return replace(found, stays=sum(stay.values()), grads=sum(grads.values()))
+        result = trial.run(work.tokens, buffers, sum(num for name, num in stay_gathered.items() if name not in names))
+    return replace(result, stays=sum(stay_gathered.values()), grads=sum(grads.values()))
 
 
-def _grads(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> dict[str, int]:
-    """Bytes of each parameter's gradient on the device of this rank."""
+def _grads(spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork) -> dict[str, int]:
+    """Return the bytes of each parameter's gradient on this rank's device. With offload only ignored (float32) ones
+    stay there."""
     width = torch.promote_types(work.compute, torch.float32).itemsize
-    learning = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
-    params = [spec.table[name] for unit in stage.units for name in unit.params if name in learning]
-    away = work.savings.offload
+    trained = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
+    params = [spec.table[name] for unit in stage.units for name in unit.params if name in trained]
+    offload = work.savings.offload
     return {
-        param.name: width * piece(param, spec.rules, paper.axes, paper.coords).numel
+        param.name: width * piece(param, spec.rules, mesh.axes, mesh.coords).numel
         for param in params
-        if param.float32 or not away
+        if param.float32 or not offload
     }
 
 
@@ -185,147 +205,170 @@ def _trained(spec: ShardingSpec) -> list[str]:
 
 
 def _first(spec: ShardingSpec, axes: Axes) -> int:
-    """The first stage that makes a backward."""
+    """Return the first stage that runs a backward."""
     return trained_from(spec.table, spec.line(axes.pp), _trained(spec))
 
 
-def _reached(spec: ShardingSpec, stage: Stage, axes: Axes) -> set[str]:
+def _units_with_grad(spec: ShardingSpec, stage: Stage, axes: Axes) -> set[str]:
+    """Return the parts of a stage that a gradient passes through."""
     return passed(stage, spec, axes, _trained(spec), pictures=False)
 
 
-def _kinds(spec: ShardingSpec, stage: Stage, reached: Collection[str]) -> dict[object, list[int]]:
-    """Layers by what is in them, and by whether a gradient reaches them: the others keep nothing for backward."""
-    found: dict[object, list[int]] = {}
+def _kinds(spec: ShardingSpec, stage: Stage, has_grad: Collection[str]) -> dict[object, list[int]]:
+    """Group layers that hold the same: by their parameters, precision, and whether a gradient passes through them."""
+    kinds: dict[object, list[int]] = {}
     for number, layer in stage.module.layers.items():
         at = f"layers.{number}."
         kind = [(name, p.shape, p.requires_grad, at + name in spec.fp8) for name, p in layer.named_parameters()]
-        found.setdefault((f"layers.{number}" in reached, *kind), []).append(int(number))
-    return found
+        kinds.setdefault((f"layers.{number}" in has_grad, *kind), []).append(int(number))
+    return kinds
 
 
-def _like(stage: Stage, kinds: Mapping[object, list[int]], *, carried: bool) -> object:
-    """Equal for stages that hold the same: layers of the same kinds in the same order, between the same ends."""
+def _cache_key(stage: Stage, kinds: Mapping[object, list[int]], *, carried: bool) -> object:
+    """Return a key that is equal for stages that hold the same: the same kinds of layers in the same order, between the
+    same ends."""
     ends = (type(stage.module.embed), type(stage.module.head), carried, tuple(unit.again for unit in stage.units))
     first = int(next(iter(stage.module.layers), 0))
     return ends, tuple((kind, tuple(number - first for number in same)) for kind, same in kinds.items())
 
 
-Known = dict[object, Activations]
+ActivationCache = dict[object, Activations]
 
 
 def most_held(
-    spec: ShardingSpec, axes: Axes, rank: int, work: Passing, known: Known | None = None
+    spec: ShardingSpec, axes: Axes, rank: int, work: StepWork, cache: ActivationCache | None = None
 ) -> dict[str, int]:  # fmt: skip
-    """The bytes of each kind at the fullest moment of a step on a rank, whose stages work in the order of the
-    schedule. Gradients are there from the first backward of their stage on. `known`: of stages of this mesh, to be
-    asked and added to."""
-    paper, first, known = Paper(axes, rank), _first(spec, axes), {} if known is None else known
-    of_stage = dict[int, Activations]()
+    """Return the bytes of each kind at the peak of a step on a rank.
+
+    The stages of the rank follow the schedule's actions, as in a real step. A stage of 1F1B keeps activations of up to
+    `pp - stage` micro-batches at a time; that number is not put in, it follows from the order of actions. `cache` is
+    shared between ranks of a mesh: interior stages are equal.
+
+    Example, 1F1B with pp=2 and 4 micro-batches: stage 0 runs F0 F1 B0 F2 B1 F3 B2 B3 and holds two micro-batches at its
+    peak; stage 1 runs F0 B0 F1 B1 ... and holds one.
+    """
+    mesh, first, cache = FakeMesh(axes, rank), _first(spec, axes), {} if cache is None else cache
+    by_stage = dict[int, Activations]()
     for stage in spec.stages(axes, rank):
-        kinds = _kinds(spec, stage, _reached(spec, stage, axes))
-        like = _like(stage, kinds, carried=stage.number > first)
-        if like not in known:
-            known[like] = _activations(spec, stage, paper, work, kinds)
-        of_stage[stage.number] = known[like]
-    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, first)[paper.coords["pp"]]
-    held, grads, most = 0, dict[int, int](), Moment()
+        kinds = _kinds(spec, stage, _units_with_grad(spec, stage, axes))
+        key = _cache_key(stage, kinds, carried=stage.number > first)
+        if key not in cache:
+            cache[key] = _activations(spec, stage, mesh, work, kinds)
+        by_stage[stage.number] = cache[key]
+    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, first)[mesh.coords["pp"]]
+    held_bytes, grads, peak = 0, dict[int, int](), Peak()
+
     for action in (action for action in program if isinstance(action, Action)):
-        here = of_stage[action.stage]
+        stage_activations = by_stage[action.stage]
         if action.kind == FORWARD:
-            kept = here.kept if action.stage >= first else 0  # what makes no backward keeps nothing for it
-            moment, held = here.forward.beside(held), held + kept
+            kept = stage_activations.kept if action.stage >= first else 0  # no backward, nothing kept
+            now_held, held_bytes = stage_activations.forward.plus(held_bytes), held_bytes + kept
         elif action.kind == WEIGHT:
-            held -= here.kept
+            held_bytes -= stage_activations.kept
             continue
-        else:  # what gradients of weights still need is taken to be all of it
+        else:  # deferred weight gradients are assumed to keep all activations until they run
             is_first = action.kind == BACKWARD and action.stage not in grads
-            moment = (here.first if is_first else here.backward).beside(held - here.kept)
-            held -= here.kept if action.kind == BACKWARD else 0
-            grads |= {} if is_first else {action.stage: here.grads}
-        others = sum(each.stays for number, each in of_stage.items() if number != action.stage)
-        least = here.stays if spec.gathers_once(axes.pp) else 0
-        moment = moment.with_gathered(least, others).with_grads(sum(grads.values()))
-        most = max(most, moment, key=lambda each: each.total)
-        grads |= {action.stage: here.grads} if action.kind == BACKWARD else {}
-    parts = {GRADIENTS: 0, GATHERED: 0, IN_FLIGHT: 0, **most.parts}
-    return {**parts, ACTIVATIONS: most.total - sum(parts.values())}
+            now_held = (stage_activations.first if is_first else stage_activations.backward).plus(
+                held_bytes - stage_activations.kept
+            )
+            held_bytes -= stage_activations.kept if action.kind == BACKWARD else 0
+            grads |= {} if is_first else {action.stage: stage_activations.grads}
+        other_stages = sum(each.stays for number, each in by_stage.items() if number != action.stage)
+        least = stage_activations.stays if spec.gathers_once(axes.pp) else 0
+        now_held = now_held.with_gathered(least, other_stages).with_grads(sum(grads.values()))
+        peak = max(peak, now_held, key=lambda each: each.total)
+        grads |= {action.stage: stage_activations.grads} if action.kind == BACKWARD else {}
+    parts = {GRADIENTS: 0, GATHERED: 0, IN_FLIGHT: 0, **peak.parts}
+    return {**parts, ACTIVATIONS: peak.total - sum(parts.values())}
 
 
 class _Trial:
-    """Forward and backward of a sketch, in which layers are left out. `left_out`: of each one of its kind that runs,
-    which keeps the same. They are taken to be before those that run, and together. `grads`: bytes of the gradient of
-    each parameter."""
+    """One forward and backward of a meta copy from which layers are skipped.
+
+    `skipped` maps each skipped layer to one of its kind that runs and holds the same. Skipped layers are assumed to
+    come before those that run, and together. `grads`: bytes of each parameter's gradient.
+    """
 
     def __init__(
-        self, sketch: Decoder, axes: Axes, compute: torch.dtype, left_out: Mapping[int, int], grads: Mapping[str, int],
+        self, model: Decoder, axes: Axes, compute: torch.dtype, skipped: Mapping[int, int], grads: Mapping[str, int],
         *, carried: bool,
     ) -> None:  # fmt: skip
-        self.sketch, self.axes, self.compute, self.left_out, self.grads = sketch, axes, compute, left_out, grads
-        self.carried = carried  # the stage before is given a gradient
-        self.live = Live([*sketch.parameters()])
-        self.at: list[int] = []  # what there was when each layer began, and behind the last
-        self.kept = 0  # by layers that are left out
-        self.turns: dict[int, tuple[int, int]] = {}  # what they free and learn, when backward is at a place
+        self.model, self.axes, self.compute, self.skipped, self.grads = model, axes, compute, skipped, grads
+        self.carried = carried  # whether the stage before needs a gradient
+        self.live = Live([*model.parameters()])
+        self.layer_bytes: list[int] = []  # live bytes at the start of each layer, and after the last
+        self.kept = 0  # bytes that skipped layers keep for backward
+        # By position: bytes that skipped layers free, and bytes of their gradients, once backward has come to it.
+        self.at_layer: dict[int, tuple[int, int]] = {}
 
-    def run(self, num_tokens: int, shards: Shards, stay: int) -> Activations:
-        """`stay`: bytes of layers that are left out, which stay gathered."""
+    def run(self, num_tokens: int, buffers: FsdpBuffers, stay: int) -> Activations:
+        """Run forward and backward. `stay`: bytes of skipped layers that stay gathered."""
         self._watch()
-        shards.watch()
+        buffers.watch()
         with self.live:
             self.live.add(GATHERED, stay)
             start = self._forward(num_tokens)
-            shards.forward_ends()
-            kept, ahead = self.live.passing, self.live.most_since()
-            self._weigh_others()
+            buffers.free_old_flat()
+            kept, forward_peak = self.live.passing, self.live.pop_peak()
+            self._account_for_skipped()
             if start.requires_grad:
                 torch.autograd.backward(start, torch.empty_like(start))
             del start
-            of_tower = sum(self.grads.values()) - self.live.parts[GRADIENTS]  # which does not run
-            self.live.add(GRADIENTS, of_tower)
-            backward = self.live.most_since()
-        ahead, backward, first = (each.beside(self.kept) for each in (ahead, backward, self.live.first))
-        return Activations(kept + self.kept, ahead, backward, first)
+            tower_grads = (
+                sum(self.grads.values()) - self.live.parts[GRADIENTS]
+            )  # the vision tower is not in the meta copy
+            self.live.add(GRADIENTS, tower_grads)
+            backward = self.live.pop_peak()
+        forward_peak, backward, first = (each.plus(self.kept) for each in (forward_peak, backward, self.live.first))
+        return Activations(kept + self.kept, forward_peak, backward, first)
 
-    def _weigh_others(self) -> None:
-        """In the first backward a layer frees what it keeps, and its gradients come. Which of the layers that are left
-        out have done so when one that runs does, is not known. So it is looked at beside the most that they ever hold:
-        as many of them turn before the layers that run, and the rest behind."""
-        kept = (max(0, after - before) for before, after in pairwise(self.at))  # less: tables end with the last layer
-        kept_by = dict(zip(self.sketch.layers, kept, strict=True))
-        most = freed = learned = 0
-        before, whole = (0, 0), (0, 0)
-        for _, alike in sorted(self.left_out.items(), reverse=True):
-            freed += kept_by[str(alike)]
-            learned += sum(num for name, num in self.grads.items() if name.startswith(f"layers.{alike}."))
-            whole = freed, learned
-            most, before = (learned - freed, whole) if learned - freed > most else (most, before)
+    def _account_for_skipped(self) -> None:
+        """Place the frees and the gradients of skipped layers in the first backward.
+
+        In the first backward a layer frees its activations and gets its gradients. How many skipped layers have done so
+        when a given one runs is unknown, so the worst split is used: as many of them before the layers that run as make
+        the largest sum, and the rest after.
+        """
+        # A difference can be negative: RoPE tables are freed after the last layer.
+        kept = (max(0, after - before) for before, after in pairwise(self.layer_bytes))
+        kept_by = dict(zip(self.model.layers, kept, strict=True))
+        most = freed = grads_made = 0
+        before, total = (0, 0), (0, 0)
+        for _, representative in sorted(self.skipped.items(), reverse=True):
+            freed += kept_by[str(representative)]
+            grads_made += sum(num for name, num in self.grads.items() if name.startswith(f"layers.{representative}."))
+            total = freed, grads_made
+            most, before = (grads_made - freed, total) if grads_made - freed > most else (most, before)
         self.kept = freed
-        self.turns = {len(self.at) - 1: before, 0: (whole[0] - before[0], whole[1] - before[1])}
+        self.at_layer = {len(self.layer_bytes) - 1: before, 0: (total[0] - before[0], total[1] - before[1])}
 
-    def _comes_back(self, number: int) -> None:
-        freed, learned = self.turns.get(number, (0, 0))
-        self.live.left += freed
-        self.live.add(GRADIENTS, learned)
+    def _on_backward(self, number: int) -> None:
+        """Apply the frees and gradients of skipped layers when backward comes to a position."""
+        freed, grads_made = self.at_layer.get(number, (0, 0))
+        self.live.skipped_freed += freed
+        self.live.add(GRADIENTS, grads_made)
 
     def _watch(self) -> None:
-        head = [] if self.sketch.head is None else [self.sketch.head]
-        for module in (*self.sketch.layers.values(), *head):
-            module.register_forward_pre_hook(lambda _, given: self._pass(given[0]))
+        """Hook the start of each layer and of the head."""
+        head = [] if self.model.head is None else [self.model.head]
+        for module in (*self.model.layers.values(), *head):
+            module.register_forward_pre_hook(lambda _, given: self._on_layer(given[0]))
 
-    def _pass(self, x_TD: Tensor) -> None:
-        number = len(self.at)
-        self.at.append(self.live.passing)
+    def _on_layer(self, x_TD: Tensor) -> None:
+        """Note the live bytes where a layer begins."""
+        number = len(self.layer_bytes)
+        self.layer_bytes.append(self.live.passing)
         if x_TD.requires_grad:
-            x_TD.register_hook(lambda _: self._comes_back(number))
+            x_TD.register_hook(lambda _: self._on_backward(number))
 
     def _forward(self, num_tokens: int) -> Tensor:
-        """What backward starts from."""
-        sketch, own = self.sketch, num_tokens // (self.axes.cp * self.axes.tp)
+        """Run forward, and return the tensor that backward starts from."""
+        model, own = self.model, num_tokens // (self.axes.cp * self.axes.tp)
         x_TD = None
-        if not isinstance(sketch.embed, Embedding):
-            x_TD = torch.empty(own, sketch.shape.width, dtype=self.compute, device="meta", requires_grad=self.carried)
-        out = forward(sketch, self.axes, num_tokens, x_TD)
-        if sketch.head is None:
-            self._pass(out)
+        if not isinstance(model.embed, Embedding):
+            x_TD = torch.empty(own, model.shape.width, dtype=self.compute, device="meta", requires_grad=self.carried)
+        out = forward(model, self.axes, num_tokens, x_TD)
+        if model.head is None:
+            self._on_layer(out)
             return out
         return out.sum()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import ConfigError
-from ..sharding import Block, Box, Init, Insert, Layout, belongs_to, weight
+from ..sharding import Block, Box, Init, Layout, ScatterVision, belongs_to, weight
 from .hf_config import Json, divides, group, listed, refuse, take
 from .linear import WideLinear
 
@@ -237,7 +237,7 @@ class Tower(nn.Module):
         deep = [Merger(shape, width, f"{at}deepstack_merger_list.{n}.", late=True) for n in range(len(shape.taps))]
         self.deep = nn.ModuleDict({str(n): merger for n, merger in enumerate(deep)})
         # Rows for the embedding and for all deepstack layers travel side by side: one all-to-all a micro-batch.
-        self.insert = Insert(width * (1 + len(deep)), shape.cost)
+        self.insert = ScatterVision(width * (1 + len(deep)), shape.cost)
         belongs_to(self, first=True)
 
     def units(self) -> list[nn.Module]:

@@ -1,8 +1,20 @@
-"""Context parallelism: each cp rank has tokens of the stream that no other has, and mixers must see those before them.
+"""Context parallelism (long sequences): each cp rank holds a slice of the token stream, and mixers need tokens before
+it.
 
-Neighbours swap tokens for heads: each then has all their tokens and a part of the heads, so that documents across a
-boundary need no special case, and the load is even. What goes beyond the neighbours are keys and values, or the state
-of the delta net.
+`cp // groups` neighbours exchange tokens for heads by all-to-all, as DeepSpeed-Ulysses does (arXiv:2309.14509): a rank
+holds `[T, n, C]` of its own tokens before, `[parts*T, n/parts, C]` of all their tokens after. Attention and the delta
+rule then see whole documents. The load is even, and a document that crosses a boundary needs no special case. A ring
+would need load balancing by a zigzag order of tokens, which a recurrence (gated delta rule) cannot take: wrapping
+attention alone restarts the state of linear attention at each shard, with a right forward of the first shard and wrong
+gradients (accelerate#4177).
+
+Heads limit Ulysses to cp <= heads of a tp rank. Beyond the neighbours, keys and values are all-gathered (as in Llama
+3's context parallelism, arXiv:2407.21783), and the delta net passes on its state.
+
+Shapes for cp=4 with parts=2 (two groups of two neighbours), T tokens a rank, n heads:
+
+  own tokens, all heads    [T, n, C]      --all-to-all-->   [2T, n/2, C]    tokens of both neighbours, half of the heads
+  keys and values          [2T, n/2, C]   --all-gather-->   [4T, n/2, C]    tokens of both groups
 """
 
 from __future__ import annotations
@@ -20,44 +32,56 @@ from ..sharding.doors import Tensors
 
 
 def arm(spec: ShardingSpec, model: nn.Module, mesh: Mesh) -> None:
+    """Give every `Share`, `Swap` and `Join` door of the model its collective over cp."""
     size, at = mesh.axes.cp, mesh.coords["cp"]
     if size == 1:
         return
     for _, door in find_doors(model, Door):
         if door.kind == SHARE:
-            door.armed = functools.partial(own, size=size, part=at)
-    dealt = head_splits(spec, mesh.axes, mesh.coords)
+            door.armed = functools.partial(own_tokens, size=size, part=at)
+    splits = head_splits(spec, mesh.axes, mesh.coords)
     for name, swap in find_doors(model, Swap):
-        swap.parts = dealt[swap].parts
+        swap.parts = splits[swap].parts
         swap.groups, (swap.group, swap.part) = size // swap.parts, divmod(at, swap.parts)
         if swap.parts > 1:
             group = mesh.name_of(mesh.axes.halves(swap.parts)[1:])
-            swap.armed = (functools.partial(there, swap, group, name), functools.partial(back, swap, group, name))
+            swap.armed = (
+                functools.partial(tokens_to_heads, swap, group, name),
+                functools.partial(heads_to_tokens, swap, group, name),
+            )
     for name, join in find_doors(model, Join):
         if join.parts > 1:
             group = mesh.name_of(mesh.axes.halves(join.swap.parts)[:1])
-            join.armed = functools.partial(joined, size=join.parts, group=group, name=name)
+            join.armed = functools.partial(gather_parts, size=join.parts, group=group, name=name)
 
 
-def joined(x: Tensor, size: int, group: str, name: str) -> Tensor:
-    """Backward sums over all parts what each has found of the gradient."""
+def gather_parts(x: Tensor, size: int, group: str, name: str) -> Tensor:
+    """All-gather a tensor over the parts of the stream. Backward reduce-scatters (sums) its gradient.
+
+    The sum is the point: every part used all of the gathered keys, so each has a share of their gradient. A
+    gather whose backward only slices trains on 1/parts of it (NeMo-Automodel#1260).
+    """
     return AllGather.apply(x, size, group, _at(name))
 
 
-def own(x_T: Tensor, size: int, part: int) -> Tensor:
-    """The tokens of this cp rank."""
+def own_tokens(x_T: Tensor, size: int, part: int) -> Tensor:
+    """Return the tokens of this cp rank. Each rank of a data rank has the whole stream, so nothing is sent."""
     return x_T.chunk(size)[part]
 
 
-def there(swap: Swap, group: str, name: str, xs_TnC: Tensors) -> Tensors:
-    """All tensors go in one exchange: for each rank the heads that it needs, side by side."""
+def tokens_to_heads(swap: Swap, group: str, name: str, xs_TnC: Tensors) -> Tensors:
+    """Exchange own tokens of all heads for all tokens of own heads. `xs_TnC`: queries, keys, values, gates, ...
+
+    All tensors go in one all-to-all: for each rank the heads that it needs, concatenated along the last dim. Tensors
+    may have fewer heads than queries do (GQA): a kv head goes to every rank whose queries it serves.
+    """
     picked = [swap.deal.serving(serves) for _, serves in swap.inputs]
-    first = [swap.heads.start // serves for _, serves in swap.inputs]  # the head of a tensor that comes first here
+    first = [swap.heads.start // serves for _, serves in swap.inputs]  # number of each tensor's first local head
     for_rank = [
         torch.cat([_heads(x, p[rank], at).flatten(1) for x, p, at in zip(xs_TnC, picked, first, strict=True)], 1)
         for rank in range(swap.parts)
     ]
-    rows_TC = _exchanged(torch.cat(for_rank), swap, group, name)
+    rows_TC = _all_to_all(torch.cat(for_rank), swap, group, name)
     nums = [len(p[swap.part]) for p in picked]
     widths = [num * width for num, (width, _) in zip(nums, swap.inputs, strict=True)]
     got = zip(rows_TC.split(widths, 1), nums, strict=True)
@@ -65,25 +89,26 @@ def there(swap: Swap, group: str, name: str, xs_TnC: Tensors) -> Tensors:
 
 
 def _heads(x_TnC: Tensor, picked: Sequence[int], first: int) -> Tensor:
-    """Some heads; the first that is here is number `first`. A slice where they are a run, which copies nothing."""
+    """Select some heads; `first` numbers the first local head. A contiguous range is a view, not a copy."""
     if is_run(picked):
         return x_TnC[:, picked[0] - first : picked[-1] - first + 1]
     return torch.cat([x_TnC[:, head - first : head - first + 1] for head in picked], 1)
 
 
-def back(swap: Swap, group: str, name: str, y_TnC: Tensor) -> Tensor:
-    """Every rank's heads of this rank's tokens, in the order of the heads."""
-    rows_TC = _exchanged(y_TnC.flatten(1), swap, group, f"{name}, the way back")
+def heads_to_tokens(swap: Swap, group: str, name: str, y_TnC: Tensor) -> Tensor:
+    """Exchange all tokens of own heads for own tokens of all heads, in head order: the inverse all-to-all."""
+    rows_TC = _all_to_all(y_TnC.flatten(1), swap, group, f"{name}, the way back")
     of_rank = rows_TC.unflatten(0, (swap.parts, -1)).unflatten(2, y_TnC.shape[1:])
     return of_rank.movedim(0, 1).flatten(1, 2)
 
 
-def _exchanged(rows_TC: Tensor, swap: Swap, group: str, name: str) -> Tensor:
-    """An equal part of the rows to each rank."""
+def _all_to_all(rows_TC: Tensor, swap: Swap, group: str, name: str) -> Tensor:
+    """Send an equal part of the rows to each rank."""
     even = [len(rows_TC) // swap.parts] * swap.parts
     return AllToAll.apply(rows_TC, even, even, group, _at(name))
 
 
 def _at(name: str) -> str:
-    """A compiler must not see the name: it would make a graph for every layer."""
-    return "a swap" if torch.compiler.is_compiling() else name
+    """Name the door for heartbeats, but not while compiling: the name would be a constant of the graph, one graph a
+    layer."""
+    return "a context parallel exchange" if torch.compiler.is_compiling() else name

@@ -1,4 +1,14 @@
-"""Expert parallelism: rows travel to the rank that holds their expert, and back. Experts are whole."""
+"""Expert parallelism (ep): rows travel to the rank that holds their expert, and back. Experts are not split.
+
+The two all-to-alls of GShard (arXiv:2006.16668), without its capacity: no token is dropped. Gradients need no rule of
+their own. Each expert's rows from all data ranks come to its one owner, so its gradient is complete there; dividing it
+by ep, or forgetting to, is how expert gradients come out ep times too large (pytorch#160285, Megatron-LM#5956).
+
+Shapes, for T own tokens, k experts a token, R ranks, E experts of which E/R are local:
+
+  x_TD  --sort by expert-->  x_ND (N = T k)  --all-to-all-->  received rows, by source rank
+        --sort by local expert-->  grouped matmul  --inverse sort, all-to-all-->  y_ND  --weighted sum-->  y_TD
+"""
 
 from __future__ import annotations
 
@@ -17,40 +27,51 @@ from .expert_exchange import Group
 
 
 def arm(model: nn.Module, mesh: Mesh, *, token_once: bool | int = False) -> None:
+    """Give every `Dispatch` door its all-to-alls over ep."""
     if mesh.axes.ep == 1:
         return
     for name, door in find_doors(model, Dispatch):
-        way = hops(name, door.num_experts, mesh.axes, token_once)
-        groups = [Group(mesh.name_of(hop.axes), hop) for hop in way]
+        route = hops(name, door.num_experts, mesh.axes, token_once)
+        groups = [Group(mesh.name_of(hop.axes), hop) for hop in route]
         door.armed = functools.partial(dispatch_once if token_once else dispatch, groups=groups)
 
 
 def dispatch(x_TD: Tensor, weight_Tk: Tensor, expert_Tk: Tensor, groups: Sequence[Group]) -> PendingRows:
-    """A row for each expert of a token."""
+    """Send one row per (token, expert) pair to the owner of the expert, and return a handle that waits for the rows.
+
+    `x_TD` holds own tokens, `weight_Tk` and `expert_Tk` their top-k routing. Rows are in flight when it returns, so
+    that a shared expert can compute meanwhile.
+
+    Routing weights travel with the rows and are multiplied at the expert. Their gradient then comes back by the same
+    all-to-all; masking scores per rank instead loses it (transformers#48205).
+    """
     (group,) = groups
     out, size = ops.by_expert(x_TD, weight_Tk, expert_Tk, group.hop.num_experts), group.hop.size
     x_ND, counts_E = out.x_ND, out.counts_E
-    from_rank_RE = group.counts(counts_E.view(size, -1))
-    # The host must know the sizes of the pieces, so here it waits for the device. It asks for all it will want to know.
-    here_E, num_here = from_rank_RE.sum(0), from_rank_RE.shape[1]
-    asked = [counts_E.view(size, -1).sum(1), from_rank_RE.sum(1), here_E]
-    sent, received, here = ops.to_host(asked, [len(x_ND)] * 3)
+    received_RE = group.counts(counts_E.view(size, -1))
+    # all-to-all takes split sizes as host integers, so this is the one device-to-host sync of the layer. It copies all
+    # that the host will need, grouped matmul's counts too. Padding each expert to a capacity would avoid the sync and
+    # drop tokens (GShard, arXiv:2006.16668); dropless routing (MegaBlocks, arXiv:2211.15841) needs true counts.
+    local_E, num_local = received_RE.sum(0), received_RE.shape[1]
+    sizes = [counts_E.view(size, -1).sum(1), received_RE.sum(1), local_E]
+    sent, received, local_counts = ops.to_host(sizes, [len(x_ND)] * 3)
     weights = group.begin(out.weight_N, received, sent, WEIGHTS)
     rows = group.begin(x_ND, received, sent, ROWS)
     expert_N = (
-        torch.arange(num_here, device=x_ND.device)
+        torch.arange(num_local, device=x_ND.device)
         .repeat(size)
-        .repeat_interleave(from_rank_RE.flatten(), output_size=sum(received))
+        .repeat_interleave(received_RE.flatten(), output_size=sum(received))
     )
-    order_N = expert_N.argsort(stable=True)  # rows come by rank, then by expert; experts want them by expert
+    # Rows arrive sorted by source rank, then by expert; grouped matmul wants them sorted by expert.
+    order_N = expert_N.argsort(stable=True)
     back_N = order_N.argsort()
-    sums = out.back  # `out` itself would keep the rows that were sent
+    combine = out.back  # a reference to `out` would keep the sent rows alive until the experts are done
 
     def back(y_ND: Tensor) -> Tensor:
-        return sums(group.exchange(ops.reordered(y_ND, back_N, order_N), sent, received, ROWS))
+        return combine(group.exchange(ops.reordered(y_ND, back_N, order_N), sent, received, ROWS))
 
     def come() -> Rows:
         weight_N, x_ND = weights().index_select(0, order_N), ops.reordered(rows(), order_N, back_N)
-        return Rows(x_ND, weight_N, here_E, here, back)
+        return Rows(x_ND, weight_N, local_E, local_counts, back)
 
     return come

@@ -1,11 +1,21 @@
-"""FSDP gathers matrices whose products are in 8 bits as 8-bit numbers: each rank sends a byte for an element.
+"""FP8 all-gather for FSDP2: a weight whose matmul runs in FP8 is gathered as one byte an element instead of two.
 
-A product rounds a whole matrix in blocks of 128 x 128, and FSDP cuts its rows anywhere. So a rank cannot know the scale
-of a block from its own rows. Before a pass the ranks that share matrices find the largest value of each block together,
-in one flat all-reduce for dense matrices and one for those of experts. Then each rounds its own rows, and what all of
-them have sent is to the bit what a product would have made of the gathered values.
+A matmul quantises a weight in blocks of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), with `scale = amax /
+448` for each block. FSDP cuts rows anywhere, so the amax of a block may need rows of two ranks. Hence two phases:
 
-Parameters may be written into between two calls. So scales are of one pass alone, and made anew for each.
+1. Before a pass, each rank writes the amax of its own rows, and one all-reduce (MAX) a group of weights makes the
+  scales. It is flat: one for dense weights, one for experts.
+2. In the all-gather, each rank quantises its own rows with those scales and sends the codes.
+
+All ranks then hold bit for bit the codes that the matmul would have made from the gathered bfloat16 weight. With scales
+of own rows alone they would not, and the loss would depend on the number of shards.
+
+Weights may be written between two calls (`optimizer.step`, streaming), so scales are never kept from one pass to the
+next.
+
+Example: a matrix of 256 rows on 3 ranks is cut at rows 86 and 172. Block row 0 (rows 0 to 127) lies on ranks 0 and 1,
+so its amax is the maximum of what both have. Each rank writes its partial amax into the same grid of 2 x (columns /
+128) numbers before the all-reduce.
 """
 
 from __future__ import annotations
@@ -27,12 +37,13 @@ from ..ops.part_sizes import part_size
 from ..sharding import SCALES, ShardingSpec, Stage, pieces
 
 _PART = part_size(__name__, "_PART", 1 << 24, small=1001)  # elements that are rounded together
-_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")  # FSDP looks for them on what a rank stores of a parameter
+# FSDP2's extension point (torchao's float8 all-gather uses it too): it looks these up on the local shard.
+_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a module of this rank holds a matrix, of which the rank stores rows from `first` on."""
+class _LocalShard:
+    """A weight of a module of this rank, which stores its rows from `first` on."""
 
     name: str
     holder: nn.Module
@@ -45,47 +56,60 @@ class _Place:
 
     @property
     def rows(self) -> Tensor:
-        """The stored rows themselves, no view of them: hooks hang on this very tensor."""
+        """Return the stored tensor itself, not a view: FSDP looks for the hooks on this very object."""
         parameter = self.parameter
         if not isinstance(parameter, DTensor):
-            raise StateError(f"{self.name} is gathered, and its own rows were asked for")
+            raise StateError(f"{self.name} is all-gathered right now; its local shard cannot be read until it is freed")
         return parameter._local_tensor
 
 
 @dataclass(frozen=True, eq=False)
 class _Matrix:
-    place: _Place
-    compute: torch.dtype
-    scales: Tensor  # of all blocks; filled before each pass
+    """One weight that is gathered in FP8: quantises own rows before the all-gather, wraps the codes after it."""
 
-    def find_largest(self) -> None:
-        """Of each block, as far as its rows are here, in the place of its scale."""
+    shard: _LocalShard
+    compute: torch.dtype
+    scales: Tensor  # one a block, `[rows / 128, cols / 128]`, of the whole matrix; refilled before each pass
+
+    def find_amax(self) -> None:
+        """Write the amax of each block's local rows to where its scale will be."""
         for part, first in self._parts():
             begin, end = first // BLOCK, -(-(first + len(part)) // BLOCK)
             self.scales[begin:end] = block_amax(part, first)
 
     def _parts(self) -> Iterator[tuple[Tensor, int]]:
-        """The stored rows as they are gathered, in whole blocks a few at a time: what is made of them is wide. Each
-        part comes with the number of its first row."""
-        rows, first = self.place.rows, self.place.first
+        """Yield the stored rows in the compute dtype, in whole blocks a few at a time, each with the number of its
+        first row.
+
+        Rows are cast first, as FSDP's own all-gather casts: amax of the float32 masters gives other scales. Parts bound
+        the float32 temporaries of quantisation.
+        """
+        rows, first = self.shard.rows, self.shard.first
         at_a_time = max(1, _PART // (BLOCK * rows.shape[1])) * BLOCK
         for begin in range(first // BLOCK * BLOCK, first + len(rows), at_a_time):
             some = slice(max(0, begin - first), begin + at_a_time - first)
             yield rows[some].to(self.compute), max(first, begin)
 
     def send(self, mesh: Any, size: torch.Size, _stride: Any, _module: Any, _policy: Any) -> tuple[Any, None]:
-        """The numbers of this rank's rows. All ranks send equally many rows, or FSDP raises on some and hangs."""
+        """Return the codes of this rank's rows: FSDP's `fsdp_pre_all_gather`.
+
+        An uneven last shard is padded with zeros. All ranks must send equal sizes, or FSDP raises on some ranks and
+        hangs on the others.
+        """
         num_sent = -(-size[0] // mesh.size())
         codes = torch.zeros((num_sent, size[1]), dtype=torch.uint8, device=self.scales.device)
         for part, first in self._parts():
-            at = first - self.place.first
+            at = first - self.shard.first
             codes[at : at + len(part)] = codes_of(part, first, self.scales)
         return (codes,), None
 
     def receive(
-        self, gathered: tuple[Tensor, ...], _told: None, _dtype: torch.dtype, *, out: Tensor | None = None
+        self, gathered: tuple[Tensor, ...], _metadata: None, _dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Quantised, tuple[()]] | None:
-        """The matrix as products take it. The next time FSDP fills the same memory, of which `out` is made already."""
+        """Wrap the gathered codes with their scales: FSDP's `fsdp_post_all_gather`.
+
+        On later calls FSDP fills the same memory, which the tensor `out` already refers to.
+        """
         if out is not None:
             return None
         (codes,) = gathered
@@ -93,79 +117,88 @@ class _Matrix:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kind:
-    """The matrices that are stored over the same axes. All of their scales lie in one tensor, for one all-reduce."""
+class _WeightGroup:
+    """The weights that are sharded over the same axes. Their scales are views of one tensor, for one all-reduce."""
 
     axes: tuple[str, ...]
     scales: Tensor
     matrices: list[_Matrix]
 
     def find_scales(self, mesh: Mesh) -> None:
+        """Compute the scales of all blocks from all ranks' rows: local amax, all-reduce MAX, amax to scale."""
         self.scales.zero_()
         for matrix in self.matrices:
-            matrix.find_largest()
+            matrix.find_amax()
         mesh.all_reduce_max_(self.scales, SCALES, self.axes)
         self.scales.copy_(scales_of(self.scales))
 
 
-class LowGathers:
-    """The matrices of this rank that come as 8-bit numbers. `names`: those of all ranks, where there are shards."""
+class Fp8Gather:
+    """The weights of this rank that FSDP all-gathers in FP8. `names`: those of all stages, where they are sharded at
+    all."""
 
     def __init__(
         self, stages: Sequence[Stage], spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, low: frozenset[str]
     ) -> None:
         self._mesh, self.names = mesh, low
-        places = dict[tuple[str, ...], list[_Place]]()
-        for axes, place in _places(stages, spec, mesh, low):
-            places.setdefault(axes, []).append(place)
-        self._kinds = [_kind(axes, of_kind, mesh, compute) for axes, of_kind in places.items()]
+        shards = dict[tuple[str, ...], list[_LocalShard]]()
+        for axes, shard in _local_shards(stages, spec, mesh, low):
+            shards.setdefault(axes, []).append(shard)
+        self._groups = [_weight_group(axes, of_axes, mesh, compute) for axes, of_axes in shards.items()]
         for matrix in self._matrices():
-            _hang_hooks(matrix)
+            _attach_hooks(matrix)
 
     def _matrices(self) -> Iterator[_Matrix]:
-        for kind in self._kinds:
-            yield from kind.matrices
+        for group in self._groups:
+            yield from group.matrices
 
     def check(self) -> None:
-        """That FSDP would gather numbers. Call it where an error is told to all ranks: those without would wait."""
+        """Check that the hooks are still attached to what FSDP would gather.
+
+        A replaced parameter loses them, and this rank alone would then send bfloat16: the sizes of the all-gather would
+        differ and the others hang. So call it where an error reaches all ranks.
+        """
         for matrix in self._matrices():
-            parameter = matrix.place.parameter
-            held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-            if not isinstance(held, Quantised) and not vars(held).keys() >= {*_HOOKS}:
+            parameter = matrix.shard.parameter
+            stored = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            if not isinstance(stored, Quantised) and not vars(stored).keys() >= {*_HOOKS}:
                 raise StateError(
-                    f"{matrix.place.name} was replaced after loading, so it would no longer be gathered in 8 bits; "
-                    "write into the tensors of model.stored() instead, and load the model again"
+                    f"{matrix.shard.name} was replaced after loading, so FSDP would no longer all-gather it in 8 bits; "
+                    "load the model again, and write into the tensors of model.stored() in place"
                 )
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before each pass: find the scales of what is stored now."""
-        for kind in self._kinds:
-            kind.find_scales(self._mesh)
+        """Compute the scales of the weights as stored now. Call it before each pass."""
+        for group in self._groups:
+            group.find_scales(self._mesh)
 
 
-def _places(
+def _local_shards(
     stages: Sequence[Stage], spec: ShardingSpec, mesh: Mesh, low: Collection[str]
-) -> Iterator[tuple[tuple[str, ...], _Place]]:
-    """With the axes over which each is stored in shards: none is gathered where there is but one."""
-    held = pieces(spec, mesh.axes, mesh.rank)
+) -> Iterator[tuple[tuple[str, ...], _LocalShard]]:
+    """Yield the weights in FP8 with the axes over which each is sharded. A weight on one rank is not gathered."""
+    expected = pieces(spec, mesh.axes, mesh.rank)
     for stage in stages:
         for unit in stage.units:
             for name in unit.params if prod(mesh.axes.sizes(unit.shard)) > 1 else ():
                 if name in low:
                     owner, _, last = name.rpartition(".")
-                    yield unit.shard, _Place(name, stage.module.get_submodule(owner), last, held[name].lo)
+                    yield unit.shard, _LocalShard(name, stage.module.get_submodule(owner), last, expected[name].lo)
 
 
-def _kind(axes: tuple[str, ...], places: Sequence[_Place], mesh: Mesh, compute: torch.dtype) -> _Kind:
-    """Each matrix with its part of all scales."""
-    grids = [(rows // BLOCK, cols // BLOCK) for rows, cols in (place.parameter.shape for place in places)]
-    wide = torch.promote_types(compute, torch.float32)
-    scales = torch.ones(sum(map(prod, grids)), dtype=wide, device=mesh.device)
-    parts = zip(places, scales.split([prod(grid) for grid in grids]), grids, strict=True)
-    return _Kind(axes, scales, [_Matrix(place, compute, part.view(grid)) for place, part, grid in parts])
+def _weight_group(
+    axes: tuple[str, ...], shards: Sequence[_LocalShard], mesh: Mesh, compute: torch.dtype
+) -> _WeightGroup:
+    """Give each weight its view of one flat tensor of scales."""
+    block_grids = [(rows // BLOCK, cols // BLOCK) for rows, cols in (shard.parameter.shape for shard in shards)]
+    scale_dtype = torch.promote_types(compute, torch.float32)
+    scales = torch.ones(sum(map(prod, block_grids)), dtype=scale_dtype, device=mesh.device)
+    parts = zip(shards, scales.split([prod(grid) for grid in block_grids]), block_grids, strict=True)
+    return _WeightGroup(axes, scales, [_Matrix(shard, compute, part.view(grid)) for shard, part, grid in parts])
 
 
-def _hang_hooks(matrix: _Matrix) -> None:
-    """As attributes: a class of its own for what is stored would be seen by optimizers, exports and checkpoints."""
-    vars(matrix.place.rows).update(zip(_HOOKS, (matrix.send, matrix.receive), strict=True))
+def _attach_hooks(matrix: _Matrix) -> None:
+    """Attach FSDP's hooks as instance attributes. A tensor subclass would be seen by optimizers, exports and
+    checkpoints."""
+    vars(matrix.shard.rows).update(zip(_HOOKS, (matrix.send, matrix.receive), strict=True))

@@ -1,4 +1,13 @@
-"""How a layer runs: what it keeps for backward, what backward makes again, and whether it is compiled."""
+"""Activation checkpointing (recompute) and `torch.compile` of layers.
+
+`recompute="full"` keeps the `[T, D]` input of a layer and runs the layer again in backward (arXiv:1604.06174): a third
+more FLOPs. `"selective"` keeps the results of matmuls, attention and collectives and recomputes what is cheap and
+large, as Megatron-LM does for attention scores (arXiv:2205.05198).
+
+The router's choice is always kept, in both modes. A recomputed top-k may break ties otherwise than the first one did (a
+matmul of another batch shape rounds differently). Expert counts then differ between forward and backward: a crash at
+best (NeMo-Automodel#2635, torchtitan#1117), wrong gradients at worst.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # its operation is known from then on
+import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 from torch import Tensor, nn
 
 from .. import ops
@@ -17,12 +26,14 @@ from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
 from ..sharding import Dispatch, Door, Join, Swap, find_doors
 from .memory_options import Savings
-from .replay import Context, saved_by_running_again
-from .selective_recompute import Kept
+from .replay import Context, recompute_saved_tensors
+from .selective_recompute import SavedResults
 
 _aten = torch.ops.aten
 
-_COSTLY = [  # "selective" keeps products, attention, and what came from other ranks
+# Operations whose results recompute="selective" keeps: matmuls, attention and collectives. They take nearly all the
+# time of a layer; what is replayed (norms, rotary embedding, gates, activations) takes nearly all of its memory.
+_COSTLY = [
     *OPS,
     _aten.mm.default,
     _aten.addmm.default,
@@ -37,66 +48,83 @@ _COSTLY = [  # "selective" keeps products, attention, and what came from other r
 
 
 def arm(model: Decoder, savings: Savings) -> None:
-    """Let each layer run as asked for, and mark its doors for the bill."""
+    """Let each layer run as the options say, and mark its doors for the bill."""
     mark(model, savings)
     if savings.recompute == "none" and not savings.compiled:
         return
     for layer in model.layers.values():
         if not isinstance(layer, Layer):
-            raise ConfigError(f"{type(layer).__name__} is no models.decoder.Layer; recompute= and compiled= need one")
+            raise ConfigError(
+                f"recompute= and compiled= work on subclasses of models.decoder.Layer, and {type(layer).__name__} is "
+                "not one; derive it from Layer, or leave these options out"
+            )
         if savings.compiled:
             layer.run = torch.compile(layer.run, dynamic=False)
         if savings.recompute != "none":
             layer.run = _recomputed(layer.run, savings)
     for block in model.tower.blocks.values() if model.tower is not None and savings.recompute != "none" else ():
-        assert isinstance(block, TowerBlock)  # which has no doors, and is not compiled: each batch has other patches
+        # It has no doors to mark, and is not compiled: the number of patches changes with every batch.
+        assert isinstance(block, TowerBlock)
         block.run = _recomputed(block.run, savings)
 
 
 def disarm(model: Decoder) -> None:
-    """Let each layer run as it was made."""
+    """Undo `arm`: let each layer run plainly again."""
     for part in model.modules():
         if isinstance(part, Layer | TowerBlock):
             part.run = part.block
 
 
 def _recomputed(run: Callable[..., Tensor], savings: Savings) -> Callable[..., Tensor]:
+    """Bind `run` to checkpointing in the mode of the options."""
     return functools.partial(_checkpointed, run, _COSTLY if savings.recompute == "selective" else [])
 
 
 def mark(model: Decoder, savings: Savings) -> None:
-    """Note which doors backward passes again, for the bill. A plan asks for several savings of one model in turn."""
+    """Mark the doors that backward passes again, so that the bill counts their collectives. `plan` tries several
+    options on one model, so marks are overwritten."""
     for layer in model.layers.values():
         _mark(layer, full=savings.recompute == "full")
 
 
 def _mark(layer: nn.Module, *, full: bool) -> None:
-    """Backward passes all doors of the layer again but the last: it needs nothing behind that one, and stops there."""
+    """Mark the doors of one layer. A replay stops at the last saved tensor, so it never passes the last door.
+
+    A door that is passed again pays again: under tp and full recomputation a dense layer (two pairs of doors) makes 6
+    all-gathers and 5 reduce-scatters instead of 4 and 4.
+    """
     doors: list[Door | Dispatch] = [d for _, d in find_doors(layer, Door)]
-    doors += [d for _, d in find_doors(layer, Dispatch)]  # the experts are last, but backward needs their rows
+    # Experts are passed again even when last: backward needs their input.
+    doors += [d for _, d in find_doors(layer, Dispatch)]
     for door in doors:
         door.again = full and (door is not doors[-1] or isinstance(door, Dispatch))
-    for _, swap in find_doors(layer, Swap):  # no mixer is last
+    for _, swap in find_doors(layer, Swap):  # a mixer is never the last part of a layer
         swap.again = full
     for _, join in find_doors(layer, Join):
         join.again = full
 
 
 def _checkpointed(run: Callable[..., Tensor], ops_kept: list[Any], *args: Any) -> Tensor:
-    """A token is routed once, whatever is made again. What a layer reports to `Balance` twice is the same."""
+    """Run a layer under checkpointing, and keep the routing of its first run.
+
+    The layer reports its expert load to `Balance` in both runs; that assigns, it does not add (a counter would count
+    twice, torchtitan#1593).
+    """
     if not torch.is_grad_enabled():
         return run(*args)
     choices = ops.Choices()
     if not ops_kept:
-        with choices.made(), saved_by_running_again(run, args, choices.taken):
+        with choices.made(), recompute_saved_tensors(run, args, choices.taken):
             return run(*args)
-    kept = Kept(ops_kept, OPS)  # torch then looks at each operation in Python: that takes as long as the operations do
-    again = functools.partial(_both, kept.taken, choices.taken)
-    with kept.made(), choices.made(), saved_by_running_again(run, args, again, kept.saved):
+    # A TorchDispatchMode: each operation passes through Python, which takes the host as long as the operation itself.
+    saved = SavedResults(ops_kept, OPS)
+    again = functools.partial(_both, saved.replay, choices.taken)
+    with saved.record(), choices.made(), recompute_saved_tensors(run, args, again, saved.mark_saved):
         return run(*args)
 
 
 @contextmanager
 def _both(outer: Context, inner: Context) -> Iterator[None]:
+    """Enter both contexts."""
     with outer(), inner():
         yield

@@ -1,7 +1,11 @@
-"""Tensors for backward that are not kept, but made once more, by running what has made them.
+"""Activation checkpointing by saved-tensor hooks: backward recomputes what forward would have saved.
 
-torch's own checkpoint does the same, with much that no layer here needs: random states, nested checkpoints, graphs
-within graphs. That takes the host half a millisecond a layer and more.
+torch's `checkpoint(use_reentrant=False)` works the same way, with much that no layer here needs: RNG states, nested
+checkpoints, early-stop bookkeeping for several graphs. That costs the host half a millisecond a layer and more, which a
+GPU that is bound by launches waits for.
+
+pack: forward of the layer saves a numbered slot in place of each tensor. unpack: the first slot that backward asks for
+runs the layer once more, under hooks that fill the slots in the same order, up to the last one.
 """
 
 from __future__ import annotations
@@ -23,79 +27,95 @@ from ..errors import StateError
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def saved_by_running_again(
+def recompute_saved_tensors(
     run: Callable[..., Any], args: tuple[Any, ...], context: Context, saved: Callable[[], None] = lambda: None
 ) -> saved_tensors_hooks:
-    """Within it `run(*args)` saves places in the stead of tensors, and tells `saved` of each. Backward runs it once
-    more, within `context`, up to the last of them."""
-    again = _Again(run, args, context, saved)
-    return saved_tensors_hooks(again.save, again.give)
+    """Return hooks under which `run(*args)` saves slots instead of tensors.
+
+    Backward runs it once more within `context`, up to the last tensor that was saved. `saved` is called for each of
+    them.
+    """
+    replay = _Replay(run, args, context, saved)
+    return saved_tensors_hooks(replay.pack, replay.unpack)
 
 
-class _Place:
-    """Stands for a saved tensor: which one it was, and of what kind."""
+class _Slot:
+    """Stand in for a saved tensor: its index, and its shape and dtype to compare with the second run."""
 
-    __slots__ = ("__weakref__", "kind", "number")
+    __slots__ = ("__weakref__", "index", "meta")
 
-    def __init__(self, number: int, tensor: Tensor) -> None:
-        self.number, self.kind = number, (tensor.shape, tensor.dtype)
-
-
-class _EnoughError(Exception):
-    """All that was saved is there again. What would come after it, nobody needs."""
+    def __init__(self, index: int, tensor: Tensor) -> None:
+        self.index, self.meta = index, (tensor.shape, tensor.dtype)
 
 
-class _Again:
+class _AllReadyError(Exception):
+    """Ends the second run: all saved tensors are ready, and nothing after them is needed."""
+
+
+class _Replay:
+    """The hooks of one run of a layer, and what its second run computed."""
+
     def __init__(
         self, run: Callable[..., Any], args: tuple[Any, ...], context: Context, saved: Callable[[], None]
     ) -> None:
         self.run, self.args, self.context, self.saved = run, args, context, saved
         self.versions = [arg._version for arg in args if isinstance(arg, Tensor)]
-        self.places: list[weakref.ref[_Place]] = []  # a place dies with the step of backward that wanted it
-        self.found: dict[int, Tensor] = {}
+        self.slots: list[weakref.ref[_Slot]] = []  # alive as long as the backward node that will unpack it
+        self.ready: dict[int, Tensor] = {}
 
-    def save(self, tensor: Tensor) -> _Place:
-        place = _Place(len(self.places), tensor)
-        self.places.append(weakref.ref(place))
+    def pack(self, tensor: Tensor) -> _Slot:
+        """Save a slot instead of a tensor: 100 bytes in place of megabytes."""
+        slot = _Slot(len(self.slots), tensor)
+        self.slots.append(weakref.ref(slot))
         self.saved()
-        return place
+        return slot
 
-    def give(self, place: _Place) -> Tensor:
-        """To the step of backward that wants it, and to nobody else: so it is forgotten here."""
-        if place.number not in self.found:
+    def unpack(self, slot: _Slot) -> Tensor:
+        """Return a recomputed tensor to its backward node, and forget it: it is unpacked once."""
+        if slot.index not in self.ready:
             self._run()
-        return self.found.pop(place.number)
+        return self.ready.pop(slot.index)
 
     def _run(self) -> None:
+        """Run the layer again and collect what it saves. Refuse inputs whose version counter has changed since."""
         if self.versions != [arg._version for arg in self.args if isinstance(arg, Tensor)]:
             raise StateError(
-                "what a layer was given was written into before backward runs it again; change a copy of it, or choose "
-                'recompute="none"'
+                "an input of a layer was written into in place before backward could recompute the layer; write into "
+                'a copy of it, or choose recompute="none"'
             )
-        numbers = count()
-        keep = functools.partial(self._keep, numbers)
+        indices = count()
+        keep = functools.partial(self._keep, indices)
         hooks = saved_tensors_hooks(keep, _refuse)
-        with contextlib.suppress(_EnoughError), self.context(), hooks, torch.enable_grad():
+        with contextlib.suppress(_AllReadyError), self.context(), hooks, torch.enable_grad():
             self.run(*self.args)
-        if (num := next(numbers)) != len(self.places):
-            raise StateError(f"a layer saved {len(self.places)} tensors for backward, and {num} when it ran again")
+        if (num_saved := next(indices)) != len(self.slots):
+            raise StateError(
+                f"a layer saved {len(self.slots)} tensors for backward in its first run, and {num_saved} when it ran "
+                'again; make its forward deterministic, or choose recompute="none"'
+            )
 
-    def _keep(self, numbers: Iterator[int], tensor: Tensor) -> None:
-        """For the first run's steps of backward. Those of the second run are thrown away, so they get nothing."""
-        number = next(numbers)
-        place = self.places[number]()
-        if place is not None:
-            if place.kind != (tensor.shape, tensor.dtype):
-                (was, dtype), (shape, now) = place.kind, (tensor.shape, tensor.dtype)
+    def _keep(self, indices: Iterator[int], tensor: Tensor) -> None:
+        """Fill the slot of the first run with a tensor of the second.
+
+        The graph of the second run is thrown away, so its own nodes get None. A slot that is gone belongs to a node
+        that is gone, and needs nothing.
+        """
+        index = next(indices)
+        slot = self.slots[index]()
+        if slot is not None:
+            if slot.meta != (tensor.shape, tensor.dtype):
+                (saved_shape, saved_dtype), (shape, new_dtype) = slot.meta, (tensor.shape, tensor.dtype)
                 raise StateError(
-                    f"a layer saved {tuple(was)} in {dtype} for backward, and {tuple(shape)} in {now} when it ran again"
+                    f"a layer saved {tuple(saved_shape)} in {saved_dtype} for backward in its first run, and "
+                    f"{tuple(shape)} in {new_dtype} when it ran again; make its forward deterministic"
                 )
-            self.found[number] = tensor.detach()  # a step that saves its own output would hold itself for ever
-        if number == len(self.places) - 1:
-            raise _EnoughError
+            # Detached: an op that saves its own output (softmax) would otherwise be in a reference cycle with it.
+            self.ready[index] = tensor.detach()
+        if index == len(self.slots) - 1:
+            raise _AllReadyError
 
 
 def _refuse(_: None) -> NoReturn:
     raise StateError(
-        'a layer takes gradients within its own forward, so backward cannot run it again; choose recompute="none"'
+        'a layer calls autograd within its own forward, so backward cannot recompute it; choose recompute="none"'
     )

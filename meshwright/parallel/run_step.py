@@ -1,7 +1,12 @@
-"""Passes: forward and backward of the micro-batches of a step, through the stages of a model.
+"""Run the micro-batches of a step: forward and backward through pipeline stages, with gradient accumulation.
 
-What a rank does is a list of actions that the schedule has written (`sharding/schedules.py`). With one stage it is the
-plain loop: forward and backward of the first micro-batch, then of the second, and so on.
+Each rank executes a list of actions that the pipeline schedule wrote (`sharding/schedules.py`): 1F1B (PipeDream,
+arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473), zero bubble (arXiv:2401.10241). With one stage the list is F0 B0
+F1 B1 ..., the plain loop, through the same code.
+
+The loss of each micro-batch is divided by the target count of the whole step inside of `term`, before backward.
+Dividing once after the schedule is how pipeline gradients come out `global_valid_tokens` times too large
+(torchtitan#2972), and a mean per micro-batch weighs tokens unequally (torchtitan#2206).
 """
 
 from __future__ import annotations
@@ -21,21 +26,21 @@ from ..sharding import Line, Pipeline, Stage, forward_program, program_of
 from ..sharding.schedules import BACK, FORWARD, SEND, THERE, WEIGHT, Action, Transfer
 from ..sharding.stages import LATE
 from ..watch import doing
-from .fp8_gather import LowGathers
+from .fp8_gather import Fp8Gather
 from .fsdp import before_backward, reset_after_forward, sum_late, sum_replicas
-from .stage_transfers import Post
+from .stage_transfers import StageTransfers
 from .vision_encoder import sight_of
 
 Scores = tuple[Tensor, ...]
 
 
 class Staged(Protocol):
-    """A model on a mesh, as far as a pass must know it."""
+    """The part of a model on a mesh that a pass reads."""
 
     stages: tuple[Stage, ...]  # of this rank
     mesh: Mesh
     dtype: torch.dtype
-    low: LowGathers
+    low: Fp8Gather
 
     @property
     def line(self) -> Line: ...
@@ -49,20 +54,20 @@ class Staged(Protocol):
     def trained_from(self) -> int: ...
 
 
-# Of a batch and its scores, the number that backward starts from and this rank's shares. The scores are None on a stage
-# without a head, and so is the number.
+# (batch, scores) -> (the scalar that backward starts from, this rank's shares of the loss terms). Scores and scalar are
+# None on a stage without a head.
 Term = Callable[[Batch, Scores | None], tuple[Tensor | None, Tensor]]
 
 
 def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: str) -> Tensor:
-    """Forward and backward of every micro-batch; the sum of the shares."""
+    """Run forward and backward of every micro-batch, and return the summed loss shares of this rank."""
     passes = _Passes(model, batches, want)
     total: Tensor | None = None
     program = program_of(model.line, model.pipeline.schedule, len(batches), model.trained_from)
-    with passes.post:
+    with passes.transfers:
         model.low.begin()
         for step in program[model.mesh.coords["pp"]]:
-            passes.tell(task, step)
+            passes.note(task, step)
             if isinstance(step, Transfer):
                 passes.transfer(step)
             elif step.kind == FORWARD:
@@ -75,7 +80,7 @@ def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: st
                 passes.weights(step)
             else:
                 passes.backward(step)
-    # Stages before the first that is trained make no backward, after which FSDP would free what a forward has gathered.
+    # Frozen stages before the first trained one run no backward, where FSDP would free what forward has gathered.
     reset_after_forward([stage.module for stage in model.stages if stage.number < model.trained_from])
     assert total is not None, "a step has at least one batch"
     return total
@@ -85,10 +90,11 @@ def run(model: Staged, batches: Sequence[Batch], want: str, term: Term, task: st
 def run_forward(
     model: Staged, batches: Sequence[Batch], want: str, term: Callable[[Batch, Scores], Tensor]
 ) -> list[Tensor]:
-    """What `term` makes of each batch and its scores, without gradients: on the last stage, nothing on others."""
-    passes, found = _Passes(model, batches, want), dict[int, Tensor]()
+    """Run forward alone, and return `term(batch, scores)` of each batch: on the last stage; other stages return
+    nothing."""
+    passes, results = _Passes(model, batches, want), dict[int, Tensor]()
     try:
-        with passes.post:
+        with passes.transfers:
             model.low.begin()
             for step in forward_program(model.line, len(batches))[model.mesh.coords["pp"]]:
                 if isinstance(step, Transfer):
@@ -96,89 +102,96 @@ def run_forward(
                     continue
                 scores = passes.forward(step)
                 if scores is not None:
-                    found[step.batch] = term(batches[step.batch], scores)
-        return [found[number] for number in sorted(found)]
+                    results[step.batch] = term(batches[step.batch], scores)
+        return [results[number] for number in sorted(results)]
     finally:
         reset_after_forward([stage.module for stage in model.stages])
 
 
 class _Passes:
-    """What is under way in a step: of each stage and micro-batch what came in, and what its backward starts from."""
+    """The state of one step: inputs and outputs of each (stage, micro-batch) between its forward and its backward."""
 
     def __init__(self, model: Staged, batches: Sequence[Batch], want: str) -> None:
         self.model, self.batches, self.want = model, batches, want
         self.parts: dict[int, Decoder] = {stage.number: stage.module for stage in model.stages}
         shape = next(iter(self.parts.values())).shape
         lo, hi = model.mesh.token_range(len(batches[0]))
-        self.post = Post(model.mesh, (hi - lo, shape.width), model.dtype)
-        self._came: dict[tuple[int, int], Tensor] = {}
-        self._starts: dict[tuple[int, int], Tensor] = {}
+        self.transfers = StageTransfers(model.mesh, (hi - lo, shape.width), model.dtype)
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
         self._jobs: dict[tuple[int, int], ops.Jobs] = {}
-        self._late = model.pipeline.schedule in LATE
+        self._defers = model.pipeline.schedule in LATE
         tower = self.parts[0].tower if 0 in self.parts else None
-        self._sights = [None if tower is None else sight_of(batch, tower, model.mesh) for batch in batches]
-        self._last_seen = max((n for n, sight in enumerate(self._sights) if sight is not None), default=-1)
+        self._vision = [None if tower is None else sight_of(batch, tower, model.mesh) for batch in batches]
+        self._last_with_images = max((n for n, vision in enumerate(self._vision) if vision is not None), default=-1)
 
-    def tell(self, task: str, step: Action | Transfer) -> None:
+    def note(self, task: str, step: Action | Transfer) -> None:
+        """Note the task and micro-batch for the heartbeat, which a diagnosis of a hang prints."""
         at = f", stage {step.stage}" if self.model.line.num_stages > 1 else ""
         doing(f"{task}, micro-batch {step.batch + 1} of {len(self.batches)}{at}")
 
     def transfer(self, step: Transfer) -> None:
+        """Start a send or a receive."""
         if step.kind == SEND:
-            self.post.send(step)
+            self.transfers.send(step)
         else:
-            self.post.receive(step)
+            self.transfers.receive(step)
 
     def forward(self, step: Action) -> Scores | None:
-        """The scores of the last stage. What another stage made is given to the next one."""
+        """Run the forward of one stage and micro-batch, and return the scores if it is the last stage.
+
+        Input and output are detached: each stage has an autograd graph of its own, and `backward` joins them by hand.
+        """
         batch, number = self.batches[step.batch], step.stage
-        x_TD = self.post.take(THERE, number, step.batch) if number else None
+        x_TD = self.transfers.take(THERE, number, step.batch) if number else None
         if x_TD is not None and number > self.model.trained_from and torch.is_grad_enabled():
-            self._came[number, step.batch] = x_TD.requires_grad_()
+            self._inputs[number, step.batch] = x_TD.requires_grad_()
         self._count(batch, number)
-        with self._waiting_with_weights(step):
-            sight = None if number else self._sights[step.batch]
-            out = self.parts[number](batch.tokens, batch.labels, batch.docs, self.want, x_TD, sight)
+        with self._deferring_weight_grads(step):
+            vision = None if number else self._vision[step.batch]
+            out = self.parts[number](batch.tokens, batch.labels, batch.docs, self.want, x_TD, vision)
         if number == self.model.line.last:
             return tuple(out)
         (y_TD,) = out
-        self.post.put(THERE, number + 1, step.batch, y_TD.detach())
+        self.transfers.put(THERE, number + 1, step.batch, y_TD.detach())
         if y_TD.requires_grad:
             self.start(step, y_TD)
         return None
 
-    def start(self, step: Action, at: Tensor) -> None:
-        """Where backward of this stage and micro-batch will start."""
-        self._starts[step.stage, step.batch] = at
+    def start(self, step: Action, start_from: Tensor) -> None:
+        """Keep the tensor that backward of this stage and micro-batch starts from: the loss, or the stage's output."""
+        self._outputs[step.stage, step.batch] = start_from
 
     def backward(self, step: Action) -> None:
+        """Run the backward of one stage and micro-batch, and queue the gradient of its input for the stage before."""
         number, is_last = step.stage, step.batch == len(self.batches) - 1
-        self._count(self.batches[step.batch], number)  # what is recomputed leaves out the filler of its own batch
-        before_backward(self.parts[number], self.model, last=is_last, late=self._late)
-        if not self.model.sums_once:  # else all is summed at the end, whatever ran last
-            sum_replicas(self.parts[number].tower, now=step.batch == self._last_seen)
-        gradient = None if number == self.model.line.last else self.post.take(BACK, number, step.batch)
-        with self._waiting_with_weights(step):
-            torch.autograd.backward(self._starts.pop((number, step.batch)), gradient)
-        x_TD = self._came.pop((number, step.batch), None)
+        self._count(self.batches[step.batch], number)  # recompute must mask the padding of its own micro-batch
+        before_backward(self.parts[number], self.model, last=is_last, late=self._defers)
+        if not self.model.sums_once:  # with sum_once everything is reduced after the last micro-batch anyway
+            sum_replicas(self.parts[number].tower, now=step.batch == self._last_with_images)
+        gradient = None if number == self.model.line.last else self.transfers.take(BACK, number, step.batch)
+        with self._deferring_weight_grads(step):
+            torch.autograd.backward(self._outputs.pop((number, step.batch)), gradient)
+        x_TD = self._inputs.pop((number, step.batch), None)
         if x_TD is not None:
             assert x_TD.grad is not None, "every token of a stage has a gradient"
-            self.post.put(BACK, number - 1, step.batch, x_TD.grad)
+            self.transfers.put(BACK, number - 1, step.batch, x_TD.grad)
 
     def weights(self, step: Action) -> None:
-        """The gradients of weights that backward has left."""
+        """Compute the weight gradients that `backward` deferred (action W of zero bubble), and reduce them."""
         for job in self._jobs.pop((step.stage, step.batch), []):
             job()
         sum_late(self.parts[step.stage], last=step.batch == len(self.batches) - 1)
 
-    def _waiting_with_weights(self, step: Action) -> AbstractContextManager[None]:
-        if not self._late or not torch.is_grad_enabled():
+    def _deferring_weight_grads(self, step: Action) -> AbstractContextManager[None]:
+        """Return a context in which backward defers weight gradients as jobs, if the schedule wants that."""
+        if not self._defers or not torch.is_grad_enabled():
             return nullcontext()
         return ops.deferring_weight_grads(self._jobs.setdefault((step.stage, step.batch), []))
 
     def _count(self, batch: Batch, number: int) -> None:
-        """Tokens of filler count nothing in the balance of the experts."""
+        """Exclude padding tokens from expert counts and the aux loss of this micro-batch (transformers#28505)."""
         mesh = self.model.mesh
         lo, hi = mesh.token_range(len(batch))
-        filler_at = len(batch) - batch.num_filler
-        self.parts[number].balance.begin(torch.arange(lo, hi, device=mesh.device) < filler_at)
+        padding_at = len(batch) - batch.num_filler
+        self.parts[number].balance.begin(torch.arange(lo, hi, device=mesh.device) < padding_at)

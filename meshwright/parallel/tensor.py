@@ -1,4 +1,14 @@
-"""Tensor and sequence parallelism: a door between a rank's own tokens and those of its tp group gets its collective."""
+"""Tensor parallelism with sequence parallelism: give each door between own tokens and all tokens of a tp group its
+collective.
+
+Megatron-LM's column- and row-parallel linear layers (arXiv:1909.08053), with the residual stream split along the
+sequence (arXiv:2205.05198). A layer starts with `enter`, an all-gather of tokens, and ends with `leave`, a
+reduce-scatter of partial sums; each is the backward of the other. They send the bytes of Megatron's two all-reduces,
+and norms, residuals and their activations are split by tp too.
+
+A door is declared where the layer is written, so no list of module names has to match the model (a plan keyed by class
+or attribute name misses a renamed norm, DeepSpeed#8306).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +23,7 @@ from ..sharding import ENTER, LEAVE, MEET, Door, find_doors
 
 
 def arm(model: nn.Module, mesh: Mesh) -> None:
+    """Give every tp door of the model its collective. Without tp a door is the identity."""
     size = mesh.axes.tp
     if size == 1:
         return
@@ -23,8 +34,12 @@ def arm(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _collective(door: Door, size: int, group: str, name: str) -> Callable[[Tensor], Tensor]:
-    def at() -> str:  # a compiler must not see the name: it would make a graph for every layer
-        return "a door" if torch.compiler.is_compiling() else name
+    """Return the function of a door. Shapes: enter `[T/tp, D] -> [T, D]`, leave `[T, D] -> [T/tp, D]`, meet `[T, V/tp]
+    -> [T/tp, V]` as tp slices."""
+
+    def at() -> str:
+        # The name would be a constant of a compiled graph: one graph a layer instead of one for all.
+        return "a tensor parallel door" if torch.compiler.is_compiling() else name
 
     def enter(x: Tensor) -> Tensor:
         return AllGather.apply(x, size, group, at())

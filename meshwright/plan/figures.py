@@ -16,7 +16,7 @@ from ..blueprint import Blueprint
 from ..engine.step_bill import engine_bill
 from ..errors import ConfigError
 from ..memory.budget import Need, choices, fits, widths_of, with_hold
-from ..memory.simulate import Passing
+from ..memory.simulate import StepWork
 from ..mesh import Memory
 from ..parallel import Savings, gathers_wide, mark
 from ..sharding import (
@@ -145,11 +145,11 @@ class Figures:
         return Need(self.blueprint.spec, self.axes, held, self.passing)
 
     @property
-    def passing(self) -> Passing | None:
+    def passing(self) -> StepWork | None:
         """None of a model that has memory already: a sketch is made of one that is only drawn."""
         if not next(self.blueprint.module.parameters()).is_meta:
             return None
-        return Passing(self.work.tokens, self.work.num_batches, COMPUTE, self.savings)
+        return StepWork(self.work.tokens, self.work.num_batches, COMPUTE, self.savings)
 
     @property
     def num_parameters(self) -> int:

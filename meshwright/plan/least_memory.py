@@ -6,8 +6,8 @@ from functools import cache, cached_property
 
 from ..axes import Axes
 from ..blueprint import Blueprint
-from ..memory.meta_model import Paper
-from ..memory.simulate import Passing, activations
+from ..memory.meta_model import FakeMesh
+from ..memory.simulate import StepWork, activations
 from ..parallel import Savings
 from .figures import COMPUTE
 
@@ -72,7 +72,7 @@ class Least:
         """Bytes that all layers keep for backward of a micro-batch, on the fewest ranks that share out everything."""
         num_experts = self.blueprint.balance.num_experts
         ep = next(num for num in range(2, num_experts + 1) if num_experts % num == 0) if shares_experts else 1
-        paper = Paper(Axes(fsdp=max(2, ep), ep=ep), 0)
+        paper = FakeMesh(Axes(fsdp=max(2, ep), ep=ep), 0)
         (stage,) = self.blueprint.spec.stages(paper.axes, 0)
-        work = Passing(self.tokens, compute=COMPUTE, savings=Savings(recompute))
+        work = StepWork(self.tokens, compute=COMPUTE, savings=Savings(recompute))
         return activations(self.blueprint.spec, stage, paper, work).kept

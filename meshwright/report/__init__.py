@@ -1,4 +1,4 @@
-"""One page of what runs did, and how they compare: `meshwright report`."""
+"""`meshwright report`: one self-contained HTML page with the curves of a run, or of several runs side by side."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,5 +10,5 @@ from .run_page import report_page
 
 
 def write_report(folders: Sequence[Path], file: Path, origin: Mapping[str, str]) -> None:
-    """`origin`: what made it, when, and by which command."""
+    """Write the report of some runs. `origin`: what made it, when, and by which command."""
     write_page(file, report_page([read_run(folder) for folder in folders], origin))

@@ -1,4 +1,4 @@
-"""The last words of a run at the terminal: how it went, what it wrote, and what to do next."""
+"""The last lines that a run prints: how it ended, what it wrote, and the next commands."""
 
 from __future__ import annotations
 
@@ -10,44 +10,56 @@ from ..checkpoint import newest_whole
 from .run_files import METRICS, Run, read_folder
 from .summary import experts_warning, figure, outcome
 
-_ENDED_WELL = ("", "early stopping")  # only then is there an export of this run
-_NAME = 26  # columns of a name that was written
+_ENDED_WELL = ("", "early stopping")  # otherwise `export` is of an earlier run, or missing
+_NAME = 26  # width of the column of names
 
 
 def last_words(folder: Path, out: str) -> list[str]:
-    """Return lines for the terminal; none for a run that has made no step. `out`: the folder as the person wrote it."""
+    """Return the lines; none for a run without a step. `out`: the folder as the user wrote it.
+
+    The same verdict as on the page, so that terminal and report never disagree.
+    """
     run = read_folder(folder)
     if not run.of("step"):
         return []
-    written = [f"  {name:<{_NAME}} {what}" for name, what in _written(folder, run)]
+    outputs = [f"  {name:<{_NAME}} {what}" for name, what in _outputs(folder, run)]
     warning = experts_warning(run)
     return [
-        _how(run),
+        _verdict(run),
         *([f"warning: {warning}"] if warning else []),
         f"written to {out}:",
-        *written,
+        *outputs,
         "next:",
         *(f"  {command}" for command in _commands(folder, shlex.quote(out))),
     ]
 
 
-def _how(run: Run) -> str:
-    said = f"{outcome(run)[0]}; loss {figure(run.last.get('train/loss'))}"
-    return said if run.best is None else f"{said}; lowest held-out loss {figure(run.best[0])}, at step {run.best[1]:,}"
+def _verdict(run: Run) -> str:
+    """Return verdict and losses in one line."""
+    text = f"{outcome(run)[0]}; loss {figure(run.last.get('train/loss'))}"
+    return text if run.best is None else f"{text}; lowest held-out loss {figure(run.best[0])}, at step {run.best[1]:,}"
 
 
-def _written(folder: Path, run: Run) -> Iterator[tuple[str, str]]:
+def _outputs(folder: Path, run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what the run wrote, with its meaning.
+
+    `export` is listed only after a run that ended well: after a failure the directory may be of an earlier run.
+    """
     ended = run.of("end")
     if ended and ended[-1].get("why") in _ENDED_WELL and (folder / "export").is_dir():
         yield "export", "the trained weights, a Hugging Face directory"
-    for place, what in (("checkpoints", "the newest checkpoint"), ("best", "the one with the lowest held-out loss")):
-        if newest := newest_whole(folder / place):
-            num = len([*newest.parent.glob("step-*")])
-            yield f"{place}/{newest.name}", what + (f" of {num}" if num > 1 else "")
+    for subfolder, what in (
+        ("checkpoints", "the newest checkpoint"),
+        ("best", "the one with the lowest held-out loss"),
+    ):
+        if newest := newest_whole(folder / subfolder):
+            num_checkpoints = len([*newest.parent.glob("step-*")])
+            yield f"{subfolder}/{newest.name}", what + (f" of {num_checkpoints}" if num_checkpoints > 1 else "")
     yield METRICS, "every figure of every step"
 
 
 def _commands(folder: Path, out: str) -> Iterator[str]:
+    """Yield commands to try next."""
     yield f"meshwright report {out}"
     if newest_whole(folder / "checkpoints"):
         yield f'meshwright sample {out} --prompt "..."'

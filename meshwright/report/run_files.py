@@ -1,4 +1,15 @@
-"""What a run left in its folder, read as it is: also while it still runs, and when it was cut off in a line."""
+"""Read the files of a run: metrics.jsonl and others, also while it runs and when it was killed in the middle of a line.
+
+Numbers in these files come from whatever wrote them, so types and ranges are checked here once, and the page can trust
+them.
+
+Lines of metrics.jsonl, a kind each:
+
+  {"kind": "start", "step": 0, "mesh": {"fsdp": 2}, "world": 2, "num_steps": 1000, "time": ...}
+  {"kind": "step", "step": 1, "train/loss": 11.93, "train/grad_norm": 4.2, "throughput/tokens_per_s": 5120, ...}
+  {"kind": "eval", "step": 50, "eval/held_out/loss": 10.8}
+  {"kind": "end", "step": 1000, "why": ""}
+"""
 
 from __future__ import annotations
 
@@ -13,16 +24,16 @@ from ..errors import ConfigError
 from .starts import Failure, Start, failures, start_of
 
 METRICS = "metrics.jsonl"
-_NUMBERS = ("step", "time", "seconds", "num_steps", "from", "world", "number")
-_LARGEST = 3e38  # about the range of float32: what is larger is no number, as what is not finite
-_LATEST_S, _LONGEST_S = 1e10, 1e7  # since 1970, about the year 2286; of a step or a save, 115 days
+_NUMBER_FIELDS = ("step", "time", "seconds", "num_steps", "from", "world", "number")
+_LARGEST = 3e38  # about the range of float32; larger values are treated as NaN
+_LATEST_S, _LONGEST_S = 1e10, 1e7  # a time stamp up to the year 2286; a duration up to 115 days
 _OUR_FILES = ("config.toml", "environment.json", "layout.json", "verify.json", "failure.txt", "overcome.txt")
 
 
 @dataclass(frozen=True)
 class Run:
-    """`lines`: of each kind the values by step, those that were written last. A NaN is None there. `failed_at`: when
-    failure.txt was written."""
+    """A run. `lines`: by kind, one line a step, the last that was written. NaN is None. `failed_at`: when failure.txt
+    was written."""
 
     name: str
     lines: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -31,58 +42,64 @@ class Run:
     failed_at: float = 0.0
 
     def of(self, kind: str) -> Sequence[Mapping[str, Any]]:
+        """Return the lines of a kind."""
         return self.lines.get(kind, ())
 
     def json(self, name: str) -> Mapping[str, Any]:
-        """Of a file; empty where it is not there, or no JSON."""
+        """Return the object in a JSON file of the run; {} if it is missing or invalid."""
         try:
-            found = json.loads(self.texts.get(name, "{}"))
+            value = json.loads(self.texts.get(name, "{}"))
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
     @property
     def num_steps(self) -> int | None:
-        """That it was to make."""
+        """Return the steps that the run was to make, if known."""
         return next((int(start["num_steps"]) for start in reversed(self.of("start")) if "num_steps" in start), None)
 
     @property
     def last(self) -> Mapping[str, Any]:
+        """Return the line of the last step."""
         return self.of("step")[-1]
 
     @property
     def failure(self) -> str:
-        """Why the last start failed; "" if it goes on or has ended well."""
+        """Return why the last start failed; "" if it is running or ended well.
+
+        failure.txt stays in place after a restart, so its time is compared with that of the last start.
+        """
         return "" if self.of("end") or self._started_again else self.texts.get("failure.txt", "")
 
     @property
     def overcome(self) -> list[Failure]:
-        """Failures after which the run was started again. The last may still lie where it was written."""
-        found = failures(self.texts.get("overcome.txt", ""))
+        """Return failures after which the run was started again. The last may still be in failure.txt."""
+        failed = failures(self.texts.get("overcome.txt", ""))
         if "failure.txt" in self.texts and not self.failure:
-            found.append(Failure(self.failed_at, self.texts["failure.txt"].strip()))
-        return found
+            failed.append(Failure(self.failed_at, self.texts["failure.txt"].strip()))
+        return failed
 
     @property
     def _started_again(self) -> bool:
+        """Return whether a start followed the last failure."""
         return bool(self.starts) and self.failed_at < self.starts[-1].time
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The lowest mean of the held-out losses, and its step."""
-        found = []
+        """Return the lowest mean of held-out losses, and its step."""
+        means = []
         for line in self.of("eval"):
             losses = [value for name, value in line.items() if name.endswith("/loss")]
             if losses and None not in losses:
-                found.append((math.fsum(losses) / len(losses), int(line["step"])))
-        return min(found) if found else None
+                means.append((math.fsum(losses) / len(losses), int(line["step"])))
+        return min(means) if means else None
 
 
 def read_run(folder: Path) -> Run:
     """Read a run that has made a step."""
     file = folder / METRICS
     if not file.is_file():
-        raise ConfigError(f"{folder} holds no {METRICS}; give the `out` of a run's file, after its first step")
+        raise ConfigError(f"{folder} holds no {METRICS}; give the `out` directory of a run that has made a step")
     run = read_folder(folder)
     if not run.of("step"):
         raise ConfigError(f"{file} holds no step yet; a report needs one")
@@ -90,76 +107,91 @@ def read_run(folder: Path) -> Run:
 
 
 def read_folder(folder: Path) -> Run:
-    """Read whatever a run has left so far."""
-    kept: dict[str, dict[Any, dict[str, Any]]] = {}
+    """Read whatever a run has written so far."""
+    by_kind: dict[str, dict[Any, dict[str, Any]]] = {}
     starts: list[Start] = []
+    # Later lines win. A run that resumed from an older checkpoint has written some steps twice, and the second is what
+    # counts.
     for line in _lines(folder / METRICS):
         if line["kind"] == "start":
             starts.append(start_of(line))
-            _forget_after(kept, starts[-1].begins)
+            _forget_after(by_kind, starts[-1].begins)
         elif starts:
             starts[-1] = starts[-1].after(line)
-        kept.setdefault(line["kind"], {})[_key(line)] = line
-    ordered = {kind: [by[key] for key in sorted(by)] for kind, by in kept.items()}
+        by_kind.setdefault(line["kind"], {})[_key(line)] = line
+    ordered = {kind: [lines[key] for key in sorted(lines)] for kind, lines in by_kind.items()}
     texts = {name: _text(folder / name) for name in _OUR_FILES if (folder / name).is_file()}
     failed_at = (folder / "failure.txt").stat().st_mtime if "failure.txt" in texts else 0.0
     return Run(folder.resolve().name, ordered, texts, starts, failed_at)
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of a metrics file."""
     if not file.is_file():
         return
+    # Line by line: a long run has hundreds of MB, and the page needs one dict for each step.
     with file.open(encoding="utf-8", errors="replace") as lines:
-        yield from filter(None, map(_read, lines))
+        yield from filter(None, map(_parse_line, lines))
 
 
-def _read(line: str) -> dict[str, Any] | None:
-    """A line of ours. None: the last line of a run that was cut off or still runs, or one of another program."""
+def _parse_line(line: str) -> dict[str, Any] | None:
+    """Parse a line. None for a torn line or one of another program."""
     try:
-        found = json.loads(line, parse_constant=lambda _: None, parse_float=_finite, parse_int=_small)
+        found = json.loads(line, parse_constant=lambda _: None, parse_float=_float_or_none, parse_int=_int64_or_none)
     except (ValueError, RecursionError):
         return None
-    known = isinstance(found, dict) and isinstance(found.get("kind"), str) and isinstance(found.get("step"), int)
-    return found if known and all(_fits(name, value) for name, value in found.items()) else None
+    is_ours = isinstance(found, dict) and isinstance(found.get("kind"), str) and isinstance(found.get("step"), int)
+    return found if is_ours and all(_has_valid_type(name, value) for name, value in found.items()) else None
 
 
-def _finite(text: str) -> float | None:
+def _float_or_none(text: str) -> float | None:
+    """Parse a float; None if it is infinite or too large."""
     return value if abs(value := float(text)) <= _LARGEST else None
 
 
-def _small(text: str) -> int | None:
+def _int64_or_none(text: str) -> int | None:
+    """Parse an int; None if it does not fit into 64 bits."""
     return value if abs(value := int(text)) < 2**63 else None
 
 
-def _fits(name: str, value: Any) -> bool:
-    """Whether a value is of the kind that its name promises."""
+def _has_valid_type(name: str, value: Any) -> bool:
+    """Return whether a value has the type and range that its name implies.
+
+    A file that another program has touched must not break the page: a string where a number belongs drops the line.
+    """
     if name == "load":
         return isinstance(value, list) and all(_is_list_of(int | float, layer) for layer in value)
-    if name in _NUMBERS and not isinstance(value, int | float):
+    if name in _NUMBER_FIELDS and not isinstance(value, int | float):
         return False
     if name in ("time", "seconds") or name.startswith("time/"):
-        most = _LATEST_S if name == "time" else _LONGEST_S
-        return value is None or (isinstance(value, int | float) and abs(value) <= most)
+        limit = _LATEST_S if name == "time" else _LONGEST_S
+        return value is None or (isinstance(value, int | float) and abs(value) <= limit)
     if name.startswith("experts/") and isinstance(value, list):
         return _is_list_of(int | float | None, value)
     return "/" not in name or isinstance(value, int | float | None)
 
 
 def _is_list_of(kind: Any, value: Any) -> bool:
+    """Return whether a value is a list of a type."""
     return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
-def _key(found: Mapping[str, Any]) -> tuple[Any, ...]:
-    """One line a step, but for samples, of which there are several, and checkpoints, of which the best is one more."""
-    return (found["step"], found.get("number", 0), bool(found.get("best")))
+def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the key under which a later line replaces an earlier one: the step; samples have a number, the best
+    checkpoint is separate."""
+    return (line["step"], line.get("number", 0), bool(line.get("best")))
 
 
-def _forget_after(kept: Mapping[str, dict[Any, Any]], begins: int) -> None:
-    """A run that goes on from a checkpoint makes the steps behind it anew. How it ended before is past, too."""
-    for kind, by in kept.items():
-        for key in [key for key in by if kind == "end" or (kind != "start" and key[0] > begins)]:
-            del by[key]
+def _forget_after(by_kind: Mapping[str, dict[Any, Any]], begins: int) -> None:
+    """Drop the lines of steps that a resumed run makes again, and how it ended before.
+
+    Samples and evaluations of those steps are dropped with them; starts are kept, they are the history.
+    """
+    for kind, lines in by_kind.items():
+        for key in [key for key in lines if kind == "end" or (kind != "start" and key[0] > begins)]:
+            del lines[key]
 
 
 def _text(file: Path) -> str:
+    """Read a text file."""
     return file.read_text("utf-8", errors="replace")

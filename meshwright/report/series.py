@@ -1,4 +1,8 @@
-"""What the charts show, as plain numbers for the page."""
+"""The data of the charts: metrics of runs as thinned series of plain numbers.
+
+The page must stay small: a run of a million steps with ten metrics would be 200 MB of JSON. Thinned and rounded it is
+under a megabyte, and every spike is still in it.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +12,38 @@ from itertools import pairwise
 from typing import Any
 
 from .run_files import Run
-from .starts import Start, stretches
+from .starts import Start, surviving_starts
 
-POINTS = 2000  # of a curve, where two runs are compared at most
-_MATRIX_NUMBERS = 90_000  # of all matrices of experts together
+POINTS = 2000  # of a curve, for one or two runs; fewer for more
+_MATRIX_NUMBERS = 90_000  # cells of all heat maps together
 
 # Title and unit of each chart, in the order of the page, by the metric that it shows.
 CHARTS: dict[str, tuple[str, str]] = {
-    "train/loss": ("Loss", "of the training; with points: of held-out data"),
+    "train/loss": ("Loss", "training; dots: held-out data"),
     "source": ("Loss of each source", ""),
-    "train/grad_norm": ("Norm of the gradient", "before it is clipped"),
+    "train/grad_norm": ("Gradient norm", "before clipping"),
     "train/learning_rate": ("Learning rate", ""),
-    "throughput/tokens_per_s": ("Tokens a second", "without filler, over all devices"),
-    "throughput/mfu": ("Model FLOPs utilisation", "share of what the devices could do"),
-    "memory/peak_bytes": ("Memory", "GB, the most that any rank had so far"),
+    "throughput/tokens_per_s": ("Tokens a second", "without padding, over all devices"),
+    "throughput/mfu": ("Model FLOPs utilisation", "of the devices' peak"),
+    "memory/peak_bytes": ("Memory", "GB, peak of any rank so far"),
     "time/data_wait_share": ("Waiting for data", "share of a step"),
-    "experts/max_over_mean": ("Balance of the experts", "the busiest expert of the worst layer, by the mean"),
+    "experts/max_over_mean": ("Expert balance", "busiest expert of the worst layer, relative to the mean"),
 }
-_FROM_ZERO = ("memory/peak_bytes",)  # a chart from the lowest value on would show 5% more memory as a cliff
+_FROM_ZERO = ("memory/peak_bytes",)  # an axis that starts at the minimum would show 5% more memory as a cliff
 _SOURCE = "train/loss/"
 
 
 def chart_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """For the script of the page. Charts that no run has anything for are not there."""
-    most = max(200, min(POINTS, 2 * POINTS // len(runs)))
-    curves = {metric: _chart(metric, runs, most) for metric in CHARTS}
+    """Return the data of all charts as JSON for the page's script. Charts without values are left out.
+
+    Each curve refers to its x values by index into the run's shared lists, on all three axes (steps, tokens, seconds).
+    """
+    # The points of all runs together are bounded, so a comparison of ten runs is no slower to load than one.
+    max_points = max(200, min(POINTS, 2 * POINTS // len(runs)))
+    curves = {metric: _chart(metric, runs, max_points) for metric in CHARTS}
     return {
         "runs": [
-            {"name": run.name, "begin": _begin(run), "marks": _marks(run), **_places(n, run, curves)}
+            {"name": run.name, "begin": _begin(run), "marks": _marks(run), **_shared_axes(n, run, curves)}
             for n, run in enumerate(runs)
         ],
         "charts": [
@@ -43,45 +51,46 @@ def chart_data(runs: Sequence[Run]) -> dict[str, Any]:
             for metric, found in curves.items()
             if found
         ],
-        "experts": [_matrices(run, _MATRIX_NUMBERS // len(runs)) for run in runs],
+        "experts": [_expert_loads(run, _MATRIX_NUMBERS // len(runs)) for run in runs],
     }
 
 
 def _begin(run: Run) -> float:
+    """Return the time of the first step."""
     return float(run.of("step")[0].get("time") or 0)
 
 
 def _marks(run: Run) -> list[dict[str, Any]]:
-    """Where the run was started again, and the name of the mesh where that changes. The first has only a name."""
-    kept = stretches(run.starts)
-    names = [start.on for start in kept]
+    """Return where the run was restarted, and the mesh from there on if it changed."""
+    stretches_of_run = surviving_starts(run.starts)
+    names = [start.on for start in stretches_of_run]
     changes = len({*names}) > 1
     return [
         {
-            **_place(run, start),
+            **_mark_position(run, start),
             "mesh": names[n] if changes and (n == 0 or names[n] != names[n - 1]) else "",
             "again": n > 0,
         }
-        for n, start in enumerate(kept)
+        for n, start in enumerate(stretches_of_run)
     ]
 
 
-def _place(run: Run, start: Start) -> dict[str, Any]:
-    """Where a start begins, on each axis of the charts."""
+def _mark_position(run: Run, start: Start) -> dict[str, Any]:
+    """Return where a start begins, on each of the three x axes."""
     steps = run.of("step")
     line = steps[max(0, bisect_right(steps, start.begins, key=lambda line: line["step"]) - 1)]
     time = max(0.0, start.time - _begin(run))
     return {"step": line["step"], "tokens": line.get("train/tokens"), "time": round(time, 1)}
 
 
-def _places(number: int, run: Run, curves: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Where the points of all curves of a run lie, once. A curve then says by number which of them it has."""
-    mine = [curve for found in curves.values() for curve in found if curve["run"] == number]
-    steps = sorted({step for curve in mine for step in curve["step"]})
+def _shared_axes(number: int, run: Run, curves: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the x values of all curves of a run, once. A curve refers to them by index, which halves the page."""
+    own_curves = [curve for found in curves.values() for curve in found if curve["run"] == number]
+    steps = sorted({step for curve in own_curves for step in curve["step"]})
     at = {step: n for n, step in enumerate(steps)}
-    for curve in mine:
-        own = [at[step] for step in curve.pop("step")]
-        curve["at"] = None if own == [*range(len(steps))] else own  # None: all of them
+    for curve in own_curves:
+        own_points = [at[step] for step in curve.pop("step")]
+        curve["at"] = None if own_points == [*range(len(steps))] else own_points  # None: all of them
     lines = {line["step"]: line for line in (*run.of("eval"), *run.of("step"))}
     begin = _begin(run)
     return {
@@ -91,27 +100,33 @@ def _places(number: int, run: Run, curves: Mapping[str, Sequence[dict[str, Any]]
     }
 
 
-def _chart(metric: str, runs: Sequence[Run], most: int) -> list[dict[str, Any]]:
-    found = []
+def _chart(metric: str, runs: Sequence[Run], max_points: int) -> list[dict[str, Any]]:
+    """Return the curves of a metric."""
+    curves = []
     for number, run in enumerate(runs):
-        whose = f"{run.name}: " if len(runs) > 1 else ""
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
         for name in _names(metric, run):
-            label = run.name if name == metric else whose + name.removeprefix(_SOURCE)
-            curve = _curve([(line, _value(line, name)) for line in run.of("step")], most)
+            label = run.name if name == metric else prefix + name.removeprefix(_SOURCE)
+            curve = _curve([(line, _value(line, name)) for line in run.of("step")], max_points)
             if any(value is not None for value in curve["y"]):
-                found.append({"run": number, "label": label, **curve})
+                curves.append({"run": number, "label": label, **curve})
         if metric == "train/loss":
-            found += _held_out(number, run, most)
-    return found
+            curves += _held_out_curves(number, run, max_points)
+    return curves
 
 
 def _names(metric: str, run: Run) -> list[str]:
+    """Return the names of a metric's curves; "source" has one for each source."""
     if metric != "source":
         return [metric]
     return sorted({name for line in run.of("step")[:50] for name in line if name.startswith(_SOURCE)})
 
 
 def _value(line: Mapping[str, Any], name: str) -> float | None:
+    """Return a value of a line; for a value per layer, the largest.
+
+    For metrics with a value per layer the worst layer is shown.
+    """
     value = line.get(name)
     if isinstance(value, list):  # one number a layer
         value = max((each for each in value if each is not None), default=None)
@@ -120,56 +135,70 @@ def _value(line: Mapping[str, Any], name: str) -> float | None:
     return value
 
 
-def _curve(points: Sequence[tuple[Mapping[str, Any], float | None]], most: int) -> dict[str, Any]:
-    kept = [points[at] for at in thinned([value for _, value in points], most)]
+def _curve(points: Sequence[tuple[Mapping[str, Any], float | None]], max_points: int) -> dict[str, Any]:
+    """Return a thinned curve."""
+    points_kept = [points[at] for at in thin_indices([value for _, value in points], max_points)]
     return {
-        "step": [line["step"] for line, _ in kept],
-        "y": [significant(value) for _, value in kept],
+        "step": [line["step"] for line, _ in points_kept],
+        "y": [significant(value) for _, value in points_kept],
     }
 
 
-def _held_out(number: int, run: Run, most: int) -> Iterator[dict[str, Any]]:
+def _held_out_curves(number: int, run: Run, max_points: int) -> Iterator[dict[str, Any]]:
+    """Yield the held-out losses as points.
+
+    As points: evaluations are rare, and a line between them would suggest values that were never measured.
+    """
     names = sorted({name for line in run.of("eval") for name in line if name.endswith("/loss")})
     for name in names:
         points = [(line, line.get(name)) for line in run.of("eval")]
         label = f"{run.name}: {name.removeprefix('eval/').removesuffix('/loss')}"
-        yield {"run": number, "label": label, "points": True, **_curve(points, most)}
+        yield {"run": number, "label": label, "points": True, **_curve(points, max_points)}
 
 
-def _matrices(run: Run, most: int) -> dict[str, Any] | None:
-    """Loads by the mean of their layer, in hundredths. Of many matrices as many as fit, evenly spaced."""
+def _expert_loads(run: Run, max_points: int) -> dict[str, Any] | None:
+    """Return expert loads in percent of their layer's mean; of many steps as many as fit, evenly spaced.
+
+    A matrix of layers x experts for each step shown; percent of the mean makes layers comparable, and integers keep it
+    small.
+    """
     lines = [line for line in run.of("experts") if line.get("load") and line["load"][0]]
     if not lines:
         return None
-    size = sum(map(len, lines[-1]["load"]))
-    num = max(2, min(len(lines), most // size))
-    chosen = sorted({round(at * (len(lines) - 1) / max(1, num - 1)) for at in range(num)})
+    num_experts = sum(map(len, lines[-1]["load"]))
+    num_shown = max(2, min(len(lines), max_points // num_experts))
+    chosen = sorted({round(at * (len(lines) - 1) / max(1, num_shown - 1)) for at in range(num_shown)})
     return {
         "steps": [lines[at]["step"] for at in chosen],
-        "loads": [[_by_mean(layer) for layer in lines[at]["load"]] for at in chosen],
+        "loads": [[_percent_of_mean(layer) for layer in lines[at]["load"]] for at in chosen],
     }
 
 
-def _by_mean(layer: Sequence[float]) -> list[int]:
+def _percent_of_mean(layer: Sequence[float]) -> list[int]:
+    """Return loads in percent of their mean."""
     mean = sum(layer) / len(layer)
     return [round(100 * load / mean) if mean else 0 for load in layer]
 
 
-def thinned(values: Sequence[float | None], most: int) -> list[int]:
-    """Which points stay. A gap (None) stays a gap where it is the first or the last of its stretch."""
-    if len(values) <= most:
+def thin_indices(values: Sequence[float | None], max_points: int) -> list[int]:
+    """Return the indices of points to keep: first, last, minimum and maximum of each bin.
+
+    Every n-th point or a mean would hide a loss spike of one step, which is what people look for. Gaps (None) at the
+    ends of a bin stay.
+    """
+    if len(values) <= max_points:
         return [*range(len(values))]
     kept: set[int] = set()
-    stretches = max(1, most // 4)
-    bounds = [len(values) * n // stretches for n in range(stretches + 1)]
-    for begin, end in pairwise(bounds):
-        there = [at for at in range(begin, end) if values[at] is not None]
+    num_bins = max(1, max_points // 4)
+    edges = [len(values) * n // num_bins for n in range(num_bins + 1)]
+    for begin, end in pairwise(edges):
+        present = [at for at in range(begin, end) if values[at] is not None]
         kept |= {begin, end - 1}
-        if there:
-            kept |= {min(there, key=lambda at: values[at] or 0.0), max(there, key=lambda at: values[at] or 0.0)}
+        if present:
+            kept |= {min(present, key=lambda at: values[at] or 0.0), max(present, key=lambda at: values[at] or 0.0)}
     return sorted(kept)
 
 
 def significant(value: float | None, digits: int = 5) -> float | None:
-    """To so many significant digits: what a curve shows, and no more bytes."""
+    """Round to significant digits: enough for a curve, and a smaller page."""
     return None if value is None else float(f"{value:.{digits}g}")

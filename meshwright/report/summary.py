@@ -1,4 +1,4 @@
-"""The words and tables of the page, made here and not by its script: they are there for every reader."""
+"""The text and tables of a report, made here and not by the page's script, so that they can be read without it."""
 
 from __future__ import annotations
 
@@ -17,48 +17,57 @@ from .starts import endings
 
 
 def outcome(run: Run) -> tuple[str, str]:
-    """How far it came and how it ended; and whether that is well, still open, or a failure."""
+    """Return how far a run came and how it ended; and whether that is good, bad or still open.
+
+    "good" ends: all data, or early stopping. Signals and limits are "open", since such a run is usually resumed.
+    """
     step, total, ends = run.last["step"], run.num_steps, run.of("end")
-    of = f" of {total:,}" if total else ""
+    of_total = f" of {total:,}" if total else ""
     why = str(ends[-1].get("why", "")) if ends else ""
     if run.failure:
-        return f"failed after step {step:,}{of}", "bad"
+        return f"failed after step {step:,}{of_total}", "bad"
     if not ends:
-        return f"at step {step:,}{of}", "open"
+        return f"at step {step:,}{of_total}", "open"
     if why:
-        return f"ended at step {step:,}{of} by {why}", "good" if why == "early stopping" else "open"
+        return f"ended at step {step:,}{of_total} by {why}", "good" if why == "early stopping" else "open"
     return f"done, {counted(step, 'step')}", "good"
 
 
-def tiles(run: Run, *, short_ones: bool = False) -> list[tuple[str, str]]:
-    """The figures that one looks for first; of several runs only what may differ."""
+def tiles(run: Run, *, only_differing: bool = False) -> list[tuple[str, str]]:
+    """Return the headline figures; with several runs, only those that may differ.
+
+    Medians, not means, of throughput: the first step compiles, and steps with a checkpoint or an evaluation are longer.
+    """
     last, best, layout = run.last, run.best, run.json("layout.json")
-    found = [("loss of the last step", figure(last.get("train/loss")))]
+    rows = [("loss of the last step", figure(last.get("train/loss")))]
     if best:
-        found.append((f"lowest held-out loss, step {best[1]:,}", figure(best[0])))
-    found += [] if short_ones else [("tokens trained on", with_unit(last.get("train/tokens")))]
-    found.append(("tokens a second, median", with_unit(_median(run, "throughput/tokens_per_s"))))
+        rows.append((f"lowest held-out loss, step {best[1]:,}", figure(best[0])))
+    rows += [] if only_differing else [("tokens trained on", with_unit(last.get("train/tokens")))]
+    rows.append(("tokens a second, median", with_unit(_median(run, "throughput/tokens_per_s"))))
     if mfu := _median(run, "throughput/mfu"):
-        found.append(("MFU, median", f"{mfu:.1%}"))
+        rows.append(("MFU, median", f"{mfu:.1%}"))
     if peak := last.get("memory/peak_bytes"):
-        found.append(("most memory of a rank", decimal(int(peak))))
-    if layout.get("parameters") and not short_ones:
-        found.append(("parameters", with_unit(layout["parameters"])))
+        rows.append(("peak memory of a rank", decimal(int(peak))))
+    if layout.get("parameters") and not only_differing:
+        rows.append(("parameters", with_unit(layout["parameters"])))
     num = len(run.starts)
-    found.append((f"took, in {num} starts" if num > 1 else "took", _duration(run)))
-    return found
+    rows.append((f"took, in {num} starts" if num > 1 else "took", _duration(run)))
+    return rows
 
 
 def differing_fields(runs: Sequence[Run]) -> list[list[str]]:
-    """List the fields in which the configs differ, without where a run lies and what it logs: they change no curve."""
+    """Return the config fields in which runs differ, except output and logging, which change no curve.
+
+    Nested tables are flattened to dotted names, as `--set` takes them.
+    """
     flat = [dict(_flat(_config(run))) for run in runs]
     names = dict.fromkeys(name for each in flat for name in each if name != "out" and not name.startswith("log."))
     rows = [[name, *(_text(each.get(name, "")) for each in flat)] for name in names]
     return [row for row in rows if len({*row[1:]}) > 1]
 
 
-def placed(run: Run) -> list[list[str]]:
-    """Where parameters lie, a row a kind."""
+def parameter_table(run: Run) -> list[list[str]]:
+    """Return a row for each kind of parameter."""
     rows = run.json("layout.json").get("table", [])
     return [
         [str(row.get("name", "")), f"{row.get('count', 1)}", " x ".join(map(str, row.get("shape", []))),
@@ -69,7 +78,7 @@ def placed(run: Run) -> list[list[str]]:
 
 
 def starts(run: Run) -> tuple[list[str], list[list[str | Cell]]]:
-    """Every start: when, from which step to which, on which mesh, and how it ended; in grey what is past."""
+    """Return the table of starts: time, steps, mesh, ranks, end. Past ones are grey."""
     ended, past = endings(run.starts, run.overcome, run.failure), len(run.starts) - 1
     rows: list[list[str | Cell]] = [
         [
@@ -82,11 +91,15 @@ def starts(run: Run) -> tuple[list[str], list[list[str | Cell]]]:
 
 
 def when(time: float) -> str:
+    """Format a time."""
     return f"{datetime.datetime.fromtimestamp(time):%Y-%m-%d %H:%M}"
 
 
 def experts_warning(run: Run) -> str:
-    """One sentence if the router has given up experts, else ""."""
+    """Return a warning if the router no longer uses some experts, else "".
+
+    See `expert_collapse`: an expert counts as unused if it had almost no tokens for many steps.
+    """
     use = ExpertUse()
     for line in (*run.of("start"), *run.of("step")):
         use.take(line)
@@ -94,47 +107,59 @@ def experts_warning(run: Run) -> str:
 
 
 def mesh(run: Run) -> str:
+    """Return the mesh of a run."""
     layout = run.json("layout.json")
     sizes = " ".join(f"{axis}={size}" for axis, size in layout.get("mesh", {}).items() if size != 1)
     return f"{counted(int(layout.get('world', 1)), 'rank')}{', ' + sizes if sizes else ''}"
 
 
 def checkpoint_rows(run: Run) -> list[list[str]]:
+    """Return the table of checkpoints.
+
+    The time is that of the whole save, which an asynchronous one spends in the background.
+    """
     return [_checkpoint(line) for line in run.of("save")]
 
 
 def _checkpoint(line: Mapping[str, Any]) -> list[str]:
+    """Return a row of that table."""
     took = f"{line.get('seconds', 0):.1f} s"
     return [f"{line['step']:,}", str(line.get("path", "")), took, "best" if line.get("best") else ""]
 
 
 def held_out(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Return the table of held-out losses."""
     names = sorted({name for line in run.of("eval") for name in line if name.startswith("eval/")})
     head = ["step", *(name.removeprefix("eval/").replace("/", ", ") for name in names)]
     return head, [[f"{line['step']:,}", *(figure(line.get(name)) for name in names)] for line in run.of("eval")]
 
 
 def environment(run: Run) -> list[list[str]]:
+    """Return the table of the environment."""
     return [[name, _text(value)] for name, value in run.json("environment.json").items()]
 
 
 def proof(run: Run) -> tuple[str, bool] | None:
-    """What `meshwright verify --json` found, where somebody put that into the run."""
-    found = run.json("verify.json")
-    if not found:
+    """Return the result of `meshwright verify --json`, if somebody put that file into the run."""
+    verification = run.json("verify.json")
+    if not verification:
         return None
-    ok = found.get("ok") is True
-    return f"meshwright verify {'passed' if ok else 'FAILED'} on {found.get('mesh', 'its mesh')}", ok
+    ok = verification.get("ok") is True
+    return f"meshwright verify {'passed' if ok else 'FAILED'} on {verification.get('mesh', 'its mesh')}", ok
 
 
 def figure(value: Any) -> str:
+    """Format a number with four digits.
+
+    Four significant digits are what a reader compares; the files have all of them.
+    """
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) and 1e-3 < abs(value) < 1e4 else f"{value:.4g}"
 
 
 def with_unit(value: Any) -> str:
-    """12.3 M."""
+    """Format a large number, as in 12.3 M."""
     if value is None:
         return "-"
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -144,17 +169,19 @@ def with_unit(value: Any) -> str:
 
 
 def _median(run: Run, name: str) -> float | None:
-    found = sorted(line[name] for line in run.of("step") if line.get(name) is not None)
-    return found[len(found) // 2] if found else None
+    """Return the median over steps."""
+    values = sorted(line[name] for line in run.of("step") if line.get(name) is not None)
+    return values[len(values) // 2] if values else None
 
 
 def _duration(run: Run) -> str:
-    """Of all attempts, without the time between them."""
+    """Return the time of all steps, without the time between starts."""
     seconds = sum(line.get("time/step_s") or 0.0 for line in run.of("step"))
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _config(run: Run) -> Mapping[str, Any]:
+    """Return the parsed config of a run, {} if invalid."""
     try:
         return tomllib.loads(run.texts.get("config.toml", ""))
     except tomllib.TOMLDecodeError:
@@ -162,6 +189,7 @@ def _config(run: Run) -> Mapping[str, Any]:
 
 
 def _flat(value: Any, at: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the fields of nested tables by dotted name."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _flat(each, f"{at}.{name}" if at else name)
@@ -173,4 +201,5 @@ def _flat(value: Any, at: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
+    """Format a value as TOML does."""
     return "true" if value is True else "false" if value is False else str(value)

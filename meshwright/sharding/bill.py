@@ -16,7 +16,7 @@ from torch import nn
 from ..axes import DATA_RANK, Axes, Sum
 from .backward_reach import begins_in, part_of, passed
 from .context_split import head_splits
-from .doors import Dispatch, Door, Insert, Join, Swap, find_doors
+from .doors import Dispatch, Door, Join, ScatterVision, Swap, find_doors
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, expected_rows, hops
 from .fp8_blocks import SCALES, num_scales
 from .fsdp_units import TOWER, Unit
@@ -233,7 +233,7 @@ def _swaps(
 def _inserts(model: nn.Module, axes: Axes, rank: int, work: Work, passes: _Passes) -> Iterator[Charge]:
     """Charge for the vision tower's all-to-all: rows of frames to the ranks of their tokens, per micro-batch."""
     num_ranks, index = prod(axes.sizes(DATA_RANK)), axes.group(rank, DATA_RANK).index(rank)
-    for name, door in find_doors(model, Insert):
+    for name, door in find_doors(model, ScatterVision):
         for frames in work.pictures:
             if frames is not None:
                 exchange = route(frames, work.tokens, num_ranks, index, door.cost)

@@ -82,7 +82,7 @@ class Dispatch:
         return lambda: rows
 
 
-class Insert:
+class ScatterVision:
     """The door of a vision tower: rows of the frames that this rank ran -> rows for its own tokens.
 
     Frames are balanced over the cp and tp ranks of a data rank, so rows come from any of these. Both sides know all
@@ -241,7 +241,7 @@ def is_run(numbers: Sequence[int]) -> bool:
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 
-Kept = TypeVar("Kept", Door, Dispatch, Insert, Span, Swap, Join)
+Kept = TypeVar("Kept", Door, Dispatch, ScatterVision, Span, Swap, Join)
 
 
 def find_doors(model: nn.Module, kept: type[Kept]) -> Iterator[tuple[str, Kept]]:

@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checkpoint import runs_of_model
+from ..checkpoint import extents_of_model
 from ..data import (
     SUFFIXES,
     Batch,
@@ -18,17 +18,17 @@ from ..data import (
     ChatOptions,
     Documents,
     Feed,
+    ImageLimits,
     Make,
-    Marks,
     Part,
+    Placeholders,
     Plan,
     Processor,
     Ready,
-    Recipe,
+    TextOnly,
     Texts,
-    Unseeing,
+    TokenizeSpec,
     Unused,
-    Wishes,
     fetched_files,
     files_of,
     fingerprint_of,
@@ -68,8 +68,8 @@ class RowReader:
         config, pictures = read_config(self.directory), section.pictures
         ids = placeholders_of(config)
         image, video = tokenizer_of(self.directory).convert_ids_to_tokens(list(ids))
-        wishes = Wishes(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
-        return Processor(self.directory, Marks(image, video, ids), patch_of(config), wishes)
+        wishes = ImageLimits(_root(section), pictures.max_pixels, pictures.max_video_pixels, pictures.fps)
+        return Processor(self.directory, Placeholders(image, video, ids), patch_of(config), wishes)
 
 
 def _root(section: SourceSection) -> Path:
@@ -108,7 +108,7 @@ def documents_of(section: SourceSection, reader: RowReader, *, name: str = "") -
     make, told, unused = maker(section, reader)
     files = tuple(file.absolute() for path in paths for file in _files(path, section))
     name = name or section.name or ", ".join(paths)
-    recipe = Recipe(name, files, make, told, section.split, section.on_bad, unused)
+    recipe = TokenizeSpec(name, files, make, told, section.split, section.on_bad, unused)
     return prepare(recipe, reader.cache, processes=reader.processes)
 
 
@@ -163,7 +163,7 @@ def maker(section: SourceSection, reader: RowReader) -> tuple[Make, str, Unused]
         texts = Texts(tokenizer, section.fields)
         return *_unseeing(texts.documents, told, reader), texts.unused
     template, processor = read_template(section.template), reader.processor(section)
-    told += template + (processor.told if processor else "")
+    told += template + (processor.settings_key if processor else "")
     chat = _chat(section, directory, tokenizer, template, processor)
     return chat.documents, told, chat.unused
 
@@ -176,7 +176,7 @@ def _unseeing(make: Make, told: str, reader: RowReader) -> tuple[Make, str]:
     if not reader.tower:
         return make, told
     places = placeholders_of(read_config(reader.directory))
-    return Unseeing(make, places).documents, f"{told} {places}"
+    return TextOnly(make, places).documents, f"{told} {places}"
 
 
 def _chat(
@@ -197,7 +197,7 @@ def model_directory(model: str) -> Path:
     """Where config, tokenizer and templates lie."""
     path = path_of(model)
     if path.is_dir():
-        runs_of_model(path)  # a damaged tokenizer of a checkpoint is named before anything is read with it
+        extents_of_model(path)  # a damaged tokenizer of a checkpoint is named before anything is read with it
         return path
     if not is_hub_id(model):
         raise ConfigError(f"model = {model!r} is no directory and no hub id (org/name)")

@@ -1,6 +1,12 @@
-"""Hugging Face directories in and out, by intersection of boxes."""
+"""Read and write Hugging Face model directories (safetensors, config.json, index) for sharded models.
 
-from .checksums import Checks, Run, Runs, checksum, runs_of_json
+A parameter and a tensor of a file are both boxes of elements. Loading and exporting intersect them and turn the common
+boxes into byte ranges, so each rank reads and writes only what it stores, for any mesh. No rank builds the whole model
+and no collective distributes it: loaders that do so need the model's size on every host (ms-swift#9980) or hang in an
+implicit redistribute when ranks differ (VeOmni#642).
+"""
+
+from .checksums import Checks, Extent, Extents, checksum, extents_of_json
 from .directory import (
     Export,
     check_export,
@@ -20,7 +26,7 @@ from .quant_formats import BYTES
 from .random_init import fill_fresh
 from .read_plan import Read, fill, load_bill, plan_reads
 from .reader import Choice, Reader, carried_keys, check_keys, choose, chosen
-from .requantise import check_scaled, numbers_and_scales
+from .requantise import check_scaled, quantised_tensors
 from .safetensors_header import DTYPES, NAMES, TRAINABLE, Entry, read_header, read_json, read_stamped_json, short
 from .small_files import MANIFEST, TRAINER, SmallFiles, read_small
 from .source import CONFIG, Source, exists, open_index, open_source, path_of, read_config, read_stamped_config

@@ -1,4 +1,13 @@
-"""Write a Hugging Face directory from pieces: files, keys, layouts and dtypes as in the source; whole or not at all."""
+"""Export a model to a Hugging Face directory (safetensors, index, config, tokenizer), sharded and atomic.
+
+Every rank writes the rows it holds into files that rank 0 created at their final size, so no rank gathers the model.
+Keys, layouts, dtypes and file names are those of the source. Exports that derive them from the module instead lose
+tensors without an error: MTP weights that the module lacks (ms-swift#7848), a second head of a tied model
+(lmms-engine#157), float32 `A_log` written as bfloat16 (ms-swift#9412).
+
+The live model is only read. Casting parameters in place for the export changes the training that goes on (VeOmni#461);
+adding 1 to zero-centred norms and forgetting to subtract it shifts them at each export (Megatron-Bridge#1929).
+"""
 
 from __future__ import annotations
 
@@ -34,15 +43,18 @@ from .streaming import StoredModel
 from .writer import Files, make_files, whole_rows
 
 _COPY_BYTES = part_size(__name__, "_COPY_BYTES", 16 << 20, small=1001)
-_PUT_BACK = (
-    "tensors that are not trained are copied from it, and it is no longer the file that was loaded; move the old file "
-    "back to its place (a copy of it is another file), and keep it while the model is in use"
+_RESTORE_SOURCE = (
+    "untrained tensors are copied from it, so it must be the file that was loaded; move the old file back (a copy has "
+    "another inode and will not do), and keep it while the model is in use"
 )
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is to be written, and where. `small`: the tokenizer's and other small files, and where the model lies."""
+    """A planned export: key map, config, small files (tokenizer, templates) and target directory.
+
+    Nothing here refers to the live model. It can be planned, checked and reported before a tensor is touched.
+    """
 
     keymap: KeyMap
     config: Mapping[str, Any]
@@ -51,6 +63,7 @@ class Export:
     overwrite: bool = False
 
     def target(self) -> Target:
+        """Return the target with the names and bytes that will be written, for checks before anything is."""
         names = {CONFIG, *self.keymap.files, *self.small.names}
         if _has_index(self.keymap):
             names.add(INDEX)
@@ -58,7 +71,11 @@ class Export:
 
 
 def check_export(mesh: Mesh, export: Export) -> None:
-    """All that can be known of the place before anything is written. Every rank calls it; rank 0 looks."""
+    """Check the target before anything is written: all ranks call it, rank 0 looks, all raise.
+
+    Checks come before the first collective write because they are cheap and a failure after an hour of writing is not:
+    target, free space, the tokenizer files, and that files to copy from are unchanged.
+    """
 
     def check() -> None:
         if mesh.rank == 0:
@@ -71,39 +88,45 @@ def check_export(mesh: Mesh, export: Export) -> None:
 
 
 def write_directory(stored_model: StoredModel, export: Export) -> None:
-    """Write the model. Every rank calls it, and writes what it holds; rank 0 makes and places the directory."""
+    """Export the model. All ranks call it and write what they hold; rank 0 creates the directory and renames it into
+    place."""
     mesh = stored_model.mesh
-    with contextlib.ExitStack() as made:
+    # Scales first: they need collectives, and a failure there leaves no directory behind.
+    with contextlib.ExitStack() as stack:
         scales = scales_for(stored_model, export.keymap)
-        whole = _made(mesh, export, made)
-        _write_all(stored_model, export, whole, scales)
-        mesh.together(made.close, f"the export to {export.directory}", ExportError, _nothing(export))
+        directory = _create_directory(mesh, export, stack)
+        _write_all(stored_model, export, directory, scales)
+        mesh.together(stack.close, f"the export to {export.directory}", ExportError, _nothing(export))
 
 
 def _nothing(export: Export) -> str:
     return f"nothing was exported to {export.directory}"
 
 
-def _made(mesh: Mesh, export: Export, made: contextlib.ExitStack) -> Path:
-    """The directory to fill, with all that is small, and every file in its size. Rank 0 makes it."""
+def _create_directory(mesh: Mesh, export: Export, stack: contextlib.ExitStack) -> Path:
+    """Create the directory with small files and every weight file at its final size, on rank 0; return its path on all
+    ranks."""
 
-    def make() -> Path | None:
+    def create() -> Path | None:
         if mesh.rank:
             return None
-        folder = made.enter_context(atomic_directory(export.target()))
+        folder = stack.enter_context(atomic_directory(export.target()))
         write_small(export, folder)
         make_files(folder, export.keymap)
         return folder
 
     path: Path = mesh.broadcast_object(
-        mesh.together(make, f"the making of {export.directory}", ExportError, _nothing(export))
+        mesh.together(create, f"the making of {export.directory}", ExportError, _nothing(export))
     )
     return path
 
 
 def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: Mapping[str, Tensor]) -> None:
-    """What this rank holds, and its share of what is copied. After a failure it still exchanges rows with the others;
-    then all raise."""
+    """Write this rank's rows and its share of carried tensors and scales.
+
+    After a failure a rank keeps taking part in the exchanges of rows, without writing, until all ranks learn of it. A
+    rank that left early would leave the others in a collective until the timeout.
+    """
     mesh = stored_model.mesh
     failure: BaseException | None = None
     label = f"export to {export.directory} on rank {mesh.rank}"
@@ -112,34 +135,43 @@ def _write_all(stored_model: StoredModel, export: Export, folder: Path, scales: 
         Files(folder, export.keymap, scales=scales) as files,
         progress(label, _num_written(stored_model), "elements", enabled=mesh.rank == 0) as advance,
     ):
-        for act in _acts(stored_model, files, advance):
+        # Each action may contain an exchange of rows, in the generator between two yields. So the loop runs to its end
+        # even after a failure; only the writing is skipped.
+        for act in _write_actions(stored_model, files, advance):
             if interrupts:
                 failure = failure or KeyboardInterrupt()
             failure = failure or failure_in(act, ExportError, _nothing(export))
         mesh.all_or_none(failure, f"the writing of {export.directory}", ExportError)
 
 
-def _acts(stored_model: StoredModel, files: Files, advance: Advance) -> Iterator[Callable[[], None]]:
+def _write_actions(stored_model: StoredModel, files: Files, advance: Advance) -> Iterator[Callable[[], None]]:
+    """Yield the writes of this rank one by one, so that a failure of one does not skip the collectives of the next."""
+
     def write(piece: Piece, values: Tensor) -> None:
         files.write(piece, values)
         advance(piece.numel)
 
     for piece, values in whole_rows(stored_model):
         yield functools.partial(write, piece, values)
-    mine = (files, stored_model.mesh.rank, stored_model.mesh.axes.world)
-    yield functools.partial(copy_carried, *mine)
-    yield functools.partial(write_scales, *mine)
-    yield files.to_disk
+    args = (files, stored_model.mesh.rank, stored_model.mesh.axes.world)
+    yield functools.partial(copy_carried, *args)
+    yield functools.partial(write_scales, *args)
+    yield files.fsync
 
 
 def _num_written(stored_model: StoredModel) -> int:
+    """Count the elements that this rank writes."""
     spec, mesh = stored_model.spec, stored_model.mesh
-    mine = (rows_to_write(param, spec.rules, mesh.axes, mesh.rank) for param in spec.table)
-    return sum(piece.numel for piece in mine if piece.param.name in stored_model.stored)
+    pieces = (rows_to_write(param, spec.rules, mesh.axes, mesh.rank) for param in spec.table)
+    return sum(piece.numel for piece in pieces if piece.param.name in stored_model.stored)
 
 
 def copy_carried(files: Files, rank: int = 0, world: int = 1) -> None:
-    """The keys that are not trained, each by one rank."""
+    """Copy the keys that are not trained; key number n is copied by rank n mod world.
+
+    For Qwen3.5 trained as text these are the vision tower and the MTP layers: config.json counts them, so an export
+    without them would not load.
+    """
     keymap = files.keymap
     for number, name in enumerate(sorted(keymap.carried)):
         if number % world == rank:
@@ -147,43 +179,46 @@ def copy_carried(files: Files, rank: int = 0, world: int = 1) -> None:
 
 
 def _carried_bytes(keymap: KeyMap, name: str) -> Iterator[bytes]:
-    """As they are; as values, where their scales are not written."""
+    """Yield the bytes of a carried tensor unchanged; dequantised if the export writes no scales."""
     assert keymap.source is not None
+    # Bytes as they are, unless the export is dequantised and the tensor is not.
     if name not in keymap.source.scales or name in keymap.scales:
         yield from raw_bytes(keymap.source, name)
         return
-    wide = whole_values(keymap.source, name)
-    values = wide.to(DTYPES[keymap.keys[name].dtype])
-    if bool((wide.isfinite() & ~values.isfinite()).any()):
+    values32 = whole_values(keymap.source, name)
+    values = values32.to(DTYPES[keymap.keys[name].dtype])
+    if bool((values32.isfinite() & ~values.isfinite()).any()):
         raise ExportError(f"{name} has values that {values.dtype} cannot hold; export with a wider dtype=")
     yield values.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def raw_bytes(source: Source, key: str) -> Iterator[bytes]:
-    """The bytes of a carried tensor, as they are. Those of a checkpoint are compared with their checksums."""
+    """Yield the bytes of a tensor of the source, verified against their checksums if the source is a checkpoint."""
     entry = source.entries[key]
-    file = source.open(entry.file, _PUT_BACK)
+    file = source.open(entry.file, _RESTORE_SOURCE)
     try:
-        yield from _checked_bytes(source, entry, file) if entry.file in source.runs else _bytes(entry, file)
+        yield from _checked_bytes(source, entry, file) if entry.file in source.extents else _bytes(entry, file)
     finally:
         os.close(file.fd)
 
 
 def _bytes(entry: Entry, file: Opened) -> Iterator[bytes]:
+    """Yield the bytes of a tensor in parts of bounded size."""
     for at in range(entry.start, entry.stop, _COPY_BYTES):
         yield file.bytes_at(at, min(entry.stop - at, _COPY_BYTES))
 
 
 def _checked_bytes(source: Source, entry: Entry, file: Opened) -> Iterator[bytes]:
-    checks = Checks(source.directory, source.runs)
-    for start, stop, run in checks.parts(entry.file, entry.start, entry.stop):
-        data = file.bytes_at(run.start, run.stop - run.start)
-        checks.check(entry.file, run, data, entry.key)
-        yield data[start - run.start : stop - run.start]
+    """Yield the bytes of a tensor by extents. An extent is read whole to verify it, and cut to the tensor."""
+    checks = Checks(source.directory, source.extents)
+    for start, stop, extent in checks.split(entry.file, entry.start, entry.stop):
+        data = file.bytes_at(extent.start, extent.stop - extent.start)
+        checks.check(entry.file, extent, data, entry.key)
+        yield data[start - extent.start : stop - extent.start]
 
 
 def raw_tensor(source: Source, key: str) -> Tensor:
-    """A tensor of the source, exactly as stored: a dtype that torch does not know as its bytes."""
+    """Return a tensor of the source as stored. A dtype that torch lacks comes back as uint8 bytes."""
     entry = source.entries[key]
     flat = torch.frombuffer(bytearray(b"".join(raw_bytes(source, key))) or bytearray(1), dtype=torch.uint8)
     flat = flat[: entry.stop - entry.start]
@@ -191,39 +226,47 @@ def raw_tensor(source: Source, key: str) -> Tensor:
 
 
 def whole_values(source: Source, key: str) -> Tensor:
-    """Return a quantised tensor of the source times its scales, in float32."""
+    """Return the values of a quantised tensor of the source, dequantised to float32.
+
+    Used for tensors outside of the model (carried, converted).
+    """
     entry, whole = source.entries[key], Box.whole(source.entries[key].shape)
     with Reader(source) as reader:
         return reader.read(entry, Block(whole, key, tuple(entry.shape), whole), whole)
 
 
 def _check_carried(keymap: KeyMap) -> None:
+    """Check that the files from which tensors or scales will be copied are still those that were loaded."""
     if keymap.source is not None:
         of_source = {key: scale for key, scale in keymap.source.scales.items() if key in keymap.scales}
         read = {*keymap.carried, *of_source, *(key for scale in of_source.values() for key in scale.beside)}
         files = sorted({keymap.source.entries[key].file for key in read})
-        keymap.source.check_unchanged(files, _PUT_BACK)
+        keymap.source.check_unchanged(files, _RESTORE_SOURCE)
 
 
-def write_small(export: Export, whole: Path) -> None:
-    """Config, index, and copies of the small files."""
+def write_small(export: Export, folder: Path) -> None:
+    """Write config, index and small files."""
     keymap = export.keymap
     _check_carried(keymap)
-    export.small.write(whole)
-    if not _holds(whole / CONFIG, export.config):  # else the copy is kept, to the byte
-        (whole / CONFIG).write_text(json.dumps(export.config, indent=2) + "\n")  # to the byte as transformers does
+    export.small.write(folder)
+    # An unchanged config keeps the bytes of its source. A changed one is written with the bytes of save_pretrained.
+    if not _has_config(folder / CONFIG, export.config):
+        (folder / CONFIG).write_text(json.dumps(export.config, indent=2) + "\n")
     if _has_index(keymap):
+        # Fields that the source's index has beside weight_map and total_size are kept.
         index = dict(keymap.source.index or {}) if keymap.source else {}
         index["metadata"] = {**index.get("metadata", {}), "total_size": _total(keymap)}
         index["weight_map"] = {k.name: k.file for k in sorted(keymap.keys.values(), key=lambda k: k.name)}
-        (whole / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _has_index(keymap: KeyMap) -> bool:
+    """Return whether an index is written: for several files, or if the source has one."""
     return len(keymap.files) > 1 or (keymap.source is not None and keymap.source.index is not None)
 
 
-def _holds(path: Path, config: Mapping[str, Any]) -> bool:
+def _has_config(path: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether a file holds this very config."""
     try:
         return path.is_file() and read_json(path) == config
     except LoadError:
@@ -235,14 +278,20 @@ def _total(keymap: KeyMap) -> int:
 
 
 def exported_config(config: Mapping[str, Any], dtype: torch.dtype | None, keymap: KeyMap) -> dict[str, Any]:
-    """The source's config; a stated dtype where the export was asked to change it. It tells of scales where some are
-    written."""
+    """Return the config of the export: the source's, with the dtype that was asked for and the quantisation that is
+    written.
+
+    Loaders trust it. A config that says float16 over bfloat16 tensors, or that names a quantisation that is gone,
+    breaks them (TorchSpec#39).
+    """
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     if keymap.scales:
         config["quantization_config"] = keymap.quantization
     if dtype is None:
         return config
     name = str(dtype).removeprefix("torch.")
+    # `torch_dtype` is the old name of `dtype`; a config with both would be ambiguous. Multimodal configs repeat it for
+    # the text model.
     out = {k: v for k, v in config.items() if k != "torch_dtype"}
     if isinstance(out.get("text_config"), dict):
         out["text_config"] = {**{k: v for k, v in out["text_config"].items() if k != "torch_dtype"}, "dtype": name}

@@ -1,8 +1,11 @@
-"""A file that is opened more than once must be the same file each time: its stamp is taken from what is read.
+"""Notice when a model file changes between two reads: compare inode, size and modification time of the open descriptor.
 
-A writer that replaces files, or writes into them, while we read would leave us a mixture of two versions. A path says
-nothing of that; a descriptor does. Not seen is a writer who leaves size and time of change as they were in a file that
-he writes into, and two writes within one tick of the file system's clock.
+A model is read in several passes: headers, then rows, then carried tensors at export, maybe days later. A training job
+elsewhere may replace the files meanwhile, and a mixture of two versions loads without an error. The path says nothing
+of that; `fstat` of what is open does.
+
+Limits: a writer who writes in place and restores size and mtime is not seen, nor are two writes within one tick of the
+file system's clock.
 """
 
 from __future__ import annotations
@@ -19,70 +22,85 @@ from ..errors import BrokenFile, LoadError
 
 @dataclass(frozen=True)
 class Stamp:
-    """What tells one version of a file from another."""
+    """The identity of one version of a file: inode, size and modification time."""
 
     inode: int
     num_bytes: int
     changed_ns: int
 
     def change_to(self, now: Stamp) -> str:
-        """What differs, in words."""
+        """Describe how another version differs from this one.
+
+        The hint with `touch -d` restores the modification time to the nanosecond, for the case that a tool touched
+        files without changing them.
+        """
         if now.inode != self.inode:
             return f"it is another file now (inode {now.inode}, it was {self.inode})"
         if now.num_bytes != self.num_bytes:
             return f"it has {now.num_bytes} bytes now, it had {self.num_bytes}"
-        seconds, rest = divmod(self.changed_ns, 10**9)
+        seconds, nanoseconds = divmod(self.changed_ns, 10**9)
         return (
             f"it was written into, or touched, {(now.changed_ns - self.changed_ns) / 1e9:.3f} s after the version that "
-            f"was read (if it was only touched, `touch -d @{seconds}.{rest:09} FILE` gives it back its time)"
+            f"was read (if it was only touched, restore its time with `touch -d @{seconds}.{nanoseconds:09} FILE`)"
         )
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A regular file, open for reading."""
+    """A regular file, open for reading, with its version."""
 
     path: Path
     fd: int
     stamp: Stamp
 
-    def refuse_other_than(self, was: Stamp, way_out: str) -> None:
-        if self.stamp != was:
-            raise LoadError(f"{self.path} has changed since it was first read: {was.change_to(self.stamp)}; {way_out}")
+    def refuse_other_than(self, expected: Stamp, fix: str) -> None:
+        """Raise LoadError if this is not the `expected` version. `fix` ends the error.
+
+        The message names what differs and how to undo it. A `cp -r` without `-p`, or a `touch`, changes the time alone,
+        and is refused too: proving that the content is equal would mean reading it all.
+        """
+        if self.stamp != expected:
+            raise LoadError(f"{self.path} has changed since it was first read: {expected.change_to(self.stamp)}; {fix}")
 
     def bytes_at(self, start: int, length: int) -> bytes:
-        """All of them, or an error."""
-        parts, at = [], start
+        """Return exactly `length` bytes from `start`, or raise BrokenFile."""
+        chunks, at = [], start
         try:
-            while at < start + length and (part := os.pread(self.fd, start + length - at, at)):
-                parts.append(part)
-                at += len(part)
+            while at < start + length and (chunk := os.pread(self.fd, start + length - at, at)):
+                chunks.append(chunk)
+                at += len(chunk)
         except OSError as error:
             raise BrokenFile(
                 f"{self.path} cannot be read: {error.strerror}; check its permissions and its disk"
             ) from error
         if at != start + length:
             raise BrokenFile(f"{self.path} ended at byte {at} of {start + length} while it was read; fetch it again")
-        return b"".join(parts)
+        return b"".join(chunks)
 
 
 def open_file(path: Path) -> Opened:
-    """Whatever else has the name (a directory, a pipe, a broken link) is refused. The caller closes it."""
+    """Open a regular file; the caller closes it. Raise BrokenFile for a directory, a pipe or a broken link.
+
+    The version is taken from the descriptor, not from the path, so file and version cannot be of two different files.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+        fd = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK
+        )  # opening a named pipe would otherwise block until a writer comes
     except OSError as error:
         raise BrokenFile(
-            f"{path} cannot be read: {error.strerror}; fetch it again, mend the link, or check its permissions"
+            f"{path} cannot be read: {error.strerror}; fetch it again, repair the link, or check its permissions"
         ) from error
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
+    stat_result = os.fstat(fd)
+    if not stat.S_ISREG(stat_result.st_mode):
         os.close(fd)
-        raise BrokenFile(f"{path} is no regular file; put the file itself there, or a link to it")
-    return Opened(path, fd, Stamp(found.st_ino, found.st_size, found.st_mtime_ns))
+        raise BrokenFile(f"{path} is not a regular file; put the file itself there, or a link to it")
+    return Opened(path, fd, Stamp(stat_result.st_ino, stat_result.st_size, stat_result.st_mtime_ns))
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Opened]:
+    """Open a regular file for the time of a block."""
     file = open_file(path)
     try:
         yield file

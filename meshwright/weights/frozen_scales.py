@@ -1,6 +1,8 @@
-"""Frozen matrices that stay as their files have them: numbers in 8 bits, with a grid of their scales beside them.
+"""Frozen FP8 weights kept as their files have them: codes in uint8, with their grid of scales (for LoRA or frozen
+parts).
 
-Who computes, exports or saves wants values. These are made when they are asked for, of one parameter at a time.
+Keeping codes takes a quarter of float32. Compute, export and checkpoints want values; they are dequantised on demand,
+one parameter at a time.
 """
 
 from __future__ import annotations
@@ -22,25 +24,36 @@ from .source import Source
 
 
 def grid_of(param: Param, box: Box, layout: Layout, reader: Reader) -> Grid:
-    """Of the matrix of a box, which is what tp and ep leave of a parameter: FSDP gathers all of its rows."""
+    """Return the scales of a matrix: what tp and ep leave of a parameter, with all rows, because FSDP gathers all rows.
+
+    A stacked parameter (experts, fused gate and up) is made of several blocks, each with scales of its own in the
+    files. The grid stacks them and maps each row of the parameter to its row of scales.
+
+    FSDP cuts rows anywhere, and after its all-gather the whole matrix is multiplied; so scales are kept for all rows,
+    while codes are sharded. Scales are 1/16384 of the elements.
+    """
     num_rows = len(param.rows)
-    rows, tables, first = torch.zeros(box.shape[:num_rows], dtype=torch.int64), list[Tensor](), 0
+    rows, scales, num_scale_rows = torch.zeros(box.shape[:num_rows], dtype=torch.int64), list[Tensor](), 0
     columns = torch.zeros(0, dtype=torch.int64)
     for block in layout.blocks:
-        common = block.ours.meet(box)
-        if common is not None:
-            places, table = reader.scales_of(block, common)
-            at = places.rows.reshape(places.rows.shape[:num_rows])  # it has one element in each other dim
-            rows[common.within(box).slices[:num_rows]] = at + first
-            columns = places.columns.reshape(-1)  # the same of all blocks, which have whole rows
-            tables.append(table)
-            first += len(table)
-    return Grid(torch.cat(tables), rows.view(-1), columns)
+        overlap = block.ours.meet(box)
+        if overlap is not None:
+            indices, block_scales = reader.scales_of(block, overlap)
+            row_of_scales = indices.rows.reshape(indices.rows.shape[:num_rows])  # size 1 in every other dim
+            rows[overlap.within(box).slices[:num_rows]] = row_of_scales + num_scale_rows
+            columns = indices.columns.reshape(-1)  # equal for all blocks: each has whole rows
+            scales.append(block_scales)
+            num_scale_rows += len(block_scales)
+    return Grid(torch.cat(scales), rows.view(-1), columns)
 
 
 @dataclass(frozen=True, eq=False)
 class Values(Mapping[str, Tensor]):
-    """What is stored of parameters: live memory. Of those in 8 bits, which have a grid, values that are made anew."""
+    """A mapping of stored tensors by parameter: live memory, or for frozen FP8 weights their dequantised values.
+
+    `mw.export`, checkpoints and streaming read it like a dict of tensors and need not know which parameters are FP8.
+    Only dequantised copies are made, one at a time.
+    """
 
     stored: Mapping[str, Tensor]
     grids: Mapping[str, Grid] = field(default_factory=dict)  # of the rows that are stored
@@ -58,36 +71,39 @@ class Values(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self.stored
 
-    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | NumbersView]]:
-        """What is stored of a parameter, as `piece.views` gives it; of numbers, values of what is asked for."""
+    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | QuantisedView]]:
+        """Yield the boxes of a piece with their stored values, as `Piece.views` does. FP8 codes are dequantised when
+        indexed."""
         stored, grid, num_rows = self.stored[piece.param.name], self.grids.get(piece.param.name), len(piece.param.rows)
-        at = 0
+        first_row = 0
         for box, view in piece.views(stored):
             if grid is None:
                 yield box, view
                 continue
             shape = box.shape
-            num = prod(shape[:num_rows])
-            rows = grid.rows[at : at + num].view(shape[:num_rows])
-            yield box, NumbersView(view, grid.scales, rows, grid.columns.view(shape[num_rows:]))
-            at += num
+            num_rows_of_box = prod(shape[:num_rows])
+            rows = grid.rows[first_row : first_row + num_rows_of_box].view(shape[:num_rows])
+            yield box, QuantisedView(view, grid.scales, rows, grid.columns.view(shape[num_rows:]))
+            first_row += num_rows_of_box
 
-    def only(self, wanted: Callable[[str], bool]) -> Values:
-        return replace(self, stored={name: tensor for name, tensor in self.stored.items() if wanted(name)})
+    def only(self, keep: Callable[[str], bool]) -> Values:
+        """Return the parameters for which `keep(name)` is true."""
+        return replace(self, stored={name: tensor for name, tensor in self.stored.items() if keep(name)})
 
     def beside(self, more: Mapping[str, Tensor]) -> Values:
+        """Return the mapping with more tensors."""
         return replace(self, stored={**self.stored, **more})
 
     @property
     def apart(self) -> tuple[dict[str, Tensor], Values]:
-        """What can be written into, and what cannot."""
-        live = {name: tensor for name, tensor in self.stored.items() if name not in self.grids}
-        return live, self.only(lambda name: name in self.grids)
+        """Return the tensors that can be written into, and the frozen FP8 ones that cannot."""
+        writable = {name: tensor for name, tensor in self.stored.items() if name not in self.grids}
+        return writable, self.only(lambda name: name in self.grids)
 
 
 @dataclass(frozen=True)
-class NumbersView:
-    """Numbers in the shape of a box, and the row and column of scales that they have."""
+class QuantisedView:
+    """FP8 codes in the shape of a box. Indexing it dequantises the selected part."""
 
     codes: Tensor
     scales: Tensor
@@ -102,7 +118,13 @@ class NumbersView:
 
 
 def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source) -> None:
-    """Frozen matrices cannot take other values: those that this rank finds in a source must be the same."""
+    """Check that a source has the values of the frozen FP8 weights of this rank.
+
+    They cannot take other values, so loading a different checkpoint into the model must fail, not skip them.
+
+    Compared value by value after dequantising, so a checkpoint with other codes and scales but equal values is
+    accepted.
+    """
     total = sum(read.piece.numel for read in plan)
     label = f"compare what is frozen with {source.directory} on rank {rank}"
     with (
@@ -110,22 +132,22 @@ def check_same(values: Values, rank: int, plan: Sequence[Read], source: Source) 
         progress(label, total, "elements", enabled=bool(plan) and rank == 0) as advance,
     ):
         for read in plan:
-            name, found = read.piece.param.name, torch.empty(read.piece.shape, dtype=torch.float32, device="cpu")
-            reader.fill(read.layout, read.piece, found)
-            if not _same(found, values[name].cpu()):
+            name, values32 = read.piece.param.name, torch.empty(read.piece.shape, dtype=torch.float32, device="cpu")
+            reader.fill(read.layout, read.piece, values32)
+            if not _equal_with_nan(values32, values[name].cpu()):
                 raise LoadError(
-                    f"{source.directory} has other values of {name}, which is frozen and in 8 bits as the files of the "
-                    "model have it; load the model from there, or train what was trained"
+                    f"{source.directory} has other values of {name}, which is frozen and kept in 8 bits as the model's "
+                    "files have it; load the model from there, or freeze the same parameters as that run did"
                 )
             advance(read.piece.numel)
     source.check_unchanged(source.stamps)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """NaN is NaN."""
+def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, with NaN equal to NaN."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def rows_of(piece: Piece, grid: Grid) -> Grid:
-    """Of the rows that a rank stores."""
+    """Return the scales of the rows that a rank stores."""
     return grid[piece.lo : piece.hi]

@@ -1,6 +1,7 @@
-"""A hub id becomes a directory: one process of each node downloads it, and the others then find it in the cache.
+"""Resolve a model id of the Hugging Face hub to a local directory: one process per node downloads, the others read its
+cache.
 
-A directory of this machine is taken as it is, and no rank talks to another.
+A local directory is used as it is, without any communication.
 """
 
 from __future__ import annotations
@@ -17,48 +18,64 @@ from ..errors import LoadError
 from ..mesh import Mesh
 from .source import exists, path_of
 
-_SMALL = ("*.json", "*.txt", "*.model", "*.jinja")  # config, index, tokenizer, templates
-_WEIGHTS = ("*.safetensors",)
-_SECONDS = {True: 10.0, False: 4.0}  # that the hub may take to answer before the cache is taken; with weights or not
+_SMALL_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # config, index, tokenizer, templates
+_WEIGHT_PATTERNS = ("*.safetensors",)
+# Seconds that the hub may take to answer before the cache is used, with weights and without.
+_SECONDS = {True: 10.0, False: 4.0}
 _LETTERS = frozenset(string.ascii_letters + string.digits + "-_.")
 
 
 def local_directory(source: str | os.PathLike[str], mesh: Mesh | None, *, weights: bool = True) -> Path:
-    """Where a source lies on this machine. `weights`: whether its safetensors files are wanted too."""
+    """Return the local directory of a source. `weights`: whether safetensors files are needed too.
+
+    Order: an existing directory, then an error for a file, then the form of a hub id. A typo in a path is reported as
+    that, unless it looks like `org/name`.
+    """
     if not isinstance(source, str | os.PathLike):
-        raise LoadError(f"{source!r} is no path; give a Hugging Face model directory, or a hub id (org/name)")
+        raise LoadError(f"{source!r} is not a path; give a Hugging Face model directory, or a hub id (org/name)")
     path = path_of(source)
     if exists(path, Path.is_dir):
-        return path.resolve()  # looked at again at export, wherever the process is then, and a link may point elsewhere
+        # Absolute and without links: the directory is read again at export, after a chdir or a change of the link.
+        return path.resolve()
     if exists(path, Path.is_file):
         raise LoadError(f"{path} is a file; give the directory that holds it")
     if not is_hub_id(os.fspath(source)):
-        raise LoadError(f"{path} is no directory and no hub id (org/name); give a Hugging Face model directory")
+        raise LoadError(f"{path} is neither a directory nor a hub id (org/name); give a Hugging Face model directory")
     return _fetch(os.fspath(source), mesh or Mesh(), weights)
 
 
 def is_hub_id(source: str) -> bool:
+    """Return whether a string has the form `org/name`."""
     parts = source.split("/")
     return len(parts) == 2 and all(p and set(p) <= _LETTERS and p[0] not in "-." for p in parts)
 
 
 def _fetch(hub_id: str, mesh: Mesh, weights: bool) -> Path:
+    """Download on local rank 0 first, then on the others, which find everything in the cache.
+
+    All ranks learn of a failure, so none waits for files that will not come.
+    """
     first, fetch = os.environ.get("LOCAL_RANK", "0") == "0", functools.partial(download, hub_id, weights)
-    paths = [  # the first of each node, then the others, which find it in the cache
-        mesh.together(fetch if mine else Path, f"the download of {hub_id}", LoadError, "nothing was loaded")
-        for mine in (first, not first)
+    # Two rounds: local rank 0 downloads, then the others call the same function and hit the cache.
+    paths = [
+        mesh.together(fetch if is_turn else Path, f"the download of {hub_id}", LoadError, "nothing was loaded")
+        for is_turn in (first, not first)
     ]
     return paths[not first]
 
 
 def download(hub_id: str, weights: bool) -> Path:
-    """For one process by itself: it talks to the hub, and to no other rank."""
-    patterns = [*_SMALL, *(_WEIGHTS if weights else ())]
+    """Download with huggingface_hub, in this process alone.
+
+    Weights are large and change rarely. So the hub gets 10 seconds to answer whether there is a newer revision; then
+    the cache is used.
+    """
+    patterns = [*_SMALL_PATTERNS, *(_WEIGHT_PATTERNS if weights else ())]
     try:
-        at = huggingface_hub.snapshot_download(
+        path = huggingface_hub.snapshot_download(
             hub_id, allow_patterns=patterns, ignore_patterns=["*/*"], etag_timeout=_SECONDS[weights]
         )
-        return Path(at)
+        return Path(path)
     except (
         OSError,
         RuntimeError,
@@ -66,10 +83,11 @@ def download(hub_id: str, weights: bool) -> Path:
         hub.HFValidationError,
         hub.HTTPError,
     ) as error:  # plain ones too
-        raise LoadError(f"{hub_id} is no directory here, and could not be fetched: {_reason(error)}") from error
+        raise LoadError(f"{hub_id} is not a local directory, and fetching it failed: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
+    """Return why a download failed, with the fix."""
     if isinstance(error, hub.GatedRepoError):
         return "it is gated; ask for access on its hub page, then log in with `hf auth login`"
     if isinstance(error, hub.RepositoryNotFoundError):

@@ -1,4 +1,10 @@
-"""The key map: how the files of a model spell it. It is recorded when a model is loaded, and used to export it."""
+"""The key map: which keys, dtypes, layouts and files spell a model's parameters. Recorded at load, used for export.
+
+Export follows what was read, not the model class. Qwen checkpoints of one architecture differ: experts per expert or
+fused, tied heads stored or not (torchtune#2669), float32 `A_log` beside bfloat16 matrices (ms-swift#9412), MTP experts
+fused in one family and apart in the next (NeMo-Automodel#2595). Inference engines expect the key names of the hub
+(verl#6896).
+"""
 
 from __future__ import annotations
 
@@ -24,11 +30,12 @@ _MAX_FILE_BYTES = part_size(__name__, "_MAX_FILE_BYTES", 5_000_000_000, small=60
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype that all of these promote to."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
-class Key(NamedTuple):  # a model has 37,000 of them, in four planes
-    """One tensor of an export."""
+class Key(NamedTuple):
+    """One tensor of an export. A tuple: 235B has 37,000 of them, in four state sets."""
 
     name: str
     dtype: str
@@ -37,60 +44,73 @@ class Key(NamedTuple):  # a model has 37,000 of them, in four planes
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the tensor in a file."""
         return num_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
-class Head:
-    """How a file begins, where each of its keys does, and how long it is."""
+class FileHeader:
+    """The header of a safetensors file, the offset of each tensor, and the size of the file."""
 
-    data: bytes
+    header_bytes: bytes
     starts: Mapping[str, int]
     file_bytes: int
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Layout choice, dtype and file of every key."""
+    """The layout choice, and the dtype and file of every key.
+
+    Example: for experts that the source has as one tensor, `choice["experts"] == "fused"`, and `keys` has
+    `...experts.gate_up_proj [E, 2F, D]`; for a source with a key for each expert and projection the same parameters
+    have E x 3 keys. The model and its shards do not differ.
+    """
 
     choice: Choice
-    keys: Mapping[str, Key]  # in the order of files and of their bytes
-    carried: frozenset[str] = frozenset()  # keys that are not trained, and kept byte for byte
-    fresh: frozenset[str] = frozenset()  # parameters that the source lacks: they are drawn
+    keys: Mapping[str, Key]  # in the order of files, and of bytes within a file
+    carried: frozenset[str] = frozenset()  # keys that the model lacks (MTP): copied byte for byte
+    fresh: frozenset[str] = frozenset()  # parameters that the source lacks (a value head): initialised
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by file
-    source: Source | None = None  # the files; new weights have none
-    scales: Mapping[str, Scale] = field(default_factory=dict)  # of keys that are written as 8-bit numbers
-    quantization: Mapping[str, Any] = field(default_factory=dict)  # what `config.json` is to tell of them
-    used: torch.dtype = torch.float32  # what products see of a weight, of which 8-bit numbers are made
+    source: Source | None = None  # None for new weights
+    scales: Mapping[str, Scale] = field(default_factory=dict)  # of keys that are written in FP8
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization_config of the export
+    used: torch.dtype = torch.float32  # the dtype in which matmuls see a weight, and from which it is quantised
 
     @property
     def files(self) -> list[str]:
+        """Return the file names in order."""
         return list(dict.fromkeys(k.file for k in self.keys.values()))
 
     @functools.cached_property
-    def heads(self) -> dict[str, Head]:
-        """By file. Those of 37,000 keys take a good part of a second, and are asked for more than once."""
+    def headers(self) -> dict[str, FileHeader]:
+        """Return the header of each file. Cached: those of 37,000 keys take a good part of a second."""
         by_file: dict[str, list[Key]] = {}
         for key in self.keys.values():
             by_file.setdefault(key.file, []).append(key)
-        return {file: head_of(keys, self.metadata.get(file, {})) for file, keys in by_file.items()}
+        return {file: file_header(keys, self.metadata.get(file, {})) for file, keys in by_file.items()}
 
     @functools.cached_property
     def starts(self) -> dict[str, int]:
-        """Where the bytes of every key begin in its file."""
-        return {key: start for head in self.heads.values() for key, start in head.starts.items()}
+        """Return the offset of each key's bytes in its file."""
+        return {key: start for header in self.headers.values() for key, start in header.starts.items()}
 
     def file_dtype(self, param: Param) -> torch.dtype:
-        """The narrowest dtype that holds all that the files say of a parameter: several keys may differ. A number times
-        its scale needs float32."""
+        """Return the narrowest dtype that holds a parameter's values as the files have them. A code times its scale
+        needs float32.
+
+        Parameters are sent between ranks in this dtype, and compared with the stored dtype to decide whether an export
+        or a state set would round.
+        """
         keys, scaled = chosen(param, self.choice).keys, self.source.scales if self.source else ()
         return widest(
             torch.float32 if key in scaled else DTYPES[self.keys[key].dtype] for key in keys if key in self.keys
         )
 
-    def in_numbers(self, param: Param) -> bool:
-        """Whether it can be kept as its files have it, in 8 bits: whole rows of matrices that are not turned."""
+    def stays_quantised(self, param: Param) -> bool:
+        """Return whether a frozen parameter can be kept in FP8 as its files have it: whole rows of matrices that are
+        not transposed."""
         source, blocks = self.source, chosen(param, self.choice).blocks
+        # `low`: a matmul uses it, so FP8 has a meaning for it. Embeddings are looked up and norms are vectors.
         if source is None or not param.low or param.matrix[1] == 1:
             return False
         scales = [source.scales.get(block.key) for block in blocks]
@@ -98,17 +118,25 @@ class KeyMap:
         return kept and not any(block.turned or block.source.shape[-1] != param.matrix[1] for block in blocks)
 
     def only_read(self, param: Param) -> tuple[str, str] | None:
-        """A key of a parameter in a format that is only read, and the format: it cannot be trained."""
+        """Return a key of a parameter in a format that is only read (4 bits, MX), and the format; None if it can be
+        trained."""
         scales = self.source.scales if self.source is not None else {}
-        found = [(key, scales[key].form) for key in chosen(param, self.choice).keys if key in scales]
-        return next((each for each in found if each[1]), None)
+        read_only = [(key, scales[key].form) for key in chosen(param, self.choice).keys if key in scales]
+        return next((each for each in read_only if each[1]), None)
 
     def recast(self, dtype: torch.dtype, exact: Container[str] = ()) -> KeyMap:
-        """The same, with another dtype for every key that is trained. It must not round the keys in `exact`."""
+        """Return the key map with another dtype for trained keys. Keys in `exact` (float32 parameters) are widened,
+        never rounded.
+
+        Promotion, not replacement, for exact keys: `dtype=bfloat16` leaves float32 `A_log` in float32, `dtype=float64`
+        widens it.
+        """
+        # `dtype=` of an export is a promise about what a reader gets. Two kinds of keys are exempt: carried ones, which
+        # have the source's bytes, and float32 parameters (`A_log`, router bias), which only ever get wider.
         name = NAMES.get(dtype)
         if name not in TRAINABLE:
             choices = ", ".join(str(DTYPES[n]) for n in TRAINABLE)
-            raise ConfigError(f"dtype={dtype!r} cannot hold weights; choose from {choices}")
+            raise ConfigError(f"dtype={dtype!r} is not a dtype of weights; choose from {choices}")
 
         def named(key: Key) -> str:
             if key.name in self.carried and not (self.source and key.name in self.source.scales):
@@ -119,58 +147,64 @@ class KeyMap:
         return replace(self, keys=keys)
 
     def as_source(self) -> KeyMap:
-        """The same in the dtypes of the source, with its scales."""
+        """Return the key map in the dtypes of the source, FP8 scales included."""
         if self.source is None or not self.source.scales:
             return self
+        # The files get back what they had: quantised keys with their scales, in the order of the source's files. Packed
+        # 4-bit matrices have no key of their own there, only their codes.
         scales = {key: scale for key, scale in self.source.scales.items() if key in self.keys}
-        wanted = {*self.keys, *(beside for scale in scales.values() for beside in scale.beside)}
-        wanted -= {key for key, scale in scales.items() if scale.packed}
-        keys = {name: key for name, key in keys_of(self.source).items() if name in wanted}
-        keys |= {name: self.keys[name] for name in self.keys if name in wanted and name not in keys}
-        place = {file: number for number, file in enumerate(self.source.files)}
-        ordered = sorted(keys.values(), key=lambda key: place[key.file])
-        kept = [key for key, scale in scales.items() if scale.form or key in self.carried]
-        carried = {*self.carried, *kept, *(beside for key in kept for beside in scales[key].beside)} & keys.keys()
-        told = also_plain(self.source.quantization, _modules(key for key in ordered if key.name in self.fresh_keys))
-        return replace(
-            self, keys={key.name: key for key in ordered}, carried=frozenset(carried), scales=scales, quantization=told
-        )
+        key_names = {*self.keys, *(companion for scale in scales.values() for companion in scale.beside)}
+        key_names -= {key for key, scale in scales.items() if scale.packed}
+        keys = {name: key for name, key in keys_of(self.source).items() if name in key_names}
+        keys |= {name: self.keys[name] for name in self.keys if name in key_names and name not in keys}
+        file_order = {file: number for number, file in enumerate(self.source.files)}
+        ordered = sorted(keys.values(), key=lambda key: file_order[key.file])
+        # Read-only formats and untrained matrices are copied with everything that belongs to them.
+        copied = [key for key, scale in scales.items() if scale.form or key in self.carried]
+        carried = {*self.carried, *copied, *(each for key in copied for each in scales[key].beside)} & keys.keys()
+        fresh = _modules(key for key in ordered if key.name in self.fresh_keys)
+        quantization = also_plain(self.source.quantization, fresh)
+        ordered_keys = {key.name: key for key in ordered}
+        return replace(self, keys=ordered_keys, carried=frozenset(carried), scales=scales, quantization=quantization)
 
     @property
     def fresh_keys(self) -> set[str]:
-        """Those that the source lacks."""
+        """Return the keys that the source lacks."""
         return set(self.keys) - set(self.source.entries if self.source else ())
 
     def in_fp8(self, table: Table, left_out: Iterable[str] = ()) -> KeyMap:
-        """The same with matrices in 8 bits, as Qwen writes them: of products, if blocks divide their sides, and those
-        of all others of the same module, since readers join them. `left_out`: parameters that stay as they are."""
-        made_of = blocks_by_key(table, self.choice)
-        low = [key for key, parts in made_of.items() if key in self.keys and all(param.low for param, _ in parts)]
-        ragged = {_parent(key) for key in low if any(size % BLOCK[0] for size in self.keys[key].shape[-2:])}
-        apart = set(left_out)
-        ragged |= {_parent(key) for key in low if any(param.name in apart for param, _ in made_of[key])}
-        scales = {key: Scale(key + "_scale_inv", BLOCK) for key in low if _parent(key) not in ragged}
+        """Return the key map with weights in block-quantised FP8, as Qwen publishes them.
+
+        A matrix is quantised if a matmul uses it and 128 divides its sides, and if the same is true of all matrices of
+        its module: inference engines fuse q, k and v (gate and up) and need one format for them. `left_out`: parameters
+        that stay in their dtype.
+        """
+        made_of, excluded = blocks_by_key(table, self.choice), set(left_out)
+        fp8_keys = [key for key, parts in made_of.items() if key in self.keys and all(param.low for param, _ in parts)]
+        plain = {_parent(key) for key in fp8_keys if any(size % BLOCK[0] for size in self.keys[key].shape[-2:])}
+        plain |= {_parent(key) for key in fp8_keys if any(param.name in excluded for param, _ in made_of[key])}
+        scales = {key: Scale(key + "_scale_inv", BLOCK) for key in fp8_keys if _parent(key) not in plain}
         keys: dict[str, Key] = {}
         for name, key in self.keys.items():
             keys[name] = key._replace(dtype=PAYLOAD) if name in scales else key
             if name in scales:
                 keys[scales[name].key] = Key(scales[name].key, "F32", scales[name].grid(key.shape), key.file)
-        plain = ["lm_head", *_modules(key for key in self.keys.values() if key.name not in scales)]
-        return replace(self, keys=keys, scales=scales, quantization=config_of(list(dict.fromkeys(plain))))
+        not_converted = ["lm_head", *_modules(key for key in self.keys.values() if key.name not in scales)]
+        return replace(self, keys=keys, scales=scales, quantization=config_of(list(dict.fromkeys(not_converted))))
 
     def without(self, name: str) -> KeyMap:
-        """The same, less one key: header, index and their sizes follow."""
+        """Return the key map without one key."""
         keys = {k.name: k for k in self.keys.values() if k.name != name}
         return replace(self, keys=keys, carried=self.carried - {name})
 
 
 def _parent(key: str) -> str:
-    """The module of which a key's own is a part: attention, an MLP, the experts."""
+    """Return the module whose matrices are fused by readers: attention, an MLP, the experts."""
     return key.removesuffix(".weight").rpartition(".")[0]
 
 
 def _modules(keys: Iterable[Key]) -> list[str]:
-    """The modules of matrices. Experts are one module."""
+    """Return the modules of matrices, for `modules_to_not_convert`. All experts of a layer are one module."""
     matrices = [key.name for key in keys if len(key.shape) > 1]
     names = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
     experts = [f"{name.split('.experts.')[0]}.experts" for name in matrices if ".experts." in name]
@@ -178,38 +212,46 @@ def _modules(keys: Iterable[Key]) -> list[str]:
 
 
 def keys_of(source: Source) -> dict[str, Key]:
+    """Return the keys of a source as it has them."""
     return {e.key: Key(e.key, e.dtype, e.shape, e.file) for e in source.entries.values()}
 
 
-def _values_of(source: Source, dtype: torch.dtype) -> dict[str, Key]:
-    """Its keys. Matrices that have scales are in `dtype`, without them."""
-    beside = {key for scale in source.scales.values() for key in scale.beside}
-    keys = {name: key for name, key in keys_of(source).items() if name not in beside}
+def _value_keys(source: Source, dtype: torch.dtype) -> dict[str, Key]:
+    """Return the keys of a source as they are when dequantised: without scales, matrices in `dtype`."""
+    companions = {key for scale in source.scales.values() for key in scale.beside}
+    keys = {name: key for name, key in keys_of(source).items() if name not in companions}
     return {name: key._replace(dtype=NAMES[dtype]) if name in source.scales else key for name, key in keys.items()}
 
 
 def of_source(table: Table, source: Source, choice: Choice, fresh: Sequence[str], dtype: torch.dtype) -> KeyMap:
-    """As the source has it; in `dtype` where that is numbers and scales. Parameters that it lacks (a new value head) go
-    beside its last key."""
-    keys = _values_of(source, dtype)
+    """Return the key map of a loaded model: as the source has it, in `dtype` where that is quantised. New parameters go
+    to the file of the last key."""
+    keys = _value_keys(source, dtype)
     carried = [key for key in carried_keys(table, source, choice) if key in keys]
-    last = list(keys.values())[-1]
+    # A fresh value head gets the dtype of the last tensor of the files, usually bfloat16, unless that is quantised or
+    # an integer.
+    last_key = list(keys.values())[-1]
     for name in fresh:
         for key, shape in chosen(table[name], choice).keys.items():
-            keys[key] = Key(key, last.dtype if last.dtype in ("F32", "F16", "BF16") else "F32", shape, last.file)
-    place = {file: number for number, file in enumerate(source.files)}
-    ordered = sorted(keys.values(), key=lambda k: place[k.file])
+            keys[key] = Key(
+                key, last_key.dtype if last_key.dtype in ("F32", "F16", "BF16") else "F32", shape, last_key.file
+            )
+    file_order = {file: number for number, file in enumerate(source.files)}
+    ordered = sorted(keys.values(), key=lambda k: file_order[k.file])
     by_name = {k.name: k for k in ordered}
     return KeyMap(choice, by_name, frozenset(carried), frozenset(fresh), source.metadata, source)
 
 
 def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> KeyMap:
-    """For new weights: in `dtype`, except float32 parameters; in the layouts of `choice`, or each group's first."""
+    """Return the key map of new weights: in `dtype` except float32 parameters, in the layouts of `choice` or the first
+    of each group.
+    """
     choice = {**{group: names[0] for group, names in table.groups.items() if group}, **(choice or {})}
+    # Several parameters may share a key (q, k, v of a fused tensor); each key is counted once.
     shapes = [(k, s, p) for p in table for k, s in chosen(p, choice).keys.items()]
     unique = {k: (s, "F32" if p.float32 else NAMES[dtype]) for k, s, p in shapes}
     sizes = {k: prod(s) * DTYPES[d].itemsize for k, (s, d) in unique.items()}
-    files = _spread(sizes)
+    files = _assign_files(sizes)
     return KeyMap(
         choice,
         {k: Key(k, d, s, files[k]) for k, (s, d) in unique.items()},
@@ -217,20 +259,25 @@ def of_table(table: Table, dtype: torch.dtype, choice: Choice | None = None) -> 
     )
 
 
-def _spread(sizes: Mapping[str, int]) -> dict[str, str]:
-    """One file, or files of at most 5 GB with the usual names."""
-    numbers, filled, number = {}, 0, 0
+def _assign_files(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the file of each key: one file, or files of at most 5 GB under the usual names."""
+    file_numbers, file_bytes, number = {}, 0, 0
     for key, size in sizes.items():
-        if filled and filled + size > _MAX_FILE_BYTES:
-            filled, number = 0, number + 1
-        numbers[key], filled = number, filled + size
+        if file_bytes and file_bytes + size > _MAX_FILE_BYTES:
+            file_bytes, number = 0, number + 1
+        file_numbers[key], file_bytes = number, file_bytes + size
     if number == 0:
+        # The names that `save_pretrained` uses, so that every reader of Hugging Face directories finds the files.
         return dict.fromkeys(sizes, "model.safetensors")
-    return {k: f"model-{n + 1:05d}-of-{number + 1:05d}.safetensors" for k, n in numbers.items()}
+    return {k: f"model-{n + 1:05d}-of-{number + 1:05d}.safetensors" for k, n in file_numbers.items()}
 
 
 def blocks_by_key(table: Table, choice: Choice) -> dict[str, list[tuple[Param, Block]]]:
-    """What every key is made of."""
+    """Return the parameters and blocks that each key is made of.
+
+    One key may be made of several parameters (a fused qkv), and one parameter may be in several keys (experts, a copy
+    of a tied head).
+    """
     out: dict[str, list[tuple[Param, Block]]] = {}
     for param in table:
         layout = chosen(param, choice)
@@ -242,14 +289,19 @@ def blocks_by_key(table: Table, choice: Choice) -> dict[str, list[tuple[Param, B
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-def head_of(keys: Iterable[Key], metadata: Mapping[str, str]) -> Head:
-    """A safetensors header whose tensors lie in the order of `keys`, without a gap."""
+def file_header(keys: Iterable[Key], metadata: Mapping[str, str]) -> FileHeader:
+    """Return a safetensors header with tensors in the order of `keys`, without gaps.
+
+    Headers are padded with spaces to a multiple of 8, so that tensors of 8-byte elements are aligned in the file, as
+    the format asks.
+    """
     fields, starts, at = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else [], dict[str, int](), 0
-    for key in keys:  # as json.dumps would write a dict, which takes three times as long to make: keys are many
+    # The text that json.dumps would write. Formatting it directly takes a third of the time, for 37,000 keys.
+    for key in keys:
         end, shape = at + key.num_bytes, ",".join(map(str, key.shape))
         fields.append(f'{_json(key.name)}:{{"dtype":"{key.dtype}","shape":[{shape}],"data_offsets":[{at},{end}]}}')
         starts[key.name], at = at, end
     text = f"{{{','.join(fields)}}}".encode()
     text += b" " * (-len(text) % 8)
     data = struct.pack("<Q", len(text)) + text
-    return Head(data, {name: len(data) + start for name, start in starts.items()}, len(data) + at)
+    return FileHeader(data, {name: len(data) + start for name, start in starts.items()}, len(data) + at)

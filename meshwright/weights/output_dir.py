@@ -1,4 +1,17 @@
-"""Where an export may appear: whole or not at all, and in the place of nothing but a model directory of its names."""
+"""Write a directory atomically: fill a hidden sibling, fsync, rename into place; and refuse targets that must not be
+lost.
+
+A killed export must never look like a model, and `overwrite=True` must never delete somebody's notes. So a target is
+replaced only if it is a model directory and holds nothing but names that the export writes.
+
+The steps of an export, and what a kill at each leaves:
+
+  mkdir .out.unfinished-1a2b3c4d      a hidden directory, ignored by every loader
+  write files, fsync each             the same
+  rename to .out.finished-1a2b3c4d    a complete model under a hidden name
+  rename old out to .out.replaced-..  both complete, hidden
+  rename to out, fsync the parent     the new model; the old one is removed
+"""
 
 from __future__ import annotations
 
@@ -18,7 +31,7 @@ _ONE_FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Target:
-    """A directory that is to be written. `names`: of all that is written. `source`: where the model was loaded from."""
+    """A directory to write. `names`: of all files that will be written. `source`: where the model was loaded from."""
 
     directory: Path
     num_bytes: int
@@ -32,41 +45,47 @@ class Target:
 
 
 def check_target(target: Target) -> None:
-    """Refuse what could not be written, before a byte is."""
+    """Refuse a target that cannot or must not be written, before anything is."""
     path = target.path
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} exists and is not a directory; choose another name")
-    if _is_full(path) and not target.overwrite:
+    if _has_files(path) and not target.overwrite:
         raise FileExistsError(f"{path} exists and is not empty; choose another, remove it, or give overwrite=True")
-    if _is_full(path):
+    if _has_files(path):
         _refuse_to_replace(path, target)
+    # A process whose working directory is renamed away keeps running in a directory without a name.
     if path in (Path.cwd(), *Path.cwd().parents):
-        raise FileExistsError(f"this process runs in {Path.cwd()}, which would be replaced; choose another directory")
+        raise FileExistsError(f"the working directory {Path.cwd()} would be replaced; choose another directory")
     if path.is_mount():
-        raise FileExistsError(f"{path} is a mount point, which no whole directory can replace; choose one inside it")
+        raise FileExistsError(f"{path} is a mount point, which a rename cannot replace; choose a directory inside it")
     check_writable(path, target.num_bytes)
 
 
-def _is_full(path: Path) -> bool:
+def _has_files(path: Path) -> bool:
+    """Return whether a directory exists and is not empty."""
     return path.exists() and any(path.iterdir())
 
 
 def _refuse_to_replace(path: Path, target: Target) -> None:
-    """Only a model directory of the same names is replaced: nobody's notes, and no optimizer's file."""
+    """Refuse to replace anything but a model directory that holds no other names, and never the source of the model.
+
+    `overwrite=True` means "replace my earlier export". Files that this export does not write (logs, an optimizer state,
+    a README) are named in the error instead of being deleted with the directory.
+    """
     if target.source.exists() and path.samefile(target.source):
         raise FileExistsError(f"the model was loaded from {path}, and its files are read again; choose another")
     written = index_files(path)
-    known = {*target.names, *((INDEX, *written) if written else (_ONE_FILE,))}
+    replaceable = {*target.names, *((INDEX, *written) if written else (_ONE_FILE,))}
     if not (path / CONFIG).is_file() or not any(path.glob("*.safetensors")):
         raise FileExistsError(
-            f"{path} is no model directory, which has {CONFIG} and safetensors files, so it is not replaced; choose "
-            "another or remove it"
+            f"{path} is not a model directory ({CONFIG} and safetensors files), so overwrite=True does not replace it; "
+            "choose another directory, or remove it"
         )
-    folders = {str(folder) for name in known for folder in Path(name).parents}
-    for found in sorted(path.rglob("*")):
-        name = str(found.relative_to(path))
-        plain = not found.is_symlink() and (name in known if found.is_file() else name in folders)
-        if not plain:
+    folders = {str(folder) for name in replaceable for folder in Path(name).parents}
+    for entry in sorted(path.rglob("*")):
+        name = str(entry.relative_to(path))
+        allowed = not entry.is_symlink() and (name in replaceable if entry.is_file() else name in folders)
+        if not allowed:
             raise FileExistsError(
                 f"{path} holds {name}, which this export does not write and would remove; move it elsewhere, or choose "
                 "another directory"
@@ -74,75 +93,83 @@ def _refuse_to_replace(path: Path, target: Target) -> None:
 
 
 def check_writable(path: Path, num_bytes: int) -> None:
-    """Refuse a place below a file, without permission or without room."""
-    there = next(p for p in path.parents if p.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file, and {path} would lie in it; choose another directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"this process may not write into {there}; choose another place, or change its mode")
-    disk = shutil.disk_usage(there)
-    if disk.free < num_bytes and disk.total:  # of 0 where a file system does not say
-        room = f"{there} has room for {disk.free}"
-        raise OSError(f"{num_bytes} bytes are to be written, but {room}; make more, or choose another place")
+    """Refuse a place below a file, without permission or without room.
+
+    A check, not a reservation: another job may fill the disk meanwhile, and then the write fails.
+    """
+    parent = next(p for p in path.parents if p.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(f"{path} cannot be created, because {parent} is a file; choose another directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"no permission to write into {parent}; choose another directory, or change its mode")
+    disk = shutil.disk_usage(parent)
+    if disk.free < num_bytes and disk.total:  # total is 0 where a file system does not report it
+        available = f"{parent} has room for {disk.free}"
+        raise OSError(f"{num_bytes} bytes are to be written, but {available}; make more, or choose another place")
 
 
 @contextlib.contextmanager
 def atomic_directory(target: Target) -> Iterator[Path]:
-    """An empty directory to fill. It takes the place of the target when it is whole and on the disk.
+    """Yield an empty directory to fill. At the end it is fsynced and renamed to the target.
 
-    After a failure or an interrupt nothing is left of it; but if it is whole and only its place cannot be taken, it is
-    kept as `.NAME.finished-...`, since the work of hours may be in it. A killed process leaves it beside the target,
-    under a hidden name that says what it is: `.NAME.unfinished-...`; or, in the moment in which they change places,
-    whole as `.NAME.finished-...`, with the earlier one as `.NAME.replaced-...`.
+    After a failure or an interrupt it is removed. If it is complete and only the rename fails, it stays as
+    `.NAME.finished-...`: hours of work may be in it. A killed process leaves `.NAME.unfinished-...`; if killed during
+    the swap, `.NAME.finished-...` beside `.NAME.replaced-...`, both complete.
     """
     check_target(target)
-    path, mark = target.path, secrets.token_hex(4)
+    # A sibling of the target: rename is atomic only within one file system.
+    path, suffix = target.path, secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f".{path.name}.unfinished-{mark}")
-    whole.mkdir()
+    draft = path.with_name(f".{path.name}.unfinished-{suffix}")
+    draft.mkdir()
     try:
-        yield whole
-        for each in (*whole.rglob("*"), whole):
+        yield draft
+        # Everything is on disk before the name appears, so a power cut leaves either no model or a complete one.
+        for each in (*draft.rglob("*"), draft):
             to_disk(each)
         if path.exists():
-            whole.chmod(path.stat().st_mode & 0o7777)
-        whole = whole.rename(path.with_name(f".{path.name}.finished-{mark}"))
+            draft.chmod(path.stat().st_mode & 0o7777)
+        draft = draft.rename(path.with_name(f".{path.name}.finished-{suffix}"))
     except BaseException:
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
     try:
-        check_target(replace(target, num_bytes=0))  # somebody may have put something there meanwhile
-        _take_its_place(whole, path, path.with_name(f".{path.name}.replaced-{mark}"))
+        check_target(replace(target, num_bytes=0))  # again: the export took time, and others use the disk
+        _swap(draft, path, path.with_name(f".{path.name}.replaced-{suffix}"))
     except OSError as error:
-        raise OSError(f"{error}; what was to be there is whole in {whole}: rename it, or remove it") from error
+        raise OSError(f"{error}; the finished export is in {draft}: rename it, or remove it") from error
     except BaseException:
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
-def _take_its_place(whole: Path, path: Path, earlier: Path) -> None:
-    """By renames. What stands there is kept until then, and put back if that fails."""
+def _swap(draft: Path, path: Path, old: Path) -> None:
+    """Replace a directory by renames. The old one is kept until the new one is in place, and put back if that fails.
+
+    rename(2) cannot replace a directory that has files, so there are two renames. If the second fails, the first is
+    undone.
+    """
     try:
-        if _is_full(path):
-            path.rename(earlier)
-        whole.rename(path)  # an empty directory is replaced
+        if _has_files(path):
+            path.rename(old)
+        draft.rename(path)  # rename(2) replaces an empty directory
     except BaseException:
-        if earlier.exists() and not path.exists():
-            earlier.rename(path)
+        if old.exists() and not path.exists():
+            old.rename(path)
         raise
     to_disk(path.parent)
-    shutil.rmtree(earlier, ignore_errors=True)
-    if earlier.exists():  # a network file system keeps what a reader has open
-        logger.warning("%s was replaced and could not be removed; remove %s", path, earlier)
+    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():  # NFS keeps files that a reader has open
+        logger.warning("%s was replaced and could not be removed; remove %s", path, old)
 
 
 def to_disk(path: Path) -> None:
-    """Write a file, or the names in a directory, from memory to the disk."""
+    """Fsync a file or a directory. A rename is durable only when its directory is."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError:
-        if not path.is_dir():  # some network file systems cannot for a directory
+        if not path.is_dir():  # some network file systems cannot fsync a directory
             raise
     finally:
         os.close(fd)

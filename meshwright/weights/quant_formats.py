@@ -1,12 +1,18 @@
-"""Matrices of 8-bit floating point numbers: every block of one has a scale, in a tensor beside it.
+"""Formats of quantised weights: block-scaled FP8 (read and written), and 4-bit and MX formats (read only).
 
-    value = number * scale of its block
+  value[i, j] = code[i, j] * scale[i // 128, j // 128]        scale = amax of the block / 448
 
-What is trained is never kept in 8 bits: values are made when a file is read, and numbers and scales again when one is
-written. So no scale is state. config.json says how large blocks are. The shape of the scales does not: 192 rows in two
-blocks are 128 and 64, not 96 and 96.
+as in DeepSeek-V3 (arXiv:2412.19437, section 3.3) and the FP8 checkpoints of Qwen. E4M3 has 3 bits of mantissa and 448
+as its largest value; a scale per block keeps an outlier from flushing the whole matrix to zero.
 
-Numbers in 4 bits, and groups of 32 (MX), are only read: values are made of them, and files of them are copies.
+Weights that are trained are never state in FP8: they are dequantised at load and quantised at export, so no scale can
+go stale. config.json gives the block size. It does not follow from the shape of the scales: 192 rows in two blocks are
+128 + 64, not 96 + 96.
+
+NVFP4, MXFP4 and MXFP8 (arXiv:2310.10537) are dequantised at load. An export copies them unchanged.
+
+Example: a block with amax 0.07 gets the scale 0.07 / 448 = 1.5625e-4. The value 0.0123 becomes 78.7, rounded to the
+code 80 (E4M3 has 8 steps between 64 and 128), and is read back as 0.0125.
 """
 
 from __future__ import annotations
@@ -23,65 +29,66 @@ from ..errors import LoadError, MismatchedKey
 from ..ops.fp8_storage import wide
 from .safetensors_header import DTYPES, Entry
 
-NUMBERS = torch.float8_e4m3fn
-BYTES = torch.uint8  # in which numbers are kept: FSDP would cast floating point numbers
+FP8 = torch.float8_e4m3fn
+BYTES = torch.uint8  # the dtype of codes in memory: FSDP's mixed precision would cast a floating-point dtype
 PAYLOAD = "F8_E4M3"
-PACKED = "F4"  # numbers of 4 bits, two in a byte: a file has them as U8, under another key
-BLOCK = (128, 128)  # of what is written in 8 bits here first
-LARGEST = torch.finfo(NUMBERS).max
-_FLOATS, _POWERS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")  # of two; U8 is how some spell it
-_WHOLE = 1 << 62  # of a block without end
-_SUFFIX = "_packed"  # of the key of packed numbers, which stands in the place of the matrix's own
+PACKED = "F4"  # 4-bit codes, two in a byte: files store them as U8, under another key
+BLOCK = (128, 128)  # of weights that are exported in FP8: the block of DeepSeek-V3 and Qwen
+LARGEST = torch.finfo(FP8).max
+_FLOATS, _POWERS = ("F32", "BF16", "F16"), ("F8_E8M0", "U8")  # E8M0 holds powers of two; some files call it U8
+_WHOLE = 1 << 62  # the block size of a dim that has one block
+_SUFFIX = "_packed"  # ends the key of packed codes, which replaces the matrix's own key
 _NIBBLES = torch.tensor([sign * size for sign in (1, -1) for size in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)], device="cpu")
-_PAIRS = (  # by byte: its two numbers in 8 bits, which hold all those of 4 bits; the low four bits are the first
-    torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], 1).to(NUMBERS).view(torch.int16).view(-1)
-)
+# A table from a byte to its two values as E4M3, which represents all 16 values of E2M1. The low nibble comes first.
+_PAIRS = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], 1).to(FP8).view(torch.int16).view(-1)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Where the scales of a matrix are, and the rows and columns of a block."""
+    """Where the scales of a matrix are stored, and the rows and columns of a block."""
 
     key: str
     block: tuple[int, int]
-    form: str = ""  # the name of a format that is only read: the matrix is never written but as its source has it
-    packed: str = ""  # the key of its numbers, where its own is in no file
-    divisor: str = ""  # the key of one number, by which all its scales are divided
-    unused: tuple[str, ...] = ()  # keys that say nothing of its values
+    form: str = ""  # the name of a read-only format: such a matrix is exported unchanged or not at all
+    packed: str = ""  # the key of packed codes, if the files have no key of the matrix itself
+    divisor: str = ""  # the key of a global scale, by which all its scales are divided (NVFP4)
+    unused: tuple[str, ...] = ()  # keys that belong to the matrix and do not change its values
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """All keys of the files that belong to the matrix, but its own."""
+        """Return all keys that belong to the matrix, except its own."""
         return tuple(key for key in (self.key, self.packed, self.divisor, *self.unused) if key)
 
     @property
     def as_one(self) -> Scale:
-        """The same with one block for each matrix."""
+        """Return the same with one block for the whole matrix."""
         return replace(self, block=(_WHOLE, _WHOLE))
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """How many blocks a matrix has, or each of several matrices."""
+        """Return the shape of the scales of a matrix, or of a stack of matrices."""
         rows, columns = self.block
         return (*shape[:-2], ceil(shape[-2] / rows), ceil(shape[-1] / columns))
 
 
 @dataclass(frozen=True)
 class Format:
-    """What `config.json` tells of matrices: how the key of their scales ends, a block, and what their scales may be."""
+    """The format that `quantization_config` describes: the key suffix of scales, the block, and the dtypes of
+    scales."""
 
     suffix: str
     block: tuple[int, int]
     dtypes: tuple[str, ...] = (*_FLOATS, *_POWERS)
-    name: str = ""  # of one that is only read
+    name: str = ""  # of a read-only format
     packed: bool = False
-    divided: bool = False  # by one number for a whole matrix
+    divided: bool = False  # whether scales are divided by a global scale of the matrix
 
     def has(self, key: str, entries: Mapping[str, Entry]) -> bool:
-        """Numbers that are not stored as this format stores them have another meaning."""
+        """Return whether a key is stored in this format; codes that are stored otherwise mean something else."""
         return not self.packed or key + _SUFFIX in entries
 
     def scale(self, key: str, entries: Mapping[str, Entry]) -> Scale:
-        """Of a matrix. Scales of activations (`X.input_global_scale`) are kept beside it."""
+        """Return where the scales of a matrix are. Static scales of activations (`X.input_global_scale`) are carried
+        along."""
         unused = key.removesuffix("weight") + "input_global_scale"
         return Scale(
             key + self.suffix, self.block, self.name, key + _SUFFIX if self.packed else "",
@@ -89,7 +96,7 @@ class Format:
         )  # fmt: skip
 
 
-# Of compressed-tensors, by its `format`: bits, strategy and size of a group, and what they mean.
+# compressed-tensors formats in groups: bits, strategy and group size that go with each, and how it is stored.
 _GROUPS = {
     "mxfp8-quantized": (8, "group", 32, Format("_scale", (1, 32), _POWERS, "MXFP8")),
     "mxfp4-pack-quantized": (4, "group", 32, Format("_scale", (1, 32), _POWERS, "MXFP4", packed=True)),
@@ -100,142 +107,170 @@ _GROUPS = {
 
 
 def with_matrices(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Before each key of packed numbers the matrix that they are, under the key that it has in other files."""
-    given = config.get("quantization_config")
-    if given is None or not _told(given).packed:
+    """Add an entry for each packed 4-bit matrix, under the key that an unquantised file would have.
+
+    The rest of the package then sees a matrix with a key, a shape and scales, as for any other format.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None or not _format_of(quantization).packed:
         return entries
-    found: dict[str, Entry] = {}
+    with_packed: dict[str, Entry] = {}
     for key, entry in entries.items():
         matrix = key.removesuffix(_SUFFIX)
         if matrix != key and matrix in entries:
             raise LoadError(f"{entry.file} holds {key}, and {entries[matrix].file} {matrix}; remove one of them")
-        if matrix != key and entry.dtype in ("U8", ""):  # an index knows no dtypes, and no shapes
+        if matrix != key and entry.dtype in ("U8", ""):  # an index has neither dtypes nor shapes
             shape = (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.shape else ()
-            found[matrix] = entry._replace(key=matrix, dtype=PACKED, shape=shape)
-        found[key] = entry
-    return found
+            with_packed[matrix] = entry._replace(key=matrix, dtype=PACKED, shape=shape)
+        with_packed[key] = entry
+    return with_packed
 
 
 def scales_of(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Scale]:
-    """By the key of a matrix. What cannot be read is refused by its name. Where the config tells nothing there are
-    none, and 8-bit numbers can only be kept as they are."""
-    given = config.get("quantization_config")
-    if given is None:
+    """Return the scales of each quantised matrix, and refuse what cannot be read by its name.
+
+    Without a quantization_config there are none, and FP8 tensors can only be carried.
+
+    Every FP8 tensor must have scales in the format that config.json names. A tensor without scales, or with scales of
+    another shape, would be read as values that are wrong by factors of hundreds.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return {}
-    form = _told(given)
-    kind = PACKED if form.packed else PAYLOAD
-    numbers = [key for key, entry in entries.items() if entry.dtype == kind and form.has(key, entries)]
-    found = {key: form.scale(key, entries) for key in numbers}
-    for key, scale in found.items():
-        _check(key, scale, form, entries)
-    return found
+    weight_format = _format_of(quantization)
+    packed_dtype = PACKED if weight_format.packed else PAYLOAD
+    quantised_keys = [
+        key for key, entry in entries.items() if entry.dtype == packed_dtype and weight_format.has(key, entries)
+    ]
+    scales = {key: weight_format.scale(key, entries) for key in quantised_keys}
+    for key, scale in scales.items():
+        _check_scale(key, scale, weight_format, entries)
+    return scales
 
 
 def config_of(kept: Sequence[str]) -> dict[str, Any]:
-    """What `config.json` says of matrices in `BLOCK`s. `kept`: modules whose matrices are not in 8 bits."""
+    """Return the `quantization_config` of an export in FP8. `kept`: modules that stay unquantised."""
     return {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK),
         "modules_to_not_convert": list(kept),
     }  # fmt: skip
 
 
-def also_plain(told: Mapping[str, Any], modules: Sequence[str]) -> Mapping[str, Any]:
-    """The same, of a model that has more modules whose matrices are not in 8 bits."""
+def also_plain(quantization: Mapping[str, Any], modules: Sequence[str]) -> Mapping[str, Any]:
+    """Return a quantization_config that lists more modules as unquantised.
+
+    compressed-tensors calls the list `ignore`, fp8 `modules_to_not_convert`, some exporters `ignored_layers`.
+    """
     if not modules:
-        return told
-    usual = "ignore" if told.get("quant_method") == "compressed-tensors" else "modules_to_not_convert"
-    name = "ignored_layers" if "ignored_layers" in told else usual
-    return {**told, name: [*(told.get(name) or []), *modules]}
+        return quantization
+    default_field = "ignore" if quantization.get("quant_method") == "compressed-tensors" else "modules_to_not_convert"
+    field_name = "ignored_layers" if "ignored_layers" in quantization else default_field
+    return {**quantization, field_name: [*(quantization.get(field_name) or []), *modules]}
 
 
-def _told(given: Any) -> Format:
-    if not isinstance(given, Mapping):
-        raise LoadError(f"config.json: quantization_config is {given!r:.200}, not an object of fields")
-    method = given.get("quant_method")
+def _format_of(quantization: Any) -> Format:
+    """Return the format that a quantization_config describes, or raise LoadError for one that is not supported.
+
+    Supported: `fp8` (DeepSeek, Qwen) with dynamic activation scales, and compressed-tensors (vLLM's llm-compressor) in
+    floating point. Integer formats such as GPTQ and AWQ are not: they need a zero point and an order of columns.
+    """
+    if not isinstance(quantization, Mapping):
+        raise LoadError(f"config.json: quantization_config is {quantization!r:.200}, not an object of fields")
+    method = quantization.get("quant_method")
     if method == "fp8":
-        if given.get("fmt", "e4m3") != "e4m3" or given.get("activation_scheme", "dynamic") != "dynamic":
+        if quantization.get("fmt", "e4m3") != "e4m3" or quantization.get("activation_scheme", "dynamic") != "dynamic":
             raise LoadError(
-                f"config.json: fp8 with fmt={given.get('fmt')!r:.50}, "
-                f"activation_scheme={given.get('activation_scheme')!r:.50} "
-                "is not read, but e4m3 with dynamic scales of activations; fetch another version of the model"
+                f"config.json: fp8 with fmt={quantization.get('fmt')!r:.50}, "
+                f"activation_scheme={quantization.get('activation_scheme')!r:.50} "
+                "is not supported, only e4m3 with dynamic activation scales; fetch another version of the model"
             )
-        return Format("_scale_inv", _block(given.get("weight_block_size"), "weight_block_size"))
+        return Format("_scale_inv", _block(quantization.get("weight_block_size"), "weight_block_size"))
     if method == "compressed-tensors":
-        return _compressed(given)
+        return _compressed(quantization)
     raise LoadError(
-        f"config.json: weights that {method!r:.100} quantised are not read, but those of fp8 and of compressed-tensors "
-        "in floating point; fetch the model without quantization, or in fp8"
+        f"config.json: quant_method {method!r:.100} is not supported, only fp8 and compressed-tensors in floating "
+        "point; fetch the unquantised model, or its fp8 version"
     )
 
 
-def _block(given: Any, name: str) -> tuple[int, int]:
-    if given is None:
+def _block(sizes_given: Any, name: str) -> tuple[int, int]:
+    """Return the block size from config.json; a missing one means one block for the matrix."""
+    if sizes_given is None:
         return _WHOLE, _WHOLE
-    sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+    sizes = list(sizes_given) if isinstance(sizes_given, Sequence) and not isinstance(sizes_given, str) else []
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise LoadError(f"config.json: {name}={given!r:.100} must be rows and columns of a block, or null")
+        raise LoadError(f"config.json: {name}={sizes_given!r:.100} must be rows and columns of a block, or null")
     return sizes[0], sizes[1]
 
 
-def _compressed(given: Mapping[str, Any]) -> Format:
-    groups = given.get("config_groups")
-    given_groups = groups.values() if isinstance(groups, Mapping) else []
-    told = [group if isinstance(group, Mapping) else {} for group in given_groups]
-    forms = {_compressed_format(group.get("weights"), group.get("format") or given.get("format")) for group in told}
-    if len(forms) != 1:
+def _compressed(quantization: Mapping[str, Any]) -> Format:
+    """Return the format of a compressed-tensors config, which must use the same for all groups."""
+    groups = quantization.get("config_groups")
+    group_values = groups.values() if isinstance(groups, Mapping) else []
+    group_configs = [group if isinstance(group, Mapping) else {} for group in group_values]
+    formats = {
+        _compressed_format(group.get("weights"), group.get("format") or quantization.get("format"))
+        for group in group_configs
+    }
+    if len(formats) != 1:
         raise LoadError(
-            f"config.json: compressed-tensors with {len(forms)} kinds of blocks is not read, but with one; fetch the "
-            "model without quantization, or in fp8"
+            f"config.json: compressed-tensors with {len(formats)} different formats is not supported, only with one; "
+            "fetch the unquantised model, or its fp8 version"
         )
-    if given.get("transform_config"):
-        raise LoadError("config.json: compressed-tensors with a transform_config is not read; fetch another version")
-    return forms.pop()
+    if quantization.get("transform_config"):
+        raise LoadError(
+            "config.json: compressed-tensors with a transform_config is not supported; fetch another version"
+        )
+    return formats.pop()
 
 
-def _compressed_format(kind: Any, form: Any) -> Format:
-    told = kind if isinstance(kind, Mapping) else {}
-    strategy, group = told.get("strategy"), told.get("group_size")
-    in_blocks = (told.get("type"), told.get("num_bits")) == ("float", 8) and strategy in ("tensor", "channel", "block")
-    *due, in_groups = _GROUPS.get(form, (None,)) if isinstance(form, str) else (None,)
-    if not in_blocks and (told.get("type"), [told.get("num_bits"), strategy, group]) != ("float", due):
+def _compressed_format(weights: Any, name: Any) -> Format:
+    """Return the format of one group of compressed-tensors."""
+    fields = weights if isinstance(weights, Mapping) else {}
+    strategy, group = fields.get("strategy"), fields.get("group_size")
+    is_fp8 = (fields.get("type"), fields.get("num_bits")) == ("float", 8) and strategy in ("tensor", "channel", "block")
+    *expected, group_format = _GROUPS.get(name, (None,)) if isinstance(name, str) else (None,)
+    if not is_fp8 and (fields.get("type"), [fields.get("num_bits"), strategy, group]) != ("float", expected):
         raise LoadError(
-            f"config.json: compressed-tensors in {told.get('num_bits')} bits of {told.get('type')!r:.50}, strategy "
-            f"{strategy!r:.50}, group_size {group!r:.50}, format {form!r:.50}, is not read, but 8-bit floating point "
-            f"with a scale for each tensor, channel or block, and {', '.join(_GROUPS)} as its library writes them; "
-            "fetch the model without quantization, or in fp8"
+            f"config.json: compressed-tensors in {fields.get('num_bits')} bits of {fields.get('type')!r:.50}, strategy "
+            f"{strategy!r:.50}, group_size {group!r:.50}, format {name!r:.50}, is not supported, only 8-bit floating "
+            f"point with a scale per tensor, channel or block, and {', '.join(_GROUPS)} with their standard settings; "
+            "fetch the unquantised model, or its fp8 version"
         )
-    if not told.get("symmetric", True):
-        raise LoadError("config.json: compressed-tensors with symmetric=false is not read; fetch another version")
-    if not in_blocks:
-        assert in_groups is not None, "its settings are known"
-        return in_groups
+    if not fields.get("symmetric", True):
+        raise LoadError("config.json: compressed-tensors with symmetric=false is not supported; fetch another version")
+    if not is_fp8:
+        assert group_format is not None, "its settings are known"
+        return group_format
     if strategy == "block":
-        return Format("_scale", _block(told.get("block_structure"), "block_structure"))
+        return Format("_scale", _block(fields.get("block_structure"), "block_structure"))
     return Format("_scale", (_WHOLE, _WHOLE) if strategy == "tensor" else (1, _WHOLE))
 
 
-def _check(key: str, scale: Scale, form: Format, entries: Mapping[str, Entry]) -> None:
-    matrix, found = entries[key], entries.get(scale.key)
-    numbers = entries[scale.packed or key]
-    for beside in (scale.key, scale.divisor):
-        if beside and beside not in entries:
+def _check_scale(key: str, scale: Scale, form: Format, entries: Mapping[str, Entry]) -> None:
+    """Check presence, shape and dtype of the scales of a matrix."""
+    matrix, scales = entries[key], entries.get(scale.key)
+    code_entry = entries[scale.packed or key]
+    for companion in (scale.key, scale.divisor):
+        if companion and companion not in entries:
             raise MismatchedKey(
-                f"{numbers.file}: {numbers.key} is {numbers.dtype}, and {beside} is not there; fetch the file with it"
+                f"{code_entry.file}: {code_entry.key} is {code_entry.dtype}, but its {companion} is missing; fetch the "
+                "file that holds it"
             )
-    assert found is not None, "it was just looked for"
+    assert scales is not None, "it was just looked for"
     if len(matrix.shape) < 2:
         raise MismatchedKey(
-            f"{matrix.file}: {key} {matrix.shape} is {numbers.dtype}, and only matrices have such scales"
+            f"{matrix.file}: {key} {matrix.shape} is {code_entry.dtype}, but only matrices can have block scales"
         )
     grid = scale.grid(matrix.shape)
-    if found.shape != grid and not (prod(grid) == 1 and found.shape in ((), (1,))):
+    if scales.shape != grid and not (prod(grid) == 1 and scales.shape in ((), (1,))):
         rows, columns = (min(block, size) for block, size in zip(scale.block, matrix.shape[-2:], strict=True))
         raise MismatchedKey(
-            f"{found.file}: {scale.key} is {found.shape}, but {key} {matrix.shape} has {grid} blocks of {rows} x "
+            f"{scales.file}: {scale.key} is {scales.shape}, but {key} {matrix.shape} has {grid} blocks of {rows} x "
             f"{columns}, as config.json says; correct its quantization_config, or fetch the file of this model"
         )
-    if found.dtype not in form.dtypes:
-        raise MismatchedKey(f"{found.file}: {scale.key} is {found.dtype}; scales must be {', '.join(form.dtypes)}")
+    if scales.dtype not in form.dtypes:
+        raise MismatchedKey(f"{scales.file}: {scale.key} is {scales.dtype}; scales must be {', '.join(form.dtypes)}")
     divisor = entries[scale.divisor] if scale.divisor else None
     if divisor is not None and (divisor.dtype, prod(divisor.shape)) != ("F32", 1):
         raise MismatchedKey(
@@ -243,96 +278,117 @@ def _check(key: str, scale: Scale, form: Format, entries: Mapping[str, Entry]) -
         )
 
 
-def as_numbers(scales: Tensor) -> Tensor:
-    """Scales of a file, in float32."""
-    powers = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-    return powers.to(torch.float32)
+def scales_to_float(scales: Tensor) -> Tensor:
+    """Return scales of a file in float32."""
+    e8m0 = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    return e8m0.to(torch.float32)
 
 
-def as_stored(scales: Tensor, dtype: str) -> Tensor:
-    """Scales in the dtype of a file: rounded; up, where it holds powers of two, or few digits of what is this small."""
+def scales_to_stored(scales: Tensor, dtype: str) -> Tensor:
+    """Round scales to the dtype of a file: to nearest, but up for powers of two, and for F16 where it would lose over
+    1%.
+
+    A scale that is rounded down makes the largest value of its block exceed 448 and saturate; rounded up it costs at
+    most some resolution.
+    """
     if dtype == "F16":
-        found = scales.to(torch.float16)
-        above = (found.view(torch.int16) + 1).view(torch.float16)
-        return torch.where(found.float() < 0.99 * scales, above, found)
+        rounded = scales.to(torch.float16)
+        next_up = (rounded.view(torch.int16) + 1).view(torch.float16)
+        return torch.where(rounded.float() < 0.99 * scales, next_up, rounded)
     if dtype not in _POWERS:
         return scales.to(DTYPES[dtype])
     mantissa, exponent = torch.frexp(scales)
-    up = torch.where(mantissa == 0.5, exponent - 1, exponent)  # 0.5 * 2**n is a power of two already
-    return (up + 127).clamp(0, 254).to(torch.uint8).view(DTYPES[dtype])
+    exponent_up = torch.where(mantissa == 0.5, exponent - 1, exponent)  # 0.5 * 2**n is already a power of two
+    return (exponent_up + 127).clamp(0, 254).to(torch.uint8).view(DTYPES[dtype])
 
 
-def needed(most: Tensor) -> Tensor:
-    """The scales with which the largest numbers stand for values as large as these; 1 where all are zero."""
-    return torch.where(most > 0, most / LARGEST, torch.ones_like(most))
+def scales_for_amax(amax: Tensor) -> Tensor:
+    """Return amax / 448, with which the largest value of a block becomes the largest code; 1 for a block of zeros."""
+    return torch.where(amax > 0, amax / LARGEST, torch.ones_like(amax))
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which scale each element of a view has: indices that broadcast to the shape of the view, each along its dims."""
+    """Which scale each element of a view has: row and column indices that broadcast to the shape of the view.
+
+    A view may be transposed, sliced or stacked; the indices follow its strides. Expanding scales to the size of the
+    matrix would need as much memory as the values.
+
+    Example: rows 100 to 300 of a matrix with blocks of 128 have block rows 0 (28 times), 1 (128 times) and 2 (44
+    times).
+    """
 
     rows: Tensor
     columns: Tensor
 
     @staticmethod
     def of(view: Tensor, shape: Sequence[int], scale: Scale) -> Places:
-        """`view`: of a tensor of `shape`, in any order; its strides say where its elements lie."""
+        """Compute the indices of `view`, a strided view of a tensor of `shape`."""
         num_rows, num_columns = shape[-2:]
         first_row, first_column = divmod(int(view.storage_offset()), num_columns)
         ones = [1] * view.dim()
         rows, columns = torch.tensor(first_row).view(ones), torch.tensor(first_column).view(ones)
+        # A dim whose stride is a multiple of the row length walks over rows, any other one over columns. That is right
+        # for slices, transposes and stacks of matrices; a view that mixes both in one dim does not occur.
         for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
-            at = torch.arange(size).view(-1, *[1] * (view.dim() - dim - 1))
+            positions = torch.arange(size).view(-1, *[1] * (view.dim() - dim - 1))
             if stride % num_columns == 0:
-                rows = rows + at * (stride // num_columns)
+                rows = rows + positions * (stride // num_columns)
             else:
-                columns = columns + at * stride
+                columns = columns + positions * stride
         height, width = (min(block, size) for block, size in zip(scale.block, (num_rows, num_columns), strict=True))
         grid_rows = ceil(num_rows / height)
         return Places(rows // num_rows * grid_rows + rows % num_rows // height, columns // width)
 
     @property
     def rows_of_blocks(self) -> range:
-        """From the first that has an element to the last."""
+        """Return the range of block rows that the view touches."""
         return range(int(self.rows.min()), int(self.rows.max()) + 1)
 
     def below(self, row: int) -> Places:
-        """The same in the scales from a row of blocks on."""
+        """Return the indices into scales that begin at block row `row`."""
         return replace(self, rows=self.rows - row)
 
     def take(self, scales: Tensor) -> Tensor:
-        """The scale of each element. Two selections take a tenth of the time of one by both indices."""
+        """Return the scale of each element. Two `index_select` take a tenth of the time of one gather by both
+        indices."""
+        # `scales[rows, columns]` with broadcast index tensors is one gather for each element. Rows and columns repeat,
+        # so selecting rows and then columns moves whole cache lines.
         by_row = scales.view(-1, scales.shape[-1]).index_select(0, self.rows.flatten())
-        found = by_row.index_select(1, self.columns.flatten()).view(*self.rows.shape, *self.columns.shape)
-        pairs = [dim for at in range(self.rows.dim()) for dim in (at, at + self.rows.dim())]
+        selected = by_row.index_select(1, self.columns.flatten()).view(*self.rows.shape, *self.columns.shape)
+        pairs = [dim for dim_index in range(self.rows.dim()) for dim in (dim_index, dim_index + self.rows.dim())]
         sizes = [a * b for a, b in zip(self.rows.shape, self.columns.shape, strict=True)]  # one of the two is 1
-        return found.permute(pairs).reshape(sizes)
+        return selected.permute(pairs).reshape(sizes)
 
     def into(self, grid: Tensor, values: Tensor) -> None:
-        """The most of the values of each block, and of what the grid has."""
+        """Update `grid` with the maximum of `values` in each block (a scatter-reduce)."""
         width = grid.shape[-1]
-        where = (self.rows * width + self.columns).expand(values.shape).reshape(-1)
-        grid.view(-1).scatter_reduce_(0, where, values.reshape(-1), "amax")
+        flat_index = (self.rows * width + self.columns).expand(values.shape).reshape(-1)
+        grid.view(-1).scatter_reduce_(0, flat_index, values.reshape(-1), "amax")
 
 
 def unpacked(packed: Tensor) -> Tensor:
-    """Bytes of two numbers each, as 8-bit numbers one after the other."""
-    return _PAIRS.index_select(0, packed.contiguous().view(-1).int()).view(NUMBERS)
+    """Unpack bytes of two 4-bit codes each to E4M3 codes with the same values."""
+    return _PAIRS.index_select(0, packed.contiguous().view(-1).int()).view(FP8)
 
 
-def values_of(numbers: Tensor, scales: Tensor) -> Tensor:
-    """In float32: exact where scales are bfloat16."""
-    return wide(numbers) * scales
+def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return code * scale in float32. Exact if scales have 8 significant bits (bfloat16): 4 + 8 bits fit into 24."""
+    return wide(codes) * scales
 
 
 def as_used(values: Tensor, used: torch.dtype) -> Tensor:
-    """What products see of values; the values themselves at the ends of the range of `used`, where they would become
-    infinite, or something else."""
+    """Round values to the dtype in which matmuls see them; a value that would overflow there is kept.
+
+    An export quantises what the forward used. Quantising the float32 master instead gives other codes at ties.
+    """
+    # 2**-7 is half a unit in the last place of bfloat16, relative. A larger difference means overflow to infinity.
     rounded = values.to(used).to(values.dtype)
     return torch.where((rounded - values).abs() <= values.abs() * 2.0**-7, rounded, values)
 
 
-def numbers_of(values: Tensor, scales: Tensor) -> Tensor:
-    """Divided by the scales as they are stored. Of a block whose scale is 0 all numbers are."""
-    wide = torch.where(scales == 0, torch.zeros_like(scales), values.to(torch.float32) / scales)
-    return wide.clamp(-LARGEST, LARGEST).to(NUMBERS)
+def quantise(values: Tensor, scales: Tensor) -> Tensor:
+    """Return values / scale, saturated to +-448, in E4M3. `scales` as they are stored: rounding them afterwards would
+    shift all values."""
+    scaled = torch.where(scales == 0, torch.zeros_like(scales), values.to(torch.float32) / scales)
+    return scaled.clamp(-LARGEST, LARGEST).to(FP8)

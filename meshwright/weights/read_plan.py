@@ -1,7 +1,9 @@
-"""Who reads which piece of a source, and sends it to whom: each rank reads its own, or one rank reads for its node.
+"""Plan who reads which part of a checkpoint: each rank its own, or one rank for its node.
 
-The second is for file systems that many readers slow down: a node then reads what it stores once (strips of columns
-with what lies between them, once for each rank of tp). All ranks open the files, but only for their headers.
+By default every rank reads exactly the bytes that it stores, and nothing is sent: `distribute_tensor` would read on
+every rank and broadcast from rank 0 as well (VeOmni#637). On file systems that many readers slow down, one rank of a
+node reads what its node stores, once, and sends it on. With tp over columns it reads the strips of each tp rank, with
+what lies between them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .source import Source
 
 @dataclass(frozen=True)
 class Read:
-    """A piece that is read once, for all `ranks` that store it, in the narrowest dtype that holds all its values."""
+    """A piece that is read once for all `ranks` that store it, in the narrowest dtype that holds its values."""
 
     piece: Piece
     layout: Layout
@@ -35,6 +37,7 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes that are sent to each of the other ranks."""
         return self.piece.numel * self.dtype.itemsize
 
 
@@ -42,38 +45,53 @@ def plan_reads(
     spec: ShardingSpec, axes: Axes, node: range, keymap: KeyMap, names: Container[str] | None = None,
     numbers: Container[str] = (),
 ) -> Iterator[Read]:  # fmt: skip
-    """Every piece that the ranks of a node store, once, with the ranks that store it. `names`: of these alone.
-    `numbers`: those that are kept as numbers in 8 bits."""
+    """Yield each piece that the ranks of a node store, once, with the ranks that store it.
+
+    `names`: only these parameters. `numbers`: those that stay FP8 codes.
+
+    A piece is a box of a parameter and a range of its rows: what tp and ep cut, then what FSDP stores of it.
+    """
     assert keymap.source is not None, "there are files to read"
-    held = {rank: pieces(spec, axes, rank) for rank in node}
+    pieces_of = {rank: pieces(spec, axes, rank) for rank in node}
     for param in spec.table:
         if param.name in keymap.fresh or (names is not None and param.name not in names):
             continue
-        layout, takers = chosen(param, keymap.choice), dict[object, list[int]]()
+        layout, ranks_by_piece = chosen(param, keymap.choice), dict[object, list[int]]()
         for rank in node:
-            piece = held[rank].get(param.name)
+            piece = pieces_of[rank].get(param.name)
             if piece is not None and piece.numel:
-                takers.setdefault((piece.box, piece.lo, piece.hi), []).append(rank)
+                # Ranks with equal boxes (replicas, tp ranks of a norm) share one read.
+                ranks_by_piece.setdefault((piece.box, piece.lo, piece.hi), []).append(rank)
+        # Sent in the file's dtype: half of the bytes of float32 for a bfloat16 checkpoint. Conversion happens at the
+        # receiver.
         dtype = BYTES if param.name in numbers else keymap.file_dtype(param)
-        for ranks in takers.values():
-            yield Read(held[ranks[0]][param.name], layout, dtype, tuple(ranks))
+        for ranks in ranks_by_piece.values():
+            yield Read(pieces_of[ranks[0]][param.name], layout, dtype, tuple(ranks))
 
 
 def load_bill(plan: Iterable[Read], rank: int, node: range) -> list[Charge]:
-    """What this rank sends as the reader of its node, or receives from it."""
+    """Return what this rank sends as the reader of its node, or receives from it.
+
+    The bill of loading: zero lines unless one rank reads for its node. `verify` compares it with what is sent.
+    """
     charges = []
-    for d in plan:
-        others = [r for r in d.ranks if r != node[0]]
+    for read in plan:
+        others = [r for r in read.ranks if r != node[0]]
         count = len(others) if rank == node[0] else int(rank in others)
-        charges.append(Charge(d.piece.param.name, "send" if rank == node[0] else "recv", ("node",), d.num_bytes, count))
+        charges.append(
+            Charge(read.piece.param.name, "send" if rank == node[0] else "recv", ("node",), read.num_bytes, count)
+        )
     return [c for c in charges if c.count]
 
 
 @names_lost_ranks()
 def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: range, source: Source) -> int:
-    """Fill what is stored with what the first rank of `node` reads. If that is this rank alone, nothing is sent.
+    """Fill stored tensors with what the first rank of `node` reads; with one rank in `node` nothing is sent.
 
-    Returns how many bytes this rank read.
+    Return how many bytes this rank read.
+
+    Raises on all ranks if one failed, and if any file changed while it was read: tensors of two versions may have been
+    mixed.
     """
     total = sum(d.piece.numel for d in plan)
     failure: LoadError | None = None
@@ -84,13 +102,13 @@ def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: r
         for read in plan:
             name = read.piece.param.name
             if mesh.rank == node[0]:
-                failure = _read_for_all(read, stored, mesh, reader, failure)
+                failure = _read_and_send(read, stored, mesh, reader, failure)
             elif mesh.rank in read.ranks:
                 buffer = torch.empty(read.piece.shape, dtype=read.dtype, device=mesh.device)
                 stored[name].copy_(mesh.receive(buffer, node[0], f"the loading of {name}"))
             advance(read.piece.numel)
     if mesh.rank == node[0]:
-        failure = failure or _changed(source)
+        failure = failure or _change_of_source(source)
     if len(node) > 1:
         mesh.all_or_none(failure, "the reading of the weights", LoadError)
     elif failure is not None:
@@ -98,8 +116,8 @@ def fill(stored: Mapping[str, Tensor], mesh: Mesh, plan: Sequence[Read], node: r
     return reader.num_bytes
 
 
-def _changed(source: Source) -> LoadError | None:
-    """Whether any file, config.json and index too, was replaced or written into since it was first read."""
+def _change_of_source(source: Source) -> LoadError | None:
+    """Return a LoadError if any file, config and index included, has changed since it was first read."""
     try:
         source.check_unchanged(source.stamps)
     except LoadError as error:
@@ -107,24 +125,27 @@ def _changed(source: Source) -> LoadError | None:
     return None
 
 
-def _read_for_all(
-    d: Read, stored: Mapping[str, Tensor], mesh: Mesh, reader: Reader, failure: LoadError | None
+def _read_and_send(
+    read: Read, stored: Mapping[str, Tensor], mesh: Mesh, reader: Reader, failure: LoadError | None
 ) -> LoadError | None:
-    """After a failure nothing more is read. The others still get what they wait for, so that all raise together. What
-    other stages have, the reader does not store."""
-    alone, name = d.ranks == (mesh.rank,), d.piece.param.name
-    whole = stored[name] if alone else torch.empty(d.piece.shape, dtype=d.dtype, device="cpu")
+    """Read a piece and send it to its ranks. Return the first failure.
+
+    After a failure nothing more is read, but the other ranks still receive what they wait for, so that all of them
+    raise together instead of hanging. The reader does not store pieces of other pipeline stages.
+    """
+    is_own, name = read.ranks == (mesh.rank,), read.piece.param.name
+    buffer = stored[name] if is_own else torch.empty(read.piece.shape, dtype=read.dtype, device="cpu")
     try:
         if failure is None:
-            reader.fill(d.layout, d.piece, whole)
-            reader.check_copies(d.layout, d.piece, whole)
+            reader.fill(read.layout, read.piece, buffer)
+            reader.check_copies(read.layout, read.piece, buffer)
     except LoadError as error:
         failure = error
-    if not alone:
-        whole = whole.to(mesh.device)
-        for rank in d.ranks:
+    if not is_own:
+        buffer = buffer.to(mesh.device)
+        for rank in read.ranks:
             if rank == mesh.rank:
-                stored[name].copy_(whole)
+                stored[name].copy_(buffer)
             else:
-                mesh.send(whole, rank, f"the loading of {name}")
+                mesh.send(buffer, rank, f"the loading of {name}")
     return failure

@@ -1,4 +1,10 @@
-"""From a source straight into pieces: choose the layouts, check every key, then read the bytes this rank stores."""
+"""Read a checkpoint into this rank's shards: choose layouts, check every key, then read just the bytes that are stored.
+
+Strict by design. A missing, unexpected or mismatched key is an error, never a warning with reinitialised weights: such
+runs train on random experts (transformers#43201), a random head (NeMo-Automodel#3632) or skip every parameter
+(prime-rl#2640), with a plausible loss. A layout is never decided from one shape, since a square matrix fits either way
+(transformers#47031).
+"""
 
 from __future__ import annotations
 
@@ -16,85 +22,107 @@ from ..errors import BrokenFile, LoadError, MismatchedKey, MissingKey, UnknownKe
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Layout, Param, Piece, Table, interval
 from .checksums import Checks
-from .quant_formats import BYTES, NUMBERS, PACKED, Places, as_numbers, unpacked, values_of
+from .quant_formats import BYTES, FP8, PACKED, Places, dequantise, scales_to_float, unpacked
 from .safetensors_header import DTYPES, TRAINABLE, Entry
 from .source import Source
 
 Choice = Mapping[str, str]  # group -> layout name
-# a read goes through a buffer of this many elements at most
+# Elements of a read that needs conversion: it goes through a buffer of at most this size.
 _STAGED_ELEMENTS = part_size(__name__, "_STAGED_ELEMENTS", 1 << 20, small=1001)
-# Where tp cuts columns, a rank wants a strip of every row. Above this length a strip is read alone; shorter ones are
-# read with all that lies between them, since a file system serves one long read faster than a thousand short ones.
+# Where tp cuts columns, a rank needs a strip of every row. A long strip is read alone. Short strips are read together
+# with what lies between them: one read of 8 MB is faster than a thousand of 4 KB, even if most of it is dropped.
 _SHORT_BYTES = part_size(__name__, "_SHORT_BYTES", 64 << 10, small=61)
-_SPAN_BYTES = part_size(__name__, "_SPAN_BYTES", 8 << 20, small=601)  # of strips that are read together
+_SPAN_BYTES = part_size(__name__, "_SPAN_BYTES", 8 << 20, small=601)  # the span of such a read
 
 
 def chosen(param: Param, choice: Choice) -> Layout:
-    """The layout of a parameter under a choice."""
+    """Return the layout of a parameter under a choice."""
     if len(param.layouts) == 1:
         return param.layouts[0]
     return next(layout for layout in param.layouts if layout.name == choice[param.group])
 
 
 def choose(table: Table, source: Source) -> dict[str, str]:
-    """Exactly one layout of each group matches the headers. Shapes decide only between layouts of the same keys: of all
-    keys of the group together, since one of them may be square."""
+    """Return the one layout of each group (experts, head) that matches the headers.
+
+    Keys decide first. Shapes decide only between layouts of the same keys, and over all keys of the group at once,
+    because one of them may be square.
+
+    Example: Qwen3-MoE checkpoints have experts per expert (`experts.0.gate_proj`) or fused (`experts.gate_up_proj`);
+    both are declared for the same parameters, and the keys of the file select one.
+    """
     choice = {}
     for group, names in table.groups.items():
+        # Parameters without a group have one layout, so there is nothing to choose.
         if not group:
             continue
         members = [p for p in table if p.group == group]
-        spelled = {name: [k for p in members for k in chosen(p, {group: name}).keys] for name in names}
-        whole = [name for name in names if all(k in source.entries for k in spelled[name])]
-        whole = [n for n in whole if not any(set(spelled[n]) < set(spelled[m]) for m in whole)]  # the fuller one
-        if len(whole) > 1 and len({frozenset(spelled[name]) for name in whole}) == 1:
-            whole = [name for name in whole if _fits(members, {group: name}, source)] or whole[:1]
-        if len(whole) > 1:
+        keys_by_layout = {name: [k for p in members for k in chosen(p, {group: name}).keys] for name in names}
+        candidates = [name for name in names if all(k in source.entries for k in keys_by_layout[name])]
+        # If one layout's keys are a part of another's, the larger one explains more of the file.
+        candidates = [
+            n for n in candidates if not any(set(keys_by_layout[n]) < set(keys_by_layout[m]) for m in candidates)
+        ]
+        if len(candidates) > 1 and len({frozenset(keys_by_layout[name]) for name in candidates}) == 1:
+            candidates = [name for name in candidates if _shapes_match(members, {group: name}, source)] or candidates[
+                :1
+            ]
+        if len(candidates) > 1:
             raise LoadError(
-                f"the source holds the {group} in {len(whole)} ways: {', '.join(whole)}; remove all but one"
+                f"the source holds the {group} in {len(candidates)} layouts ({', '.join(candidates)}); remove all but "
+                "one of them"
             )
-        if not whole:
-            raise MissingKey(_nearest(group, spelled, source))
-        choice[group] = whole[0]
+        if not candidates:
+            raise MissingKey(_nearest(group, keys_by_layout, source))
+        choice[group] = candidates[0]
     return choice
 
 
-def _fits(members: Iterable[Param], choice: Choice, source: Source) -> bool:
+def _shapes_match(members: Iterable[Param], choice: Choice, source: Source) -> bool:
+    """Return whether all keys of some parameters have the shapes of a layout."""
     keys = [each for param in members for each in chosen(param, choice).keys.items()]
     return all(source.entries[key].shape == shape for key, shape in keys)
 
 
-def _nearest(group: str, spelled: Mapping[str, list[str]], source: Source) -> str:
-    lacking = {name: [k for k in keys if k not in source.entries] for name, keys in spelled.items()}
-    name = min(lacking, key=lambda n: len(lacking[n]) / max(1, len(spelled[n])))
+def _nearest(group: str, keys_by_layout: Mapping[str, list[str]], source: Source) -> str:
+    """Return the error for a group without a matching layout: which one is nearest, and what it lacks."""
+    missing = {name: [k for k in keys if k not in source.entries] for name, keys in keys_by_layout.items()}
+    name = min(missing, key=lambda n: len(missing[n]) / max(1, len(keys_by_layout[n])))
     return (
-        f"{source.directory} holds the {group} in none of the layouts {', '.join(spelled)}; nearest is {name!r}, "
-        f"which lacks {len(lacking[name])} of {len(spelled[name])} keys, first {lacking[name][0]}; "
+        f"{source.directory} holds the {group} in none of the layouts {', '.join(keys_by_layout)}; nearest is "
+        f"{name!r}, which lacks {len(missing[name])} of {len(keys_by_layout[name])} keys, first {missing[name][0]}; "
         "fetch the files that hold them, or correct config.json"
     )
 
 
 def carried_keys(table: Table, source: Source, choice: Choice) -> list[str]:
-    """Keys that are kept and not trained. Every other key must be one of ours: neither more nor fewer."""
-    ours = {k for p in table for k in chosen(p, choice).keys}
-    ours |= {beside for key in ours if key in source.scales for beside in source.scales[key].beside}
-    rest = [k for k in source.entries if k not in ours]
-    known = {beside for scale in source.scales.values() for beside in scale.beside}
+    """Return keys that are carried through and not trained. Any other key that no parameter uses is an error."""
+    own_keys = {k for p in table for k in chosen(p, choice).keys}
+    own_keys |= {companion for key in own_keys if key in source.scales for companion in source.scales[key].beside}
+    # Scales of a quantised tensor that is itself carried are carried with it. Everything else must match a pattern that
+    # the model family declares (`mtp.*` of Qwen3.5), so a typo in a key map cannot hide as "carried".
+    others = [k for k in source.entries if k not in own_keys]
+    companions = {companion for scale in source.scales.values() for companion in scale.beside}
     unknown = [
-        k for k in rest if k not in known and not any(fnmatch.fnmatchcase(k, pattern) for pattern in table.carried)
+        k
+        for k in others
+        if k not in companions and not any(fnmatch.fnmatchcase(k, pattern) for pattern in table.carried)
     ]
     if unknown:
         raise UnknownKey(
-            f"{source.entries[unknown[0]].file} holds {unknown[0]}, which no parameter of the model is made of "
-            f"({len(unknown)} such keys); is config.json of another model?"
+            f"{source.entries[unknown[0]].file} holds {unknown[0]}, which no parameter of the model uses "
+            f"({len(unknown)} such keys); check that config.json belongs to this model"
         )
-    return rest
+    return others
 
 
 def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str], stored: torch.dtype) -> None:
-    """Every key of ours is there, in its shape, in a dtype that is stored without rounding.
+    """Check that every key is there, with its shape, in a dtype that can be stored without rounding.
 
-    `fresh`: parameters not in the source. `stored`: the dtype in which parameters are kept.
+    `fresh`: parameters that the source lacks. `stored`: the dtype in which parameters are stored.
+
+    Run on headers alone, before memory is allocated. On a 235B model it takes a second, and finds every mismatch that
+    would otherwise appear after minutes of loading.
     """
     for param in table:
         if param.name in set(fresh):
@@ -103,7 +131,7 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
             entry = source.entries.get(key)
             if entry is None:
                 raise MissingKey(
-                    f"{source.directory} has no {key}, of which {param.name} {param.shape} is made; fetch the file "
+                    f"{source.directory} has no {key}, which {param.name} {param.shape} is read from; fetch the file "
                     "that holds it, or correct config.json"
                 )
             if entry.shape != shape:
@@ -117,6 +145,7 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
                     f"{entry.file}: {key} is {entry.dtype}; {param.name} needs {' or '.join(TRAINABLE)}; "
                     "fetch the unquantised model, or convert the file"
                 )
+            # Rounding F64 at load would be silent, and an export would then not reproduce the source.
             if entry.dtype == "F64" and stored != torch.float64:
                 raise MismatchedKey(
                     f"{entry.file}: {key} is F64 and would be rounded to {stored}; "
@@ -126,56 +155,72 @@ def check_keys(table: Table, source: Source, choice: Choice, fresh: Iterable[str
 
 @dataclass
 class Reader:
-    """Reads boxes of source tensors through one small buffer, and counts the bytes.
+    """Reads boxes of source tensors through one small buffer, and counts bytes.
 
-    No threads: converting and first touching the memory takes most of the time, and the ranks of a node do that side
-    by side.
+    Single-threaded: conversion and the first touch of memory take most of the time, and the ranks of a node do these in
+    parallel already.
+
+    A box of a parameter becomes a strided view of the source tensor (`_view`): offset, shape, strides. Contiguous
+    ranges of that view are byte ranges of the file. Slices of tp, row ranges of FSDP, transposed experts and parts of
+    fused tensors are all this one case.
     """
 
     source: Source
     num_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._open: dict[str, int] = {}
-        self._checks = Checks(self.source.directory, self.source.runs)
+        self._fds: dict[str, int] = {}
+        self._checks = Checks(self.source.directory, self.source.extents)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._scales = "", range(0), torch.empty(0, device="cpu")  # of the rows of blocks that were read last
+        self._last_scales = "", range(0), torch.empty(0, device="cpu")  # a cache: parts of a matrix come in order
         self._divisors: dict[str, Tensor] = {}
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in self._open.values():
+        for fd in self._fds.values():
             os.close(fd)
 
     def fill(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
-        """Every stored element of a piece, from the blocks that its boxes meet: values, or numbers in 8 bits."""
+        """Fill the stored tensor of a piece from the blocks that its boxes overlap: values, or FP8 codes."""
         for box, view in piece.views(stored):
             for block in layout.blocks:
                 common = block.ours.meet(box)
                 if common is not None:
                     self._fill_box(block, common, view[common.within(box).slices])
 
-    def _fill_box(self, block: Block, common: Box, ours: Tensor) -> None:
-        """Straight into its memory where it lies in the file as it lies there; else through the buffer."""
+    def _fill_box(self, block: Block, common: Box, target: Tensor) -> None:
+        """Read directly into the stored memory if dtype and order are those of the file, else through the buffer."""
         entry = self.source.entries[block.key]
-        wanted = _view(block, entry, common)
-        if ours.dtype == BYTES and block.key in self.source.scales:
-            ours = ours.view(NUMBERS)
-        if DTYPES.get(entry.dtype) == ours.dtype and wanted.is_contiguous() and ours.is_contiguous() and ours.is_cpu:
-            into = ours.view(-1).view(torch.uint8)
-            self._read_into(entry, into, int(wanted.storage_offset()) * ours.element_size())
+        source_view = _view(block, entry, common)
+        if target.dtype == BYTES and block.key in self.source.scales:
+            target = target.view(FP8)
+        if (
+            # The fast path, taken for most weights: pread straight into the parameter's memory, without a copy or a
+            # buffer.
+            DTYPES.get(entry.dtype) == target.dtype
+            and source_view.is_contiguous()
+            and target.is_contiguous()
+            and target.is_cpu
+        ):
+            into = target.view(-1).view(torch.uint8)
+            self._read_into(entry, into, int(source_view.storage_offset()) * target.element_size())
             return
-        for into, found in self._staged(block, common, ours):
+        for into, found in self._staged(block, common, target):
             into.copy_(found)
 
     def check_copies(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
-        """Keys that hold a parameter once more must hold the same (a tied head stored twice)."""
-        first = self._kind(layout.blocks[0].key)
+        """Check that keys which hold a parameter a second time (a tied head that is stored twice) hold the same values.
+
+        A config may say tied while the file has two different tensors (accelerate#3870). Taking either would be a
+        guess.
+        """
+        first = self._value_dtype(layout.blocks[0].key)
         for copy in (copy for copy in layout.copies if copy.key in self.source.entries):
-            both = (first, self._kind(copy.key))
-            narrow = min(both, key=lambda dtype: dtype.itemsize)  # a trained one is rounded to it in one of the two
+            both = (first, self._value_dtype(copy.key))
+            # Compared in the narrower dtype: an export of a trained model rounds one of the two more than the other.
+            narrow = min(both, key=lambda dtype: dtype.itemsize)
             for box, view in piece.views(stored):
                 if not all(torch.equal(a.to(b.device, narrow), b.to(narrow)) for a, b in self._staged(copy, box, view)):
                     raise LoadError(
@@ -183,111 +228,128 @@ class Reader:
                         "(tie_word_embeddings); set it to false or store one of them"
                     )
 
-    def _kind(self, key: str) -> torch.dtype:
-        """Of the values of a key."""
+    def _value_dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a key's values."""
         return torch.float32 if key in self.source.scales else DTYPES[self.source.entries[key].dtype]
 
-    def _staged(self, block: Block, common: Box, ours: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Part by part: ours, and what the source has for it until the next part is read."""
+    def _staged(self, block: Block, common: Box, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of the target with what the source has for them. The second tensor is valid until the next part.
+
+        Parts are bounded so that a rank needs a few MB beside its parameters, also for a vocabulary of a billion
+        elements.
+        """
         entry = self.source.entries[block.key]
         strips = _Strips.of(_view(block, entry, common))
+        # A transposed block is read one matrix at a time (`[out, in]` of one expert), because its columns are strided
+        # rows.
         num = common.size // common.shape[0] if block.turned else strips.at_a_time(_dtype(entry).itemsize)
         for lo in range(0, common.size, num):
             for part in interval(common, lo, min(lo + num, common.size)):
-                read = self._raw if ours.dtype == NUMBERS else self.read
-                yield ours[part.within(common).slices], read(entry, block, part)
+                read = self._raw if target.dtype == FP8 else self.read
+                yield target[part.within(common).slices], read(entry, block, part)
 
     def read(self, entry: Entry, block: Block, part: Box) -> Tensor:
-        """A box of ours, in the dtype of the source; in float32, where it has scales. It may lie in the buffer, so it
-        stands until the next read."""
+        """Return a box of a parameter in the dtype of the source, dequantised if it has scales. Valid until the next
+        read."""
         if entry.key not in self.source.scales:
             return self._raw(entry, block, part)
         places, scales = self.scales_of(block, part)
-        return values_of(self._raw(entry, block, part), places.take(scales))
+        return dequantise(self._raw(entry, block, part), places.take(scales))
 
     def scales_of(self, block: Block, part: Box) -> tuple[Places, Tensor]:
-        """Which scale each element of a box of ours has, and these scales."""
+        """Return the indices of the scales of a box, and the scales that they index."""
         entry = self.source.entries[block.key]
         places = Places.of(_view(block, entry, part), entry.shape, self.source.scales[block.key])
         rows = places.rows_of_blocks
-        return places.below(rows.start), self._some(block.key, rows)
+        return places.below(rows.start), self._scales_of_rows(block.key, rows)
 
     def scales(self, key: str) -> Tensor:
-        """Those of a matrix, in float32, by blocks."""
+        """Return all scales of a matrix in float32."""
         grid = self.source.scales[key].grid(self.source.entries[key].shape)
-        return self._some(key, range(prod(grid[:-1]))).view(grid)
+        return self._scales_of_rows(key, range(prod(grid[:-1]))).view(grid)
 
     def as_it_is(self, key: str) -> Tensor:
-        """A whole tensor of a file."""
+        """Return a whole tensor of a file in its own dtype."""
         entry = self.source.entries[key]
         return self._flat(entry, 0, prod(entry.shape)).view(entry.shape)
 
-    def _some(self, key: str, rows: range) -> Tensor:
-        """Its scales in some rows of blocks: a rank reads none of which it has no element."""
-        last, read, found = self._scales
-        if last != key or not (read.start <= rows.start and rows.stop <= read.stop):
-            scale, read = self.source.scales[key], rows
+    def _scales_of_rows(self, key: str, rows: range) -> Tensor:
+        """Return the scales of some block rows. A rank does not read scales of blocks that it has no element of."""
+        last_key, read_rows, scales = self._last_scales
+        if last_key != key or not (read_rows.start <= rows.start and rows.stop <= read_rows.stop):
+            scale, read_rows = self.source.scales[key], rows
             entry, width = self.source.entries[scale.key], scale.grid(self.source.entries[key].shape)[-1]
-            found = as_numbers(self._flat(entry, rows.start * width, len(rows) * width).view(-1, width))
+            scales = scales_to_float(self._flat(entry, rows.start * width, len(rows) * width).view(-1, width))
             if scale.divisor:
-                found = found / self._divisor(scale.divisor)
-            self._scales = key, read, found
-        return found[rows.start - read.start : rows.stop - read.start]
+                scales = scales / self._divisor(scale.divisor)
+            self._last_scales = key, read_rows, scales
+        return scales[rows.start - read_rows.start : rows.stop - read_rows.start]
 
     def _divisor(self, key: str) -> Tensor:
+        """Return a global scale, read once."""
         if key not in self._divisors:
             self._divisors[key] = self._flat(self.source.entries[key], 0, 1)
         return self._divisors[key]
 
     def _flat(self, entry: Entry, first: int, num: int) -> Tensor:
-        """Some elements as they lie in the file, in memory of their own."""
+        """Read elements as they lie in the file, into new memory."""
         out = torch.empty(num, dtype=DTYPES[entry.dtype], device="cpu")
         self._read_into(entry, out.view(torch.uint8), first * out.itemsize)
         return out
 
     def _raw(self, entry: Entry, block: Block, part: Box) -> Tensor:
-        dtype, wanted = _dtype(entry), _view(block, entry, part)
-        strips = _Strips.of(wanted)
+        """Read a box without dequantising it: as one span, or strip by strip."""
+        dtype, source_view = _dtype(entry), _view(block, entry, part)
+        strips = _Strips.of(source_view)
         if entry.dtype == PACKED:
-            return self._unpacked(entry, wanted, strips, block.turned or strips.together(dtype.itemsize))
-        if block.turned or strips.together(dtype.itemsize):  # a matrix at a time is turned in memory
-            self._read_into(entry, self._room(strips.span * dtype.itemsize), strips.first * dtype.itemsize)
-            return self._buffer[: strips.span * dtype.itemsize].view(dtype).as_strided(wanted.shape, wanted.stride(), 0)
-        out, at = self._room(part.size * dtype.itemsize), 0
-        for offset, length in contiguous(wanted.shape, wanted.stride(), strips.first):
+            return self._unpacked(entry, source_view, strips, block.turned or strips.together(dtype.itemsize))
+        if block.turned or strips.together(dtype.itemsize):  # a transposed matrix is read whole, and transposed here
+            self._read_into(entry, self._buffer_of(strips.span * dtype.itemsize), strips.first * dtype.itemsize)
+            return (
+                self._buffer[: strips.span * dtype.itemsize]
+                .view(dtype)
+                .as_strided(source_view.shape, source_view.stride(), 0)
+            )
+        out, at = self._buffer_of(part.size * dtype.itemsize), 0
+        for offset, length in contiguous(source_view.shape, source_view.stride(), strips.first):
             num = length * dtype.itemsize
             self._read_into(entry, out[at : at + num], offset * dtype.itemsize)
             at += num
         return out.view(dtype).view(part.shape)
 
-    def _unpacked(self, entry: Entry, wanted: Tensor, strips: _Strips, together: bool) -> Tensor:
-        """Numbers of 4 bits as such of 8 bits."""
+    def _unpacked(self, entry: Entry, source_view: Tensor, strips: _Strips, together: bool) -> Tensor:
+        """Read a box of 4-bit codes as E4M3 codes."""
         if together:
-            return self._nibbles(entry, strips.first, strips.span).as_strided(wanted.shape, wanted.stride())
-        runs = contiguous(wanted.shape, wanted.stride(), strips.first)
-        parts = [self._nibbles(entry, first, num).view(torch.uint8) for first, num in runs]
-        return torch.cat(parts).view(NUMBERS).view(wanted.shape)
+            return self._read_packed(entry, strips.first, strips.span).as_strided(
+                source_view.shape, source_view.stride()
+            )
+        extents = contiguous(source_view.shape, source_view.stride(), strips.first)
+        parts = [self._read_packed(entry, first, num).view(torch.uint8) for first, num in extents]
+        return torch.cat(parts).view(FP8).view(source_view.shape)
 
-    def _nibbles(self, entry: Entry, first: int, num: int) -> Tensor:
-        """It may begin and end within a byte."""
-        into = self._room((first + num + 1) // 2 - first // 2)
+    def _read_packed(self, entry: Entry, first: int, num: int) -> Tensor:
+        """Read 4-bit codes; the first and the last may share a byte with a neighbour."""
+        into = self._buffer_of((first + num + 1) // 2 - first // 2)
         self._read_into(entry, into, first // 2)
         return unpacked(into)[first % 2 :][:num]
 
-    def _room(self, num_bytes: int) -> Tensor:
+    def _buffer_of(self, num_bytes: int) -> Tensor:
+        """Return the buffer, grown if it is too small."""
         if len(self._buffer) < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._buffer[:num_bytes]
 
     def _read_into(self, entry: Entry, buffer: Tensor, offset: int) -> None:
+        """Read bytes at an offset within a tensor."""
         self._pread(entry, buffer.numpy().data, entry.start + offset)
 
     def _pread(self, entry: Entry, into: memoryview, offset: int) -> None:
+        """Read bytes at an offset of a file, opening it (in the version whose header was read) on first use."""
         path = self.source.directory / entry.file
         try:
-            if entry.file not in self._open:
-                self._open[entry.file] = self.source.open(entry.file).fd
-            if entry.file in self.source.runs:
+            if entry.file not in self._fds:
+                self._fds[entry.file] = self.source.open(entry.file).fd
+            if entry.file in self.source.extents:
                 self._fetch_checked(entry, into, offset)
             else:
                 self._fetch(entry, into, offset)
@@ -295,8 +357,10 @@ class Reader:
             raise BrokenFile(f"{path} cannot be read inside {entry.key}: {error.strerror}; check its disk") from error
 
     def _fetch(self, entry: Entry, into: memoryview, offset: int) -> None:
+        """Read until the buffer is full; pread may return less."""
+        # os.preadv may return fewer bytes than asked for, on network file systems and for reads over 2 GiB.
         while into:
-            num = os.preadv(self._open[entry.file], [into], offset)
+            num = os.preadv(self._fds[entry.file], [into], offset)
             if num == 0:
                 path = self.source.directory / entry.file
                 raise BrokenFile(f"{path} ended at byte {offset} inside {entry.key}; it shrank: fetch it again")
@@ -304,31 +368,37 @@ class Reader:
             into, offset = into[num:], offset + num
 
     def _fetch_checked(self, entry: Entry, into: memoryview, offset: int) -> None:
-        """Run by run: each is checked while it is in the cache. What is wanted of a run in part is read and checked
-        whole, once."""
-        for start, stop, run in self._checks.parts(entry.file, offset, offset + len(into)):
+        """Read extent by extent, and verify each while it is in the cache. An extent of which only a part is needed is
+        read whole, once."""
+        for start, stop, extent in self._checks.split(entry.file, offset, offset + len(into)):
             part = into[start - offset : stop - offset]
             self._fetch(entry, part, start)
-            if not self._checks.is_checked(entry.file, run):
-                if len(part) < run.stop - run.start:
-                    part = memoryview(bytearray(run.stop - run.start))
-                    self._fetch(entry, part, run.start)
-                self._checks.check(entry.file, run, part, entry.key)
+            if not self._checks.is_checked(entry.file, extent):
+                # A checksum covers whole extents. The wanted part is already in place; the extent is read again into a
+                # scratch buffer, once, since `is_checked` remembers it.
+                if len(part) < extent.stop - extent.start:
+                    part = memoryview(bytearray(extent.stop - extent.start))
+                    self._fetch(entry, part, extent.start)
+                self._checks.check(entry.file, extent, part, entry.key)
 
 
 def _dtype(entry: Entry) -> torch.dtype:
-    """In which its elements are read."""
-    return NUMBERS if entry.dtype == PACKED else DTYPES[entry.dtype]
+    """Return the dtype in which elements of an entry are read."""
+    return FP8 if entry.dtype == PACKED else DTYPES[entry.dtype]
 
 
 def _view(block: Block, entry: Entry, part: Box) -> Tensor:
-    """Where a box of ours lies in the source: strides, and no memory."""
+    """Return where a box of a parameter lies in the source tensor: strides, without memory (meta device)."""
     return block.view(torch.empty(entry.shape, device="meta"))[part.within(block.ours).slices]
 
 
 @dataclass(frozen=True)
 class _Strips:
-    """A view of a source tensor as strips of `length` elements that lie within `span` from its `first` on."""
+    """A view of a source tensor as `num` strips of `length` contiguous elements within `span` elements from `first` on.
+
+    Example: columns 0 to 512 of a `[4096, 2048]` bfloat16 matrix are 4096 strips of 1 KB with a stride of 4 KB. Reading
+    2048 rows whole (8 MB) and dropping three quarters is faster than 2048 reads of 1 KB.
+    """
 
     num: int
     length: int
@@ -337,26 +407,32 @@ class _Strips:
 
     @staticmethod
     def of(view: Tensor) -> _Strips:
+        # All strips of a rectangular view have the same length, so the first one is enough.
         length = next((n for _, n in contiguous(view.shape, view.stride(), 0)), 0)
         span = 1 + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
         num = view.numel() // length if length else 0
         return _Strips(num, length, int(view.storage_offset()), span if num else 0)
 
     def together(self, itemsize: int) -> bool:
-        """Whether one read of all that lies between them is better than one for each."""
+        """Return whether one read of the whole span is better than a read per strip."""
         return self.num > 1 and self.length * itemsize < _SHORT_BYTES and self.span * itemsize <= 2 * _SPAN_BYTES
 
     def at_a_time(self, itemsize: int) -> int:
-        """How many elements to read: whole strips, if they are read together."""
+        """Return how many elements to read at a time: whole strips, if they are read together."""
         if self.num <= 1 or self.length * itemsize >= _SHORT_BYTES:
             return _STAGED_ELEMENTS
-        apart = self.span // self.num  # from one to the next
-        return max(1, _SPAN_BYTES // (apart * itemsize)) * self.length
+        stride = self.span // self.num  # from one strip to the next
+        return max(1, _SPAN_BYTES // (stride * itemsize)) * self.length
 
 
 def contiguous(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Iterator[tuple[int, int]]:
-    """The contiguous runs of a strided view in row-major order, as (offset, length) in elements."""
+    """Yield the contiguous ranges of a strided view in row-major order, as (offset, length) in elements.
+
+    Example: shape (3, 4) with strides (10, 1) from 5 yields (5, 4), (15, 4), (25, 4); with strides (4, 1) it yields (5,
+    12).
+    """
     length, outer = 1, len(shape)
+    # Merge inner dims as long as they are dense: their product is the length of a contiguous range.
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == length):
         outer -= 1
         length *= shape[outer]

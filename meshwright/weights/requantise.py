@@ -1,8 +1,10 @@
-"""With which scales values become 8-bit numbers in a file.
+"""Quantise weights for an export in FP8: choose the scale of each block, over all ranks.
 
-A block that is as it was gets the scale of the source, with which its numbers are those of the source again. A block
-that was trained gets the scale that it needs. Ranks cut blocks anywhere, so each says what it has of every block, and
-the most of all counts: that is exact. A matrix in a format that is only read must be as it was.
+A block whose values are those of the source gets the source's scale, and with it the source's codes: an export of an
+untouched model is the source bit for bit. A trained block gets amax / 448.
+
+Ranks cut blocks anywhere, so each contributes the amax of its part, and an all-reduce (MAX) gives the exact one. Scales
+chosen per rank would differ within a block, and the file would depend on the mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ..errors import ExportError
 from ..log import progress
 from ..sharding import Block, Box, Param, piece
 from .keymap import KeyMap
-from .quant_formats import Places, as_numbers, as_stored, as_used, needed, numbers_of
+from .quant_formats import Places, as_used, quantise, scales_for_amax, scales_to_float, scales_to_stored
 from .reader import Reader, chosen
 from .streaming import StoredModel
 from .writer import Files, staged
@@ -27,122 +29,138 @@ Grids = dict[str, Tensor]  # by the key of a matrix: a number for each block
 
 
 def scales_for(stored_model: StoredModel, keymap: KeyMap) -> Grids:
-    """By the key of what is written in 8 bits. All ranks call it, and get the same."""
-    trained = [key for key, scale in sorted(keymap.scales.items()) if scale.form or key not in keymap.carried]
-    if not trained:
+    """Return the scales of every matrix that is exported in FP8. Collective: all ranks call it and get the same."""
+    quantised = [key for key, scale in sorted(keymap.scales.items()) if scale.form or key not in keymap.carried]
+    if not quantised:
         return {}
     mesh = stored_model.mesh
     with contextlib.ExitStack() as files:
-        looked = Look(keymap, trained, files)
-        look = functools.partial(looked.at, stored_model)
+        scan = BlockScan(keymap, quantised, files)
+        look = functools.partial(scan.scan, stored_model)
         mesh.together(look, "the comparison with the source", ExportError, "nothing was exported")
-        for grids in (looked.most, looked.changed):
-            found = mesh.all_reduce_max_(
-                torch.cat([grids[key].view(-1) for key in trained]).to(mesh.device), "scales"
-            ).cpu()
-            parts = found.split([grids[key].numel() for key in trained])
-            grids.update({key: part.view(grids[key].shape) for key, part in zip(trained, parts, strict=True)})
-        looked.refuse_changed()
-        return {key: looked.chosen(key) for key in trained if not keymap.scales[key].form}
+        # One all-reduce for all matrices: thousands of small ones would cost more in latency than the bytes do.
+        for grids in (scan.amax, scan.changed):
+            flat = torch.cat([grids[key].view(-1) for key in quantised]).to(mesh.device)
+            per_key = mesh.all_reduce_max_(flat, "scales").cpu().split([grids[key].numel() for key in quantised])
+            grids.update({key: part.view(grids[key].shape) for key, part in zip(quantised, per_key, strict=True)})
+        scan.refuse_changed()
+        return {key: scan.chosen(key) for key in quantised if not keymap.scales[key].form}
 
 
-def numbers_and_scales(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, Tensor]:
-    """A whole tensor as a file would hold it."""
-    scale, whole = keymap.scales[key], Box.whole(values.shape)
+def quantised_tensors(keymap: KeyMap, key: str, values: Tensor) -> Mapping[str, Tensor]:
+    """Quantise one whole tensor as the export would write it: codes and scales by key.
+
+    For streaming whole tensors to an inference engine in FP8; an export to files goes through `scales_for`.
+    """
+    scale, box = keymap.scales[key], Box.whole(values.shape)
     with contextlib.ExitStack() as files:
-        looked = Look(keymap, [key], files)
-        looked.read_scales()
-        looked.block(Block(whole, key, tuple(values.shape), whole), whole, values)
-        looked.refuse_changed()
+        scan = BlockScan(keymap, [key], files)
+        scan.read_scales()
+        scan.scan_block(Block(box, key, tuple(values.shape), box), box, values)
+        scan.refuse_changed()
         if scale.form:
-            return looked.as_they_are(key)
-        grid = looked.chosen(key)
-    numbers = numbers_of(as_used(values, keymap.used), Places.of(values, values.shape, scale).take(grid))
+            return scan.unchanged_tensors(key)
+        grid = scan.chosen(key)
+    numbers = quantise(as_used(values, keymap.used), Places.of(values, values.shape, scale).take(grid))
     stored = keymap.keys[scale.key]
-    return {key: numbers, scale.key: as_stored(grid, stored.dtype).view(stored.shape)}
+    return {key: numbers, scale.key: scales_to_stored(grid, stored.dtype).view(stored.shape)}
 
 
-class Look:
-    """What a rank has of each block: its largest value, and whether any differs from the source, if that has the same
+class BlockScan:
+    """The amax of each block as far as this rank has it, and whether it differs from the source, if that has the same
     blocks."""
 
     def __init__(self, keymap: KeyMap, keys: Sequence[str], files: contextlib.ExitStack) -> None:
         self.keymap = keymap
-        # Of what is only read it is enough to know whether anything differs, and groups of 16 would take much memory.
+        # For a read-only format one flag a matrix is enough; a flag for each group of 16 would take much memory.
         self.scales = {key: s.as_one if s.form else s for key, s in keymap.scales.items() if key in keys}
-        self.most = {key: torch.zeros(self.scales[key].grid(_shape(keymap, key))) for key in keys}
-        self.changed = {key: torch.zeros_like(grid) for key, grid in self.most.items()}
-        self.earlier: Grids = {}  # scales of the source
+        self.amax = {key: torch.zeros(self.scales[key].grid(_shape(keymap, key))) for key in keys}
+        self.changed = {key: torch.zeros_like(grid) for key, grid in self.amax.items()}
+        self.source_scales: Grids = {}
         self.reader = files.enter_context(Reader(keymap.source)) if keymap.source is not None else None
 
-    def before(self, key: str) -> Reader | None:
-        """Who reads what the source has for a key in the same blocks."""
+    def source_reader(self, key: str) -> Reader | None:
+        """Return the reader of the source if it has a key in the same blocks."""
         same = self.reader is not None and self.reader.source.scales.get(key) == self.keymap.scales[key]
         return self.reader if same else None
 
     def chosen(self, key: str) -> Tensor:
-        """The scales with which a matrix is written."""
+        """Return the scales with which a matrix is written.
+
+        A block that changed on any rank gets a new scale on all of them.
+        """
         stored = self.keymap.keys[self.keymap.scales[key].key]
-        new = as_numbers(as_stored(needed(self.most[key]), stored.dtype))
-        if bool(new.isinf().any()):  # on all ranks alike
-            raise ExportError(f"{key} has values for which {stored.dtype}, the dtype of its scales, is too small")
-        return torch.where(self.changed[key] > 0, new, self.earlier[key]) if key in self.earlier else new
+        new_scales = scales_to_float(scales_to_stored(scales_for_amax(self.amax[key]), stored.dtype))
+        if bool(new_scales.isinf().any()):  # equal on all ranks after the all-reduce, so all of them raise
+            raise ExportError(
+                f"{key} has values so large that its scales overflow {stored.dtype}; give dtype= to export it "
+                "unquantised"
+            )
+        if key not in self.source_scales:
+            return new_scales
+        return torch.where(self.changed[key] > 0, new_scales, self.source_scales[key])
 
     def refuse_changed(self) -> None:
-        """What is only read is written as the source has it, so it must not be anything else."""
+        """Raise if a matrix in a read-only format has changed: it can only be copied."""
         for key, scale in self.scales.items():
             if scale.form and bool(self.changed[key].any()):
                 raise ExportError(
-                    f"{key} is no longer what the source holds, and {scale.form} is not written here; "
-                    "give dtype=, which writes values, or load the model again"
+                    f"{key} has changed since it was loaded, and {scale.form} can only be copied, not written; give "
+                    "dtype= to export it dequantised, or load the model again"
                 )
 
-    def as_they_are(self, key: str) -> dict[str, Tensor]:
-        """What the source has of a matrix."""
+    def unchanged_tensors(self, key: str) -> dict[str, Tensor]:
+        """Return the tensors of a matrix as the source has them."""
         assert self.reader is not None, "it was read from there"
         names = [key, *self.scales[key].beside]
         return {name: self.reader.as_it_is(name) for name in names if name in self.keymap.keys}
 
     def read_scales(self) -> None:
-        """Of all keys, also of those of which this rank has nothing."""
-        for key in self.most:
-            if not self.scales[key].form and (reader := self.before(key)) is not None:
-                self.earlier[key] = reader.scales(key)
+        """Read the source's scales of all keys, also of those that this rank stores no part of: all ranks choose
+        alike."""
+        for key in self.amax:
+            if not self.scales[key].form and (reader := self.source_reader(key)) is not None:
+                self.source_scales[key] = reader.scales(key)
 
-    def at(self, stored_model: StoredModel) -> None:
-        """All that this rank stores."""
+    def scan(self, stored_model: StoredModel) -> None:
+        """Scan all that this rank stores."""
         check_scaled(stored_model, self.keymap)
         self.read_scales()
         spec, mesh, keymap = stored_model.spec, stored_model.mesh, self.keymap
-        held = [piece(param, spec.rules, mesh.axes, mesh.coords) for param in _scaled(stored_model, keymap)]
-        total = sum(each.numel for each in held)
+        pieces = [piece(param, spec.rules, mesh.axes, mesh.coords) for param in _quantised_params(stored_model, keymap)]
+        total = sum(each.numel for each in pieces)
         label = f"choose scales on rank {mesh.rank}"
         with progress(label, total, "elements", enabled=mesh.rank == 0) as advance:
-            for each in held:
+            for each in pieces:
                 layout, stored = chosen(each.param, keymap.choice), stored_model.stored[each.param.name].detach()
                 for box, view in each.views(stored):
                     for block in (*layout.blocks, *layout.copies):
                         common = block.ours.meet(box)
-                        if common is not None and block.key in self.most:
-                            self.block(block, common, view[common.within(box).slices])
+                        if common is not None and block.key in self.amax:
+                            self.scan_block(block, common, view[common.within(box).slices])
                 advance(stored.numel())
 
-    def block(self, block: Block, common: Box, ours: Tensor) -> None:
-        whole, reader = block.view(torch.empty(block.shape, device="meta")), self.before(block.key)
+    def scan_block(self, block: Block, common: Box, stored_part: Tensor) -> None:
+        """Scan the overlap of a stored part with a block of a key.
+
+        The amax is of the values as the forward used them (`as_used`), because those are what is quantised. The
+        comparison with the source is exact: any changed bit makes a new scale.
+        """
+        whole, reader = block.view(torch.empty(block.shape, device="meta")), self.source_reader(block.key)
         for part in staged(block, common):
-            values = ours[part.within(common).slices].cpu()
+            values = stored_part[part.within(common).slices].cpu()
             places = Places.of(whole[part.within(block.ours).slices], block.shape, self.scales[block.key])
-            places.into(self.most[block.key], as_used(values, self.keymap.used).float().abs())
+            places.into(self.amax[block.key], as_used(values, self.keymap.used).float().abs())
             if reader is not None:
-                before = reader.read(reader.source.entries[block.key], block, part).to(values.dtype)
-                places.into(self.changed[block.key], (values != before).float())
+                original = reader.read(reader.source.entries[block.key], block, part).to(values.dtype)
+                places.into(self.changed[block.key], (values != original).float())
 
 
 def check_scaled(stored_model: StoredModel, keymap: KeyMap) -> None:
-    """What this rank stores can be written in 8 bits, and what it is compared with is as it was loaded."""
-    for param in _scaled(stored_model, keymap):
+    """Check that stored values are finite and that the source's files are unchanged."""
+    for param in _quantised_params(stored_model, keymap):
         if not bool(stored_model.stored[param.name].isfinite().all()):
-            raise ExportError(f"{param.name} has values that are not finite; nothing was written")
+            raise ExportError(f"{param.name} has NaN or infinite values, which FP8 cannot hold; nothing was written")
     if keymap.source is not None:
         read = [*keymap.scales, *(scale.key for scale in keymap.scales.values())]
         entries = keymap.source.entries
@@ -150,12 +168,14 @@ def check_scaled(stored_model: StoredModel, keymap: KeyMap) -> None:
 
 
 def _shape(keymap: KeyMap, key: str) -> Sequence[int]:
+    """Return the shape of a matrix."""
     if key in keymap.keys or keymap.source is None:
         return keymap.keys[key].shape
-    return keymap.source.entries[key].shape  # of packed numbers, which no file has under this key
+    return keymap.source.entries[key].shape  # packed 4-bit codes: the export has no key of this name
 
 
-def _scaled(stored_model: StoredModel, keymap: KeyMap) -> Iterator[Param]:
+def _quantised_params(stored_model: StoredModel, keymap: KeyMap) -> Iterator[Param]:
+    """Yield the stored parameters that are exported in FP8."""
     for param in stored_model.spec.table:
         keys = chosen(param, keymap.choice).keys
         if param.name in stored_model.stored and not keymap.scales.keys().isdisjoint(keys):
@@ -163,9 +183,9 @@ def _scaled(stored_model: StoredModel, keymap: KeyMap) -> Iterator[Param]:
 
 
 def write_scales(files: Files, rank: int = 0, world: int = 1) -> None:
-    """Each by one rank."""
+    """Write the scales; matrix number n by rank n mod world."""
     for number, (key, grid) in enumerate(sorted(files.scales.items())):
         if number % world == rank:
             scale = files.keymap.keys[files.keymap.scales[key].key]
-            data = as_stored(grid, scale.dtype).contiguous().view(-1).view(torch.uint8)
+            data = scales_to_stored(grid, scale.dtype).contiguous().view(-1).view(torch.uint8)
             files.put(scale.name, data.numpy().data, 0)

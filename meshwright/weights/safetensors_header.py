@@ -1,4 +1,9 @@
-"""One safetensors file as a list of byte ranges: its header is parsed strictly, and nothing in it is trusted."""
+"""Parse safetensors headers strictly: a file becomes a list of named byte ranges, with nothing in it trusted or
+executed.
+
+Every byte after the header must belong to exactly one tensor. Overlaps and gaps are how one file can mean different
+things to different readers.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,8 @@ import torch
 from ..errors import BrokenFile
 from .file_version import Opened, Stamp, opened
 
-# Every dtype of the format: bits of an element, and what torch calls it. Those that torch does not know, or knows only
-# packed, can be carried and not trained.
+# Every dtype of the format: the bits of an element, and torch's name. Dtypes that torch lacks, or has only packed, can
+# be carried through an export and not be trained.
 BITS: dict[str, int] = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -33,18 +38,18 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TRAINABLE = ("BF16", "F16", "F32", "F64")
-_LFS = b"version "  # how a pointer of git-lfs begins
-_MAX_JSON_BYTES = 100_000_000  # the format's own limit for a header
-_MAX_DIMS = 64  # of torch
+_LFS_POINTER = b"version "  # the first bytes of a git-lfs pointer: the usual result of a clone without git-lfs
+_MAX_JSON_BYTES = 100_000_000  # the limit of the safetensors format for a header
+_MAX_DIMS = 64  # torch's limit
 _MAX_SIZE = 2**63 - 1
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = 200
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = 200
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_WHOLE = {int}  # True is one too, by class, and no size
+_INT_ONLY = {int}  # compared with exact types: bool is a subclass of int
 
 
-class Entry(NamedTuple):  # a model has 37,000 of them
-    """One tensor of a file: `start` and `stop` are byte offsets in it."""
+class Entry(NamedTuple):
+    """One tensor of a file: `start` and `stop` are byte offsets in it. A tuple: a model may have 37,000."""
 
     key: str
     file: str
@@ -55,37 +60,41 @@ class Entry(NamedTuple):  # a model has 37,000 of them
 
 
 def short(value: object) -> str:
-    """As `repr`, of bounded length: messages quote what a hostile file says."""
-    return _SHORT.repr(value)
+    """Return a repr of bounded length, for quoting a file's contents in an error."""
+    return _REPR.repr(value)
 
 
-@functools.lru_cache(1 << 12)  # layers of a kind have the same
+@functools.lru_cache(1 << 12)  # the layers of a model repeat the same shapes
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """What a tensor takes in a file. Elements smaller than a byte are packed; they must fill whole bytes."""
+    """Return the bytes of a tensor in a file. Dtypes of less than a byte are packed, and must fill whole bytes."""
     bits = math.prod(shape) * BITS[dtype]
     if bits % 8:
-        raise ValueError(f"{dtype} {shape} takes {bits} bits, which are no whole bytes")
+        raise ValueError(f"{dtype} {shape} takes {bits} bits, which is not a whole number of bytes")
     return bits // 8
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds."""
+    """Read a JSON file that holds an object."""
     return read_stamped_json(path)[0]
 
 
 def read_stamped_json(path: Path) -> tuple[dict[str, Any], Stamp]:
+    """Read a JSON file that holds an object, and the version of the file."""
     with opened(path) as file:
         return _object(path, _bytes_of(file, 0, file.stamp.num_bytes, "a JSON file")), file.stamp
 
 
 def read_header(path: Path) -> tuple[list[Entry], Mapping[str, str], Stamp]:
-    """The tensors of one file in the order of their bytes, its metadata, and its stamp."""
+    """Read the tensors of a file in the order of their bytes, its metadata, and the version of the file.
+
+    Entries come sorted by offset, which is the order in which an export writes them again: byte-equal files need it.
+    """
     with opened(path) as file:
         size, length = file.stamp.num_bytes, _length_of(file)
         header = _object(path, _bytes_of(file, 8, length, "a header"))
     try:
         metadata = _metadata(header.pop("__metadata__", {}))
-        name = path.name  # which is made anew at each call, and there may be tens of thousands
+        name = path.name  # a new string at each access; one for all entries saves memory
         entries = [_entry(name, key, spec, 8 + length) for key, spec in header.items()]
     except ValueError as error:
         raise BrokenFile(f"{path}: malformed header: {error}; fetch or write the file again") from error
@@ -95,58 +104,65 @@ def read_header(path: Path) -> tuple[list[Entry], Mapping[str, str], Stamp]:
 
 
 def _length_of(file: Opened) -> int:
-    """The length of the header."""
+    """Return the length of the header."""
     path, size = file.path, file.stamp.num_bytes
     raw = _bytes_of(file, 0, min(8, size), "a safetensors file")
     length: int = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
-    if raw == _LFS:
-        raise BrokenFile(f"{path} is a pointer of git-lfs; fetch the file itself: git lfs pull")
+    if raw == _LFS_POINTER:
+        raise BrokenFile(f"{path} is a git-lfs pointer, not the file; fetch it with `git lfs pull`")
     if not 2 <= length <= min(_MAX_JSON_BYTES, size - 8):
-        raise BrokenFile(f"{path}: {size} bytes, header of {length}: truncated, or no safetensors file; fetch it again")
+        raise BrokenFile(
+            f"{path}: {size} bytes with a header of {length}: truncated, or not a safetensors file; fetch it again"
+        )
     return length
 
 
 def _bytes_of(file: Opened, start: int, length: int, what: str) -> bytes:
+    """Read bytes, up to the limit of the format."""
     if length > _MAX_JSON_BYTES:
         raise BrokenFile(f"{file.path}: {length} bytes are too many for {what}; at most {_MAX_JSON_BYTES} are read")
     return file.bytes_at(start, length)
 
 
 def _object(path: Path, text: bytes) -> dict[str, Any]:
-    """Strict JSON: UTF-8, no doubled keys, no NaN, an object at the top."""
+    """Parse strict JSON: UTF-8, no duplicate keys, no NaN, an object at the top."""
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+        value = json.loads(text.decode(), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_nan)
     except ValueError as error:
         raise BrokenFile(f"{path}: malformed header or JSON: {error}; fetch or write the file again") from error
     except RecursionError as error:
         raise BrokenFile(f"{path}: malformed header or JSON: nested too deep; fetch or write the file again") from error
-    if not isinstance(found, dict):
-        raise BrokenFile(f"{path} holds a {type(found).__name__}, not an object of fields; fetch or write it again")
-    return found
+    if not isinstance(value, dict):
+        raise BrokenFile(f"{path} holds a {type(value).__name__}, not an object of fields; fetch or write it again")
+    return value
 
 
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict. json keeps the last of equal keys silently."""
+    fields: dict[str, Any] = {}
     for key, value in pairs:
-        if key in out:
-            raise ValueError(f"the key {short(key)} stands there twice")
-        out[key] = value
-    return out
+        if key in fields:
+            raise ValueError(f"the key {short(key)} is there twice")
+        fields[key] = value
+    return fields
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+def _refuse_nan(name: str) -> float:
+    """Refuse NaN and Infinity, which Python's json accepts."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _metadata(found: Any) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        raise ValueError(f"__metadata__ is {short(found)}; it must map names to strings")
-    for text in (*found, *found.values()):
-        text.encode()  # half a surrogate pair could be read and never be written
-    return found
+def _metadata(metadata: Any) -> dict[str, str]:
+    """Check `__metadata__`: names to strings."""
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"__metadata__ is {short(metadata)}; it must map names to strings")
+    for text in (*metadata, *metadata.values()):
+        text.encode()  # raises for a lone surrogate, which JSON can spell but UTF-8 cannot: it could never be written
+    return metadata
 
 
-def _entry(file: str, key: str, spec: Any, base: int) -> Entry:
+def _entry(file: str, key: str, spec: Any, data_start: int) -> Entry:
+    """Check one tensor: dtype, shape, and offsets that match both."""
     key.encode()
     if not isinstance(spec, dict) or spec.keys() != _FIELDS:
         raise ValueError(f"{short(key)} has {short(spec)}; it must have dtype, shape and data_offsets, and no more")
@@ -155,31 +171,38 @@ def _entry(file: str, key: str, spec: Any, base: int) -> Entry:
         raise ValueError(f"{short(key)} has the unknown dtype {short(dtype)}; known are {', '.join(BITS)}")
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or len(shape) > _MAX_DIMS:
         raise ValueError(
-            f"{short(key)} has shape {short(shape)} and offsets {short(offsets)}; these must be lists of whole "
-            f"numbers, at most {_MAX_DIMS} and exactly 2"
+            f"{short(key)} has shape {short(shape)} and offsets {short(offsets)}; these must be lists of non-negative "
+            f"integers, of at most {_MAX_DIMS} and exactly 2"
         )
     (start, stop), expected = offsets, num_bytes(dtype, tuple(shape))
     if stop - start != expected:
         raise ValueError(f"{short(key)} {dtype} {shape} takes {expected} bytes, but its offsets give it {stop - start}")
-    return Entry(key, file, dtype, tuple(shape), base + start, base + stop)
+    return Entry(key, file, dtype, tuple(shape), data_start + start, data_start + stop)
 
 
-def _sizes(found: Any) -> bool:
-    if not isinstance(found, list) or not {*map(type, found)} <= _WHOLE:
+def _sizes(value: Any) -> bool:
+    """Return whether a value is a list of non-negative 63-bit integers."""
+    if not isinstance(value, list) or not {*map(type, value)} <= _INT_ONLY:
         return False
-    return not found or (min(found) >= 0 and max(found) <= _MAX_SIZE)
+    return not value or (min(value) >= 0 and max(value) <= _MAX_SIZE)
 
 
-def _check_extent(path: Path, entries: list[Entry], base: int, size: int) -> None:
-    at = base
+def _check_extent(path: Path, entries: list[Entry], data_start: int, size: int) -> None:
+    """Check that tensors tile the file after its header.
+
+    The format allows neither gaps nor overlaps. Readers that only look up offsets do not notice either, and a hidden
+    tensor or an alias of two is the result.
+    """
+    expected = data_start
     for entry in entries:
-        if entry.start != at:
+        if entry.start != expected:
             raise BrokenFile(
-                f"{path}: {short(entry.key)} begins at byte {entry.start}, expected {at}: a gap or an overlap; "
+                f"{path}: {short(entry.key)} begins at byte {entry.start}, expected {expected}: a gap or an overlap; "
                 "fetch or write the file again"
             )
-        at = entry.stop
-    if at != size:
+        expected = entry.stop
+    if expected != size:
         raise BrokenFile(
-            f"{path}: its header speaks of {at} bytes, it has {size}: truncated or grown; fetch the file again"
+            f"{path}: its header describes {expected} bytes, but it has {size}: truncated or grown; "
+            "fetch the file again"
         )

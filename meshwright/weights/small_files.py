@@ -1,7 +1,7 @@
-"""The small files beside the weights of a model (tokenizer, templates, configs), as they were when it was loaded.
+"""The small files of a model (tokenizer, chat template, image processor, configs), as they were when it was loaded.
 
-A save or an export that copied them from the directory of the model would take what stands there by then: files that
-somebody changed, or none. So their bytes are kept by the rank that writes them.
+An export that copied them from the source directory at the end of a run would take whatever is there by then. So the
+rank that writes keeps their bytes from the start.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ..errors import LoadError
 from ..ops.part_sizes import part_size
 from .file_version import Stamp, opened
 
-# What a tokenizer, a processor or a reader needs.
+# Files that a tokenizer, an image processor or a human reader needs.
 _ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".py", ".md", "LICENSE", "NOTICE")
-# Of a checkpoint. It may be the source, but they are of no other one: a manifest beside new data would vouch for them.
+# Files of a checkpoint, never copied from the source: an old manifest beside new weights would vouch for them.
 MANIFEST, TRAINER = "meshwright.json", "trainer.json"
 _TEMPLATES = "additional_chat_templates"
-_KEPT_BYTES = 64 << 20  # of one file: the largest tokenizers have half of it
+_KEPT_BYTES = 64 << 20  # the largest tokenizer.json files have half of this
 _COPY_BYTES = part_size(__name__, "_COPY_BYTES", 16 << 20, small=1001)
-_LOAD_AGAIN = "put the earlier one back (a copy is another file), or load the model again"
+_LOAD_AGAIN = "put the old file back (a copy has another inode and will not do), or load the model again"
 
 
 @dataclass(frozen=True)
 class SmallFiles:
-    """`kept`: bytes by name. `large`: the version of a file that is too large to be kept, and is copied from
-    `directory`. `unreadable`: why a file was not read, which only a writer has to know."""
+    """Small files by name. `kept`: their bytes. `large`: the version of a file too large to keep, copied from
+    `directory`. `unreadable`: why a file could not be read, an error only for a writer."""
 
     directory: Path
     kept: Mapping[str, bytes] = field(default_factory=dict)
@@ -37,17 +37,22 @@ class SmallFiles:
 
     @property
     def names(self) -> list[str]:
+        """Return the names of all files that an export writes."""
         return sorted([*self.kept, *self.large, *self.unreadable])
 
     def check(self) -> None:
-        """Refuse what could not be written."""
-        for why in self.unreadable.values():
-            raise LoadError(f"{why}, and load the model again")
+        """Raise if a file could not be written as it was at load."""
+        for reason in self.unreadable.values():
+            raise LoadError(f"{reason}, and load the model again")
         for name, stamp in self.large.items():
             with opened(self.directory / name) as file:
                 file.refuse_other_than(stamp, _LOAD_AGAIN)
 
     def write(self, target: Path) -> None:
+        """Write the files into a directory.
+
+        Checked before and after: a large file that changes during the copy must not end up half old and half new.
+        """
         self.check()
         for name in (*self.kept, *self.large):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,32 +62,35 @@ class SmallFiles:
             with opened(self.directory / name) as file, (target / name).open("wb") as out:
                 for at in range(0, stamp.num_bytes, _COPY_BYTES):
                     out.write(file.bytes_at(at, min(stamp.num_bytes - at, _COPY_BYTES)))
-        self.check()  # none was written into meanwhile
+        self.check()  # again: a file may have been written into during the copy
 
 
 def read_small(directory: Path) -> SmallFiles:
-    """Read the small files that lie in a model directory now."""
+    """Read the small files of a model directory.
+
+    An unreadable file is an error only for who exports: a model can be loaded without its README.
+    """
     kept, large, unreadable = dict[str, bytes](), dict[str, Stamp](), dict[str, str]()
     for path in _paths(directory):
         name = str(path.relative_to(directory))
         try:
-            found = _read(path)
+            content = _read(path)
         except (LoadError, PermissionError, FileNotFoundError) as error:
             unreadable[name] = str(error)
             continue
-        if isinstance(found, bytes):
-            kept[name] = found
-        elif found is not None:
-            large[name] = found
+        if isinstance(content, bytes):
+            kept[name] = content
+        elif content is not None:
+            large[name] = content
     return SmallFiles(directory, kept, large, unreadable)
 
 
 def _read(path: Path) -> bytes | Stamp | None:
-    """The bytes of a file, the version of a large one, nothing of a directory."""
+    """Return a file's bytes, the version of a large file, or None for a directory."""
     if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(f"{path} is a link to what is not there; mend or remove it")
+        raise FileNotFoundError(f"{path} is a broken link; repair or remove it")
     if not os.access(path, os.R_OK):
-        raise PermissionError(f"{path} is to be copied and cannot be read; change its mode")
+        raise PermissionError(f"{path} would be copied to the export, but cannot be read; change its mode")
     if not path.is_file():
         return None
     with opened(path) as file:
@@ -91,7 +99,10 @@ def _read(path: Path) -> bytes | Stamp | None:
 
 
 def _paths(directory: Path) -> Iterator[Path]:
-    others = (MANIFEST, TRAINER)
-    top = [path for path in directory.iterdir() if path.name.endswith(_ENDINGS) and path.name not in others]
-    found = sorted([*top, *(directory / _TEMPLATES).rglob("*")])
-    yield from (path for path in found if not path.name.endswith(".index.json"))
+    """Yield the small files. An index is not one: the export writes its own."""
+    checkpoint_files = (MANIFEST, TRAINER)
+    candidates = [
+        path for path in directory.iterdir() if path.name.endswith(_ENDINGS) and path.name not in checkpoint_files
+    ]
+    paths = sorted([*candidates, *(directory / _TEMPLATES).rglob("*")])
+    yield from (path for path in paths if not path.name.endswith(".index.json"))

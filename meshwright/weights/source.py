@@ -1,4 +1,5 @@
-"""A directory of safetensors files as a map from key to bytes. Nothing in it is executed."""
+"""A model directory as a map from key to byte range, built from config.json, the index and the headers. Pickles are
+never read."""
 
 from __future__ import annotations
 
@@ -11,94 +12,103 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BrokenFile, LoadError
-from .checksums import Run
+from .checksums import Extent
 from .file_version import Opened, Stamp, open_file
 from .quant_formats import Scale, scales_of, with_matrices
 from .safetensors_header import Entry, read_header, read_stamped_json, short
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-_LOAD_AGAIN = (
-    "load again when its writer has finished; who writes a new version should write another directory and rename it"
-)
-_LOOKS, _LOOK = 512, 64  # tensors that a checksum looks at, at least if there are so many, and bytes of each
+_LOAD_AGAIN = "load again when its writer has finished; a writer should fill a new directory and rename it into place"
+_LOOKS, _LOOK = 512, 64  # a checksum samples at least so many tensors (if there are), and bytes of each
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a directory holds, in the order in which its files hold it."""
+    """The content of a directory, in the order of its files and of their bytes."""
 
     directory: Path
     entries: Mapping[str, Entry]
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by file
-    index: Mapping[str, Any] | None = None  # of the index file, where there is one
-    stamps: Mapping[str, Stamp] = field(default_factory=dict)  # by file, as its header or its fields were read
-    scales: Mapping[str, Scale] = field(default_factory=dict)  # by the key of a matrix of 8-bit numbers
-    quantization: Mapping[str, Any] = field(default_factory=dict)  # what `config.json` tells of them
-    runs: Mapping[str, Sequence[Run]] = field(default_factory=dict)  # checksums of a checkpoint, by file, sorted
+    index: Mapping[str, Any] | None = None  # the index file, if there is one
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)  # version of each file when it was first read
+    scales: Mapping[str, Scale] = field(default_factory=dict)  # by the key of a quantised matrix
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization_config
+    extents: Mapping[str, Sequence[Extent]] = field(default_factory=dict)  # checksums of a checkpoint, by file, sorted
 
     @property
     def has_headers(self) -> bool:
-        """Not only an index, which knows keys but neither shapes nor dtypes."""
+        """Return whether headers were read: an index alone knows keys, but neither shapes nor dtypes."""
         return bool(self.stamps)
 
     def scaled_by(self, config: Mapping[str, Any]) -> Source:
-        """The same, with the scales that its `config.json` tells of, and the matrices of packed numbers as entries."""
+        """Return the source with the scales that its config describes, and an entry for each packed matrix."""
         entries = with_matrices(config, self.entries)
         scales = scales_of(config, entries) if self.has_headers else {}
-        found = replace(self, entries=entries)
-        return replace(found, scales=scales, quantization=config["quantization_config"]) if scales else found
+        with_entries = replace(self, entries=entries)
+        return (
+            replace(with_entries, scales=scales, quantization=config["quantization_config"]) if scales else with_entries
+        )
 
     @property
     def files(self) -> list[str]:
+        """Return the names of files that hold tensors, in order."""
         return list(dict.fromkeys(e.file for e in self.entries.values()))
 
     def checksum(self) -> int:
-        """A checksum of the headers and of a few bytes from the middle of each tensor (of some, if they are many).
+        """Return a checksum of the headers, and of 64 bytes from the middle of each tensor (of a sample, if there are
+        many).
 
-        Training changes those bytes, so two copies that were trained apart differ in it.
+        Ranks compare it to notice that they load different models. Training changes all weights, so copies that were
+        trained separately differ there, and reading the whole model twice is not needed.
         """
         entries = sorted(self.entries.values(), key=lambda e: e.key)
         crc = zlib.crc32(repr([(e.key, e.dtype, e.shape) for e in entries]).encode())
         with contextlib.ExitStack() as files:
-            found: dict[str, int] = {}
+            fds: dict[str, int] = {}
             for entry in entries[:: max(1, len(entries) // _LOOKS)]:
-                if entry.file not in found:
-                    found[entry.file] = self.open(entry.file).fd
-                    files.callback(os.close, found[entry.file])
+                if entry.file not in fds:
+                    fds[entry.file] = self.open(entry.file).fd
+                    files.callback(os.close, fds[entry.file])
                 middle = (entry.start + entry.stop) // 2
-                crc = zlib.crc32(os.pread(found[entry.file], min(_LOOK, entry.stop - middle), middle), crc)
+                crc = zlib.crc32(os.pread(fds[entry.file], min(_LOOK, entry.stop - middle), middle), crc)
         return crc
 
-    def open(self, file: str, way_out: str = _LOAD_AGAIN) -> Opened:
-        """The very version of a file whose header was read; another one is refused. The caller closes it."""
+    def open(self, file: str, fix: str = _LOAD_AGAIN) -> Opened:
+        """Open the version of a file whose header was read, and refuse any other. The caller closes it.
+
+        Every later read goes through this, so a model that is replaced under a running job is noticed at the next
+        access.
+        """
         now = open_file(self.directory / file)
         try:
-            now.refuse_other_than(self.stamps[file], way_out)
+            now.refuse_other_than(self.stamps[file], fix)
         except LoadError:
             os.close(now.fd)
             raise
         return now
 
-    def check_unchanged(self, files: Iterable[str], way_out: str = _LOAD_AGAIN) -> None:
-        """None was replaced, and none was written into."""
+    def check_unchanged(self, files: Iterable[str], fix: str = _LOAD_AGAIN) -> None:
+        """Raise if any of these files was replaced or written into."""
         for file in files:
-            os.close(self.open(file, way_out).fd)
+            os.close(self.open(file, fix).fd)
 
 
 def open_source(directory: str | os.PathLike[str], others: Mapping[str, Stamp] | None = None) -> Source:
-    """Read the headers of a Hugging Face directory. `others`: stamps of files that were read already."""
+    """Read the headers of a Hugging Face directory. `others`: versions of files that were read already.
+
+    Headers are a few KB to a few MB a file, so all ranks read all of them; nothing is broadcast.
+    """
     root = Path(directory)
     files, index, stamps = _files(root)
     stamps |= others or {}
     entries: dict[str, Entry] = {}
     metadata: dict[str, Mapping[str, str]] = {}
     for file in files:
-        found, metadata[file], stamps[file] = read_header(root / file)
-        for entry in found:
+        entries_of_file, metadata[file], stamps[file] = read_header(root / file)
+        for entry in entries_of_file:
             if entry.key in entries:
                 raise LoadError(
-                    f"{short(entry.key)} stands in both {entries[entry.key].file} and {file} of {root}; "
-                    "remove one of them"
+                    f"{short(entry.key)} is in both {entries[entry.key].file} and {file} of {root}; remove one of them"
                 )
             entries[entry.key] = entry
     if index is not None:
@@ -109,9 +119,10 @@ def open_source(directory: str | os.PathLike[str], others: Mapping[str, Stamp] |
 
 
 def open_index(directory: str | os.PathLike[str]) -> Source:
-    """The keys that an index promises, where its files are not here. They tell how the model is spelled.
+    """Read the keys that an index promises, without its files: enough to know how the model is spelled. No index, no
+    keys.
 
-    Without an index there are no keys.
+    `meshwright plan` uses it for models whose weights are not downloaded: a few hundred KB instead of hundreds of GB.
     """
     root = Path(directory)
     if not exists(root / INDEX, Path.is_file):
@@ -121,19 +132,22 @@ def open_index(directory: str | os.PathLike[str]) -> Source:
 
 
 def index_files(directory: Path) -> list[str]:
-    """The files that an index names; none without an index."""
+    """Return the files that an index names; none without an index.
+
+    Used to decide whether a directory is an earlier export that may be replaced.
+    """
     if not exists(directory / INDEX, Path.is_file):
         return []
     return list(dict.fromkeys(_read_index(directory / INDEX)[0]["weight_map"].values()))
 
 
-def path_of(given: str | os.PathLike[str]) -> Path:
-    """As a shell reads it: `~` is the home."""
-    return Path(os.path.expanduser(given))
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """Expand `~` as a shell does."""
+    return Path(os.path.expanduser(path))
 
 
 def exists(path: Path, is_kind: Callable[[Path], bool]) -> bool:
-    """`path.is_dir()` or the like; a LoadError where the system refuses to tell."""
+    """Return `path.is_dir()` or the like; raise LoadError where the system refuses to say."""
     try:
         return is_kind(path)
     except OSError as error:
@@ -141,26 +155,34 @@ def exists(path: Path, is_kind: Callable[[Path], bool]) -> bool:
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read config.json."""
     return read_stamped_config(directory)[0]
 
 
 def read_stamped_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], Stamp]:
+    """Read config.json, and the version of the file."""
     path = Path(directory) / CONFIG
     if not exists(path, Path.is_file):
-        steps = sorted(path.name for path in Path(directory).glob("step-*") if (path / CONFIG).is_file())
-        found = f"it holds checkpoints: give one of them, such as {Path(directory) / steps[-1]}" if steps else ""
-        raise LoadError(f"{directory} has no config.json; {found or 'give a Hugging Face model directory'}")
+        checkpoints = sorted(path.name for path in Path(directory).glob("step-*") if (path / CONFIG).is_file())
+        hint = (
+            f"it holds checkpoints: give one of them, such as {Path(directory) / checkpoints[-1]}"
+            if checkpoints
+            else ""
+        )
+        raise LoadError(f"{directory} has no config.json; {hint or 'give a Hugging Face model directory'}")
     return read_stamped_json(path)
 
 
 def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, Stamp]]:
-    """Those that hold weights; the index, if there is one, and its stamp."""
+    """Return the files that hold weights, the index if there is one, and its version."""
     if not exists(root, Path.is_dir):
-        raise LoadError(f"{root} is no directory; give a Hugging Face model directory")
+        raise LoadError(f"{root} is not a directory; give a Hugging Face model directory")
     try:
         names = sorted(os.listdir(root))
     except OSError as error:
         raise LoadError(f"{root} cannot be listed: {error.strerror}; check its permissions") from error
+    # An index is authoritative: it lists the files, and every other safetensors file is refused. Loaders that glob for
+    # *.safetensors mix two exports that were written into one directory.
     if INDEX in names:
         index, stamp = _read_index(root / INDEX)
         listed = _indexed(root, index["weight_map"])
@@ -171,6 +193,7 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, S
         _refuse_others(root, names, ["model.safetensors"], "stands beside model.safetensors without an index")
         return ["model.safetensors"], None, {}
     if not files:
+        # A .bin file is a pickle, which can run any code when it is loaded.
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
         hint = f"{pickles[0]} is a pickle, which may run code: convert it to safetensors" if pickles else "fetch one"
         raise LoadError(f"{root} holds no safetensors file; {hint}")
@@ -178,43 +201,47 @@ def _files(root: Path) -> tuple[list[str], Mapping[str, Any] | None, dict[str, S
 
 
 def _refuse_others(root: Path, names: list[str], files: list[str], why: str) -> None:
-    """We do not guess which of several files is the model."""
-    others = [name for name in names if name.endswith(".safetensors") and name not in files]
-    if others:
-        raise LoadError(f"{root} holds {others[0]}, which {why}; remove it, or the index that is out of date")
+    """Refuse a directory with other safetensors files: which of them are the model would be a guess."""
+    siblings = [name for name in names if name.endswith(".safetensors") and name not in files]
+    if siblings:
+        raise LoadError(f"{root} holds {siblings[0]}, which {why}; remove it, or the index that is out of date")
 
 
 def _read_index(path: Path) -> tuple[Mapping[str, Any], Stamp]:
+    """Read and check an index."""
     index, stamp = read_stamped_json(path)
-    found = index.get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
-        raise BrokenFile(f"{path}: weight_map is {short(found)}; it must map keys to file names; fetch the index again")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise BrokenFile(
+            f"{path}: weight_map is {short(weight_map)}; it must map keys to file names; fetch the index again"
+        )
     if not isinstance(index.get("metadata", {}), dict):
         raise BrokenFile(f"{path}: metadata is {short(index['metadata'])}, not an object; fetch the index again")
     return index, stamp
 
 
 def _indexed(root: Path, weight_map: Mapping[str, str]) -> list[str]:
-    """The files of an index: all of them in this very directory."""
+    """Return the files of an index, which must lie in this very directory (no path, no link outside by name)."""
     files = list(dict.fromkeys(weight_map.values()))
     for file in files:
-        plain = file == os.path.basename(file) and file.endswith(".safetensors")
-        if not plain or not exists(root / file, Path.is_file):
+        is_local = file == os.path.basename(file) and file.endswith(".safetensors")
+        if not is_local or not exists(root / file, Path.is_file):
             raise LoadError(
-                f"{INDEX} names {short(file)}, which is no safetensors file in {root}; fetch that file, or mend the "
-                "index"
+                f"{INDEX} names {short(file)}, which is not a safetensors file in {root}; fetch that file, or correct "
+                "the index"
             )
     return files
 
 
 def _check_index(root: Path, weight_map: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
+    """Check that the index and the headers agree about every key."""
     for key, file in weight_map.items():
         if key not in entries or entries[key].file != file:
             where = entries[key].file if key in entries else "no file"
-            raise LoadError(f"{root}: the index puts {short(key)} into {file}, but {where} has it; mend the index")
+            raise LoadError(f"{root}: the index puts {short(key)} into {file}, but {where} has it; correct the index")
     extra = [key for key in entries if key not in weight_map]
     if extra:
         raise LoadError(
             f"{root}: {entries[extra[0]].file} holds {short(extra[0])}, which the index does not list "
-            f"({len(extra)} such keys); mend the index"
+            f"({len(extra)} such keys); correct the index"
         )

@@ -1,7 +1,12 @@
-"""Whole tensors under their Hugging Face names, one after the other, on global rank 0, in bounded memory.
+"""Stream whole tensors under their Hugging Face names to rank 0, one after the other, in bounded memory (weight sync,
+gather).
 
-The table says which boxes of a key each owner holds. Owners send just those, and rank 0 puts them in their places. So
-no other rank ever holds a whole parameter. Rank 0 plans for all ranks, which takes long on a thousand of them.
+The declaration says which boxes of a key each owner holds. Owners send just those, and rank 0 inserts them. No other
+rank ever holds a whole parameter, as an all-gather (`full_tensor()`) would make every rank do. Rank 0 plans for all
+ranks, which takes long on a thousand of them.
+
+For reinforcement learning this is the weight sync to an inference engine, which expects the keys of the hub: per expert
+where the source has them so (verl#6896).
 """
 
 from __future__ import annotations
@@ -15,65 +20,74 @@ from torch import Tensor
 from ..mesh import Mesh
 from ..ops.part_sizes import part_size
 from ..sharding import Block, Box, Param, Piece, ShardingSpec, owned
-from .frozen_scales import NumbersView, Values
+from .frozen_scales import QuantisedView, Values
 from .keymap import Key, KeyMap, blocks_by_key, widest
 from .safetensors_header import DTYPES
 
-_Dtypes = Mapping[str, torch.dtype]  # of keys, or of parameters
-# of keys in flight; a larger tensor goes alone
+DtypeOf = Mapping[str, torch.dtype]  # of keys, or of parameters
+# Bytes of keys that are in flight at a time; a larger tensor is sent alone.
 _BATCH_BYTES = part_size(__name__, "_BATCH_BYTES", 64 << 20, small=20_011)
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Every rank's pieces, and this rank's tensors."""
+    """The pieces of every rank, and the tensors of this rank."""
 
     spec: ShardingSpec
     mesh: Mesh
     stored: Mapping[str, Tensor]
 
-    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | NumbersView]]:
-        """Of what this rank stores of a parameter, each box."""
+    def views(self, piece: Piece) -> Iterator[tuple[Box, Tensor | QuantisedView]]:
+        """Yield each box of a piece of this rank, with its stored values."""
         stored = self.stored
         yield from stored.views(piece) if isinstance(stored, Values) else piece.views(stored[piece.param.name])
 
 
 def whole_tensors(
-    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, dtypes: _Dtypes | None = None
+    stored_model: StoredModel, keymap: KeyMap, keys: Iterable[Key], *, dtypes: DtypeOf | None = None
 ) -> Iterator[tuple[Key, Tensor]]:
-    """Every key's whole tensor, on rank 0. The other ranks get nothing, but must run through it all the same.
+    """Yield each key with its whole tensor on rank 0. Other ranks get nothing, but must iterate to the end: they send.
 
-    Tensors are in the dtype of the key; with `dtypes` (of parameters) as wide as their widest part.
+    Tensors have the dtype of their key, or with `dtypes` (by parameter) the widest dtype of their parts.
+
+    Tensors are yielded on the CPU of rank 0 in batches of at most 64 MB, in the order of `keys`. Memory is bounded by
+    the largest tensor or one batch, whichever is larger.
     """
-    made_of = blocks_by_key(stored_model.spec.table, keymap.choice)
+    parts_of_key = blocks_by_key(stored_model.spec.table, keymap.choice)
     mesh = stored_model.mesh
+    # Rank 0 derives what every rank sends from the declaration, so no sizes are exchanged. Both sides walk the same
+    # keys in the same order.
     ranks = range(mesh.axes.world) if mesh.rank == 0 else [mesh.rank]
-    held = {rank: owned(stored_model.spec, mesh.axes, rank) for rank in ranks}
+    owned_pieces = {rank: owned(stored_model.spec, mesh.axes, rank) for rank in ranks}
     for batch in _batches(keys):
-        plan = {rank: list(_parts(batch, made_of, held[rank])) for rank in ranks}
-        kinds = {k.name: DTYPES[k.dtype] if dtypes is None else _widest(made_of[k.name], dtypes) for k in batch}
-        mine = _packed(plan[mesh.rank], stored_model, kinds)
+        plan = {rank: list(_parts(batch, parts_of_key, owned_pieces[rank])) for rank in ranks}
+        dtype_of_key = {
+            k.name: DTYPES[k.dtype] if dtypes is None else _widest(parts_of_key[k.name], dtypes) for k in batch
+        }
+        packed = _packed(plan[mesh.rank], stored_model, dtype_of_key)
+        # Blocking sends: a rank is at most one batch ahead of rank 0, which bounds memory on both sides.
         if mesh.rank != 0:
-            for buffer in mine.values():
+            for buffer in packed.values():
                 mesh.send(buffer, 0, "the sending of weights to rank 0")
             continue
-        whole = {k.name: torch.empty(k.shape, dtype=kinds[k.name], device="cpu") for k in batch}
+        tensors = {k.name: torch.empty(k.shape, dtype=dtype_of_key[k.name], device="cpu") for k in batch}
         for rank in ranks:
-            _insert(whole, plan[rank], mine if rank == 0 else _received(plan[rank], mesh, kinds, rank))
-        yield from ((key, whole[key.name]) for key in batch)
+            _insert(tensors, plan[rank], packed if rank == 0 else _received(plan[rank], mesh, dtype_of_key, rank))
+        yield from ((key, tensors[key.name]) for key in batch)
 
 
 @dataclass(frozen=True)
 class _Overlap:
-    """The box `ours` of a parameter, which is a part of `block` of the key."""
+    """The box `overlap` of a parameter that is a part of `block` of the key."""
 
     key: Key
     block: Block
     piece: Piece
-    ours: Box
+    overlap: Box
 
 
 def _batches(keys: Iterable[Key]) -> Iterator[list[Key]]:
+    """Yield keys in batches of bounded size."""
     batch: list[Key] = []
     num_bytes = 0
     for key in keys:
@@ -87,48 +101,58 @@ def _batches(keys: Iterable[Key]) -> Iterator[list[Key]]:
 
 
 def _parts(
-    batch: list[Key], made_of: Mapping[str, list[tuple[Param, Block]]], held: Mapping[str, Piece]
+    batch: list[Key], parts_of_key: Mapping[str, list[tuple[Param, Block]]], owned_pieces: Mapping[str, Piece]
 ) -> Iterator[_Overlap]:
+    """Yield the overlaps of a batch with some owned pieces, in an order that sender and receiver share."""
     for key in batch:
-        for param, block in made_of[key.name]:
-            for box in held[param.name].boxes if param.name in held else ():
+        for param, block in parts_of_key[key.name]:
+            for box in owned_pieces[param.name].boxes if param.name in owned_pieces else ():
                 common = block.ours.meet(box)
                 if common is not None:
-                    yield _Overlap(key, block, held[param.name], common)
+                    yield _Overlap(key, block, owned_pieces[param.name], common)
 
 
-def _widest(made_of: list[tuple[Param, Block]], dtypes: _Dtypes) -> torch.dtype:
-    return widest(dtypes[param.name] for param, _ in made_of)
+def _widest(parts: list[tuple[Param, Block]], dtypes: DtypeOf) -> torch.dtype:
+    """Return the widest dtype of the parts of a key."""
+    return widest(dtypes[param.name] for param, _ in parts)
 
 
-def _packed(parts: list[_Overlap], stored_model: StoredModel, dtypes: _Dtypes) -> dict[torch.dtype, Tensor]:
-    """The elements of the parts one after the other, a buffer for each dtype."""
+def _packed(parts: list[_Overlap], stored_model: StoredModel, dtypes: DtypeOf) -> dict[torch.dtype, Tensor]:
+    """Concatenate the elements of the overlaps in one buffer per dtype, on the device.
+
+    A dtype is a buffer, so that each rank sends one or two messages a batch instead of one a tensor.
+    """
     flat: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
         for box, view in stored_model.views(part.piece):
-            if box.meet(part.ours) == part.ours:
-                values = view[part.ours.within(box).slices].detach().flatten()
+            if box.meet(part.overlap) == part.overlap:
+                values = view[part.overlap.within(box).slices].detach().flatten()
                 dtype = dtypes[part.key.name]
                 flat.setdefault(dtype, []).append(values.to(stored_model.mesh.device, dtype))
     return {dtype: torch.cat(flat[dtype]) for dtype in sorted(flat, key=str)}
 
 
-def _received(parts: list[_Overlap], mesh: Mesh, dtypes: _Dtypes, rank: int) -> dict[torch.dtype, Tensor]:
+def _received(parts: list[_Overlap], mesh: Mesh, dtypes: DtypeOf, rank: int) -> dict[torch.dtype, Tensor]:
+    """Receive the buffers of a rank."""
     sizes: dict[torch.dtype, int] = {}
     for part in parts:
         dtype = dtypes[part.key.name]
-        sizes[dtype] = sizes.get(dtype, 0) + part.ours.size
-    out = {}
+        sizes[dtype] = sizes.get(dtype, 0) + part.overlap.size
+    buffers = {}
     for dtype in sorted(sizes, key=str):
         empty = torch.empty(sizes[dtype], dtype=dtype, device=mesh.device)
-        out[dtype] = mesh.receive(empty, rank, "the receiving of weights on rank 0")
-    return out
+        buffers[dtype] = mesh.receive(empty, rank, "the receiving of weights on rank 0")
+    return buffers
 
 
-def _insert(whole: Mapping[str, Tensor], parts: list[_Overlap], buffers: Mapping[torch.dtype, Tensor]) -> None:
-    at = dict.fromkeys(buffers, 0)
+def _insert(tensors: Mapping[str, Tensor], parts: list[_Overlap], buffers: Mapping[torch.dtype, Tensor]) -> None:
+    """Copy the elements of buffers to their places in whole tensors.
+
+    Sender and receiver walk overlaps in one order, so positions in a buffer need not be sent.
+    """
+    positions = dict.fromkeys(buffers, 0)
     for part in parts:
-        into = part.block.view(whole[part.key.name])[part.ours.within(part.block.ours).slices]
-        start = at[into.dtype]
-        into.copy_(buffers[into.dtype][start : start + part.ours.size].view(part.ours.shape))
-        at[into.dtype] = start + part.ours.size
+        destination = part.block.view(tensors[part.key.name])[part.overlap.within(part.block.ours).slices]
+        start = positions[destination.dtype]
+        destination.copy_(buffers[destination.dtype][start : start + part.overlap.size].view(part.overlap.shape))
+        positions[destination.dtype] = start + part.overlap.size

@@ -86,7 +86,7 @@ def test_queries_in_parts_by_the_kernel(lengths, parts):
 @pytest.mark.parametrize("late", [True, False])
 def test_a_kernel_that_lets_the_first_query_see_the_first_key_alone_is_not_used(monkeypatch, late):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel(late))
-    assert agrees(module._varlen_late, module._by_document, inputs(1), module._late, (5, 7)) == late
+    assert agrees(module._varlen_last_queries, module._by_document, inputs(1), module._last_queries, (5, 7)) == late
 
 
 def test_documents_do_not_leak():

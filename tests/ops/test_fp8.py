@@ -165,7 +165,7 @@ def test_a_kernel_gets_what_torch_wants_of_it(monkeypatch):
         return (x.flatten(1) @ (b.t().float() * grid).t()).to(output_dtype)
 
     monkeypatch.setattr(fp8_matmul.F, "scaled_mm", kernel)
-    assert fp8_matmul._agrees(torch.device("cpu"), torch.bfloat16)
+    assert fp8_matmul._compare_kernel(torch.device("cpu"), torch.bfloat16)
     assert seen["a"].shape == (68, 384)  # 67 rows
     assert seen["scale_a"].shape == (68, 3)
     assert seen["scale_a"].stride() == (1, 68)
@@ -185,7 +185,7 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch, caplog, wrong):
         return torch.zeros(len(a), b.shape[1])
 
     monkeypatch.setattr(fp8_matmul.F, "scaled_mm", kernel)
-    assert not fp8_matmul._agrees(torch.device("cpu"), torch.bfloat16)
+    assert not fp8_matmul._compare_kernel(torch.device("cpu"), torch.bfloat16)
     assert ("no such scaling" if wrong == "raises" else "of the norm") in caplog.text
 
 

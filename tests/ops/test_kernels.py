@@ -9,8 +9,8 @@ import torch
 
 from meshwright.ops import delta, documents, kernels, meta_kernels
 from meshwright.ops.kernels import agrees, fastest
-from meshwright.parallel.replay import saved_by_running_again
-from meshwright.parallel.selective_recompute import Kept
+from meshwright.parallel.replay import recompute_saved_tensors
+from meshwright.parallel.selective_recompute import SavedResults
 from tests.ops import references
 from tests.ops.references import assert_same, differentiate, rand
 
@@ -59,8 +59,8 @@ def test_a_kernel_is_tried_beside_the_layer_that_is_recomputed(kept, monkeypatch
     def layer(x):
         return fastest(same, mean_so_far, [x])(x * 2, docs).exp()
 
-    ours = Kept(kept)
-    with ours.made(), saved_by_running_again(layer, (x,), ours.taken, ours.saved):
+    ours = SavedResults(kept)
+    with ours.record(), recompute_saved_tensors(layer, (x,), ours.replay, ours.mark_saved):
         made = layer(x)
     (grad,) = torch.autograd.grad(made.sum(), x)
     (wanted,) = torch.autograd.grad(mean_so_far(x * 2, docs).exp().sum(), x)
@@ -140,8 +140,8 @@ ONE_BY_ONE = [
 def test_few_long_documents_are_called_one_by_one_on_a_gpu(lengths, heads, long):
     q_THK, docs = torch.empty(sum(lengths), heads, 128, device="meta"), documents(lengths, "cpu")
     with meta_kernels.planned_for("cuda"):
-        assert attention._are_long(q_THK, docs) == long
-    assert not attention._are_long(q_THK, docs)
+        assert attention._prefers_one_call_each(q_THK, docs) == long
+    assert not attention._prefers_one_call_each(q_THK, docs)
 
 
 @pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_long_documents_on_an_accelerator():
     low = on_accelerator(*(rand(sum(lengths), heads, 128, seed=heads) for heads in (8, 2, 4)))
     low[2] = low[2][:, :2].detach().requires_grad_()
     docs = documents(lengths, low[0].device)
-    assert attention._are_long(low[0], docs)
+    assert attention._prefers_one_call_each(low[0], docs)
     found, wanted = (
         differentiate_there(lambda *x, op=op: op(*x, docs), [x.detach().requires_grad_() for x in low])
         for op in (attention.attention, attention._varlen)
@@ -164,7 +164,7 @@ def test_late_queries_on_an_accelerator(head):
     """Those of the last 1200 tokens, from the middle of a document on."""
     streams = [rand(sum(LENGTHS), heads, head, seed=heads) for heads in (8, 2, 2)]
     low = on_accelerator(streams[0][-1200:], *streams[1:])
-    assert agrees(attention._varlen_late, attention._by_document, low, attention._late, (67, 130))
+    assert agrees(attention._varlen_last_queries, attention._by_document, low, attention._last_queries, (67, 130))
     docs, first = documents(LENGTHS, low[0].device), sum(LENGTHS) - 1200
     found = [x.cpu() for x in differentiate_there(lambda *x: attention.attention(*x, docs, first), low)]
     here = [x.detach().cpu().double().requires_grad_() for x in low]
