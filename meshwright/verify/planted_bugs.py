@@ -137,10 +137,10 @@ def _tower_left_out() -> None:
 def _sideways() -> None:
     real = matmul._of_input
 
-    def sideways(d: Tensor, joined: Tensor, x: Tensor, fp8: bool) -> Tensor:
+    def sideways(d: Tensor, weight: Tensor, x: Tensor, fp8: bool) -> Tensor:
         turned = F.pad(d.flatten(0, -2).mT, (0, -d.flatten(0, -2).shape[0] % BLOCK))
         along = rounded_rows(turned).mT[: d.flatten(0, -2).shape[0]].view_as(d)
-        return (along @ rounded_matrix(joined)).to(x.dtype) if fp8 else real(d, joined, x, fp8)
+        return (along @ rounded_matrix(weight)).to(x.dtype) if fp8 else real(d, weight, x, fp8)
 
     matmul._of_input = sideways
 
