@@ -1,4 +1,4 @@
-# `make help` lists the targets.  Variables: PYTHON=python3.12, PIP_ARGS="--index-url ...", PYTEST_ARGS="-k mesh -x".
+# `make help` lists the targets.  Variables: PYTHON=python3.12, PIP_ARGS="--extra-index-url ...", PYTEST_ARGS="-k mesh -x".
 
 PYTHON ?= python3
 PIP_ARGS ?=
