@@ -273,9 +273,9 @@ REFUSED: dict[str, tuple[Callable[[mw.Engine, Path], object], str]] = {
     "a file in the way": (lambda engine, at: at.write_text("") or mw.save(engine, at), words("is a file")),
     "something else in the way": (
         lambda engine, at: (at / "step-000000").mkdir(parents=True) or mw.save(engine, at),
-        words("no checkpoint", "move"),
+        words("not a checkpoint", "move"),
     ),
-    "nothing to resume": (mw.resume, words("no directory", "give a checkpoint")),
+    "nothing to resume": (mw.resume, words("not a directory", "give a checkpoint")),
     "an empty folder": (lambda engine, at: at.mkdir() or mw.resume(engine, at), words("no complete checkpoint")),
 }  # fmt: skip
 
