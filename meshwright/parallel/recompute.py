@@ -118,7 +118,7 @@ def _checkpointed(run: Callable[..., Tensor], ops_kept: list[Any], *args: Any) -
     # A TorchDispatchMode: each operation passes through Python, which takes the host as long as the operation itself.
     saved = SavedResults(ops_kept, OPS)
     again = functools.partial(_both, saved.replay, choices.taken)
-    with saved.record(), choices.made(), recompute_saved_tensors(run, args, again, saved.saved):
+    with saved.record(), choices.made(), recompute_saved_tensors(run, args, again, saved.mark_saved):
         return run(*args)
 
 

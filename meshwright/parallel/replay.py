@@ -42,7 +42,7 @@ def recompute_saved_tensors(
 class _Slot:
     """Stand in for a saved tensor: its index, and its shape and dtype to compare with the second run."""
 
-    __slots__ = ("__weakref__", "kind", "number")
+    __slots__ = ("__weakref__", "index", "meta")
 
     def __init__(self, index: int, tensor: Tensor) -> None:
         self.index, self.meta = index, (tensor.shape, tensor.dtype)
