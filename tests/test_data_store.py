@@ -155,7 +155,7 @@ def test_what_is_found_in_a_directory(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert [file.name for file in files_of(tmp_path)] == ["a.txt", "b.jsonl", "d.jsonl"]
-    for path, wanted in ((tmp_path / "c.py", "is no .jsonl"), (tmp_path / "no", "neither a file nor a directory")):
+    for path, wanted in ((tmp_path / "c.py", "is not a .jsonl"), (tmp_path / "no", "neither a file nor a directory")):
         with pytest.raises(mw.DataError, match=wanted):
             files_of(path)
 

@@ -162,7 +162,7 @@ REFUSED = {
     "no video": (lambda p, at: p.video("a.txt", None), "cannot be read as a video"),
     "a playlist": (lambda p, at: p.video(naming(at / "a.m3u8").name, None), r"a\.m3u8 cannot be .*MP4, MOV, .*MPEG"),
     "a list of files": (lambda p, at: p.video(naming(at / "b.mp4").name, None), r"b\.mp4 cannot be .*MP4, MOV, "),
-    "too oblong": (lambda p, at: p.picture(noise(at / "long.png", 1, 300).name), "more than 200 times"),
+    "too oblong": (lambda p, at: p.picture(noise(at / "long.png", 1, 300).name), "aspect ratio above 200"),
     "no fps": (lambda p, at: p.video(["b.png", "b.png"], None), '"fps"'),
     "one picture": (lambda p, at: p.video(["b.png"], 2.0), "give two or more"),
 }
@@ -181,7 +181,7 @@ def test_refused(directory: Path, tmp_path: Path, case: str) -> None:
     ("change", "what"),
     [
         ({"image_mean": [0.48, 0.46, 0.41]}, "image_mean"),
-        ({"patch_size": 16}, "the tower has 4"),
+        ({"patch_size": 16}, "the vision tower has 4"),
         ({"size": {"shortest_edge": 64}}, "longest_edge"),
         (None, "has no preprocessor_config.json"),
     ],

@@ -353,8 +353,8 @@ def test_whole_files_of_a_tokenizer(directory: Path) -> None:
 def test_a_template_must_be_a_small_text(tmp_path: Path) -> None:
     file = tmp_path / "t.jinja"
     for path, content, wanted in (
-        (Path("/dev/zero"), None, "is no file"), (file, b"\xff", "is not UTF-8"), (file, bytes(5 << 20), "too many"),
-        (tmp_path, None, "is no file"), (tmp_path / "none", None, "No such file"),
+        (Path("/dev/zero"), None, "is not a file"), (file, b"\xff", "is not UTF-8"), (file, bytes(5 << 20), "too many"),
+        (tmp_path, None, "is not a file"), (tmp_path / "none", None, "No such file"),
     ):  # fmt: skip
         if content:
             path.write_bytes(content)
