@@ -85,7 +85,7 @@ CHOSEN = [
            DENSE, "tp=2", r"S1 loss: .*it is divided by",
            "ranks of one tp group bring the same batch: the loss and all gradients are halved"),
     Mutant(45, "the bias correction of AdamW is one step ahead", "optim/adamw.py",
-           "torch.full((), self.steps + 1, dtype", "torch.full((), self.steps + 2, dtype",
+           "torch.full((), step, dtype", "torch.full((), step + 1, dtype",
            DENSE, "fsdp=2", r"O1 .*plain AdamW",
            "torch's fused kernel counts by itself: the first update has the correction of the second"),
     Mutant(46, "Adam instead of AdamW: the decay goes into the gradient", "optim/adamw.py",

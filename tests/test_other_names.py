@@ -42,7 +42,8 @@ TRIED: dict[str, tuple[Any, str]] = {
     "learning_rate": (
         lambda e: mw.Engine(e.model, learning_rate=1.0), r"ConfigError: mw\.Engine has no 'learning_rate'; .*: lr=$",
     ),
-    "optimizer": (lambda e: mw.Engine(e.model, lr=1.0, optimizer="sgd"), "ConfigError: .*AdamW, which is the only"),
+    "optimizer": (lambda e: mw.Engine(e.model, lr=1.0, optimizer="sgd"), r"ConfigError: .*sgd.*mw\.AdamW"),
+    "betas": (lambda e: mw.Engine(e.model, lr=1.0, betas=(0.9, 0.99)), r"ConfigError: .*optimizer=mw\.AdamW\(betas="),
     "dtype='bfloat16'": (lambda _: mw.load("x", dtype="bfloat16"), r"ConfigError: .*give dtype=torch\.bfloat16, or"),
     "any other": (lambda e: e.model.frobnicate, r"AttributeError: mw\.Model has no 'frobnicate'$"),
     "engine(batch)": (lambda e: e([1]), r"StateError: .*engine\.step\(batches\)"),

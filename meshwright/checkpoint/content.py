@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..axes import Axes
-from ..ops.int8_state import SCALES
+from ..optim import SCALES
 from ..sharding import ShardingSpec, Table, written
 from ..weights import DTYPES, NAMES, Export, Key, KeyMap, Values, chosen, widest
 
-WEIGHTS, MASTER, FIRST, SECOND = "weights", "master", "exp_avg", "exp_avg_sq"
+PARAMETERS = WEIGHTS, MASTER = "weights", "master"  # all other planes are optimizer state, each named as it is
 Dtypes = Mapping[str, torch.dtype]  # by parameter, of the whole model
 
 
@@ -31,12 +31,12 @@ class Plane:
         return "" if self.name == WEIGHTS else self.name
 
 
-def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[Plane]:
-    """`stored`: in which dtype each parameter is kept; `moments`: those of the optimizer, of what is trained. Where
-    these are codes, `moments` and `table` have the scales too."""
+def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, state: Mapping[str, Dtypes]) -> list[Plane]:
+    """Return the planes of a checkpoint. `stored`: in which dtype each parameter is kept. `state`: by state name, the
+    dtypes of optimizer state, of what is trained. Where it is in 8 bits, `state` and `table` have the scales too."""
     keys = {name: _keys(table, keymap, name) for name in table.params}
     rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
-    planes, others = [Plane(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
+    planes, others = [Plane(WEIGHTS, keymap)], {MASTER: rounded, **state}
     made: dict[object, KeyMap] = {}  # 37,000 keys: planes that are alike share them, and their headers
     for name, dtypes in others.items():
         if dtypes:

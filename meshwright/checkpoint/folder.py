@@ -22,13 +22,15 @@ from pathlib import Path
 
 from ..errors import CheckpointError, LoadError
 from ..log import logger
+from ..optim import AdamW
 from ..weights import MANIFEST, TRAINER
-from .content import RANDOM_FILE, Keep
+from .content import MASTER, RANDOM_FILE, Keep
 from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, to_disk, why_not_whole, write_manifest
 
 CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first beside the second
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
-_REST = (TRAINER, "master/*.safetensors", "exp_avg*/*.safetensors", RANDOM_FILE, f"{PARTS}/[0-9]*.json")
+_PLANES = (MASTER, *AdamW.state_names)  # a checkpoint of another optimizer is known by its other files
+_REST = (TRAINER, *(f"{plane}/*.safetensors" for plane in _PLANES), RANDOM_FILE, f"{PARTS}/[0-9]*.json")
 _MAKING_S = 3600.0  # a directory without a lock may be one that is just being made; for no longer than this
 
 
@@ -83,7 +85,7 @@ def is_checkpoint(directory: Path) -> bool:
             f"{directory} holds {rest.relative_to(directory)} of a checkpoint and no {MANIFEST}, so nobody knows "
             "whether it is whole; copy it again (`meshwright copy` checks every byte), or take another one. To use its "
             "weights unchecked, remove all that is not of a Hugging Face model: "
-            f"{TRAINER}, master, exp_avg, exp_avg_sq, random, {PARTS}"
+            f"{TRAINER}, {', '.join(_PLANES)}, random, {PARTS}"
         )
     return False
 

@@ -61,7 +61,7 @@ ARGUMENTS_OF_LOAD = {
 }
 ARGUMENTS_OF_ENGINE = {
     "learning_rate": "lr=",
-    "optimizer": "lr=, betas=, eps= and weight_decay= of AdamW, which is the only one",
+    **{name: f"optimizer=mw.AdamW({name}=...)" for name in ("betas", "eps", "weight_decay", "state_dtype")},
     **dict.fromkeys(("scheduler", "lr_scheduler"), "lr=, which may be a function: lr=lambda step: 1e-5 / (step + 1)"),
     **dict.fromkeys(("max_grad_norm", "grad_clip"), "max_norm="),
     **dict.fromkeys(("loss_fn", "criterion"), "loss="),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import MeshError, counted
 from ..mesh import Memory
+from ..optim import AdamW, Optimizer
 from ..parallel import Savings, check_late, gathers_wide
 from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_low, storage
 from .simulate import Known, Passing, most_held
@@ -60,11 +63,21 @@ class Need:
         return self._fullest[place]
 
 
-def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
-    """Of moments that are not in 8 bits."""
-    stored = torch.promote_types(compute, torch.float32)
-    moment = stored if state in (None, torch.uint8) else state
-    return Widths(stored.itemsize, compute.itemsize, moment.itemsize)
+def stored_dtype(compute: torch.dtype) -> torch.dtype:
+    """Return the dtype of trained parameters, as stored: mixed precision keeps float32 masters."""
+    return torch.promote_types(compute, torch.float32)
+
+
+def widths_of(compute: torch.dtype) -> Widths:
+    return Widths(stored_dtype(compute).itemsize, compute.itemsize)
+
+
+def held_while_training(
+    compute: torch.dtype, trained: Container[str], optimizer: Optimizer = AdamW(), **more: Any
+) -> Held:
+    """Return what is held while `optimizer` trains the parameters `trained`. `more`: other fields of `Held`."""
+    state_bytes = partial(optimizer.state_bytes, stored_dtype(compute))
+    return Held(widths_of(compute), trained, state_bytes, **more)
 
 
 def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:
@@ -79,7 +92,7 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: S
     held = blueprint.run_by(replace(pipeline, hold=True), traffic)
     trained = frozenset(blueprint.table.params)
     low = gathered_low(held.spec, trained, wide=gathers_wide(savings))
-    stored = Need(held.spec, axes, Held(widths_of(compute), trained, savings.offload, low=low)).stored()
+    stored = Need(held.spec, axes, held_while_training(compute, trained, offload=savings.offload, low=low)).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
     if pipeline.schedule in LATE or 3 * once < device_bytes:
         return held

@@ -10,18 +10,18 @@ from ..memory.meta_model import Paper
 from ..memory.simulate import Passing, activations
 from ..parallel import Savings
 from .figures import COMPUTE
-from .one_of_each_layer import Thin, held_bytes
+from .one_of_each_layer import Thin, elements_on_a_rank, held_bytes
 
 
 class Least:
-    """`tokens`: of a micro-batch. `moment_bytes`: of an element of each moment.
+    """`tokens`: of a micro-batch. `state_bytes`: of all optimizer state of an element.
 
-    Parameters, gradients and moments are shared by all ranks but the replicas. What layers keep for backward is shared
-    by tp and cp at best: it is counted once for each way to recompute, with experts on several ranks or on each.
+    Parameters, gradients and optimizer state are shared by all ranks but the replicas. What layers keep for backward is
+    shared by tp and cp at best: it is counted once for each way to recompute, with experts on several ranks or on each.
     """
 
-    def __init__(self, blueprint: Blueprint, model: Thin, tokens: int, moment_bytes: float) -> None:
-        self.blueprint, self.model, self.tokens, self.moment_bytes = blueprint, model, tokens, moment_bytes
+    def __init__(self, blueprint: Blueprint, model: Thin, tokens: int, state_bytes: float) -> None:
+        self.blueprint, self.model, self.tokens, self.state_bytes = blueprint, model, tokens, state_bytes
         self._kept = cache(self._keeps)
 
     def num_bytes(self, axes: Axes, num_batches: int, savings: Savings, *, holds: bool) -> float:
@@ -29,16 +29,13 @@ class Least:
 
         The first micro-batch of a step finds no gradients; once it has gone back, all of them are there.
         """
-        elements = 0.0 if savings.offload else self._elements(axes)
+        elements = 0.0 if savings.offload else elements_on_a_rank(self.model, axes)
         under_way, gradients = min(axes.pp, num_batches), 4 * elements
         moments = [self._passing(axes, savings, under_way), gradients + self._passing(axes, savings, under_way - 1)]
         if num_batches > under_way:
             moments.append(gradients + self._passing(axes, savings, under_way))
         held = held_bytes(self.model, axes) if holds else 0.0
-        return (4 + 2 * self.moment_bytes) * elements + held + max(moments)
-
-    def _elements(self, axes: Axes) -> float:
-        return (self.model.dense + self.model.experts) / axes.world * axes.replicate
+        return (4 + self.state_bytes) * elements + held + max(moments)
 
     def _passing(self, axes: Axes, savings: Savings, under_way: int) -> float:
         """Return what the first rank of pp keeps of the micro-batches under way, while backward recomputes a layer."""

@@ -82,9 +82,10 @@ def thin(blueprint: Blueprint) -> Thin:
     return Thin(blueprint, replace(blueprint, spec=spec, module=part), num)
 
 
-def least_bytes(model: Thin, axes: Axes, moment_bytes: float) -> float:
-    """No mesh stores less on the rank that stores most: parameters and gradients in float32, and both moments."""
-    return (model.dense + model.experts) / axes.world * axes.replicate * (8 + 2 * moment_bytes)
+def elements_on_a_rank(model: Thin, axes: Axes) -> float:
+    """Return the elements of parameters that a rank stores, if all ranks but replicas share them evenly: no mesh has
+    less on the rank that stores most."""
+    return (model.dense + model.experts) / axes.world * axes.replicate
 
 
 def held(savings: Savings) -> Savings:

@@ -13,19 +13,18 @@ from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 
-import torch
-
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import ConfigError, MeshError, counted
-from ..memory.budget import widths_of
+from ..memory.budget import stored_dtype
+from ..optim import AdamW, Optimizer
 from ..parallel import Savings, mark
-from ..sharding import LATE, Context, Work, coded_of, divides
+from ..sharding import LATE, Context, Work, divides
 from .devices import Cluster
 from .figures import COMPUTE, Figures, work_of
 from .least_memory import Least
 from .mesh_checks import objections
-from .one_of_each_layer import Thin, first_price, held, least_bytes, thin
+from .one_of_each_layer import Thin, elements_on_a_rank, first_price, held, thin
 from .step_time import Estimate, estimate
 
 SECONDS_BETWEEN_LINES = 4.0
@@ -50,7 +49,7 @@ class Asked:
     cluster: Cluster
     savings: Savings = Savings()
     recompute: tuple[str, ...] = ("none", "selective", "full")
-    state_dtype: torch.dtype | None = None
+    optimizer: Optimizer = AdamW()
     head: str = "lm"
     top: int = 5
     words: tuple[str, ...] = ("meshwright", "plan")
@@ -111,9 +110,8 @@ class Search:
     def __init__(self, blueprint: Blueprint, asked: Asked, say: Say) -> None:
         self.blueprint, self.asked, self.say = blueprint, asked, say
         self.model: Thin = thin(blueprint)
-        self.coded = coded_of(blueprint.table, blueprint.table.params) if asked.state_dtype == torch.uint8 else ()
-        moment = 1.0 if self.coded else widths_of(COMPUTE, asked.state_dtype).moment
-        self.least = Least(blueprint, self.model, asked.size.tokens, moment)
+        state_bytes = asked.optimizer.least_bytes(blueprint.table, stored_dtype(COMPUTE))
+        self.least = Least(blueprint, self.model, asked.size.tokens, state_bytes)
         self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
         self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
@@ -140,7 +138,9 @@ class Search:
     def _tried(self) -> list[Cut]:
         """All meshes that can be."""
         once = self.asked.savings.token_once
-        tried = [cut for cut in cuts(self.blueprint, self.asked.size, self.coded) if divides(once, cut.axes.ep)]
+        tried = [
+            cut for cut in cuts(self.blueprint, self.asked.size, self.asked.optimizer) if divides(once, cut.axes.ep)
+        ]
         if not tried:
             raise MeshError(self._none())
         return tried
@@ -228,7 +228,7 @@ class Search:
             blueprint = self.blueprint.run_by(replace(spec.pipeline, hold=way.hold), way.savings.traffic)
             figures = Figures(
                 asked.model, blueprint, cut.axes, self._work(cut), asked.device, asked.head, way.savings,
-                asked.state_dtype, asked.cluster,
+                asked.optimizer, asked.cluster,
             )  # fmt: skip
             self.in_full[key] = Candidate(figures, chosen_hold=way.hold if spec.pipeline.hold is None else None)
         return self.in_full[key]
@@ -236,7 +236,7 @@ class Search:
     def _nearest(self, tried: Sequence[Cut]) -> Candidate:
         """With all savings, of the meshes that cut a model into the smallest parts."""
         most = replace(self.asked.savings, recompute=self.asked.recompute[-1], offload=not self._once)
-        smallest = sorted(tried, key=lambda cut: (least_bytes(self.model, cut.axes, 4), -cut.axes.tp * cut.axes.pp))
+        smallest = sorted(tried, key=lambda cut: (elements_on_a_rank(self.model, cut.axes), -cut.axes.tp * cut.axes.pp))
         first, *others = (self._in_full(cut, self._ways(cut, most)[-1]) for cut in smallest[:_NEAREST])
         for each in others:
             self._tell(self._seconds / _LONGEST)
@@ -298,7 +298,7 @@ class Cut:
     num_batches: int
 
 
-def cuts(blueprint: Blueprint, size: Size, coded: Sequence[str]) -> list[Cut]:
+def cuts(blueprint: Blueprint, size: Size, optimizer: Optimizer) -> list[Cut]:
     """tp stays within a node, and cp leaves a rank enough tokens. A replica, where there are several, is one node or a
     few: a part of a node would send sums between nodes all the same. A pipeline gets as many micro-batches as it has
     places, at least."""
@@ -307,17 +307,17 @@ def cuts(blueprint: Blueprint, size: Size, coded: Sequence[str]) -> list[Cut]:
             f"--global-tokens {size.global_tokens} is no multiple of the {size.tokens} tokens of a micro-batch; choose "
             f"{-(-size.global_tokens // size.tokens) * size.tokens}"
         )
-    return list(_cuts(size, _allowed(blueprint, coded), blueprint.balance.num_experts))
+    return list(_cuts(size, _allowed(blueprint, optimizer), blueprint.balance.num_experts))
 
 
-def _allowed(blueprint: Blueprint, coded: Sequence[str]) -> Callable[..., bool]:
+def _allowed(blueprint: Blueprint, optimizer: Optimizer) -> Callable[..., bool]:
     """Whether a model takes sizes of axes. Each is asked once: what one axis does depends on few others. How mixers
     come to other tokens (`Context`) is asked with cp alone, which it is of."""
     plain = blueprint.in_context(Context())
 
     @cache
     def allowed(num_batches: int | None = None, **sizes: int) -> bool:
-        return not objections(blueprint if "cp" in sizes else plain, sizes, num_batches, coded)
+        return not objections(blueprint if "cp" in sizes else plain, sizes, num_batches, optimizer)
 
     return allowed
 

@@ -25,9 +25,8 @@ from .doors import (
     is_run,
 )
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, hops, likely_rows
-from .fp8_blocks import SCALES, check_fp8, gathered_low
+from .fp8_blocks import APART, SCALES, check_fp8, gathered_low
 from .fsdp_units import TOWER, Unit, units_of
-from .int8_blocks import check_coded, coded_of, with_scales
 from .params import (
     Block,
     Declared,
@@ -58,7 +57,9 @@ from .rules import (
     piece,
     pieces,
     place,
+    sizes_here,
     summed_by_fsdp,
+    tp_sizes,
     written,
 )
 from .schedules import ORDERS, Action, Transfer, forwards, program
@@ -79,7 +80,9 @@ from .stored_bytes import (
     GRADIENTS,
     HELD,
     ON_THEIR_WAY,
+    STATE,
     Held,
+    StateBytes,
     Stored,
     Widths,
     extreme_ranks,

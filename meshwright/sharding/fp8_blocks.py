@@ -14,7 +14,7 @@ from .params import Block, Param, matrix_shape
 from .rules import ShardingSpec, cut, place, sizes_here, tp_sizes
 
 SCALES = "the scales of what is gathered in 8 bits"  # what errors and the bill call their all-reduce
-_APART = ("half", "expert")  # dims whose indices are matrices of their own in files: each has its own blocks
+APART = ("half", "expert")  # dims whose indices are matrices of their own in files: each has its own blocks
 
 
 def gathered_low(spec: ShardingSpec, trained: Container[str], *, wide: bool = False) -> frozenset[str]:
@@ -87,7 +87,7 @@ def _run(param: Param, block: Block, here: Mapping[str, int]) -> int:
     rows = 1
     for at, (dim, size) in reversed(list(enumerate(param.rows.items()))):
         extent = block.ours.shape[at]
-        if dim in _APART:
+        if dim in APART:
             break
         rows *= here[dim] if extent == size else extent
         if extent < size:

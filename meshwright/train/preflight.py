@@ -15,7 +15,7 @@ from ..errors import MeshwrightError
 from ..weights import path_of
 from .config import Config, Place
 from .config_checks import sources_in
-from .config_model import check_moments, check_trained, laid_out, model_of, objections_to
+from .config_model import check_state, check_trained, laid_out, model_of, objections_to
 from .data_sources import Reader, check_files, check_reader, check_template, model_directory
 from .metrics import missing_packages
 from .samples import prompts_of
@@ -46,7 +46,7 @@ def mistakes(config: Config) -> Mistakes:
     yield from ((_place(text, config), text) for text in refused)
     yield from _refused(("train", "train"), partial(check_trained, blueprint, config))
     if not refused:
-        yield from _refused(("optim", "state_dtype"), partial(check_moments, blueprint, config))
+        yield from _refused(("optim", "state_dtype"), partial(check_state, blueprint, config))
 
 
 def _place(text: str, config: Config) -> Place:

@@ -24,7 +24,7 @@ from ..models import decoder, vision_tower
 from ..ops import fp8_matmul, matmul
 from ..ops.fp8_matmul import BLOCK, rounded_matrix, rounded_rows
 from ..ops.fp8_tensor import Quantised
-from ..optim.adamw import AdamW
+from ..optim import LocalOptimizer
 from ..parallel import fp8_gather, run_step
 from ..sharding import TOWER
 from ..weights import reader as loading
@@ -94,12 +94,12 @@ def _mean_of_means() -> None:
 
 
 def _update_lost() -> None:
-    real = AdamW.step
+    real = LocalOptimizer.step
 
     def step(self: Any, stored: Any, grads: Any, lr: float) -> None:
         real(self, {name: t.clone() if i == 0 else t for i, (name, t) in enumerate(stored.items())}, grads, lr)
 
-    AdamW.step = step  # type: ignore[method-assign]
+    LocalOptimizer.step = step  # type: ignore[method-assign]
 
 
 def _weights_ignored() -> None:
