@@ -97,7 +97,7 @@ def trained(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Te
 def by_torch(source: Path) -> dict[str, Tensor]:
     """The same by torch.optim.SGD, on whole tensors."""
     engine = build(source, {}, optimizer=SGD(), max_norm=None)
-    plain = {name: torch.nn.Parameter(whole) for name, whole in mw.gather(engine.model).items()}
+    plain = {name: torch.nn.Parameter(whole.double()) for name, whole in mw.gather(engine.model).items()}
     sgd = torch.optim.SGD(plain.values(), lr=1e-2, momentum=0.9)
     for _ in range(3):
         engine.backward(mine(engine))
@@ -105,7 +105,8 @@ def by_torch(source: Path) -> dict[str, Tensor]:
             plain[name].grad = grad
         engine.update()
         sgd.step()
-    return {name: parameter.detach() - mw.gather(engine.model)[name] for name, parameter in plain.items()}
+    ours = mw.gather(engine.model)  # rounded to the dtype of the files
+    return {name: parameter.detach().to(ours[name].dtype) - ours[name] for name, parameter in plain.items()}
 
 
 def resumed(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], str, str]:
@@ -130,7 +131,7 @@ def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def test_it_trains_as_by_torch(source: Path) -> None:
     [off] = worlds.run(1, by_torch, source)
-    assert max(float(each.abs().max()) for each in off.values()) < 1e-12
+    assert max(float(each.abs().max()) for each in off.values()) < 1e-7
 
 
 def test_it_goes_on_on_another_mesh(source: Path, saved: tuple[Path, Any]) -> None:

@@ -113,7 +113,10 @@ def test_what_is_on_the_host_is_not_on_the_device(capsys: Capture) -> None:
     ("options", "told"),
     [
         (["--offload", "--gather-once"], r"offload=True\b.*\bgather_once=True\b.*choose one"),
-        (["--state-dtype", "uint8", "--mesh", "tp=2"], r"moments in 8 bits\b.*\btp=2; choose tp from 1\b.*bfloat16"),
+        (
+            ["--state-dtype", "uint8", "--mesh", "tp=2"],
+            words("256 columns", r"\btp=2\b", r"choose tp from 1\b", "bfloat16"),
+        ),
     ],
 )
 def test_what_a_run_refuses_is_refused(tmp_path: Path, capsys: Capture, options: list[str], told: str) -> None:

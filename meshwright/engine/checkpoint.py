@@ -226,11 +226,11 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     model, trainer = engine.model, source.trainer
     _check_tower(model, source.directory, trainer.get("tower", False))
     blueprint = _drawn(model, source.planes[WEIGHTS], trainer["head"])
+    planes = state_of(source, engine.optimizer.options)
     _check_same(engine, source, blueprint, trainer)
     _check_same_config(model, blueprint, source.directory, new_config)
     trained = {*engine.trained}
     stored = {name: tensor for name, tensor in model.stored().items() if name in trained}
-    planes = state_of(source, engine.optimizer.options)
     quantised = quantised_in(source, planes, engine.trained)
     state = to_be_read(engine.optimizer, stored, quantised) if planes else {}
     spec = replace(model.blueprint.spec, table=blueprint.table)
