@@ -126,7 +126,7 @@ def resumed(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Te
 @pytest.fixture(scope="module")
 def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("saved")
-    return out, worlds.run(2, trained, source, dict(fsdp=2), out)
+    return out, worlds.run(2, trained, source, dict(cp=2), out)  # one data rank, as tp=2 has
 
 
 def test_it_trains_as_by_torch(source: Path) -> None:
@@ -138,7 +138,7 @@ def test_it_goes_on_on_another_mesh(source: Path, saved: tuple[Path, Any]) -> No
     out, found = saved
     for ours, by_dcp, *errors in worlds.run(2, resumed, source, dict(tp=2), out):
         for name in ours:
-            torch.testing.assert_close(ours[name], found[0][0][name], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(ours[name], found[0][0][name], rtol=2e-7, atol=1e-9)  # rounded to float32
             assert torch.equal(ours[name], by_dcp[name])
         assert re.search(words("CheckpointError", "momentum_buffer", "AdamW", "exp_avg", "optimizer="), errors[0])
         assert re.search(words("CheckpointError", "exp_avg|momentum_buffer"), errors[1])
@@ -187,11 +187,15 @@ def test_oracles_take_it(source: Path, mesh: dict[str, int], optimizer: mw.Optim
 
 @pytest.mark.parametrize("names", [("weights",), ("counters",), ("a", "a"), ("a/b",)], ids=str)
 def test_names_of_state_are_told_from_others(source: Path, names: tuple[str, ...]) -> None:
+    [error] = worlds.run(1, refused, source, names)
+    assert re.search(words("ConfigError", "state_names of Other", names[-1]), error)
+
+
+def refused(source: Path, names: tuple[str, ...]) -> str:
     class Other(SGD):
         state_names = names
 
-    error = error_of(lambda: mw.Engine(mw.load(source), lr=1.0, optimizer=Other()))
-    assert re.search(words("ConfigError", "state_names of Other", names[-1]), error)
+    return error_of(lambda: build(source, {}, optimizer=Other()))
 
 
 def test_narrow_state_is_for_every_optimizer_and_8_bits_for_those_with_codes() -> None:
