@@ -25,7 +25,7 @@ from meshwright.checkpoint import opened_at, summary
 from meshwright.cli import main
 from meshwright.optim import Slices
 from meshwright.plan import Figures, work_of
-from meshwright.plan.terminal import as_json
+from meshwright.plan.terminal import plan_json
 from meshwright.plan.wording import kind
 from tests import tiny, trials, worlds
 from tests.test_checkpoint_broken import error_of
@@ -169,7 +169,7 @@ def test_its_bytes_are_billed_and_planned(source: Path, saved: tuple[Path, Any])
         Figures("it", blueprint, Axes(fsdp=2), work_of(Axes(fsdp=2), 64, 1), optimizer=optimizer)
         for optimizer in (SGD(), mw.AdamW())
     )
-    planned, of_adamw = (as_json(each, {})["memory"][0]["bytes"]["moments"] for each in (figures, plain))
+    planned, of_adamw = (plan_json(each, {})["memory"][0]["bytes"]["moments"] for each in (figures, plain))
     assert 2 * planned == of_adamw > 0
     assert (kind("moments", figures), kind("moments", plain)) == ("state of SGD", "moments of AdamW")
 

@@ -46,7 +46,7 @@ class State:
 
     @property
     def of_optimizer(self) -> list[str]:
-        """The planes of optimizer state, of whatever optimizer."""
+        """The state sets of the optimizer, whichever it is."""
         return sorted(name for name in self.planes if name not in PARAMETERS)
 
 
@@ -117,7 +117,7 @@ def _read_torch(source: Path, like: Path | None) -> State:
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
     tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
     blueprint = draw(weights.read_config(like), files, head=head, tower=tower, directory=like)
-    _drop_strangers(planes, shapes, blueprint)
+    _drop_foreign(planes, shapes, blueprint)
     _add_frozen(planes, shapes, blueprint)
     _check(source, found.shapes, shapes, blueprint)
     numbers = {name: found.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
@@ -125,10 +125,10 @@ def _read_torch(source: Path, like: Path | None) -> State:
     return State(TORCH, blueprint, planes, int(numbers["step"]), int(numbers["tokens"]), load)
 
 
-def _drop_strangers(
+def _drop_foreign(
     planes: dict[str, Tensors], shapes: dict[str, Mapping[str, tuple[int, ...]]], blueprint: Blueprint
 ) -> None:
-    """Drop what a user saved beside the state: a plane of optimizer state has keys of the model."""
+    """Drop what a user saved next to the state dict: a state set of the optimizer has keys of the model."""
     keys = {*blueprint.keymap.keys, *_shapes_of_scales(blueprint)}
     for plane in [name for name, found in planes.items() if name != WEIGHTS and not keys & {*found}]:
         del planes[plane], shapes[plane]

@@ -49,12 +49,12 @@ class Kept:
 
 
 def kept_by(model: Model, optimizer: Optimizer) -> Kept:
-    """Return where the state of an optimizer lies. Refuse state that a checkpoint could not tell from other things."""
+    """Return where the state of an optimizer lies. Refuse names that a checkpoint already uses."""
     names = optimizer.state_names
     wrong = [name for at, name in enumerate(names) if not name.isidentifier() or name in {*_RESERVED, *names[:at]}]
     if wrong:
         raise ConfigError(
-            f"state_names of {type(optimizer).__name__} has {wrong[0]!r}; give each tensor a name of its own, such as "
+            f"state_names of {type(optimizer).__name__} has {wrong[0]!r}; give each tensor a unique name, such as "
             f"'momentum', and none of {', '.join(sorted(_RESERVED))}"
         )
     quantised = optimizer.quantised(model.table, model.trained)
@@ -91,10 +91,10 @@ def state_of(source: Checkpoint, optimizer: Optimizer) -> list[str]:
     """Return the planes of optimizer state in a checkpoint. Refuse those of another optimizer."""
     found = [name for name in source.planes if name not in disk.PARAMETERS]
     if {*found} != {*optimizer.state_names} and (found or source.trainer["step"]):  # step 0 has none yet
-        theirs, ours = (", ".join(names) or "nothing" for names in (found, optimizer.state_names))
+        saved, kept = (", ".join(names) or "nothing" for names in (found, optimizer.state_names))
         raise CheckpointError(
-            f"{source.directory} has the optimizer state {theirs}, and {type(optimizer).__name__} keeps {ours}; give "
-            f"mw.Engine the optimizer= that was saved, or begin anew: mw.load({str(source.directory)!r})"
+            f"{source.directory} has the optimizer state {saved}, but {type(optimizer).__name__} keeps {kept}; give "
+            f"mw.Engine the optimizer= that was saved, or start with new state: mw.load({str(source.directory)!r})"
         )
     return found
 
@@ -107,10 +107,10 @@ def quantised_in(checkpoint: Checkpoint, planes: Sequence[str], trained: Iterabl
 def to_be_read(optimizer: LocalOptimizer, stored: Mapping[str, Tensor], quantised: Iterable[str]) -> State:
     """Return memory for the state of a checkpoint that has that of `quantised` in 8 bits. State that this engine alone
     quantises is read as wide as the parameter."""
-    there, num = set(quantised), len(optimizer.options.state_names)
+    in_8_bits, num = set(quantised), len(optimizer.options.state_names)
     new, made = optimizer.new_state({n: t for n, t in stored.items() if n not in optimizer.quantised}), State()
     for name, tensor in ((name, tensor) for name, tensor in stored.items() if tensor.numel()):
-        if name in there:
+        if name in in_8_bits:
             made |= zero_codes(name, tensor, num)
         else:
             made[name] = new[name] if name in new else tuple(torch.zeros_like(tensor) for _ in range(num))
@@ -118,10 +118,10 @@ def to_be_read(optimizer: LocalOptimizer, stored: Mapping[str, Tensor], quantise
 
 
 def take_state(optimizer: LocalOptimizer, read: State, stored: Mapping[str, Tensor], quantised: Iterable[str]) -> None:
-    """Keep what was read in the form of this engine. Only one parameter at a time is there in both forms."""
-    there, num = set(quantised), len(optimizer.options.state_names)
+    """Keep what was read in the form of this engine. Only one parameter at a time exists in both forms."""
+    in_8_bits, num = set(quantised), len(optimizer.options.state_names)
     optimizer.state = read
-    for name in [name for name in stored if name in read and (name in there) != (name in optimizer.quantised)]:
+    for name in [name for name in stored if name in read and (name in in_8_bits) != (name in optimizer.quantised)]:
         kept = read.pop(name)
         if name in optimizer.quantised:
             read |= zero_codes(name, stored[name], num)

@@ -1,7 +1,7 @@
 """The protocol of an optimizer. A new optimizer is one subclass of `Optimizer`, in one file.
 
-The engine, checkpoints, state dicts, `convert`, plans, the memory bill and oracle O1 ask these members and name no
-optimizer: which state stands beside a parameter, in which dtype, what an update does, and what it should have done.
+The engine, checkpoints, state dicts, `convert`, plans, the memory bill and oracle O1 read these members and name no
+optimizer: which state a parameter has, in which dtype, what an update does, and what it should have done.
 
 A rank stores rows of each matrix (decision 0002), and `update` gets just these, as flat slices. Elementwise optimizers
 need no more. One that looks at a whole matrix, such as Muon (arXiv 2502.16982), says `needs_whole_matrix`.
@@ -56,7 +56,7 @@ class Optimizer(ABC):
     time for the update; torch.uint8 quantises matrices, where `codes` says how.
     """
 
-    state_names: ClassVar[tuple[str, ...]]  # of the tensors beside each parameter: folders of a checkpoint have them
+    state_names: ClassVar[tuple[str, ...]]  # of the tensors of each parameter: the folders of a checkpoint
     codes: ClassVar[tuple[Code, ...]] = ()  # of each state tensor, how it is quantised to 8 bits; none: it cannot be
     needs_whole_matrix: ClassVar[bool] = False  # an update then gathers each matrix once, which `charges` bills
 
@@ -87,7 +87,7 @@ class Optimizer(ABC):
 
     @property
     def label(self) -> str:
-        """What plans call the state."""
+        """The name of the state in plans."""
         return f"state of {type(self).__name__}"
 
     def settings(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Optimizer(ABC):
         return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()} | {"state": str(dtype)}
 
     def quantised(self, table: Table, trained: Iterable[str]) -> tuple[str, ...]:
-        """Return the parameters whose state is quantised to 8 bits. Beside each stand scales, `NAME.scales`."""
+        """Return the parameters whose state is quantised to 8 bits. Each has scales, `NAME.scales`."""
         if self.state_dtype != torch.uint8:
             return ()
         return tuple(name for name in trained if is_quantised(table[name]))

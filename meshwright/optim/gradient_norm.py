@@ -20,17 +20,17 @@ _SMALL = part_size(__name__, "_SMALL", 1 << 12, small=101)
 def squares(grads: Mapping[str, Tensor], owned: Container[str], device: torch.device) -> Tensor:
     """Return the sum of squares of the gradient elements that this rank owns, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    alike = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+    by_kind = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
     for name, grad in grads.items():
         if name in owned:
-            alike[grad.device, grad.dtype].append(grad)
-    for some in alike.values():
-        norms = torch._foreach_norm(_runs(some), 2.0, torch.float64)
+            by_kind[grad.device, grad.dtype].append(grad)
+    for some in by_kind.values():
+        norms = torch._foreach_norm(_joined(some), 2.0, torch.float64)
         total += torch.stack(norms).square().sum().to(device)
     return total
 
 
-def _runs(grads: Sequence[Tensor]) -> list[Tensor]:
+def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors with the same elements. Small gradients are joined: a call for each takes the host longer than the
     copy. Large ones are split: on the host torch widens what it is given, all of it at once."""
     small: list[Tensor] = []

@@ -34,10 +34,10 @@ class Part:
 
 
 class LocalOptimizer:
-    """Keeps the state of the parameters that are trained. Each step gets the parameters themselves, so an update is
-    written where the next forward reads.
+    """Optimizer state of the trained parameters of one rank. Each step gets the parameters themselves and updates them
+    in place, where the next forward reads.
 
-    `quantised`: the matrices whose state is in 8 bits. Their state is `uint8`, and its scales are under `NAME.scales`.
+    `quantised`: the matrices with 8-bit state. Their state is `uint8`, and its scales are under `NAME.scales`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LocalOptimizer:
         }
 
     def make_state(self, stored: Mapping[str, Tensor]) -> None:
-        """Make state that is not there yet. An empty piece has none, unless whole matrices are gathered."""
+        """Make missing state. An empty piece has none, unless whole matrices are gathered."""
         missing = {name: t for name, t in stored.items() if name not in self.state}
         self.state |= self.new_state(missing)
         if self.options.needs_whole_matrix:
@@ -124,8 +124,8 @@ class LocalOptimizer:
             return kept if not kept or kept[0].dtype == like.dtype else [each.to(like.dtype) for each in kept]
         assert at is not None
         rows = self._rows(name, at)
-        three = zip(self.state[name], self.state[name + SCALES], self.options.codes, strict=True)
-        wide = [decode(codes[rows], scales[rows], code) for codes, scales, code in three]
+        quantised = zip(self.state[name], self.state[name + SCALES], self.options.codes, strict=True)
+        wide = [decode(codes[rows], scales[rows], code) for codes, scales, code in quantised]
         return [each.contiguous().view(like.shape).to(like.dtype) for each in wide]
 
     def _keep(self, name: str, at: slice | None, wide: Sequence[Tensor], step: int) -> None:
@@ -143,8 +143,8 @@ class LocalOptimizer:
         width, numbers = first.shape[1], place.rows(first.device)[rows]
         num_cols = num_blocks(width) * BLOCK
         for which, (each, code) in enumerate(zip(wide, self.options.codes, strict=True)):
-            thrown = dice(seed_of(name, which, step), numbers, place.first_col, num_cols)
-            new = encode(each.view(-1, width), code, thrown)
+            random = dice(seed_of(name, which, step), numbers, place.first_col, num_cols)
+            new = encode(each.view(-1, width), code, random)
             for kept, values in zip((name, name + SCALES), new, strict=True):
                 self.state[kept][which][rows] = values
 

@@ -34,9 +34,9 @@ class WholeMatrices:
         for box, view in piece.views(local):
             whole[box.slices] = view
         over = gathering(param, self.spec.rules, self.mesh.axes, local.itemsize)
-        return (self.mesh.all_reduce_(whole, over) if over.axes else whole).view(
-            _num_matrices(param), -1, param.matrix[1]
-        )
+        if over.axes:
+            self.mesh.all_reduce_(whole, over)
+        return whole.view(_num_matrices(param), -1, param.matrix[1])
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's piece of what `gather` returned, or of a tensor of its shape."""
@@ -48,18 +48,18 @@ class WholeMatrices:
 
 
 def gathering(param: Param, rules: Rules, axes: Axes, itemsize: int) -> Sum:
-    """Return the sum that gathers a parameter; over no axes, where each rank holds all of it."""
+    """Return the all-reduce that gathers a parameter; over no axes if each rank holds all of it."""
     placement = place(param, rules, axes)
     over = tuple(axis for axis in (*placement.shard, *placement.split.values()) if axes.size_of(axis) > 1)
     return Sum(f"whole {param.name}", over, param.numel * itemsize)
 
 
 def gatherings(params: Iterable[Param], rules: Rules, axes: Axes, itemsize: int) -> list[Sum]:
-    """Return the sums of an update that gathers each matrix once."""
+    """Return the all-reduces of an update that gathers each matrix once."""
     sums = [gathering(param, rules, axes, itemsize) for param in params if param.cols]
     return [each for each in sums if each.axes]
 
 
 def _num_matrices(param: Param) -> int:
-    """Return how many matrices files hold of a parameter: experts, and gate and up projections, lie side by side."""
+    """Count the matrices that files hold of a parameter: one for each expert, and for gate and up projections."""
     return prod(size for dim, size in param.rows.items() if dim in SEPARATE)
