@@ -109,7 +109,7 @@ def _level_by_high_bits(code: Code, device: torch.device) -> Tensor:
     No float with those bits is two levels higher.
     """
     smallest = (torch.arange(_ONE + 1, dtype=torch.int32) << 16).view(torch.float32)
-    indices = torch.bucketize(smallest, levels(code, torch.device("cpu")), right=True, out_int32=True) - 1
+    indices = torch.bucketize(smallest, levels(code, smallest.device), right=True, out_int32=True) - 1
     return indices.clamp_(0, code.num - 1).to(device)
 
 
