@@ -84,7 +84,7 @@ def raw_read(at: Path) -> None:
 
 
 def pieces(engine: mw.Engine) -> list[torch.Tensor]:
-    stored, moments = engine.model.stored(), engine.optimizer.moments
+    stored, moments = engine.model.stored(), engine.optimizer.state
     weights = [tensor.bfloat16() for tensor in stored.values()]
     return [*weights, *stored.values(), *(moment for both in moments.values() for moment in both)]
 
@@ -150,7 +150,7 @@ def turns(config: Path, mesh: dict[str, int], rounds: int, at: Path) -> dict[str
 
 def exchange(engine: mw.Engine) -> None:
     """The rows that tp cuts into strips, as a save sends them within tp. It writes nothing."""
-    model, moments = engine.model, engine.optimizer.moments
+    model, moments = engine.model, engine.optimizer.state
     first, second = ({name: both[at] for name, both in moments.items()} for at in (0, 1))
     for values in (model.stored(), first, second):
         deque(whole_rows(StoredModel(model.blueprint.spec, model.mesh, values)), maxlen=0)
@@ -168,7 +168,7 @@ def save_consolidated(engine: mw.Engine, folder: Path) -> None:
 
 
 def _moments(engine: mw.Engine) -> list[torch.Tensor]:
-    return [moment for both in engine.optimizer.moments.values() for moment in both]
+    return [moment for both in engine.optimizer.state.values() for moment in both]
 
 
 def main() -> None:

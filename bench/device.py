@@ -96,7 +96,7 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 def planned(model: mw.Model, savings: mw.Savings) -> tuple[float, float]:
     """(GB on the device, GB of activations among them) by the plan."""
-    need = model.need(None)
+    need = model.need()
     passing = StepWork(DOCUMENTS * TOKENS, 1, torch.bfloat16, savings, "cuda")
     parts = {s.what: s.num_bytes for s in Need(need.spec, need.axes, need.held, passing).stored(0)}
     return sum(parts.values()) / 1e9, parts.get(ACTIVATIONS, 0) / 1e9

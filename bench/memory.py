@@ -27,11 +27,10 @@ import meshwright as mw
 from bench.step import MODELS, TOKENS
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
-from meshwright.memory.budget import Need, widths_of
+from meshwright.memory.budget import Need, held_while_training
 from meshwright.memory.simulate import ACTIVATIONS, StepWork
 from meshwright.mesh import collectives, local_collectives
 from meshwright.plan.requested import mesh_of
-from meshwright.sharding import Held
 from meshwright.verify.local_ranks import run_ranks
 
 BATCHES = 2  # the second finds gradients there
@@ -51,7 +50,7 @@ def said(asked: Asked) -> dict[str, int]:
     """By the plan, of the rank that takes most: bytes of each kind beside parameters and moments."""
     blueprint, axes, savings = draw(dict(asked.config)), Axes(**asked.sizes), asked.savings
     blueprint = blueprint.run_by(blueprint.spec.pipeline, savings.traffic)
-    held = Held(widths_of(asked.dtype), frozenset(blueprint.table.params), savings.offload)
+    held = held_while_training(asked.dtype, frozenset(blueprint.table.params), offload=savings.offload)
     passing = StepWork(asked.tokens, asked.num_batches, asked.dtype, savings, "cpu")
     need = Need(blueprint.spec, axes, held, passing)
     parts = [{s.what: s.num_bytes for s in need.stored(rank)} for rank in axes.group(0, ("pp",))]

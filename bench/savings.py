@@ -48,7 +48,7 @@ def tried(directory: Path, options: dict[str, Any]) -> dict[str, float]:
     savings = dict(options)
     state = savings.pop("state", None)
     model = mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32, savings=mw.Savings(**savings))
-    engine = mw.Engine(model, lr=1e-4, state_dtype=state)
+    engine = mw.Engine(model, lr=1e-4, optimizer=mw.AdamW(state_dtype=state))
     g = torch.Generator().manual_seed(model.mesh.data_rank)
     batches = [mw.pack([torch.randint(32000, (TOKENS,), generator=g).tolist()]) for _ in range(BATCHES)]
     engine.step(batches)
@@ -58,7 +58,7 @@ def tried(directory: Path, options: dict[str, Any]) -> dict[str, float]:
     status = Path("/proc/self/status").read_text()
     peak = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) / 1024
     bill = sum(c.count * c.num_bytes for c in step_bill(model, TOKENS, BATCHES)) / 1e6
-    stored = sum(s.num_bytes for s in model.need(state).stored(model.mesh.rank)) / 1e6
+    stored = sum(s.num_bytes for s in model.need(engine.optimizer.options).stored(model.mesh.rank)) / 1e6
     return {"seconds": seconds, "peak": peak, "sent": bill, "stored": stored, "loss": loss}
 
 

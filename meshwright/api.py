@@ -44,10 +44,12 @@ from .errors import (
     UnknownKey,
 )
 from .mesh import Mesh
+from .optim import AdamW, Optimizer
 from .train import Trainer
 from .verify import Difference, WeightCheck, check_weights
 
 __all__ = [
+    "AdamW",
     "Batch",
     "BrokenCheckpointError",
     "BrokenFile",
@@ -67,6 +69,7 @@ __all__ = [
     "MissingKey",
     "Model",
     "NonFiniteError",
+    "Optimizer",
     "Pipeline",
     "RankError",
     "Resumed",

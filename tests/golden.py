@@ -34,7 +34,12 @@ _FULL, _SELECTIVE = (mw.Savings(recompute=kind) for kind in ("full", "selective"
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "qwen2 alone": ("qwen2", {}, {}, {}),
     "qwen3 fsdp=2, full": ("qwen3", dict(fsdp=2), dict(savings=_FULL), {}),
-    "qwen3 replicate=2, bfloat16 moments": ("qwen3", dict(replicate=2), {}, dict(state_dtype=torch.bfloat16)),
+    "qwen3 replicate=2, bfloat16 moments": (
+        "qwen3",
+        dict(replicate=2),
+        {},
+        dict(optimizer=mw.AdamW(state_dtype=torch.bfloat16)),
+    ),
     "qwen3 tp=2, frozen layer": ("qwen3", dict(tp=2), dict(train=["layers.1.*", "head.*"]), {}),
     "qwen3_tied pp=2": ("qwen3_tied", dict(pp=2), {}, {}),
     "qwen3_moe fsdp=2 ep=2": ("qwen3_moe", dict(fsdp=2, ep=2), {}, {}),

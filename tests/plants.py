@@ -464,21 +464,23 @@ def norm_without_shards(patch: Patch) -> None:
 
 
 def optimizer_over_copies(patch: Patch) -> None:
-    real = engine_module.AdamW.step
+    real = engine_module.LocalOptimizer.step
     patch.setattr(
-        engine_module.AdamW,
+        engine_module.LocalOptimizer,
         "step",
         lambda self, stored, grads, lr: real(self, {name: t.clone() for name, t in stored.items()}, grads, lr),
     )
 
 
 def half_an_update(patch: Patch) -> None:
-    real = engine_module.AdamW.step
-    patch.setattr(engine_module.AdamW, "step", lambda self, stored, grads, lr: real(self, stored, grads, lr / 2))
+    real = engine_module.LocalOptimizer.step
+    patch.setattr(
+        engine_module.LocalOptimizer, "step", lambda self, stored, grads, lr: real(self, stored, grads, lr / 2)
+    )
 
 
 def replicas_drift(patch: Patch) -> None:
-    real = engine_module.AdamW.step
+    real = engine_module.LocalOptimizer.step
     patch.setattr(
-        engine_module.AdamW, "step", lambda self, s, g, lr: real(self, s, g, lr * (1 + 1e-6 * dist.get_rank()))
+        engine_module.LocalOptimizer, "step", lambda self, s, g, lr: real(self, s, g, lr * (1 + 1e-6 * dist.get_rank()))
     )

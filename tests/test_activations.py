@@ -19,12 +19,12 @@ from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.log import logger
 from meshwright.memory import simulate
-from meshwright.memory.budget import Need, ways_out, widths_of
+from meshwright.memory.budget import Need, held_while_training, ways_out
 from meshwright.memory.simulate import Live, StepWork, most_held
 from meshwright.mesh import Memory
 from meshwright.models import Decoder
 from meshwright.ops import meta_kernels
-from meshwright.sharding import GATHERED, GRADIENTS, IN_FLIGHT, Held, ShardingSpec
+from meshwright.sharding import GATHERED, GRADIENTS, IN_FLIGHT, ShardingSpec
 from meshwright.train.config_model import warn_of_memory
 from tests import parts, seeing, tiny, trials
 
@@ -107,7 +107,7 @@ def test_where_gradients_of_weights_come_late_all_are_counted() -> None:
 
 def test_a_tower_has_gradients_too() -> None:
     blueprint = draw(seeing.of("qwen3_vl"), tower=True)
-    held = Held(widths_of(BF16), frozenset(blueprint.table.params))
+    held = held_while_training(BF16, frozenset(blueprint.table.params))
     all_at_once, fullest = (
         sum(s.num_bytes for s in Need(blueprint.spec, Axes(), held, each).stored())
         for each in (None, replace(passing(), tokens=16))
@@ -117,7 +117,7 @@ def test_a_tower_has_gradients_too() -> None:
 
 def test_all_gradients_are_there_in_a_second_micro_batch() -> None:
     blueprint = draw(tiny.of("qwen3", **LARGE))
-    held = Held(widths_of(BF16), frozenset(blueprint.table.params))
+    held = held_while_training(BF16, frozenset(blueprint.table.params))
     first, second = (
         {s.what: s.num_bytes for s in Need(blueprint.spec, Axes(), held, passing(num_batches=num)).stored()}
         for num in (1, 2)
@@ -235,7 +235,7 @@ def held_by(spec: ShardingSpec, axes: Axes, work: StepWork) -> int:
 
 def test_it_is_part_of_what_a_rank_needs() -> None:
     blueprint, axes = draw(tiny.of("qwen3")), Axes(fsdp=2)
-    held = Held(widths_of(BF16), frozenset(blueprint.table.params))
+    held = held_while_training(BF16, frozenset(blueprint.table.params))
     most, need = (
         {s.what: s.num_bytes for s in Need(blueprint.spec, axes, held, w).stored()} for w in (None, passing())
     )
@@ -276,14 +276,14 @@ def test_what_a_pipeline_holds_is_there_at_every_moment(pipeline: mw.Pipeline) -
     blueprint, axes = draw(tiny.of("qwen3", num_hidden_layers=8)).run_by(pipeline), Axes(pp=2, fsdp=2)
     if pipeline.hold is None:
         blueprint = blueprint.run_by(replace(pipeline, hold=True))
-    held = Held(widths_of(BF16), frozenset(blueprint.table.params))
+    held = held_while_training(BF16, frozenset(blueprint.table.params))
     whole = {s.what: s.num_bytes for s in Need(blueprint.spec, axes, held).stored(0)}[GATHERED]
     assert whole <= most_held(blueprint.spec, axes, 0, passing("full", 4))[GATHERED] < 1.5 * whole
 
 
 def test_offload_is_a_way_out_by_its_own_figures() -> None:
     blueprint = draw(tiny.of("qwen3", num_hidden_layers=8))
-    held, work = Held(widths_of(BF16), frozenset(blueprint.table.params)), passing()
+    held, work = held_while_training(BF16, frozenset(blueprint.table.params)), passing()
     need = Need(blueprint.spec, Axes(), held, work)
     on_host = replace(work, savings=mw.Savings(offload=True))
     moved = Need(blueprint.spec, Axes(), replace(held, offload=True), on_host).stored()

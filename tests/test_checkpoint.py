@@ -73,7 +73,7 @@ def bytes_of(at: Path) -> dict[str, bytes]:
 def whole_moments(engine: mw.Engine, at: int, checkpoint: Path, folder: str) -> dict[str, torch.Tensor]:
     """By the path of `mw.stream`, which knows nothing of checkpoints."""
     model = engine.model
-    stored = {name: both[at] for name, both in engine.optimizer.moments.items()}
+    stored = {name: both[at] for name, both in engine.optimizer.state.items()}
     empty = {name: tensor for name, tensor in model.stored().items() if not tensor.numel()}
     spelled = KeyMap(model.keymap.choice, keys_of(open_source(checkpoint / folder)))
     whole = StoredModel(model.blueprint.spec, model.mesh, {**empty, **stored})
@@ -172,7 +172,7 @@ def resumed(source: Path, out: Path, mesh: Mapping[str, int]) -> tuple[list[floa
 
 def state_of(engine: mw.Engine) -> Any:
     weights = {name: tensor.clone() for name, tensor in engine.model.stored().items()}
-    return weights, engine.optimizer.moments, engine.steps, engine.tokens, engine.router.load_LE
+    return weights, engine.optimizer.state, engine.steps, engine.tokens, engine.router.load_LE
 
 
 def same(a: Any, b: Any) -> bool:
@@ -266,7 +266,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "frozen": (dict(train=["layers.*", "head.weight"]), {}),
     "frozen parts of a key": (dict(train="layers.1.*"), {}),
     "a new value head": (dict(head="value"), dict(loss=mw.losses.squared_error)),
-    "bfloat16 moments": ({}, dict(state_dtype=torch.bfloat16)),
+    "bfloat16 moments": ({}, dict(optimizer=mw.AdamW(state_dtype=torch.bfloat16))),
     "offload": (dict(savings=mw.Savings(offload=True, recompute="full")), {}),
     "float64": (dict(dtype=torch.float64), {}),
     "bfloat16": (dict(dtype=torch.bfloat16), {}),

@@ -338,10 +338,10 @@ def said_by(*acts: Callable[[], object]) -> list[str]:
 def said(source: Path, at: Path) -> tuple[list[float], str]:
     again, found = engine_of(source, dict(fsdp=2)), list[mw.Resumed]()
     lines = said_by(
-        lambda: mw.resume(engine_of(source, dict(fsdp=2), betas=(0.9, 0.99)), at),
+        lambda: mw.resume(engine_of(source, dict(fsdp=2), optimizer=mw.AdamW(betas=(0.9, 0.99))), at),
         lambda: found.append(mw.resume(again, source)),
     )
-    assert (found[0].step, again.steps, again.optimizer.moments) == (0, 0, {})
+    assert (found[0].step, again.steps, again.optimizer.state) == (0, 0, {})
     return train(again, 1), "\n".join(lines)
 
 

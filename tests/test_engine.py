@@ -131,7 +131,7 @@ def test_frozen_parameters_stay(source: Path, mesh: dict[str, int]) -> None:
 
 
 def decay_only(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    engine = build(source, {}, weight_decay=0.5)
+    engine = build(source, {}, optimizer=mw.AdamW(weight_decay=0.5))
     before = mw.gather(engine.model)
     engine.backward(mine(engine))
     for parameter in trials.parameters(engine.model):
@@ -149,7 +149,7 @@ def test_weight_decay_as_declared(tmp_path: Path) -> None:
 
 def adam(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Three steps of ours, and of torch's AdamW and clipping on whole tensors with the same gradients."""
-    engine = build(source, {}, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3, max_norm=0.05)
+    engine = build(source, {}, optimizer=mw.AdamW(betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3), max_norm=0.05)
     plain = {name: torch.nn.Parameter(t.double()) for name, t in mw.gather(engine.model).items()}
     groups = [[p for n, p in plain.items() if ("norm" not in n) == decayed] for decayed in (True, False)]
     torchs = torch.optim.AdamW(

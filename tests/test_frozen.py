@@ -17,7 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.blueprint import Blueprint
 from meshwright.engine.step_bill import step_bill
-from meshwright.verify.collective_checks import moment_bytes, stored_bytes
+from meshwright.verify.collective_checks import stored_bytes
 from meshwright.verify.recorder import Recorder
 from meshwright.weights import StoredModel, open_source, whole_tensors
 from tests import parts, seeing, tiny, trials, worlds
@@ -79,7 +79,7 @@ def told_by(model: mw.Model, out: Path) -> dict[str, Any]:
     norm = engine.update()
     for each in model.need().stored(model.mesh.rank):
         held[each.what] += each.num_bytes
-    assert {**billed, "moments": moment_bytes(engine)} == {what: held[what] for what in (*billed, "moments")}
+    assert {**billed, "moments": engine.optimizer.num_bytes} == {what: held[what] for what in (*billed, "moments")}
     said |= {"step": (loss, norm), "after": mw.logprobs(model, batches[1]), "weight": mw.gather(model)}
     assert mw.check_weights(model, [n for n in model.pieces if n not in model.trainable]).ok
     mw.export(model, out)

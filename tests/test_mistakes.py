@@ -241,6 +241,8 @@ def refused(source: Path, given: dict[str, Any]) -> str:
     options = dict(given)
     loading = {name: options.pop(name) for name in ("head", "dtype", "mesh", "savings", "context") if name in options}
     try:
+        if "optimizer" in options:
+            options["optimizer"] = mw.AdamW(**options["optimizer"])
         mw.Engine(mw.load(source, **loading), **{"lr": 1e-3, **options})
     except mw.ConfigError as error:
         return str(error)
@@ -252,11 +254,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     for options, pattern in [
         (dict(lr="1e-3"), r"lr='1e-3'"),
         (dict(lr=float("inf")), r"lr=inf\b"),
-        (dict(betas=(0.9,)), r"betas=\(0\.9,\)"),
-        (dict(weight_decay=float("inf")), r"weight_decay=inf\b"),
-        (dict(eps=1e-60), r"eps=1e-60\b"),
+        (dict(optimizer=dict(betas=(0.9,))), r"betas=\(0\.9,\)"),
+        (dict(optimizer=dict(weight_decay=float("inf"))), r"weight_decay=inf\b"),
+        (dict(optimizer=dict(eps=1e-60)), r"eps=1e-60\b"),
         (dict(max_norm=float("nan")), r"max_norm=nan\b"),
-        (dict(state_dtype="bfloat16"), words("state_dtype=bfloat16", r"torch\.bfloat16")),
+        (dict(optimizer=dict(state_dtype="bfloat16")), words("state_dtype=bfloat16", r"torch\.bfloat16")),
         (dict(head="value", entropy=True), words("entropy=True", "head", "values")),
         (dict(dtype="float32"), words(r"\bdtype='float32'", r"torch\.bfloat16, torch\.float32")),
         (dict(mesh=4), words("mesh=4", r"mw\.Mesh\(fsdp=4\)")),

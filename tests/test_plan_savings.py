@@ -47,7 +47,7 @@ def _real(source: Path, mesh: dict[str, int], given: list[Any]) -> list[tuple[li
         held = mw.Mesh(**mesh, device="cpu")
         model = mw.load(source, held, savings=savings, pipeline=Pipeline(hold=False if held.axes.pp > 1 else None))
         bill = step_bill(model, TOKENS, NUM_BATCHES, "previous" if held.axes.pp > 1 else "pooled")
-        found.append((model.need(state).stored(held.rank), bill))
+        found.append((model.need(mw.AdamW(state_dtype=state)).stored(held.rank), bill))
     return found
 
 
@@ -62,7 +62,7 @@ def test_a_plan_says_what_a_model_needs(tmp_path: Path, name: str, sizes: str) -
     blueprint = draw(tiny.of(name, **wide)).run_by(Pipeline(hold=False if axes.pp > 1 else None))
     work = work_of(axes, TOKENS, NUM_BATCHES)
     for number, (savings, state) in enumerate(CASES.values()):
-        figures = Figures("it", blueprint, axes, work, savings=savings, state_dtype=state)
+        figures = Figures("it", blueprint, axes, work, savings=savings, optimizer=mw.AdamW(state_dtype=state))
         for rank, real in enumerate(ranks):
             stored, charges = real[number]
             assert replace(figures.need, passing=None).stored(rank) == stored, (rank, savings, state)

@@ -193,10 +193,10 @@ def _looks(scores: Any, fields: Any) -> Tensor:
 
 
 WAITING: list[tuple[str, dict[str, int], dict[str, Any], Any]] = [
-    ("qwen3", dict(tp=2), dict(state_dtype=torch.uint8), "selective"),
+    ("qwen3", dict(tp=2), dict(optimizer=mw.AdamW(state_dtype=torch.uint8)), "selective"),
     ("qwen3", {}, {}, "none"),
     ("qwen3", dict(fsdp=2), {}, "full"),
-    ("qwen3", dict(pp=2), dict(state_dtype=torch.bfloat16), "none"),
+    ("qwen3", dict(pp=2), dict(optimizer=mw.AdamW(state_dtype=torch.bfloat16)), "none"),
     ("qwen3_5_moe", dict(fsdp=2, ep=2), dict(token_once=True), "full"),
     ("qwen3_5_moe", {}, {}, "none"),
     ("qwen3_5_moe", dict(tp=2, ep=2), {}, "none"),

@@ -112,7 +112,7 @@ def clipped(source: Path, mesh: dict[str, int]) -> tuple[float, float]:
     """The norm that `update` returns, and that of what the optimizer is given."""
     engine, seen = build(source, mesh, max_norm=0.05), []
 
-    class Watched(engine_module.AdamW):
+    class Watched(engine_module.LocalOptimizer):
         def step(self, stored: Any, grads: Any, lr: float) -> None:
             seen.append(engine.norm(grads))
             super().step(stored, grads, lr)
@@ -144,7 +144,7 @@ def test_there_is_one_place_that_clips() -> None:
 
 def crowded(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     """A router of zeros: all tokens go to the same three of eight experts."""
-    engine = build(source, mesh, weight_decay=0.5)
+    engine = build(source, mesh, optimizer=mw.AdamW(weight_decay=0.5))
     for name, stored in engine.model.stored().items():
         if name.endswith("router"):
             stored.zero_()
@@ -167,7 +167,7 @@ def test_experts_without_tokens_decay(sources: dict[str, Path], mesh: dict[str, 
 def late_experts(source: Path, mesh: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A step in which five of eight experts have no token, one in which they have; ours, and torch's AdamW on whole
     tensors with the same gradients, zeros among them."""
-    engine = build(source, mesh, weight_decay=0.5, max_norm=None)
+    engine = build(source, mesh, optimizer=mw.AdamW(weight_decay=0.5), max_norm=None)
     routers = {name: stored for name, stored in engine.model.stored().items() if name.endswith("router")}
     kept = {name: stored.clone() for name, stored in routers.items()}
     for stored in routers.values():

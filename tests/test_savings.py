@@ -248,11 +248,13 @@ def test_recomputing_saves_memory(source: Callable[..., Path], name: str) -> Non
 
 
 def _steps(directory: Path, state: torch.dtype | None) -> tuple[list[float], dict[str, Tensor], int]:
-    engine = mw.Engine(mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32), lr=1e-2, state_dtype=state)
+    engine = mw.Engine(
+        mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32), lr=1e-2, optimizer=mw.AdamW(state_dtype=state)
+    )
     batches = tiny.batches(engine.model.mesh.data_rank)
     losses = [engine.step(batches).loss for _ in range(12)]
-    moments = {name: both[1] for name, both in engine.optimizer.moments.items()}
-    return losses, moments, sum(m.nbytes for both in engine.optimizer.moments.values() for m in both)
+    moments = {name: both[1] for name, both in engine.optimizer.state.items()}
+    return losses, moments, engine.optimizer.num_bytes
 
 
 def test_moments_in_bfloat16(source: Callable[..., Path]) -> None:
@@ -269,14 +271,14 @@ def test_moments_in_bfloat16(source: Callable[..., Path]) -> None:
 
 
 def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
-    from meshwright.optim.adamw import AdamW, Settings
+    from meshwright.optim import AdamW, LocalOptimizer
 
     g = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(7, 5, generator=g) for name in ("a", "b")}
     grads = [{name: torch.randn(7, 5, generator=g) for name in weights} for _ in range(3)]
     for decay in (0.0, 0.3):
         narrow = {name: w.clone() for name, w in weights.items()}
-        ours = AdamW({"a"}, Settings(weight_decay=decay, state=torch.bfloat16))
+        ours = LocalOptimizer(AdamW(weight_decay=decay, state_dtype=torch.bfloat16), {"a"})
         expected = {}
         for name, start in weights.items():
             w, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
@@ -294,15 +296,15 @@ def test_one_update_with_narrow_moments_is_that_of_wide_ones_rounded() -> None:
 
 def test_parts_of_an_update_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of 16 elements: several to a parameter, several parameters to a part."""
-    from meshwright.optim import adamw
+    from meshwright.optim import AdamW, local
 
     def trained(part: int) -> dict[str, Tensor]:
-        monkeypatch.setattr(adamw, "_PART", part)
+        monkeypatch.setattr(local, "_PART", part)
         g = torch.Generator().manual_seed(0)
         weights = {
             name: torch.randn(size, generator=g) for name, size in dict(a=(7, 5), b=(3,), c=(16,), d=(1,)).items()
         }
-        adam = adamw.AdamW({"a", "c"}, adamw.Settings(state=torch.bfloat16))
+        adam = local.LocalOptimizer(AdamW(state_dtype=torch.bfloat16), {"a", "c"})
         for _ in range(3):
             adam.step(weights, {name: torch.randn(w.shape, generator=g) for name, w in weights.items()}, 0.1)
         return weights
@@ -442,10 +444,8 @@ def _refused(directory: Path, savings: dict[str, Any]) -> str:
     ],
 )
 def test_refused_by_the_optimizer(more: dict[str, Any], pattern: str) -> None:
-    from meshwright.optim.adamw import Settings
-
     with pytest.raises(ConfigError, match=pattern):
-        Settings(state=more["state_dtype"], betas=more.get("betas", (0.9, 0.95)))
+        mw.AdamW(**more)
 
 
 def _little_memory(directory: Path, what: str, memory: Memory) -> str:
@@ -474,12 +474,11 @@ def test_what_cannot_fit_is_refused(source: Callable[..., Path]) -> None:
 
 def test_a_published_model_is_refused_where_it_cannot_fit() -> None:
     from meshwright.blueprint import draw
-    from meshwright.memory.budget import Need, refuse_too_large, widths_of
-    from meshwright.sharding import Held
+    from meshwright.memory.budget import Need, held_while_training, refuse_too_large
     from tests.test_verify import QWEN3_30B_A3B
 
     blueprint = draw(QWEN3_30B_A3B)
-    held = Held(widths_of(torch.bfloat16), frozenset(blueprint.table.params))
+    held = held_while_training(torch.bfloat16, frozenset(blueprint.table.params))
     need = Need(blueprint.spec, Axes(fsdp=2, ep=2), held)
     with pytest.raises(MeshError, match=words("fsdp=2 ep=2", r"fsdp=8\b.*\b8 ranks")):
         refuse_too_large(need, Memory(80 * 10**9, 10**12, shared=False))

@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import meshwright as mw
-from meshwright.optim.adamw import AdamW
+from meshwright.optim import LocalOptimizer
 from tests import parts, tiny, trials, worlds
 from tests.trials import build, mine
 from tests.words import words
@@ -132,7 +132,11 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[mw.Engine], Any], str]] = {
         words("^ConfigError", "Engine", r"mw\.load", r"engine\.model"),
     ),
     "no loss": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, loss=None), r"^ConfigError: .*\bloss=None"),
-    "one beta": (ALONE, lambda e: mw.Engine(e.model, lr=1.0, betas=0.9), r"^ConfigError: .*betas=0\.9\b"),
+    "one beta": (
+        ALONE,
+        lambda e: mw.Engine(e.model, lr=1.0, optimizer=mw.AdamW(betas=0.9)),
+        r"^ConfigError: .*betas=0\.9\b",
+    ),
     "entropy": (
         ALONE,
         lambda e: mw.Engine(e.model, lr=1.0, entropy="no"),
@@ -316,18 +320,18 @@ def test_a_loss_may_write_into_its_scores(source: Path) -> None:
 
 
 def cut_off(source: Path, mesh: dict[str, int], target: Path) -> list[str]:
-    engine, real, calls = build(source, mesh), AdamW._update, []
+    engine, real, calls = build(source, mesh), LocalOptimizer._update, []
 
-    def once(self: AdamW, *args: Any) -> None:
+    def once(self: LocalOptimizer, *args: Any) -> None:
         if calls:
             raise KeyboardInterrupt
         calls.append(1)
         real(self, *args)
 
-    AdamW._update = once  # type: ignore[method-assign]
+    LocalOptimizer._update = once  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         engine.step(mine(engine))
-    AdamW._update = real  # type: ignore[method-assign]
+    LocalOptimizer._update = real  # type: ignore[method-assign]
     told = []
     for call in (
         lambda: engine.step(mine(engine)),

@@ -19,10 +19,9 @@ import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.cli import main
-from meshwright.ops.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, levels
-from meshwright.optim import adamw
-from meshwright.optim.adamw import AdamW, Place, Settings
-from meshwright.sharding import Piece, coded_of, pieces
+from meshwright.optim import AdamW, LocalOptimizer, Place, local
+from meshwright.optim.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, levels
+from meshwright.sharding import Piece, pieces
 from tests import tiny, worlds
 from tests.test_checkpoint import bytes_of, same, state_of, world_of
 from tests.test_checkpoint_broken import error_of
@@ -51,7 +50,7 @@ def directory(at: Path, name: str) -> Path:
 
 def engine_of(source: Path, mesh: Mapping[str, int], state: torch.dtype | None = torch.uint8) -> mw.Engine:
     model = mw.load(source, mw.Mesh(**mesh), dtype=torch.float32)
-    return mw.Engine(model, lr=lambda step: 1e-3 * (step + 1), state_dtype=state)
+    return mw.Engine(model, lr=lambda step: 1e-3 * (step + 1), optimizer=AdamW(state_dtype=state))
 
 
 def train(engine: mw.Engine, num: int) -> list[float]:
@@ -182,9 +181,10 @@ def updated(axes: Axes) -> list[dict[str, list[Tensor]]]:
     blueprint, out = draw(CONFIG), []
     for rank in range(axes.world):
         held = pieces(blueprint.spec, axes, rank)
-        coded = {name: held[name] for name in coded_of(blueprint.table, held)}
+        optimizer = AdamW(state_dtype=torch.uint8, betas=(0.9, 0.999))
+        coded = {name: held[name] for name in optimizer.quantised(blueprint.table, held)}
         places = {name: Place(piece.row_numbers, piece.first_col) for name, piece in coded.items()}
-        adam = AdamW({"head.weight"}, Settings(state=torch.uint8, betas=(0.9, 0.999)), places)
+        adam = LocalOptimizer(optimizer, {"head.weight"}, places)
         weights, *grads = [
             {name: cut(each, some_whole(*each.param.matrix, seed=step)).clone() for name, each in coded.items()}
             for step in range(4)
@@ -192,7 +192,7 @@ def updated(axes: Axes) -> list[dict[str, list[Tensor]]]:
         for each in grads:
             adam.step(weights, each, 1e-2)
         out.append({
-            name: [weights[name], *adam.moments.get(name, ()), *adam.moments.get(f"{name}.scales", ())]
+            name: [weights[name], *adam.state.get(name, ()), *adam.state.get(f"{name}.scales", ())]
             for name in coded
         })  # fmt: skip
     return out
@@ -223,14 +223,14 @@ def test_every_mesh_keeps_the_same_bits(axes: dict[str, int]) -> None:
 
 def test_parts_of_an_update_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     on_one()
-    monkeypatch.setattr(adamw, "_PART", 70_000)
+    monkeypatch.setattr(local, "_PART", 70_000)
     assert differing(Axes()) == []
 
 
 def test_a_step_takes_the_moments_before_they_are_rounded() -> None:
     """The first step begins at zeros, so it is that of wide moments to the bit; the second no more."""
     place = Place(lambda device: torch.arange(8, device=device), 0)
-    wide, narrow = AdamW({"a"}, Settings()), AdamW({"a"}, Settings(state=torch.uint8), {"a": place})
+    wide, narrow = LocalOptimizer(AdamW(), {"a"}), LocalOptimizer(AdamW(state_dtype=torch.uint8), {"a"}, {"a": place})
     both = [{"a": some(8, 304)} for _ in range(2)]
     for step, equal in enumerate((True, False)):
         for adam, weights in zip((wide, narrow), both, strict=True):
@@ -242,21 +242,23 @@ def test_a_step_takes_the_moments_before_they_are_rounded() -> None:
 def test_moments_from_elsewhere_are_rounded_as_by_the_last_step() -> None:
     """So the next step, which throws dice of its own, does not throw the same again."""
     coded = {"a": Place(lambda device: torch.arange(8, device=device), 0)}
-    wide, *narrow = AdamW({"a"}, Settings()), *(AdamW({"a"}, Settings(state=torch.uint8), coded) for _ in range(2))
+    wide, in_8_bits = LocalOptimizer(AdamW(), {"a"}), AdamW(state_dtype=torch.uint8)
+    narrow = [LocalOptimizer(in_8_bits, {"a"}, coded) for _ in range(2)]
     for adam in (wide, narrow[0]):
         adam.step({"a": some(8, 304)}, {"a": some(8, 304, seed=1)}, 0.1)
-    narrow[1].make_moments({"a": some(8, 304)})
+    narrow[1].make_state({"a": some(8, 304)})
     narrow[1].steps = 1
-    narrow[1].encode("a", wide.moments["a"])
-    stepped, taken = ([t for both in adam.moments.values() for t in both] for adam in narrow)
+    narrow[1].encode("a", wide.state["a"])
+    stepped, taken = ([t for both in adam.state.values() for t in both] for adam in narrow)
     assert same(stepped, taken)
 
 
 def test_no_generator_is_drawn_from() -> None:
     before = torch.get_rng_state()
-    adam = AdamW({"a"}, Settings(state=torch.uint8), {"a": Place(lambda device: torch.arange(3, device=device), 0)})
+    place = Place(lambda device: torch.arange(3, device=device), 0)
+    adam = LocalOptimizer(AdamW(state_dtype=torch.uint8), {"a"}, {"a": place})
     adam.step({"a": some(3, 256)}, {"a": some(3, 256)}, 0.1)
-    assert adam.moments["a"][0].dtype == torch.uint8
+    assert adam.state["a"][0].dtype == torch.uint8
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -264,7 +266,7 @@ def one_process(source: Path, out: Path) -> Whole:
     engine = engine_of(source, {})
     train(engine, 2)
     mw.save(engine, out)
-    return {name: list(both) for name, both in engine.optimizer.moments.items()}
+    return {name: list(both) for name, both in engine.optimizer.state.items()}
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +288,7 @@ def there_and_back(source: Path, reference: Path, whole: Whole, mesh: Mapping[st
     engine = engine_of(source, mesh)
     mw.resume(engine, reference)
     wrong = []
-    for name, both in engine.optimizer.moments.items():
+    for name, both in engine.optimizer.state.items():
         piece = engine.model.pieces[name.removesuffix(".scales")]
         due = [cut(piece, each) for each in whole[name]] if piece.param.cols else None
         if due is not None and not same(list(both), due):
@@ -395,7 +397,7 @@ def of_other_kinds(source: Path, out: Path, mesh: Mapping[str, int]) -> dict[str
     for name, state in {"codes": torch.uint8, "float32": None, "bfloat16": torch.bfloat16}.items():
         engine = engine_of(source, mesh, state)
         mw.resume(engine, out)
-        found[name] = {each: [m.clone() for m in both] for each, both in engine.optimizer.moments.items()}
+        found[name] = {each: [m.clone() for m in both] for each, both in engine.optimizer.state.items()}
         train(engine, 1)
     return found
 
@@ -404,7 +406,7 @@ def save_wide(source: Path, out: Path) -> Whole:
     engine = engine_of(source, {}, None)
     train(engine, 2)
     mw.save(engine, out)
-    return {name: list(both) for name, both in engine.optimizer.moments.items()}
+    return {name: list(both) for name, both in engine.optimizer.state.items()}
 
 
 def test_another_state_dtype_is_made_of_it(saved: Any, tmp_path: Path) -> None:
@@ -427,10 +429,12 @@ def test_another_state_dtype_is_made_of_it(saved: Any, tmp_path: Path) -> None:
 
 def course(source: Path, state: torch.dtype | None) -> tuple[list[float], int, int]:
     rate = lambda step: 1e-3 * (1 - step / 100)  # noqa: E731 - one line reads better
-    engine = mw.Engine(mw.load(source, dtype=torch.float32), lr=rate, betas=(0.9, 0.999), state_dtype=state)
+    engine = mw.Engine(
+        mw.load(source, dtype=torch.float32), lr=rate, optimizer=AdamW(betas=(0.9, 0.999), state_dtype=state)
+    )
     losses = [engine.step(tiny.batches(step % 32)[:1]).loss for step in range(100)]
-    held = sum(m.nbytes for both in engine.optimizer.moments.values() for m in both)
-    [told] = [stored.num_bytes for stored in engine.model.need(state).stored() if stored.what == "moments"]
+    held, need = engine.optimizer.num_bytes, engine.model.need(engine.optimizer.options)
+    [told] = [stored.num_bytes for stored in need.stored() if stored.what == "moments"]
     return losses, held, told
 
 
@@ -449,8 +453,8 @@ def test_a_course_of_100_steps(tmp_path: Path) -> None:
 
 def refused(source: Path) -> list[str]:
     model = mw.load(source, mw.Mesh(tp=4), dtype=torch.float32)
-    found = [error_of(lambda: mw.Engine(model, lr=1e-3, state_dtype=torch.uint8))]
-    mw.Engine(model, lr=1e-3, state_dtype=torch.bfloat16)
+    found = [error_of(lambda: mw.Engine(model, lr=1e-3, optimizer=AdamW(state_dtype=torch.uint8)))]
+    mw.Engine(model, lr=1e-3, optimizer=AdamW(state_dtype=torch.bfloat16))
     return found
 
 
@@ -462,7 +466,7 @@ def resumed_where_blocks_are_cut(source: Path, reference: Path) -> str:
 def test_a_mesh_that_cuts_a_block_is_refused(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, reference, _ = saved("qwen3")
     told = words(
-        "LayoutError", r"blocks of 256 columns", r"128 of the 512 columns of layers\.0", "tp=4", r"tp from 1, 2,"
+        "LayoutError", r"blocks of 256 columns", "tp=4", r"128 of the 512 columns of layers\.0", r"tp from 1, 2,"
     )
     for messages in worlds.run(4, refused, source):
         assert all(re.search(told, message) for message in messages), messages
@@ -476,7 +480,7 @@ def test_a_mesh_that_cuts_a_block_is_refused(saved: Any, tmp_path: Path, capsys:
 
 
 def test_betas_have_no_limit_and_dtypes_have_names() -> None:
-    assert Settings(state=torch.uint8, betas=(0.99, 0.9999)).state == torch.uint8
+    assert AdamW(state_dtype=torch.uint8, betas=(0.99, 0.9999)).state_dtype == torch.uint8
     with pytest.raises(mw.ConfigError, match=words(r"torch\.int8", r"torch\.bfloat16", r"torch\.uint8")):
-        Settings(state=torch.int8)
+        AdamW(state_dtype=torch.int8)
     assert len(levels(FIRST, HERE)) == 128

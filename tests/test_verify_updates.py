@@ -19,7 +19,7 @@ from meshwright import weights
 from meshwright.engine import engine as engine_module
 from meshwright.engine import inference, loss_terms
 from meshwright.ops import Documents, delta, documents
-from meshwright.optim.adamw import AdamW
+from meshwright.optim import LocalOptimizer
 from meshwright.verify import Data, Finding
 from meshwright.verify.diagnose import forward as diagnosed
 from meshwright.verify.small_data import FEW
@@ -35,7 +35,7 @@ def on_a_mesh() -> bool:
 
 def without_gradient_no_update(patch: Patch) -> None:
     """Also weight decay is left out: of words and experts that no token met."""
-    real = AdamW._update
+    real = LocalOptimizer._update
 
     def update(self: Any, part: Any, stored: Any, grads: Any, *more: float) -> None:
         views = [(name, at, stored[name].view(-1)[at]) for name, at in part.slices]
@@ -44,13 +44,13 @@ def without_gradient_no_update(patch: Patch) -> None:
         for (name, at, view), kept in zip(views, before, strict=True) if on_a_mesh() else ():
             view.copy_(torch.where(grads[name].reshape(-1)[at] == 0, kept, view))
 
-    patch.setattr(AdamW, "_update", update)
+    patch.setattr(LocalOptimizer, "_update", update)
 
 
 def last_update_too_large(patch: Patch) -> None:
-    real = AdamW.step
+    real = LocalOptimizer.step
     patch.setattr(
-        AdamW,
+        LocalOptimizer,
         "step",
         lambda self, stored, grads, lr: real(
             self, stored, grads, lr * (1000 if on_a_mesh() and self.steps == 2 else 1)
@@ -59,14 +59,14 @@ def last_update_too_large(patch: Patch) -> None:
 
 
 def not_finite_in_the_end(patch: Patch) -> None:
-    real = AdamW.step
+    real = LocalOptimizer.step
 
     def step(self: Any, stored: Any, grads: Any, lr: float) -> None:
         real(self, stored, grads, lr)
         if on_a_mesh() and self.steps == 3:
             next(iter(stored.values())).fill_(torch.nan)
 
-    patch.setattr(AdamW, "step", step)
+    patch.setattr(LocalOptimizer, "step", step)
 
 
 def norm_of_rounded_gradients(patch: Patch) -> None:

@@ -73,7 +73,7 @@ def frozen(source: Path) -> tuple[set[str], list[str], list[bool], int]:
 
     tower.register_forward_pre_hook(lambda _module, _args: noting.__enter__())
     tower.register_forward_hook(ends)
-    engine = mw.Engine(model, lr=1e-2, weight_decay=0.1)
+    engine = mw.Engine(model, lr=1e-2, optimizer=mw.AdamW(weight_decay=0.1))
     engine.backward([packed()])
     names = set(model.grads())
     engine.update()

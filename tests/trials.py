@@ -139,7 +139,10 @@ def reference(tried: Trial) -> Reference:
 def references(several: Sequence[Trial]) -> list[Reference]:
     """Those that are not known yet in one world."""
     keys = [
-        (t.source, t.axes.num_data_ranks, t.data, t.head, t.dtype, t.steps, t.thorough, *t.train, t.fp8, *t.fp8_skip)
+        (
+            *(t.source, t.axes.num_data_ranks, t.data, t.head, t.dtype, t.steps, t.thorough, t.optimizer),
+            *(*t.train, t.fp8, *t.fp8_skip),
+        )
         for t in several
     ]
     lacking = {key: tried for key, tried in zip(keys, several, strict=True) if key not in _references}

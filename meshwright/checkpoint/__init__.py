@@ -1,19 +1,20 @@
 """Sharded, atomic, asynchronous checkpoints: a Hugging Face model directory with optimizer state and resume point
 beside it.
 
-A checkpoint of N ranks loads on M ranks of any layout, because every state set (weights, float32 masters, exp_avg,
-exp_avg_sq) is spelled with the global key names and shapes of the model's files. Formats that store local names or flat
-shards restore wrong layers after a change of pipeline stages (Megatron-LM#7452), or scramble fused SwiGLU weights after
-a change of shards (Megatron-LM#2769).
+
+A checkpoint of N ranks loads on M ranks of any layout, because every state set (weights, float32 masters, each tensor
+of optimizer state) is spelled with the global key names and shapes of the model's files. Formats that store local names
+or flat shards restore wrong layers after a change of pipeline stages (Megatron-LM#7452), or scramble fused SwiGLU
+weights after a change of shards (Megatron-LM#2769).
 """
 
 from .async_save import SaveJob
-from .content import FIRST, MASTER, SECOND, WEIGHTS, Content, Keep, StateSet, planes_of, random_plane, with_zeros
+from .content import MASTER, PARAMETERS, RANDOM, WEIGHTS, Content, Keep, StateSet, planes_of, random_plane, with_zeros
 from .copy import copy_checkpoint, is_url
 from .dcp import TORCH_LIST, Sharded, TorchFiles, sharded, take, write_torch_files
 from .folder import CHECKPOINTS, RUN, Draft, checkpoints, final_place, is_checkpoint, newest_of, newest_whole, run_of
 from .inspect import check_bytes, differences, opened_at, summary
-from .manifest import write_part
+from .manifest import PARTS, write_part
 from .restore import (
     Checkpoint,
     RestoreTarget,

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..axes import Axes
 from ..ops.garbage import collector_paused
-from ..ops.int8_state import SCALES
+from ..optim import SCALES
 from ..sharding import ShardingSpec, Table, rows_to_write
 from ..weights import DTYPES, NAMES, Export, Key, KeyMap, Values, chosen, widest
 
-WEIGHTS, MASTER, FIRST, SECOND = "weights", "master", "exp_avg", "exp_avg_sq"
+PARAMETERS = WEIGHTS, MASTER = "weights", "master"  # all other planes are optimizer state, each named as it is
 Dtypes = Mapping[str, torch.dtype]  # by parameter, of the whole model
 
 
@@ -40,17 +40,17 @@ class StateSet:
         return "" if self.name == WEIGHTS else self.name
 
 
-def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, moments: Dtypes) -> list[StateSet]:
+def planes_of(table: Table, keymap: KeyMap, stored: Dtypes, state: Mapping[str, Dtypes]) -> list[StateSet]:
     """Return the state sets of a checkpoint.
 
-    `stored`: the dtype in which each parameter is stored. `moments`: dtypes of the optimizer state of trained
-    parameters; if these are 8-bit codes, `moments` and `table` have their scales too.
+    `stored`: the dtype in which each parameter is stored. `state`: by state name, the dtypes of the optimizer state of
+    trained parameters; if it is in 8 bits, `state` and `table` have its scales too.
 
     Masters are written only where the files would round them: float32 weights are their own masters.
     """
     keys = {name: _keys(table, keymap, name) for name in table.params}
     rounded = {name: dtype for name, dtype in stored.items() if _rounds(keymap, keys[name], dtype)}
-    planes, others = [StateSet(WEIGHTS, keymap)], {MASTER: rounded, FIRST: moments, SECOND: moments}
+    planes, others = [StateSet(WEIGHTS, keymap)], {MASTER: rounded, **state}
     made: dict[object, KeyMap] = {}  # 37,000 keys: planes that are alike share them, and their headers
     for name, dtypes in others.items():
         if dtypes:

@@ -32,14 +32,18 @@ from pathlib import Path
 
 from ..errors import CheckpointError, LoadError
 from ..log import logger
+from ..optim import AdamW
 from ..weights import MANIFEST, TRAINER, check_writable, to_disk
-from .content import RANDOM_FILE, Keep
+from .content import MASTER, RANDOM_FILE, Keep
 from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, why_not_whole, write_manifest
 
 CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first beside the second
 # Hidden names carry state: what the directory is, and 32 random bits that tell the drafts of several jobs apart.
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
-_CHECKPOINT_FILES = (TRAINER, "master/*.safetensors", "exp_avg*/*.safetensors", RANDOM_FILE, f"{PARTS}/[0-9]*.json")
+_STATE_SETS = (MASTER, *AdamW.state_names)  # the other files tell a checkpoint of another optimizer
+_CHECKPOINT_FILES = (
+    TRAINER, *(f"{name}/*.safetensors" for name in _STATE_SETS), RANDOM_FILE, f"{PARTS}/[0-9]*.json"
+)  # fmt: skip
 _MAKING_S = 3600.0  # a directory without a lock file may be just being created; older ones are leftovers
 
 
@@ -105,7 +109,7 @@ def is_checkpoint(directory: Path) -> bool:
             f"{directory} holds {leftover.relative_to(directory)} of a checkpoint but no {MANIFEST}, so it may be "
             "incomplete; copy it again (`meshwright copy` checks every byte), or use another one. To load its weights "
             "unchecked, remove everything that is not part of a Hugging Face model: "
-            f"{TRAINER}, master, exp_avg, exp_avg_sq, random, {PARTS}"
+            f"{TRAINER}, {', '.join(_STATE_SETS)}, random, {PARTS}"
         )
     return False
 

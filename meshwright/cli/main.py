@@ -406,7 +406,8 @@ def _verify(options: argparse.Namespace) -> int:
     asked = verify.Options(
         options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
         options.against, options.seed, options.plant, *planning.ways_of(vars(options), sizes), options.tower,
-        *planning.fp8_of(vars(options)), planning.savings_of(vars(options)), planning.state_of(vars(options)),
+        *planning.fp8_of(vars(options)), planning.savings_of(vars(options)),
+        planning.optimizer_of(vars(options)).state_dtype,
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

@@ -90,11 +90,11 @@ def _plan(options: argparse.Namespace) -> int:
     target = plan.check_page(options.html) if options.html else None
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
-    savings, state = plan.savings_of(vars(options)), plan.state_of(vars(options))
+    savings, optimizer = plan.savings_of(vars(options)), plan.optimizer_of(vars(options))
     laid_out = plan.laid_out(vars(options), sizes)
     blueprint = laid_out(plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower))
     num_batches = options.micro_batches or 1
-    refused = plan.objections(blueprint, sizes, num_batches, plan.coded_in(blueprint, state))
+    refused = plan.objections(blueprint, sizes, num_batches, optimizer)
     refused = refused or plan.undivided(savings, sizes)
     if refused:
         if options.json:
@@ -103,7 +103,7 @@ def _plan(options: argparse.Namespace) -> int:
     axes = Axes(**sizes)
     work = plan.work_of(axes, options.tokens, num_batches)
     cluster = plan.cluster_in(vars(options))
-    figures = plan.Figures(options.model, blueprint, axes, work, device, options.head, savings, state, cluster)
+    figures = plan.Figures(options.model, blueprint, axes, work, device, options.head, savings, optimizer, cluster)
     if options.json:
         print_json(plan_json(figures, origin))
     else:

@@ -179,7 +179,7 @@ def _check_outside_loss(model: Model, call: str) -> None:
 
 
 def check_ready(model: Model, trained: Sequence[str]) -> None:
-    """Before a step: no gradients wait, and the parameters in training are those for which there are moments."""
+    """Before a step: no gradients wait, and the parameters in training are those that have optimizer state."""
     if model.calls.pending is not None or model.grads():
         raise StateError("gradients of an earlier backward are waiting; call update() first, or discard()")
     changed = {*model.trainable} ^ ({*trained} & {*model.pieces})

@@ -16,15 +16,16 @@ import torch
 from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
-from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, Checkpoint, Content, Keep, RestoreTarget
+from ..checkpoint import MASTER, WEIGHTS, Checkpoint, Content, Keep, RestoreTarget
 from ..errors import BrokenCheckpointError, CheckpointError, ConfigError
 from ..log import logger
+from ..optim import names_of_scales
 from ..watch import doing, names_lost_ranks
 from .agreement import Data, Proposal, agree, check_ready, compare, identity
 from .engine import Engine
 from .export import Choices, check_pieces, exported, refuse_overflow
 from .model import Model
-from .optimizer_state import coded_in, dtypes_of, scales_of, spec_with, take_moments, to_be_read
+from .optimizer_state import dtypes_of, quantised_in, spec_with, state_of, take_state, to_be_read
 
 # Of config.json: what changes no value that the model computes. A difference of anything else is refused.
 _NO_MATTER = (
@@ -39,7 +40,7 @@ _SAID = (
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training goes on. `state` is what was given to `save`; `step` 0 and no state for new moments."""
+    """Where training goes on. `state` is what was given to `save`; `step` 0 and no state for new optimizer state."""
 
     directory: Path
     step: int
@@ -58,8 +59,9 @@ def save(
     their own masters. `keep`: how many checkpoints stay, the last ones; with `keep_every`, those of every so many steps
     stay too. `state`: yours, such as the position in your data; it must be JSON, and the same on all ranks.
 
-    With `wait=False` it returns as soon as all is copied (into host memory, as much as weights and moments take), and a
-    thread writes it. The next call that trains, saves or resumes, or `engine.wait()`, raises if that failed.
+    With `wait=False` it returns as soon as all is copied (into host memory, as much as weights and optimizer state
+    take), and a thread writes it. The next call that trains, saves or resumes, or `engine.wait()`, raises if that
+    failed.
     """
     content = _content(engine, directory, Choices(dtype), Keep(keep, keep_every), state)
     doing(f"the saving of step {engine.steps}")
@@ -143,12 +145,11 @@ def _json(state: object) -> str:
 
 
 def _values(engine: Engine) -> Mapping[str, weights.Values]:
-    """This rank's pieces. A moment of an empty piece was never made."""
+    """Return this rank's pieces. State of an empty piece was never made."""
     values, optimizer = engine.model.values(), engine.optimizer
     trained = {name: values[name] for name in engine.trained if name in values}
-    both = {**optimizer.new_moments(trained, empty=True), **optimizer.moments}
-    first, second = (weights.Values({name: pair[at] for name, pair in both.items()}) for at in (0, 1))
-    return {WEIGHTS: values, MASTER: values, FIRST: first, SECOND: second}
+    state = optimizer.by_name({**optimizer.new_state(trained, empty=True), **optimizer.state})
+    return {WEIGHTS: values, MASTER: values} | {name: weights.Values(tensors) for name, tensors in state.items()}
 
 
 def _trainer(engine: Engine) -> dict[str, Any]:
@@ -165,8 +166,8 @@ def _trainer(engine: Engine) -> dict[str, Any]:
 
 def _settings(engine: Engine) -> dict[str, Any]:
     """What shapes the training, and may be changed between two runs: who changes it is told."""
-    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(engine.optimizer.settings).items()}
-    return {**settings, "state": str(settings["state"]), "max_norm": engine.max_norm, "router_aux": engine.router.mode}
+    options = engine.optimizer.options.settings()
+    return {**options, "max_norm": engine.max_norm, "router_aux": engine.router.mode}
 
 
 def _generators(model: Model) -> dict[str, bytes]:
@@ -195,9 +196,9 @@ def about_model(blueprint: Blueprint) -> dict[str, Any]:
 def resume(engine: Engine, directory: str | os.PathLike[str], *, new_config: str | Sequence[str] = ()) -> Resumed:
     """Go on from a checkpoint, or from the newest whole one of a folder, on whatever mesh. All ranks call it.
 
-    It replaces weights, moments and counters of `engine`; every byte is checked against its checksum, and in a folder
-    an older checkpoint takes the place of a damaged one, with a warning. A Hugging Face directory without moments gives
-    its weights alone, and says so. `new_config`: fields of `config.json` that are meant to differ from those that were
+    It replaces weights, optimizer state and counters of `engine`; every byte is checked against its checksum, and in a
+    folder an older checkpoint takes the place of a damaged one, with a warning. A Hugging Face directory gives its
+    weights alone, and says so. `new_config`: fields of `config.json` that are meant to differ from those that were
     saved, such as "rope_theta".
     """
     model = _model_of(engine, "resume")
@@ -225,26 +226,26 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     model, trainer = engine.model, source.trainer
     _check_tower(model, source.directory, trainer.get("tower", False))
     blueprint = _drawn(model, source.planes[WEIGHTS], trainer["head"])
+    planes = state_of(source, engine.optimizer.options)
     _check_same(engine, source, blueprint, trainer)
     _check_same_config(model, blueprint, source.directory, new_config)
     trained = {*engine.trained}
     stored = {name: tensor for name, tensor in model.stored().items() if name in trained}
-    coded = coded_in(source, engine.trained) if FIRST in source.planes else []
-    moments = to_be_read(engine.optimizer, stored, coded) if FIRST in source.planes else {}
+    quantised = quantised_in(source, planes, engine.trained)
+    state = to_be_read(engine.optimizer, stored, quantised) if planes else {}
     spec = replace(model.blueprint.spec, table=blueprint.table)
-    spec = spec_with(spec, model.mesh, coded, f"resume {source.directory.name} on another mesh")
+    spec = spec_with(spec, model.mesh, quantised, f"resume {source.directory.name} on another mesh")
     live, same = model.values().apart
     wanted = [RestoreTarget(source.parameters, live, frozenset(model.table.params), same)]
-    for at, name in enumerate((FIRST, SECOND)):
-        if name in source.planes:
-            pieces = {param: both[at] for param, both in moments.items()}
-            wanted.append(RestoreTarget(source.planes[name], pieces, frozenset(trained.union(scales_of(coded)))))
+    names = frozenset(trained.union(names_of_scales(quantised)))
+    for name, tensors in engine.optimizer.by_name(state).items() if planes else ():
+        wanted.append(RestoreTarget(source.planes[name], tensors, names))
     if model.numbers:
         disk.check_frozen(source, spec, blueprint.keymap.choice, wanted, model.mesh)
     with _replacing(engine, source.directory):
         disk.restore(source, spec, blueprint.keymap.choice, wanted, model.mesh)
     _set(engine, source)
-    take_moments(engine.optimizer, moments, stored, coded)
+    take_state(engine.optimizer, state, stored, quantised)
     return Resumed(source.directory, engine.steps, engine.tokens, trainer["state"])
 
 
@@ -263,7 +264,7 @@ def _opened(model: Model, path: Path, damaged: list[Path]) -> Checkpoint | weigh
 
 
 def _check_tower(model: Model, at: Path, tower: bool) -> None:
-    """Of a tower that was kept as it is there are no masters and no moments."""
+    """Refuse a tower that is trained on one side alone: one that was kept as it is has no optimizer state."""
     if tower != model.blueprint.tower:
         raise CheckpointError(
             f"{at} was saved with tower={tower}, and the engine's model has tower={model.blueprint.tower}; load that "
@@ -369,7 +370,7 @@ def _set(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def _weights_alone(engine: Engine, source: weights.Source, new_config: Sequence[str]) -> Resumed:
-    """A Hugging Face directory: its weights, and new moments."""
+    """Take the weights of a Hugging Face directory, and begin with new optimizer state."""
     model = engine.model
     blueprint = _drawn(model, source, model.blueprint.head)
     _check_same_table(model, blueprint, source.directory)
@@ -391,7 +392,7 @@ def _weights_alone(engine: Engine, source: weights.Source, new_config: Sequence[
     with _replacing(engine, source.directory):
         model.mesh.together(read, at, CheckpointError, what)
     engine.steps = engine.optimizer.steps = engine.tokens = 0
-    engine.optimizer.moments = {}
+    engine.optimizer.state = {}
     if model.mesh.rank == 0:
-        logger.warning("%s holds weights alone: moments begin at zero, and steps at 0", source.directory)
+        logger.warning("%s holds weights alone: optimizer state begins at zero, and steps at 0", source.directory)
     return Resumed(source.directory, 0, 0)

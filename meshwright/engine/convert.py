@@ -14,14 +14,16 @@ from torch import Tensor
 from .. import checkpoint as disk
 from .. import weights
 from ..blueprint import Blueprint, draw
-from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, StateSet
+from ..checkpoint import MASTER, PARAMETERS, WEIGHTS, StateSet
 from ..errors import CheckpointError, ConfigError
 from ..log import progress
 from ..models import VISUAL
-from ..sharding import Param, Table, coded_of, with_scales
+from ..optim import names_of_scales, with_scales
+from ..optim.int8_state import is_quantised
+from ..sharding import Param, Table
 from ..weights import DTYPES, Extents, Files, KeyMap
 from .checkpoint import about_model
-from .optimizer_state import COUNTERS, key_of, named, scales_of
+from .optimizer_state import COUNTERS, key_of, named
 
 HF, TORCH, OURS = "hf", "dcp", "meshwright"
 Tensors = Mapping[str, Callable[[], Tensor]]  # by key of the files, each read when it is asked for
@@ -42,6 +44,11 @@ class State:
     def keymap(self) -> KeyMap:
         return self.blueprint.keymap
 
+    @property
+    def of_optimizer(self) -> list[str]:
+        """The state sets of the optimizer, whichever it is."""
+        return sorted(name for name in self.planes if name not in PARAMETERS)
+
 
 def convert(
     source: Path, target: Path, to: str, *, like: Path | None = None, dtype: torch.dtype | None = None
@@ -59,8 +66,10 @@ def _convert(state: State, source: Path, target: Path, to: str, dtype: torch.dty
         raise CheckpointError(f"{source} is of the kind {to} already; copy it")
     if to == TORCH and dtype is not None:
         raise ConfigError("the tensors of torch's checkpoints are those of the engine; leave --dtype out")
-    if to == OURS and FIRST not in state.planes:
-        raise CheckpointError(f"{source} has no moments; mw.resume(engine, directory) takes its weights as they are")
+    if to == OURS and not state.of_optimizer:
+        raise CheckpointError(
+            f"{source} has no optimizer state; mw.resume(engine, directory) takes its weights as they are"
+        )
     total = sum(len(keys) for plane, keys in state.planes.items() if to != HF or plane == WEIGHTS)
     with progress(f"convert {source} to {target}", total, "tensors", enabled=True) as advance:
         if to == TORCH:
@@ -89,7 +98,7 @@ def _read_ours(source: Path) -> State:
         tower=about.get("tower", False), directory=found.directory,
     )  # fmt: skip
     planes = {WEIGHTS: _mapped(found.parameters, blueprint)}
-    planes |= {name: _mapped(found.planes[name], blueprint) for name in (FIRST, SECOND) if name in found.planes}
+    planes |= {name: _mapped(plane, blueprint) for name, plane in found.planes.items() if name not in PARAMETERS}
     load = tuple(tuple(row) for row in about["router_load"])
     return State(OURS, blueprint, planes, about["step"], about["tokens"], load)
 
@@ -101,18 +110,28 @@ def _read_torch(source: Path, like: Path | None) -> State:
     names = {name.split(".", 1)[0] for name in found.shapes}
     planes: dict[str, Tensors] = {}
     shapes: dict[str, Mapping[str, tuple[int, ...]]] = {}
-    for plane in names & {WEIGHTS, FIRST, SECOND}:
+    for plane in sorted(names - {COUNTERS}):
         keys = {key_of(name.split(".", 1)[1]): name for name in found.shapes if name.startswith(f"{plane}.")}
         shapes[plane] = {key: found.shapes[name] for key, name in keys.items()}
         planes[plane] = {key: lambda name=name: found.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
     tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
     blueprint = draw(weights.read_config(like), files, head=head, tower=tower, directory=like)
+    _drop_foreign(planes, shapes, blueprint)
     _add_frozen(planes, shapes, blueprint)
     _check(source, found.shapes, shapes, blueprint)
     numbers = {name: found.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}
     load = tuple(tuple(row) for row in numbers["router_load"].tolist())
     return State(TORCH, blueprint, planes, int(numbers["step"]), int(numbers["tokens"]), load)
+
+
+def _drop_foreign(
+    planes: dict[str, Tensors], shapes: dict[str, Mapping[str, tuple[int, ...]]], blueprint: Blueprint
+) -> None:
+    """Drop what a user saved next to the state dict: a state set of the optimizer has keys of the model."""
+    keys = {*blueprint.keymap.keys, *_shapes_of_scales(blueprint)}
+    for plane in [name for name, found in planes.items() if name != WEIGHTS and not keys & {*found}]:
+        del planes[plane], shapes[plane]
 
 
 def _add_frozen(
@@ -152,10 +171,10 @@ def _trained_keys(blueprint: Blueprint) -> Iterator[str]:
 
 
 def _shapes_of_scales(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
-    """Of all moments that may be codes."""
-    coded = coded_of(blueprint.table, blueprint.table.params)
-    table = with_scales(blueprint.table, coded)
-    return {name: table[name].matrix for name in scales_of(coded)}
+    """Return the shapes of all scales that optimizer state may have."""
+    quantised = [param.name for param in blueprint.table if is_quantised(param)]
+    table = with_scales(blueprint.table, quantised)
+    return {name: table[name].matrix for name in names_of_scales(quantised)}
 
 
 def _keys(blueprint: Blueprint, param: Param) -> list[str]:
@@ -163,8 +182,8 @@ def _keys(blueprint: Blueprint, param: Param) -> list[str]:
 
 
 def _mapped(source: weights.Source, blueprint: Blueprint) -> Tensors:
-    """The tensors of parameters in the files, and scales of moments. They are mapped, so they take no memory until
-    somebody reads them."""
+    """Return the tensors of parameters in the files, and scales of optimizer state. They are mapped, so they take no
+    memory until somebody reads them."""
     wanted = {*_trained_keys(blueprint), *_shapes_of_scales(blueprint)}
     keys = [key for key in source.entries if key in wanted]
     return {key: lambda key=key: _tensor(source, key) for key in keys}  # type: ignore[misc] # mypy misses the default
@@ -229,24 +248,25 @@ def _copies(blueprint: Blueprint) -> dict[str, str]:
     return {copy.key: layout.blocks[0].key for layout in layouts for copy in layout.copies}
 
 
-def _moments(state: State, trained: Sequence[str]) -> tuple[Table, dict[str, torch.dtype]]:
-    """A table with the scales that were found, and the dtypes of moments and scales: all that are wide have one."""
-    blueprint, found = state.blueprint, state.planes[FIRST]
-    coded = [name for name in trained if scales_of([name])[0] in found]
-    keys_of_wide = (_keys(blueprint, blueprint.table[name])[0] for name in trained if name not in coded)
+def _state_dtypes(state: State, trained: Sequence[str]) -> tuple[Table, dict[str, torch.dtype]]:
+    """Return a table with the scales that were found, and the dtypes of state and scales. All wide state has one."""
+    blueprint, found = state.blueprint, state.planes[state.of_optimizer[0]]
+    quantised = [name for name in trained if names_of_scales([name])[0] in found]
+    keys_of_wide = (_keys(blueprint, blueprint.table[name])[0] for name in trained if name not in quantised)
     wide = next((found[key]().dtype for key in keys_of_wide), torch.float32)
-    moments = {name: torch.uint8 if name in coded else wide for name in trained}
-    return with_scales(blueprint.table, coded), moments | dict.fromkeys(scales_of(coded), torch.float32)
+    dtypes = {name: torch.uint8 if name in quantised else wide for name in trained}
+    return with_scales(blueprint.table, quantised), dtypes | dict.fromkeys(names_of_scales(quantised), torch.float32)
 
 
 def _write_ours(state: State, target: Path, dtype: torch.dtype | None, advance: Callable[[int], None]) -> Path:
     """A step in the folder `target`."""
     blueprint, extents = state.blueprint, Extents()
-    trained = [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= {*state.planes[FIRST]}]
+    keys_of_state = {*state.planes[state.of_optimizer[0]]}
+    trained = [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= keys_of_state]
     stored = blueprint.stored_dtypes(torch.float32, {*trained})
-    table, moments = _moments(state, trained)
+    table, dtypes = _state_dtypes(state, trained)
     export = _export(state, target, dtype)
-    planes = disk.planes_of(table, export.keymap, stored, moments)
+    planes = disk.planes_of(table, export.keymap, stored, dict.fromkeys(state.of_optimizer, dtypes))
     about = about_model(blueprint) | {"mesh": "none: it was converted", "compute": "none"}
     trainer = {
         "step": state.step, "tokens": state.tokens, "head": blueprint.head, "tower": blueprint.tower,

@@ -17,7 +17,7 @@ from ..checkpoint import SaveJob
 from ..data import Batch
 from ..errors import CheckpointError, ConfigError, NonFiniteError, StateError
 from ..memory.budget import refuse_too_large
-from ..optim.adamw import AdamW, Settings, squares
+from ..optim import AdamW, LocalOptimizer, Optimizer, WholeMatrices, squares
 from ..parallel import Scores
 from ..sharding import axes_left_to_sum
 from ..watch import doing, names_lost_ranks, region
@@ -42,6 +42,7 @@ from .validation import (
     check_complete,
     check_engine,
     check_inference_mode,
+    check_optimizer,
     check_trainable,
     check_trains,
     lr_of_step,
@@ -71,10 +72,10 @@ class Engine:
     >>> record = engine.step([batch, another])                 # doctest: +SKIP
 
     `entropy=True` gives the loss `scores["entropy"]` too. `router_aux`: "pooled" or "previous", which
-    engine/router.py explains. `state_dtype`: of both moments of AdamW, as stored; torch.bfloat16 takes 4 bytes a
-    parameter instead of 8, torch.uint8 about 2.
+    engine/router.py explains. `optimizer`: its options, such as `mw.AdamW(betas=(0.9, 0.99))`.
 
-    `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, AdamW).
+    `step` is `backward` (gradients are then finished, the same on all their holders) and `update` (norm, clip, the
+    optimizer).
     """
 
     def __init__(
@@ -83,20 +84,17 @@ class Engine:
         *,
         lr: float | Callable[[int], float],
         loss: Loss = cross_entropy,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        optimizer: Optimizer = AdamW(),
         max_norm: float | None = 1.0,
         router_aux: str = "pooled",
         entropy: bool = False,
-        state_dtype: torch.dtype | None = None,
     ) -> None:
         check_is_model(model)
         check_inference_mode()
         check_engine(lr, loss, entropy)
-        settings = Settings(betas, eps, weight_decay, state_dtype)
-        self.kept = kept_by(model, state_dtype)  # the moments
-        refuse_too_large(model.need(state_dtype), model.mesh.memory)
+        check_optimizer(optimizer)
+        self.kept = kept_by(model, optimizer)  # optimizer state
+        refuse_too_large(model.need(optimizer), model.mesh.memory)
         self.model, self.lr, self.loss, self.max_norm = model, lr, loss, norm_bound(max_norm)
         self.steps = self.tokens = 0  # that were trained
         self.saving: SaveJob | None = None  # what `mw.save(..., wait=False)` left
@@ -105,7 +103,10 @@ class Engine:
             known = ", ".join(model.blueprint.scores)
             raise ConfigError(f"entropy=True, but the head of this model gives only {known}")
         self.router = Router(model.blueprint.balance, model.mesh, router_aux)
-        self.optimizer = AdamW({p.name for p in model.table if p.decay}, settings, self.kept.places())
+        decayed = {p.name for p in model.table if p.decay}
+        spec, whole = model.blueprint.spec, optimizer.needs_whole_matrix
+        matrices = WholeMatrices(spec, model.mesh, model.pieces) if whole else None
+        self.optimizer = LocalOptimizer(optimizer, decayed, self.kept.places(), matrices)
         self._terms, self.trained = Terms(model, self.want), model.trained
         rules, axes = model.blueprint.spec.rules, model.mesh.axes
         self._left_to_sum = {name: axes_left_to_sum(model.table[name], rules, axes) for name in model.pieces}
@@ -210,7 +211,7 @@ class Engine:
                 raise failure
 
     def state_dict(self) -> StateDict:
-        """Weights, moments and counters under the names of the files, for `torch.distributed.checkpoint` alone.
+        """Weights, optimizer state and counters under the names of the files, for `torch.distributed.checkpoint` alone.
 
         Its tensors are live: what is loaded into them is in the engine, and `load_state_dict` then takes the counters.
         """
@@ -292,7 +293,8 @@ class Engine:
             check_ready(self.model, self.trained)
             check_trains(self.trained)
             lr = lr_of_step(self.lr(self.steps) if callable(self.lr) else self.lr, self.steps)
-            settings = {**self._settings(), **asdict(self.optimizer.settings)}
+            options = self.optimizer.options
+            settings = {**self._settings(), "optimizer": type(options).__name__, **asdict(options)}
             return Proposal(data_of(self.model, batches, self.want), lr, norm_bound(self.max_norm), settings)
 
         self._terms.failure = None

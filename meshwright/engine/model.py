@@ -17,22 +17,21 @@ from .. import parallel
 from ..blueprint import Blueprint, draw
 from ..checkpoint import extents_of_model
 from ..errors import ConfigError, LoadError, StateError
-from ..memory.budget import Need, refuse_too_large, widths_of, with_hold
+from ..memory.budget import Need, held_while_training, refuse_too_large, with_hold
 from ..mesh import Mesh
 from ..models import Decoder, Quantisable
 from ..ops.garbage import collector_paused
+from ..optim import AdamW, Optimizer
 from ..parallel import Savings
 from ..sharding import (
     Charge,
     Context,
-    Held,
     Line,
     Piece,
     Pipeline,
     Placement,
     Stage,
     Table,
-    coded_of,
     cut,
     gathered_in_fp8,
     owned,
@@ -219,11 +218,12 @@ class Model:
             parameter.grad = None
         self.calls.pending = None
 
-    def need(self, state_dtype: torch.dtype | None = None) -> Need:
-        """The memory that training takes here."""
-        widths, narrow = widths_of(self.dtype, state_dtype), _narrow(self.kept)
-        coded = coded_of(self.table, self.trained) if state_dtype == torch.uint8 else ()
-        held = Held(widths, frozenset(self.trained), self.savings.offload, narrow, coded, self.numbers, self.low.names)
+    def need(self, optimizer: Optimizer = AdamW()) -> Need:
+        """Return the memory that training takes on this mesh."""
+        held = held_while_training(
+            self.dtype, frozenset(self.trained), optimizer, offload=self.savings.offload, narrow=_narrow(self.kept),
+            numbers=self.numbers, low=self.low.names,
+        )  # fmt: skip
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
@@ -349,7 +349,9 @@ def put_on_mesh(
     blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
     values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.stays_quantised(trained)
     low = gathered_in_fp8(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
-    weights_alone = Held(widths_of(compute), frozenset(), savings.offload, _narrow(values), (), numbers, low)
+    weights_alone = held_while_training(
+        compute, frozenset(), offload=savings.offload, narrow=_narrow(values), numbers=numbers, low=low
+    )
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
     stored = {**values, **dict.fromkeys(numbers, BYTES)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..axes import DENSE, Axes
 from ..blueprint import Blueprint
+from ..optim import AdamW, Optimizer
 from ..sharding import Charge, Pictures, Work, bill
 from .agreement import NUMBERS, STEP, place
 from .engine import LOSS, NORM
@@ -13,8 +14,9 @@ from .vision_sync import at_least
 
 
 def step_bill(
-    model: Model, tokens: int, num_batches: int, router_aux: str = "pooled", pictures: Pictures = ()
-) -> list[Charge]:
+    model: Model, tokens: int, num_batches: int, router_aux: str = "pooled", pictures: Pictures = (),
+    optimizer: Optimizer = AdamW(),
+) -> list[Charge]:  # fmt: skip
     """What this rank pays for `engine.step` of `num_batches` batches of `tokens` tokens. `pictures`: of each batch the
     frames of this data rank, None where no data rank has any."""
     compute = model.dtype.itemsize
@@ -23,10 +25,13 @@ def step_bill(
         pictures = tuple(frames or () for frames in pictures or [None] * num_batches)
     numbers = model.numbers | model.low.names
     work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen, numbers, model.begun)
-    return engine_bill(model.blueprint, model.mesh.axes, model.mesh.rank, work, router_aux)
+    return engine_bill(model.blueprint, model.mesh.axes, model.mesh.rank, work, router_aux, optimizer)
 
 
-def engine_bill(blueprint: Blueprint, axes: Axes, rank: int, work: Work, router_aux: str = "pooled") -> list[Charge]:
+def engine_bill(
+    blueprint: Blueprint, axes: Axes, rank: int, work: Work, router_aux: str = "pooled",
+    optimizer: Optimizer = AdamW(),
+) -> list[Charge]:  # fmt: skip
     """The same of any rank of any mesh, without devices and process groups."""
     charges = bill(blueprint.spec, axes, rank, work)
     if axes.world > 1:
@@ -38,4 +43,6 @@ def engine_bill(blueprint: Blueprint, axes: Axes, rank: int, work: Work, router_
             charges.append(Charge.of(step_load(balance)))
         if balance.num_layers and balance.coefficient and router_aux == "pooled":
             charges.append(Charge.of(pooled_counts(balance), work.num_batches))
+    trained = [param for param in blueprint.spec.params(axes, rank) if param.name not in work.frozen]
+    charges += optimizer.charges(trained, blueprint.spec.rules, axes, work.stored_bytes)
     return charges

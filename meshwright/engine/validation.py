@@ -11,7 +11,7 @@ from torch import Tensor
 from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
 from ..mesh import Mesh
-from ..optim.adamw import within
+from ..optim import Optimizer, within
 from ..parallel import Savings
 from ..sharding import Context, Pipeline, Table
 
@@ -118,6 +118,14 @@ def check_engine(lr: object, loss: object, entropy: object) -> None:
         raise ConfigError(f"loss={loss!r} must be a function of scores and fields, such as mw.losses.cross_entropy")
     if not isinstance(entropy, bool):
         raise ConfigError(f"entropy={entropy!r} must be True or False")
+
+
+def check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer={optimizer!r:.80} is no mw.Optimizer; give mw.AdamW(betas=(0.9, 0.95)), or a subclass of "
+            "mw.Optimizer"
+        )
 
 
 def lr_of_step(lr: object, step: int) -> float:

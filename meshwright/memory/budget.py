@@ -8,8 +8,10 @@ would refuse runs that fit; `simulate` finds the peak of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import MeshError, counted
 from ..mesh import Memory
+from ..optim import AdamW, Optimizer
 from ..parallel import Savings, check_late, gathers_wide
 from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_in_fp8, storage
 from .simulate import ActivationCache, StepWork, most_held
@@ -75,12 +78,21 @@ class Need:
         return self._peak[pp_position]
 
 
-def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
-    """Return the bytes an element of masters, compute and optimizer state. For 8-bit moments the state's width is not
-    used."""
-    stored = torch.promote_types(compute, torch.float32)
-    moment = stored if state in (None, torch.uint8) else state
-    return Widths(stored.itemsize, compute.itemsize, moment.itemsize)
+def stored_dtype(compute: torch.dtype) -> torch.dtype:
+    """Return the dtype of trained parameters, as stored: mixed precision keeps float32 masters."""
+    return torch.promote_types(compute, torch.float32)
+
+
+def widths_of(compute: torch.dtype) -> Widths:
+    return Widths(stored_dtype(compute).itemsize, compute.itemsize)
+
+
+def held_while_training(
+    compute: torch.dtype, trained: Container[str], optimizer: Optimizer = AdamW(), **more: Any
+) -> Held:
+    """Return what is held while `optimizer` trains the parameters `trained`. `more`: other fields of `Held`."""
+    state_bytes = partial(optimizer.state_bytes, stored_dtype(compute))
+    return Held(widths_of(compute), trained, state_bytes, **more)
 
 
 def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:
@@ -98,7 +110,7 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: S
     keep_gathered = blueprint.run_by(replace(pipeline, hold=True), traffic)
     trained = frozenset(blueprint.table.params)
     fp8_weights = gathered_in_fp8(keep_gathered.spec, trained, wide=gathers_wide(savings))
-    held = Held(widths_of(compute), trained, savings.offload, low=fp8_weights)
+    held = held_while_training(compute, trained, offload=savings.offload, low=fp8_weights)
     stored = Need(keep_gathered.spec, axes, held).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
     # Zero-bubble schedules refuse hold=False (`check_late`). For others one third leaves room for optimizer state and

@@ -9,12 +9,11 @@ from .page import plan_page
 from .requested import (
     asked_of,
     cluster_in,
-    coded_in,
     fp8_of,
     laid_out,
     mesh_of,
+    optimizer_of,
     savings_of,
-    state_of,
     undivided,
     ways_of,
 )

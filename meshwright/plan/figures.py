@@ -15,22 +15,12 @@ from ..axes import DENSE, EXPERT, Axes
 from ..blueprint import Blueprint
 from ..engine.step_bill import engine_bill
 from ..errors import ConfigError
-from ..memory.budget import Need, choices, fits, widths_of, with_hold
+from ..memory.budget import Need, choices, fits, held_while_training, widths_of, with_hold
 from ..memory.simulate import StepWork
 from ..mesh import Memory
+from ..optim import AdamW, Optimizer
 from ..parallel import Savings, gathers_wide, mark
-from ..sharding import (
-    GRADIENTS,
-    Action,
-    Charge,
-    Held,
-    Stored,
-    Work,
-    coded_of,
-    extreme_ranks,
-    gathered_in_fp8,
-    program_of,
-)
+from ..sharding import GRADIENTS, Action, Charge, Stored, Work, extreme_ranks, gathered_in_fp8, program_of
 from ..sharding.schedules import Orders
 from .devices import Cluster
 
@@ -87,7 +77,7 @@ class Traffic:
 @dataclass(frozen=True, eq=False)
 class Figures:
     """`device`: the bytes of a device, where one was named. `savings`: as `mw.load` takes them; what the blueprint
-    says of its traffic gives way to them. `state_dtype`: as `mw.Engine` takes it. `cluster`: where a step is
+    says of its traffic gives way to them. `optimizer`: as `mw.Engine` takes it. `cluster`: where a step is
     to be timed."""
 
     model: str  # as the user names it
@@ -97,7 +87,7 @@ class Figures:
     device: int | None = None
     head: str = "lm"
     savings: Savings = Savings()
-    state_dtype: torch.dtype | None = None
+    optimizer: Optimizer = AdamW()
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
@@ -139,9 +129,8 @@ class Figures:
     @cached_property
     def need(self) -> Need:
         """What `Model.need` says of a model that is trained as a whole."""
-        table, widths = self.blueprint.table, widths_of(COMPUTE, self.state_dtype)
-        coded = coded_of(table, table.params) if self.state_dtype == torch.uint8 else ()
-        held = Held(widths, frozenset(table.params), self.savings.offload, {}, coded, low=self.gathered_in_fp8)
+        trained, offload = frozenset(self.blueprint.table.params), self.savings.offload
+        held = held_while_training(COMPUTE, trained, self.optimizer, offload=offload, low=self.gathered_in_fp8)
         return Need(self.blueprint.spec, self.axes, held, self.passing)
 
     @property
@@ -198,7 +187,7 @@ class Figures:
 
     def bill(self, rank: int) -> list[Charge]:
         mark(self.blueprint.module, self.savings)
-        return engine_bill(self.blueprint, self.axes, rank, self.work, self.router_aux)
+        return engine_bill(self.blueprint, self.axes, rank, self.work, self.router_aux, self.optimizer)
 
     @cached_property
     def traffic(self) -> list[Traffic]:

@@ -10,7 +10,6 @@ import torch
 
 from ..errors import counted
 from ..parallel import KINDS
-from ..sharding import coded_of
 from .figures import Figures, work_of
 from .mesh_checks import as_option, objections
 from .search import LEAST_TOKENS, Asked, Candidate, Search, Size
@@ -69,7 +68,7 @@ def _searched(figures: Figures) -> list[Candidate]:
         figures.cluster,
         savings,
         kinds,
-        figures.state_dtype,
+        figures.optimizer,
         figures.head,
         1,
     )
@@ -104,9 +103,9 @@ def _fewer_tokens(figures: Figures) -> Iterator[tuple[str, Figures]]:
 
 
 def _narrower(figures: Figures) -> Iterator[tuple[str, Figures]]:
-    """Moments in a narrower dtype."""
+    """Yield options for optimizer state in a narrower dtype."""
     dtypes = (torch.float32, torch.bfloat16, torch.uint8)
-    for dtype in dtypes[dtypes.index(figures.state_dtype or torch.float32) + 1 :]:
-        coded = coded_of(figures.blueprint.table, figures.blueprint.table.params) if dtype == torch.uint8 else ()
-        if not objections(figures.blueprint, asdict(figures.axes), figures.work.num_batches, coded):
-            yield f"--state-dtype {name_of(dtype)}", replace(figures, state_dtype=dtype)
+    for dtype in dtypes[dtypes.index(figures.optimizer.state_dtype or torch.float32) + 1 :]:
+        optimizer = replace(figures.optimizer, state_dtype=dtype)
+        if not objections(figures.blueprint, asdict(figures.axes), figures.work.num_batches, optimizer):
+            yield f"--state-dtype {name_of(dtype)}", replace(figures, optimizer=optimizer)

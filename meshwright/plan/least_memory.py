@@ -13,14 +13,14 @@ from .figures import COMPUTE
 
 
 class Least:
-    """`tokens`: of a micro-batch. `moment_bytes`: of an element of each moment.
+    """`tokens`: of a micro-batch. `state_bytes`: of all optimizer state of an element.
 
-    Parameters, gradients and moments are shared by all ranks but the replicas. What layers keep for backward is shared
-    by tp and cp at best: it is counted once for each way to recompute, with experts on several ranks or on each.
+    Parameters, gradients and optimizer state are shared by all ranks but the replicas. What layers keep for backward is
+    shared by tp and cp at best: it is counted once for each way to recompute, with experts on several ranks or on each.
     """
 
-    def __init__(self, blueprint: Blueprint, tokens: int, moment_bytes: float) -> None:
-        self.blueprint, self.tokens, self.moment_bytes = blueprint, tokens, moment_bytes
+    def __init__(self, blueprint: Blueprint, tokens: int, state_bytes: float) -> None:
+        self.blueprint, self.tokens, self.state_bytes = blueprint, tokens, state_bytes
         self._kept = cache(self._keeps)
 
     @cached_property
@@ -43,7 +43,7 @@ class Least:
         if num_batches > under_way:
             moments.append(gradients + self._passing(axes, savings, under_way))
         held = self._held(axes) if holds else 0.0
-        return (4 + 2 * self.moment_bytes) * elements + held + max(moments)
+        return (4 + self.state_bytes) * elements + held + max(moments)
 
     def elements(self, axes: Axes) -> float:
         """Return how many elements the rank that stores most has of the model, at least."""

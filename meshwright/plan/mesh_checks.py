@@ -15,19 +15,10 @@ from .. import parallel
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import ConfigError, LayoutError, MeshError
-from ..memory.budget import Need, widths_of
+from ..memory.budget import Need, held_while_training
 from ..mesh import memory_of
-from ..sharding import (
-    Held,
-    Rules,
-    ShardingSpec,
-    check_coded,
-    check_context,
-    check_fp8,
-    gathered_in_fp8,
-    place,
-    program_of,
-)
+from ..optim import AdamW, Optimizer, check_blocks
+from ..sharding import Rules, ShardingSpec, check_context, check_fp8, gathered_in_fp8, place, program_of
 
 RANKS_A_CORE = 16
 PROCESS_BYTES = 64 << 20  # of a forked rank without a model
@@ -85,9 +76,11 @@ def as_option(axes: Axes) -> str:
     return ",".join(f"{axis}={size}" for axis, size in asdict(axes).items() if size > 1) or "fsdp=1"
 
 
-def check_layout(blueprint: Blueprint, axes: Axes, num_batches: int | None = None, coded: Sequence[str] = ()) -> None:
+def check_layout(
+    blueprint: Blueprint, axes: Axes, num_batches: int | None = None, optimizer: Optimizer = AdamW()
+) -> None:
     """What any rank of the mesh would refuse."""
-    found = objections(blueprint, asdict(axes), num_batches, coded)
+    found = objections(blueprint, asdict(axes), num_batches, optimizer)
     if found:
         raise MeshError(reasons(found))
 
@@ -100,10 +93,10 @@ def reasons(refused: Sequence[str]) -> str:
 
 
 def objections(
-    blueprint: Blueprint, sizes: Mapping[str, int], num_batches: int | None = None, coded: Sequence[str] = ()
+    blueprint: Blueprint, sizes: Mapping[str, int], num_batches: int | None = None, optimizer: Optimizer = AdamW()
 ) -> list[str]:
     """Why the model cannot lie on a mesh of these sizes, or go through its pipeline in a step of so many micro-batches:
-    all that is wrong, not what is wrong first. `coded`: the parameters whose moments are in 8 bits."""
+    all that is wrong, not what is wrong first."""
     asked = {**asdict(Axes()), **sizes}
     if min(asked.values()) < 1:
         return [f"{axis}={size} is not a size; give 1 or more" for axis, size in asked.items() if size < 1]
@@ -111,8 +104,9 @@ def objections(
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
     found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
     of_spec = Axes(tp=asked["tp"], cp=asked["cp"])
-    of_moments = partial(check_coded, coded=coded, instead="moments in bfloat16")
-    checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, of_moments)
+    quantised = optimizer.quantised(blueprint.table, blueprint.table.params)
+    of_state = partial(check_blocks, quantised=quantised, instead="state in bfloat16")
+    checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, of_state)
     ways = (*_of_parameters(blueprint, cuts), *(each for c in checks for each in _refused(c, blueprint, of_spec)))
     return [*found, *(() if found else ways), *_of_stages(blueprint, asked["pp"], num_batches)]
 
@@ -197,7 +191,7 @@ def check_memory(
     if here.type != "cpu":
         return
     low = gathered_in_fp8(blueprint.spec, blueprint.table.params)
-    held = Held(widths_of(dtype), frozenset(blueprint.table.params if training else ()), low=low)
+    held = held_while_training(dtype, frozenset(blueprint.table.params if training else ()), low=low)
     a_rank, alone = (
         PROCESS_BYTES + sum(s.num_bytes for s in Need(blueprint.spec, mesh, held).stored()) for mesh in (axes, Axes())
     )

@@ -92,7 +92,7 @@ def _memory(figures: Figures) -> str:
     bars = (_memory_bar(memory, figures, whole) for memory in memories)
     by_kind, unit = [memory.parts for memory in memories], unit_of(whole)
     rows = [
-        [Cell(kind(what), f"key tint{n}"), *(_in(unit, of_rank.get(what, 0)) for of_rank in by_kind)]
+        [Cell(kind(what, figures), f"key tint{n}"), *(_in(unit, of_rank.get(what, 0)) for of_rank in by_kind)]
         for n, what in enumerate(by_kind[0])
     ]
     rows.append([Cell("total", "key total"), *(_in(unit, m.num_bytes, "number total") for m in memories)])
@@ -107,7 +107,7 @@ def _in(unit: Unit, num_bytes: int, style: str = "number") -> Cell:
 
 
 def _memory_bar(memory: RankMemory, figures: Figures, whole: int) -> str:
-    parts = ((num, f"{kind(what)}: {num:,} bytes") for what, num in memory.parts.items())
+    parts = ((num, f"{kind(what, figures)}: {num:,} bytes") for what, num in memory.parts.items())
     rank = "each rank" if len(figures.memories) == 1 else f"rank {memory.rank:,}"
     device = f" of {nominal(figures.device)}" if figures.device else ""
     label = wrap("div", tag("span", rank), tag("span", size(memory.num_bytes) + device), kind="label")

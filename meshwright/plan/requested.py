@@ -13,8 +13,9 @@ from ..axes import Axes
 from ..blueprint import Blueprint
 from ..engine.validation import in_fp8
 from ..errors import ConfigError
+from ..optim import AdamW, Optimizer
 from ..parallel import KINDS, Savings
-from ..sharding import Context, Pipeline, coded_of, hops
+from ..sharding import Context, Pipeline, hops
 from .devices import Cluster, cluster_of, device_bytes
 from .figures import TOKENS
 from .search import Asked, Size
@@ -71,9 +72,9 @@ def undivided(savings: Savings, sizes: Mapping[str, int]) -> list[str]:
     return []
 
 
-def state_of(options: Mapping[str, Any]) -> torch.dtype | None:
-    """`state_dtype` of `mw.Engine`."""
-    return None if options["state_dtype"] is None else getattr(torch, options["state_dtype"])
+def optimizer_of(options: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer that is planned for."""
+    return AdamW(state_dtype=None if options["state_dtype"] is None else getattr(torch, options["state_dtype"]))
 
 
 def cluster_in(options: Mapping[str, Any]) -> Cluster:
@@ -97,7 +98,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
     kinds = KINDS if options["recompute"] is None else (savings.recompute,)
     return Asked(
         options["model"], size, options["device"], device_bytes(options["device"]), cluster_in(options), savings, kinds,
-        state_of(options), options["head"], options["top"], tuple(_kept(shlex.split(options["command"]))),
+        optimizer_of(options), options["head"], options["top"], tuple(_kept(shlex.split(options["command"]))),
     )  # fmt: skip
 
 
@@ -112,11 +113,6 @@ def _kept(words: list[str]) -> Iterator[str]:
             next(left) if not equals else None
         elif not (is_option and any(each.startswith(name) for each in alone)):
             yield word
-
-
-def coded_in(blueprint: Blueprint, state: torch.dtype | None) -> tuple[str, ...]:
-    """The parameters whose moments are in 8 bits."""
-    return coded_of(blueprint.table, blueprint.table.params) if state == torch.uint8 else ()
 
 
 def _pipeline_of(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Pipeline:

@@ -13,14 +13,13 @@ from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 
-import torch
-
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import ConfigError, MeshError, counted
-from ..memory.budget import widths_of
+from ..memory.budget import stored_dtype
+from ..optim import AdamW, Optimizer
 from ..parallel import Savings, mark
-from ..sharding import LATE, Context, Work, coded_of, divides
+from ..sharding import LATE, Context, Work, divides
 from .devices import Cluster
 from .figures import COMPUTE, Figures, work_of
 from .least_memory import Least
@@ -50,7 +49,7 @@ class Asked:
     cluster: Cluster
     savings: Savings = Savings()
     recompute: tuple[str, ...] = ("none", "selective", "full")
-    state_dtype: torch.dtype | None = None
+    optimizer: Optimizer = AdamW()
     head: str = "lm"
     top: int = 5
     words: tuple[str, ...] = ("meshwright", "plan")
@@ -111,9 +110,8 @@ class Search:
     def __init__(self, blueprint: Blueprint, asked: Asked, say: Say) -> None:
         self.blueprint, self.asked, self.say = blueprint, asked, say
         self.model: Thin = thin(blueprint)
-        self.coded = coded_of(blueprint.table, blueprint.table.params) if asked.state_dtype == torch.uint8 else ()
-        moment = 1.0 if self.coded else widths_of(COMPUTE, asked.state_dtype).moment
-        self.least = Least(blueprint, asked.size.tokens, moment)
+        state_bytes = asked.optimizer.least_bytes(blueprint.table, stored_dtype(COMPUTE))
+        self.least = Least(blueprint, asked.size.tokens, state_bytes)
         self.last, self.in_full = time.monotonic(), dict[tuple[Cut, Way], Candidate]()
         self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
@@ -140,7 +138,9 @@ class Search:
     def _tried(self) -> list[Cut]:
         """All meshes that can be."""
         once = self.asked.savings.token_once
-        tried = [cut for cut in cuts(self.blueprint, self.asked.size, self.coded) if divides(once, cut.axes.ep)]
+        tried = [
+            cut for cut in cuts(self.blueprint, self.asked.size, self.asked.optimizer) if divides(once, cut.axes.ep)
+        ]
         if not tried:
             raise MeshError(self._none())
         return tried
@@ -228,7 +228,7 @@ class Search:
             blueprint = self.blueprint.run_by(replace(spec.pipeline, hold=way.hold), way.savings.traffic)
             figures = Figures(
                 asked.model, blueprint, cut.axes, self._work(cut), asked.device, asked.head, way.savings,
-                asked.state_dtype, asked.cluster,
+                asked.optimizer, asked.cluster,
             )  # fmt: skip
             self.in_full[key] = Candidate(figures, chosen_hold=way.hold if spec.pipeline.hold is None else None)
         return self.in_full[key]
@@ -298,7 +298,7 @@ class Cut:
     num_batches: int
 
 
-def cuts(blueprint: Blueprint, size: Size, coded: Sequence[str]) -> list[Cut]:
+def cuts(blueprint: Blueprint, size: Size, optimizer: Optimizer) -> list[Cut]:
     """tp stays within a node, and cp leaves a rank enough tokens. A replica, where there are several, is one node or a
     few: a part of a node would send sums between nodes all the same. A pipeline gets as many micro-batches as it has
     places, at least."""
@@ -307,17 +307,17 @@ def cuts(blueprint: Blueprint, size: Size, coded: Sequence[str]) -> list[Cut]:
             f"--global-tokens {size.global_tokens} is no multiple of the {size.tokens} tokens of a micro-batch; choose "
             f"{-(-size.global_tokens // size.tokens) * size.tokens}"
         )
-    return list(_cuts(size, _allowed(blueprint, coded), blueprint.balance.num_experts))
+    return list(_cuts(size, _allowed(blueprint, optimizer), blueprint.balance.num_experts))
 
 
-def _allowed(blueprint: Blueprint, coded: Sequence[str]) -> Callable[..., bool]:
+def _allowed(blueprint: Blueprint, optimizer: Optimizer) -> Callable[..., bool]:
     """Whether a model takes sizes of axes. Each is asked once: what one axis does depends on few others. How mixers
     come to other tokens (`Context`) is asked with cp alone, which it is of."""
     plain = blueprint.in_context(Context())
 
     @cache
     def allowed(num_batches: int | None = None, **sizes: int) -> bool:
-        return not objections(blueprint if "cp" in sizes else plain, sizes, num_batches, coded)
+        return not objections(blueprint if "cp" in sizes else plain, sizes, num_batches, optimizer)
 
     return allowed
 

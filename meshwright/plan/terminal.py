@@ -154,7 +154,7 @@ def _memory(figures: Figures) -> Grid:
         )
     by_kind = [memory.parts for memory in figures.memories]
     for what in by_kind[0]:
-        grid.add_row(kind(what), *(in_unit(of_rank.get(what, 0), unit) for of_rank in by_kind))
+        grid.add_row(kind(what, figures), *(in_unit(of_rank.get(what, 0), unit) for of_rank in by_kind))
     grid.add_section()
     grid.add_row("total", *(in_unit(memory.num_bytes, unit) for memory in figures.memories), style="bold")
     return grid
@@ -200,7 +200,7 @@ def _grid() -> Grid:
 
 def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
     """Every number exactly. `origin`: what made it, when, and by which command."""
-    axes, work, said = figures.axes, figures.work, verdict(figures)
+    axes, work, said, state_dtype = figures.axes, figures.work, verdict(figures), figures.optimizer.state_dtype
     of_step = {name: value for name, value in asdict(work).items() if name != "begins"}  # a plan trains everything
     return {
         **origin,
@@ -211,7 +211,7 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "num_parameters": figures.num_parameters,
         "head": figures.head,
         "savings": asdict(figures.savings),
-        "state_dtype": None if figures.state_dtype is None else name_of(figures.state_dtype),
+        "state_dtype": None if state_dtype is None else name_of(state_dtype),
         "refused": [],
         "notes": notes(figures),
         "parameters": [asdict(line) for line in parameter_lines(figures)],
@@ -328,7 +328,7 @@ def _nearest(nearest: Candidate) -> str:
 def _largest(candidate: Candidate) -> str:
     """Name what takes most of the device's memory."""
     most = max((each for each in candidate.figures.most.stored if not each.host), key=lambda each: each.num_bytes)
-    return f"{kind(most.what)} ({size(most.num_bytes)})"
+    return f"{kind(most.what, candidate.figures)} ({size(most.num_bytes)})"
 
 
 def way_out(nearest: Candidate) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import counted
 from ..parallel import Savings
-from ..sharding import GRADIENTS
+from ..sharding import GRADIENTS, STATE
 from .devices import GB
 from .figures import ON_HOST, Figures
 
@@ -17,7 +17,6 @@ _UNITS = {"TB": 10**12, "GB": GB, "MB": 10**6, "kB": 10**3, "bytes": 1}
 _NAMES = {
     "parameters": "parameters, float32",
     "gradients": "gradients, float32",
-    "moments": "moments of AdamW",
 }
 
 
@@ -66,9 +65,9 @@ def large(number: int) -> str:
     return f"{number:,}"
 
 
-def kind(what: str) -> str:
+def kind(what: str, figures: Figures) -> str:
     bare = what.removesuffix(ON_HOST)
-    return _NAMES.get(bare, bare) + what.removeprefix(bare)
+    return {**_NAMES, STATE: figures.optimizer.label}.get(bare, bare) + what.removeprefix(bare)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -79,7 +78,7 @@ def saved(figures: Figures) -> list[str]:
     """What is asked for to save memory or time, as `mw.Savings` and `mw.Engine` call it."""
     usual, asked = asdict(Savings()), asdict(figures.savings)
     given = [f"{name}={value}" for name, value in asked.items() if value != usual[name]]
-    state = figures.state_dtype
+    state = figures.optimizer.state_dtype
     return given + ([] if state is None else [f"state_dtype={name_of(state)}"])
 
 

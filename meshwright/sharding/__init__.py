@@ -30,9 +30,8 @@ from .doors import (
     is_run,
 )
 from .expert_routes import CODES, COUNTS, ROWS, WEIGHTS, Hop, divides, expected_rows, hops
-from .fp8_blocks import SCALES, check_fp8, gathered_in_fp8
+from .fp8_blocks import SCALES, SEPARATE, check_fp8, gathered_in_fp8
 from .fsdp_units import TOWER, Unit, units_of
-from .int8_blocks import check_coded, coded_of, with_scales
 from .params import (
     Block,
     Declared,
@@ -59,12 +58,14 @@ from .rules import (
     column_axes,
     cut,
     holders,
+    local_sizes,
     owned,
     piece,
     pieces,
     place,
     rows_to_write,
     summed_by_fsdp,
+    tp_sizes,
 )
 from .schedules import ORDERS, Action, Transfer, forwards, program
 from .stage_map import Line, balanced, even
@@ -84,7 +85,9 @@ from .stored_bytes import (
     GRADIENTS,
     HELD,
     IN_FLIGHT,
+    STATE,
     Held,
+    StateBytes,
     Stored,
     Widths,
     extreme_ranks,

@@ -18,7 +18,7 @@ from .params import Block, Param, matrix_shape
 from .rules import ShardingSpec, cut, local_sizes, place, tp_sizes
 
 SCALES = "the scales of what is gathered in 8 bits"  # the name of their all-reduce in errors and the bill
-_SEPARATE = ("half", "expert")  # dims that files spell as separate matrices, each with blocks of its own
+SEPARATE = ("half", "expert")  # dims that files spell as separate matrices, each with blocks of its own
 
 
 def gathered_in_fp8(spec: ShardingSpec, trained: Container[str], *, wide: bool = False) -> frozenset[str]:
@@ -96,7 +96,7 @@ def _contiguous_rows(param: Param, block: Block, local: Mapping[str, int]) -> in
     rows = 1
     for at, (dim, size) in reversed(list(enumerate(param.rows.items()))):
         extent = block.ours.shape[at]
-        if dim in _SEPARATE:
+        if dim in SEPARATE:
             break
         rows *= local[dim] if extent == size else extent
         if extent < size:

@@ -6,48 +6,47 @@ This is the memory half of the bill. Activations depend on the data and are simu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm, prod
 
-import torch
-
 from ..axes import Axes
-from ..ops.int8_state import num_blocks
 from .bill import gathered_bytes, padded
 from .boxes import chunk
 from .fp8_blocks import num_scales
 from .fsdp_units import Unit
-from .rules import Piece, ShardingSpec, piece, place
+from .params import Param
+from .rules import ShardingSpec, piece, place
 
-GRADIENTS = "gradients"
+GRADIENTS, STATE = "gradients", "moments"  # the second is the state of whatever optimizer
 GATHERED, IN_FLIGHT, WHOLE = "gathered parameters", "gradients on their way", "whole gradients of the stages"
 HELD = (GATHERED, WHOLE)  # what grows if parameters are gathered, and gradients reduced, once a step
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element: of a parameter as stored and as computed with, and of one Adam moment."""
+    """Bytes of an element of a parameter: as stored, and as computed with."""
 
     stored: int
     compute: int
-    moment: int
+
+
+StateBytes = Callable[[Param, Sequence[int]], int]  # of all optimizer state of a piece, by its parameter and shape
 
 
 @dataclass(frozen=True)
 class Held:
     """What a rank holds besides the model: `trained` are the parameters with gradients and optimizer state.
 
-    `narrow`: bytes an element of parameters that are stored narrower than the others. `coded`: those with 8-bit
-    optimizer state. `numbers`: those that are stored, and gathered, as FP8 codes. `low`: those that are only gathered
-    so.
+    `narrow`: bytes an element of parameters that are stored narrower than the others. `numbers`: those that are stored,
+    and gathered, as FP8 codes. `low`: those that are only gathered so.
     """
 
     widths: Widths
     trained: Container[str]
+    state_bytes: StateBytes
     offload: bool = False
     narrow: Mapping[str, int] = field(default_factory=dict)
-    coded: Container[str] = ()
     numbers: Collection[str] = ()
     low: Collection[str] = ()
 
@@ -72,8 +71,7 @@ def storage(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> list[Store
         num_bytes["parameters", host] += num * item
         if param.name in held.trained:
             num_bytes[GRADIENTS, host] += num * widths.stored
-            coded = param.name in held.coded
-            num_bytes["moments", host] += 2 * (codes_bytes(own_piece) if coded else num * widths.moment)
+            num_bytes[STATE, host] += held.state_bytes(param, own_piece.shape)
     out = [Stored(what, num, host) for (what, host), num in num_bytes.items()]
     return [s for s in (*out, *_passing(spec, axes, rank, held)) if s.num_bytes]
 
@@ -86,12 +84,6 @@ def narrow_bytes(spec: ShardingSpec, axes: Axes, unit: Unit, compute: int, store
     if not spec.sends_narrow(axes.pp) or prod(axes.sizes(unit.shard)) == 1:
         return 0
     return 2 * compute if compute < stored else compute
-
-
-def codes_bytes(piece: Piece) -> int:
-    """Return the bytes of one Adam moment in 8 bits, with a float32 scale for each block."""
-    rows, cols = piece.shape
-    return rows * (cols + num_blocks(cols) * torch.float32.itemsize)
 
 
 def _passing(spec: ShardingSpec, axes: Axes, rank: int, held: Held) -> Iterator[Stored]:

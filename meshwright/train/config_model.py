@@ -14,17 +14,23 @@ from ..errors import MeshError
 from ..log import logger
 from ..memory.budget import fits, too_large
 from ..mesh import Mesh
+from ..optim import AdamW, Optimizer, check_blocks
 from ..plan import Figures, find, objections, reasons, work_of
 from ..plan.figures import COMPUTE
 from ..plan.wording import name_of
-from ..sharding import check_coded, coded_of
-from .config import Config, TrainSection
+from .config import Config, OptimSection, TrainSection
 
 _SAVINGS = ("recompute", "reshard", "offload", "compiled", "gather_once", "sum_once", "narrow_grads", "token_once")
 
 
 def savings_of(section: TrainSection) -> Savings:
     return Savings(**section.model_dump(include={*_SAVINGS}))
+
+
+def optimizer_of(section: OptimSection) -> Optimizer:
+    first, second = section.betas
+    dtype = getattr(torch, section.state_dtype) if section.state_dtype else None
+    return AdamW(betas=(first, second), eps=section.eps, weight_decay=section.weight_decay, state_dtype=dtype)
 
 
 def warn_of_memory(config: Config, mesh: Mesh) -> None:
@@ -48,11 +54,10 @@ def layout_of(config: Config) -> Figures:
     refused = objections_to(blueprint, config)
     if refused:
         raise MeshError(reasons(refused))
-    check_moments(blueprint, config)
+    check_state(blueprint, config)
     axes = Axes(**config.mesh.model_dump())
-    state = getattr(torch, config.optim.state_dtype) if config.optim.state_dtype else None
     work, savings = work_of(axes, config.train.length, _num_batches(config) or 1), savings_of(config.train)
-    return Figures(config.model, blueprint, axes, work, savings=savings, state_dtype=state)
+    return Figures(config.model, blueprint, axes, work, savings=savings, optimizer=optimizer_of(config.optim))
 
 
 def model_of(config: Config) -> Blueprint:
@@ -74,11 +79,10 @@ def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
     return [*found, *objections(blueprint, sizes, _num_batches(config))]
 
 
-def check_moments(blueprint: Blueprint, config: Config) -> None:
-    """Refuse moments in 8 bits where a mesh cuts through their blocks."""
-    if config.optim.state_dtype == "uint8":
-        coded = coded_of(blueprint.table, trained_names(blueprint, config))
-        check_coded(blueprint.spec, Axes(**config.mesh.model_dump()), coded, 'state_dtype = "bfloat16"')
+def check_state(blueprint: Blueprint, config: Config) -> None:
+    """Refuse 8-bit optimizer state where a mesh cuts through its blocks."""
+    quantised = optimizer_of(config.optim).quantised(blueprint.table, trained_names(blueprint, config))
+    check_blocks(blueprint.spec, Axes(**config.mesh.model_dump()), quantised, 'state_dtype = "bfloat16"')
 
 
 def trained_names(blueprint: Blueprint, config: Config) -> list[str]:

@@ -15,7 +15,7 @@ from ..errors import MeshwrightError
 from ..weights import path_of
 from .config import Config, Place
 from .config_checks import sources_in
-from .config_model import check_moments, laid_out, model_of, objections_to, trained_names
+from .config_model import check_state, laid_out, model_of, objections_to, trained_names
 from .data_sources import RowReader, check_source_files, maker, model_directory, read_template
 from .metrics import missing_packages
 from .samples import prompts_of
@@ -46,7 +46,7 @@ def mistakes(config: Config) -> Mistakes:
     yield from ((_place(text, config), text) for text in refused)
     yield from _refused(("train", "train"), partial(trained_names, blueprint, config))
     if not refused:
-        yield from _refused(("optim", "state_dtype"), partial(check_moments, blueprint, config))
+        yield from _refused(("optim", "state_dtype"), partial(check_state, blueprint, config))
 
 
 def _place(text: str, config: Config) -> Place:

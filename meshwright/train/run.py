@@ -18,7 +18,7 @@ from ..plan.step_time import flops_of
 from ..weights import path_of
 from . import failure
 from .config import Config
-from .config_model import savings_of, warn_of_memory
+from .config_model import optimizer_of, savings_of, warn_of_memory
 from .data_sources import TrainingData, batches_of, held_out_of, model_directory, training_data
 from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
@@ -153,12 +153,9 @@ def be_deterministic(wished: bool) -> None:
 
 def _engine(config: Config, model: Model, data: TrainingData) -> Engine:
     optim, several = config.optim, len(data.documents) > 1
-    first, second = optim.betas
     return Engine(
-        model, lr=schedule(optim, data.num_steps), betas=(first, second), eps=optim.eps,
-        weight_decay=optim.weight_decay, max_norm=None if optim.max_norm is False else optim.max_norm,
-        router_aux=config.train.router_aux,
-        state_dtype=getattr(torch, optim.state_dtype) if optim.state_dtype else None,
+        model, lr=schedule(optim, data.num_steps), optimizer=optimizer_of(optim),
+        max_norm=None if optim.max_norm is False else optim.max_norm, router_aux=config.train.router_aux,
         loss=BySource(len(data.documents)) if several else losses.cross_entropy,
     )  # fmt: skip
 

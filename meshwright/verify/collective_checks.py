@@ -53,7 +53,8 @@ def c1_collectives(run: Run) -> Findings:
 def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     """The collectives of a step are those of the bill: how many, among whom, how many bytes. So is what is stored."""
     yield from _stored_as_billed(run)
-    mesh, bill = run.model.mesh, step_bill(run.model, tokens, num_batches, run.engine.router.mode, _pictures(run))
+    mesh, optimizer = run.model.mesh, run.engine.optimizer.options
+    bill = step_bill(run.model, tokens, num_batches, run.engine.router.mode, _pictures(run), optimizer)
     due: Counter[tuple[str, tuple[int, ...]]] = Counter()
     paid, due_bytes, paid_bytes = due.copy(), due.copy(), due.copy()
     routed = {charge.what: charge for charge in bill if charge.between}
@@ -132,7 +133,7 @@ def _pictures(run: Run) -> Pictures:
 
 def _stored_as_billed(run: Run) -> Findings:
     rank, due = run.model.mesh.rank, Counter(dict.fromkeys(run.stored, 0))
-    for stored in run.model.need(run.trial.state_dtype).stored(rank):
+    for stored in run.model.need(run.trial.optimizer).stored(rank):
         due[stored.what] += stored.num_bytes
     for what, num_bytes in run.stored.items():
         if num_bytes != due[what]:
@@ -177,8 +178,3 @@ def stored_bytes(engine: Engine) -> dict[str, int]:
     """Between backward and update, when gradients are there."""
     kept = {"parameters": engine.model.stored(), "gradients": engine.model.grads()}
     return {what: sum(t.nbytes for t in tensors.values()) for what, tensors in kept.items()}
-
-
-def moment_bytes(engine: Engine) -> int:
-    """After the first update, which makes the moments."""
-    return sum(m.nbytes for both in engine.optimizer.moments.values() for m in both)

@@ -1,4 +1,4 @@
-"""What can be reckoned without the engine: labels, the mean loss, AdamW, the choice of experts.
+"""What can be reckoned without the engine: labels, the mean loss, the optimizer, the choice of experts.
 
 A mesh is compared with one process of the same code, which cannot see a mistake that both make. So the process itself
 is held against these few lines.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..data import IGNORE
 from ..engine import Engine, Model
-from ..optim.adamw import Settings
+from ..optim import Optimizer
 from ..weights import chosen
 from .diagnose.forward import scores_of, watched_routers
 from .fp8_matmuls import q1_products
@@ -119,70 +119,57 @@ def _routing(model: Model, trial: Trial, notes: Notes) -> Iterator[Finding]:
 
 
 @dataclass
-class _State:
-    """Of one parameter, in float64."""
+class _Parameter:
+    """A whole parameter in float64, and its optimizer state."""
 
     weight: Tensor
-    mean: Tensor
-    square: Tensor
+    state: tuple[Tensor, ...]
 
 
 def o1_updates(
     engine: Engine, before: Mapping[str, Tensor], steps: Sequence[StepOf], notes: Notes
 ) -> Iterator[Finding]:
-    """The updates of one process are those of a plain AdamW: with schedule, clipping by one norm for all, and decay of
-    what has two dims or more."""
+    """Compare the updates of one process with those of the plain optimizer: with schedule, clipping by one norm for
+    all, and decay of what has two dims or more."""
     table, choice = engine.model.table, engine.model.keymap.choice
     twice = {copy.key for param in table for copy in chosen(param, choice).copies}
-    states = {
-        k: _State(w.double(), torch.zeros_like(w).double(), torch.zeros_like(w).double()) for k, w in before.items()
-    }
-    settings, most, worst, where = engine.optimizer.settings, engine.max_norm or float("inf"), 0.0, ""
+    optimizer, most, worst, where = engine.optimizer.options, engine.max_norm or float("inf"), 0.0, ""
+    zeros = {k: tuple(torch.zeros_like(w).double() for _ in optimizer.state_names) for k, w in before.items()}
+    kept = {k: _Parameter(w.double(), zeros[k]) for k, w in before.items()}
     assert callable(engine.lr)
     for number, step in enumerate(steps):
         norm = sum(float(g.double().square().sum()) for k, g in step.grads.items() if k not in twice) ** 0.5
         lrs = (engine.lr(number), engine.lr(number + 1), engine.lr(max(0, number - 1)))
         lr, clip = lrs[0], min(1.0, most / norm) if norm else 1.0
         for key, grad in step.grads.items():
-            state = states[key]
-            make = _maker(state, grad.double(), number + 1, settings)
-            due = make(lr, clip, grad.dim() > 1)
+            make = _maker(optimizer, kept[key], grad.double(), number + 1)
+            due, state = make(lr, clip, grad.dim() > 1)
             off = (step.weights[key] - due).abs().nan_to_num(torch.inf)
             if off.max() > worst * lr:
                 worst, where = off.max().item() / lr, f"{key} after step {number}"
             if not off.max() <= UPDATE * lr:
-                what = f"{int((off > UPDATE * lr).sum())} of {off.numel()} elements end other than in a plain AdamW"
+                plain = f"a plain {type(optimizer).__name__}"
+                what = f"{int((off > UPDATE * lr).sum())} of {off.numel()} elements end other than in {plain}"
                 guess = _guess(make, step.weights[key], lrs, (clip, most / norm), grad.dim() > 1)
                 yield Finding(
                     "O1", key, f"{what} after step {number}, by up to {off.max().item() / lr:.1e} of lr", guess
                 )
-            _advance(state, grad.double() * clip, settings, step.weights[key])
+            # from what the engine has, so that one wrong update is named once
+            kept[key] = _Parameter(step.weights[key].double(), state)
     num = sum(w.numel() for w in before.values()) * len(steps)
     notes.measured(Margin("O1", "updates of elements, in parts of lr", num, worst, UPDATE, where))
 
 
-Make = Callable[[float, float, bool], Tensor]
+Make = Callable[[float, float, bool], tuple[Tensor, tuple[Tensor, ...]]]
 
 
-def _maker(state: _State, grad: Tensor, number: int, settings: Settings) -> Make:
-    """The weight after update `number` (1, 2, ...), for any lr and clip, decayed or not."""
-    (beta1, beta2), eps = settings.betas, settings.eps
+def _maker(optimizer: Optimizer, kept: _Parameter, grad: Tensor, number: int) -> Make:
+    """Return what gives weight and state after update `number` (1, 2, ...), for any lr and clip, decayed or not."""
 
-    def make(lr: float, clip: float, decays: bool) -> Tensor:
-        mean = beta1 * state.mean + (1 - beta1) * grad * clip
-        square = beta2 * state.square + (1 - beta2) * (grad * clip).square()
-        step = (mean / (1 - beta1**number)) / ((square / (1 - beta2**number)).sqrt() + eps)
-        return state.weight * (1 - lr * settings.weight_decay * decays) - lr * step
+    def make(lr: float, clip: float, decays: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return optimizer.plain_update(kept.weight, grad * clip, kept.state, lr=lr, step=number, decays=decays)
 
     return make
-
-
-def _advance(state: _State, grad: Tensor, settings: Settings, weight: Tensor) -> None:
-    """From what the engine has, so that one wrong update is named once."""
-    beta1, beta2 = settings.betas
-    state.mean = beta1 * state.mean + (1 - beta1) * grad
-    state.square = beta2 * state.square + (1 - beta2) * grad.square()
-    state.weight = weight.double()
 
 
 def _guess(make: Make, found: Tensor, lrs: tuple[float, float, float], clips: tuple[float, float], decays: bool) -> str:
@@ -197,4 +184,4 @@ def _guess(make: Make, found: Tensor, lrs: tuple[float, float, float], clips: tu
         "the gradient is clipped twice": make(now, clip * clip, decays),
         "the gradient is scaled to max_norm, though it is smaller": make(now, to_most, decays),
     }
-    return next((what for what, made in mistakes.items() if (found - made).abs().max() <= UPDATE * now), "")
+    return next((what for what, made in mistakes.items() if (found - made[0]).abs().max() <= UPDATE * now), "")

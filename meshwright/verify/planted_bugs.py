@@ -18,7 +18,7 @@ from ..axes import Axes
 from ..engine import engine as engine_module
 from ..errors import ConfigError
 from ..models import decoder
-from ..optim.adamw import AdamW
+from ..optim import LocalOptimizer
 from ..weights import reader as loading
 from .reference import weight_of
 
@@ -67,12 +67,12 @@ def _mean_of_means() -> None:
 
 
 def _update_lost() -> None:
-    real = AdamW.step
+    real = LocalOptimizer.step
 
     def step(self: Any, stored: Any, grads: Any, lr: float) -> None:
         real(self, {name: t.clone() if i == 0 else t for i, (name, t) in enumerate(stored.items())}, grads, lr)
 
-    AdamW.step = step  # type: ignore[method-assign]
+    LocalOptimizer.step = step  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Bug] = {

@@ -17,6 +17,7 @@ from ..engine import Engine, Model, gather, init, load, losses
 from ..mesh import Mesh
 from ..ops import delta, loss
 from ..ops.part_sizes import shrunk_part_sizes
+from ..optim import AdamW, Optimizer
 from ..parallel import Savings
 from ..sharding import Context, Pipeline
 from ..weights import whole_tensors
@@ -68,7 +69,7 @@ class Trial:
     draws: bool = False  # also new weights, which must not depend on the mesh
     fp8: str | None = None  # products in 8 bits
     fp8_skip: Sequence[str] = ()
-    state_dtype: torch.dtype | None = None  # of moments
+    optimizer: Optimizer = AdamW()
     thorough: bool = True  # also a loss with entropy and exports, where they can be
     small_parts: int = 0  # on the ranks of the mesh, times the sizes of parts that cut a tiny model; 0: as in real runs
 
@@ -88,8 +89,8 @@ class Trial:
 
     @property
     def adds_up(self) -> bool:
-        """Whether updates are those of a plain AdamW: it rounds no moments."""
-        return self.is_proof and self.state_dtype is None
+        """Return whether updates are those of the plain optimizer, which rounds no state."""
+        return self.is_proof and self.optimizer.state_dtype is None
 
     @property
     def has_entropy(self) -> bool:
@@ -111,8 +112,8 @@ class Trial:
             fp8_skip=self.fp8_skip,
         )  # fmt: skip
         return Engine(
-            model, lr=lr_of_trial, loss=self.loss, max_norm=MAX_NORM, router_aux=self.router_aux,
-            state_dtype=self.state_dtype,
+            model, lr=lr_of_trial, loss=self.loss, optimizer=self.optimizer, max_norm=MAX_NORM,
+            router_aux=self.router_aux,
         )  # fmt: skip
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:

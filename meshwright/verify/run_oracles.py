@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..mesh import Mesh
-from .collective_checks import c1_collectives, k1_bill, l1_silent_load, moment_bytes, stored_bytes, watching_routes
+from ..sharding import STATE
+from .collective_checks import c1_collectives, k1_bill, l1_silent_load, stored_bytes, watching_routes
 from .entropy import backward_with_entropy, h1_entropy
 from .exports import e2_exports
 from .fp8_cost import p1_price
@@ -98,7 +99,7 @@ def _steps(run: Run, store: Store | None) -> None:
         with recorder if first else nullcontext():
             engine.update()
         if first:
-            run.stored["moments"] = moment_bytes(engine)
+            run.stored[STATE] = engine.optimizer.num_bytes
         notes.found("U1", u1_update(run, step, before, pushed))
         notes.found("G2", g2_replicas(run))
     run.stepping = recorder.seen

@@ -23,10 +23,11 @@ from ..errors import ConfigError, MeshError, RankError, counted
 from ..log import quiet
 from ..mesh import Mesh
 from ..models import text_config
-from ..ops import int8_state
 from ..ops.fp8_matmul import BLOCK
+from ..optim import AdamW
+from ..optim.int8_state import BLOCK as STATE_BLOCK
 from ..parallel import Savings
-from ..plan import TINY, Say, check_devices, check_layout, check_memory, coded_in, find, reasons, undivided
+from ..plan import TINY, Say, check_devices, check_layout, check_memory, find, reasons, undivided
 from ..sharding import Context, Pipeline
 from ..weights import of_table
 from .collective_checks import silent
@@ -132,15 +133,16 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.plant:
         check_felt(options.plant, axes, training=options.kind != WEIGHTS)
     runs = blueprint = _found(model, options, weights=False, say=say)
-    check_layout(blueprint, axes, 2 * axes.pp, coded_in(blueprint, options.state_dtype))
+    optimizer = AdamW(state_dtype=options.state_dtype)
+    check_layout(blueprint, axes, 2 * axes.pp, optimizer)
     if refused := undivided(options.savings, asdict(axes)):
         raise MeshError(reasons(refused))
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
         runs = _small(blueprint, axes, options)
-        check_layout(runs, axes, None, coded_in(runs, options.state_dtype))
-    if options.state_dtype == torch.uint8 and not coded_in(runs, torch.uint8):
+        check_layout(runs, axes, None, optimizer)
+    if options.state_dtype == torch.uint8 and not optimizer.quantised(runs.table, runs.table.params):
         raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
     check_memory(runs, axes, widest, options.device, model, training=training)
     if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
@@ -167,7 +169,7 @@ def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
         placed, low = blueprint.run_by(pipeline).in_context(options.context), of_all.spec.fp8
         return placed.in_fp8(name for name in placed.table.params if name in low)  # it lacks some layers
 
-    block = BLOCK if options.fp8 else int8_state.BLOCK if options.state_dtype == torch.uint8 else 0
+    block = BLOCK if options.fp8 else STATE_BLOCK if options.state_dtype == torch.uint8 else 0
     small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=block)
     if options.device == "cpu" and not block:
         with contextlib.suppress(ConfigError):
@@ -248,7 +250,7 @@ def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
         source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
         savings=savings_of(plan, dtype), context=plan.options.context,
         router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
-        fp8_skip=plan.runs.spec.fp8_left_out, state_dtype=plan.options.state_dtype,
+        fp8_skip=plan.runs.spec.fp8_left_out, optimizer=AdamW(state_dtype=plan.options.state_dtype),
         train=("**",) if small else trainable(plan.blueprint),
         small_parts=_small_parts(plan, dtype) if small else 0,
     )  # fmt: skip
@@ -301,7 +303,8 @@ def given_to(trial: Trial) -> str:
     """Return the options that differ from the defaults, as `mw.Savings` and `mw.Engine` take them."""
     given, plain = asdict(trial.savings), asdict(Savings())
     texts = [f"{name}={value!r}" for name, value in given.items() if value != plain[name]]
-    return ", ".join([*texts, *([f"state_dtype={trial.state_dtype}"] if trial.state_dtype else [])])
+    state = trial.optimizer.state_dtype
+    return ", ".join([*texts, *([f"state_dtype={state}"] if state else [])])
 
 
 def asked_of(trial: Trial) -> list[str]:

@@ -10,17 +10,28 @@ exponential moving average would never change again once a step moves it by less
 are a hash of the position in the whole matrix and of the step, not drawn from a generator: the same bits on every mesh,
 and after a restart.
 
+A cut by rows never splits a block, and a cut by columns must fall between two. Scales are declared like a parameter of
+their own, with a column for each block, and are cut as the matrix is: whatever places, writes or reads pieces handles
+scales without special cases.
+
 Shapes: R rows, C columns, B blocks of a row, K elements of a block.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..axes import Axes
+from ..errors import LayoutError
+from ..sharding import Param, ShardingSpec, Table, local_sizes, plain, tp_sizes
 
 BLOCK = 256
 SCALES = ".scales"  # suffix of a matrix's name, for its scales
@@ -98,7 +109,7 @@ def _level_by_high_bits(code: Code, device: torch.device) -> Tensor:
     No float with those bits is two levels higher.
     """
     smallest = (torch.arange(_ONE + 1, dtype=torch.int32) << 16).view(torch.float32)
-    indices = torch.bucketize(smallest, levels(code, torch.device("cpu")), right=True, out_int32=True) - 1
+    indices = torch.bucketize(smallest, levels(code, smallest.device), right=True, out_int32=True) - 1
     return indices.clamp_(0, code.num - 1).to(device)
 
 
@@ -140,3 +151,71 @@ def _splitmix64(x: Tensor) -> Tensor:
 def _signed(bits: int) -> int:
     """Reinterpret 64 bits as the int64 that torch has."""
     return ((bits & ((1 << 64) - 1)) ^ (1 << 63)) - (1 << 63)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the stored rows of a matrix lie in the whole one: `rows` gives their numbers on a device."""
+
+    rows: Callable[[torch.device], Tensor]
+    first_col: int
+
+
+def zero_codes(name: str, stored: Tensor, num_states: int) -> dict[str, tuple[Tensor, ...]]:
+    """Return zero state for a stored matrix, and its scales under `NAME.scales`."""
+    grid = (len(stored), num_blocks(stored.shape[1]))
+    return {
+        name: tuple(torch.zeros_like(stored, dtype=torch.uint8) for _ in range(num_states)),
+        name + SCALES: tuple(stored.new_zeros(grid, dtype=torch.float32) for _ in range(num_states)),
+    }
+
+
+def seed_of(name: str, which: int, step: int) -> int:
+    """Return the seed of the dice for state number `which` of a parameter in a step."""
+    return zlib.crc32(name.encode()) | which << 32 | step << 33
+
+
+def is_quantised(param: Param) -> bool:
+    """Tell whether 8-bit state would quantise a parameter, on every mesh alike: a matrix with a whole block in each
+    row. Narrower ones, and vectors, would save little."""
+    return bool(param.cols) and param.matrix[1] >= BLOCK
+
+
+def names_of_scales(quantised: Iterable[str]) -> list[str]:
+    return [name + SCALES for name in quantised]
+
+
+def with_scales(table: Table, quantised: Iterable[str]) -> Table:
+    """Return a table that declares the scales of these parameters too."""
+    scales = [_scales_of(table[name]) for name in quantised]
+    return replace(table, params={**table.params, **{param.name: param for param in scales}})
+
+
+def _scales_of(param: Param) -> Param:
+    """Declare the scales of a matrix. The first column dim, which a mesh may cut, becomes the dim of the blocks."""
+    name, cols = param.name + SCALES, param.matrix[1]
+    blocks = {next(iter(param.cols)): num_blocks(cols)}
+    shape = (*param.rows.values(), num_blocks(cols))
+    return replace(param, name=name, cols=blocks, layouts=(plain(name, shape, len(param.rows)),), group="")
+
+
+def check_blocks(spec: ShardingSpec, axes: Axes, quantised: Sequence[str], instead: str) -> None:
+    """Refuse a mesh that cuts a block. `instead`: another fix, for the message."""
+    misfit = _misfit(spec, axes.tp, quantised)
+    if misfit:
+        choices = ", ".join(str(n) for n in tp_sizes(spec) if not _misfit(spec, n, quantised))
+        raise LayoutError(
+            f"8-bit optimizer state has blocks of {BLOCK} columns, but with tp={axes.tp} a rank has {misfit}; "
+            f"choose tp from {choices}, or {instead}"
+        )
+
+
+def _misfit(spec: ShardingSpec, tp: int, quantised: Iterable[str]) -> str:
+    """Describe what a rank has instead of whole blocks; empty if it has whole ones."""
+    for param in map(spec.table.__getitem__, quantised):
+        local = local_sizes(param, spec.rules, Axes(tp=tp))
+        cut_dims = [dim for dim in param.cols if local[dim] != param.cols[dim]]
+        num_cols = prod(local[dim] for dim in param.cols)
+        if cut_dims and (num_cols % BLOCK or cut_dims != [next(iter(param.cols))]):
+            return f"{num_cols} of the {param.matrix[1]} columns of {param.name}"
+    return ""

@@ -1,0 +1,119 @@
+"""The protocol of an optimizer. A new optimizer is one subclass of `Optimizer`, in one file.
+
+The engine, checkpoints, state dicts, `convert`, plans, the memory bill and oracle O1 read these members and name no
+optimizer: which state a parameter has, in which dtype, what an update does, and what it should have done.
+
+A rank stores rows of each matrix (decision 0002), and `update` gets just these, as flat slices. Elementwise optimizers
+need no more. One that looks at a whole matrix, such as Muon (arXiv 2502.16982), says `needs_whole_matrix`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..axes import Axes
+from ..errors import ConfigError
+from ..sharding import Charge, Param, Rules, Table
+from .int8_state import Code, is_quantised, num_blocks
+from .whole_matrices import WholeMatrices, gatherings
+
+_WIDE = (torch.float32, torch.bfloat16)
+
+
+def within(value: object, low: float, high: float = math.inf) -> bool:
+    """Return whether `value` is a number of at least `low` and below `high`; NaN is not."""
+    return isinstance(value, int | float) and low <= value < high
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Slices of local pieces that one call updates in place. The lists belong together by index.
+
+    All tensors of one call have one dtype and one device. `state` has a list for each of `Optimizer.state_names`.
+    Large pieces are cut, so slices are flat; an optimizer with `needs_whole_matrix` gets uncut pieces, empty ones too,
+    and `matrices` to gather whole ones by name.
+    """
+
+    names: list[str]
+    params: list[Tensor]
+    grads: list[Tensor]
+    state: tuple[list[Tensor], ...]
+    matrices: WholeMatrices | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(ABC):
+    """Options of an optimizer, its state and its update.
+
+    `state_dtype`: of all state tensors, as stored. None: that of the parameters. torch.bfloat16 widens a slice at a
+    time for the update; torch.uint8 quantises matrices, where `codes` says how.
+    """
+
+    state_names: ClassVar[tuple[str, ...]]  # of the tensors of each parameter: the folders of a checkpoint
+    codes: ClassVar[tuple[Code, ...]] = ()  # of each state tensor, how it is quantised to 8 bits; none: it cannot be
+    needs_whole_matrix: ClassVar[bool] = False  # an update then gathers each matrix once, which `charges` bills
+
+    state_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        known = (*_WIDE, torch.uint8) if self.codes else _WIDE
+        if self.state_dtype not in (None, *known):
+            raise ConfigError(
+                f"state_dtype={self.state_dtype} is not offered; choose from {', '.join(map(str, known))}"
+            )
+
+    @abstractmethod
+    def update(self, slices: Slices, *, lr: float, step: int, decays: bool) -> None:
+        """Update parameters and state in place. `step` is 1 in the first update. `decays`: not norms and biases."""
+
+    @abstractmethod
+    def plain_update(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the new weight and state of one whole parameter, from the textbook formula: oracle O1 compares the
+        engine with it, in float64. So it shares no code with `update`."""
+
+    def charges(self, trained: Iterable[Param], rules: Rules, axes: Axes, itemsize: int) -> list[Charge]:
+        """Return the collectives that an update adds to the bill of a step. `trained`: what a rank holds pieces of."""
+        sums = gatherings(trained, rules, axes, itemsize) if self.needs_whole_matrix else []
+        return [Charge.of(each) for each in sums]
+
+    @property
+    def label(self) -> str:
+        """The name of the state in plans."""
+        return f"state of {type(self).__name__}"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options as a checkpoint records them, in JSON: its format calls the dtype of state `state`."""
+        options = asdict(self)
+        dtype = options.pop("state_dtype")
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()} | {"state": str(dtype)}
+
+    def quantised(self, table: Table, trained: Iterable[str]) -> tuple[str, ...]:
+        """Return the parameters whose state is quantised to 8 bits. Each has scales, `NAME.scales`."""
+        if self.state_dtype != torch.uint8:
+            return ()
+        return tuple(name for name in trained if is_quantised(table[name]))
+
+    def wide_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Return the dtype of state that is not quantised, of parameters stored in `stored`."""
+        return stored if self.state_dtype in (None, torch.uint8) else self.state_dtype
+
+    def state_bytes(self, stored: torch.dtype, param: Param, shape: Sequence[int]) -> int:
+        """Return the bytes of all state of a piece of a parameter, scales among them."""
+        numel = math.prod(shape)
+        if self.state_dtype != torch.uint8 or not is_quantised(param):
+            return len(self.state_names) * numel * self.wide_dtype(stored).itemsize
+        return len(self.state_names) * (numel + shape[0] * num_blocks(shape[1]) * torch.float32.itemsize)
+
+    def least_bytes(self, table: Table, stored: torch.dtype) -> int:
+        """Return the least bytes of state that any element of a model has."""
+        each = 1 if self.quantised(table, table.params) else self.wide_dtype(stored).itemsize
+        return len(self.state_names) * each

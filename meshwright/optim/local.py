@@ -1,0 +1,193 @@
+"""An optimizer at work on the pieces of one rank: its state, and updates slice by slice, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.part_sizes import part_size
+from .base import Optimizer, Slices
+from .int8_state import BLOCK, SCALES, Place, decode, dice, encode, num_blocks, seed_of, zero_codes
+from .whole_matrices import WholeMatrices
+
+# elements that are updated together: narrow state is widened a part at a time
+_PART = part_size(__name__, "_PART", 1 << 24, small=1001)
+# elements that are quantised together, which takes a dozen buffers of their size
+_CODES = part_size(__name__, "_CODES", 1 << 22, small=701)
+# buffers that stay in the cache: larger ones took four times as long
+_CODES_HOST = part_size(__name__, "_CODES_HOST", 1 << 19, small=701)
+
+Slice = tuple[str, slice | None]  # of a parameter, flat; None: all of it
+State = dict[str, tuple[Tensor, ...]]  # by parameter, a tensor for each of `Optimizer.state_names`
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one call updates. `live`: state is updated where it is stored; else it is widened for the call."""
+
+    slices: list[Slice]
+    decays: bool
+    live: bool
+
+
+class LocalOptimizer:
+    """Optimizer state of the trained parameters of one rank. Each step gets the parameters themselves and updates them
+    in place, where the next forward reads.
+
+    `quantised`: the matrices with 8-bit state. Their state is `uint8`, and its scales are under `NAME.scales`.
+    """
+
+    def __init__(
+        self, options: Optimizer, decayed: Container[str], quantised: Mapping[str, Place] | None = None,
+        matrices: WholeMatrices | None = None,
+    ) -> None:  # fmt: skip
+        self.options, self.decayed, self.steps, self.quantised = options, decayed, 0, quantised or {}
+        self.matrices = matrices  # of an optimizer that needs whole ones
+        self.state: State = {}  # made by the first step: until then it takes no memory
+        self._updated: list[str] = []  # names, by the last step
+        self._parts: list[Part] = []  # of one step: made again only where a step updates other parameters
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensors in self.state.values() for tensor in tensors)
+
+    def by_name(self, state: State) -> dict[str, dict[str, Tensor]]:
+        """Return state by the name of each tensor, and then by parameter."""
+        return {
+            name: {param: tensors[at] for param, tensors in state.items()}
+            for at, name in enumerate(self.options.state_names)
+        }
+
+    def make_state(self, stored: Mapping[str, Tensor]) -> None:
+        """Make missing state. An empty piece has none, unless whole matrices are gathered."""
+        missing = {name: t for name, t in stored.items() if name not in self.state}
+        self.state |= self.new_state(missing)
+        if self.options.needs_whole_matrix:
+            self.state |= self.new_state(missing, empty=True)
+
+    def new_state(self, stored: Mapping[str, Tensor], *, empty: bool = False) -> State:
+        """Return zeros for all pieces that are not empty. `empty`: for the empty ones alone."""
+        made, num = State(), len(self.options.state_names)
+        for name, tensor in stored.items():
+            if empty == bool(tensor.numel()):
+                continue
+            if name in self.quantised:
+                made |= zero_codes(name, tensor, num)
+            else:
+                dtype = self.options.wide_dtype(tensor.dtype)
+                made[name] = tuple(torch.zeros_like(tensor, dtype=dtype) for _ in range(num))
+        return made
+
+    @torch.no_grad()
+    def step(self, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
+        """Update the stored pieces of the parameters that have gradients."""
+        whole = self.options.needs_whole_matrix  # a rank with an empty piece takes part in gathering
+        stored = {name: t for name, t in stored.items() if name in grads and (whole or t.numel())}
+        self.make_state(stored)
+        if self._updated != [*stored]:
+            self._updated, self._parts = [*stored], list(self._divided(stored))
+        for part in self._parts:
+            self._update(part, stored, grads, lr)
+        self.steps += 1
+
+    def _divided(self, stored: Mapping[str, Tensor]) -> Iterator[Part]:
+        for decays in (True, False):
+            some = {name: t for name, t in stored.items() if (name in self.decayed) == decays}
+            uncut: Iterator[list[Slice]] = ([(name, None)] for name in some)
+            for slices in uncut if self.options.needs_whole_matrix else _parts(some, self.quantised):
+                yield Part(slices, decays, all(self._is_live(name, at, stored[name]) for name, at in slices))
+
+    def _is_live(self, name: str, at: slice | None, stored: Tensor) -> bool:
+        is_wide = all(each.dtype == stored.dtype for each in self.state[name])
+        return at is None and name not in self.quantised and is_wide
+
+    def _update(self, part: Part, stored: Mapping[str, Tensor], grads: Mapping[str, Tensor], lr: float) -> None:
+        views = [_of(stored[name], at) for name, at in part.slices]
+        state = [self.state[n] for n, _ in part.slices] if part.live else list(map(self._wide, part.slices, views))
+        of_views = [_of(grads[name].contiguous(), at) for name, at in part.slices]
+        by_name = tuple([each[at] for each in state] for at in range(len(self.options.state_names)))
+        slices = Slices([name for name, _ in part.slices], views, of_views, by_name, self.matrices)
+        self.options.update(slices, lr=lr, step=self.steps + 1, decays=part.decays)
+        for (name, at), wide in [] if part.live else zip(part.slices, state, strict=True):
+            self._keep(name, at, wide, self.steps)
+
+    def _wide(self, of: Slice, like: Tensor) -> Sequence[Tensor]:
+        """Return the state of a slice in the dtype of the parameter: live memory, if it is kept in this dtype."""
+        name, at = of
+        if name not in self.quantised:
+            kept: Sequence[Tensor] = self.state[name]
+            if at is not None:
+                kept = [_of(each, at) for each in kept]
+            return kept if not kept or kept[0].dtype == like.dtype else [each.to(like.dtype) for each in kept]
+        assert at is not None
+        rows = self._rows(name, at)
+        quantised = zip(self.state[name], self.state[name + SCALES], self.options.codes, strict=True)
+        wide = [decode(codes[rows], scales[rows], code) for codes, scales, code in quantised]
+        return [each.contiguous().view(like.shape).to(like.dtype) for each in wide]
+
+    def _keep(self, name: str, at: slice | None, wide: Sequence[Tensor], step: int) -> None:
+        if name in self.quantised:
+            assert at is not None
+            self._encode(name, self._rows(name, at), wide, step)
+            return
+        kept = self.state[name]
+        for narrow, each in zip(kept, wide, strict=True):
+            if narrow.dtype != each.dtype:
+                _of(narrow, at).copy_(each)
+
+    def _encode(self, name: str, rows: slice, wide: Sequence[Tensor], step: int) -> None:
+        first, place = self.state[name][0], self.quantised[name]
+        width, numbers = first.shape[1], place.rows(first.device)[rows]
+        num_cols = num_blocks(width) * BLOCK
+        for which, (each, code) in enumerate(zip(wide, self.options.codes, strict=True)):
+            random = dice(seed_of(name, which, step), numbers, place.first_col, num_cols)
+            new = encode(each.view(-1, width), code, random)
+            for kept, values in zip((name, name + SCALES), new, strict=True):
+                self.state[kept][which][rows] = values
+
+    def _rows(self, name: str, at: slice) -> slice:
+        """Return the rows of a slice of whole rows."""
+        width = self.state[name][0].shape[1]
+        return slice(at.start // width, at.stop // width)
+
+    def encode(self, name: str, wide: Sequence[Tensor]) -> None:
+        """Quantise state that comes from elsewhere, as if the last step had made it."""
+        for at in _slices(wide[0].numel(), _size(wide[0])):
+            self._keep(name, at, [each.view(-1)[at] for each in wide], self.steps - 1)
+
+
+def _of(tensor: Tensor, at: slice | None) -> Tensor:
+    """Return some elements of a tensor, flat; the tensor itself, if these are all: a view takes the host longer than
+    its update takes."""
+    return tensor if at is None else tensor.view(-1)[at]
+
+
+def _size(tensor: Tensor) -> int:
+    """Return how many elements of a quantised matrix are updated together: whole rows."""
+    width, most = tensor.shape[1], min(_PART, _CODES_HOST if tensor.is_cpu else _CODES)
+    return max(most - most % width, width)
+
+
+def _parts(stored: Mapping[str, Tensor], quantised: Container[str] = ()) -> Iterator[list[Slice]]:
+    """Yield slices of flat parameters of one dtype and device: at most `_PART` elements together, or one row of a
+    quantised matrix."""
+    part: list[Slice] = []
+    left, kind = 0, None
+    for name, view in stored.items():
+        num, its_kind = view.numel(), (view.device, view.dtype)
+        for at in _slices(num, _size(view)) if name in quantised else _slices(num, _PART) if num > _PART else (None,):
+            size = num if at is None else at.stop - at.start
+            if part and (size > left or its_kind != kind):
+                yield part
+                part = []
+            left, kind = (left if part else _PART) - size, its_kind
+            part.append((name, at))
+    if part:
+        yield part
+
+
+def _slices(num: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, num)) for start in range(0, num, size))

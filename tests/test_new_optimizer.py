@@ -1,0 +1,204 @@
+"""A new optimizer is one file: two toys are defined here, and everything takes them without another line.
+
+SGD has one state tensor, so nothing may count on the two moments of AdamW. `Normalised` looks at whole matrices, so an
+update gathers what other ranks hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.axes import Axes
+from meshwright.blueprint import draw
+from meshwright.checkpoint import opened_at, summary
+from meshwright.cli import main
+from meshwright.optim import Slices
+from meshwright.plan import Figures, work_of
+from meshwright.plan.terminal import plan_json
+from meshwright.plan.wording import kind
+from tests import tiny, trials, worlds
+from tests.test_checkpoint_broken import error_of
+from tests.trials import build, mine
+from tests.words import words
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(mw.Optimizer):
+    """SGD with momentum, as torch.optim.SGD has it."""
+
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    momentum: float = 0.9
+
+    def update(self, slices: Slices, *, lr: float, step: int, decays: bool) -> None:
+        (buffers,) = slices.state
+        torch._foreach_mul_(buffers, self.momentum)
+        torch._foreach_add_(buffers, slices.grads)
+        torch._foreach_add_(slices.params, buffers, alpha=-lr)
+
+    def plain_update(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        buffer = self.momentum * state[0] + grad
+        return weight - lr * buffer, (buffer,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalised(mw.Optimizer):
+    """Each matrix goes against its gradient, divided by the norm of that: no state, but the whole matrix."""
+
+    state_names: ClassVar[tuple[str, ...]] = ()
+    needs_whole_matrix: ClassVar[bool] = True
+
+    def update(self, slices: Slices, *, lr: float, step: int, decays: bool) -> None:
+        assert slices.matrices is not None
+        for name, param, grad in zip(slices.names, slices.params, slices.grads, strict=True):
+            if param.dim() == 1:
+                param.sub_(grad, alpha=lr)
+                continue
+            whole = slices.matrices.gather(name, grad)
+            norms = whole.square().sum((1, 2), keepdim=True).sqrt() + 1e-3
+            param.sub_(slices.matrices.own(name, whole / norms), alpha=lr)
+
+    def plain_update(
+        self, weight: Tensor, grad: Tensor, state: Sequence[Tensor], *, lr: float, step: int, decays: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return weight - lr * (grad / (grad.norm() + 1e-3) if grad.dim() > 1 else grad), ()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.directory(tmp_path_factory.mktemp("m"), "qwen3_moe", num_hidden_layers=2)
+
+
+def trained(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Tensor], int, int]:
+    """Three steps, saved after the second: weights at the end, bytes of state, and those that were billed."""
+    engine = build(source, mesh, optimizer=SGD())
+    for _ in range(2):
+        engine.step(mine(engine))
+    mw.save(engine, out / "runs")
+    dcp.save(engine.state_dict(), checkpoint_id=out / "dcp")
+    engine.step(mine(engine))
+    stored = engine.model.need(SGD()).stored(engine.model.mesh.rank)
+    [billed] = [each.num_bytes for each in stored if each.what == "moments"]
+    return mw.gather(engine.model), engine.optimizer.num_bytes, billed
+
+
+def by_torch(source: Path) -> dict[str, Tensor]:
+    """The same by torch.optim.SGD, on whole tensors."""
+    engine = build(source, {}, optimizer=SGD(), max_norm=None)
+    plain = {name: torch.nn.Parameter(whole.double()) for name, whole in mw.gather(engine.model).items()}
+    sgd = torch.optim.SGD(plain.values(), lr=1e-2, momentum=0.9)
+    for _ in range(3):
+        engine.backward(mine(engine))
+        for name, grad in mw.gather(engine.model, "grad").items():
+            plain[name].grad = grad
+        engine.update()
+        sgd.step()
+    ours = mw.gather(engine.model)  # rounded to the dtype of the files
+    return {name: parameter.detach().to(ours[name].dtype) - ours[name] for name, parameter in plain.items()}
+
+
+def resumed(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], str, str]:
+    """From the checkpoint, from torch's, from both with another optimizer: weights after the third step, errors."""
+    engine, by_dcp = (build(source, mesh, optimizer=SGD()) for _ in range(2))
+    mw.resume(engine, out / "runs")
+    state = by_dcp.state_dict()
+    dcp.load(state, checkpoint_id=out / "dcp")
+    by_dcp.load_state_dict(state)
+    for each in (engine, by_dcp):
+        each.step(mine(each))
+    adamw = build(source, mesh)
+    errors = [error_of(lambda: mw.resume(adamw, out / "runs")), error_of(lambda: adamw.load_state_dict(state))]
+    return mw.gather(engine.model), mw.gather(by_dcp.model), *errors
+
+
+@pytest.fixture(scope="module")
+def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    out = tmp_path_factory.mktemp("saved")
+    return out, worlds.run(2, trained, source, dict(cp=2), out)  # one data rank, as tp=2 has
+
+
+def test_it_trains_as_by_torch(source: Path) -> None:
+    [off] = worlds.run(1, by_torch, source)
+    assert max(float(each.abs().max()) for each in off.values()) < 1e-7
+
+
+def test_it_goes_on_on_another_mesh(source: Path, saved: tuple[Path, Any]) -> None:
+    out, found = saved
+    for ours, by_dcp, *errors in worlds.run(2, resumed, source, dict(tp=2), out):
+        for name in ours:
+            torch.testing.assert_close(ours[name], found[0][0][name], rtol=2e-7, atol=1e-9)  # rounded to float32
+            assert torch.equal(ours[name], by_dcp[name])
+        assert re.search(words("CheckpointError", "momentum_buffer", "AdamW", "exp_avg", "optimizer="), errors[0])
+        assert re.search(words("CheckpointError", "exp_avg|momentum_buffer"), errors[1])
+
+
+def test_a_checkpoint_has_its_state(source: Path, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    out, _ = saved
+    step = "step-000002"
+    held = summary(opened_at(out / "runs" / step))
+    assert {*held["planes"]} == {"weights", "master", "momentum_buffer"}
+    assert held["planes"]["momentum_buffer"]["tensors"] == held["planes"]["weights"]["tensors"]
+    assert held["settings"] | {"momentum": 0.9, "state": "None"} == held["settings"]
+    assert "betas" not in held["settings"]
+    assert main(["convert", str(out / "runs"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    convert = ["convert", str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "meshwright", "--like", str(source)]
+    assert main(convert) == 0
+    files = sorted((out / "runs" / step / "momentum_buffer").glob("*.safetensors"))
+    assert files
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "back" / step / "momentum_buffer" / file.name).read_bytes()
+
+
+def test_its_bytes_are_billed_and_planned(source: Path, saved: tuple[Path, Any]) -> None:
+    for _, held, billed in saved[1]:
+        assert held == billed
+    blueprint = draw(json.loads((source / "config.json").read_text()))
+    figures, plain = (
+        Figures("it", blueprint, Axes(fsdp=2), work_of(Axes(fsdp=2), 64, 1), optimizer=optimizer)
+        for optimizer in (SGD(), mw.AdamW())
+    )
+    planned, of_adamw = (plan_json(each, {})["memory"][0]["bytes"]["moments"] for each in (figures, plain))
+    assert 2 * planned == of_adamw > 0
+    assert (kind("moments", figures), kind("moments", plain)) == ("state of SGD", "moments of AdamW")
+
+
+@pytest.mark.parametrize("mesh", [dict(fsdp=2), dict(tp=2)], ids=trials.named)
+@pytest.mark.parametrize("optimizer", [SGD(), Normalised()], ids=["SGD", "Normalised"])
+def test_oracles_take_it(source: Path, mesh: dict[str, int], optimizer: mw.Optimizer) -> None:
+    """O1 compares updates with the plain one, U1 the mesh with one process, K1 bytes and collectives with the bill."""
+    tried = replace(trials.trial(source, mesh), optimizer=optimizer)
+    of_one = trials.reference(tried).notes
+    assert not of_one.findings
+    assert "O1" in {margin.oracle for margin in of_one.margins}
+    assert trials.findings(tried) == []
+
+
+@pytest.mark.parametrize("names", [("weights",), ("counters",), ("a", "a"), ("a/b",)], ids=str)
+def test_names_of_state_are_told_from_others(source: Path, names: tuple[str, ...]) -> None:
+    [error] = worlds.run(1, refused, source, names)
+    assert re.search(words("ConfigError", "state_names of Other", names[-1]), error)
+
+
+def refused(source: Path, names: tuple[str, ...]) -> str:
+    class Other(SGD):
+        state_names = names
+
+    return error_of(lambda: build(source, {}, optimizer=Other()))
+
+
+def test_narrow_state_is_for_every_optimizer_and_8_bits_for_those_with_codes() -> None:
+    assert SGD(state_dtype=torch.bfloat16).wide_dtype(torch.float32) == torch.bfloat16
+    with pytest.raises(mw.ConfigError, match=words(r"state_dtype=torch\.uint8", r"torch\.bfloat16")):
+        SGD(state_dtype=torch.uint8)
