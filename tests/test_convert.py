@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no --like": (["{made}/dcp", "{out}", "--to", "hf"], words("--like")),
     "another model": (["{made}/dcp", "{out}", "--to", "hf", "--like", "{other}"], words("lacks|is", "same model")),
     "the same kind": (["{made}/hf", "{out}", "--to", "hf"], words("already", "copy")),
-    "no moments": (["{made}/hf", "{out}", "--to", "meshwright"], words("no moments", r"mw\.resume")),
+    "no optimizer state": (["{made}/hf", "{out}", "--to", "meshwright"], words("no optimizer state", r"mw\.resume")),
     "a dtype for torch": (["{made}/ours", "{out}", "--to", "dcp", "--dtype", "float32"], words("--dtype")),
     "a target that is there": (["{made}/ours", "{made}/hf", "--to", "hf"], words("not empty")),
     "nothing there": (["{out}/nowhere", "{out}", "--to", "hf"], words("nowhere")),
