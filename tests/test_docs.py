@@ -97,7 +97,7 @@ def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
 def shown(default: object) -> str:
     if isinstance(default, FunctionType):
         return f"mw.losses.{default.__name__}"
-    for made in (mw.Savings(), mw.Pipeline(), mw.Context()):
+    for made in (mw.MemoryOptions(), mw.Pipeline(), mw.ContextParallel()):
         if default == made:
             return f"mw.{type(made).__name__}()"
     return f'"{default}"' if isinstance(default, str) else repr(default)

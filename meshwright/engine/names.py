@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import NoReturn, ParamSpec, TypeVar
+from dataclasses import fields
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ..errors import ConfigError
 
@@ -30,8 +32,8 @@ OF_MODEL = {
     "generate": _SAMPLE,
     "push_to_hub": _UPLOAD,
     "resize_token_embeddings": "sizes are those of the files; resize with transformers before mw.load",
-    "gradient_checkpointing_enable": "mw.load(..., savings=mw.Savings(recompute='full'))",
-    "compile": "mw.load(..., savings=mw.Savings(compiled=True))",
+    "gradient_checkpointing_enable": "mw.load(..., memory=mw.MemoryOptions(recompute='full'))",
+    "compile": "mw.load(..., memory=mw.MemoryOptions(compiled=True))",
     "requires_grad_": "train= of mw.load",
 }
 OF_ENGINE = {
@@ -84,9 +86,10 @@ def refuse(owner: str, instead: Mapping[str, str], name: str, of: object) -> NoR
 
 
 def refusing_arguments(
-    owner: str, instead: Mapping[str, str]
+    owner: str, instead: Mapping[str, str], options: type[Any] | None = None
 ) -> Callable[[Callable[Given, Returned]], Callable[Given, Returned]]:
-    """Of a function: arguments that users know from other libraries. Any other unknown one is left to Python."""
+    """Refuse arguments of a function that users know from other libraries; any other unknown one is left to Python.
+    `options`: the dataclass whose fields its `**fields` are, which `help()` then spells out."""
 
     def refusing_them(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
         @functools.wraps(function)
@@ -96,6 +99,14 @@ def refusing_arguments(
                     raise ConfigError(f"mw.{owner} has no {name!r}; instead: {instead[name]}")
             return function(*args, **named)
 
+        if options is not None:
+            vars(call)["__signature__"] = _spelled_out(inspect.signature(function), options)
         return call
 
     return refusing_them
+
+
+def _spelled_out(own: inspect.Signature, options: type[Any]) -> inspect.Signature:
+    *kept, _ = own.parameters.values()
+    more = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in fields(options)]
+    return own.replace(parameters=[*kept, *more])

@@ -11,8 +11,8 @@ from ..axes import Axes
 from ..blueprint import Blueprint
 from ..errors import MeshError, counted
 from ..mesh import Memory
-from ..parallel import Savings, check_late, gathers_wide
-from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_low, storage
+from ..recipe import LATE, Pipeline
+from ..sharding import GRADIENTS, HELD, Held, ShardingSpec, Stored, Widths, gathered_low, storage
 from .simulate import Known, Passing, most_held
 
 _MOST = 4096  # the largest fsdp that is tried as a way out
@@ -67,23 +67,23 @@ def widths_of(compute: torch.dtype, state: torch.dtype | None = None) -> Widths:
     return Widths(stored.itemsize, compute.itemsize, moment.itemsize)
 
 
-def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:
-    """What a run leaves open of its pipeline is decided by the least memory that any rank has. Without one, nothing of
-    it holds."""
-    pipeline, traffic = blueprint.spec.pipeline, savings.traffic
+def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, device_bytes: int) -> Blueprint:
+    """Decide whether a pipeline holds what it gathers, where its options leave that open: by the least memory that any
+    rank has. Without pipeline stages, drop the options of a pipeline."""
+    pipeline, memory = blueprint.recipe.pipeline, blueprint.recipe.memory
     if axes.pp == 1:
-        return blueprint.run_by(Pipeline(), traffic)
-    check_late(pipeline, savings)
+        return blueprint.with_options(pipeline=Pipeline())
+    blueprint.recipe.check_schedule()
     if pipeline.hold is not None:
         return blueprint
-    held = blueprint.run_by(replace(pipeline, hold=True), traffic)
+    held = blueprint.with_options(pipeline=replace(pipeline, hold=True))
     trained = frozenset(blueprint.table.params)
-    low = gathered_low(held.spec, trained, wide=gathers_wide(savings))
-    stored = Need(held.spec, axes, Held(widths_of(compute), trained, savings.offload, low=low)).stored()
+    low = gathered_low(held.spec, trained, wide=memory.gathers_wide)
+    stored = Need(held.spec, axes, Held(widths_of(compute), trained, memory.offload, low=low)).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
     if pipeline.schedule in LATE or 3 * once < device_bytes:
         return held
-    return blueprint.run_by(replace(pipeline, hold=False), traffic)
+    return blueprint.with_options(pipeline=replace(pipeline, hold=False))
 
 
 def refuse_too_large(need: Need, memory: Memory) -> None:
@@ -122,13 +122,13 @@ def choices(need: Need, memory: Memory) -> list[str]:
     if enough is not None:
         found.append(f"fsdp={enough.fsdp} ({counted(enough.world, 'rank')})")
     passing = need.passing
-    if passing is not None and passing.savings.recompute != "full":
-        light = replace(need, passing=replace(passing, savings=replace(passing.savings, recompute="full")))
-        found += ['Savings(recompute="full")'] if fits(light.stored(), memory) else []
+    if passing is not None and passing.memory.recompute != "full":
+        light = replace(need, passing=replace(passing, memory=replace(passing.memory, recompute="full")))
+        found += ['MemoryOptions(recompute="full")'] if fits(light.stored(), memory) else []
     offloaded = _offloaded(need)
     if offloaded is not None and fits(offloaded.stored(), memory):
         host = sum(s.num_bytes for s in offloaded.stored() if s.host)
-        found.append(f"Savings(offload=True), which takes {_gb(host)} on the host for each rank")
+        found.append(f"MemoryOptions(offload=True), which takes {_gb(host)} on the host for each rank")
     return found
 
 
@@ -143,10 +143,10 @@ def _enough(need: Need, memory: Memory) -> Axes | None:
 
 def _offloaded(need: Need) -> Need | None:
     """What is kept for all micro-batches cannot lie on the host."""
-    traffic, passing = need.spec.traffic, need.passing
-    if need.held.offload or traffic.gather_once or traffic.sum_once:
+    options, passing = need.spec.recipe.memory, need.passing
+    if need.held.offload or options.gather_once or options.sum_once:
         return None
-    moved = None if passing is None else replace(passing, savings=replace(passing.savings, offload=True))
+    moved = None if passing is None else replace(passing, memory=replace(passing.memory, offload=True))
     return replace(need, held=replace(need.held, offload=True), passing=moved)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..axes import Axes
-from ..parallel import Savings, gathers_wide
+from ..recipe import MemoryOptions
 from ..sharding import (
     GATHERED,
     GRADIENTS,
@@ -34,14 +34,14 @@ Add = Callable[[str, int], None]
 
 def in_shards(
     spec: ShardingSpec, units: Sequence[Unit], axes: Axes, coords: Mapping[str, int], compute: torch.dtype,
-    savings: Savings,
+    memory: MemoryOptions,
 ) -> dict[Unit, tuple[int, int]]:  # fmt: skip
     """Those of these units that FSDP stores in shards, without what it leaves out, as forward is done with them. Of
     each the bytes when it is gathered, and of its gradients when they are summed."""
     stored = torch.promote_types(compute, torch.float32).itemsize
-    low, found = gathered_low(spec, spec.table.params, wide=gathers_wide(savings)), dict[Unit, tuple[int, int]]()
+    low, found = gathered_low(spec, spec.table.params, wide=memory.gathers_wide), dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
-        if savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
+        if memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
             parts = prod(axes.sizes(unit.shard))
             numbers = low if parts > 1 else frozenset()
             exact = replace(unit, params=tuple(name for name in unit.params if not spec.table[name].float32))

@@ -18,7 +18,7 @@ from ..axes import Axes
 from ..models import Decoder
 from ..models.decoder import Embedding
 from ..parallel import context, expert, recompute, tensor
-from ..parallel.memory_options import Savings
+from ..recipe import MemoryOptions
 from ..sharding import ShardingSpec, Span, Stage, cut, find, matrix_shape, place
 
 
@@ -111,12 +111,12 @@ def _shapes(value: Any) -> Any:
 
 
 def sketched(
-    spec: ShardingSpec, stage: Stage, paper: Any, compute: torch.dtype, savings: Savings, layers: Sequence[int]
+    spec: ShardingSpec, stage: Stage, paper: Any, compute: torch.dtype, memory: MemoryOptions, layers: Sequence[int]
 ) -> Decoder:
     """Some layers of a stage on the meta device, with what is before and behind all layers. Its doors are armed."""
     of_stage: Decoder = stage.module
     model = of_stage.with_layers(layers)
-    widths = dict(_widths(spec, stage, paper.axes, compute, savings))
+    widths = dict(_widths(spec, stage, paper.axes, compute, memory))
     given = {id(p): _shaped(p, name, spec, paper, widths[name]) for name, p in model.named_parameters()}
     sketch = deepcopy(model, dict(given))
     for name, span in find(sketch, Span):
@@ -129,8 +129,8 @@ def sketched(
     recompute.disarm(sketch)  # if it was armed: what is compiled would run the layers that it was compiled for
     tensor.arm(sketch, paper)
     context.arm(replace(spec, module=sketch), sketch, paper)
-    expert.arm(sketch, paper, token_once=savings.token_once)
-    recompute.arm(sketch, replace(savings, compiled=False))
+    expert.arm(sketch, paper, token_once=memory.token_once)
+    recompute.arm(sketch, replace(memory, compiled=False))
     return sketch
 
 
@@ -145,12 +145,12 @@ def forward(sketch: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = 
 
 
 def _widths(
-    spec: ShardingSpec, stage: Stage, axes: Axes, compute: torch.dtype, savings: Savings
+    spec: ShardingSpec, stage: Stage, axes: Axes, compute: torch.dtype, memory: MemoryOptions
 ) -> Iterator[tuple[str, torch.dtype]]:
     """As the work finds each parameter: what FSDP gathers is as narrow as the work, what it leaves is as stored."""
     stored = torch.promote_types(compute, torch.float32)
     for unit in stage.units:
-        wrapped = savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
+        wrapped = memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
         for name in unit.params:
             yield name, compute if wrapped and not spec.table[name].float32 else stored
 

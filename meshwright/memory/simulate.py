@@ -24,7 +24,7 @@ from .. import ops
 from ..axes import Axes
 from ..models import Decoder
 from ..models.decoder import Embedding
-from ..parallel import Savings
+from ..recipe import MemoryOptions
 from ..sharding import (
     GATHERED,
     GRADIENTS,
@@ -52,7 +52,7 @@ class Passing:
     tokens: int
     num_batches: int = 1
     compute: torch.dtype = torch.bfloat16
-    savings: Savings = Savings()
+    memory: MemoryOptions = MemoryOptions()
     kind: str = "gpu"
 
 
@@ -154,8 +154,8 @@ def _activations(
     spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing, kinds: Mapping[object, list[int]]
 ) -> Activations:
     ran = sorted(number for same in kinds.values() for number in same[-_RUN:])
-    sketch = sketched(spec, stage, paper, work.compute, work.savings, ran)
-    units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.savings)
+    sketch = sketched(spec, stage, paper, work.compute, work.memory, ran)
+    units = in_shards(spec, stage.units, paper.axes, paper.coords, work.compute, work.memory)
     here = {name for name, _ in sketch.named_modules()}
     grads = _grads(spec, stage, paper, work)
     left_out = {number: same[-1] for same in kinds.values() for number in same[:-_RUN]}
@@ -172,7 +172,7 @@ def _grads(spec: ShardingSpec, stage: Stage, paper: Paper, work: Passing) -> dic
     width = torch.promote_types(work.compute, torch.float32).itemsize
     learning = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
     params = [spec.table[name] for unit in stage.units for name in unit.params if name in learning]
-    away = work.savings.offload
+    away = work.memory.offload
     return {
         param.name: width * piece(param, spec.rules, paper.axes, paper.coords).numel
         for param in params
@@ -227,7 +227,7 @@ def most_held(
         if like not in known:
             known[like] = _activations(spec, stage, paper, work, kinds)
         of_stage[stage.number] = known[like]
-    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, first)[paper.coords["pp"]]
+    program = program_of(spec.line(axes.pp), spec.recipe.pipeline.schedule, work.num_batches, first)[paper.coords["pp"]]
     held, grads, most = 0, dict[int, int](), Moment()
     for action in (action for action in program if isinstance(action, Action)):
         here = of_stage[action.stage]

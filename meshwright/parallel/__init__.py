@@ -36,7 +36,6 @@ from . import context, expert, fsdp, recompute, tensor, vision_encoder
 from .fp8_gather import LowGathers
 from .fsdp import reset_after_forward
 from .gradient_sums import finish
-from .memory_options import KINDS, Savings, check_late, gathers_wide
 from .recompute import mark
 from .run_step import Scores, run, run_forward
 
@@ -47,13 +46,13 @@ _AXES = (  # between which ranks meet in a step, beside the last sums
 
 
 def distribute(
-    spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype], savings: Savings
+    spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype]
 ) -> tuple[tuple[Stage, ...], LowGathers]:
     """Turn a model on the meta device into this rank's part of it, with uninitialised parameters: its pipeline stages,
     and what is gathered in 8 bits. `stored`: the dtype of each parameter."""
     check_context(spec, mesh.axes)
     check_fp8(spec, mesh.axes)
-    hops("", mesh.axes.ep, mesh.axes, spec.traffic.token_once)  # refuses nodes that do not divide ep
+    hops("", mesh.axes.ep, mesh.axes, spec.recipe.memory.token_once)  # refuses nodes that do not divide ep
     _make_groups(spec, mesh)
     _tell_fp8(spec)
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
@@ -61,9 +60,9 @@ def distribute(
     stages = tuple(spec.stages(mesh.axes, mesh.rank))
     trained = {name for name in spec.table.params if spec.module.get_parameter(name).requires_grad}
     for stage in stages:
-        _place(stage, spec, mesh, compute, stored, savings)
+        _place(stage, spec, mesh, compute, stored)
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
-    low = gathered_low(spec, trained, wide=gathers_wide(savings))
+    low = gathered_low(spec, trained, wide=spec.recipe.memory.gathers_wide)
     for stage in stages if low or torch.uint8 in stored.values() else ():
         fsdp.pad_shards(stage.module)
     return stages, LowGathers(stages, spec, mesh, compute, low)
@@ -78,20 +77,19 @@ def _tell_fp8(spec: ShardingSpec) -> None:
 
 
 def _place(
-    stage: Stage, spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype],
-    savings: Savings,
-) -> None:  # fmt: skip
-    model, names = stage.module, [name for name, _ in stage.module.named_parameters()]
+    stage: Stage, spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype]
+) -> None:
+    model, names, memory = stage.module, [name for name, _ in stage.module.named_parameters()], spec.recipe.memory
     _cut(names, spec, model, mesh, stored)
     tensor.arm(model, mesh)
     context.arm(spec, model, mesh)
-    expert.arm(model, mesh, token_once=savings.token_once)
+    expert.arm(model, mesh, token_once=memory.token_once)
     vision_encoder.arm(model, mesh)
-    recompute.arm(model, savings)
+    recompute.arm(model, memory)
     exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
-    ways = fsdp.Ways(compute, savings.offload, spec.sends_narrow(mesh.axes.pp))
+    ways = fsdp.Ways(compute, memory.offload, spec.sends_narrow(mesh.axes.pp))
     fsdp.shard(model, stage.units, exact, mesh, ways)
-    _give_memory(model, mesh, savings.offload)
+    _give_memory(model, mesh, memory.offload)
     _check_placed(names, spec, model, mesh)
 
 
@@ -104,7 +102,7 @@ def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
     late = (axes_left_to_sum(param, spec.rules, mesh.axes) for param in spec.table)
     dealt = deals(spec, mesh.axes, mesh.coords).values()
     halves = ((half,) for deal in dealt for half in mesh.axes.halves(deal.parts))
-    way = (hop.axes for hop in hops("", mesh.axes.ep, mesh.axes, spec.traffic.token_once))
+    way = (hop.axes for hop in hops("", mesh.axes.ep, mesh.axes, spec.recipe.memory.token_once))
     live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in (*late, *halves, *way))
     for axes in dict.fromkeys((*_AXES, *live)):
         if axes:

@@ -15,8 +15,8 @@ from .. import ops
 from ..errors import ConfigError
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
+from ..recipe import MemoryOptions
 from ..sharding import Dispatch, Door, Join, Swap, find
-from .memory_options import Savings
 from .replay import Context, saved_by_running_again
 from .selective_recompute import Kept
 
@@ -36,21 +36,21 @@ _COSTLY = [  # "selective" keeps products, attention, and what came from other r
 ]
 
 
-def arm(model: Decoder, savings: Savings) -> None:
+def arm(model: Decoder, memory: MemoryOptions) -> None:
     """Let each layer run as asked for, and mark its doors for the bill."""
-    mark(model, savings)
-    if savings.recompute == "none" and not savings.compiled:
+    mark(model, memory)
+    if memory.recompute == "none" and not memory.compiled:
         return
     for layer in model.layers.values():
         if not isinstance(layer, Layer):
             raise ConfigError(f"{type(layer).__name__} is no models.decoder.Layer; recompute= and compiled= need one")
-        if savings.compiled:
+        if memory.compiled:
             layer.run = torch.compile(layer.run, dynamic=False)
-        if savings.recompute != "none":
-            layer.run = _recomputed(layer.run, savings)
-    for block in model.tower.blocks.values() if model.tower is not None and savings.recompute != "none" else ():
+        if memory.recompute != "none":
+            layer.run = _recomputed(layer.run, memory)
+    for block in model.tower.blocks.values() if model.tower is not None and memory.recompute != "none" else ():
         assert isinstance(block, TowerBlock)  # which has no doors, and is not compiled: each batch has other patches
-        block.run = _recomputed(block.run, savings)
+        block.run = _recomputed(block.run, memory)
 
 
 def disarm(model: Decoder) -> None:
@@ -60,14 +60,14 @@ def disarm(model: Decoder) -> None:
             part.run = part.block
 
 
-def _recomputed(run: Callable[..., Tensor], savings: Savings) -> Callable[..., Tensor]:
-    return functools.partial(_checkpointed, run, _COSTLY if savings.recompute == "selective" else [])
+def _recomputed(run: Callable[..., Tensor], memory: MemoryOptions) -> Callable[..., Tensor]:
+    return functools.partial(_checkpointed, run, _COSTLY if memory.recompute == "selective" else [])
 
 
-def mark(model: Decoder, savings: Savings) -> None:
-    """Note which doors backward passes again, for the bill. A plan asks for several savings of one model in turn."""
+def mark(model: Decoder, memory: MemoryOptions) -> None:
+    """Note which doors backward passes again, for the bill. A plan tries several options on one model in turn."""
     for layer in model.layers.values():
-        _mark(layer, full=savings.recompute == "full")
+        _mark(layer, full=memory.recompute == "full")
 
 
 def _mark(layer: nn.Module, *, full: bool) -> None:

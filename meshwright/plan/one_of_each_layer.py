@@ -14,8 +14,8 @@ from typing import Any
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..engine.step_bill import engine_bill
-from ..parallel import Savings
-from ..sharding import Charge, Pipeline, Traffic, Work, costs_of_stages, part_of, transfer_name
+from ..recipe import MemoryOptions, Pipeline
+from ..sharding import Charge, Work, costs_of_stages, part_of, transfer_name
 from .devices import Cluster
 from .step_time import AGAIN, Estimate, flops_of, host_seconds, seconds_of, waits_of
 
@@ -30,7 +30,7 @@ class Thin:
     blueprint: Blueprint
     num: Mapping[int, int]
     _places: dict[int, tuple[float, float]] = field(default_factory=dict)
-    _by_traffic: dict[Traffic, Blueprint] = field(default_factory=dict)
+    _by_options: dict[MemoryOptions, Blueprint] = field(default_factory=dict)
 
     @cached_property
     def dense(self) -> int:
@@ -41,11 +41,12 @@ class Thin:
     def experts(self) -> int:
         return sum(param.numel for param in self.whole.table if "expert" in param.dims)
 
-    def by_traffic(self, traffic: Traffic) -> Blueprint:
-        """Each is made once: it remembers its units."""
-        if traffic not in self._by_traffic:
-            self._by_traffic[traffic] = self.blueprint.run_by(Pipeline(), traffic)
-        return self._by_traffic[traffic]
+    def with_memory(self, memory: MemoryOptions) -> Blueprint:
+        """Return the thin model with these options and without a pipeline. Each is made once: it remembers its
+        units."""
+        if memory not in self._by_options:
+            self._by_options[memory] = self.blueprint.with_options(pipeline=Pipeline(), memory=memory)
+        return self._by_options[memory]
 
     def places(self, pp: int) -> tuple[float, float]:
         """What the dearest place on pp costs, and an average one."""
@@ -87,9 +88,9 @@ def least_bytes(model: Thin, axes: Axes, moment_bytes: float) -> float:
     return (model.dense + model.experts) / axes.world * axes.replicate * (8 + 2 * moment_bytes)
 
 
-def held(savings: Savings) -> Savings:
+def held(memory: MemoryOptions) -> MemoryOptions:
     """As a pipeline that holds gathers and sums: once a step."""
-    return replace(savings, gather_once=True, sum_once=True, narrow_grads=False, offload=False)
+    return replace(memory, gather_once=True, sum_once=True, narrow_grads=False, offload=False)
 
 
 def held_bytes(model: Thin, axes: Axes) -> float:
@@ -99,9 +100,9 @@ def held_bytes(model: Thin, axes: Axes) -> float:
     return (dense + experts) / axes.pp * (2 + 4)
 
 
-def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: Cluster) -> Estimate:
-    """Of a step, as `estimate` would have it. The doors of the model must be marked for these savings."""
-    blueprint = model.by_traffic(savings.traffic)
+def first_price(model: Thin, axes: Axes, work: Work, memory: MemoryOptions, cluster: Cluster) -> Estimate:
+    """Of a step, as `estimate` would have it. The doors of the model must be marked for these options."""
+    blueprint = model.with_memory(memory)
     charges = engine_bill(blueprint, replace(axes, pp=1), 0, work, "previous")
     units = {u.name or "root" for stage in blueprint.spec.stages(replace(axes, pp=1), 0) for u in stage.units}
     layers = model.whole.table.num_layers
@@ -112,14 +113,14 @@ def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: 
         return model.num[int(name.split(".")[1])] * share if name.startswith("layers.") else 1.0
 
     whole = [replace(charge, count=charge.count * times(charge)) for charge in charges]  # type: ignore[arg-type]
-    again = AGAIN if savings.recompute == "full" else 1.0
+    again = AGAIN if memory.recompute == "full" else 1.0
     waits = [c for c in whole if c.what not in units] + _transfers(model, axes, work)
     operations = again * model.operations(work.tokens) * work.num_batches / (axes.cp * axes.tp * axes.pp)
     return Estimate(
         products=operations / cluster.products,
         waits=tuple(waits_of(waits, axes, cluster)),
         gathers=sum(seconds_of(c, axes, cluster) for c in whole if c.what in units),
-        host=host_seconds(model.whole, work, savings) / axes.pp,
+        host=host_seconds(model.whole, work, memory) / axes.pp,
         bubble_share=_bubble(model, axes.pp, work.num_batches),
     )
 
@@ -136,6 +137,6 @@ def _bubble(model: Thin, pp: int, num_batches: int) -> float:
     if pp == 1:
         return 0.0
     most, average = model.places(pp)
-    pipeline = model.whole.spec.pipeline
+    pipeline = model.whole.recipe.pipeline
     ahead = (pp - 1) * _BUBBLE[pipeline.schedule] / pipeline.stages
     return 1 - num_batches * average / ((num_batches + ahead) * most)

@@ -15,7 +15,7 @@ from typing import Any
 from ..axes import ENDS, Axes
 from ..blueprint import Blueprint
 from ..errors import ConfigError
-from ..parallel import Savings
+from ..recipe import MemoryOptions
 from ..sharding import TOWER, Charge, Param, Table, Work
 from .devices import Cluster
 from .figures import Figures, Traffic
@@ -135,21 +135,21 @@ def estimate(figures: Figures) -> Estimate:
     units = {u.name or "root" for stage in blueprint.spec.stages(axes, figures.sender) for u in stage.units}
     flops = flops_of(blueprint, blueprint.table.params.keys())
     work = operations(flops, figures) / (axes.cp * axes.tp * axes.pp)
-    again = AGAIN if figures.savings.recompute == "full" else 1.0
+    again = AGAIN if figures.memory.recompute == "full" else 1.0
     waits = [c for c in figures.charges if c.what not in units and c.op != "recv"]  # it comes while others are sent
     return Estimate(
         products=again * work / cluster.products,
         waits=tuple(waits_of(waits, axes, cluster)),
         gathers=sum(seconds_of(c, axes, cluster) for c in figures.charges if c.what in units),
-        host=host_seconds(blueprint, figures.work, figures.savings) / axes.pp,
+        host=host_seconds(blueprint, figures.work, figures.memory) / axes.pp,
         bubble_share=timetable(figures).bubble if axes.pp > 1 else 0.0,
     )
 
 
-def host_seconds(blueprint: Blueprint, work: Work, savings: Savings) -> float:
+def host_seconds(blueprint: Blueprint, work: Work, memory: MemoryOptions) -> float:
     """Of all layers, to launch a step."""
     with_experts = blueprint.balance.num_layers
-    dense, mixture = HOST[savings.recompute]
+    dense, mixture = HOST[memory.recompute]
     return work.num_batches * (dense * (blueprint.table.num_layers - with_experts) + mixture * with_experts)
 
 
@@ -229,7 +229,7 @@ def tokens_a_second(figures: Figures) -> float:
 
 def assumptions(figures: Figures) -> str:
     """In one line."""
-    left_out = ", and so are copies to and from the host" if figures.savings.offload else ""
+    left_out = ", and so are copies to and from the host" if figures.memory.offload else ""
     return f"Estimated for {cluster_in(figures).told}. {ASSUMED}{left_out}."
 
 

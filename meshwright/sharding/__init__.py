@@ -11,7 +11,6 @@ from .doors import (
     MEET,
     SHARE,
     Coming,
-    Context,
     Deal,
     Dispatch,
     Door,
@@ -48,7 +47,6 @@ from .rules import (
     Placement,
     Rules,
     ShardingSpec,
-    Traffic,
     across,
     axes_left_to_sum,
     check_written,
@@ -64,8 +62,6 @@ from .rules import (
 from .schedules import ORDERS, Action, Transfer, forwards, program
 from .stage_map import Line, balanced, even
 from .stages import (
-    LATE,
-    Pipeline,
     Stage,
     costs_of_stages,
     forward_program,

@@ -126,7 +126,7 @@ def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: 
         return
     num_bytes = work.tokens // (axes.cp * axes.tp) * spec.module.shape.width * work.compute_bytes
     first = trained_from(spec.table, line, [*(spec.table.params.keys() - work.frozen)])
-    steps = program_of(line, spec.pipeline.schedule, work.num_batches, first)[coords["pp"]]
+    steps = program_of(line, spec.recipe.pipeline.schedule, work.num_batches, first)[coords["pp"]]
     for kind, op in ((SEND, "send"), (RECEIVE, "recv")):
         ways = Counter((step.way, step.stage) for step in steps if isinstance(step, Transfer) and step.kind == kind)
         for (way, stage), count in ways.items():
@@ -146,7 +146,7 @@ def _doors(model: nn.Module, axes: Axes, work: Work, passes: _Passes) -> Iterato
 
 
 def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passes: _Passes) -> Iterator[Charge]:
-    tokens, once = work.tokens // (axes.cp * axes.tp), spec.traffic.token_once
+    tokens, once = work.tokens // (axes.cp * axes.tp), spec.recipe.memory.token_once
     for name, door in find(model, Dispatch):
         copies, row_bytes = tokens * door.top_k, door.width * work.compute_bytes
         for hop in hops(name, door.num_experts, axes, once):

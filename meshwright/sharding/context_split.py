@@ -7,17 +7,18 @@ from math import gcd
 
 from ..axes import Axes
 from ..errors import LayoutError
-from .doors import ATTENTION, DELTA, Context, Deal, Swap, find
+from ..recipe import ContextParallel
+from .doors import ATTENTION, DELTA, Deal, Swap, find
 from .rules import ShardingSpec
 
 BEYOND = {ATTENTION: "gather", DELTA: "state"}  # keys and values are gathered; a state is passed on
 
 
-def asked(context: Context, mixer: str) -> int | None:
+def asked(context: ContextParallel, mixer: str) -> int | None:
     return {ATTENTION: context.attention, DELTA: context.delta}[mixer]
 
 
-def neighbours(context: Context, mixer: str, heads: int, cp: int) -> int:
+def neighbours(context: ContextParallel, mixer: str, heads: int, cp: int) -> int:
     """Between how many a mixer swaps, with so many heads on a rank of tp."""
     common, wanted = gcd(heads, cp), asked(context, mixer)
     if wanted is not None:
@@ -30,7 +31,7 @@ def deals(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> dict[Swa
     found = {}
     for name, swap in find(spec.module, Swap):
         start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
-        found[swap] = Deal(start, stop, neighbours(spec.context, swap.mixer, stop - start, axes.cp))
+        found[swap] = Deal(start, stop, neighbours(spec.recipe.context, swap.mixer, stop - start, axes.cp))
     return found
 
 
@@ -44,10 +45,10 @@ def ways(spec: ShardingSpec, axes: Axes) -> str:
 
 
 def check_context(spec: ShardingSpec, axes: Axes) -> None:
-    """Refuse a `Context` that the mesh or the model cannot follow."""
+    """Refuse a `mw.ContextParallel` that the mesh or the model cannot follow."""
     dealt = deals(spec, axes, axes.coords(0))
     for mixer in BEYOND:
-        wanted, heads = asked(spec.context, mixer), dict[int, str]()
+        wanted, heads = asked(spec.recipe.context, mixer), dict[int, str]()
         for name, swap in find(spec.module, Swap):
             if swap.mixer == mixer:
                 heads.setdefault(dealt[swap].stop - dealt[swap].start, name)
@@ -58,13 +59,13 @@ def check_context(spec: ShardingSpec, axes: Axes) -> None:
 def _check(mixer: str, wanted: int, heads: Mapping[int, str], axes: Axes) -> None:
     """`heads`: how many a rank of tp has, and the first mixer that has so many."""
     if not heads:
-        raise LayoutError(f"{mixer}={wanted} of mw.Context: the model has no such mixer; leave it out")
+        raise LayoutError(f"{mixer}={wanted} of mw.ContextParallel: the model has no such mixer; leave it out")
     common = gcd(axes.cp, *heads)
     if common % wanted:
         named = " and ".join(f"the {num} heads of {name}" for num, name in heads.items())
         of_tp = f" that tp={axes.tp} leaves to a rank" if axes.tp > 1 else ""
         choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise LayoutError(
-            f"{mixer}={wanted} of mw.Context does not divide cp={axes.cp} and {named}{of_tp}; "
+            f"{mixer}={wanted} of mw.ContextParallel does not divide cp={axes.cp} and {named}{of_tp}; "
             f"choose {mixer} from {choices}"
         )

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from ..errors import LayoutError
 from ..ops import Rows
 from .vision_balance import Cost
 
@@ -109,26 +108,7 @@ class Span:
         return self.stop - self.start
 
 
-ATTENTION, DELTA = "attention", "delta"  # the mixers, as `Context` names them
-
-
-@dataclass(frozen=True)
-class Context:
-    """How mixers come to the tokens of other ranks of cp. The numbers stay the same, but for rounding.
-
-    `attention`, `delta` (the delta net): so many neighbours on cp swap tokens for heads. Over the others attention
-    gathers keys and values, and the delta net passes its state on. cp: a swap alone; 1: none. None is chosen: for
-    attention the largest that divides cp and the heads of a tp rank; for the delta net cp if it divides the key heads,
-    else 1.
-    """
-
-    attention: int | None = None
-    delta: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if size is not None and (type(size) is not int or size < 1):
-                raise LayoutError(f"{name}={size!r} of mw.Context is not a number of ranks; give 1 or more, or None")
+ATTENTION, DELTA = "attention", "delta"  # the mixers, as `mw.ContextParallel` names them
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ..axes import DENSE, ENDS, EXPERT, Axes
 from ..errors import LayoutError
+from ..recipe import Recipe
 from .boxes import Box, check_tiling, chunk, interval
-from .doors import Context
 from .params import Param, Table, matrix_shape
 from .stage_map import Line
-from .stages import Pipeline, Stage, line_of, stages_of, stages_of_param
+from .stages import Stage, line_of, stages_of, stages_of_param
 
 
 @dataclass(frozen=True)
@@ -75,33 +75,14 @@ def _reaches_all(size: int, parts: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """How often, and how wide, ranks send.
-
-    `reshard`: units are freed between forward and backward. `gather_once`: they stay gathered from one micro-batch to
-    the next. `sum_once`: gradients are summed after the last micro-batch alone. `narrow_grads`: they are sent as narrow
-    as products are. `token_once`: tokens go to their experts once a rank, and not once an expert; a number: once a node
-    of so many ranks, and from there once a rank.
-    """
-
-    reshard: bool = True
-    gather_once: bool = False
-    sum_once: bool = False
-    narrow_grads: bool = False
-    token_once: bool | int = False
-
-
-@dataclass(frozen=True)
 class ShardingSpec:
     """A model and the rules of a run: pieces, bytes and collectives on any mesh follow from it."""
 
     table: Table
     rules: Rules
     module: Any = field(default_factory=nn.Module)  # a models.Decoder: its doors, and the parts that stages are
-    traffic: Traffic = field(default_factory=Traffic)
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    context: Context = field(default_factory=Context)
-    fp8: frozenset[str] = frozenset()  # parameters whose products are in 8 bits
+    recipe: Recipe = Recipe()
+    fp8: frozenset[str] = frozenset()  # parameters whose matmuls are in 8 bits
     _lines: dict[int, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
     _stages: dict[int, tuple[Stage, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -113,7 +94,7 @@ class ShardingSpec:
     def line(self, pp: int) -> Line:
         """Where the stages end on so many ranks, and which of them hold what."""
         if pp not in self._lines:
-            self._lines[pp] = line_of(self.table, self.module, pp, self.pipeline)
+            self._lines[pp] = line_of(self.table, self.module, pp, self.recipe.pipeline)
         return self._lines[pp]
 
     def stages(self, axes: Axes, rank: int) -> list[Stage]:
@@ -121,23 +102,23 @@ class ShardingSpec:
         line = self.line(axes.pp)
         if axes.pp not in self._stages:
             self._stages[axes.pp] = stages_of(
-                self.module, line, reshard=self.traffic.reshard and not self.gathers_once(axes.pp)
+                self.module, line, reshard=self.recipe.memory.reshard and not self.gathers_once(axes.pp)
             )
         return [self._stages[axes.pp][number] for number in line.stages_of(axes.coords(rank)["pp"])]
 
     def holds(self, pp: int) -> bool:
         """Whether units are gathered and summed once a step because a pipeline does so."""
-        return pp > 1 and bool(self.pipeline.hold)
+        return pp > 1 and bool(self.recipe.pipeline.hold)
 
     def gathers_once(self, pp: int) -> bool:
-        return self.traffic.gather_once or self.holds(pp)
+        return self.recipe.memory.gather_once or self.holds(pp)
 
     def sums_once(self, pp: int) -> bool:
-        return self.traffic.sum_once or self.holds(pp)
+        return self.recipe.memory.sum_once or self.holds(pp)
 
     def sends_narrow(self, pp: int) -> bool:
         """Whether gradients are sent as products made them: not what several micro-batches have added up."""
-        return self.traffic.narrow_grads and not self.sums_once(pp)
+        return self.recipe.memory.narrow_grads and not self.sums_once(pp)
 
     def places(self, param: Param, axes: Axes) -> set[int]:
         """The places on the axis pp that hold a parameter."""

@@ -10,51 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError, MeshError, counted
+from ..errors import MeshError, counted
+from ..recipe import Pipeline
 from .doors import Dispatch, find
 from .fsdp_units import Unit, units_of
 from .params import Param, Table
 from .schedules import ORDERS, Program, forwards, program
 from .stage_map import Line, balanced, even
-
-LATE = ("zero-bubble", "v")  # they leave gradients of weights for later
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """How a run goes through its pipeline stages. With pp=1 it says nothing.
-
-    `schedule`: "1f1b"; "zero-bubble", where gradients of weights fill the time in which a rank would wait; or "v", with
-    two stages a rank there and back, which waits least. `stages`: of each rank; more than one makes it wait less and
-    send more often. `ends`: after how many layers each stage ends, the last after all; by default stages cost about the
-    same. `hold`: with fsdp, parameters are gathered and gradients summed once a step and not in each micro-batch. It
-    takes the memory of the gathered stage and of its whole gradients. None: where both take less than a third of the
-    memory; the schedules that leave gradients for later need it.
-    """
-
-    schedule: str = "1f1b"
-    stages: int = 1
-    ends: tuple[int, ...] | None = None
-    hold: bool | None = None
-
-    def __post_init__(self) -> None:
-        given: object = self.hold
-        if type(self.schedule) is not str or self.schedule not in ORDERS:
-            raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(ORDERS)}")
-        if self.schedule == "v" and self.stages == 1:
-            object.__setattr__(self, "stages", 2)
-        if type(self.stages) is not int or self.stages < 1:
-            raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
-        if given not in (True, False, None) or type(given) is int:
-            raise ConfigError(f"hold={given!r} must be True, False or None (where there is room)")
-        self._check_ends(self.ends)
-
-    def _check_ends(self, ends: object) -> None:
-        if ends is None:
-            return
-        if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
-            raise ConfigError(f"ends={ends!r} must be a list of numbers of layers, after which the stages end")
-        object.__setattr__(self, "ends", tuple(ends))
 
 
 @dataclass(frozen=True, eq=False)
