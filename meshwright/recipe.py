@@ -20,17 +20,18 @@ LATE = ("zero-bubble", "v")  # schedules that delay the gradients of weights
 SCHEDULES = ("1f1b", *LATE)
 
 
-def option(
-    default: Any, text: str, *, costs: str = "", choices: Sequence[str] = (), number: str = "", command: bool = True,
-    fixed: bool = False,
-) -> Any:  # fmt: skip
+_MARKS = {"costs": "", "choices": (), "number": "", "command": True, "fixed": False}
+
+
+def option(default: Any, text: str, **marks: Any) -> Any:
     """Declare an option. The first sentence of `text` is what --help says.
 
-    `costs`: for the reference. `number`: the flag that takes the number of a field that is True, False or a number.
-    `command`: whether `plan` and `verify` take it. `fixed`: a resumed run must have the value that it began with.
+    `marks`: `costs`, for the reference. `choices`, of texts. `number`, the flag that takes the number of a field that
+    is True, False or a number. `command`: whether `plan` and `verify` take it. `fixed`: a resumed run must have the
+    value that it began with.
     """
-    about = {"text": text, "costs": costs, "choices": tuple(choices), "number": number}
-    return field(default=default, metadata={**about, "command": command, "fixed": fixed})
+    assert marks.keys() <= _MARKS.keys(), f"there are no marks {marks.keys() - _MARKS.keys()}"
+    return field(default=default, metadata={**_MARKS, "text": text, **marks})
 
 
 @dataclass(frozen=True)

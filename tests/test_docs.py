@@ -135,7 +135,8 @@ def due(name: str) -> Iterator[str]:
         yield from (f"`mw.{name}.{k}{signature(v)}`" for k, v in functions.items())
     elif isinstance(public, FunctionType) or not is_dataclass(public) or made_by_users(public):
         yield f"### `mw.{name}{signature(public)}`\n"
-        arguments = [p.name for p in parameters(public)]
+        told = {p.name for p in parameters(mw.load)} if name == "init" else set()  # in its own section
+        arguments = [p.name for p in parameters(public) if p.name not in told]
         yield from (f"`{k}`" for k in arguments if len(arguments) > 2)  # two speak for themselves
     if isinstance(public, type):
         yield from (f"`{field.name}`" for field in (fields(public) if is_dataclass(public) else ()))

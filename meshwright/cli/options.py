@@ -68,7 +68,7 @@ def flag_of(name: str) -> str:
 
 def recipe_of(options: Mapping[str, Any]) -> Recipe:
     """Return what the options of `add_recipe` ask for."""
-    pipeline, memory = (kind(**_given(kind, options)) for kind in (Pipeline, MemoryOptions))
+    pipeline, memory = Pipeline(**_given(Pipeline, options)), MemoryOptions(**_given(MemoryOptions, options))
     own = {name: value for name, value in _given(Recipe, options).items() if name != "context"}
     return Recipe(**own, pipeline=pipeline, memory=memory, context=_context_of(options["context"]))
 

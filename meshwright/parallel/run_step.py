@@ -34,9 +34,10 @@ class Staged(Protocol):
 
     stages: tuple[Stage, ...]  # of this rank
     mesh: Mesh
-    dtype: torch.dtype
     low: LowGathers
 
+    @property
+    def dtype(self) -> torch.dtype: ...
     @property
     def line(self) -> Line: ...
     @property

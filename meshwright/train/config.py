@@ -80,8 +80,10 @@ class MeshSection(Section):
 
 def made_of(options: type[Any], base: type[Section] = Section, but: Container[str] = ()) -> type[Section]:
     """Make a section with a field for each field of a dataclass of options."""
-    chosen = [each for each in dataclasses.fields(options) if each.name not in but]
-    return create_model(base.__name__, __base__=base, **{each.name: _declared(each) for each in chosen})
+    chosen: dict[str, Any] = {
+        each.name: _declared(each) for each in dataclasses.fields(options) if each.name not in but
+    }
+    return create_model(base.__name__, __base__=base, **chosen)
 
 
 def _declared(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
