@@ -224,7 +224,9 @@ class Recipe:
         if not isinstance(self.tower, bool):
             raise ConfigError(f"tower={self.tower!r} must be True or False")
         if self.fp8 not in (None, "block"):
-            raise ConfigError(f"fp8={self.fp8!r:.80} is unknown; give fp8='block', or leave it out for dtype=")
+            raise ConfigError(
+                f"fp8={self.fp8!r:.80} is unknown; give fp8='block', or leave it out for matmuls in dtype="
+            )
         patterns_of(self.train, "train")
         if patterns_of(self.fp8_skip, "fp8_skip") and self.fp8 is None:
             raise ConfigError(
