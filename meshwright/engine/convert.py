@@ -13,11 +13,12 @@ from torch import Tensor
 
 from .. import checkpoint as disk
 from .. import weights
-from ..blueprint import Blueprint, draw
+from ..blueprint import Blueprint
 from ..checkpoint import FIRST, MASTER, SECOND, WEIGHTS, StateSet
 from ..errors import CheckpointError, ConfigError
 from ..log import progress
 from ..models import VISUAL
+from ..recipe import Recipe
 from ..sharding import Param, Table, coded_of, with_scales
 from ..weights import DTYPES, Extents, Files, KeyMap
 from .checkpoint import about_model
@@ -73,7 +74,7 @@ def _read(source: Path, like: Path | None) -> State:
         return _read_torch(source, like)
     if (source / weights.CONFIG).is_file() and not disk.is_checkpoint(source):
         found = weights.open_source(source)
-        blueprint = draw(weights.read_config(source), found, directory=source)
+        blueprint = Blueprint.of(weights.read_config(source), found, directory=source)
         return State(HF, blueprint, {WEIGHTS: _mapped(found.scaled_by(blueprint.config), blueprint)})
     return _read_ours(source)
 
@@ -84,10 +85,9 @@ def _read_ours(source: Path) -> State:
     if wrong:
         raise CheckpointError(f"{found.directory} is broken: {wrong[0]} ({len(wrong)} such runs)")
     about = found.trainer
-    blueprint = draw(
-        weights.read_config(found.directory), found.planes[WEIGHTS], head=about["head"],
-        tower=about.get("tower", False), directory=found.directory,
-    )  # fmt: skip
+    recipe = Recipe(head=about["head"], tower=about.get("tower", False))
+    config = weights.read_config(found.directory)
+    blueprint = Blueprint.of(config, found.planes[WEIGHTS], recipe, directory=found.directory)
     planes = {WEIGHTS: _mapped(found.parameters, blueprint)}
     planes |= {name: _mapped(found.planes[name], blueprint) for name in (FIRST, SECOND) if name in found.planes}
     load = tuple(tuple(row) for row in about["router_load"])
@@ -107,7 +107,7 @@ def _read_torch(source: Path, like: Path | None) -> State:
         planes[plane] = {key: lambda name=name: found.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
     tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
-    blueprint = draw(weights.read_config(like), files, head=head, tower=tower, directory=like)
+    blueprint = Blueprint.of(weights.read_config(like), files, Recipe(head=head, tower=tower), directory=like)
     _add_frozen(planes, shapes, blueprint)
     _check(source, found.shapes, shapes, blueprint)
     numbers = {name: found.tensor(f"{COUNTERS}.{name}") for name in ("step", "tokens", "router_load")}

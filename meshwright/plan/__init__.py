@@ -10,13 +10,8 @@ from .requested import (
     asked_of,
     cluster_in,
     coded_in,
-    fp8_of,
-    laid_out,
     mesh_of,
-    savings_of,
     state_of,
-    undivided,
-    ways_of,
 )
 from .resolve_model import TINY, Say, find
 from .search import Search

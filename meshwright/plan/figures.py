@@ -18,7 +18,8 @@ from ..errors import ConfigError
 from ..memory.budget import Need, choices, fits, widths_of, with_hold
 from ..memory.simulate import StepWork
 from ..mesh import Memory
-from ..parallel import Savings, gathers_wide, mark
+from ..parallel import mark
+from ..recipe import MemoryOptions
 from ..sharding import (
     GRADIENTS,
     Action,
@@ -86,27 +87,27 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """`device`: the bytes of a device, where one was named. `savings`: as `mw.load` takes them; what the blueprint
-    says of its traffic gives way to them. `state_dtype`: as `mw.Engine` takes it. `cluster`: where a step is
-    to be timed."""
+    """`device`: the bytes of a device, where one was named. `state_dtype`: as `mw.Engine` takes it. `cluster`: where a
+    step is to be timed."""
 
     model: str  # as the user names it
     blueprint: Blueprint
     axes: Axes
     work: Work
     device: int | None = None
-    head: str = "lm"
-    savings: Savings = Savings()
     state_dtype: torch.dtype | None = None
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         """What is left open of the pipeline is decided as `mw.load` decides it. A device of unknown size holds
         nothing."""
-        asked = self.blueprint.run_by(self.blueprint.spec.pipeline, self.savings.traffic)
-        settled = with_hold(asked, self.axes, COMPUTE, self.savings, self.device or 0)
+        settled = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
         object.__setattr__(self, "blueprint", settled)
         object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_in_fp8))
+
+    @property
+    def memory(self) -> MemoryOptions:
+        return self.blueprint.recipe.memory
 
     @property
     def name(self) -> str:
@@ -124,7 +125,7 @@ class Figures:
     def orders(self) -> Orders:
         """What each place on pp does in a step, in its order."""
         line, spec = self.blueprint.spec.line(self.axes.pp), self.blueprint.spec
-        program = program_of(line, spec.pipeline.schedule, self.work.num_batches, 0)
+        program = program_of(line, spec.recipe.pipeline.schedule, self.work.num_batches, 0)
         return [[action for action in steps if isinstance(action, Action)] for steps in program]
 
     @property
@@ -134,14 +135,14 @@ class Figures:
 
     @property
     def gathered_in_fp8(self) -> frozenset[str]:
-        return gathered_in_fp8(self.blueprint.spec, self.blueprint.table.params, wide=gathers_wide(self.savings))
+        return gathered_in_fp8(self.blueprint.spec, self.blueprint.table.params, wide=self.memory.gathers_wide)
 
     @cached_property
     def need(self) -> Need:
         """What `Model.need` says of a model that is trained as a whole."""
         table, widths = self.blueprint.table, widths_of(COMPUTE, self.state_dtype)
         coded = coded_of(table, table.params) if self.state_dtype == torch.uint8 else ()
-        held = Held(widths, frozenset(table.params), self.savings.offload, {}, coded, low=self.gathered_in_fp8)
+        held = Held(widths, frozenset(table.params), self.memory.offload, {}, coded, low=self.gathered_in_fp8)
         return Need(self.blueprint.spec, self.axes, held, self.passing)
 
     @property
@@ -149,7 +150,7 @@ class Figures:
         """None of a model that has memory already: a sketch is made of one that is only drawn."""
         if not next(self.blueprint.module.parameters()).is_meta:
             return None
-        return StepWork(self.work.tokens, self.work.num_batches, COMPUTE, self.savings)
+        return StepWork(self.work.tokens, self.work.num_batches, COMPUTE, self.memory)
 
     @property
     def num_parameters(self) -> int:
@@ -197,7 +198,7 @@ class Figures:
         return self.bill(self.sender)
 
     def bill(self, rank: int) -> list[Charge]:
-        mark(self.blueprint.module, self.savings)
+        mark(self.blueprint.module, self.memory)
         return engine_bill(self.blueprint, self.axes, rank, self.work, self.router_aux)
 
     @cached_property

@@ -25,6 +25,7 @@ from ..sharding import (
     check_context,
     check_fp8,
     gathered_in_fp8,
+    hops,
     place,
     program_of,
 )
@@ -109,7 +110,7 @@ def objections(
         return [f"{axis}={size} is not a size; give 1 or more" for axis, size in asked.items() if size < 1]
     # tp and ep alone cut dims, and here ep divides: so dims are looked at even where the mesh itself cannot be
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
-    found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
+    found = [*_of_mesh(asked, blueprint.recipe.memory.token_once), *_of_dims(blueprint, cuts)]
     of_spec = Axes(tp=asked["tp"], cp=asked["cp"])
     of_moments = partial(check_coded, coded=coded, instead="moments in bfloat16")
     checks: tuple[Callable[[ShardingSpec, Axes], None], ...] = (check_context, check_fp8, of_moments)
@@ -117,10 +118,11 @@ def objections(
     return [*found, *(() if found else ways), *_of_stages(blueprint, asked["pp"], num_batches)]
 
 
-def _of_mesh(sizes: Mapping[str, int]) -> Iterator[str]:
+def _of_mesh(sizes: Mapping[str, int], token_once: bool | int) -> Iterator[str]:
     try:
-        Axes(**sizes)
-    except MeshError as error:
+        axes = Axes(**sizes)
+        hops("", axes.ep, axes, token_once)  # refuses nodes that do not divide ep
+    except (MeshError, ConfigError) as error:
         yield str(error)
 
 
@@ -176,9 +178,9 @@ def _refused(check: Callable[[ShardingSpec, Axes], None], blueprint: Blueprint, 
 def _of_stages(blueprint: Blueprint, pp: int, num_batches: int | None) -> Iterator[str]:
     if pp == 1:
         return
-    pipeline = blueprint.spec.pipeline
+    pipeline = blueprint.recipe.pipeline
     try:
-        parallel.check_late(pipeline, parallel.Savings())
+        blueprint.recipe.check_schedule()
         line = blueprint.spec.line(pp)
         if num_batches is not None:
             program_of(line, pipeline.schedule, num_batches, 0)
