@@ -36,12 +36,12 @@ def option(default: Any, text: str, **marks: Any) -> Any:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What a run trades for memory or time. The numbers stay the same, but for rounding."""
+    """Options that trade memory, communication and compute. Results differ by rounding only."""
 
     recompute: str = option(
-        "none", 'What backward computes again instead of keeping it: "selective" norms, rotations, gates and the '
-        'delta rule, "full" whole layers, of which only the input and the choice of experts are kept.',
-        costs='"selective": passes over activations. "full": a third more matmuls; the collectives of forward once '
+        "none", 'What backward recomputes instead of storing it (activation checkpointing): "selective" norms, '
+        'rotations, gates and the delta rule, "full" whole layers, which keep only their `[T, D]` input.',
+        costs='"selective": passes over activations. "full": a third more matmul work; the forward collectives once '
         "more, except for the last of each layer", choices=RECOMPUTE,
     )  # fmt: skip
     reshard: bool = option(
@@ -49,39 +49,39 @@ class MemoryOptions:
         costs="False: the whole model stays gathered in the compute dtype from forward to backward", command=False,
     )  # fmt: skip
     offload: bool = option(
-        False, "Keep parameters, gradients and moments in host memory, where AdamW then runs.",
+        False, "Keep parameters, gradients and optimizer state in host memory, where AdamW then runs.",
         costs="copies to and from the device. Float32 parameters (`A_log` and others, small) stay on the device; with "
         "`replicate`, gradients too until the last micro-batch",
     )  # fmt: skip
     compiled: bool = option(
         False, "Run torch.compile over each layer, which takes minutes in the first step. It fuses norms, gates and "
         "rotations.",
-        costs="the compilation, again for every other number of tokens: pack to one length. Attention, delta rule, "
-        "router and experts, a shared one too, are not compiled", command=False,
+        costs="compilation, again for every other number of tokens: pack to one length. Attention, delta rule, router "
+        "and experts (shared ones too) are not compiled", command=False,
     )  # fmt: skip
     gather_once: bool = option(
-        False, "Gather parameters once a step, not in each micro-batch.",
+        False, "All-gather parameters once a step, not in each micro-batch.",
         costs="the whole model stays gathered in the compute dtype through the step",
     )  # fmt: skip
     sum_once: bool = option(
-        False, "Reduce gradients once a step, not after each micro-batch.",
-        costs="the gradients of the whole model, as wide as they are summed (float32)",
+        False, "Reduce-scatter gradients once a step, not after each micro-batch (like `no_sync` of DDP and FSDP).",
+        costs="unsharded gradients of the whole model, in the dtype of the reduction (float32)",
     )  # fmt: skip
     narrow_grads: bool = option(
         False, "Send gradients to their shards in the compute dtype, by an all-to-all, and sum them there in float32. "
-        "It rounds nothing, and takes half of the bytes in bfloat16.",
-        costs="buffers for what a unit sends and gets. Shards should lie in one node: between nodes an all-to-all "
-        "carries more than a ring, [a plan](plan.md) says how much. Replicas are summed in float32, as without. Where "
-        "a pipeline accumulates gradients until the end of a step (`Pipeline(hold=)`), these go once, and wide",
+        "That is half the bytes in bfloat16, without rounding partial sums.",
+        costs="send and receive buffers for one unit. Keep shards inside one node: between nodes an all-to-all "
+        "carries more than a ring, [a plan](plan.md) says how much. Replicas are summed in float32 as usual. Where a "
+        "pipeline accumulates gradients until the end of a step (`Pipeline(hold=)`), they are sent once, in float32",
     )  # fmt: skip
     token_once: bool | int = option(
         False, "Under ep, send a token once to each rank that holds some of its experts, not once to each of these "
         "experts. A number N makes N consecutive ep ranks a node: a token goes once to each node, and from there once "
         "to each rank.",
-        costs="expert numbers and weights beside the rows; sorting. In bfloat16 sums are rounded once a rank, not "
-        "once an expert, and over nodes once a node more. Over nodes the host waits for the device twice a layer, and "
-        '`recompute="selective"` keeps what came to the node too. What [the bill](plan.md) says of these rows is '
-        "likely, not certain: the router decides", number="token_once_a_node",
+        costs="expert ids and weights travel with the rows; sorting. In bfloat16 sums are rounded once per rank, not "
+        "once per expert, and once more per node. With nodes the host synchronizes with the device twice a layer, "
+        'and `recompute="selective"` also keeps the rows that arrived at the node. The number of rows in '
+        "[the bill](plan.md) is an expectation, because the router decides", number="token_once_a_node",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class MemoryOptions:
         if self.sum_once and self.narrow_grads:
             raise ConfigError(
                 "sum_once=True adds gradients up in float32 before it sends them, and narrow_grads=True sends them as "
-                "narrow as matmuls make them; choose one of them"
+                "narrow as matmuls produce them; choose one of them"
             )
         if self.compiled and self.recompute == "selective":
             raise ConfigError(
@@ -117,59 +117,59 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a run goes through its pipeline stages. With pp=1 it says nothing."""
+    """How a run uses its pipeline stages. It has no effect with pp=1."""
 
     schedule: str = option(
-        "1f1b", "The order of the work. 1f1b alternates forwards and backwards; zero-bubble fills the time in which a "
-        "rank would wait with the gradients of weights (arXiv 2401.10241); v does so with two stages a rank, there "
-        "and back: it waits least, and every rank keeps equally many activations.", choices=SCHEDULES,
+        "1f1b", "The pipeline schedule. 1f1b alternates forward and backward passes; zero-bubble splits backward in "
+        "two and fills the bubble with weight gradients (arXiv 2401.10241); v does so with two stages per rank, placed "
+        "there and back: it has the smallest bubble, and every rank keeps equally many activations.", choices=SCHEDULES,
     )  # fmt: skip
     stages: int = option(
-        1, "Stages of each rank; v has 2. With more of them a rank waits less, sends more often, and keeps more. With "
-        "the other schedules the micro-batches of a step must then be a multiple of pp.",
+        1, "Stages per rank (interleaving); v has 2. More than one makes the bubble smaller, sends more often, and "
+        "keeps more activations. With the other schedules the micro-batches of a step must then be a multiple of pp.",
     )  # fmt: skip
     ends: tuple[int, ...] | None = option(
-        None, "After how many layers each stage ends, the last after all of them. By default stages cost about the "
-        "same, by the elements that a token is multiplied with, the head among them.",
+        None, "After how many layers each stage ends; the last ends after all of them. By default stages have about "
+        "equal cost, measured by the parameters a token is multiplied with, head included.",
     )  # fmt: skip
     hold: bool | None = option(
-        None, "Gather parameters and sum gradients once a step, not in each micro-batch. It takes memory for the "
-        "gathered stages and for their whole gradients. By default where both take less than a third of the memory, "
-        "and with zero-bubble and v, which need it.",
+        None, "Gather parameters and reduce gradients once a step, not in each micro-batch. It keeps the gathered "
+        "stages and their unsharded gradients in memory. By default where both fit into a third of the memory, and "
+        "with zero-bubble and v, which need it.",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        given: object = self.hold
+        hold: object = self.hold
         if type(self.schedule) is not str or self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(SCHEDULES)}")
         if self.schedule == "v" and self.stages == 1:
             object.__setattr__(self, "stages", 2)
         if type(self.stages) is not int or self.stages < 1:
             raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
-        if given not in (True, False, None) or type(given) is int:
-            raise ConfigError(f"hold={given!r} must be True, False or None (where there is room)")
+        if hold not in (True, False, None) or type(hold) is int:
+            raise ConfigError(f"hold={hold!r} must be True, False or None (where there is room)")
         self._check_ends(self.ends)
 
     def _check_ends(self, ends: object) -> None:
         if ends is None:
             return
         if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
-            raise ConfigError(f"ends={ends!r} must be a list of numbers of layers, after which the stages end")
+            raise ConfigError(f"ends={ends!r} must be a list of layer counts after which the stages end")
         object.__setattr__(self, "ends", tuple(ends))
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How mixers come to the tokens of other ranks of cp. The numbers stay the same, but for rounding."""
+    """How mixers see the tokens of other cp ranks. Results differ by rounding only."""
 
     attention: int | None = option(
-        None, "How many neighbours on cp swap tokens for heads, as in Ulysses (arXiv 2309.14509). Over the others "
-        "keys and values are gathered: cp swaps alone, 1 gathers alone. By default the largest number that divides cp "
-        "and the heads of a tp rank.",
+        None, "How many consecutive cp ranks exchange tokens for heads (Ulysses all-to-all, arXiv 2309.14509). Over "
+        "the remaining factor keys and values are all-gathered: cp is all-to-all only, 1 all-gather only. By default "
+        "the largest number that divides cp and the heads of a tp rank.",
     )  # fmt: skip
     delta: int | None = option(
-        None, "How many neighbours on cp swap tokens for heads of the delta net, which passes its state on over the "
-        "others. By default cp if it divides the key heads of a tp rank, else 1.",
+        None, "How many consecutive cp ranks exchange tokens for heads of the gated delta net, which passes its state "
+        "over the remaining factor. By default cp if it divides the key heads of a tp rank, else 1.",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -185,29 +185,29 @@ class Recipe:
     """How a model is run: what `mw.load` takes beside the model and the mesh."""
 
     head: str = option(
-        "lm", 'Which head is trained: "lm" the vocabulary; "value" one score a token, or one for each label of a '
-        'classifier, from `score.weight` and `score.bias`; a language model gets a new one; "none" no head.',
+        "lm", 'Which head is trained: "lm" the vocabulary; "value" one score per token, or one per label of a '
+        'classifier, from `score.weight` and `score.bias`; a language model gets a new head; "none" no head.',
         choices=("lm", "value"),
     )  # fmt: skip
     dtype: "torch.dtype | None" = option(  # noqa: RUF009 - it makes a field
-        None, "What is computed in: `torch.bfloat16` (also None), `torch.float32`, `torch.float64`.", command=False,
+        None, "The compute dtype: `torch.bfloat16` (also None), `torch.float32`, `torch.float64`.", command=False,
     )  # fmt: skip
     train: str | Sequence[str] = option(
         "**", "Patterns of the parameters that are trained; all others are frozen.", command=False, fixed=True,
     )  # fmt: skip
     tower: bool = option(
-        False, "Train the vision tower too, as `train` says; batches may then hold pictures and videos. Without it "
-        "the weights of the tower are kept as they are.", fixed=True,
+        False, "Train the vision encoder too, as `train` says; batches may then hold pictures and videos. Otherwise "
+        "its weights are kept unchanged.", fixed=True,
     )  # fmt: skip
-    memory: MemoryOptions = option(MemoryOptions(), "What to trade for memory or time: `mw.MemoryOptions`.")
+    memory: MemoryOptions = option(MemoryOptions(), "Memory and communication options: `mw.MemoryOptions`.")
     pipeline: Pipeline = option(
-        Pipeline(), "Which layers a rank has and in which order it works, where the mesh has pp: `mw.Pipeline`.",
+        Pipeline(), "Stages and schedule, where the mesh has pp: `mw.Pipeline`.",
     )  # fmt: skip
     context: ContextParallel = option(
-        ContextParallel(), "How mixers come to the tokens of other ranks of cp: `mw.ContextParallel`.",
+        ContextParallel(), "How mixers exchange tokens over cp: `mw.ContextParallel`.",
     )  # fmt: skip
     fp8: str | None = option(
-        None, 'Multiply 8-bit numbers with a scale for each block of 128 ("block"), which Hopper GPUs make fast.',
+        None, 'Compute matmuls in FP8, with one scale per block of 128 ("block").',
         choices=("block",),
     )  # fmt: skip
     fp8_skip: str | Sequence[str] = option((), "Patterns of the parameters whose matmuls stay in `dtype`.")

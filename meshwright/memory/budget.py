@@ -101,8 +101,8 @@ def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, device_byt
     held = Held(widths_of(compute), trained, memory.offload, low=fp8_weights)
     stored = Need(keep_gathered.spec, axes, held).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
-    # Zero-bubble schedules refuse hold=False (`check_late`). For others one third leaves room for optimizer state and
-    # activations, whose size is unknown at load.
+    # Zero-bubble schedules refuse hold=False (`Recipe.check_schedule`). For others one third leaves room for optimizer
+    # state and activations, whose size is unknown at load.
     if pipeline.schedule in LATE or 3 * once < device_bytes:
         return keep_gathered
     return blueprint.with_options(pipeline=replace(pipeline, hold=False))
