@@ -36,8 +36,11 @@ class Blueprint:
         cls, config: Mapping[str, Any], source: Source | None = None, recipe: Recipe = Recipe(), *,
         directory: Path | None = None, origin: str = "", stored: torch.dtype = torch.float32,
     ) -> Blueprint:  # fmt: skip
-        """Make the blueprint of a config. `source`: the files, or an index that names their keys; without one the
-        weights are new. `stored`: the dtype in which parameters are kept."""
+        """Build the blueprint of a config.
+
+        `source`: the files, or an index that names their keys; without one, weights are new. `stored`: the dtype in
+        which parameters are kept.
+        """
         source = source.scaled_by(config) if source is not None else None
         keys = source.entries if source is not None else {}
         module, table = describe(config, prefix_of(config, keys or None), recipe.head, keys, tower=recipe.tower)
@@ -45,7 +48,7 @@ class Blueprint:
         return cls(config, module, spec, _keymap(table, config, source, stored), directory, origin)
 
     def with_options(self, **fields: Any) -> Blueprint:
-        """Return the same model, run with other fields of its recipe: any but those of its head, tower and FP8."""
+        """Return the blueprint with other fields of its recipe: any but `head`, `tower`, `fp8` and `fp8_skip`."""
         return replace(self, spec=replace(self.spec, recipe=replace(self.recipe, **fields)))
 
     @property
@@ -58,12 +61,12 @@ class Blueprint:
 
     @property
     def tower(self) -> bool:
-        """Whether its tower is made and used; else the keys of the tower are kept as they are."""
+        """Tell whether a vision tower is built; else its keys are copied unchanged."""
         return self.recipe.tower
 
     @property
     def compute(self) -> torch.dtype:
-        """The dtype that it computes in."""
+        """Return the compute dtype."""
         return self.recipe.dtype or torch.bfloat16
 
     @property
@@ -113,18 +116,18 @@ class Blueprint:
 
 
 def _in_fp8(recipe: Recipe, table: Table) -> frozenset[str]:
-    """Return the parameters whose matmuls are in 8 bits."""
+    """Return the parameters whose matmuls are in FP8."""
     if recipe.fp8 is None:
         return frozenset()
     low, patterns = {param.name for param in table if param.low}, patterns_of(recipe.fp8_skip, "fp8_skip")
     for pattern in patterns:
         if low.isdisjoint(matching([pattern], table.params, "fp8_skip")):
             raise ConfigError(
-                f"fp8_skip={pattern!r} matches only parameters of which no matmul is in 8 bits; leave it out"
+                f"fp8_skip={pattern!r} matches only parameters whose matmuls are not in FP8; leave it out"
             )
     names = low.difference(matching(patterns, table.params, "fp8_skip"))
     if not names:
-        raise ConfigError(f"fp8_skip={patterns} leaves no matmul in 8 bits; leave fp8='block' out instead")
+        raise ConfigError(f"fp8_skip={patterns} leaves no matmul in FP8; leave fp8='block' out instead")
     return frozenset(names)
 
 

@@ -42,7 +42,7 @@ def add_fields(group: argparse._ActionsContainer, options: type[Any], but: Conta
             text = first[0].lower() + first[1:] + default
             group.add_argument(flag_of(each.name), dest=each.name, default=None, help=text, **_reading(each))
             if number := each.metadata["number"]:
-                text = f"the same with a number: {flag_of(each.name)} to nodes of N ranks"
+                text = f"{flag_of(each.name)}, but once to each node of N consecutive ranks"
                 group.add_argument(flag_of(number), dest=each.name, type=positive, metavar="N", help=text)
 
 

@@ -104,12 +104,12 @@ class Model:
 
     @property
     def recipe(self) -> Recipe:
-        """How it is run, with what was left open decided."""
+        """How the model is run, with open options decided."""
         return self.blueprint.recipe
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it computes in."""
+        """The compute dtype."""
         return self.blueprint.compute
 
     @property

@@ -310,7 +310,7 @@ def cuts(blueprint: Blueprint, size: Size, coded: Sequence[str]) -> list[Cut]:
 
 def _allowed(blueprint: Blueprint, coded: Sequence[str]) -> Callable[..., bool]:
     """Whether a model takes sizes of axes. Each is asked once: what one axis does depends on few others. How mixers
-    come to other tokens (`Context`) is asked with cp alone, which it is of."""
+    come to other tokens (`ContextParallel`) is asked with cp alone, which it is of."""
     plain = blueprint.with_options(context=ContextParallel())
 
     @cache
