@@ -5,10 +5,10 @@
     python -m bench.device --models qwen3-1.7b --profile          # which kernels take the time, too
     python -m bench.device --agreement                            # gradients alone
 
-Two documents of 4096 tokens a step, random weights of the published sizes. A kind is one of `mw.Savings`, or fp8 (by
-default none, full and fp8). Ours has float32 parameters and moments, and products in bfloat16. transformers has all in
-bfloat16, with torch's fused AdamW and its scaled_dot_product_attention. Seconds are medians of 5 steps; one side is on
-the device at a time.
+Two documents of 4096 tokens a step, random weights of the published sizes. A kind is one of `mw.MemoryOptions`, or fp8
+(by default none, full and fp8). Ours has float32 parameters and moments, and products in bfloat16. transformers has all
+in bfloat16, with torch's fused AdamW and its scaled_dot_product_attention. Seconds are medians of 5 steps; one side is
+on the device at a time.
 Agreement: each gradient in float32 beside that of transformers, as a share of its norm.
 """
 
@@ -33,7 +33,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.memory.budget import Need
 from meshwright.memory.simulate import ACTIVATIONS, StepWork
 
@@ -62,10 +62,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"savings": mw.Savings(recompute="selective")},
-    "full": {"savings": mw.Savings(recompute="full")},
-    "compiled": {"savings": mw.Savings(compiled=True)},
-    "offload": {"savings": mw.Savings(offload=True)},
+    "selective": {"memory": mw.MemoryOptions(recompute="selective")},
+    "full": {"memory": mw.MemoryOptions(recompute="full")},
+    "compiled": {"memory": mw.MemoryOptions(compiled=True)},
+    "offload": {"memory": mw.MemoryOptions(offload=True)},
     "fp8": {"fp8": "block"},
 }
 
@@ -94,10 +94,10 @@ def seconds_of(step: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def planned(model: mw.Model, savings: mw.Savings) -> tuple[float, float]:
+def planned(model: mw.Model, memory: mw.MemoryOptions) -> tuple[float, float]:
     """(GB on the device, GB of activations among them) by the plan."""
     need = model.need()
-    passing = StepWork(DOCUMENTS * TOKENS, 1, torch.bfloat16, savings, "cuda")
+    passing = StepWork(DOCUMENTS * TOKENS, 1, torch.bfloat16, memory, "cuda")
     parts = {s.what: s.num_bytes for s in Need(need.spec, need.axes, need.held, passing).stored(0)}
     return sum(parts.values()) / 1e9, parts.get(ACTIVATIONS, 0) / 1e9
 
@@ -148,7 +148,7 @@ def ours(directory: Path, name: str, kind: str, profile: bool) -> str:
     waits = synchronised(lambda: engine.step(batches))
     if profile:
         profiled(lambda: engine.step(batches))
-    due, passing = planned(model, options.get("savings", mw.Savings()))
+    due, passing = planned(model, options.get("memory", mw.MemoryOptions()))
     print(f"  first step {first:.1f} s, loss {loss:.4f}, waits for the device {dict(waits)}", flush=True)
     return (
         f"| {name} | meshwright, {kind} | {halves:.3f} | {whole:.3f} | {DOCUMENTS * TOKENS / whole:,.0f} "
@@ -159,7 +159,7 @@ def ours(directory: Path, name: str, kind: str, profile: bool) -> str:
 def flops(directory: Path) -> float:
     """Of the matrix products of forward and backward, and of the half of attention's that a causal mask leaves."""
     config = json.loads((directory / "config.json").read_text())
-    table, used = draw(config).table, 0.0
+    table, used = Blueprint.of(config).table, 0.0
     for p in table:
         share = 1.0
         if ".experts." in p.name:

@@ -34,14 +34,18 @@ MODELS: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
     ),
 }  # fmt: skip
-KINDS = {"none": mw.Savings(), "selective": mw.Savings(recompute="selective"), "full": mw.Savings(recompute="full")}
+KINDS = {
+    "none": mw.MemoryOptions(),
+    "selective": mw.MemoryOptions(recompute="selective"),
+    "full": mw.MemoryOptions(recompute="full"),
+}
 
 
 class Timed:
     """The two halves of a step, in milliseconds."""
 
-    def __init__(self, recipe: Path, savings: mw.Savings) -> None:
-        self.engine = mw.Engine(mw.init(recipe, mw.Mesh(device="cpu"), savings=savings, dtype=torch.float32), lr=1e-3)
+    def __init__(self, recipe: Path, memory: mw.MemoryOptions) -> None:
+        self.engine = mw.Engine(mw.init(recipe, mw.Mesh(device="cpu"), memory=memory, dtype=torch.float32), lr=1e-3)
         self.num = sum(1 for _ in self.engine.model.trainable)
         self.batch = mw.pack([[n % 64 for n in range(TOKENS)]])
         self.both: list[float] = []
@@ -63,7 +67,7 @@ def measured(at: Path, rounds: int) -> Mapping[tuple[str, str], Timed]:
     for name, config in MODELS.items():
         (at / name).mkdir()
         (at / name / "config.json").write_text(json.dumps(config))
-        runs |= {(name, kind): Timed(at / name, savings) for kind, savings in KINDS.items()}
+        runs |= {(name, kind): Timed(at / name, memory) for kind, memory in KINDS.items()}
     for _ in range(rounds + 2):
         for run in runs.values():
             run.step()

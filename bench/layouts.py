@@ -43,8 +43,8 @@ from meshwright.engine.step_bill import step_bill
 from meshwright.verify import Recorder, run_ranks
 
 
-def ours(directory: Path, mesh: dict[str, int], savings: mw.Savings = mw.Savings()) -> Step:  # noqa: B008 - frozen
-    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32, savings=savings)
+def ours(directory: Path, mesh: dict[str, int], memory: mw.MemoryOptions = mw.MemoryOptions()) -> Step:  # noqa: B008 - frozen
+    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32, memory=memory)
     return our_step(model, repeat(document(1 + model.mesh.data_rank)))
 
 
@@ -60,8 +60,8 @@ def whole(directory: Path, _: dict[str, int]) -> Step:
     return ours(directory, {"replicate": 2})
 
 
-def in_batches(savings: mw.Savings, directory: Path, mesh: dict[str, int]) -> Step:
-    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32, savings=savings)
+def in_batches(memory: mw.MemoryOptions, directory: Path, mesh: dict[str, int]) -> Step:
+    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.float32, memory=memory)
     engine, batches = mw.Engine(model, lr=0.0), [mw.pack([part]) for part in quarters(model.mesh.data_rank)]
     with Recorder() as recorder:
         engine.step(batches)
@@ -116,14 +116,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], Sides]] = {
     "fsdp2": ("qwen3", {"fsdp": 2}, HF),
     "fsdp2+ep2": (
         "qwen3_moe", {"fsdp": 2, "ep": 2},
-        {"meshwright": ours, "meshwright, tokens once": partial(ours, savings=mw.Savings(token_once=True)),
+        {"meshwright": ours, "meshwright, tokens once": partial(ours, memory=mw.MemoryOptions(token_once=True)),
          "transformers": theirs},
     ),
     "fsdp2x4": (
         "qwen3", {"fsdp": 2},
-        {"meshwright, gathers and sums once": partial(in_batches, mw.Savings(gather_once=True, sum_once=True)),
-         "meshwright, sums once": partial(in_batches, mw.Savings(sum_once=True)),
-         "meshwright": partial(in_batches, mw.Savings()), "transformers": their_batches},
+        {"meshwright, gathers and sums once": partial(in_batches, mw.MemoryOptions(gather_once=True, sum_once=True)),
+         "meshwright, sums once": partial(in_batches, mw.MemoryOptions(sum_once=True)),
+         "meshwright": partial(in_batches, mw.MemoryOptions()), "transformers": their_batches},
     ),
     "cp2": ("qwen3", {"cp": 2}, {"meshwright": ours, "meshwright, without cp": whole}),
     "pp2": (

@@ -26,11 +26,12 @@ from torch.profiler import ProfilerActivity, profile
 import meshwright as mw
 from bench.step import MODELS, TOKENS
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.memory.budget import Need, held_while_training
 from meshwright.memory.simulate import ACTIVATIONS, StepWork
 from meshwright.mesh import collectives, local_collectives
 from meshwright.plan.requested import mesh_of
+from meshwright.recipe import Recipe
 from meshwright.verify.local_ranks import run_ranks
 
 BATCHES = 2  # the second finds gradients there
@@ -41,17 +42,17 @@ class Asked(NamedTuple):
     config: Mapping[str, Any]
     sizes: Mapping[str, int]
     dtype: torch.dtype
-    savings: mw.Savings
+    memory: mw.MemoryOptions
     tokens: int
     num_batches: int = BATCHES
 
 
 def said(asked: Asked) -> dict[str, int]:
     """By the plan, of the rank that takes most: bytes of each kind beside parameters and moments."""
-    blueprint, axes, savings = draw(dict(asked.config)), Axes(**asked.sizes), asked.savings
-    blueprint = blueprint.run_by(blueprint.spec.pipeline, savings.traffic)
-    held = held_while_training(asked.dtype, frozenset(blueprint.table.params), offload=savings.offload)
-    passing = StepWork(asked.tokens, asked.num_batches, asked.dtype, savings, "cpu")
+    axes, memory = Axes(**asked.sizes), asked.memory
+    blueprint = Blueprint.of(dict(asked.config), None, Recipe(memory=memory))
+    held = held_while_training(asked.dtype, frozenset(blueprint.table.params), offload=memory.offload)
+    passing = StepWork(asked.tokens, asked.num_batches, asked.dtype, memory, "cpu")
     need = Need(blueprint.spec, axes, held, passing)
     parts = [{s.what: s.num_bytes for s in need.stored(rank)} for rank in axes.group(0, ("pp",))]
     for each in parts:
@@ -68,7 +69,7 @@ def counted(asked: Asked) -> int:
 
 
 def _of_rank(folder: str, asked: Asked) -> int:
-    model = mw.init(folder, mw.Mesh(**asked.sizes, device="cpu"), dtype=asked.dtype, savings=asked.savings)
+    model = mw.init(folder, mw.Mesh(**asked.sizes, device="cpu"), dtype=asked.dtype, memory=asked.memory)
     engine, vocab = mw.Engine(model, lr=1e-3), model.blueprint.vocab
     noise = torch.Generator().manual_seed(model.mesh.data_rank)
     documents = torch.randint(vocab, (asked.num_batches, asked.tokens), generator=noise).tolist()
@@ -135,7 +136,7 @@ HEADER = (
 
 
 def row(name: str, mesh: str, dtype: torch.dtype, recompute: str) -> str:
-    asked = Asked(MODELS[name], mesh_of(mesh), dtype, mw.Savings(recompute=recompute), TOKENS)
+    asked = Asked(MODELS[name], mesh_of(mesh), dtype, mw.MemoryOptions(recompute=recompute), TOKENS)
     parts, found = said(asked), counted(asked)
     due, passing = sum(parts.values()), parts[ACTIVATIONS]
     return (

@@ -131,9 +131,9 @@ def turns(directory: Path, sizes: dict[str, int], rounds: int) -> Found:
 
 def on_paper(directory: Path, pipeline: mw.Pipeline, pp: int) -> tuple[float, float]:
     """The bubble if stages cost the same, and if they cost what they multiply."""
-    from meshwright.blueprint import draw
+    from meshwright.blueprint import Blueprint
 
-    blueprint = draw(json.loads((directory / "config.json").read_text())).run_by(pipeline)
+    blueprint = Blueprint.of(json.loads((directory / "config.json").read_text())).with_options(pipeline=pipeline)
     line = blueprint.spec.line(pp)
     costs = costs_of_stages(blueprint.table, blueprint.module, line)
 

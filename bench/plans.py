@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from meshwright.axes import Axes
-from meshwright.blueprint import Blueprint, draw
+from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import planes_of
 from meshwright.sharding import Block, Box, Piece, check_rows_to_write, column_axes, piece, place, rows_to_write
 from meshwright.weights import Files, KeyMap, chosen, make_files, open_source
@@ -117,8 +117,8 @@ class Counting(Reader):
 def reads(config: dict[str, Any], axes: Axes) -> str:
     """Of rank 0, from files that have headers and nothing else."""
     with tempfile.TemporaryDirectory() as folder:
-        make_files(Path(folder), draw(config).keymap)
-        blueprint = draw(config, open_source(folder))
+        make_files(Path(folder), Blueprint.of(config).keymap)
+        blueprint = Blueprint.of(config, open_source(folder))
         source = blueprint.keymap.source
         assert source is not None
         reader = Counting(source)
@@ -132,7 +132,7 @@ def reads(config: dict[str, Any], axes: Axes) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    blueprint = draw(QWEN3_235B)
+    blueprint = Blueprint.of(QWEN3_235B)
     print(f"Qwen3-235B-A22B on {AXES}: {len(blueprint.keymap.keys)} keys")
     for rank in (0, 517):
         print(f"  rank {rank}: a save {timed(save, blueprint, rank)}; an export {timed(export, blueprint, rank)}")

@@ -23,6 +23,7 @@ from meshwright.engine import gather, logits
 from meshwright.log import quiet
 from meshwright.mesh import Mesh
 from meshwright.plan import mesh_of as sizes_of
+from meshwright.recipe import Recipe
 from meshwright.verify import FULL, Options, Plan, plan, run_ranks
 from meshwright.verify.session import mesh_of, trial_of
 
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--head", default="lm", choices=["lm", "value"])
     parser.add_argument("--wide", default="float64", choices=["float64", "float32"], help="what measures (float64)")
     options = parser.parse_args()
-    asked = Options(options.head, (options.wide, "bfloat16"), FULL)
+    asked = Options(Recipe(head=options.head), (options.wide, "bfloat16"), FULL)
     tried = plan(options.model, Axes(**sizes_of(options.mesh)), asked)
     with quiet():
         found = costs(tried, options.wide, tried.directory)

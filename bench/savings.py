@@ -1,4 +1,4 @@
-"""What each of `mw.Savings`, and bfloat16 moments, saves and costs: 2 ranks of fsdp=2, one after the other.
+"""What each of `mw.MemoryOptions`, and bfloat16 moments, saves and costs: 2 ranks of fsdp=2, one after the other.
 
     python -m bench.savings                       # all of them
     python -m bench.savings --rounds 5 --append
@@ -45,9 +45,9 @@ TRIED: dict[str, dict[str, Any]] = {
 def tried(directory: Path, options: dict[str, Any]) -> dict[str, float]:
     """On one rank: after a first step, which compiles."""
     torch.set_num_threads(1)
-    savings = dict(options)
-    state = savings.pop("state", None)
-    model = mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32, savings=mw.Savings(**savings))
+    memory = dict(options)
+    state = memory.pop("state", None)
+    model = mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float32, memory=mw.MemoryOptions(**memory))
     engine = mw.Engine(model, lr=1e-4, optimizer=mw.AdamW(state_dtype=state))
     g = torch.Generator().manual_seed(model.mesh.data_rank)
     batches = [mw.pack([torch.randint(32000, (TOKENS,), generator=g).tolist()]) for _ in range(BATCHES)]

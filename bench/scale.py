@@ -29,7 +29,7 @@ import torch.testing._internal.distributed.fake_pg
 
 import meshwright as mw
 from bench.plans import QWEN3_235B
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.engine.agreement import Data, Proposal, Told, warn_of_same_data, whole_step
 from meshwright.mesh import Memory
 from meshwright.weights import make_files
@@ -103,7 +103,7 @@ def files_of(config: dict[str, Any], at: Path) -> Path:
     """A directory with headers, and holes for weights."""
     at.mkdir()
     (at / "config.json").write_text(json.dumps(config))
-    keymap = draw(config).keymap
+    keymap = Blueprint.of(config).keymap
     make_files(at, keymap)
     weight_map = {key.name: key.file for key in keymap.keys.values()}
     (at / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

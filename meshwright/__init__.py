@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import all public names when the first of them is used, since `meshwright --help` needs no torch."""
+        """Import a module of the package, or all public names, on first use: `meshwright --help` needs no torch."""
         if name.startswith("__") and name != "__all__":  # the import system and inspect ask for such names
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+        try:  # else `from .. import parallel` would import all of the public names, in a circle
+            return importlib.import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
         api = importlib.import_module(".api", __name__)
         globals().update({each: getattr(api, each) for each in api.__all__}, __all__=api.__all__)
         if name not in globals():

@@ -6,7 +6,7 @@ here. Loading, the bill, plans and `verify` all ask the same blueprint, so they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ import torch
 
 from .errors import ConfigError
 from .models import Balance, Decoder, describe, prefix_of, text_config
-from .sharding import Context, Param, Pipeline, Rules, ShardingSpec, Table, Traffic
+from .recipe import Recipe, matching, patterns_of
+from .sharding import Param, Rules, ShardingSpec, Table
 from .weights import KeyMap, Source, check_keys, choose, of_source, of_table
-
-_USUAL = Traffic()
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +28,46 @@ class Blueprint:
     module: Decoder
     spec: ShardingSpec
     keymap: KeyMap
-    head: str
-    tower: bool = False  # whether a vision tower is built; else its keys are copied unchanged
     directory: Path | None = None  # with config.json and the tokenizer; a built-in model has none
     origin: str = ""  # identity of the weights, compared between ranks: a seed, or a checksum of the files
+
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], source: Source | None = None, recipe: Recipe = Recipe(), *,
+        directory: Path | None = None, origin: str = "", stored: torch.dtype = torch.float32,
+    ) -> Blueprint:  # fmt: skip
+        """Build the blueprint of a config.
+
+        `source`: the files, or an index that names their keys; without one, weights are new. `stored`: the dtype in
+        which parameters are kept.
+        """
+        source = source.scaled_by(config) if source is not None else None
+        keys = source.entries if source is not None else {}
+        module, table = describe(config, prefix_of(config, keys or None), recipe.head, keys, tower=recipe.tower)
+        spec = ShardingSpec(table, Rules(), module, recipe, _in_fp8(recipe, table))
+        return cls(config, module, spec, _keymap(table, config, source, stored), directory, origin)
+
+    def with_options(self, **fields: Any) -> Blueprint:
+        """Return the blueprint with other fields of its recipe: any but `head`, `tower`, `fp8` and `fp8_skip`."""
+        return replace(self, spec=replace(self.spec, recipe=replace(self.recipe, **fields)))
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.spec.recipe
+
+    @property
+    def head(self) -> str:
+        return self.recipe.head
+
+    @property
+    def tower(self) -> bool:
+        """Tell whether a vision tower is built; else its keys are copied unchanged."""
+        return self.recipe.tower
+
+    @property
+    def compute(self) -> torch.dtype:
+        """Return the compute dtype."""
+        return self.recipe.dtype or torch.bfloat16
 
     @property
     def table(self) -> Table:
@@ -50,6 +85,10 @@ class Blueprint:
     @property
     def vocab(self) -> int:
         return self.module.shape.vocab
+
+    def trained(self) -> list[str]:
+        """Return the names of the parameters that are trained. Refuse a pattern that names none."""
+        return matching(patterns_of(self.recipe.train), self.table.params, "train")
 
     def stored_dtypes(self, compute: torch.dtype, trained: Set[str]) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter is stored (mixed precision).
@@ -75,34 +114,21 @@ class Blueprint:
         frozen = (param for param in self.table if param.name not in trained)
         return frozenset(param.name for param in frozen if self.keymap.stays_quantised(param))
 
-    def run_by(self, pipeline: Pipeline, traffic: Traffic = _USUAL) -> Blueprint:
-        """Return the blueprint with another pipeline and other communication options."""
-        return replace(self, spec=replace(self.spec, traffic=traffic, pipeline=pipeline))
 
-    def in_context(self, context: Context) -> Blueprint:
-        """Return the blueprint with another split of mixers over context parallelism."""
-        return replace(self, spec=replace(self.spec, context=context))
-
-    def in_fp8(self, names: Iterable[str]) -> Blueprint:
-        """Return the blueprint with FP8 matmuls for these parameters."""
-        return replace(self, spec=replace(self.spec, fp8=frozenset(names)))
-
-
-def draw(
-    config: Mapping[str, Any], source: Source | None = None, *,
-    head: str = "lm", tower: bool = False, directory: Path | None = None,
-    stored: torch.dtype = torch.float32,
-) -> Blueprint:  # fmt: skip
-    """Build the blueprint of a config.
-
-    `source`: the files, or an index that names their keys; without one, weights are new. `tower`: build the vision
-    tower. `stored`: the dtype in which parameters are kept.
-    """
-    source = source.scaled_by(config) if source is not None else None
-    keys = source.entries if source is not None else {}
-    module, table = describe(config, prefix_of(config, keys or None), head, keys, tower=tower)
-    spec = ShardingSpec(table, Rules(), module)
-    return Blueprint(config, module, spec, _keymap(table, config, source, stored), head, tower, directory)
+def _in_fp8(recipe: Recipe, table: Table) -> frozenset[str]:
+    """Return the parameters whose matmuls are in FP8."""
+    if recipe.fp8 is None:
+        return frozenset()
+    low, patterns = {param.name for param in table if param.low}, patterns_of(recipe.fp8_skip, "fp8_skip")
+    for pattern in patterns:
+        if low.isdisjoint(matching([pattern], table.params, "fp8_skip")):
+            raise ConfigError(
+                f"fp8_skip={pattern!r} matches only parameters whose matmuls are not in FP8; leave it out"
+            )
+    names = low.difference(matching(patterns, table.params, "fp8_skip"))
+    if not names:
+        raise ConfigError(f"fp8_skip={patterns} leaves no matmul in FP8; leave fp8='block' out instead")
+    return frozenset(names)
 
 
 def _keymap(table: Table, config: Mapping[str, Any], source: Source | None, stored: torch.dtype) -> KeyMap:

@@ -29,11 +29,11 @@ import meshwright as mw
 from meshwright.cli import main as command_line
 from tests import seeing, tiny, worlds
 
-_FULL, _SELECTIVE = (mw.Savings(recompute=kind) for kind in ("full", "selective"))
+_FULL, _SELECTIVE = (mw.MemoryOptions(recompute=kind) for kind in ("full", "selective"))
 # (family, mesh, options of mw.load, options of mw.Engine)
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "qwen2 alone": ("qwen2", {}, {}, {}),
-    "qwen3 fsdp=2, full": ("qwen3", dict(fsdp=2), dict(savings=_FULL), {}),
+    "qwen3 fsdp=2, full": ("qwen3", dict(fsdp=2), dict(memory=_FULL), {}),
     "qwen3 replicate=2, bfloat16 moments": (
         "qwen3",
         dict(replicate=2),
@@ -43,9 +43,9 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "qwen3 tp=2, frozen layer": ("qwen3", dict(tp=2), dict(train=["layers.1.*", "head.*"]), {}),
     "qwen3_tied pp=2": ("qwen3_tied", dict(pp=2), {}, {}),
     "qwen3_moe fsdp=2 ep=2": ("qwen3_moe", dict(fsdp=2, ep=2), {}, {}),
-    "qwen3_moe fsdp=2 tp=2 ep=4": ("qwen3_moe", dict(fsdp=2, tp=2, ep=4), dict(savings=_FULL), {}),
+    "qwen3_moe fsdp=2 tp=2 ep=4": ("qwen3_moe", dict(fsdp=2, tp=2, ep=4), dict(memory=_FULL), {}),
     "qwen3_5 tp=2": ("qwen3_5", dict(tp=2), {}, {}),
-    "qwen3_5 cp=2, selective": ("qwen3_5", dict(cp=2), dict(savings=_SELECTIVE), {}),
+    "qwen3_5 cp=2, selective": ("qwen3_5", dict(cp=2), dict(memory=_SELECTIVE), {}),
     "qwen3_5_moe fsdp=2 tp=2 ep=2": ("qwen3_5_moe", dict(fsdp=2, tp=2, ep=2), {}, {}),
     "qwen3_vl fsdp=2": ("qwen3_vl", dict(fsdp=2), dict(tower=True), {}),
     "qwen3_vl_moe tp=2": ("qwen3_vl_moe", dict(tp=2), {}, {}),

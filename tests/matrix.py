@@ -30,6 +30,7 @@ import torch
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.log import quiet
+from meshwright.recipe import Recipe
 from meshwright.verify import Data, Finding, Recorder, Reference, Run, StepOf, Trial, collective_checks, oracles
 from tests import tiny, worlds
 
@@ -173,8 +174,9 @@ class Course:
     def trial(self, num: int, run: Dials | None = None) -> Trial:
         data = Data(num=num, target=self.head == "value")
         axes = Axes(replicate=self.num_data_ranks) if run is None else run.axes
-        savings = mw.Savings() if run is None else mw.Savings(recompute=run.recompute, reshard=run.reshard)
-        return Trial(self.source, axes, data, self.head, savings=savings, router_aux=self.router_aux, fp8=self.fp8)
+        memory = mw.MemoryOptions() if run is None else mw.MemoryOptions(recompute=run.recompute, reshard=run.reshard)
+        recipe = Recipe(head=self.head, dtype=torch.float64, memory=memory, fp8=self.fp8)
+        return Trial(self.source, axes, data, recipe, router_aux=self.router_aux)
 
 
 def refer(course: Course) -> list[Reference]:

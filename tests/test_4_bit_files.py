@@ -15,7 +15,7 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.engine import model as engine_model
 from meshwright.errors import LoadError, MismatchedKey, RankError
@@ -384,5 +384,5 @@ def test_an_index_alone_tells_how_files_spell_it(directory: Callable[[str, str],
     at = directory("qwen3_moe", "NVFP4")
     keys = dict.fromkeys(tensors(at), "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": keys}))
-    found = draw(json.loads((at / "config.json").read_text()), open_index(tmp_path))
+    found = Blueprint.of(json.loads((at / "config.json").read_text()), open_index(tmp_path))
     assert found.keymap.choice == {"experts": "per-expert"}

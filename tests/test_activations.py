@@ -16,7 +16,7 @@ import meshwright as mw
 from bench.memory import Asked, counted, said
 from bench.scale import QWEN3_5_397B
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.log import logger
 from meshwright.memory import simulate
 from meshwright.memory.budget import Need, held_while_training, ways_out
@@ -24,6 +24,7 @@ from meshwright.memory.simulate import Live, StepWork, most_held
 from meshwright.mesh import Memory
 from meshwright.models import Decoder
 from meshwright.ops import meta_kernels
+from meshwright.recipe import Recipe
 from meshwright.sharding import GATHERED, GRADIENTS, IN_FLIGHT, ShardingSpec
 from meshwright.train.config_model import warn_of_memory
 from tests import parts, seeing, tiny, trials
@@ -51,22 +52,22 @@ def case_id(case: Any) -> str:
 @pytest.mark.parametrize("case", parts.every(5, CASES), ids=case_id)
 def test_what_torch_counts(case: tuple[str, Mapping[str, int], str]) -> None:
     name, mesh, kind = case
-    asked = Asked(tiny.of(name), mesh, F32, mw.Savings(recompute=kind), TOKENS)
+    asked = Asked(tiny.of(name), mesh, F32, mw.MemoryOptions(recompute=kind), TOKENS)
     due = sum(said(asked).values())
     allowed = max(ALLOWED, *(ALLOWED_OF.get(each, 0.0) for each in (kind, *mesh)))
     assert due / counted(asked) == pytest.approx(1, abs=allowed)
 
 
 SENT = [
-    ("qwen3_moe", dict(fsdp=2, ep=2), mw.Savings(token_once=True)),
-    ("qwen3_5_moe", dict(tp=2, ep=2), mw.Savings("full", token_once=True)),
-    ("qwen3", dict(fsdp=2), mw.Savings(narrow_grads=True)),
+    ("qwen3_moe", dict(fsdp=2, ep=2), mw.MemoryOptions(token_once=True)),
+    ("qwen3_5_moe", dict(tp=2, ep=2), mw.MemoryOptions("full", token_once=True)),
+    ("qwen3", dict(fsdp=2), mw.MemoryOptions(narrow_grads=True)),
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "savings"), SENT, ids=str)
-def test_what_torch_counts_where_less_is_sent(name: str, mesh: dict[str, int], savings: mw.Savings) -> None:
-    asked = Asked(tiny.of(name), mesh, F32, savings, TOKENS)
+@pytest.mark.parametrize(("name", "mesh", "memory"), SENT, ids=str)
+def test_what_torch_counts_where_less_is_sent(name: str, mesh: dict[str, int], memory: mw.MemoryOptions) -> None:
+    asked = Asked(tiny.of(name), mesh, F32, memory, TOKENS)
     allowed = ALLOWED_OF["ep"] if "ep" in mesh else ALLOWED
     assert sum(said(asked).values()) / counted(asked) == pytest.approx(1, abs=allowed)
 
@@ -85,7 +86,7 @@ def test_gradients_come_while_activations_go(
     name: str, mesh: dict[str, int], kind: Any, tokens: int, num_batches: int
 ) -> None:
     """Of models with many parameters for their tokens, whose gradients take as much."""
-    asked = Asked(tiny.of(name, **LARGE), mesh, F32, mw.Savings(recompute=kind), tokens, num_batches)
+    asked = Asked(tiny.of(name, **LARGE), mesh, F32, mw.MemoryOptions(recompute=kind), tokens, num_batches)
     due, found = said(asked), counted(asked)
     assert sum(due.values()) / found == pytest.approx(1, abs=0.03)
 
@@ -93,20 +94,21 @@ def test_gradients_come_while_activations_go(
 def test_kinds_of_layers_that_stand_apart() -> None:
     """Those behind have their gradients while those in front still keep what they want for backward."""
     config = tiny.of("qwen3_moe", num_hidden_layers=24, mlp_only_layers=[*range(12)], num_experts=64)
-    asked = Asked(config, {}, F32, mw.Savings(), 256, 1)
+    asked = Asked(config, {}, F32, mw.MemoryOptions(), 256, 1)
     assert sum(said(asked).values()) / counted(asked) == pytest.approx(1, abs=0.05)
 
 
 def test_where_gradients_of_weights_come_late_all_are_counted() -> None:
     """What they are made of is there until then."""
-    spec = replace(draw(tiny.of("qwen3", **LARGE)).spec, pipeline=mw.Pipeline("zero-bubble"))
+    recipe = Recipe(pipeline=mw.Pipeline("zero-bubble"))
+    spec = Blueprint.of(tiny.of("qwen3", **LARGE), None, recipe).spec
     held = most_held(spec, Axes(pp=2), 0, replace(passing(num_batches=2), tokens=16))
     mine = [param for stage in spec.stages(Axes(pp=2), 0) for unit in stage.units for param in unit.params]
     assert held[GRADIENTS] == 4 * sum(spec.table[name].numel for name in mine)
 
 
 def test_a_tower_has_gradients_too() -> None:
-    blueprint = draw(seeing.of("qwen3_vl"), tower=True)
+    blueprint = Blueprint.of(seeing.of("qwen3_vl"), None, Recipe(tower=True))
     held = held_while_training(BF16, frozenset(blueprint.table.params))
     all_at_once, fullest = (
         sum(s.num_bytes for s in Need(blueprint.spec, Axes(), held, each).stored())
@@ -116,7 +118,7 @@ def test_a_tower_has_gradients_too() -> None:
 
 
 def test_all_gradients_are_there_in_a_second_micro_batch() -> None:
-    blueprint = draw(tiny.of("qwen3", **LARGE))
+    blueprint = Blueprint.of(tiny.of("qwen3", **LARGE))
     held = held_while_training(BF16, frozenset(blueprint.table.params))
     first, second = (
         {s.what: s.num_bytes for s in Need(blueprint.spec, Axes(), held, passing(num_batches=num)).stored()}
@@ -137,7 +139,7 @@ def each_alone(_: object, stage: Any, _reached: object) -> dict[object, list[int
 @pytest.mark.parametrize("mesh", [{}, dict(pp=2)], ids=str)
 def test_frozen_layers_keep_what_a_gradient_asks_for(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before what is trained keep nothing, though those behind it have the same in them."""
-    spec = draw(tiny.of("qwen3", num_hidden_layers=12)).spec
+    spec = Blueprint.of(tiny.of("qwen3", num_hidden_layers=12)).spec
     for name, parameter in spec.module.named_parameters():
         parameter.requires_grad_(name.startswith("layers.7.mixer."))
     ranks, work = range(mesh.get("pp", 1)), passing(num_batches=2)
@@ -152,7 +154,7 @@ def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytes
     """So it is to the byte what it is where all layers run, once all gradients are there."""
     more = dict(num_hidden_layers=6, mlp_only_layers=[1, 4], layer_types=["linear_attention", "full_attention"] * 3)
     config = tiny.of(name)
-    spec, work = draw({**config, **{k: v for k, v in more.items() if k in config}}).spec, passing(kind)
+    spec, work = Blueprint.of({**config, **{k: v for k, v in more.items() if k in config}}).spec, passing(kind)
     several = replace(work, num_batches=2)
     first, found = (most_held(spec, Axes(tp=2), 0, each) for each in (work, several))
     monkeypatch.setattr(simulate, "_kinds", each_alone)
@@ -162,7 +164,7 @@ def test_layers_of_a_kind_hold_the_same(name: str, kind: str, monkeypatch: pytes
 
 
 def passing(kind: str = "none", num_batches: int = 1, device: str = "cuda") -> StepWork:
-    return StepWork(256, num_batches, BF16, mw.Savings(recompute=kind), device)
+    return StepWork(256, num_batches, BF16, mw.MemoryOptions(recompute=kind), device)
 
 
 def test_what_is_freed_is_not_held() -> None:
@@ -187,7 +189,7 @@ MESHES = [dict(fsdp=2, tp=2), dict(cp=2), dict(fsdp=2, ep=2), dict(pp=2), dict(f
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def test_a_gpu_is_planned_for_on_any_mesh(name: str) -> None:
     for sizes in MESHES:
-        spec = draw(tiny.of(name)).spec
+        spec = Blueprint.of(tiny.of(name)).spec
         held = {kind: held_by(spec, Axes(**sizes), passing(kind)) for kind in ("none", "selective", "full")}
         # of a stage with one layer they save nothing
         assert 0 < held["full"] < 1.01 * held["selective"] < 1.02 * held["none"], (sizes, held)
@@ -205,9 +207,9 @@ def test_its_kernels_hold_no_scores() -> None:
 
 
 def test_a_late_schedule_holds_what_gradients_of_weights_need() -> None:
-    spec = draw(tiny.of("qwen3", num_hidden_layers=4)).spec
+    spec = Blueprint.of(tiny.of("qwen3", num_hidden_layers=4)).spec
     held = {
-        name: held_by(replace(spec, pipeline=mw.Pipeline(name)), Axes(pp=2), passing(num_batches=4))
+        name: held_by(replace(spec, recipe=Recipe(pipeline=mw.Pipeline(name))), Axes(pp=2), passing(num_batches=4))
         for name in ("1f1b", "zero-bubble")
     }
     one = held_by(spec, Axes(pp=2), passing())
@@ -215,7 +217,7 @@ def test_a_late_schedule_holds_what_gradients_of_weights_need() -> None:
 
 
 def test_a_rank_of_16384_is_planned_in_a_second() -> None:
-    spec, began = draw(QWEN3_5_397B).spec, time.process_time()
+    spec, began = Blueprint.of(QWEN3_5_397B).spec, time.process_time()
     held = held_by(spec, Axes(fsdp=256, tp=8, ep=64, pp=8), StepWork(8192, 16))
     assert time.process_time() - began < 2
     assert 10**9 < held < 10**12
@@ -223,7 +225,7 @@ def test_a_rank_of_16384_is_planned_in_a_second() -> None:
 
 def test_a_model_that_is_armed_is_planned_as_one_that_is_not() -> None:
     """What is compiled is bound to its layers, and would run these: on their device, and not on paper."""
-    fresh, armed = (draw(tiny.of("qwen3")).spec for _ in range(2))
+    fresh, armed = (Blueprint.of(tiny.of("qwen3")).spec for _ in range(2))
     for layer in armed.module.layers.values():
         layer.run = lambda *_: pytest.fail("the layer itself ran")
     assert held_by(armed, Axes(), passing()) == held_by(fresh, Axes(), passing())
@@ -234,7 +236,7 @@ def held_by(spec: ShardingSpec, axes: Axes, work: StepWork) -> int:
 
 
 def test_it_is_part_of_what_a_rank_needs() -> None:
-    blueprint, axes = draw(tiny.of("qwen3")), Axes(fsdp=2)
+    blueprint, axes = Blueprint.of(tiny.of("qwen3")), Axes(fsdp=2)
     held = held_while_training(BF16, frozenset(blueprint.table.params))
     most, need = (
         {s.what: s.num_bytes for s in Need(blueprint.spec, axes, held, w).stored()} for w in (None, passing())
@@ -273,19 +275,22 @@ def test_a_run_is_warned_before_it_loads(
 @pytest.mark.parametrize("pipeline", [mw.Pipeline("v"), mw.Pipeline(stages=2, hold=True), mw.Pipeline(hold=True)])
 def test_what_a_pipeline_holds_is_there_at_every_moment(pipeline: mw.Pipeline) -> None:
     """Of all stages of the rank: no less than all that they gather."""
-    blueprint, axes = draw(tiny.of("qwen3", num_hidden_layers=8)).run_by(pipeline), Axes(pp=2, fsdp=2)
+    blueprint, axes = (
+        Blueprint.of(tiny.of("qwen3", num_hidden_layers=8)).with_options(pipeline=pipeline),
+        Axes(pp=2, fsdp=2),
+    )
     if pipeline.hold is None:
-        blueprint = blueprint.run_by(replace(pipeline, hold=True))
+        blueprint = blueprint.with_options(pipeline=replace(pipeline, hold=True))
     held = held_while_training(BF16, frozenset(blueprint.table.params))
     whole = {s.what: s.num_bytes for s in Need(blueprint.spec, axes, held).stored(0)}[GATHERED]
     assert whole <= most_held(blueprint.spec, axes, 0, passing("full", 4))[GATHERED] < 1.5 * whole
 
 
 def test_offload_is_a_way_out_by_its_own_figures() -> None:
-    blueprint = draw(tiny.of("qwen3", num_hidden_layers=8))
+    blueprint = Blueprint.of(tiny.of("qwen3", num_hidden_layers=8))
     held, work = held_while_training(BF16, frozenset(blueprint.table.params)), passing()
     need = Need(blueprint.spec, Axes(), held, work)
-    on_host = replace(work, savings=mw.Savings(offload=True))
+    on_host = replace(work, memory=mw.MemoryOptions(offload=True))
     moved = Need(blueprint.spec, Axes(), replace(held, offload=True), on_host).stored()
     device = sum(s.num_bytes for s in moved if not s.host)
     assert device < sum(s.num_bytes for s in need.stored())

@@ -19,7 +19,7 @@ from tests import tiny, worlds
 
 def growth(directory: Path, recompute: str) -> list[int]:
     """How many of the tensors that were made again are there after each step. And a changed input is refused."""
-    model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, savings=mw.Savings(recompute=recompute))
+    model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, memory=mw.MemoryOptions(recompute=recompute))
     engine, seen, counts = mw.Engine(model, lr=1e-3), list[weakref.ref[Tensor]](), list[int]()
     real = replay._Replay._keep
 

@@ -11,6 +11,7 @@ import torch
 from bench import precision
 from meshwright import parallel
 from meshwright.data import pack
+from meshwright.recipe import Recipe
 from tests import tiny
 
 
@@ -30,7 +31,7 @@ def test_costs_by_hand() -> None:
 
 
 def costs(source: Path, mesh: str, wide: str) -> dict[str, precision.Cost]:
-    asked = precision.Options("lm", (wide, "bfloat16"), precision.FULL)
+    asked = precision.Options(Recipe(), (wide, "bfloat16"), precision.FULL)
     tried = precision.plan(str(source), precision.Axes(**precision.sizes_of(mesh)), asked)
     return precision.costs(tried, wide, source)
 

@@ -39,8 +39,8 @@ def beside(names: list[str]) -> list[int]:
 
 
 def of_a_step(directory: Path, recompute: str, more: dict[str, Any]) -> tuple[list[int], list[int]]:
-    savings = mw.Savings(recompute=recompute, **more)
-    model = mw.load(directory, mw.Mesh(fsdp=2, ep=2, device="cpu"), dtype=torch.float32, savings=savings)
+    memory = mw.MemoryOptions(recompute=recompute, **more)
+    model = mw.load(directory, mw.Mesh(fsdp=2, ep=2, device="cpu"), dtype=torch.float32, memory=memory)
     engine = mw.Engine(model, lr=1e-3)
     stream = mw.pack([[5, 6, 7, 8, 9]])
     with Seen() as seen:
@@ -63,7 +63,7 @@ def test_the_shared_expert_is_computed_while_rows_travel(tmp_path: Path, more: d
 def left_on_their_way(directory: Path, recompute: str, train: list[str]) -> int:
     model = mw.load(
         directory, mw.Mesh(fsdp=2, ep=2, device="cpu"), dtype=torch.float32, train=train,
-        savings=mw.Savings(recompute=recompute),
+        memory=mw.MemoryOptions(recompute=recompute),
     )  # fmt: skip
     engine = mw.Engine(model, lr=1e-3)
     for _ in range(2):

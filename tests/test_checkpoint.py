@@ -267,7 +267,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "frozen parts of a key": (dict(train="layers.1.*"), {}),
     "a new value head": (dict(head="value"), dict(loss=mw.losses.squared_error)),
     "bfloat16 moments": ({}, dict(optimizer=mw.AdamW(state_dtype=torch.bfloat16))),
-    "offload": (dict(savings=mw.Savings(offload=True, recompute="full")), {}),
+    "offload": (dict(memory=mw.MemoryOptions(offload=True, recompute="full")), {}),
     "float64": (dict(dtype=torch.float64), {}),
     "bfloat16": (dict(dtype=torch.bfloat16), {}),
 }

@@ -32,7 +32,7 @@ def _other(source: Path, mesh: dict[str, int], name: str, *values: Any) -> mw.En
     """An argument that differs from rank to rank."""
     there = mw.Mesh(**mesh)
     options = {"lr": 1e-2, "dtype": torch.float64, name: values[there.rank]}
-    of_load = {name: options.pop(name) for name in {"dtype", "train", "savings", "context"} & options.keys()}
+    of_load = {name: options.pop(name) for name in {"dtype", "train", "memory", "context"} & options.keys()}
     return mw.Engine(mw.load(source, there, **of_load), **options)
 
 
@@ -109,17 +109,17 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         _step,
         apart("train", r"\d+", r"\d+"),
     ),
-    "savings": (
+    "memory": (
         FSDP,
-        lambda s, m: _other(s, m, "savings", mw.Savings(), mw.Savings(offload=True)),
+        lambda s, m: _other(s, m, "memory", mw.MemoryOptions(), mw.MemoryOptions(offload=True)),
         _step,
         apart("offload", "True", "False"),
     ),
     "context": (
         REPLICAS,
-        lambda s, m: _other(s, m, "context", mw.Context(), mw.Context(attention=1)),
+        lambda s, m: _other(s, m, "context", mw.ContextParallel(), mw.ContextParallel(attention=1)),
         _step,
-        apart(r"attention of mw\.Context", "1", "None"),
+        apart(r"attention of mw\.ContextParallel", "1", "None"),
     ),
     "steps": (FSDP, build, lambda e: _apart(e, _step, _ahead), apart(r"\bstep\b", "1", "0")),
     "calls": (

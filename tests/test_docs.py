@@ -97,7 +97,7 @@ def test_examples_of_the_docs_run(page: Path, tmp_path: Path) -> None:
 def shown(default: object) -> str:
     if isinstance(default, FunctionType):
         return f"mw.losses.{default.__name__}"
-    for made in (mw.Savings(), mw.Pipeline(), mw.Context(), mw.AdamW()):
+    for made in (mw.MemoryOptions(), mw.Pipeline(), mw.ContextParallel(), mw.AdamW()):
         if default == made:
             return f"mw.{type(made).__name__}()"
     return f'"{default}"' if isinstance(default, str) else repr(default)
@@ -128,7 +128,8 @@ def due(name: str) -> Iterator[str]:
         yield from (f"`mw.{name}.{k}{signature(v)}`" for k, v in functions.items())
     elif isinstance(public, FunctionType) or not is_dataclass(public) or made_by_users(public):
         yield f"### `mw.{name}{signature(public)}`\n"
-        arguments = list(inspect.signature(public).parameters)
+        spelled = set(inspect.signature(mw.load).parameters) if name == "init" else set()  # in the section of mw.load
+        arguments = [k for k in inspect.signature(public).parameters if k not in spelled]
         yield from (f"`{k}`" for k in arguments if len(arguments) > 2)  # two speak for themselves
     if isinstance(public, type):
         yield from (f"`{field.name}`" for field in (fields(public) if is_dataclass(public) else ()))

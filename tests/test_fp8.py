@@ -7,8 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +20,12 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import ops, parallel
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
-from meshwright.engine.validation import in_fp8
 from meshwright.errors import LayoutError
 from meshwright.ops import fp8_matmul, matmul
 from meshwright.ops.fp8_matmul import rounded_matrix
+from meshwright.recipe import Recipe
 from meshwright.sharding import check_fp8
 from meshwright.verify import Finding
 from meshwright.verify.fp8_matmuls import q1_products
@@ -76,7 +74,7 @@ def findings(sources: dict[str, Path], group: list[Case]) -> dict[Case, list[Fin
         mesh = dict(case.mesh)
         plain = trials.trial(sources[case.name], mesh, "lm", case.dtype)
         steps = plain.steps if parts.ALL else 1
-        return replace(plain, fp8="block", fp8_skip=skipped(mesh), steps=steps)
+        return trials.changed(plain, fp8="block", fp8_skip=skipped(mesh), steps=steps)
 
     return trials.findings_in_turn({case: tried(case) for case in group})
 
@@ -161,7 +159,7 @@ PLANTED = {
 
 def products_with(bug: str, dtype: torch.dtype, source: Path) -> list[str]:
     """What Q1 says of one process in which a bug is planted."""
-    tried = replace(trials.trial(source, {}, dtype=dtype), fp8="block")
+    tried = trials.trial(source, {}, dtype=dtype).with_options(fp8="block")
     with pytest.MonkeyPatch.context() as patch:
         if bug:
             PLANTED[bug][0](patch)
@@ -191,17 +189,16 @@ def test_a_cut_inside_of_a_block_is_found_where_nobody_refuses_it(tmp_path: Path
     """192 rows of a gate on each of two ranks: a block is half of the gate's and half of another's."""
     config = {**tiny.ALIGNED["qwen3"], "intermediate_size": 384, "num_hidden_layers": 1, "hidden_size": 128}
     source = tiny.directory(tmp_path / "m", "qwen3", dtype=torch.bfloat16, **config)
-    tried = replace(trials.trial(source, dict(tp=2)), fp8="block", fp8_skip=["*.down.weight"], steps=1)
+    tried = trials.changed(trials.trial(source, dict(tp=2)), fp8="block", fp8_skip=["*.down.weight"], steps=1)
     (found,) = trials.findings_in_turn({"it": tried}, unchecked).values()
     assert {each.oracle for each in found} >= {"S1", "G1"}
     assert any("gate_proj" in each.name for each in found)
 
 
 def refused(config: dict[str, Any], axes: Axes, skip: Sequence[str] = ()) -> str:
-    blueprint = draw(config)
-    low = [name for name in in_fp8("block", [], blueprint.table) if not any(fnmatch(name, each) for each in skip)]
+    blueprint = Blueprint.of(config, None, Recipe(fp8="block", fp8_skip=skip))
     try:
-        check_fp8(blueprint.in_fp8(low).spec, axes)
+        check_fp8(blueprint.spec, axes)
     except LayoutError as error:
         return str(error)
     return ""
@@ -239,7 +236,7 @@ def test_sides_without_whole_blocks_are_refused_on_any_mesh() -> None:
         (dict(fp8_skip="layers.*"), words("skips nothing", "fp8='block'")),
         (dict(fp8="block", fp8_skip="nothing.*"), words("matches no parameter", "fp8_skip")),
         (dict(fp8="block", fp8_skip="embed*"), words("matches only parameters", "embed")),
-        (dict(fp8="block", fp8_skip=["*"]), words("leaves no product")),
+        (dict(fp8="block", fp8_skip=["*"]), words("leaves no matmul")),
         (dict(fp8="block", fp8_skip=7), words("fp8_skip=7", "pattern")),
     ],
 )

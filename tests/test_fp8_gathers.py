@@ -19,12 +19,13 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.engine.step_bill import engine_bill
 from meshwright.mesh import Mesh
 from meshwright.ops import Quantised, fp8_matmul
 from meshwright.parallel import fp8_gather
 from meshwright.plan.figures import Figures, work_of
+from meshwright.recipe import Recipe
 from meshwright.sharding import GATHERED, SCALES
 from meshwright.verify import Recorder
 from meshwright.verify.fp8_matmuls import q1_products
@@ -103,8 +104,8 @@ CASES = {str(case): case for case in (*FEW, *(ALL if parts.ALL else []))}
 
 
 def load(case: Case, source: Path) -> mw.Model:
-    saved = mw.Savings(**SAVED[case.saved])
-    options = {"savings": saved, "pipeline": SHAPES[case.shape], **case.more}
+    saved = mw.MemoryOptions(**SAVED[case.saved])
+    options = {"memory": saved, "pipeline": SHAPES[case.shape], **case.more}
     return mw.load(source, trials.mesh_of(dict(case.mesh)), dtype=case.dtype, fp8="block", **options)
 
 
@@ -203,8 +204,8 @@ BILLED = parts.every(
 
 def trial(case: Case, source: Path) -> trials.Trial:
     made = trials.trial(source, dict(case.mesh), "lm", case.dtype)
-    savings, pipeline = mw.Savings(**SAVED[case.saved]), SHAPES[case.shape]
-    return replace(made, fp8="block", savings=savings, pipeline=pipeline, router_aux="previous", steps=1)
+    memory, pipeline = mw.MemoryOptions(**SAVED[case.saved]), SHAPES[case.shape]
+    return trials.changed(made, fp8="block", memory=memory, pipeline=pipeline, router_aux="previous", steps=1)
 
 
 @pytest.mark.parametrize("case", BILLED, ids=str)
@@ -219,9 +220,9 @@ def test_plan_counts_bytes() -> None:
         model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128,
     )  # fmt: skip
-    blueprint, axes = draw(config), Axes(fsdp=64)
+    axes, (blueprint, in_fp8) = Axes(fsdp=64), (Blueprint.of(config, None, Recipe(fp8=fp8)) for fp8 in (None, "block"))
     low = [param.name for param in blueprint.table if param.low]
-    plans = [Figures("a model", each, axes, work_of(axes, None, 1)) for each in (blueprint, blueprint.in_fp8(low))]
+    plans = [Figures("a model", each, axes, work_of(axes, None, 1)) for each in (blueprint, in_fp8)]
     wide_bytes, low_bytes = (
         {c.what: c.num_bytes for c in engine_bill(each.blueprint, axes, 0, each.work) if c.op != "reduce_scatter"}
         for each in plans

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from meshwright.weights import StoredModel, open_source, whole_tensors
 from tests import parts, seeing, tiny, trials, worlds
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-PLAIN = mw.Savings()
+PLAIN = mw.MemoryOptions()
 # Some of what is joined in one product, of a layer, and of the experts of a layer; never the embedding.
 SOME = {
     "qwen2": ["layers.*.mixer.q*", "layers.1.mlp*", "head.*"],  # biases among them
@@ -40,10 +40,10 @@ class Case:
     name: str
     mesh: Mapping[str, int] = field(default_factory=dict)
     dtype: torch.dtype = BF16
-    savings: mw.Savings = PLAIN
+    memory: mw.MemoryOptions = PLAIN
 
     def __str__(self) -> str:
-        saved = {k: v for k, v in vars(self.savings).items() if v != vars(PLAIN)[k]}
+        saved = {k: v for k, v in vars(self.memory).items() if v != vars(PLAIN)[k]}
         return f"{self.name}-{trials.named(dict(self.mesh))}-{str(self.dtype)[6:]}" + "".join(f"-{k}" for k in saved)
 
 
@@ -62,8 +62,8 @@ CASES = parts.every(
         *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
         *(Case(name, REPLICAS, F32) for name in ("qwen3_moe", "qwen3_5")),
         *(Case("many words", mesh, dtype) for mesh, dtype in ((ONE, F32), (ONE, BF16), (TP, BF16), (FSDP, BF16))),
-        *(Case("qwen3_5", mesh, savings=mw.Savings(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
-        Case("qwen3_moe", EXPERTS, savings=mw.Savings(recompute="selective", reshard=False)),
+        *(Case("qwen3_5", mesh, memory=mw.MemoryOptions(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
+        Case("qwen3_moe", EXPERTS, memory=mw.MemoryOptions(recompute="selective", reshard=False)),
     ],
 )
 
@@ -88,7 +88,7 @@ def told_by(model: mw.Model, out: Path) -> dict[str, Any]:
 
 def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.dtype]]:
     """With frozen parameters as in the files, and as wide as the trained ones."""
-    load = functools.partial(mw.load, source, mw.Mesh(**case.mesh), dtype=case.dtype, savings=case.savings)
+    load = functools.partial(mw.load, source, mw.Mesh(**case.mesh), dtype=case.dtype, memory=case.memory)
     model = load(train=SOME[case.name])
     dtypes = {name: tensor.dtype for name, tensor in model.stored().items()}
     assert {dtypes[name] for name in model.trainable} == {torch.promote_types(case.dtype, F32)}
@@ -214,12 +214,14 @@ def test_a_key_of_several_parameters_is_as_wide_as_the_widest(tmp_path: Path) ->
 def test_the_bill_of_what_is_frozen(tmp_path: Path, recompute: str) -> None:
     """Backward ends at the first layer with something to train, and gathers nothing before it."""
     source, mesh = tiny.directory(tmp_path / "it", "qwen3_moe"), dict(fsdp=2, tp=2, ep=2)
-    trial = replace(trials.trial(source, mesh), train=["layers.1.*", "head.*"], savings=mw.Savings(recompute=recompute))
+    trial = trials.trial(source, mesh).with_options(
+        train=["layers.1.*", "head.*"], memory=mw.MemoryOptions(recompute=recompute)
+    )
     assert not trials.findings(trial)
 
 
-FULL, ONCE = mw.Savings("full"), mw.Savings(token_once=True)
-BEGINS: dict[str, tuple[str, dict[str, int], list[str], mw.Savings]] = {
+FULL, ONCE = mw.MemoryOptions("full"), mw.MemoryOptions(token_once=True)
+BEGINS: dict[str, tuple[str, dict[str, int], list[str], mw.MemoryOptions]] = {
     "adapters of some matrices": ("qwen3", TP, ["*.mixer.q.weight", "*.mlp.gate_up.weight"], PLAIN),
     "the last matrix": ("qwen3", TP, ["layers.1.mlp.down.weight"], PLAIN),
     "the last matrix, run again": ("qwen3_tied", TP, ["layers.1.mlp.down.weight"], FULL),
@@ -236,10 +238,12 @@ BEGINS: dict[str, tuple[str, dict[str, int], list[str], mw.Savings]] = {
 }
 
 
-def apart_from_the_bill(source: Path, mesh: dict[str, int], train: list[str], savings: mw.Savings) -> dict[Any, Any]:
+def apart_from_the_bill(
+    source: Path, mesh: dict[str, int], train: list[str], memory: mw.MemoryOptions
+) -> dict[Any, Any]:
     """What a step sends, and the bill says otherwise: by operation and ranks, how often and as the bill has it."""
-    sees, size = "vl" in source.name, {"context": mw.Context(attention=1)} if "cp" in mesh else {}
-    model = mw.init(source, trials.mesh_of(mesh), dtype=F32, train=train, savings=savings, tower=sees, **size)
+    sees, size = "vl" in source.name, {"context": mw.ContextParallel(attention=1)} if "cp" in mesh else {}
+    model = mw.init(source, trials.mesh_of(mesh), dtype=F32, train=train, memory=memory, tower=sees, **size)
     engine = mw.Engine(model, lr=1e-3, router_aux="previous")
     batches = tiny.batches(model.mesh.data_rank)
     batches = [seeing.packed(length=200), mw.pack([[*range(100)]], length=200)] if sees else batches
@@ -259,7 +263,7 @@ def test_gradients_begin_at_a_door(tmp_path: Path) -> None:
         for name in {name for name, *_ in BEGINS.values()}
     }
     cases = {
-        case: functools.partial(apart_from_the_bill, sources[name], mesh, train, savings)
-        for case, (name, mesh, train, savings) in BEGINS.items()
+        case: functools.partial(apart_from_the_bill, sources[name], mesh, train, memory)
+        for case, (name, mesh, train, memory) in BEGINS.items()
     }
     assert worlds.in_turn(2, cases) == {case: [{}, {}] for case in BEGINS}

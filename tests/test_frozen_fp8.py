@@ -31,9 +31,9 @@ CASES = parts.every(
         *(Case("qwen3_tied", mesh, F32) for mesh in (FSDP, TP, REPLICAS)),
         *(Case("qwen3_moe", EXPERTS, dtype) for dtype in (F32, F64, BF16)),
         *(Case("qwen3_5_moe", mesh) for mesh in (EXPERTS, dict(fsdp=3), dict(pp=2), dict(fsdp=2, cp=2))),
-        *(Case("qwen3_5", mesh, savings=mw.Savings(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
-        Case("qwen3_moe", EXPERTS, savings=mw.Savings(recompute="selective", reshard=False)),
-        Case("qwen3_moe", FSDP, F32, savings=mw.Savings(compiled=True)),
+        *(Case("qwen3_5", mesh, memory=mw.MemoryOptions(recompute="full", offload=True)) for mesh in (ONE, FSDP)),
+        Case("qwen3_moe", EXPERTS, memory=mw.MemoryOptions(recompute="selective", reshard=False)),
+        Case("qwen3_moe", FSDP, F32, memory=mw.MemoryOptions(compiled=True)),
     ],
     first=1,
 )
@@ -41,7 +41,7 @@ CASES = parts.every(
 
 def both(case: Case, source: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """With frozen matrices as their numbers, and as values in float32."""
-    load = functools.partial(mw.load, source, mw.Mesh(**case.mesh), dtype=case.dtype, savings=case.savings)
+    load = functools.partial(mw.load, source, mw.Mesh(**case.mesh), dtype=case.dtype, memory=case.memory)
     model = load(train=TRAINED[case.name])
     stored = model.stored()
     codes = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8}
@@ -97,9 +97,9 @@ def test_a_byte_for_each_number(ran: Callable[[str], Any], case: str) -> None:
 @pytest.mark.parametrize("recompute", parts.every(2, ["none", "full"]))
 def test_every_oracle(source: Callable[[str], Path], recompute: str) -> None:
     """Gradients in float64, and every collective with its bytes."""
-    trial = replace(
+    trial = trials.changed(
         trials.trial(source("qwen3_moe"), dict(fsdp=2, tp=2, ep=2)),
-        train=["layers.1.*", "head.*"], savings=mw.Savings(recompute=recompute), steps=3 if parts.ALL else 1,
+        train=["layers.1.*", "head.*"], memory=mw.MemoryOptions(recompute=recompute), steps=3 if parts.ALL else 1,
     )  # fmt: skip
     assert not trials.findings(trial)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.engine.step_bill import engine_bill
 from meshwright.errors import LayoutError, RankError
 from meshwright.ops import Parts, delta
@@ -27,9 +27,9 @@ from tests import parts, tiny, trials, worlds
 from tests.plants import planted
 from tests.words import words
 
-CHOSEN = mw.Context()
-ALL = mw.Context(attention=1, delta=1)  # no neighbours swap
-GATHERED = mw.Context(attention=1)
+CHOSEN = mw.ContextParallel()
+ALL = mw.ContextParallel(attention=1, delta=1)  # no neighbours swap
+GATHERED = mw.ContextParallel(attention=1)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
 
     name: str
     mesh: tuple[tuple[str, int], ...]
-    context: mw.Context = CHOSEN
+    context: mw.ContextParallel = CHOSEN
     recompute: str = "none"
     plant: str = ""
     first: str = ""
@@ -48,16 +48,16 @@ class Case:
         return " ".join(filter(None, (self.name, trials.named(dict(self.mesh)), way, self.recompute, self.plant)))
 
 
-def on(name: str, context: mw.Context = CHOSEN, recompute: str = "none", **mesh: int) -> Case:
+def on(name: str, context: mw.ContextParallel = CHOSEN, recompute: str = "none", **mesh: int) -> Case:
     return Case(name, tuple(mesh.items()), context, recompute)
 
 
 CASES = parts.every(
     2,
     [
-        on("qwen3", mw.Context(attention=2), cp=4),
+        on("qwen3", mw.ContextParallel(attention=2), cp=4),
         on("qwen3_5_moe", ALL, "full", cp=4, ep=2),
-        on("qwen3_5", mw.Context(attention=2, delta=2), "selective", cp=4),
+        on("qwen3_5", mw.ContextParallel(attention=2, delta=2), "selective", cp=4),
         on("qwen3_5", cp=3),  # of 4 heads: nothing can be swapped
         on("qwen3_5", ALL, cp=2, tp=2),
         on("qwen3_moe", GATHERED, fsdp=2, cp=2, ep=4),
@@ -121,7 +121,9 @@ def trial(at: Path, case: Case) -> Any:
     share = mesh["cp"] * mesh.get("tp", 1)
     data = Data(length=-(-tiny.LENGTH // share) * share, few=-(-8 // share) * share)  # parts shorter than a convolution
     tried = trials.trial(tiny.directory(at / case.name, case.name, dtype=torch.bfloat16), mesh)
-    return replace(tried, data=data, steps=2, context=case.context, savings=mw.Savings(recompute=case.recompute))
+    return trials.changed(
+        tried, data=data, steps=2, context=case.context, memory=mw.MemoryOptions(recompute=case.recompute)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +167,9 @@ QWEN3_5_9B = {
 }
 
 
-def sent(config: dict[str, Any], cp: int, context: mw.Context = CHOSEN) -> dict[str, float]:
+def sent(config: dict[str, Any], cp: int, context: mw.ContextParallel = CHOSEN) -> dict[str, float]:
     """MB of the mixer of one layer in forward, by where they go, at 128k tokens in bfloat16."""
-    blueprint = draw(config).in_context(context)
+    blueprint = Blueprint.of(config).with_options(context=context)
     charges = engine_bill(blueprint, Axes(cp=cp), 0, Work(131072, 1))
     found: dict[str, float] = {}
     for charge in charges:
@@ -190,7 +192,7 @@ def test_what_a_layer_sends() -> None:
 
 def test_what_is_chosen() -> None:
     """As many neighbours as divide cp and the heads that tp leaves; a delta net swaps with all, or not at all."""
-    delta_net = draw(tiny.of("qwen3_5", num_attention_heads=12, num_key_value_heads=3))
+    delta_net = Blueprint.of(tiny.of("qwen3_5", num_attention_heads=12, num_key_value_heads=3))
     chosen = {
         (): "",
         (("cp", 2),): "delta: swap 2, attention: swap 2",
@@ -201,7 +203,7 @@ def test_what_is_chosen() -> None:
     for mesh, way in chosen.items():
         assert objections(delta_net, dict(mesh)) == []
         assert ways(delta_net.spec, Axes(**dict(mesh))) == way
-    asked = delta_net.in_context(mw.Context(attention=1, delta=2)).spec
+    asked = delta_net.with_options(context=mw.ContextParallel(attention=1, delta=2)).spec
     assert ways(asked, Axes(cp=4)) == "delta: swap 2 x state 2, attention: gather 4"
 
 
@@ -215,11 +217,11 @@ def test_what_is_chosen() -> None:
     ],
 )  # fmt: skip
 def test_refused(name: str, context: dict[str, int], mesh: dict[str, int], said: str) -> None:
-    (told,) = objections(draw(tiny.of(name)).in_context(mw.Context(**context)), mesh)
+    (told,) = objections(Blueprint.of(tiny.of(name)).with_options(context=mw.ContextParallel(**context)), mesh)
     assert re.search(said, told), told
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "swap"])
 def test_what_is_no_number_of_neighbours(size: Any) -> None:
-    with pytest.raises(LayoutError, match=f"delta={size!r} of mw.Context"):
-        mw.Context(delta=size)
+    with pytest.raises(LayoutError, match=f"delta={size!r} of mw.ContextParallel"):
+        mw.ContextParallel(delta=size)

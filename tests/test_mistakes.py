@@ -239,7 +239,7 @@ def test_mistakes_are_named_on_all_ranks(said_of_mistakes: Callable[[str], list[
 
 def refused(source: Path, given: dict[str, Any]) -> str:
     options = dict(given)
-    loading = {name: options.pop(name) for name in ("head", "dtype", "mesh", "savings", "context") if name in options}
+    loading = {name: options.pop(name) for name in ("head", "dtype", "mesh", "memory", "context") if name in options}
     try:
         if "optimizer" in options:
             options["optimizer"] = mw.AdamW(**options["optimizer"])
@@ -262,8 +262,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         (dict(head="value", entropy=True), words("entropy=True", "head", "values")),
         (dict(dtype="float32"), words(r"\bdtype='float32'", r"torch\.bfloat16, torch\.float32")),
         (dict(mesh=4), words("mesh=4", r"mw\.Mesh\(fsdp=4\)")),
-        (dict(savings="full"), words("savings='full'", r"mw\.Savings\(")),
-        (dict(context="swap"), words("context='swap'", r"mw\.Context\(")),
+        (dict(memory="full"), words("memory='full'", r"mw\.MemoryOptions\(")),
+        (dict(context="swap"), words("context='swap'", r"mw\.ContextParallel\(")),
     ]
 }
 

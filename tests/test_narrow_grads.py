@@ -39,8 +39,8 @@ def test_gradients_are_sent_as_narrow_as_products(
 
 def in_bfloat16(directory: Path, mesh: dict[str, int], narrow: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Gradients of several micro-batches, and what was sent to sum them."""
-    savings = mw.Savings(narrow_grads=narrow)
-    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.bfloat16, savings=savings)
+    memory = mw.MemoryOptions(narrow_grads=narrow)
+    model = mw.load(directory, mw.Mesh(**mesh, device="cpu"), dtype=torch.bfloat16, memory=memory)
     engine = mw.Engine(model, lr=1e-2)
     with Recorder() as recorder:
         engine.backward(tiny.batches(model.mesh.data_rank))
@@ -67,7 +67,7 @@ def test_what_is_added_up_is_sent_wide(source: Callable[..., Path]) -> None:
     assert all(torch.equal(wide[key], ours[key]) for key in wide)
     assert by_ring == same
     with pytest.raises(mw.ConfigError, match="choose one of them"):
-        mw.Savings(narrow_grads=True, sum_once=True)
+        mw.MemoryOptions(narrow_grads=True, sum_once=True)
 
 
 def test_narrow_sums_are_found(source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

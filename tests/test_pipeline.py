@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.models import Balance, Decoder
 from meshwright.ops import Jobs, deferring_weight_grads, linears
 from meshwright.parallel import fsdp, run_step
@@ -58,8 +58,8 @@ RUNS = parts.every(3, ALL_RUNS)
 
 
 def named(run: Run) -> str:
-    family, mesh, pipeline, savings, num = run
-    told = [f"{name}={value}" for some in (pipeline, savings) for name, value in some.items()]
+    family, mesh, pipeline, memory, num = run
+    told = [f"{name}={value}" for some in (pipeline, memory) for name, value in some.items()]
     return " ".join([family, trials.named(mesh), *told, f"x{num}"])
 
 
@@ -70,10 +70,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def trial_of(sources: dict[str, Path], run: Run) -> Trial:
-    family, mesh, pipeline, savings, num = run
+    family, mesh, pipeline, memory, num = run
     tried = trials.trial(sources[family], mesh)
-    return replace(
-        tried, data=Data(num=num), pipeline=mw.Pipeline(**pipeline), savings=mw.Savings(**savings),
+    return trials.changed(
+        tried, data=Data(num=num), pipeline=mw.Pipeline(**pipeline), memory=mw.MemoryOptions(**memory),
         router_aux="previous", steps=2,
     )  # fmt: skip
 
@@ -272,7 +272,7 @@ def looked_at(source: Path, train: str, hold: bool, reshard: bool) -> list[str]:
     """Weights that were others between backward and update, where the first stages make no backward."""
     model = mw.load(
         source, trials.mesh_of(FSDP), dtype=torch.float64, train=train, pipeline=mw.Pipeline(hold=hold),
-        savings=mw.Savings(reshard=reshard),
+        memory=mw.MemoryOptions(reshard=reshard),
     )  # fmt: skip
     engine, before = mw.Engine(model, lr=1e-2, router_aux="previous"), mw.gather(model)
     engine.backward(Data(num=3)(model.mesh.data_rank))
@@ -325,7 +325,7 @@ def refusals(source: Path, at: str) -> str:
     cases: dict[str, dict[str, Any]] = {
         "pooled": {},
         "nothing to train": dict(train=[]),
-        "compiled": dict(savings=mw.Savings(compiled=True), pipeline=mw.Pipeline("zero-bubble")),
+        "compiled": dict(memory=mw.MemoryOptions(compiled=True), pipeline=mw.Pipeline("zero-bubble")),
         "not held": dict(pipeline=mw.Pipeline("zero-bubble", hold=False)),
         "ends": dict(pipeline=mw.Pipeline(ends=(2, 3))),
         "layers": dict(pipeline=mw.Pipeline(stages=3)),
@@ -355,14 +355,14 @@ def test_what_cannot_be_is_refused(sources: dict[str, Path]) -> None:
     cases = {at: functools.partial(refusals, sources["qwen3_5_moe"], at) for at in REFUSED}
     for at, said in worlds.in_turn(2, cases).items():
         assert all(re.search(REFUSED[at], each) for each in said), (at, said)
-    blueprint = draw(tiny.of("qwen3_tied", num_hidden_layers=6))
+    blueprint = Blueprint.of(tiny.of("qwen3_tied", num_hidden_layers=6))
     wrongs: list[dict[str, Any]] = [
         dict(schedule="gpipe"), dict(schedule=["v"]), dict(stages=0), dict(schedule="v", stages=3), dict(schedule="v"),
         dict(ends=4), dict(ends=(1.5, 6)), dict(ends="36"), dict(hold="no"), dict(hold=1),
     ]  # fmt: skip
     for wrong in wrongs:
         with pytest.raises(mw.MeshwrightError):
-            blueprint.run_by(mw.Pipeline(**wrong)).spec.line(2)
+            blueprint.with_options(pipeline=mw.Pipeline(**wrong)).spec.line(2)
 
 
 def groups_that_torch_counts(source: Path) -> int:

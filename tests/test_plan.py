@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshwright import __version__
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.engine.step_bill import engine_bill
 from meshwright.errors import ConfigError
@@ -51,7 +51,7 @@ def as_json(capsys: Capture, *arguments: str) -> dict[str, Any]:
 
 def figures_of(config: dict[str, Any], device: int | None = None, tokens: int | None = None, **mesh: int) -> Figures:
     axes = Axes(**mesh)
-    return Figures("a model", draw(config), axes, work_of(axes, tokens, 1), device)
+    return Figures("a model", Blueprint.of(config), axes, work_of(axes, tokens, 1), device)
 
 
 # By hand, from the published sizes: GB of a rank, and of the collectives of a step of 8192 tokens. Only activations are
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_told_with_a_way_out(tmp_path: Path, capsys: Captur
     assert code == 1
     said = " ".join(out.split())
     assert re.search(
-        words("does not fit 80 GB", r"\d GB too much", r"fsdp=8\b.*\b8 ranks", r"Savings\(offload=True\)"), said
+        words("does not fit 80 GB", r"\d GB too much", r"fsdp=8\b.*\b8 ranks", r"MemoryOptions\(offload=True\)"), said
     )
     assert figures_of(QWEN3_30B_A3B, 80 * 10**9, 64, fsdp=8, ep=2).fits, "the way out is one"
     assert not figures_of(QWEN3_30B_A3B, 80 * 10**9, 64, fsdp=4, ep=2).fits, "and the smallest"
@@ -188,7 +188,7 @@ def test_recomputation_is_a_way_out(capsys: Capture, tmp_path: Path) -> None:
     asked = [directory(tmp_path / "m", QWEN3_30B_A3B), "--mesh", "fsdp=16,ep=8", "--device", "H100"]
     code, out, _ = planned(capsys, *asked, "--tokens", "16384")
     assert code == 1
-    assert 'Savings(recompute="full")' in " ".join(out.split())
+    assert 'MemoryOptions(recompute="full")' in " ".join(out.split())
     assert planned(capsys, *asked, "--tokens", "16384", "--recompute", "full")[0] == 0
 
 
@@ -234,7 +234,7 @@ def test_everything_that_is_wrong_is_told_at_once(capsys: Capture, arguments: li
 
 def test_the_choices_work() -> None:
     """ffn=45 would let tp=3 pass, and not tp=2: a choice is offered only if no other dim refuses it."""
-    blueprint = draw(tiny.of("qwen3", intermediate_size=45))
+    blueprint = Blueprint.of(tiny.of("qwen3", intermediate_size=45))
     (told,) = objections(blueprint, dict(tp=2))
     assert re.search(r"ffn=45\b.*choose tp from 1$", told), told
     (told,) = objections(blueprint, dict(tp=3))
@@ -245,7 +245,7 @@ def test_the_choices_work() -> None:
 def test_a_rank_without_any_of_a_vocabulary() -> None:
     heads = dict(num_attention_heads=8, intermediate_size=48)
     (told,) = objections(
-        draw(tiny.of("qwen3", vocab_size=9, **heads)), dict(tp=8)
+        Blueprint.of(tiny.of("qwen3", vocab_size=9, **heads)), dict(tp=8)
     )  # of two rows; tp=4 makes 3, 3, 3, 0
     assert re.search(r"tp=8 leaves a rank without any of vocab=9 of embed\.weight; choose tp from 1, 2$", told), told
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.engine.step_bill import engine_bill
 from meshwright.memory.simulate import most_held
-from meshwright.parallel import Savings
 from meshwright.plan import Figures, objections, plan_page, work_of
 from meshwright.plan.pipeline_timing import pipeline_notes, place_lines, timetable
-from meshwright.sharding import GRADIENTS, Pipeline
+from meshwright.recipe import MemoryOptions, Pipeline, Recipe
+from meshwright.sharding import GRADIENTS
 from tests import tiny
 from tests.pages import Read
 from tests.test_plan import planned
@@ -36,7 +36,7 @@ def figures_of(
     config: dict[str, Any], pipeline: Pipeline = Pipeline(), num: int = 8, device: int | None = None, **mesh: int
 ) -> Figures:
     axes = Axes(**mesh)
-    blueprint = draw(config).run_by(pipeline)
+    blueprint = Blueprint.of(config).with_options(pipeline=pipeline)
     return Figures("a model", blueprint, axes, work_of(axes, None, num), device)
 
 
@@ -92,14 +92,14 @@ def test_bytes_are_of_the_rank_that_sends_most() -> None:
 
 def test_hold_is_decided_as_a_run_decides_it() -> None:
     def held(pipeline: Pipeline, device: int | None) -> bool | None:
-        return figures_of(EVEN, pipeline, device=device, pp=2, fsdp=2).blueprint.spec.pipeline.hold
+        return figures_of(EVEN, pipeline, device=device, pp=2, fsdp=2).blueprint.recipe.pipeline.hold
 
     assert [held(Pipeline(), size) for size in (None, 10_000, 10**9)] == [False, False, True]
     assert [held(Pipeline(hold=hold), 10**9) for hold in (True, False)] == [True, False]
     assert held(Pipeline("v"), None), "it needs it"
-    alone, savings = draw(EVEN).run_by(Pipeline("v")), Savings(reshard=False)
-    spec = Figures("it", alone, Axes(fsdp=2), work_of(Axes(), None, 1), savings=savings).blueprint.spec
-    assert (spec.pipeline, spec.traffic.reshard) == (Pipeline(), False), "with one place it says nothing"
+    alone = Blueprint.of(EVEN, None, Recipe(pipeline=Pipeline("v"), memory=MemoryOptions(reshard=False)))
+    recipe = Figures("it", alone, Axes(fsdp=2), work_of(Axes(), None, 1)).blueprint.recipe
+    assert (recipe.pipeline, recipe.memory.reshard) == (Pipeline(), False), "with one place it says nothing"
 
 
 def test_notes() -> None:
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused_with_what_can(
 
 
 def test_a_step_that_is_too_small_for_its_stages() -> None:
-    blueprint = draw(EVEN).run_by(Pipeline(stages=2))
+    blueprint = Blueprint.of(EVEN).with_options(pipeline=Pipeline(stages=2))
     assert objections(blueprint, dict(pp=2)) == [], "of a mesh alone"
     assert len(objections(blueprint, dict(pp=2), 3)) == 1
     assert objections(blueprint, dict(pp=2), 4) == []

@@ -14,28 +14,28 @@ import torch
 
 import meshwright as mw
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.engine.step_bill import step_bill
-from meshwright.parallel import Savings
 from meshwright.plan import Figures, work_of
-from meshwright.sharding import Charge, Pipeline, Stored
+from meshwright.recipe import MemoryOptions, Pipeline
+from meshwright.sharding import Charge, Stored
 from tests import parts, tiny, worlds
 from tests.words import words
 
 TOKENS, NUM_BATCHES = 64, 2
 Capture = pytest.CaptureFixture[str]
-CASES: dict[str, tuple[Savings, torch.dtype | None]] = {
-    "recompute selective": (Savings(recompute="selective"), None),
-    "recompute full": (Savings(recompute="full"), None),
-    "offload": (Savings(offload=True), None),
-    "gather once": (Savings(gather_once=True), None),
-    "sum once": (Savings(sum_once=True), None),
-    "both once, all again": (Savings("full", gather_once=True, sum_once=True), torch.bfloat16),
-    "sent narrow": (Savings(narrow_grads=True), None),
-    "tokens once": (Savings("full", token_once=True), None),
-    "moments in 8 bits": (Savings(), torch.uint8),
-    "moments in bfloat16, on the host": (Savings(offload=True), torch.bfloat16),
+CASES: dict[str, tuple[MemoryOptions, torch.dtype | None]] = {
+    "recompute selective": (MemoryOptions(recompute="selective"), None),
+    "recompute full": (MemoryOptions(recompute="full"), None),
+    "offload": (MemoryOptions(offload=True), None),
+    "gather once": (MemoryOptions(gather_once=True), None),
+    "sum once": (MemoryOptions(sum_once=True), None),
+    "both once, all again": (MemoryOptions("full", gather_once=True, sum_once=True), torch.bfloat16),
+    "sent narrow": (MemoryOptions(narrow_grads=True), None),
+    "tokens once": (MemoryOptions("full", token_once=True), None),
+    "moments in 8 bits": (MemoryOptions(), torch.uint8),
+    "moments in bfloat16, on the host": (MemoryOptions(offload=True), torch.bfloat16),
 }
 MESHES = {"fsdp=2,tp=2,ep=2": {"fsdp": 2, "tp": 2, "ep": 2}, "pp=2,cp=2": {"pp": 2, "cp": 2}}
 
@@ -43,9 +43,9 @@ MESHES = {"fsdp=2,tp=2,ep=2": {"fsdp": 2, "tp": 2, "ep": 2}, "pp=2,cp=2": {"pp":
 def _real(source: Path, mesh: dict[str, int], given: list[Any]) -> list[tuple[list[Stored], list[Charge]]]:
     """Of this rank, with each of the savings."""
     found = []
-    for savings, state in given:
+    for memory, state in given:
         held = mw.Mesh(**mesh, device="cpu")
-        model = mw.load(source, held, savings=savings, pipeline=Pipeline(hold=False if held.axes.pp > 1 else None))
+        model = mw.load(source, held, memory=memory, pipeline=Pipeline(hold=False if held.axes.pp > 1 else None))
         bill = step_bill(model, TOKENS, NUM_BATCHES, "previous" if held.axes.pp > 1 else "pooled")
         found.append((model.need(mw.AdamW(state_dtype=state)).stored(held.rank), bill))
     return found
@@ -59,14 +59,16 @@ def test_a_plan_says_what_a_model_needs(tmp_path: Path, name: str, sizes: str) -
     source = tiny.directory(tmp_path / "m", name, dtype=torch.bfloat16, **wide)
     ranks = worlds.run(4, _real, source, mesh, list(CASES.values()))
     axes = Axes(**mesh)
-    blueprint = draw(tiny.of(name, **wide)).run_by(Pipeline(hold=False if axes.pp > 1 else None))
+    blueprint = Blueprint.of(tiny.of(name, **wide)).with_options(pipeline=Pipeline(hold=False if axes.pp > 1 else None))
     work = work_of(axes, TOKENS, NUM_BATCHES)
-    for number, (savings, state) in enumerate(CASES.values()):
-        figures = Figures("it", blueprint, axes, work, savings=savings, optimizer=mw.AdamW(state_dtype=state))
+    for number, (memory, state) in enumerate(CASES.values()):
+        figures = Figures(
+            "it", blueprint.with_options(memory=memory), axes, work, optimizer=mw.AdamW(state_dtype=state)
+        )
         for rank, real in enumerate(ranks):
             stored, charges = real[number]
-            assert replace(figures.need, passing=None).stored(rank) == stored, (rank, savings, state)
-            assert figures.bill(rank) == charges, (rank, savings)
+            assert replace(figures.need, passing=None).stored(rank) == stored, (rank, memory, state)
+            assert figures.bill(rank) == charges, (rank, memory)
 
 
 def planned(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
-from meshwright.parallel import Savings, mark
+from meshwright.parallel import mark
 from meshwright.plan import Cluster, Figures, Search, objections, search, step_time, work_of
 from meshwright.plan.figures import RankMemory
 from meshwright.plan.least_memory import Least
@@ -23,7 +23,8 @@ from meshwright.plan.one_of_each_layer import first_price, held, thin
 from meshwright.plan.search import Asked, Candidate, Cut, SearchResult, Size, cuts, divisors
 from meshwright.plan.step_time import estimate
 from meshwright.plan.terminal import command
-from meshwright.sharding import Context, Pipeline, Stored
+from meshwright.recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
+from meshwright.sharding import Stored
 from tests import parts, tiny
 from tests.test_plan import QWEN3_30B_A3B, QWEN3_235B_A22B, planned
 from tests.test_plan_pipeline import QWEN3_8B
@@ -41,9 +42,11 @@ def written(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def found_of(config: dict[str, Any], num: int, device: int, **given: Any) -> SearchResult:
-    size = Size(num, 8, 8192, num * 8192)
-    return Search(draw(config), Asked("it", size, "it", device, H100, **given), lambda _: None).run()
+def found_of(
+    config: dict[str, Any], num: int, device: int, memory: MemoryOptions = MemoryOptions(), **given: Any
+) -> SearchResult:
+    size, blueprint = Size(num, 8, 8192, num * 8192), Blueprint.of(config, None, Recipe(memory=memory))
+    return Search(blueprint, Asked("it", size, "it", device, H100, **given), lambda _: None).run()
 
 
 MESHES = [
@@ -65,14 +68,17 @@ PRICED = [
 @pytest.mark.parametrize(("kind", "name"), parts.every(2, PRICED))
 def test_a_first_price_is_that_of_all_layers(kind: str, name: str) -> None:
     """Of one layer of each kind, counted as often as there are such: only the last sums of gradients are left out."""
-    blueprint, savings = draw(tiny.of(name)), Savings(kind, token_once=kind == "full", narrow_grads=kind == "full")
+    blueprint, memory = (
+        Blueprint.of(tiny.of(name)),
+        MemoryOptions(kind, token_once=kind == "full", narrow_grads=kind == "full"),
+    )
     model = thin(blueprint)
     assert sum(model.num.values()) == blueprint.table.num_layers
     for mesh in MESHES:
         axes = Axes(**mesh)
-        figures = Figures("it", blueprint, axes, work_of(axes, None, 3), savings=savings, cluster=H100)
-        mark(model.blueprint.module, savings)
-        first = first_price(model, axes, figures.work, savings, H100)
+        figures = Figures("it", blueprint.with_options(memory=memory), axes, work_of(axes, None, 3), cluster=H100)
+        mark(model.blueprint.module, memory)
+        first = first_price(model, axes, figures.work, memory, H100)
         assert first.seconds == pytest.approx(estimate(figures).seconds, rel=2e-2), mesh
         moved = {w.what: w.seconds for w in first.waits if not w.what.startswith("last")}
         assert moved == pytest.approx({w.what: w.seconds for w in estimate(figures).waits if w.what in moved}), mesh
@@ -81,27 +87,27 @@ def test_a_first_price_is_that_of_all_layers(kind: str, name: str) -> None:
 
 
 def test_a_first_price_of_a_pipeline_is_near() -> None:
-    blueprint = draw(QWEN3_8B).run_by(Pipeline(hold=True))
+    blueprint = Blueprint.of(QWEN3_8B).with_options(pipeline=Pipeline(hold=True))
     for axes in (Axes(pp=4, fsdp=8), Axes(pp=2, fsdp=2, tp=4), Axes(pp=8, tp=4)):
         figures = Figures("it", blueprint, axes, work_of(axes, None, 32), 80 * GB, cluster=H100)
-        first = first_price(thin(blueprint), axes, figures.work, held(Savings()), H100)
+        first = first_price(thin(blueprint), axes, figures.work, held(MemoryOptions()), H100)
         assert first.seconds == pytest.approx(estimate(figures).seconds, rel=0.1), axes
 
 
 def test_no_mesh_takes_less_than_the_least() -> None:
     """So that a search may leave out what takes more, before it costs it in full. And it is not far from it."""
-    blueprint = draw(SHALLOW)
+    blueprint = Blueprint.of(SHALLOW)
     least, shares = Least(blueprint, 8192, 4), dict[str, list[float]]()
     for mesh, num in ((dict(fsdp=8), 1), (dict(fsdp=4, cp=2, ep=4), 2), (dict(fsdp=2, tp=4, ep=8), 4)):
         for recompute in ("none", "selective", "full"):
-            axes, savings = Axes(**mesh), Savings(recompute)
-            figures = Figures("it", blueprint, axes, work_of(axes, 8192, num), savings=savings, cluster=H100)
-            share = least.num_bytes(axes, num, savings, holds=False) / figures.most.device_bytes
+            axes, memory = Axes(**mesh), MemoryOptions(recompute)
+            figures = Figures("it", blueprint.with_options(memory=memory), axes, work_of(axes, 8192, num), cluster=H100)
+            share = least.num_bytes(axes, num, memory, holds=False) / figures.most.device_bytes
             shares.setdefault(recompute, []).append(share)
     for num, hold in ((2, False), (6, True)):
-        axes, asked = Axes(pp=2, fsdp=4), blueprint.run_by(Pipeline(hold=hold))
+        axes, asked = Axes(pp=2, fsdp=4), blueprint.with_options(pipeline=Pipeline(hold=hold))
         figures = Figures("it", asked, axes, work_of(axes, 8192, num), cluster=H100)
-        shares["none"].append(least.num_bytes(axes, num, Savings(), holds=hold) / figures.most.device_bytes)
+        shares["none"].append(least.num_bytes(axes, num, MemoryOptions(), holds=hold) / figures.most.device_bytes)
     assert all(0.25 < share <= 1 for of_kind in shares.values() for share in of_kind), shares
     assert min(shares["none"]) > 0.5, shares
 
@@ -110,7 +116,7 @@ def test_it_says_how_far_it_is_and_what_is_best_so_far(monkeypatch: pytest.Monke
     monkeypatch.setattr(search, "SECONDS_BETWEEN_LINES", 0.0)
     said = list[str]()
     asked = Asked("it", Size(2, 8, 8192, 2 * 8192), "it", 6 * GB, H100, top=1)
-    found = Search(draw(SHALLOWER), asked, said.append).run()
+    found = Search(Blueprint.of(SHALLOWER), asked, said.append).run()
     shares = [int(line.partition("%")[0]) for line in said]
     assert shares == sorted(shares)
     assert "none fits yet" in said[0]
@@ -134,7 +140,7 @@ def test_a_plan_that_does_not_fit_names_a_mesh_of_as_many_ranks(tmp_path: Path, 
 def test_which_meshes_are_tried() -> None:
     """By hand, of 16 ranks in nodes of 4, and a model of 12 layers, 2 kv heads, 4 heads and 8 experts."""
     config = tiny.of("qwen3_moe", num_hidden_layers=12)
-    blueprint = draw(config)
+    blueprint = Blueprint.of(config)
     size = Size(16, 4, 4096, 16 * 4096)
     found = cuts(blueprint, size, ())
     assert len({(*asdict(cut.axes).values(),) for cut in found}) == len(found)
@@ -150,14 +156,14 @@ def test_which_meshes_are_tried() -> None:
     assert {cut.axes.tp for cut in found} == {1, 2, 4}
     of_tp = [tp for tp in divisors(16) if not objections(blueprint, dict(tp=tp))]
     assert {1, 2, 4} == {*of_tp}
-    three = cuts(draw(tiny.of("qwen3")), Size(3, 8, 4096, 3 * 4096), ())
+    three = cuts(Blueprint.of(tiny.of("qwen3")), Size(3, 8, 4096, 3 * 4096), ())
     assert {str(cut.axes) for cut in three} == {"fsdp=3"}, "two layers, four heads; cp is a power of two"
 
 
 def test_the_best_is_the_best_of_all() -> None:
     """All meshes that can be, reckoned in full: none that fits is quicker than the first that was found."""
     config = tiny.of("qwen3", num_hidden_layers=4, hidden_size=512, intermediate_size=512)
-    blueprint = draw(config)
+    blueprint = Blueprint.of(config)
     every = [
         Figures("it", blueprint, cut.axes, work_of(cut.axes, 8192, cut.num_batches), 10**9, cluster=H100)
         for cut in cuts(blueprint, Size(8, 8, 8192, 8 * 8192), ())
@@ -174,19 +180,19 @@ def test_the_best_is_the_best_of_all() -> None:
 
 
 def test_offload_only_where_nothing_else_fits() -> None:
-    assert not any(c.figures.savings.offload for c in found_of(SHALLOWER, 2, 70 * GB, top=1).best)
+    assert not any(c.figures.memory.offload for c in found_of(SHALLOWER, 2, 70 * GB, top=1).best)
     found = found_of(SHALLOWER, 2, 5 * GB, top=1)
     assert found.best
-    assert all(c.figures.savings.offload for c in found.best)
+    assert all(c.figures.memory.offload for c in found.best)
     assert found.num_too_large == found.num_meshes
     none = found_of(SHALLOWER, 2, GB // 10, top=1)
     assert none.best == ()
     assert none.nearest is not None
     assert none.nearest.left_bytes < 0
-    assert none.nearest.figures.savings == Savings("full", offload=True)
-    once = found_of(SHALLOWER, 2, 5 * GB, top=1, savings=Savings(sum_once=True)).nearest
+    assert none.nearest.figures.memory == MemoryOptions("full", offload=True)
+    once = found_of(SHALLOWER, 2, 5 * GB, top=1, memory=MemoryOptions(sum_once=True)).nearest
     assert once is not None
-    assert not once.figures.savings.offload, "what stays on the device cannot lie on the host"
+    assert not once.figures.memory.offload, "what stays on the device cannot lie on the host"
 
 
 def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,17 +201,17 @@ def test_activations_count_once_they_are_among_what_is_stored(monkeypatch: pytes
     kept = {"none": 60_000_000, "selective": 40_000_000, "full": 2_000_000}
 
     def memories(self: Figures) -> list[RankMemory]:
-        more = Stored("activations", kept[self.savings.recompute])
+        more = Stored("activations", kept[self.memory.recompute])
         return [replace(m, stored=(*(s for s in m.stored if s.what != more.what), more)) for m in known(self)]
 
     monkeypatch.setattr(Figures, "memories", property(memories))
     monkeypatch.setattr(step_time, "HOST", dict.fromkeys(kept, (0.0, 0.0)))
     for device, kind in ((50_000_000, "selective"), (20_000_000, "full"), (90_000_000, "none")):
-        assert {c.figures.savings.recompute for c in found_of(config, 2, device, top=2).best} == {kind}
+        assert {c.figures.memory.recompute for c in found_of(config, 2, device, top=2).best} == {kind}
     monkeypatch.undo()
     monkeypatch.setattr(Figures, "memories", property(memories))
     [first] = found_of(config, 2, 50_000_000, top=1).best
-    assert first.figures.savings.recompute == "full", "the host makes layers again sooner than it chooses operations"
+    assert first.figures.memory.recompute == "full", "the host makes layers again sooner than it chooses operations"
     none = found_of(config, 2, 1_000_000, top=1).nearest
     assert none is not None
     assert none.left_bytes < -1_000_000
@@ -284,21 +290,21 @@ def test_what_does_not_go_with_a_search(capsys: Capture, options: list[str], tol
 def test_a_schedule_is_that_of_all_pipelines(capsys: Capture) -> None:
     config = tiny.of("qwen3", num_hidden_layers=16, hidden_size=1024, intermediate_size=4096)
     asked = Asked("it", Size(64, 8, 8192, 64 * 8192), "it", 80 * GB, H100, top=2)
-    found = Search(draw(config).run_by(Pipeline("v")), asked, lambda _: None).run()
-    schedules = {(c.figures.axes.pp > 1, c.figures.blueprint.spec.pipeline.schedule) for c in found.best}
+    found = Search(Blueprint.of(config).with_options(pipeline=Pipeline("v")), asked, lambda _: None).run()
+    schedules = {(c.figures.axes.pp > 1, c.figures.blueprint.recipe.pipeline.schedule) for c in found.best}
     assert schedules <= {(True, "v"), (False, "1f1b")}
 
 
 def test_the_ways_of_a_mesh() -> None:
     """A pipeline that may hold does so first. What cannot fit is not tried, but for the way that takes least."""
-    blueprint, cut = draw(QWEN3_8B), Cut(Axes(pp=2, fsdp=4), 4)
+    blueprint, cut = Blueprint.of(QWEN3_8B), Cut(Axes(pp=2, fsdp=4), 4)
 
     def ways(
         device: int, pipeline: Pipeline = Pipeline(), cut: Cut = cut, tokens: int = 8192
     ) -> list[tuple[str, bool | None]]:
         asked = Asked("it", Size(8, 8, tokens, 8 * tokens), "it", device, H100)
-        found = Search(blueprint.run_by(pipeline), asked, lambda _: None)._ways(cut, Savings())
-        return [(way.savings.recompute, way.hold) for way in found]
+        found = Search(blueprint.with_options(pipeline=pipeline), asked, lambda _: None)._ways(cut, MemoryOptions())
+        return [(way.memory.recompute, way.hold) for way in found]
 
     kinds = ("none", "selective", "full")
     held = [("selective", True), ("full", True)]
@@ -314,7 +320,8 @@ def test_the_ways_of_a_mesh() -> None:
 def test_the_command_says_what_was_chosen_of_a_pipeline() -> None:
     axes = Axes(pp=2, fsdp=4)
     asked = Asked("it", Size(8, 8, 8192, 8 * 8192), "it", 80 * GB, H100, words=("meshwright", "plan", "a model"))
-    figures = Figures("a model", draw(QWEN3_8B), axes, work_of(axes, None, 2), savings=Savings("full"), cluster=H100)
+    blueprint = Blueprint.of(QWEN3_8B, None, Recipe(memory=MemoryOptions("full")))
+    figures = Figures("a model", blueprint, axes, work_of(axes, None, 2), cluster=H100)
     mesh = "meshwright plan 'a model' --mesh pp=2,fsdp=4 --tokens 8192 --micro-batches 2 --recompute full"
     assert [command(Candidate(figures, hold), asked) for hold in (None, True, False)] == [
         mesh,
@@ -327,13 +334,13 @@ def test_the_command_leaves_out_what_its_mesh_has_no_axis_for() -> None:
     words = ("meshwright", "plan", "m", "--schedule", "zero-bubble", "--stages=2", "--hold", "--context", "attention=1")
     asked = Asked("it", Size(8, 8, 8192, 8 * 8192), "it", 80 * GB, H100, words=words)
     axes = Axes(fsdp=8)
-    figures = Figures("m", draw(QWEN3_8B), axes, work_of(axes, None, 1), cluster=H100)
+    figures = Figures("m", Blueprint.of(QWEN3_8B), axes, work_of(axes, None, 1), cluster=H100)
     told = command(Candidate(figures, None), asked)
     assert told == "meshwright plan m --mesh fsdp=8 --tokens 8192 --micro-batches 1"
 
 
 def test_a_way_of_cp_is_looked_for_on_meshes_with_cp() -> None:
-    blueprint = draw(QWEN3_8B).in_context(Context(attention=2))
+    blueprint = Blueprint.of(QWEN3_8B).with_options(context=ContextParallel(attention=2))
     found = cuts(blueprint, Size(8, 8, 8192, 64 * 8192), ())
     assert {cut.axes.cp for cut in found} == {2, 4, 8}
     assert {cut.axes.pp for cut in found} > {1, 2}
@@ -345,11 +352,11 @@ def test_a_large_model_on_many_ranks() -> None:
     """In less than a minute of a CPU; the best alone in two thirds of it."""
     said, began = list[str](), time.process_time()
     asked = Asked("it", Size(1024, 8, 8192, 1024 * 8192), "H100", 80 * GB, H100, top=5 if parts.ALL else 1)
-    found = Search(draw(QWEN3_235B_A22B), asked, said.append).run()
+    found = Search(Blueprint.of(QWEN3_235B_A22B), asked, said.append).run()
     assert time.process_time() - began < (60 if parts.ALL else 40)
     assert found.best, "a few where the machine is slow: a search ends after half a minute"
     assert found.num_meshes > 1000
     began, asked = time.process_time(), replace(asked, size=Size(64, 8, 32768, 64 * 32768))  # nearly none of them fits
-    found = Search(draw(QWEN3_235B_A22B), asked, said.append).run()
+    found = Search(Blueprint.of(QWEN3_235B_A22B), asked, said.append).run()
     assert time.process_time() - began < 40
     assert str(found.best[0].figures.axes) == "fsdp=16 cp=4 ep=2"

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from meshwright.axes import ENDS, Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.parallel import Savings
 from meshwright.plan import Cluster, Figures, cluster_of, plan_page, work_of
 from meshwright.plan.step_time import BETWEEN, INSIDE, estimate, in_a_node, time_on_links
 from meshwright.plan.wording import duration
-from meshwright.sharding import Pipeline
+from meshwright.recipe import MemoryOptions, Pipeline, Recipe
 from tests import tiny
 from tests.pages import Read
 from tests.test_plan import QWEN3_235B_A22B
@@ -29,9 +28,11 @@ PLAIN = Cluster(inside=400, between=40, flops=1000)  # 300 and 30 GB/s are reach
 Capture = pytest.CaptureFixture[str]
 
 
-def figures_of(config: dict[str, Any], num: int = 1, savings: Savings = Savings(), **mesh: int) -> Figures:
+def figures_of(config: dict[str, Any], num: int = 1, memory: MemoryOptions = MemoryOptions(), **mesh: int) -> Figures:
     axes = Axes(**mesh)
-    return Figures("a model", draw(config), axes, work_of(axes, None, num), savings=savings, cluster=PLAIN)
+    return Figures(
+        "a model", Blueprint.of(config, None, Recipe(memory=memory)), axes, work_of(axes, None, num), cluster=PLAIN
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_step_of_a_dense_model() -> None:
 
 
 def test_layers_that_run_again_take_a_forward_more() -> None:
-    usual, full = (estimate(figures_of(QWEN3_8B, savings=Savings(kind), fsdp=8)) for kind in ("none", "full"))
+    usual, full = (estimate(figures_of(QWEN3_8B, memory=MemoryOptions(kind), fsdp=8)) for kind in ("none", "full"))
     assert full.products == pytest.approx(usual.products * 4 / 3)
     assert (usual.host, full.host) == pytest.approx((36 * 2.0e-3, 36 * 3.2e-3))
     assert full.products == pytest.approx(8 / 6 * OPS / 450e12)
@@ -120,7 +121,7 @@ def test_layers_that_run_again_take_a_forward_more() -> None:
 
 def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
     """A small step cannot hide its gathers; stages wait for as long as the schedule says, and for collectives too."""
-    few = Figures("it", draw(QWEN3_8B), Axes(fsdp=64), work_of(Axes(), 64, 1), cluster=PLAIN)
+    few = Figures("it", Blueprint.of(QWEN3_8B), Axes(fsdp=64), work_of(Axes(), 64, 1), cluster=PLAIN)
     found = estimate(few)
     assert found.host == pytest.approx(36 * 2e-3)
     assert found.launching == pytest.approx(found.host - found.products), "so few tokens that the host is slower"
@@ -128,7 +129,7 @@ def test_what_nothing_hides_and_what_a_pipeline_adds() -> None:
     assert found.not_hidden > 9 * found.products
     even = tiny.of("qwen3", num_hidden_layers=8, vocab_size=4, intermediate_size=4096)
     axes = Axes(pp=4, tp=2)
-    blueprint = draw(even).run_by(Pipeline(ends=(2, 4, 6, 8)))
+    blueprint = Blueprint.of(even).with_options(pipeline=Pipeline(ends=(2, 4, 6, 8)))
     piped = estimate(Figures("it", blueprint, axes, work_of(axes, None, 8), cluster=PLAIN))
     assert piped.host == pytest.approx(8 * 8 * 2e-3 / 4)
     assert piped.bubble == pytest.approx((piped.products + piped.waited + piped.launching) * 3 / 8, rel=1e-2)
@@ -154,7 +155,7 @@ def test_devices_have_links() -> None:
 
 def test_without_a_cluster_nothing_is_timed() -> None:
     with pytest.raises(ConfigError, match="no cluster"):
-        estimate(Figures("it", draw(tiny.of("qwen3")), Axes(), work_of(Axes(), None, 1)))
+        estimate(Figures("it", Blueprint.of(tiny.of("qwen3")), Axes(), work_of(Axes(), None, 1)))
 
 
 def test_a_terminal_a_program_and_a_page(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

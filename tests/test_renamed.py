@@ -175,8 +175,8 @@ def waits_of_a_step(
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         there = mw.Mesh(**mesh, device=renamed.NAME)
         once = options.get("token_once", False)
-        savings = mw.Savings(recompute=recompute, token_once=once, narrow_grads=bool(once))
-        model = mw.load(source, there, dtype=torch.float32, savings=savings)
+        memory = mw.MemoryOptions(recompute=recompute, token_once=once, narrow_grads=bool(once))
+        model = mw.load(source, there, dtype=torch.float32, memory=memory)
         more = {name: value for name, value in options.items() if name != "token_once"}
         engine = mw.Engine(model, lr=1e-2, loss=_looks if slips else _entropic, entropy=True, **more)
         batches = tiny.batches(there.data_rank)

@@ -7,7 +7,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from tests.words import words
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    at, made = tmp_path_factory.mktemp("savings"), dict[str, Path]()
+    at, made = tmp_path_factory.mktemp("memory"), dict[str, Path]()
 
     def of(name: str, **changes: Any) -> Path:
         key = name + "".join(f"-{k}={v}" for k, v in changes.items())
@@ -43,8 +42,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return of
 
 
-def tried(source: Path, mesh: dict[str, int], **savings: Any) -> Trial:
-    return replace(trials.trial(source, mesh), savings=mw.Savings(**savings))
+def tried(source: Path, mesh: dict[str, int], **memory: Any) -> Trial:
+    return trials.trial(source, mesh).with_options(memory=mw.MemoryOptions(**memory))
 
 
 OFFLOADED = [
@@ -83,7 +82,7 @@ def after_failures(directory: Path, more: dict[str, bool]) -> tuple[dict[str, Te
     """Weights after two steps; and after two before which another has failed in its second micro-batch."""
     found = []
     for fails in (False, True):
-        model = mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float64, savings=mw.Savings(**more))
+        model = mw.load(directory, mw.Mesh(fsdp=2), dtype=torch.float64, memory=mw.MemoryOptions(**more))
         engine, batches, calls = mw.Engine(model, lr=1e-2), tiny.batches(model.mesh.data_rank), list[int]()
 
         def loss(scores: Any, fields: Any, real: Any = engine.loss, calls: Any = calls) -> Tensor:
@@ -217,7 +216,7 @@ def test_the_attention_of_accelerators_is_kept_by_selective() -> None:
 
 def _kept_by_forward(directory: Path, kind: str) -> int:
     """Bytes that the process holds more of after a forward than before: what backward will want."""
-    model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, savings=mw.Savings(recompute=kind))
+    model = mw.load(directory, mw.Mesh(device="cpu"), dtype=torch.float32, memory=mw.MemoryOptions(recompute=kind))
     batch = mw.pack([torch.randint(131, (500,)).tolist() for _ in range(4)])
 
     def resident() -> int:
@@ -317,7 +316,7 @@ def _passing(directory: Path, offload: bool, train: str) -> tuple[dict[str, int]
     """What FSDP holds beside what is stored, at its most, and the bill's word for it."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    model = mw.load(directory, mw.Mesh(replicate=2), train=train, savings=mw.Savings(offload=offload))
+    model = mw.load(directory, mw.Mesh(replicate=2), train=train, memory=mw.MemoryOptions(offload=offload))
     engine, real = mw.Engine(model, lr=1e-2), FSDPParamGroup.wait_for_unshard
     groups = _groups(model)
     most = {"gathered parameters": 0, "gradients of a replica": 0}
@@ -379,7 +378,7 @@ def test_accumulated_gradients_are_shards(source: Callable[..., Path]) -> None:
 
 def _gradients(directory: Path, compiled: bool) -> tuple[dict[str, Tensor], Counter[tuple[str, int]]]:
     """And which collectives were needed, of how many bytes."""
-    model = mw.load(directory, mw.Mesh(tp=2), dtype=torch.float64, savings=mw.Savings(compiled=compiled))
+    model = mw.load(directory, mw.Mesh(tp=2), dtype=torch.float64, memory=mw.MemoryOptions(compiled=compiled))
     engine = mw.Engine(model, lr=1e-3)
     with Recorder() as recorder:
         engine.backward(tiny.batches(0))
@@ -402,7 +401,7 @@ def _graphs(directory: Path) -> list[int]:
 
     made, real = [], torch.compile
     torch.compile = lambda f, **options: real(f, backend="eager", **options)  # type: ignore[assignment]
-    model = mw.load(directory, mw.Mesh(tp=2, ep=2), dtype=torch.float64, savings=mw.Savings(compiled=True))
+    model = mw.load(directory, mw.Mesh(tp=2, ep=2), dtype=torch.float64, memory=mw.MemoryOptions(compiled=True))
     engine = mw.Engine(model, lr=1e-3)
     for lengths in ([9, 7], [3, 5, 4, 4]):
         engine.step([mw.pack([list(range(length)) for length in lengths])])
@@ -420,19 +419,19 @@ def test_layers_and_documents_share_what_is_compiled(source: Callable[..., Path]
 
 
 @pytest.mark.parametrize(
-    ("savings", "pattern"),
+    ("memory", "pattern"),
     [
         (dict(recompute="half"), words("recompute='half'", "none, selective, full")),
         (dict(recompute="selective", compiled=True), words('recompute="full"', '"none"', "compiled=False")),
     ],
 )
-def test_refused(source: Callable[..., Path], savings: dict[str, Any], pattern: str) -> None:
-    assert re.search(pattern, worlds.run(1, _refused, source("qwen3"), savings)[0])
+def test_refused(source: Callable[..., Path], memory: dict[str, Any], pattern: str) -> None:
+    assert re.search(pattern, worlds.run(1, _refused, source("qwen3"), memory)[0])
 
 
-def _refused(directory: Path, savings: dict[str, Any]) -> str:
+def _refused(directory: Path, memory: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        mw.init(directory, savings=mw.Savings(**savings))
+        mw.init(directory, memory=mw.MemoryOptions(**memory))
     return str(caught.value)
 
 
@@ -467,17 +466,17 @@ def test_what_cannot_fit_is_refused(source: Callable[..., Path]) -> None:
     told = worlds.run(2, _little_memory, at, "train", Memory(200_000, 10**9, shared=False))
     assert told[0] == told[1]
     assert re.search(words("fsdp=2", r"\brank\b", r"\b0\.0002 GB\b", r"\b1 GB\b.*\bhost\b"), told[0]), told[0]
-    assert "Savings(offload=True)" in told[0]  # no fsdp: a layer must be gathered all the same
+    assert "MemoryOptions(offload=True)" in told[0]  # no fsdp: a layer must be gathered all the same
     told = worlds.run(2, _little_memory, at, "look", Memory(1_000, 1_000, shared=False))
     assert re.search(words(r"\bno fsdp\b", r"\b4096\b"), told[0]), told[0]
 
 
 def test_a_published_model_is_refused_where_it_cannot_fit() -> None:
-    from meshwright.blueprint import draw
+    from meshwright.blueprint import Blueprint
     from meshwright.memory.budget import Need, held_while_training, refuse_too_large
     from tests.test_verify import QWEN3_30B_A3B
 
-    blueprint = draw(QWEN3_30B_A3B)
+    blueprint = Blueprint.of(QWEN3_30B_A3B)
     held = held_while_training(torch.bfloat16, frozenset(blueprint.table.params))
     need = Need(blueprint.spec, Axes(fsdp=2, ep=2), held)
     with pytest.raises(MeshError, match=words("fsdp=2 ep=2", r"fsdp=8\b.*\b8 ranks")):

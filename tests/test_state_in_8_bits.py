@@ -17,7 +17,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.optim import AdamW, LocalOptimizer, Place, local
 from meshwright.optim.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, levels
@@ -178,7 +178,7 @@ some_whole = functools.cache(some)
 def updated(axes: Axes) -> list[dict[str, list[Tensor]]]:
     """Weights, codes and scales after three updates, by rank and name: weights and gradients are cut from the same
     whole matrices, whatever the mesh."""
-    blueprint, out = draw(CONFIG), []
+    blueprint, out = Blueprint.of(CONFIG), []
     for rank in range(axes.world):
         held = pieces(blueprint.spec, axes, rank)
         optimizer = AdamW(state_dtype=torch.uint8, betas=(0.9, 0.999))
@@ -207,7 +207,7 @@ def differing(axes: Axes) -> list[str]:
     """Names of what is not on every rank as on one process."""
     expected, wrong = on_one(), list[str]()
     for rank, found in enumerate(updated(axes)):
-        held = pieces(draw(CONFIG).spec, axes, rank)
+        held = pieces(Blueprint.of(CONFIG).spec, axes, rank)
         wrong += [
             each for each, tensors in found.items()
             if tensors[0].numel() and not same(tensors, [cut(held[each], whole) for whole in expected[each]])

@@ -85,14 +85,14 @@ def test_what_is_frozen_brings_no_gradients(source: Given, once: bool | int, tra
     """Nor, where whole layers are frozen, collectives of backward that the bill does not know."""
     ranks = 2 * int(once)
     trial = briefly(source("qwen3_moe"), dict(fsdp=ranks, ep=ranks), once)
-    found = trials.findings_in_turn({each: replace(trial, train=[each]) for each in trained})
+    found = trials.findings_in_turn({each: trial.with_options(train=[each]) for each in trained})
     assert not any(found.values()), found
 
 
 def rows_sent(directory: Path, token_once: bool | int, skewed: bool) -> tuple[Any, ...]:
     """Of all layers: the rows that this rank sent in a forward, those it should have sent, and the loss."""
     model = mw.load(
-        directory, trials.mesh_of(OVER_NODES), dtype=torch.float64, savings=mw.Savings(token_once=token_once)
+        directory, trials.mesh_of(OVER_NODES), dtype=torch.float64, memory=mw.MemoryOptions(token_once=token_once)
     )
     engine, due, real = mw.Engine(model, lr=1e-2), Counter[str](), qwen3_moe.ops.route
     ep, num = OVER_NODES["ep"], model.config["num_experts"]
@@ -169,8 +169,8 @@ def test_the_way_over_nodes() -> None:
 
 def test_nodes_that_are_none_are_refused(source: Given, capsys: pytest.CaptureFixture[str]) -> None:
     for given in (-1, 0, 2.0, "2", None):
-        with pytest.raises(ConfigError, match="is no number of ranks; give True"):
-            mw.Savings(token_once=given)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="is not a number of ranks; give True"):
+            mw.MemoryOptions(token_once=given)  # type: ignore[arg-type]
     plan = ["plan", str(source("qwen3_moe")), "--mesh", "fsdp=4,ep=4", "--token-once-a-node"]
     assert main([*plan, "3", "--json"]) == 2
     told = capsys.readouterr()
@@ -182,7 +182,7 @@ def test_nodes_that_are_none_are_refused(source: Given, capsys: pytest.CaptureFi
 
 
 def gradients(directory: Path, once: bool | int, dtype: torch.dtype) -> dict[str, Tensor]:
-    model = mw.load(directory, trials.mesh_of(OVER_NODES), dtype=dtype, savings=mw.Savings(token_once=once))
+    model = mw.load(directory, trials.mesh_of(OVER_NODES), dtype=dtype, memory=mw.MemoryOptions(token_once=once))
     mw.Engine(model, lr=1e-2).backward(tiny.batches(model.mesh.data_rank))
     return {name: grad.float() for name, grad in mw.gather(model, "grad").items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tomllib
 from itertools import pairwise
@@ -20,10 +19,11 @@ from meshwright.checkpoint import final_place
 from meshwright.checkpoint.manifest import Manifest, write_manifest
 from meshwright.train.config import Config, OptimSection, TrainSection, declared, named, section_of
 from meshwright.train.config_checks import num_tokens
-from meshwright.train.config_docs import changed_fields, documentation, schema
+from meshwright.train.config_docs import changed_fields, schema
 from meshwright.train.config_file import as_toml, config_of, read
 from meshwright.train.foreign_names import ELSEWHERE, REFUSED
 from meshwright.train.lr_schedule import jump_of, refusal, schedule
+from tests import write_docs
 from tests.schemas import wrong_by_schema
 
 ROOT = Path(__file__).parents[1]
@@ -121,8 +121,8 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         (PLAIN + "[train]\nlearning_rate = 1\n", "did you mean lr of [optim]?"),
         (PLAIN + 'output_dir = "x"\n', "did you mean out at the top?"),
         (PLAIN + "[train]\nxyz = 1\n", "there is no such field; there are length, "),
-        (PLAIN + '[train]\ncompiled = true\nrecompute = "selective"\n', "which compiled = true fuses"),
-        (PLAIN + '[train]\nfp8_skip = "layers.0.*"\n', 'take fp8 = "block" too'),
+        (PLAIN + '[train]\ncompiled = true\nrecompute = "selective"\n', "which compiled=True fuses"),
+        (PLAIN + '[train]\nfp8_skip = "layers.0.*"\n', "skips nothing without fp8='block'; give both"),
         (PLAIN + "[optim]\nwarmup = 1.5\n", "it should be a whole number, or a number below 1, not 1.5"),
         (PLAIN + "[optim]\nbetas = [0.9, 2]\n", "a number below 1"),
         (PLAIN + "[optim]\nbetas = [0.9]\n", "it should be a list of 2, not [0.9]"),
@@ -303,12 +303,10 @@ def test_the_schema_refuses_mistakes() -> None:
 def test_every_field_is_told() -> None:
     assert all(field.description for _, field in places(Config))
     assert schema()["$defs"]["MeshSection"]["properties"]["tp"]["description"]
-    made = "is not what the declarations say; write it anew from meshwright.train.config_docs"
     page = (ROOT / "docs" / "train-config.md").read_text()
-    assert documentation() == page, f"docs/train-config.md {made}"
     assert all(f"`{place.split('.')[-1]}`" in page for place, _ in places(Config))
-    file = ROOT / "examples" / "meshwright.schema.json"
-    assert json.loads(file.read_text()) == schema(), f"{file.name} {made}"
+    for file, text in write_docs.files().items():
+        assert file.read_text() == text, f"{file.name} is not what is declared; run python -m tests.write_docs"
 
 
 def test_a_run_as_the_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -333,7 +331,7 @@ def test_a_run_as_the_model_is_its_newest_checkpoint(tmp_path: Path) -> None:
 
 def test_savings_are_those_of_the_engine() -> None:
     for recompute in get_args(TrainSection.model_fields["recompute"].annotation):
-        mw.Savings(recompute=recompute)
+        mw.MemoryOptions(recompute=recompute)
 
 
 def test_names_that_others_use_lead_to_fields() -> None:

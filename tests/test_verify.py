@@ -23,9 +23,8 @@ from safetensors.torch import load_file, save_file
 from meshwright.axes import Axes
 from meshwright.cli import main
 from meshwright.errors import ConfigError, RankError
-from meshwright.parallel import Savings
 from meshwright.plan import TINY
-from meshwright.sharding import Pipeline
+from meshwright.recipe import MemoryOptions, Pipeline, Recipe
 from meshwright.verify import (
     FULL,
     ORACLES,
@@ -272,7 +271,7 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
         plan(str(tiny.directory(tmp_path / "f", "qwen3")), Axes(tp=2), Options(kind=FULL), _quiet), []
     )
     assert any("after the first step" in what for what in full), full
-    value = report.untried(plan("tiny-qwen3", Axes(tp=2), Options(head="value"), _quiet), [])
+    value = report.untried(plan("tiny-qwen3", Axes(tp=2), Options(Recipe(head="value")), _quiet), [])
     assert any("head beside transformers" in what for what in value), value
     sparse = told("tiny-qwen3-moe", fsdp=2, tp=2, ep=2)
     assert re.search(words(r"--mesh pp=2,replicate=2,cp=2\)", 'router_aux="previous"'), sparse), sparse
@@ -280,7 +279,7 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
     assert "--mesh fsdp=2,ep=2" in told("tiny-qwen3-moe", pp=2, replicate=2, fsdp=2, cp=2, tp=2)
     piped = told("tiny-qwen3-moe", pp=2, fsdp=2, ep=2)
     assert not re.search("router_aux|changes nothing", piped), "a pipeline refuses the other kind"
-    deep = Options(pipeline=Pipeline(ends=(10, 48)))
+    deep = Options(Recipe(pipeline=Pipeline(ends=(10, 48))))
     lone = report.untried(plan(own("c"), Axes(pp=2), deep, _quiet), [])
     assert any("(10, 48)" in what for what in lone), lone
     aux = r"output_router_logits\b.*\brouter_aux_loss_coef"
@@ -295,13 +294,13 @@ def test_what_was_not_tried_is_told(tmp_path: Path) -> None:
 def test_a_tiny_model_has_whole_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     """So that products in 8 bits can be tried with no model at hand, on every axis."""
     for axes in (Axes(), Axes(fsdp=2, tp=2, ep=2), Axes(cp=2)):
-        assert plan(IN_BLOCKS, axes, Options(fp8="block")).blueprint.spec.fp8
+        assert plan(IN_BLOCKS, axes, Options(Recipe(fp8="block"))).blueprint.spec.fp8
     code, _, err = said(capsys, "tiny-qwen3-moe", "--mesh", "ep=4,fsdp=4", "--token-once-a-node", "3")
     assert (code, "choose from 2, 4" in err) == (2, True), err
 
 
 def test_a_run_says_which_savings_it_took() -> None:
-    shrunk, given = plan("tiny-qwen3", Axes(fsdp=2)), Options(savings=Savings(recompute="full"))
+    shrunk, given = plan("tiny-qwen3", Axes(fsdp=2)), Options(Recipe(memory=MemoryOptions(recompute="full")))
     in_8_bits = plan(IN_BLOCKS, Axes(fsdp=2), replace(given, state_dtype=torch.uint8))
 
     def said_of(tried: session.Plan, dtype: str) -> str:
@@ -312,8 +311,8 @@ def test_a_run_says_which_savings_it_took() -> None:
     assert said_of(plan("tiny-qwen3", Axes(fsdp=2), given), "float32") == "recompute='full'"
     assert said_of(in_8_bits, "float64") == "recompute='full', state_dtype=torch.uint8"
     assert "O1" not in session.asked_of(session.trial_of(in_8_bits, "float64", Path()))
-    *_, savings, options = report.untried(shrunk, [])
-    assert savings.startswith("reshard, offload, compiled, gather_once, narrow_grads of mw.Savings"), savings
+    *_, memory, options = report.untried(shrunk, [])
+    assert memory.startswith("reshard, offload, compiled, gather_once, narrow_grads of mw.MemoryOptions"), memory
     assert options.startswith("state_dtype")
     with pytest.raises(ConfigError, match=f"no matrix .*8 bits; try {IN_BLOCKS}"):
         plan("tiny-qwen3", Axes(fsdp=2), Options(state_dtype=torch.uint8))

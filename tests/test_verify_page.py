@@ -13,7 +13,7 @@ import pytest
 import meshwright as mw
 from meshwright import parallel
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.engine.step_bill import engine_bill, step_bill
 from meshwright.plan import Figures, plan_page, work_of, write_page
@@ -185,7 +185,7 @@ def test_a_large_mesh_is_drawn_in_part() -> None:
 )  # fmt: skip
 def test_every_rank_of_a_replica_is_drawn_once(mesh: dict[str, int]) -> None:
     axes = Axes(**mesh)
-    blueprint = draw(tiny.of("qwen3_moe", num_experts=axes.ep * -(-8 // axes.ep)))
+    blueprint = Blueprint.of(tiny.of("qwen3_moe", num_experts=axes.ep * -(-8 // axes.ep)))
     found = Read(plan_page(Figures("a model", blueprint, axes, work_of(axes, None, 1)), ORIGIN))
     drawn = [int(re.findall(r"\d+", title)[0]) for title in found.titles if title.startswith("rank ")]
     replica = axes.world // axes.replicate

@@ -18,6 +18,7 @@ from meshwright import ops
 from meshwright.axes import Axes
 from meshwright.data import batch
 from meshwright.models.vision_tower import Merger, Tower
+from meshwright.recipe import Recipe
 from meshwright.verify import Data, RunResult, plan, session
 from meshwright.verify.session import Options
 from meshwright.verify.small_data import LONG, LONG_STEP, Vision
@@ -33,7 +34,7 @@ def beside_transformers(at: Path, family: str, *, whole: bool = False) -> RunRes
     recipe, real = at / "recipe", session.steps_of
     recipe.mkdir()
     (recipe / "config.json").write_text(json.dumps(seeing.of(family)))
-    tried = plan(str(recipe), Axes(fsdp=2), Options(tower=True), say=lambda _: None)
+    tried = plan(str(recipe), Axes(fsdp=2), Options(Recipe(tower=True)), say=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:
         if not whole:
             patch.setattr(session, "steps_of", lambda *given: {FIRST: real(*given)[FIRST]})

@@ -15,17 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.cli import main
 from meshwright.data.images import turns_of
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshError
 from meshwright.models.vision_tower import LayerNorm
-from meshwright.sharding import Pipeline
+from meshwright.recipe import Pipeline, Recipe
 from tests import parts, seeing, tiny, trials, worlds
 from tests.seeing import DOCUMENTS, END, IMAGE, START, VIDEO, Made
 from tests.test_checkpoint import bytes_of
 
 FAMILIES = tuple(seeing.ODD)
+SEES = Recipe(tower=True)
 DOCS = ("one place", "wide, then high", "two of a size", "beyond the table", "a video", "a short video", "touching")
 
 
@@ -343,20 +344,20 @@ def test_towers_that_are_refused(name: str) -> None:
     changes, said = CONFIGS[name]
     config = seeing.of("qwen3_vl")
     with pytest.raises(ConfigError, match=said):
-        draw({**config, "vision_config": {**config["vision_config"], **changes}}, tower=True)
+        Blueprint.of({**config, "vision_config": {**config["vision_config"], **changes}}, None, SEES)
 
 
 def test_other_models_have_no_tower() -> None:
     with pytest.raises(ConfigError, match="tower=True, but model_type=qwen3 has none"):
-        draw(tiny.of("qwen3"), tower=True)
+        Blueprint.of(tiny.of("qwen3"), None, SEES)
 
 
 def test_the_first_layers_stay_together() -> None:
     """The tower adds to the first two what it sees, and features do not travel."""
-    blueprint = draw(seeing.of("qwen3_vl", num_hidden_layers=5), tower=True)
-    assert blueprint.run_by(Pipeline()).spec.line(2).ends[0] >= 2
+    blueprint = Blueprint.of(seeing.of("qwen3_vl", num_hidden_layers=5), None, SEES)
+    assert blueprint.with_options(pipeline=Pipeline()).spec.line(2).ends[0] >= 2
     with pytest.raises(MeshError, match=r"the first 2 layers take what the tower sees.*choose ends="):
-        blueprint.run_by(Pipeline(ends=(1, 5))).spec.line(2)
+        blueprint.with_options(pipeline=Pipeline(ends=(1, 5))).spec.line(2)
 
 
 def said_by_engine(source: Path) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def steps(source: Path, mesh: dict[str, int], case: Case, data_ranks: Sequence[i
     _, seen, trained, recompute = case
     model = mw.load(
         source, trials.mesh_of(mesh), dtype=torch.float64, train=TRAINED[trained], tower=True,
-        savings=mw.Savings(recompute=recompute),
+        memory=mw.MemoryOptions(recompute=recompute),
     )  # fmt: skip
     engine, found = mw.Engine(model, lr=1e-2), list[Any]()
     for _ in range(2):
@@ -150,9 +149,9 @@ def seen_by(family: str, source: Path, mesh: dict[str, int], trained: str = "all
     data = Data(num=max(3, 2 * mesh.get("pp", 1)), length=length, few=few, long=long, vision=vision)
     router_aux = "previous" if "pp" in mesh else "pooled"
     patterns = TRAINED[trained]
-    return replace(
-        trials.trial(source, mesh), steps=3, data=data, router_aux=router_aux, draws=trained == "all",
-        train=[patterns] if isinstance(patterns, str) else patterns, savings=mw.Savings(recompute=recompute),
+    return trials.changed(
+        trials.trial(source, mesh), tower=True, steps=3, data=data, router_aux=router_aux, draws=trained == "all",
+        train=patterns, memory=mw.MemoryOptions(recompute=recompute),
     )  # fmt: skip
 
 
@@ -205,4 +204,4 @@ def test_once_a_step(source: Sources, tried: tuple[str, dict[str, int], str, dic
     family, mesh, trained, once = tried
     trial = seen_by(family, source(family, mesh), mesh, trained)
     steps = trial.steps if parts.ALL else 1  # few tokens and long documents are above
-    assert not trials.findings(replace(trial, savings=mw.Savings(**once), steps=steps))
+    assert not trials.findings(trials.changed(trial, memory=mw.MemoryOptions(**once), steps=steps))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.axes import Axes
+from meshwright.recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 from meshwright.sharding import Door, find_doors
 from meshwright.verify import Data, Finding, Reference, Trial, examine, refer
 from tests import parts, tiny, worlds
@@ -123,11 +124,19 @@ def said_by_all(source: Path, acts: Mapping[str, tuple[dict[str, int], Act]]) ->
 
 def trial(source: Path, mesh: dict[str, int], head: str = "lm", dtype: torch.dtype = torch.float64) -> Trial:
     return Trial(
-        source, Axes(**mesh), Data(target=head == "value"), head, dtype, steps=_STEPS if dtype == torch.float64 else 1,
+        source, Axes(**mesh), Data(target=head == "value"), Recipe(head=head, dtype=dtype),
+        steps=_STEPS if dtype == torch.float64 else 1,
         thorough=False, small_parts=int(dtype != torch.float32),
     )  # fmt: skip
 
 
+def changed(tried: Trial, **changes: Any) -> Trial:
+    """Return a trial with other fields, of itself or of its recipe."""
+    of_recipe = {name: changes.pop(name) for name in [*changes] if name in Recipe.__dataclass_fields__}
+    return replace(tried.with_options(**of_recipe), **changes)
+
+
+_ON_A_MESH: dict[str, Any] = {"memory": MemoryOptions(), "pipeline": Pipeline(), "context": ContextParallel()}
 _references: dict[Any, Reference] = {}
 
 
@@ -140,8 +149,13 @@ def references(several: Sequence[Trial]) -> list[Reference]:
     """Those that are not known yet in one world."""
     keys = [
         (
-            *(t.source, t.axes.num_data_ranks, t.data, t.head, t.dtype, t.steps, t.thorough, t.optimizer),
-            *(*t.train, t.fp8, *t.fp8_skip),
+            t.source,
+            t.axes.num_data_ranks,
+            t.data,
+            t.steps,
+            t.thorough,
+            t.optimizer,
+            str(replace(t.recipe, **_ON_A_MESH)),
         )
         for t in several
     ]

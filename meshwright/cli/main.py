@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError, MeshwrightError
 from ..log import Clock
-from .options import TINY, add_mesh, add_savings, positive, print_json
+from .options import TINY, add_recipe, check_axes, positive, print_json, recipe_of
 from .plan_command import add_plan
 
 EXAMPLES = """examples:
@@ -238,8 +238,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     verify.set_defaults(run=_verify)
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
-    add_mesh(verify)
-    add_savings(verify)
+    add_recipe(verify)
     verify.add_argument(
         "--dtypes", default="float64,float32,bfloat16", metavar="NAME,...",
         help="float64 is the proof, the others show that the rest works (default all)",
@@ -403,11 +402,11 @@ def _verify(options: argparse.Namespace) -> int:
         raise ConfigError("verify needs a model: a directory, or one of " + ", ".join(planning.TINY))
     target = planning.check_page(options.html) if options.html else None
     say, sizes = Clock(), planning.mesh_of(options.mesh)
+    recipe, optimizer = recipe_of(vars(options)), planning.optimizer_of(vars(options))
+    check_axes(vars(options), sizes)
     asked = verify.Options(
-        options.head, options.dtypes.split(","), options.kind, options.device, options.seconds,
-        options.against, options.seed, options.plant, *planning.ways_of(vars(options), sizes), options.tower,
-        *planning.fp8_of(vars(options)), planning.savings_of(vars(options)),
-        planning.optimizer_of(vars(options)).state_dtype,
+        recipe, options.dtypes.split(","), options.kind, options.device, options.seconds, options.against, options.seed,
+        options.plant, optimizer.state_dtype,
     )  # fmt: skip
     plan = verify.plan(options.model, Axes(**sizes), asked, say)
     parts = verify.inspect(plan, say)

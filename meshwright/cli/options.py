@@ -5,54 +5,100 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any
+
+from ..errors import ConfigError
+from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 
 TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5, tiny-qwen3.5-moe or tiny-qwen3-moe-fp8"
 
 
-def add_mesh(command: argparse.ArgumentParser) -> None:
-    """The mesh, and how a model is laid onto it: `mw.Context`, and the fields of `mw.Pipeline`."""
+def add_recipe(command: argparse.ArgumentParser) -> None:
+    """Add the mesh, an option for each field of a `Recipe`, and `state_dtype` of `mw.Engine`."""
     command.add_argument("--mesh", default="", metavar="AXIS=N,...", help="sizes of pp, replicate, fsdp, cp, tp, ep")
-    command.add_argument("--head", default="lm", choices=["lm", "value"], help="which head is trained (default lm)")
-    command.add_argument("--tower", action="store_true", help="of a model that sees: its tower is trained too")
+    add_fields(command, Recipe, {"memory", "pipeline", "context"})
     command.add_argument(
         "--context", default="", metavar="MIXER=N,...",
         help="where --mesh has cp: so many neighbours swap tokens for heads, of attention or delta (default: by heads)",
     )  # fmt: skip
-    command.add_argument("--fp8", action="store_true", help="products of 8-bit numbers, in blocks of 128 (docs/fp8.md)")
-    command.add_argument("--fp8-skip", default="", metavar="NAME,...", help="patterns of parameters it leaves out")
-    group = command.add_argument_group("how a pipeline runs, where --mesh has pp")
-    group.add_argument("--schedule", choices=["1f1b", "zero-bubble", "v"], help="the order of its work (default 1f1b)")
-    group.add_argument("--stages", type=positive, metavar="N", help="of each rank (default 1; of v it is 2)")
-    group.add_argument(
-        "--ends", type=numbers, metavar="N,...", help="after how many layers each stage ends (default: at equal cost)"
-    )
-    group.add_argument(
-        "--hold", action=argparse.BooleanOptionalAction,
-        help="gather parameters and sum gradients once a step (default: where there is room)",
-    )  # fmt: skip
-
-
-def add_savings(command: argparse.ArgumentParser) -> None:
-    """Add the options of `mw.Savings`, and `state_dtype` of `mw.Engine`."""
+    add_fields(command.add_argument_group("how a pipeline runs, where --mesh has pp"), Pipeline)
     group = command.add_argument_group("what saves memory or time")
-    group.add_argument(
-        "--recompute", choices=["none", "selective", "full"],
-        help="what backward makes again instead of keeping it (default none)",
-    )  # fmt: skip
-    group.add_argument("--offload", action="store_true", help="parameters, gradients and moments lie on the host")
-    group.add_argument("--gather-once", action="store_true", help="parameters are gathered once a step")
-    group.add_argument("--sum-once", action="store_true", help="gradients are summed once a step")
-    group.add_argument("--narrow-grads", action="store_true", help="gradients are sent in the dtype of products")
-    group.add_argument("--token-once", action="store_true", help="a token goes to its experts once a rank")
-    group.add_argument(
-        "--token-once-a-node", type=positive, metavar="RANKS",
-        help="send each token once to each node (RANKS consecutive ep ranks), then to its experts within the node",
-    )  # fmt: skip
+    add_fields(group, MemoryOptions)
     group.add_argument(
         "--state-dtype", choices=["float32", "bfloat16", "uint8"], help="of the moments of AdamW (default float32)"
     )
+
+
+def add_fields(group: argparse._ActionsContainer, options: type[Any], but: Container[str] = ()) -> None:
+    """Add a flag for each field of a dataclass. Its value is None unless it was given."""
+    for each in fields(options):
+        if each.metadata["command"] and each.name not in but:
+            default = "" if each.default in (None, False, ()) else f" (default {each.default})"
+            first = re.split(r"(?<=\.) ", each.metadata["text"])[0].removesuffix(".")
+            text = first[0].lower() + first[1:] + default
+            group.add_argument(flag_of(each.name), dest=each.name, default=None, help=text, **_reading(each))
+            if number := each.metadata["number"]:
+                text = f"{flag_of(each.name)}, but once to each node of N consecutive ranks"
+                group.add_argument(flag_of(number), dest=each.name, type=positive, metavar="N", help=text)
+
+
+def _reading(option: Field[Any]) -> dict[str, Any]:
+    """Return how argparse reads the flag of an option."""
+    choices, kind = option.metadata["choices"], option.type
+    if len(choices) == 1:
+        return {"action": "store_const", "const": choices[0]}
+    if choices:
+        return {"choices": choices}
+    if option.default is False:
+        return {"action": "store_true"}
+    if kind == bool | None:
+        return {"action": argparse.BooleanOptionalAction}
+    if kind == str | Sequence[str]:
+        return {"type": names, "metavar": "NAME,..."}
+    return {"type": positive, "metavar": "N"} if kind in (int, int | None) else {"type": numbers, "metavar": "N,..."}
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def recipe_of(options: Mapping[str, Any]) -> Recipe:
+    """Return what the options of `add_recipe` ask for."""
+    pipeline, memory = Pipeline(**_given(Pipeline, options)), MemoryOptions(**_given(MemoryOptions, options))
+    own = {name: value for name, value in _given(Recipe, options).items() if name != "context"}
+    return Recipe(**own, pipeline=pipeline, memory=memory, context=_context_of(options["context"]))
+
+
+def _given(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    names = (each.name for each in fields(kind))
+    return {name: options[name] for name in names if options.get(name) is not None}
+
+
+def check_axes(options: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Refuse options of an axis that the mesh lacks."""
+    given = _given(Pipeline, options)
+    if given and sizes.get("pp", 1) == 1:
+        raise ConfigError(f"{flag_of(next(iter(given)))} is of a pipeline, and --mesh has none; give it pp=2 or more")
+    text = options["context"]
+    if text and sizes.get("cp", 1) == 1:
+        raise ConfigError(f"--context {text!r:.200} is of an axis that --mesh lacks; give it cp=2 or more")
+
+
+def _context_of(text: str) -> ContextParallel:
+    """Read `attention=1,delta=2` as the fields of `mw.ContextParallel`."""
+    mixers, given, said = [each.name for each in fields(ContextParallel)], dict[str, int](), f"--context {text!r:.200}"
+    for part in filter(None, text.split(",")):
+        mixer, equals, size = part.partition("=")
+        if mixer not in mixers or not equals or not size.isdecimal() or len(size) > 9:
+            raise ConfigError(f"{said}: {part!r:.200} is not MIXER=N with MIXER of {', '.join(mixers)}")
+        if mixer in given:
+            raise ConfigError(f"{said} gives {mixer} twice")
+        given[mixer] = int(size)
+    return ContextParallel(**given)
 
 
 def positive(text: str) -> int:
@@ -73,6 +119,10 @@ def amount(text: str) -> float:
 
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def print_json(found: Mapping[str, object]) -> None:

@@ -6,14 +6,14 @@ import argparse
 
 from ..errors import MeshError
 from ..log import Clock
-from .options import TINY, add_mesh, add_savings, amount, positive, print_json
+from .options import TINY, add_recipe, amount, check_axes, positive, print_json, recipe_of
 
 EXAMPLES = """examples:
   meshwright plan path/to/Qwen3-30B-A3B --mesh fsdp=64,ep=8 --device 80GB
   meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device H100 --tokens 16384     from the hub: only the config
   meshwright plan path/to/config.json --mesh fsdp=32,tp=8,ep=64 --html plan.html    a page with a picture of the mesh
   meshwright plan Qwen/Qwen3-8B --mesh pp=4,fsdp=2 --micro-batches 16 --schedule zero-bubble    how long ranks wait
-  meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device 40GB --recompute full --state-dtype bfloat16    with savings
+  meshwright plan Qwen/Qwen3-8B --mesh fsdp=8 --device 40GB --recompute full --state-dtype bfloat16    to save memory
   meshwright plan path/to/Qwen3-30B-A3B --search 64 --device H100    the quickest meshes of 64 ranks
   meshwright plan my-critic --mesh fsdp=4 --head value --json
   meshwright plan tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
@@ -37,8 +37,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
     plan.add_argument("--tokens", type=positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
     plan.add_argument("--micro-batches", type=positive, metavar="N", help="in a step (default 1)")
-    add_mesh(plan)
-    add_savings(plan)
+    add_recipe(plan)
     _add_cluster(plan)
     _add_search(plan)
     plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
@@ -70,8 +69,7 @@ def _search(options: argparse.Namespace) -> int:
 
     given, origin, say = vars(options), plan.origin(options.command), Clock()
     asked = plan.asked_of(given)
-    ways = plan.laid_out(given, {"pp": 2, "cp": 2})  # so that options of a pipeline and of cp are taken
-    blueprint = ways(plan.find(options.model, options.head, weights=False, say=say, tower=options.tower))
+    blueprint = plan.find(options.model, recipe_of(given), weights=False, say=say)
     found = plan.Search(blueprint, asked, say).run()
     if options.json:
         print_json(search_as_json(found, asked, origin))
@@ -90,12 +88,11 @@ def _plan(options: argparse.Namespace) -> int:
     target = plan.check_page(options.html) if options.html else None
     device = plan.device_bytes(options.device) if options.device else None
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
-    savings, optimizer = plan.savings_of(vars(options)), plan.optimizer_of(vars(options))
-    laid_out = plan.laid_out(vars(options), sizes)
-    blueprint = laid_out(plan.find(options.model, options.head, weights=False, say=Clock(), tower=options.tower))
+    recipe, optimizer = recipe_of(vars(options)), plan.optimizer_of(vars(options))
+    check_axes(vars(options), sizes)
+    blueprint = plan.find(options.model, recipe, weights=False, say=Clock())
     num_batches = options.micro_batches or 1
     refused = plan.objections(blueprint, sizes, num_batches, optimizer)
-    refused = refused or plan.undivided(savings, sizes)
     if refused:
         if options.json:
             print_json({**origin, "model": options.model, "mesh": sizes, "refused": refused})
@@ -103,7 +100,7 @@ def _plan(options: argparse.Namespace) -> int:
     axes = Axes(**sizes)
     work = plan.work_of(axes, options.tokens, num_batches)
     cluster = plan.cluster_in(vars(options))
-    figures = plan.Figures(options.model, blueprint, axes, work, device, options.head, savings, optimizer, cluster)
+    figures = plan.Figures(options.model, blueprint, axes, work, device, optimizer, cluster)
     if options.json:
         print_json(plan_json(figures, origin))
     else:

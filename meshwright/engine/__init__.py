@@ -1,7 +1,6 @@
 """Load, step, look, export: what a user calls."""
 
-from ..parallel import Savings
-from ..sharding import Context, Pipeline
+from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 from . import losses
 from .batching import batches
 from .checkpoint import Resumed, resume, save

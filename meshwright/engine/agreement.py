@@ -11,7 +11,7 @@ import json
 import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from itertools import count
 from typing import TypeVar
 
@@ -196,9 +196,11 @@ def identity(model: Model) -> dict[str, str]:
     return {
         **{f"{k} of config.json": json.dumps(v, sort_keys=True) for k, v in model.blueprint.config.items()},
         "the compute dtype": str(model.dtype),
-        **{f"the saving {name}": str(value) for name, value in asdict(model.savings).items()},
-        **{f"the pipeline's {name}": str(value) for name, value in asdict(model.blueprint.spec.pipeline).items()},
-        **{f"{name} of mw.Context": str(value) for name, value in asdict(model.blueprint.spec.context).items()},
+        **{
+            f"{name} of mw.{type(options).__name__}": str(value)
+            for options in (model.recipe.memory, model.recipe.pipeline, model.recipe.context)
+            for name, value in vars(options).items()
+        },
         "the checksum of the names of parameters in fp8": str(
             zlib.crc32(" ".join(sorted(model.blueprint.spec.fp8)).encode())
         ),

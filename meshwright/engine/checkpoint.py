@@ -15,7 +15,7 @@ import torch
 
 from .. import checkpoint as disk
 from .. import weights
-from ..blueprint import Blueprint, draw
+from ..blueprint import Blueprint
 from ..checkpoint import MASTER, WEIGHTS, Checkpoint, Content, Keep, RestoreTarget
 from ..errors import BrokenCheckpointError, CheckpointError, ConfigError
 from ..log import logger
@@ -280,7 +280,7 @@ def _drawn(model: Model, source: weights.Source, head: str) -> Blueprint:
             f"with head={head!r}"
         )
     stored = torch.promote_types(model.dtype, torch.float32)
-    return draw(weights.read_config(source.directory), source, head=head, tower=model.blueprint.tower, stored=stored)
+    return Blueprint.of(weights.read_config(source.directory), source, model.blueprint.recipe, stored=stored)
 
 
 def _check_same(engine: Engine, checkpoint: Checkpoint, blueprint: Blueprint, trainer: Mapping[str, Any]) -> None:

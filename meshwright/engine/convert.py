@@ -13,13 +13,14 @@ from torch import Tensor
 
 from .. import checkpoint as disk
 from .. import weights
-from ..blueprint import Blueprint, draw
+from ..blueprint import Blueprint
 from ..checkpoint import MASTER, PARAMETERS, WEIGHTS, StateSet
 from ..errors import CheckpointError, ConfigError
 from ..log import progress
 from ..models import VISUAL
 from ..optim import names_of_scales, with_scales
 from ..optim.int8_state import is_quantised
+from ..recipe import Recipe
 from ..sharding import Param, Table
 from ..weights import DTYPES, Extents, Files, KeyMap
 from .checkpoint import about_model
@@ -82,7 +83,7 @@ def _read(source: Path, like: Path | None) -> State:
         return _read_torch(source, like)
     if (source / weights.CONFIG).is_file() and not disk.is_checkpoint(source):
         found = weights.open_source(source)
-        blueprint = draw(weights.read_config(source), found, directory=source)
+        blueprint = Blueprint.of(weights.read_config(source), found, directory=source)
         return State(HF, blueprint, {WEIGHTS: _mapped(found.scaled_by(blueprint.config), blueprint)})
     return _read_ours(source)
 
@@ -93,10 +94,9 @@ def _read_ours(source: Path) -> State:
     if wrong:
         raise CheckpointError(f"{found.directory} is broken: {wrong[0]} ({len(wrong)} such runs)")
     about = found.trainer
-    blueprint = draw(
-        weights.read_config(found.directory), found.planes[WEIGHTS], head=about["head"],
-        tower=about.get("tower", False), directory=found.directory,
-    )  # fmt: skip
+    recipe = Recipe(head=about["head"], tower=about.get("tower", False))
+    config = weights.read_config(found.directory)
+    blueprint = Blueprint.of(config, found.planes[WEIGHTS], recipe, directory=found.directory)
     planes = {WEIGHTS: _mapped(found.parameters, blueprint)}
     planes |= {name: _mapped(plane, blueprint) for name, plane in found.planes.items() if name not in PARAMETERS}
     load = tuple(tuple(row) for row in about["router_load"])
@@ -116,7 +116,7 @@ def _read_torch(source: Path, like: Path | None) -> State:
         planes[plane] = {key: lambda name=name: found.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
     tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
-    blueprint = draw(weights.read_config(like), files, head=head, tower=tower, directory=like)
+    blueprint = Blueprint.of(weights.read_config(like), files, Recipe(head=head, tower=tower), directory=like)
     _drop_foreign(planes, shapes, blueprint)
     _add_frozen(planes, shapes, blueprint)
     _check(source, found.shapes, shapes, blueprint)

@@ -17,7 +17,6 @@ from ..axes import Axes
 from ..memory.meta_model import FakeMesh, MetaKernels, forward, meta_copy
 from ..mesh.collectives import OPS
 from ..models import Decoder
-from ..parallel import Savings
 from ..sharding import ShardingSpec, Stage, begins_in
 from ..watch import waits_at
 
@@ -25,8 +24,8 @@ _TOKENS = 64  # of a rank: more than a convolution or a chunk of the delta rule 
 
 
 def begun_backward(
-    spec: ShardingSpec, axes: Axes, rank: int, compute: torch.dtype, savings: Savings, trained: Collection[str]
-) -> dict[str, Counter[str]]:  # fmt: skip
+    spec: ShardingSpec, axes: Axes, rank: int, compute: torch.dtype, trained: Collection[str]
+) -> dict[str, Counter[str]]:
     """Return how often backward sends something at each place, such as "layers.3.mixer.enter, backward", by the part in
     which gradients begin in a stage of this rank. Needs the model on the meta device, as it is before it is placed."""
     if axes.tp * axes.cp * axes.ep == 1:
@@ -35,21 +34,19 @@ def begun_backward(
     for stage in spec.stages(axes, rank):
         part = begins_in(stage, spec, axes, trained, pictures=False)
         if part:
-            alone = _alone(spec, stage, part, paper, compute, savings)
+            alone = _alone(spec, stage, part, paper, compute)
             for name, parameter in alone.named_parameters():
                 parameter.requires_grad_(name in trained)
             found[part] = _sent(alone, axes, compute)
     return found
 
 
-def _alone(
-    spec: ShardingSpec, stage: Stage, part: str, paper: FakeMesh, compute: torch.dtype, savings: Savings
-) -> Decoder:  # fmt: skip
+def _alone(spec: ShardingSpec, stage: Stage, part: str, paper: FakeMesh, compute: torch.dtype) -> Decoder:
     """Return a part of a stage on the meta device, which is given tokens and looks up none."""
     numbers = [] if part == "head" else [part.partition(".")[2]]
     module = stage.module.part(numbers, first=False, last=part == "head")
     whole = Stage(stage.number, module, stage.units)
-    return meta_copy(spec, whole, paper, compute, savings, [*map(int, numbers)])
+    return meta_copy(spec, whole, paper, compute, spec.recipe.memory, [*map(int, numbers)])
 
 
 def _sent(sketch: Decoder, axes: Axes, compute: torch.dtype) -> Counter[str]:

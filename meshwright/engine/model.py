@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from .. import parallel
-from ..blueprint import Blueprint, draw
+from ..blueprint import Blueprint
 from ..checkpoint import extents_of_model
 from ..errors import ConfigError, LoadError, StateError
 from ..memory.budget import Need, held_while_training, refuse_too_large, with_hold
@@ -22,13 +22,11 @@ from ..mesh import Mesh
 from ..models import Decoder, Quantisable
 from ..ops.garbage import collector_paused
 from ..optim import AdamW, Optimizer
-from ..parallel import Savings
+from ..recipe import Pipeline, Recipe, RecipeFields
 from ..sharding import (
     Charge,
-    Context,
     Line,
     Piece,
-    Pipeline,
     Placement,
     Stage,
     Table,
@@ -63,7 +61,7 @@ from ..weights import (
     rows_of,
 )
 from .gradient_start import begun_backward
-from .validation import check_loading, check_tower, check_unquantised, in_fp8, matching, patterns_of
+from .validation import check_loading, check_unquantised, spelled_out
 
 
 @dataclass
@@ -87,8 +85,6 @@ class Model:
     blueprint: Blueprint
     stages: tuple[Stage, ...]  # the pipeline stages of this rank
     low: parallel.Fp8Gather  # the parameters that come to them in 8 bits
-    dtype: torch.dtype
-    savings: Savings
     trained: tuple[str, ...]  # the names of all parameters that are trained, on whatever rank
     small: SmallFiles  # beside its weights, kept by rank 0, which writes them
     begun: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # as `sharding.Work.begins`
@@ -106,8 +102,18 @@ class Model:
         return self.blueprint.spec.line(self.mesh.axes.pp)
 
     @property
+    def recipe(self) -> Recipe:
+        """How the model is run, with open options decided."""
+        return self.blueprint.recipe
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return self.blueprint.compute
+
+    @property
     def pipeline(self) -> Pipeline:
-        return self.blueprint.spec.pipeline
+        return self.recipe.pipeline
 
     @property
     def gathers_once(self) -> bool:
@@ -221,8 +227,8 @@ class Model:
     def need(self, optimizer: Optimizer = AdamW()) -> Need:
         """Return the memory that training takes on this mesh."""
         held = held_while_training(
-            self.dtype, frozenset(self.trained), optimizer, offload=self.savings.offload, narrow=_narrow(self.kept),
-            numbers=self.numbers, low=self.low.names,
+            self.dtype, frozenset(self.trained), optimizer, offload=self.recipe.memory.offload,
+            narrow=_narrow(self.kept), numbers=self.numbers, low=self.low.names,
         )  # fmt: skip
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
@@ -251,131 +257,88 @@ class Model:
         return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes}{of_cp})"
 
 
+@spelled_out(Recipe)
 def load(
-    source: str | os.PathLike[str],
-    mesh: Mesh | None = None,
-    *,
-    head: str = "lm",
-    dtype: torch.dtype | None = None,
-    train: str | Sequence[str] = "**",
-    tower: bool = False,
-    read: str = "rank",
-    savings: Savings = Savings(),
-    pipeline: Pipeline = Pipeline(),
-    context: Context = Context(),
-    fp8: str | None = None,
-    fp8_skip: str | Sequence[str] = (),
+    source: str | os.PathLike[str], mesh: Mesh | None = None, *, read: str = "rank", **fields: Unpack[RecipeFields]
 ) -> Model:
-    """A model from a Hugging Face directory or hub id, each rank reading just the bytes that it stores.
+    """Return a model from a Hugging Face directory or hub id, of which each rank reads just the bytes that it stores.
 
-    `dtype` is the compute dtype (bfloat16 by default); parameters are kept in float32, frozen ones in the dtype of the
-    files. `head`: "lm", "value" (`[T]`, or `[T, labels]` where `id2label` or `num_labels` of config.json say more than
-    one: sequence and token classifiers; a language model gets a new one) or "none". `train`: patterns of the parameters
-    that are trained. `tower`: of a model that sees, its tower is made and trained as `train` says ("tower.*"); else its
-    weights are kept as they are, and batches have no pictures.
-    `read`: "rank", each its own bytes and nothing is sent; or "node", for slow shared file systems: one rank of each
-    node reads what its node stores and sends it on (`model.load_bill`). `savings`: of memory and time. `pipeline`: how
-    layers are shared out, where the mesh has pp. `context`: how they come to the tokens of other ranks of cp.
-    `fp8`: "block" for products of 8-bit numbers with a scale for each block (docs/fp8.md), but for the parameters that
-    match a pattern of `fp8_skip`.
+    `fields`: how it is run (`meshwright/recipe.py`, docs/reference.md). Parameters that are trained are kept in
+    float32, frozen ones in the dtype of the files. `read`: "rank", each its own bytes and nothing is sent; or "node",
+    for slow shared file systems: one rank of each node reads what its node stores and sends it on (`model.load_bill`).
     """
-    check_loading(mesh, dtype, savings, read, pipeline, context)
-    check_tower(tower)
-    patterns, compute = patterns_of(train), dtype or torch.bfloat16
-    directory = local_directory(source, mesh)
+    check_loading(mesh, fields.get("dtype"), read)
+    recipe, directory = Recipe(**fields), local_directory(source, mesh)
     extents = extents_of_model(directory)
     config, stamp = read_stamped_config(directory)
     gc.collect()  # else a model that was dropped would keep its memory beside the new one
     with collector_paused():
         files = replace(open_source(directory, {CONFIG: stamp}), extents=extents)
-        stored = torch.promote_types(compute, torch.float32)
-        blueprint = draw(config, files, head=head, tower=tower, directory=directory, stored=stored)
-        blueprint = replace(blueprint, origin=f"files with checksum {files.checksum()}")
-        blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
-        blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
-        model = put_on_mesh(blueprint, mesh or Mesh(), compute, patterns, savings)
+        blueprint = Blueprint.of(
+            config, files, recipe, directory=directory, origin=f"files with checksum {files.checksum()}",
+            stored=torch.promote_types(recipe.dtype or torch.bfloat16, torch.float32),
+        )  # fmt: skip
+        model = put_on_mesh(blueprint, mesh or Mesh())
         node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
-        plan = list(plan_reads(blueprint.spec, model.mesh.axes, node, blueprint.keymap, numbers=model.numbers))
+        plan = list(plan_reads(model.blueprint.spec, model.mesh.axes, node, model.keymap, numbers=model.numbers))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
-    assert blueprint.keymap.source is not None
-    num_bytes = _give_grids(model, blueprint.keymap.source, len(node) > 1)
-    model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, blueprint.keymap.source)
-    _fill_fresh(model, blueprint.keymap.fresh, seed=0)
+    scaled = model.keymap.source
+    assert scaled is not None
+    num_bytes = _give_grids(model, scaled, len(node) > 1)
+    model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, scaled)
+    _fill_fresh(model, model.keymap.fresh, seed=0)
     held = model.stored()
     model.calls.loaded = {name: (held[name], held[name]._version) for name in held.keys() & model.numbers}
     return model
 
 
+@spelled_out(Recipe)
 def init(
-    source: str | os.PathLike[str],
-    mesh: Mesh | None = None,
-    *,
-    head: str = "lm",
-    dtype: torch.dtype | None = None,
-    train: str | Sequence[str] = "**",
-    tower: bool = False,
-    seed: int = 0,
-    savings: Savings = Savings(),
-    pipeline: Pipeline = Pipeline(),
-    context: Context = Context(),
-    fp8: str | None = None,
-    fp8_skip: str | Sequence[str] = (),
+    source: str | os.PathLike[str], mesh: Mesh | None = None, *, seed: int = 0, **fields: Unpack[RecipeFields]
 ) -> Model:
-    """The same from `config.json` alone, with random weights that do not depend on the mesh."""
-    check_loading(mesh, dtype, savings, pipeline=pipeline, context=context)
-    check_tower(tower)
-    patterns, directory = patterns_of(train), local_directory(source, mesh, weights=False)
-    extents_of_model(
-        directory
-    )  # a damaged config or tokenizer of a checkpoint is named before anything is read with it
+    """Return a model made from `config.json` alone, with random weights that do not depend on the mesh."""
+    check_loading(mesh, fields.get("dtype"))
+    recipe, directory = Recipe(**fields), local_directory(source, mesh, weights=False)
+    extents_of_model(directory)  # names a damaged config or tokenizer of a checkpoint before anything is read with it
     config = read_config(directory)
     check_unquantised(config)
     gc.collect()  # else a model that was dropped would keep its memory beside the new one
     with collector_paused():
-        blueprint = replace(draw(config, head=head, tower=tower, directory=directory), origin=f"seed {seed}")
-        blueprint = blueprint.run_by(pipeline, savings.traffic).in_context(context)
-        blueprint = blueprint.in_fp8(in_fp8(fp8, fp8_skip, blueprint.table))
-        model = put_on_mesh(blueprint, mesh or Mesh(), dtype or torch.bfloat16, patterns, savings)
+        blueprint = Blueprint.of(config, None, recipe, directory=directory, origin=f"seed {seed}")
+        model = put_on_mesh(blueprint, mesh or Mesh())
     _fill_fresh(model, model.pieces, seed)
     return model
 
 
-def put_on_mesh(
-    blueprint: Blueprint, mesh: Mesh, compute: torch.dtype, train: Sequence[str], savings: Savings
-) -> Model:
+def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
     """Place a model: its parameters have memory then, and no values."""
-    trained = _freeze(blueprint, train)
+    compute, memory = blueprint.compute, blueprint.recipe.memory
+    trained = {*blueprint.trained()}
+    for name in blueprint.table.params:
+        blueprint.module.get_parameter(name).requires_grad_(name in trained)
     _refuse_only_read(blueprint, trained)
-    blueprint = with_hold(blueprint, mesh.axes, compute, savings, mesh.least_bytes)
+    blueprint = with_hold(blueprint, mesh.axes, compute, mesh.least_bytes)
     values, numbers = blueprint.stored_dtypes(compute, trained), blueprint.stays_quantised(trained)
-    low = gathered_in_fp8(blueprint.spec, trained, wide=parallel.gathers_wide(savings))
+    low = gathered_in_fp8(blueprint.spec, trained, wide=memory.gathers_wide)
     weights_alone = held_while_training(
-        compute, frozenset(), offload=savings.offload, narrow=_narrow(values), numbers=numbers, low=low
+        compute, frozenset(), offload=memory.offload, narrow=_narrow(values), numbers=numbers, low=low
     )
     refuse_too_large(Need(blueprint.spec, mesh.axes, weights_alone), mesh.memory)
     blueprint.module.compute_in(compute)
     stored = {**values, **dict.fromkeys(numbers, BYTES)}
-    begun = begun_backward(blueprint.spec, mesh.axes, mesh.rank, compute, savings, trained)
-    stages, gathers = parallel.distribute(blueprint.spec, mesh, compute, stored, savings)
+    begun = begun_backward(blueprint.spec, mesh.axes, mesh.rank, compute, trained)
+    stages, gathers = parallel.distribute(blueprint.spec, mesh, compute, stored)
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
     assert blueprint.directory is not None, "a model on a mesh has a config.json somewhere"
     small = SmallFiles(blueprint.directory) if mesh.rank else read_small(blueprint.directory)
     names = tuple(name for name in blueprint.table.params if name in trained)
-    return Model(mesh, blueprint, stages, gathers, compute, savings, names, small, begun)
+    return Model(mesh, blueprint, stages, gathers, names, small, begun)
 
 
 def _narrow(values: Mapping[str, torch.dtype]) -> dict[str, int]:
     return {name: dtype.itemsize for name, dtype in values.items()}
-
-
-def _freeze(blueprint: Blueprint, patterns: Sequence[str]) -> set[str]:
-    """Train what matches a pattern, and freeze the rest. The names of what is trained."""
-    trained = {name for pattern in patterns for name in matching(pattern, blueprint.table.params, "train")}
-    for name in blueprint.table.params:
-        blueprint.module.get_parameter(name).requires_grad_(name in trained)
-    return trained
 
 
 def _refuse_only_read(blueprint: Blueprint, trained: Container[str]) -> None:

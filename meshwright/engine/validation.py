@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
+import dataclasses
+import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +14,6 @@ from ..data import IGNORE, WEIGHT, Batch
 from ..errors import ConfigError, DataError, StateError, counted
 from ..mesh import Mesh
 from ..optim import Optimizer, within
-from ..parallel import Savings
-from ..sharding import Context, Pipeline, Table
 
 READ = ("rank", "node")
 COMPUTE = (torch.bfloat16, torch.float32, torch.float64)
@@ -21,70 +21,31 @@ _SCHEDULE = "a function of the step, such as lambda step: 1e-5 * min(1, (step + 
 _PADDING = ("attention_mask", "padding_mask")  # what documents have no need of
 _MEANT = ("weights", "loss_weight", "loss_weights", "loss_mask")  # other libraries' names of the field WEIGHT
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-def check_loading(
-    mesh: object, dtype: object, savings: object, read: str = "rank", pipeline: object = Pipeline(),
-    context: object = Context(),
-) -> None:  # fmt: skip
+
+def spelled_out(options: type[Any]) -> Callable[[_Function], _Function]:
+    """Make `help()` show the fields of a dataclass in place of the `**fields` of a function."""
+
+    def spell(function: _Function) -> _Function:
+        own = inspect.signature(function)
+        *kept, _ = own.parameters.values()
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        more = [inspect.Parameter(f.name, keyword, default=f.default) for f in dataclasses.fields(options)]
+        vars(function)["__signature__"] = own.replace(parameters=[*kept, *more])
+        return function
+
+    return spell
+
+
+def check_loading(mesh: object, dtype: object, read: str = "rank") -> None:
     check_inference_mode()
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"mesh={mesh!r} is no mesh; give mw.Mesh(fsdp=4), or nothing for one process")
     if dtype not in (None, *COMPUTE):
         raise ConfigError(f"dtype={dtype!r} is not supported; choose from {', '.join(map(str, COMPUTE))}")
-    if not isinstance(savings, Savings):
-        raise ConfigError(f"savings={savings!r} must be mw.Savings(...), such as mw.Savings(recompute='full')")
-    if not isinstance(pipeline, Pipeline):
-        raise ConfigError(f"pipeline={pipeline!r} must be mw.Pipeline(...), such as mw.Pipeline(stages=2)")
-    if not isinstance(context, Context):
-        raise ConfigError(f"context={context!r} must be mw.Context(...), such as mw.Context(attention=1)")
     if read not in READ:
         raise ConfigError(f"read={read!r} is unknown; choose from {', '.join(READ)}")
-
-
-def in_fp8(fp8: object, skip: object, table: Table) -> list[str]:
-    """The parameters whose products are in 8 bits, as `fp8=` and `fp8_skip=` of a caller say."""
-    if fp8 not in (None, "block"):
-        raise ConfigError(f"fp8={fp8!r:.80} is unknown; give fp8='block', or leave it out for products in dtype=")
-    patterns = patterns_of(skip, "fp8_skip")
-    if fp8 is None:
-        if patterns:
-            raise ConfigError(f"fp8_skip={patterns} skips nothing without fp8='block'; give both, or leave it out")
-        return []
-    low = [param.name for param in table if param.low]
-    for pattern in patterns:
-        if matching(pattern, table.params, "fp8_skip") and not fnmatch.filter(low, pattern):
-            raise ConfigError(
-                f"fp8_skip={pattern!r} matches only parameters of which no product is in 8 bits; leave it out"
-            )
-    skipped = {name for pattern in patterns for name in fnmatch.filter(low, pattern)}
-    if not {*low} - skipped:
-        raise ConfigError(f"fp8_skip={patterns} leaves no product in 8 bits; leave fp8='block' out instead")
-    return [name for name in low if name not in skipped]
-
-
-def check_tower(tower: object) -> None:
-    if not isinstance(tower, bool):
-        raise ConfigError(f"tower={tower!r} must be True or False")
-
-
-def patterns_of(given: object, argument: str = "train") -> list[str]:
-    """Patterns of names of a caller, one or several, as a list."""
-    patterns = [given] if isinstance(given, str) else given
-    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError(f"{argument}={given!r} must be a pattern of names, or a list of them, such as 'layers.*'")
-    return list(patterns)
-
-
-def matching(pattern: str, names: Iterable[str], argument: str) -> list[str]:
-    """The names of parameters that match a pattern: at least one."""
-    names = list(names)
-    found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-    if not found:
-        raise ConfigError(
-            f"{argument}={pattern!r} matches no parameter; names are like {names[0]}, and model.trainable of a model "
-            "that is loaded without train= lists them"
-        )
-    return found
 
 
 def check_unquantised(config: Container[str]) -> None:

@@ -20,8 +20,8 @@ from ..blueprint import Blueprint
 from ..errors import MeshError, counted
 from ..mesh import Memory
 from ..optim import AdamW, Optimizer
-from ..parallel import Savings, check_late, gathers_wide
-from ..sharding import GRADIENTS, HELD, LATE, Held, Pipeline, ShardingSpec, Stored, Widths, gathered_in_fp8, storage
+from ..recipe import LATE, Pipeline
+from ..sharding import GRADIENTS, HELD, Held, ShardingSpec, Stored, Widths, gathered_in_fp8, storage
 from .simulate import ActivationCache, StepWork, most_held
 
 _MOST = 4096  # the largest fsdp that an error may suggest
@@ -95,29 +95,29 @@ def held_while_training(
     return Held(widths_of(compute), trained, state_bytes, **more)
 
 
-def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, savings: Savings, device_bytes: int) -> Blueprint:
+def with_hold(blueprint: Blueprint, axes: Axes, compute: torch.dtype, device_bytes: int) -> Blueprint:
     """Choose `hold` of a pipeline (keep parameters gathered for the whole step) by the smallest memory of any rank.
 
     Keeping them saves an all-gather per micro-batch and stage (ZeRO-2 instead of ZeRO-3). It is chosen if gathered
     parameters and unreduced gradients take less than a third of the device. Without a pipeline no option of it applies.
     """
-    pipeline, traffic = blueprint.spec.pipeline, savings.traffic
+    pipeline, memory = blueprint.recipe.pipeline, blueprint.recipe.memory
     if axes.pp == 1:
-        return blueprint.run_by(Pipeline(), traffic)
-    check_late(pipeline, savings)
+        return blueprint.with_options(pipeline=Pipeline())
+    blueprint.recipe.check_schedule()
     if pipeline.hold is not None:
         return blueprint
-    keep_gathered = blueprint.run_by(replace(pipeline, hold=True), traffic)
+    keep_gathered = blueprint.with_options(pipeline=replace(pipeline, hold=True))
     trained = frozenset(blueprint.table.params)
-    fp8_weights = gathered_in_fp8(keep_gathered.spec, trained, wide=gathers_wide(savings))
-    held = held_while_training(compute, trained, offload=savings.offload, low=fp8_weights)
+    fp8_weights = gathered_in_fp8(keep_gathered.spec, trained, wide=memory.gathers_wide)
+    held = held_while_training(compute, trained, offload=memory.offload, low=fp8_weights)
     stored = Need(keep_gathered.spec, axes, held).stored()
     once = sum(each.num_bytes for each in stored if each.what in HELD)
-    # Zero-bubble schedules refuse hold=False (`check_late`). For others one third leaves room for optimizer state and
-    # activations, whose size is unknown at load.
+    # Zero-bubble schedules refuse hold=False (`Recipe.check_schedule`). For others one third leaves room for optimizer
+    # state and activations, whose size is unknown at load.
     if pipeline.schedule in LATE or 3 * once < device_bytes:
         return keep_gathered
-    return blueprint.run_by(replace(pipeline, hold=False), traffic)
+    return blueprint.with_options(pipeline=replace(pipeline, hold=False))
 
 
 def refuse_too_large(need: Need, memory: Memory) -> None:
@@ -165,13 +165,13 @@ def choices(need: Need, memory: Memory) -> list[str]:
     if mesh is not None:
         options.append(f"fsdp={mesh.fsdp} ({counted(mesh.world, 'rank')})")
     passing = need.passing
-    if passing is not None and passing.savings.recompute != "full":
-        recomputed = replace(need, passing=replace(passing, savings=replace(passing.savings, recompute="full")))
-        options += ['Savings(recompute="full")'] if fits(recomputed.stored(), memory) else []
+    if passing is not None and passing.memory.recompute != "full":
+        recomputed = replace(need, passing=replace(passing, memory=replace(passing.memory, recompute="full")))
+        options += ['MemoryOptions(recompute="full")'] if fits(recomputed.stored(), memory) else []
     offloaded = _with_offload(need)
     if offloaded is not None and fits(offloaded.stored(), memory):
         host = sum(s.num_bytes for s in offloaded.stored() if s.host)
-        options.append(f"Savings(offload=True), which takes {_gb(host)} on the host for each rank")
+        options.append(f"MemoryOptions(offload=True), which takes {_gb(host)} on the host for each rank")
     return options
 
 
@@ -188,10 +188,10 @@ def _smallest_mesh(need: Need, memory: Memory) -> Axes | None:
 def _with_offload(need: Need) -> Need | None:
     """Return the need with CPU offload, or None where offload is refused (`gather_once` and `sum_once` keep the whole
     model on the device)."""
-    traffic, passing = need.spec.traffic, need.passing
-    if need.held.offload or traffic.gather_once or traffic.sum_once:
+    options, passing = need.spec.recipe.memory, need.passing
+    if need.held.offload or options.gather_once or options.sum_once:
         return None
-    moved = None if passing is None else replace(passing, savings=replace(passing.savings, offload=True))
+    moved = None if passing is None else replace(passing, memory=replace(passing.memory, offload=True))
     return replace(need, held=replace(need.held, offload=True), passing=moved)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..axes import Axes
-from ..parallel import Savings, gathers_wide
+from ..recipe import MemoryOptions
 from ..sharding import (
     GATHERED,
     GRADIENTS,
@@ -42,16 +42,16 @@ Add = Callable[[str, int], None]
 
 def sharded_units(
     spec: ShardingSpec, units: Sequence[Unit], axes: Axes, coords: Mapping[str, int], compute: torch.dtype,
-    savings: Savings,
+    memory: MemoryOptions,
 ) -> dict[Unit, tuple[int, int]]:  # fmt: skip
     """Return the units that FSDP shards, without ignored parameters, each with its bytes when gathered, and the bytes
     of its gradients when they are reduced."""
     stored = torch.promote_types(compute, torch.float32).itemsize
-    fp8_weights = gathered_in_fp8(spec, spec.table.params, wide=gathers_wide(savings))
+    fp8_weights = gathered_in_fp8(spec, spec.table.params, wide=memory.gathers_wide)
     sizes = dict[Unit, tuple[int, int]]()
     for unit in in_order(units):
         # The condition under which `parallel.fsdp.shard` wraps a unit.
-        if savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
+        if memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1:
             num_shards = prod(axes.sizes(unit.shard))
             coded = fp8_weights if num_shards > 1 else frozenset()
             exact = replace(unit, params=tuple(name for name in unit.params if not spec.table[name].float32))

@@ -22,7 +22,7 @@ from ..axes import Axes
 from ..models import Decoder
 from ..models.decoder import Embedding
 from ..parallel import context, expert, recompute, tensor
-from ..parallel.memory_options import Savings
+from ..recipe import MemoryOptions
 from ..sharding import ShardingSpec, Span, Stage, cut, find_doors, matrix_shape, place
 
 
@@ -124,7 +124,7 @@ def _shapes(value: Any) -> Any:
 
 
 def meta_copy(
-    spec: ShardingSpec, stage: Stage, mesh: Any, compute: torch.dtype, savings: Savings, layers: Sequence[int]
+    spec: ShardingSpec, stage: Stage, mesh: Any, compute: torch.dtype, memory: MemoryOptions, layers: Sequence[int]
 ) -> Decoder:
     """Copy some layers of a stage (and its embedding and head) to the meta device, cut as on this rank, doors armed.
 
@@ -133,7 +133,7 @@ def meta_copy(
     """
     stage_model: Decoder = stage.module
     original = stage_model.with_layers(layers)
-    dtypes = dict(_dtypes(spec, stage, mesh.axes, compute, savings))
+    dtypes = dict(_dtypes(spec, stage, mesh.axes, compute, memory))
     shaped = {id(p): _shaped(p, name, spec, mesh, dtypes[name]) for name, p in original.named_parameters()}
     model = deepcopy(original, dict(shaped))
     for name, span in find_doors(model, Span):
@@ -146,8 +146,8 @@ def meta_copy(
     recompute.disarm(model)  # a compiled `run` of the original would run the original's layer
     tensor.arm(model, mesh)
     context.arm(replace(spec, module=model), model, mesh)
-    expert.arm(model, mesh, token_once=savings.token_once)
-    recompute.arm(model, replace(savings, compiled=False))
+    expert.arm(model, mesh, token_once=memory.token_once)
+    recompute.arm(model, replace(memory, compiled=False))
     return model
 
 
@@ -163,12 +163,12 @@ def forward(model: Decoder, axes: Axes, num_tokens: int, x_TD: Tensor | None = N
 
 
 def _dtypes(
-    spec: ShardingSpec, stage: Stage, axes: Axes, compute: torch.dtype, savings: Savings
+    spec: ShardingSpec, stage: Stage, axes: Axes, compute: torch.dtype, memory: MemoryOptions
 ) -> Iterator[tuple[str, torch.dtype]]:
     """Yield the dtype in which a forward sees each parameter: compute if FSDP gathers it, as stored otherwise."""
     stored = torch.promote_types(compute, torch.float32)
     for unit in stage.units:
-        wrapped = savings.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
+        wrapped = memory.offload or prod(axes.sizes(("replicate", *unit.shard))) > 1
         for name in unit.params:
             yield name, compute if wrapped and not spec.table[name].float32 else stored
 

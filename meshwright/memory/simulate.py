@@ -27,7 +27,7 @@ from .. import ops
 from ..axes import Axes
 from ..models import Decoder
 from ..models.decoder import Embedding
-from ..parallel import Savings
+from ..recipe import MemoryOptions
 from ..sharding import (
     GATHERED,
     GRADIENTS,
@@ -58,7 +58,7 @@ class StepWork:
     tokens: int
     num_batches: int = 1
     compute: torch.dtype = torch.bfloat16
-    savings: Savings = Savings()
+    memory: MemoryOptions = MemoryOptions()
     kind: str = "gpu"
 
 
@@ -171,8 +171,8 @@ def _activations(
 ) -> Activations:
     """Simulate a stage whose layers are already grouped by kind."""
     numbers = sorted(number for same in kinds.values() for number in same[-_RUN:])
-    model = meta_copy(spec, stage, mesh, work.compute, work.savings, numbers)
-    units = sharded_units(spec, stage.units, mesh.axes, mesh.coords, work.compute, work.savings)
+    model = meta_copy(spec, stage, mesh, work.compute, work.memory, numbers)
+    units = sharded_units(spec, stage.units, mesh.axes, mesh.coords, work.compute, work.memory)
     names = {name for name, _ in model.named_modules()}
     grads = _grads(spec, stage, mesh, work)
     skipped = {number: same[-1] for same in kinds.values() for number in same[:-_RUN]}
@@ -192,7 +192,7 @@ def _grads(spec: ShardingSpec, stage: Stage, mesh: FakeMesh, work: StepWork) -> 
     width = torch.promote_types(work.compute, torch.float32).itemsize
     trained = {name for name, parameter in stage.module.named_parameters() if parameter.requires_grad}
     params = [spec.table[name] for unit in stage.units for name in unit.params if name in trained]
-    offload = work.savings.offload
+    offload = work.memory.offload
     return {
         param.name: width * piece(param, spec.rules, mesh.axes, mesh.coords).numel
         for param in params
@@ -255,7 +255,7 @@ def most_held(
         if key not in cache:
             cache[key] = _activations(spec, stage, mesh, work, kinds)
         by_stage[stage.number] = cache[key]
-    program = program_of(spec.line(axes.pp), spec.pipeline.schedule, work.num_batches, first)[mesh.coords["pp"]]
+    program = program_of(spec.line(axes.pp), spec.recipe.pipeline.schedule, work.num_batches, first)[mesh.coords["pp"]]
     held_bytes, grads, peak = 0, dict[int, int](), Peak()
 
     for action in (action for action in program if isinstance(action, Action)):

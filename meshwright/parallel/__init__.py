@@ -50,7 +50,6 @@ from . import context, expert, fsdp, recompute, tensor, vision_encoder
 from .fp8_gather import Fp8Gather
 from .fsdp import reset_after_forward
 from .gradient_sums import finish
-from .memory_options import KINDS, Savings, check_late, gathers_wide
 from .recompute import mark
 from .run_step import Scores, run, run_forward
 
@@ -62,7 +61,7 @@ _AXES = (
 
 
 def distribute(
-    spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype], savings: Savings
+    spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype]
 ) -> tuple[tuple[Stage, ...], Fp8Gather]:
     """Turn a model on the meta device into this rank's shard of it, with uninitialised parameters.
 
@@ -74,7 +73,7 @@ def distribute(
     """
     check_context(spec, mesh.axes)
     check_fp8(spec, mesh.axes)
-    hops("", mesh.axes.ep, mesh.axes, spec.traffic.token_once)  # refuses a node size that does not divide ep
+    hops("", mesh.axes.ep, mesh.axes, spec.recipe.memory.token_once)  # refuses a node size that does not divide ep
     _make_groups(spec, mesh)
     _mark_fp8(spec)
     for span, start, stop in spans(spec, mesh.axes, mesh.rank):
@@ -82,9 +81,9 @@ def distribute(
     stages = tuple(spec.stages(mesh.axes, mesh.rank))
     trained = {name for name in spec.table.params if spec.module.get_parameter(name).requires_grad}
     for stage in stages:
-        _place(stage, spec, mesh, compute, stored, savings)
+        _place(stage, spec, mesh, compute, stored)
         fsdp.prefetch_in_order(stage, spec, mesh.axes, trained)
-    low = gathered_in_fp8(spec, trained, wide=gathers_wide(savings))
+    low = gathered_in_fp8(spec, trained, wide=spec.recipe.memory.gathers_wide)
     # FSDP pads lazily, in a copy. FP8 hooks and version counters hang on the tensor object, and a copy would lose them.
     for stage in stages if low or torch.uint8 in stored.values() else ():
         fsdp.pad_shards(stage.module)
@@ -100,21 +99,20 @@ def _mark_fp8(spec: ShardingSpec) -> None:
 
 
 def _place(
-    stage: Stage, spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype],
-    savings: Savings,
-) -> None:  # fmt: skip
+    stage: Stage, spec: ShardingSpec, mesh: Mesh, compute: torch.dtype, stored: Mapping[str, torch.dtype]
+) -> None:
     """Shard one pipeline stage: cut, arm, wrap, allocate. See the module's docstring for why in this order."""
-    model, names = stage.module, [name for name, _ in stage.module.named_parameters()]
+    model, names, memory = stage.module, [name for name, _ in stage.module.named_parameters()], spec.recipe.memory
     _cut(names, spec, model, mesh, stored)
     tensor.arm(model, mesh)
     context.arm(spec, model, mesh)
-    expert.arm(model, mesh, token_once=savings.token_once)
+    expert.arm(model, mesh, token_once=memory.token_once)
     vision_encoder.arm(model, mesh)
-    recompute.arm(model, savings)
+    recompute.arm(model, memory)
     exact = {model.get_parameter(name) for name in names if spec.table[name].float32}
-    options = fsdp.ShardOptions(compute, savings.offload, spec.sends_narrow(mesh.axes.pp))
+    options = fsdp.ShardOptions(compute, memory.offload, spec.sends_narrow(mesh.axes.pp))
     fsdp.shard(model, stage.units, exact, mesh, options)
-    _allocate(model, mesh, savings.offload)
+    _allocate(model, mesh, memory.offload)
     _check_placed(names, spec, model, mesh)
 
 
@@ -131,7 +129,7 @@ def _make_groups(spec: ShardingSpec, mesh: Mesh) -> None:
     reduced_late = (axes_left_to_sum(param, spec.rules, mesh.axes) for param in spec.table)
     splits = head_splits(spec, mesh.axes, mesh.coords).values()
     halves = ((half,) for deal in splits for half in mesh.axes.halves(deal.parts))
-    expert_axes = (hop.axes for hop in hops("", mesh.axes.ep, mesh.axes, spec.traffic.token_once))
+    expert_axes = (hop.axes for hop in hops("", mesh.axes.ep, mesh.axes, spec.recipe.memory.token_once))
     live = (tuple(a for a in axes if mesh.axes.size_of(a) > 1) for axes in (*reduced_late, *halves, *expert_axes))
     for axes in dict.fromkeys((*_AXES, *live)):
         if axes:

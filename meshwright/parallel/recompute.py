@@ -24,8 +24,8 @@ from .. import ops
 from ..errors import ConfigError
 from ..mesh.collectives import OPS
 from ..models import Decoder, Layer, TowerBlock
+from ..recipe import MemoryOptions
 from ..sharding import Dispatch, Door, Join, Swap, find_doors
-from .memory_options import Savings
 from .replay import Context, recompute_saved_tensors
 from .selective_recompute import SavedResults
 
@@ -47,10 +47,10 @@ _COSTLY = [
 ]
 
 
-def arm(model: Decoder, savings: Savings) -> None:
+def arm(model: Decoder, memory: MemoryOptions) -> None:
     """Let each layer run as the options say, and mark its doors for the bill."""
-    mark(model, savings)
-    if savings.recompute == "none" and not savings.compiled:
+    mark(model, memory)
+    if memory.recompute == "none" and not memory.compiled:
         return
     for layer in model.layers.values():
         if not isinstance(layer, Layer):
@@ -58,14 +58,14 @@ def arm(model: Decoder, savings: Savings) -> None:
                 f"recompute= and compiled= work on subclasses of models.decoder.Layer, and {type(layer).__name__} is "
                 "not one; derive it from Layer, or leave these options out"
             )
-        if savings.compiled:
+        if memory.compiled:
             layer.run = torch.compile(layer.run, dynamic=False)
-        if savings.recompute != "none":
-            layer.run = _recomputed(layer.run, savings)
-    for block in model.tower.blocks.values() if model.tower is not None and savings.recompute != "none" else ():
+        if memory.recompute != "none":
+            layer.run = _recomputed(layer.run, memory)
+    for block in model.tower.blocks.values() if model.tower is not None and memory.recompute != "none" else ():
         # It has no doors to mark, and is not compiled: the number of patches changes with every batch.
         assert isinstance(block, TowerBlock)
-        block.run = _recomputed(block.run, savings)
+        block.run = _recomputed(block.run, memory)
 
 
 def disarm(model: Decoder) -> None:
@@ -75,16 +75,16 @@ def disarm(model: Decoder) -> None:
             part.run = part.block
 
 
-def _recomputed(run: Callable[..., Tensor], savings: Savings) -> Callable[..., Tensor]:
+def _recomputed(run: Callable[..., Tensor], memory: MemoryOptions) -> Callable[..., Tensor]:
     """Bind `run` to checkpointing in the mode of the options."""
-    return functools.partial(_checkpointed, run, _COSTLY if savings.recompute == "selective" else [])
+    return functools.partial(_checkpointed, run, _COSTLY if memory.recompute == "selective" else [])
 
 
-def mark(model: Decoder, savings: Savings) -> None:
+def mark(model: Decoder, memory: MemoryOptions) -> None:
     """Mark the doors that backward passes again, so that the bill counts their collectives. `plan` tries several
     options on one model, so marks are overwritten."""
     for layer in model.layers.values():
-        _mark(layer, full=savings.recompute == "full")
+        _mark(layer, full=memory.recompute == "full")
 
 
 def _mark(layer: nn.Module, *, full: bool) -> None:

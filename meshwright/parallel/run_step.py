@@ -22,9 +22,9 @@ from .. import ops
 from ..data import Batch
 from ..mesh import Mesh
 from ..models import Decoder
-from ..sharding import Line, Pipeline, Stage, forward_program, program_of
+from ..recipe import LATE, Pipeline
+from ..sharding import Line, Stage, forward_program, program_of
 from ..sharding.schedules import BACK, FORWARD, SEND, THERE, WEIGHT, Action, Transfer
-from ..sharding.stages import LATE
 from ..watch import doing
 from .fp8_gather import Fp8Gather
 from .fsdp import before_backward, reset_after_forward, sum_late, sum_replicas
@@ -39,9 +39,10 @@ class Staged(Protocol):
 
     stages: tuple[Stage, ...]  # of this rank
     mesh: Mesh
-    dtype: torch.dtype
     low: Fp8Gather
 
+    @property
+    def dtype(self) -> torch.dtype: ...
     @property
     def line(self) -> Line: ...
     @property

@@ -9,13 +9,8 @@ from .page import plan_page
 from .requested import (
     asked_of,
     cluster_in,
-    fp8_of,
-    laid_out,
     mesh_of,
     optimizer_of,
-    savings_of,
-    undivided,
-    ways_of,
 )
 from .resolve_model import TINY, Say, find
 from .search import Search

@@ -19,7 +19,8 @@ from ..memory.budget import Need, choices, fits, held_while_training, widths_of,
 from ..memory.simulate import StepWork
 from ..mesh import Memory
 from ..optim import AdamW, Optimizer
-from ..parallel import Savings, gathers_wide, mark
+from ..parallel import mark
+from ..recipe import MemoryOptions
 from ..sharding import GRADIENTS, Action, Charge, Stored, Work, extreme_ranks, gathered_in_fp8, program_of
 from ..sharding.schedules import Orders
 from .devices import Cluster
@@ -76,27 +77,27 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """`device`: the bytes of a device, where one was named. `savings`: as `mw.load` takes them; what the blueprint
-    says of its traffic gives way to them. `optimizer`: as `mw.Engine` takes it. `cluster`: where a step is
-    to be timed."""
+    """`device`: the bytes of a device, where one was named. `optimizer`: as `mw.Engine` takes it. `cluster`: where a
+    step is to be timed."""
 
     model: str  # as the user names it
     blueprint: Blueprint
     axes: Axes
     work: Work
     device: int | None = None
-    head: str = "lm"
-    savings: Savings = Savings()
     optimizer: Optimizer = AdamW()
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         """What is left open of the pipeline is decided as `mw.load` decides it. A device of unknown size holds
         nothing."""
-        asked = self.blueprint.run_by(self.blueprint.spec.pipeline, self.savings.traffic)
-        settled = with_hold(asked, self.axes, COMPUTE, self.savings, self.device or 0)
+        settled = with_hold(self.blueprint, self.axes, COMPUTE, self.device or 0)
         object.__setattr__(self, "blueprint", settled)
         object.__setattr__(self, "work", replace(self.work, numbers=self.gathered_in_fp8))
+
+    @property
+    def memory(self) -> MemoryOptions:
+        return self.blueprint.recipe.memory
 
     @property
     def name(self) -> str:
@@ -114,7 +115,7 @@ class Figures:
     def orders(self) -> Orders:
         """What each place on pp does in a step, in its order."""
         line, spec = self.blueprint.spec.line(self.axes.pp), self.blueprint.spec
-        program = program_of(line, spec.pipeline.schedule, self.work.num_batches, 0)
+        program = program_of(line, spec.recipe.pipeline.schedule, self.work.num_batches, 0)
         return [[action for action in steps if isinstance(action, Action)] for steps in program]
 
     @property
@@ -124,12 +125,12 @@ class Figures:
 
     @property
     def gathered_in_fp8(self) -> frozenset[str]:
-        return gathered_in_fp8(self.blueprint.spec, self.blueprint.table.params, wide=gathers_wide(self.savings))
+        return gathered_in_fp8(self.blueprint.spec, self.blueprint.table.params, wide=self.memory.gathers_wide)
 
     @cached_property
     def need(self) -> Need:
         """What `Model.need` says of a model that is trained as a whole."""
-        trained, offload = frozenset(self.blueprint.table.params), self.savings.offload
+        trained, offload = frozenset(self.blueprint.table.params), self.memory.offload
         held = held_while_training(COMPUTE, trained, self.optimizer, offload=offload, low=self.gathered_in_fp8)
         return Need(self.blueprint.spec, self.axes, held, self.passing)
 
@@ -138,7 +139,7 @@ class Figures:
         """None of a model that has memory already: a sketch is made of one that is only drawn."""
         if not next(self.blueprint.module.parameters()).is_meta:
             return None
-        return StepWork(self.work.tokens, self.work.num_batches, COMPUTE, self.savings)
+        return StepWork(self.work.tokens, self.work.num_batches, COMPUTE, self.memory)
 
     @property
     def num_parameters(self) -> int:
@@ -186,7 +187,7 @@ class Figures:
         return self.bill(self.sender)
 
     def bill(self, rank: int) -> list[Charge]:
-        mark(self.blueprint.module, self.savings)
+        mark(self.blueprint.module, self.memory)
         return engine_bill(self.blueprint, self.axes, rank, self.work, self.router_aux, self.optimizer)
 
     @cached_property

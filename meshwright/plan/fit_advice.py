@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from ..errors import counted
-from ..parallel import KINDS
+from ..recipe import RECOMPUTE
 from .figures import Figures, work_of
 from .mesh_checks import as_option, objections
 from .search import LEAST_TOKENS, Asked, Candidate, Search, Size
@@ -56,23 +56,12 @@ def _of_as_many_ranks(figures: Figures) -> list[str]:
 def _searched(figures: Figures) -> list[Candidate]:
     assert figures.device is not None, "something does not fit"
     assert figures.cluster is not None, "meshes are compared by their time"
-    work, savings, spec = figures.work, figures.savings, figures.blueprint.spec
+    work, pipeline = figures.work, figures.blueprint.recipe.pipeline
     step = work.tokens * work.num_batches * figures.axes.num_data_ranks
     of_step = Size(figures.axes.world, figures.cluster.gpus_per_node, work.tokens, step)
-    kinds = KINDS[KINDS.index(savings.recompute) :]
-    asked = Asked(
-        figures.model,
-        of_step,
-        "",
-        figures.device,
-        figures.cluster,
-        savings,
-        kinds,
-        figures.optimizer,
-        figures.head,
-        1,
-    )
-    free = figures.blueprint.run_by(replace(spec.pipeline, ends=None, hold=None))
+    kinds = RECOMPUTE[RECOMPUTE.index(figures.memory.recompute) :]
+    asked = Asked(figures.model, of_step, "", figures.device, figures.cluster, kinds, figures.optimizer, 1)
+    free = figures.blueprint.with_options(pipeline=replace(pipeline, ends=None, hold=None))
     return Search(free, asked, lambda _: None).quickest(_SECONDS)
 
 
@@ -80,7 +69,7 @@ def options_of(candidate: Candidate) -> str:
     """Spell what a search has chosen as options of `meshwright plan`."""
     figures = candidate.figures
     hold = {True: " --hold", False: " --no-hold", None: ""}[candidate.chosen_hold]
-    recompute = figures.savings.recompute
+    recompute = figures.memory.recompute
     return (
         f"--mesh {as_option(figures.axes)} --micro-batches {figures.work.num_batches}"
         f"{f' --recompute {recompute}' if recompute != 'none' else ''}{hold}"

@@ -8,7 +8,7 @@ from ..axes import Axes
 from ..blueprint import Blueprint
 from ..memory.meta_model import FakeMesh
 from ..memory.simulate import StepWork, activations
-from ..parallel import Savings
+from ..recipe import MemoryOptions
 from .figures import COMPUTE
 
 
@@ -32,16 +32,16 @@ class Least:
         """Elements outside of experts."""
         return sum(param.numel for param in self.blueprint.table) - self._experts
 
-    def num_bytes(self, axes: Axes, num_batches: int, savings: Savings, *, holds: bool) -> float:
+    def num_bytes(self, axes: Axes, num_batches: int, memory: MemoryOptions, *, holds: bool) -> float:
         """No mesh takes less of the device of the rank that stores most. `holds`: its pipeline holds gathers and sums.
 
         The first micro-batch of a step finds no gradients; once it has gone back, all of them are there.
         """
-        elements = 0.0 if savings.offload else self.elements(axes)
+        elements = 0.0 if memory.offload else self.elements(axes)
         under_way, gradients = min(axes.pp, num_batches), 4 * elements
-        moments = [self._passing(axes, savings, under_way), gradients + self._passing(axes, savings, under_way - 1)]
+        moments = [self._passing(axes, memory, under_way), gradients + self._passing(axes, memory, under_way - 1)]
         if num_batches > under_way:
-            moments.append(gradients + self._passing(axes, savings, under_way))
+            moments.append(gradients + self._passing(axes, memory, under_way))
         held = self._held(axes) if holds else 0.0
         return (4 + self.state_bytes) * elements + held + max(moments)
 
@@ -55,11 +55,11 @@ class Least:
         experts = self._experts / axes.ep if axes.replicate * axes.size_of("efsdp") > 1 else 0.0
         return (dense + experts) / axes.pp * (2 + 4)
 
-    def _passing(self, axes: Axes, savings: Savings, under_way: int) -> float:
+    def _passing(self, axes: Axes, memory: MemoryOptions, under_way: int) -> float:
         """Return what the first rank of pp keeps of the micro-batches under way, while backward recomputes a layer."""
         if not under_way:
             return 0.0
-        kept, whole = (self._kept(kind, axes.ep > 1) for kind in (savings.recompute, "none"))
+        kept, whole = (self._kept(kind, axes.ep > 1) for kind in (memory.recompute, "none"))
         again = (whole - kept) / self.blueprint.table.num_layers
         return (kept * self._share(axes.pp) * under_way + again) / (axes.cp * axes.tp)
 
@@ -74,5 +74,5 @@ class Least:
         ep = next(num for num in range(2, num_experts + 1) if num_experts % num == 0) if shares_experts else 1
         paper = FakeMesh(Axes(fsdp=max(2, ep), ep=ep), 0)
         (stage,) = self.blueprint.spec.stages(paper.axes, 0)
-        work = StepWork(self.tokens, compute=COMPUTE, savings=Savings(recompute))
+        work = StepWork(self.tokens, compute=COMPUTE, memory=MemoryOptions(recompute))
         return activations(self.blueprint.spec, stage, paper, work).kept

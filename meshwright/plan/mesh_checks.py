@@ -18,7 +18,7 @@ from ..errors import ConfigError, LayoutError, MeshError
 from ..memory.budget import Need, held_while_training
 from ..mesh import memory_of
 from ..optim import AdamW, Optimizer, check_blocks
-from ..sharding import Rules, ShardingSpec, check_context, check_fp8, gathered_in_fp8, place, program_of
+from ..sharding import Rules, ShardingSpec, check_context, check_fp8, gathered_in_fp8, hops, place, program_of
 
 RANKS_A_CORE = 16
 PROCESS_BYTES = 64 << 20  # of a forked rank without a model
@@ -102,7 +102,7 @@ def objections(
         return [f"{axis}={size} is not a size; give 1 or more" for axis, size in asked.items() if size < 1]
     # tp and ep alone cut dims, and here ep divides: so dims are looked at even where the mesh itself cannot be
     cuts = Axes(fsdp=asked["ep"], tp=asked["tp"], ep=asked["ep"])
-    found = [*_of_mesh(asked), *_of_dims(blueprint, cuts)]
+    found = [*_of_mesh(asked, blueprint.recipe.memory.token_once), *_of_dims(blueprint, cuts)]
     of_spec = Axes(tp=asked["tp"], cp=asked["cp"])
     quantised = optimizer.quantised(blueprint.table, blueprint.table.params)
     of_state = partial(check_blocks, quantised=quantised, instead="state in bfloat16")
@@ -111,10 +111,11 @@ def objections(
     return [*found, *(() if found else ways), *_of_stages(blueprint, asked["pp"], num_batches)]
 
 
-def _of_mesh(sizes: Mapping[str, int]) -> Iterator[str]:
+def _of_mesh(sizes: Mapping[str, int], token_once: bool | int) -> Iterator[str]:
     try:
-        Axes(**sizes)
-    except MeshError as error:
+        axes = Axes(**sizes)
+        hops("", axes.ep, axes, token_once)  # refuses nodes that do not divide ep
+    except (MeshError, ConfigError) as error:
         yield str(error)
 
 
@@ -170,9 +171,9 @@ def _refused(check: Callable[[ShardingSpec, Axes], None], blueprint: Blueprint, 
 def _of_stages(blueprint: Blueprint, pp: int, num_batches: int | None) -> Iterator[str]:
     if pp == 1:
         return
-    pipeline = blueprint.spec.pipeline
+    pipeline = blueprint.recipe.pipeline
     try:
-        parallel.check_late(pipeline, parallel.Savings())
+        blueprint.recipe.check_schedule()
         line = blueprint.spec.line(pp)
         if num_batches is not None:
             program_of(line, pipeline.schedule, num_batches, 0)

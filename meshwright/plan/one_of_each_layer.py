@@ -13,8 +13,8 @@ from functools import cached_property
 from ..axes import Axes
 from ..blueprint import Blueprint
 from ..engine.step_bill import engine_bill
-from ..parallel import Savings
-from ..sharding import Charge, Pipeline, Traffic, Work, costs_of_stages, part_of, transfer_name
+from ..recipe import MemoryOptions, Pipeline
+from ..sharding import Charge, Work, costs_of_stages, part_of, transfer_name
 from .devices import Cluster
 from .step_time import Estimate, Flops, StepCost, flops_of, fsdp_units
 
@@ -29,17 +29,18 @@ class Thin:
     blueprint: Blueprint
     num: Mapping[int, int]
     _places: dict[int, tuple[float, float]] = field(default_factory=dict)
-    _by_traffic: dict[Traffic, Blueprint] = field(default_factory=dict)
+    _by_options: dict[MemoryOptions, Blueprint] = field(default_factory=dict)
 
     @cached_property
     def flops(self) -> Flops:
         return flops_of(self.whole, self.whole.table.params.keys())
 
-    def by_traffic(self, traffic: Traffic) -> Blueprint:
-        """Each is made once: it remembers its units."""
-        if traffic not in self._by_traffic:
-            self._by_traffic[traffic] = self.blueprint.run_by(Pipeline(), traffic)
-        return self._by_traffic[traffic]
+    def with_memory(self, memory: MemoryOptions) -> Blueprint:
+        """Return the thin model with these options and without a pipeline. Each is made once: it remembers its
+        units."""
+        if memory not in self._by_options:
+            self._by_options[memory] = self.blueprint.with_options(pipeline=Pipeline(), memory=memory)
+        return self._by_options[memory]
 
     def places(self, pp: int) -> tuple[float, float]:
         """What the dearest place on pp costs, and an average one."""
@@ -69,14 +70,14 @@ def thin(blueprint: Blueprint) -> Thin:
     return Thin(blueprint, replace(blueprint, spec=spec, module=part), num)
 
 
-def held(savings: Savings) -> Savings:
+def held(memory: MemoryOptions) -> MemoryOptions:
     """As a pipeline that holds gathers and sums: once a step."""
-    return replace(savings, gather_once=True, sum_once=True, narrow_grads=False, offload=False)
+    return replace(memory, gather_once=True, sum_once=True, narrow_grads=False, offload=False)
 
 
-def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: Cluster) -> Estimate:
-    """Estimate a step from the charges of one layer of each kind, which must be marked for these savings."""
-    blueprint, of_a_stage = model.by_traffic(savings.traffic), replace(axes, pp=1)
+def first_price(model: Thin, axes: Axes, work: Work, memory: MemoryOptions, cluster: Cluster) -> Estimate:
+    """Estimate a step from the charges of one layer of each kind, which must be marked for these options."""
+    blueprint, of_a_stage = model.with_memory(memory), replace(axes, pp=1)
     layers = model.whole.table.num_layers
     share = -(-layers // axes.pp) / layers
 
@@ -88,7 +89,7 @@ def first_price(model: Thin, axes: Axes, work: Work, savings: Savings, cluster: 
     whole = [replace(charge, count=charge.count * times(charge)) for charge in charges]  # type: ignore[arg-type]
     whole += _transfers(model, axes, work)
     bubble = _bubble(model, axes.pp, work.num_batches)
-    step = StepCost(model.whole, axes, work, savings, cluster, model.flops)
+    step = StepCost(model.whole, axes, work, memory, cluster, model.flops)
     return step.estimate(whole, fsdp_units(blueprint, of_a_stage, 0), bubble)
 
 
@@ -104,6 +105,6 @@ def _bubble(model: Thin, pp: int, num_batches: int) -> float:
     if pp == 1:
         return 0.0
     most, average = model.places(pp)
-    pipeline = model.whole.spec.pipeline
+    pipeline = model.whole.recipe.pipeline
     ahead = (pp - 1) * _BUBBLE[pipeline.schedule] / pipeline.stages
     return 1 - num_batches * average / ((num_batches + ahead) * most)

@@ -86,7 +86,7 @@ def layers_of_stage(stage: StageLine) -> str:
 
 
 def about_schedule(figures: Figures) -> str:
-    pipeline, pp = figures.blueprint.spec.pipeline, figures.axes.pp
+    pipeline, pp = figures.blueprint.recipe.pipeline, figures.axes.pp
     batches = counted(figures.work.num_batches, "micro-batch", "micro-batches")
     return (
         f"{batches} through {counted(map_of(figures).num_stages, 'stage')} on {counted(pp, 'place')} by the schedule "
@@ -118,7 +118,7 @@ def pipeline_json(figures: Figures) -> dict[str, Any]:
     """`timetable`: of each place on pp its actions in order, each with kind, stage, micro-batch, start and end."""
     table = timetable(figures)
     return {
-        **asdict(figures.blueprint.spec.pipeline),
+        **asdict(figures.blueprint.recipe.pipeline),
         "ends": map_of(figures).ends,
         "bubble": table.bubble,
         "places": [asdict(line) for line in place_lines(figures)],

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..blueprint import Blueprint, draw
+from ..blueprint import Blueprint
 from ..errors import ConfigError
+from ..recipe import Recipe
 from ..weights import (
     CONFIG,
     download,
@@ -59,16 +60,15 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def find(model: str, head: str, weights: bool, say: Say, *, tower: bool = False) -> Blueprint:
-    """The blueprint of the model in its real sizes. `weights`: the files of its weights are needed too, all of them.
-    `tower`: with the tower of a model that sees."""
+def find(model: str, recipe: Recipe, weights: bool, say: Say) -> Blueprint:
+    """Return the blueprint of a model in its real sizes. `weights`: the files of its weights are needed too, all."""
     if model in TINY:
         if weights:
             raise ConfigError(f"{model} has no weights to take as they are; name a directory or a hub id")
-        return draw(TINY[model], head=head, tower=tower)
+        return Blueprint.of(TINY[model], None, recipe)
     at = path_of(model)
     if at.suffix == ".json" and at.name != CONFIG and not exists(at, Path.is_dir):
-        return _of_config_alone(at, head, weights, tower)
+        return _of_config_alone(at, recipe, weights)
     directory, from_hub = _located(model, weights, say)
     there = any(directory.glob("*.safetensors"))
     if weights and not there:
@@ -77,12 +77,11 @@ def find(model: str, head: str, weights: bool, say: Say, *, tower: bool = False)
     source = open_index(directory) if (from_hub and not weights) or not there else open_source(directory)
     # What the headers say must fit the model, even where the weights are not taken; whatever their dtype.
     config = read_config(directory)
-    return draw(
-        config, source if source.entries else None, head=head, tower=tower, directory=directory, stored=torch.float64
-    )
+    files = source if source.entries else None
+    return Blueprint.of(config, files, recipe, directory=directory, stored=torch.float64)
 
 
-def _of_config_alone(path: Path, head: str, weights: bool, tower: bool) -> Blueprint:
+def _of_config_alone(path: Path, recipe: Recipe, weights: bool) -> Blueprint:
     """A config under another name. No weights belong to it, whatever lies beside it."""
     if not exists(path, Path.is_file):
         raise ConfigError(f"{path} is not there; name a config (*.json), or a directory that holds a {CONFIG}")
@@ -90,7 +89,7 @@ def _of_config_alone(path: Path, head: str, weights: bool, tower: bool) -> Bluep
         raise ConfigError(f"{path} is a config without weights to take as they are; name a directory or a hub id")
     config, _ = read_stamped_json(path)
     try:
-        return draw(config, head=head, tower=tower)
+        return Blueprint.of(config, None, recipe)
     except ConfigError as error:
         raise ConfigError(f"{path} is no config of a model: {error}") from error
 

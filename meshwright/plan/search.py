@@ -18,8 +18,9 @@ from ..blueprint import Blueprint
 from ..errors import ConfigError, MeshError, counted
 from ..memory.budget import stored_dtype
 from ..optim import AdamW, Optimizer
-from ..parallel import Savings, mark
-from ..sharding import LATE, Context, Work, divides
+from ..parallel import mark
+from ..recipe import LATE, RECOMPUTE, ContextParallel, MemoryOptions
+from ..sharding import Work, divides
 from .devices import Cluster
 from .figures import COMPUTE, Figures, work_of
 from .least_memory import Least
@@ -39,18 +40,16 @@ _NEAREST = 8  # of those that do not fit, how many are looked at
 
 @dataclass(frozen=True)
 class Asked:
-    """`device_name`: as the user gave it. `recompute`: the kinds that may be tried, the quickest first.
-    `words`: of the command, without what a search chooses."""
+    """What a search looks for, beside the recipe of its blueprint. `device_name`: as the user gave it. `recompute`: the
+    kinds that may be tried, the quickest first. `words`: of the command, without what a search chooses."""
 
     model: str
     size: Size
     device_name: str
     device: int
     cluster: Cluster
-    savings: Savings = Savings()
-    recompute: tuple[str, ...] = ("none", "selective", "full")
+    recompute: tuple[str, ...] = RECOMPUTE
     optimizer: Optimizer = AdamW()
-    head: str = "lm"
     top: int = 5
     words: tuple[str, ...] = ("meshwright", "plan")
 
@@ -92,7 +91,7 @@ Say = Callable[[str], None]
 class Way:
     """How a mesh is gone about. `hold`: of its pipeline, None where a run decides it or has none."""
 
-    savings: Savings
+    memory: MemoryOptions
     hold: bool | None = None
 
 
@@ -116,28 +115,28 @@ class Search:
         self.began, self.done, self.best = time.process_time(), 0.0, list[Candidate]()
 
     def run(self) -> SearchResult:
-        tried, savings = self._tried, self.asked.savings
+        tried, memory = self._tried, self.blueprint.recipe.memory
         best = self.quickest(_LONG)
-        if not best and not savings.offload and not self._once:
-            offloaded = replace(savings, offload=True)
+        if not best and not memory.offload and not self._once:
+            offloaded = replace(memory, offload=True)
             self._look(self._may_fit(tried, offloaded), offloaded, _LONGER)
             best = self._told()
         nearest = None if best else self._nearest(tried)
         if nearest is not None and nearest.figures.fits:  # too many of those that are quicker did not
             best, nearest = [nearest], None
-        num_too_large = len(tried) - len(self._may_fit(tried, savings))
+        num_too_large = len(tried) - len(self._may_fit(tried, memory))
         return SearchResult(tuple(best), nearest, len(tried), num_too_large, len(self.in_full))
 
     def quickest(self, until: float) -> list[Candidate]:
-        """With the savings that are asked for alone. `until`: seconds of a CPU since the search began."""
-        savings = self.asked.savings
-        self._look(self._may_fit(self._tried, savings), savings, until)
+        """Look with the options that are asked for alone. `until`: seconds of a CPU since the search began."""
+        memory = self.blueprint.recipe.memory
+        self._look(self._may_fit(self._tried, memory), memory, until)
         return self._told()
 
     @cached_property
     def _tried(self) -> list[Cut]:
         """All meshes that can be."""
-        once = self.asked.savings.token_once
+        once = self.blueprint.recipe.memory.token_once
         tried = [
             cut for cut in cuts(self.blueprint, self.asked.size, self.asked.optimizer) if divides(once, cut.axes.ep)
         ]
@@ -148,13 +147,13 @@ class Search:
     def _told(self) -> list[Candidate]:
         return sorted(self.best, key=lambda each: each.estimate.seconds)[: self.asked.top]
 
-    def _may_fit(self, tried: Sequence[Cut], savings: Savings) -> list[Cut]:
-        return [cut for cut in tried if self._least(cut, self._ways(cut, savings)[-1]) <= self.asked.device]
+    def _may_fit(self, tried: Sequence[Cut], memory: MemoryOptions) -> list[Cut]:
+        return [cut for cut in tried if self._least(cut, self._ways(cut, memory)[-1]) <= self.asked.device]
 
     @property
     def _once(self) -> bool:
         """What stays gathered cannot lie on the host."""
-        return self.asked.savings.gather_once or self.asked.savings.sum_once
+        return self.blueprint.recipe.memory.gather_once or self.blueprint.recipe.memory.sum_once
 
     def _none(self) -> str:
         size = self.asked.size
@@ -166,12 +165,12 @@ class Search:
 
     def _least(self, cut: Cut, way: Way) -> float:
         """Return the bytes that a rank stores at least."""
-        return self.least.num_bytes(cut.axes, cut.num_batches, way.savings, holds=_holds(cut, way))
+        return self.least.num_bytes(cut.axes, cut.num_batches, way.memory, holds=_holds(cut, way))
 
-    def _look(self, tried: Sequence[Cut], savings: Savings, until: float) -> None:
+    def _look(self, tried: Sequence[Cut], memory: MemoryOptions, until: float) -> None:
         """Look for the best, a few more than are wanted, since a first price may be a little off. `until`: seconds of a
         CPU since the search began."""
-        first = (self._priced(n, cut, self._ways(cut, savings)[0], len(tried)) for n, cut in enumerate(tried))
+        first = (self._priced(n, cut, self._ways(cut, memory)[0], len(tried)) for n, cut in enumerate(tried))
         queue = _apart([*takewhile(lambda _: self._seconds < until / 2, first)])
         heapify(queue)
         taken, num = set[Cut](), self.asked.top + _MORE
@@ -192,17 +191,17 @@ class Search:
         """Return the CPU seconds since the search began."""
         return time.process_time() - self.began
 
-    def _ways(self, cut: Cut, savings: Savings) -> list[Way]:
+    def _ways(self, cut: Cut, memory: MemoryOptions) -> list[Way]:
         """The quickest first, and last the one that takes the least memory. What cannot fit is left out."""
-        pipeline = self.blueprint.spec.pipeline
+        pipeline = self.blueprint.recipe.pipeline
         is_open = cut.axes.pp > 1 and pipeline.hold is None and pipeline.schedule not in LATE
-        kinds = [replace(savings, recompute=kind) for kind in self.asked.recompute]
+        kinds = [replace(memory, recompute=kind) for kind in self.asked.recompute]
         ways = [Way(kind, hold) for hold in ((True, False) if is_open else (pipeline.hold,)) for kind in kinds]
         return [way for way in ways[:-1] if self._least(cut, way) <= self.asked.device] + ways[-1:]
 
     def _smaller(self, priced: _Priced) -> Iterator[_Priced]:
         """The same mesh in the ways that take less memory, unless even the least does not fit."""
-        first, *others = self._ways(priced.cut, replace(priced.way.savings, recompute=self.asked.recompute[0]))
+        first, *others = self._ways(priced.cut, replace(priced.way.memory, recompute=self.asked.recompute[0]))
         if priced.way == first and others and self._fits(priced.cut, others[-1]):
             for way in others:
                 yield self._priced(priced.number, priced.cut, way, 0)
@@ -214,28 +213,27 @@ class Search:
     def _priced(self, number: int, cut: Cut, way: Way, num: int) -> _Priced:
         if num:
             self._tell(_PRICES * number / num)
-        mark(self.model.blueprint.module, way.savings)
-        savings = held(way.savings) if _holds(cut, way) else way.savings
-        found = first_price(self.model, cut.axes, self._work(cut), savings, self.asked.cluster)
+        mark(self.model.blueprint.module, way.memory)
+        memory = held(way.memory) if _holds(cut, way) else way.memory
+        found = first_price(self.model, cut.axes, self._work(cut), memory, self.asked.cluster)
         return _Priced(found.seconds, number, cut, way)
 
     def _work(self, cut: Cut) -> Work:
         return work_of(cut.axes, self.asked.size.tokens, cut.num_batches)
 
     def _in_full(self, cut: Cut, way: Way) -> Candidate:
-        asked, key, spec = self.asked, (cut, way), self.blueprint.spec
+        asked, key, pipeline = self.asked, (cut, way), self.blueprint.recipe.pipeline
         if key not in self.in_full:
-            blueprint = self.blueprint.run_by(replace(spec.pipeline, hold=way.hold), way.savings.traffic)
+            blueprint = self.blueprint.with_options(pipeline=replace(pipeline, hold=way.hold), memory=way.memory)
             figures = Figures(
-                asked.model, blueprint, cut.axes, self._work(cut), asked.device, asked.head, way.savings,
-                asked.optimizer, asked.cluster,
+                asked.model, blueprint, cut.axes, self._work(cut), asked.device, asked.optimizer, asked.cluster,
             )  # fmt: skip
-            self.in_full[key] = Candidate(figures, chosen_hold=way.hold if spec.pipeline.hold is None else None)
+            self.in_full[key] = Candidate(figures, chosen_hold=way.hold if pipeline.hold is None else None)
         return self.in_full[key]
 
     def _nearest(self, tried: Sequence[Cut]) -> Candidate:
-        """With all savings, of the meshes that cut a model into the smallest parts."""
-        most = replace(self.asked.savings, recompute=self.asked.recompute[-1], offload=not self._once)
+        """Look with all that saves memory, among the meshes that cut a model into the smallest parts."""
+        most = replace(self.blueprint.recipe.memory, recompute=self.asked.recompute[-1], offload=not self._once)
         smallest = sorted(tried, key=lambda cut: (self.least.elements(cut.axes), -cut.axes.tp * cut.axes.pp))
         first, *others = (self._in_full(cut, self._ways(cut, most)[-1]) for cut in smallest[:_NEAREST])
         for each in others:
@@ -312,8 +310,8 @@ def cuts(blueprint: Blueprint, size: Size, optimizer: Optimizer) -> list[Cut]:
 
 def _allowed(blueprint: Blueprint, optimizer: Optimizer) -> Callable[..., bool]:
     """Whether a model takes sizes of axes. Each is asked once: what one axis does depends on few others. How mixers
-    come to other tokens (`Context`) is asked with cp alone, which it is of."""
-    plain = blueprint.in_context(Context())
+    come to other tokens (`ContextParallel`) is asked with cp alone, which it is of."""
+    plain = blueprint.with_options(context=ContextParallel())
 
     @cache
     def allowed(num_batches: int | None = None, **sizes: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from ..axes import ENDS, Axes
 from ..blueprint import Blueprint
 from ..errors import ConfigError
-from ..parallel import Savings
+from ..recipe import MemoryOptions
 from ..sharding import TOWER, Charge, Param, Table, Work
 from .devices import Cluster
 from .figures import Figures, Traffic
@@ -137,7 +137,7 @@ class StepCost:
     blueprint: Blueprint
     axes: Axes
     work: Work
-    savings: Savings
+    memory: MemoryOptions
     cluster: Cluster
     flops: Flops
 
@@ -151,13 +151,13 @@ class StepCost:
     def host(self) -> float:
         """Return the seconds in which the host of a rank launches its layers."""
         with_experts = self.blueprint.balance.num_layers
-        dense, mixture = HOST[self.savings.recompute]
+        dense, mixture = HOST[self.memory.recompute]
         layers = dense * (self.blueprint.table.num_layers - with_experts) + mixture * with_experts
         return self.work.num_batches * layers / self.axes.pp
 
     def estimate(self, charges: Sequence[Charge], units: Set[str], bubble_share: float) -> Estimate:
         """Estimate the time of a step in which a rank sends `charges`, those of `units` beside matmuls."""
-        again = AGAIN if self.savings.recompute == "full" else 1.0
+        again = AGAIN if self.memory.recompute == "full" else 1.0
         waits = [c for c in charges if c.what not in units and c.op != "recv"]  # it comes while others are sent
         return Estimate(
             products=again * self.operations / self.cluster.products,
@@ -171,7 +171,7 @@ class StepCost:
 def step_of(figures: Figures) -> StepCost:
     blueprint = figures.blueprint
     flops = flops_of(blueprint, blueprint.table.params.keys())
-    return StepCost(blueprint, figures.axes, figures.work, figures.savings, required_cluster(figures), flops)
+    return StepCost(blueprint, figures.axes, figures.work, figures.memory, required_cluster(figures), flops)
 
 
 def estimate(figures: Figures) -> Estimate:
@@ -254,7 +254,7 @@ def tokens_a_second(figures: Figures) -> float:
 
 def assumptions(figures: Figures) -> str:
     """In one line."""
-    left_out = ", and so are copies to and from the host" if figures.savings.offload else ""
+    left_out = ", and so are copies to and from the host" if figures.memory.offload else ""
     return f"Estimated for {required_cluster(figures).told}. {ASSUMED}{left_out}."
 
 

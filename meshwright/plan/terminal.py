@@ -84,7 +84,7 @@ def notes(figures: Figures) -> list[str]:
     found = []
     way = ways(figures.blueprint.spec, figures.axes)
     if way:
-        found.append(f"cp={figures.axes.cp}, by mixer: {way}. --context (mw.Context) chooses another way.")
+        found.append(f"cp={figures.axes.cp}, by mixer: {way}. --context (mw.ContextParallel) chooses another way.")
     if figures.axes.ep > 1 and not figures.blueprint.balance.num_experts:
         found.append(f"ep={figures.axes.ep} changes nothing of this model: it has no experts.")
     return found + (pipeline_timing.pipeline_notes(figures) if figures.axes.pp > 1 else [])
@@ -209,8 +209,8 @@ def plan_json(figures: Figures, origin: Mapping[str, str]) -> dict[str, Any]:
         "ranks": axes.world,
         "pipeline": pipeline_timing.pipeline_json(figures) if axes.pp > 1 else None,
         "num_parameters": figures.num_parameters,
-        "head": figures.head,
-        "savings": asdict(figures.savings),
+        "head": figures.blueprint.head,
+        "savings": asdict(figures.memory),
         "state_dtype": None if state_dtype is None else name_of(state_dtype),
         "refused": [],
         "notes": notes(figures),
@@ -339,10 +339,10 @@ def way_out(nearest: Candidate) -> str:
 def command(candidate: Candidate, asked: Asked) -> str:
     """What tells all of it: the command of the search, with what it chose in the place of what it was asked."""
     figures = candidate.figures
-    work, savings = figures.work, figures.savings
+    work, memory = figures.work, figures.memory
     chosen = ["--mesh", as_option(figures.axes), "--tokens", str(work.tokens), "--micro-batches", str(work.num_batches)]
-    chosen += ["--recompute", savings.recompute] if savings.recompute != "none" else []
-    chosen += ["--offload"] if savings.offload else []
+    chosen += ["--recompute", memory.recompute] if memory.recompute != "none" else []
+    chosen += ["--offload"] if memory.offload else []
     chosen += {True: ["--hold"], False: ["--no-hold"], None: []}[candidate.chosen_hold]
     return shlex.join([*_that_do_something(asked.words, figures.axes), *chosen])
 
@@ -387,8 +387,8 @@ def _candidate_as_json(candidate: Candidate, first: Candidate, asked: Asked) -> 
     figures = candidate.figures
     return {
         "mesh": asdict(figures.axes),
-        "savings": asdict(figures.savings),
-        "pipeline": asdict(figures.blueprint.spec.pipeline) if figures.axes.pp > 1 else None,
+        "savings": asdict(figures.memory),
+        "pipeline": asdict(figures.blueprint.recipe.pipeline) if figures.axes.pp > 1 else None,
         "num_batches": figures.work.num_batches,
         "estimate": times_as_json(figures),
         "tokens_a_second": tokens_a_second(figures),

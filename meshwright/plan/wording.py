@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from ..errors import counted
-from ..parallel import Savings
+from ..recipe import MemoryOptions
 from ..sharding import GRADIENTS, STATE
 from .devices import GB
 from .figures import ON_HOST, Figures
@@ -75,8 +75,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def saved(figures: Figures) -> list[str]:
-    """What is asked for to save memory or time, as `mw.Savings` and `mw.Engine` call it."""
-    usual, asked = asdict(Savings()), asdict(figures.savings)
+    """What is asked for to save memory or time, as `mw.MemoryOptions` and `mw.Engine` call it."""
+    usual, asked = asdict(MemoryOptions()), asdict(figures.memory)
     given = [f"{name}={value}" for name, value in asked.items() if value != usual[name]]
     state = figures.optimizer.state_dtype
     return given + ([] if state is None else [f"state_dtype={name_of(state)}"])

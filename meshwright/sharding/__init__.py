@@ -15,7 +15,6 @@ from .doors import (
     LEAVE,
     MEET,
     SHARE,
-    Context,
     Dispatch,
     Door,
     DoorKind,
@@ -52,7 +51,6 @@ from .rules import (
     Placement,
     Rules,
     ShardingSpec,
-    Traffic,
     axes_left_to_sum,
     check_rows_to_write,
     column_axes,
@@ -70,8 +68,6 @@ from .rules import (
 from .schedules import ORDERS, Action, Transfer, forwards, program
 from .stage_map import Line, balanced, even
 from .stages import (
-    LATE,
-    Pipeline,
     Stage,
     costs_of_stages,
     forward_program,

@@ -140,7 +140,7 @@ def _transfers(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int], work: 
         return
     num_bytes = work.tokens // (axes.cp * axes.tp) * spec.module.shape.width * work.compute_bytes
     first = trained_from(spec.table, line, [*(spec.table.params.keys() - work.frozen)])
-    steps = program_of(line, spec.pipeline.schedule, work.num_batches, first)[coords["pp"]]
+    steps = program_of(line, spec.recipe.pipeline.schedule, work.num_batches, first)[coords["pp"]]
     for kind, op in ((SEND, "send"), (RECEIVE, "recv")):
         directions = Counter(
             (step.way, step.stage) for step in steps if isinstance(step, Transfer) and step.kind == kind
@@ -173,7 +173,7 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
     Without `token_once` the bytes of rows do not depend on routing: each rank sends every copy of a token somewhere.
     Copies for its own experts count too, as they pass through the same buffer.
     """
-    tokens, token_once = work.tokens // (axes.cp * axes.tp), spec.traffic.token_once
+    tokens, token_once = work.tokens // (axes.cp * axes.tp), spec.recipe.memory.token_once
     for name, door in find_doors(model, Dispatch):
         copies, row_bytes = tokens * door.top_k, door.width * work.compute_bytes
         for hop in hops(name, door.num_experts, axes, token_once):

@@ -11,18 +11,19 @@ from math import gcd
 
 from ..axes import Axes
 from ..errors import LayoutError
-from .doors import ATTENTION, DELTA, Context, HeadSplit, Swap, find_doors
+from ..recipe import ContextParallel
+from .doors import ATTENTION, DELTA, HeadSplit, Swap, find_doors
 from .rules import ShardingSpec
 
 BEYOND = {ATTENTION: "gather", DELTA: "state"}  # what ranks do that do not swap: gather keys and values; pass a state
 
 
-def requested_parts(context: Context, mixer: str) -> int | None:
+def requested_parts(context: ContextParallel, mixer: str) -> int | None:
     """Return how many neighbours the user lets swap; None if he leaves it open."""
     return {ATTENTION: context.attention, DELTA: context.delta}[mixer]
 
 
-def num_swapping(context: Context, mixer: str, heads: int, cp: int) -> int:
+def num_swapping(context: ContextParallel, mixer: str, heads: int, cp: int) -> int:
     """Return how many neighbours of a mixer swap, with `heads` heads on a tp rank.
 
     Attention swaps as far as heads allow: swapped heads cost less than gathered keys and values. The delta net swaps
@@ -39,7 +40,7 @@ def head_splits(spec: ShardingSpec, axes: Axes, coords: Mapping[str, int]) -> di
     deal_of = {}
     for name, swap in find_doors(spec.module, Swap):
         start, stop = spec.rules.span(swap.heads.dim, swap.heads.size, axes, coords, name)
-        deal_of[swap] = HeadSplit(start, stop, num_swapping(spec.context, swap.mixer, stop - start, axes.cp))
+        deal_of[swap] = HeadSplit(start, stop, num_swapping(spec.recipe.context, swap.mixer, stop - start, axes.cp))
     return deal_of
 
 
@@ -53,10 +54,10 @@ def ways(spec: ShardingSpec, axes: Axes) -> str:
 
 
 def check_context(spec: ShardingSpec, axes: Axes) -> None:
-    """Refuse a `Context` that the mesh or the model cannot follow."""
+    """Refuse a `mw.ContextParallel` that the mesh or the model cannot follow."""
     deal_of = head_splits(spec, axes, axes.coords(0))
     for mixer in BEYOND:
-        requested, heads = requested_parts(spec.context, mixer), dict[int, str]()
+        requested, heads = requested_parts(spec.recipe.context, mixer), dict[int, str]()
         for name, swap in find_doors(spec.module, Swap):
             if swap.mixer == mixer:
                 heads.setdefault(deal_of[swap].stop - deal_of[swap].start, name)
@@ -70,13 +71,13 @@ def _check_mixer(mixer: str, requested: int, heads: Mapping[int, str], axes: Axe
     `heads`: the numbers of heads that mixers have on a tp rank, each with the first mixer that has it.
     """
     if not heads:
-        raise LayoutError(f"{mixer}={requested} of mw.Context: the model has no such mixer; leave it out")
+        raise LayoutError(f"{mixer}={requested} of mw.ContextParallel: the model has no such mixer; leave it out")
     common = gcd(axes.cp, *heads)
     if common % requested:
         named = " and ".join(f"the {num} heads of {name}" for num, name in heads.items())
         of_tp = f" that tp={axes.tp} leaves to a rank" if axes.tp > 1 else ""
         choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise LayoutError(
-            f"{mixer}={requested} of mw.Context does not divide cp={axes.cp} and {named}{of_tp}; "
+            f"{mixer}={requested} of mw.ContextParallel does not divide cp={axes.cp} and {named}{of_tp}; "
             f"choose {mixer} from {choices}"
         )

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from ..errors import LayoutError
 from ..ops import Rows
 from .vision_balance import Cost
 
@@ -114,26 +113,7 @@ class Span:
         return self.stop - self.start
 
 
-ATTENTION, DELTA = "attention", "delta"  # mixers, by their names in `Context`
-
-
-@dataclass(frozen=True)
-class Context:
-    """How mixers see the tokens of other cp ranks. Results differ by rounding only.
-
-    `attention`, `delta` (the delta net): this many neighbours on cp swap tokens for heads (Ulysses, arXiv 2309.14509).
-    Over the remaining ranks attention gathers keys and values, and the delta net passes its state on. The size of cp:
-    swap only; 1: never swap. None: chosen; for attention the largest number that divides cp and the heads of a tp rank,
-    for the delta net cp if it divides the key heads, else 1.
-    """
-
-    attention: int | None = None
-    delta: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if size is not None and (type(size) is not int or size < 1):
-                raise LayoutError(f"{name}={size!r} of mw.Context is not a number of ranks; give 1 or more, or None")
+ATTENTION, DELTA = "attention", "delta"  # mixers, by their names in `mw.ContextParallel`
 
 
 @dataclass(frozen=True)

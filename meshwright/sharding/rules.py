@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ..axes import DENSE, ENDS, EXPERT, Axes
 from ..errors import LayoutError
+from ..recipe import Recipe
 from .boxes import Box, check_tiling, chunk, interval
-from .doors import Context
 from .params import Param, Table, matrix_shape
 from .stage_map import Line
-from .stages import Pipeline, Stage, line_of, stages_of, stages_of_param
+from .stages import Stage, line_of, stages_of, stages_of_param
 
 
 @dataclass(frozen=True)
@@ -84,32 +84,13 @@ def _reaches_all(size: int, parts: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """How often, and in which precision, ranks communicate.
-
-    `reshard`: parameters are freed between forward and backward. `gather_once`: they stay gathered from one micro-batch
-    to the next. `sum_once`: gradients are reduced after the last micro-batch only. `narrow_grads`: they are sent in the
-    compute dtype. `token_once`: a token is sent once per rank with some of its experts, not once per expert; a number:
-    once per node of this many ranks, and from there once per rank.
-    """
-
-    reshard: bool = True
-    gather_once: bool = False
-    sum_once: bool = False
-    narrow_grads: bool = False
-    token_once: bool | int = False
-
-
-@dataclass(frozen=True)
 class ShardingSpec:
     """A model with the rules of a run. Pieces, bytes and collectives follow from it for any mesh."""
 
     table: Table
     rules: Rules
     module: Any = field(default_factory=nn.Module)  # a models.Decoder: its doors, and the parts that stages are
-    traffic: Traffic = field(default_factory=Traffic)
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    context: Context = field(default_factory=Context)
+    recipe: Recipe = Recipe()
     fp8: frozenset[str] = frozenset()  # parameters whose matmuls are in FP8
     _lines: dict[int, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
     _stages: dict[int, tuple[Stage, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -122,7 +103,7 @@ class ShardingSpec:
     def line(self, pp: int) -> Line:
         """Return where the stages end on `pp` ranks, and which rank holds which."""
         if pp not in self._lines:
-            self._lines[pp] = line_of(self.table, self.module, pp, self.pipeline)
+            self._lines[pp] = line_of(self.table, self.module, pp, self.recipe.pipeline)
         return self._lines[pp]
 
     def stages(self, axes: Axes, rank: int) -> list[Stage]:
@@ -130,28 +111,28 @@ class ShardingSpec:
         line = self.line(axes.pp)
         if axes.pp not in self._stages:
             self._stages[axes.pp] = stages_of(
-                self.module, line, reshard=self.traffic.reshard and not self.gathers_once(axes.pp)
+                self.module, line, reshard=self.recipe.memory.reshard and not self.gathers_once(axes.pp)
             )
         return [self._stages[axes.pp][number] for number in line.stages_of(axes.coords(rank)["pp"])]
 
     def holds(self, pp: int) -> bool:
         """Tell whether units are gathered and reduced once a step because the pipeline holds them (`Pipeline.hold`)."""
-        return pp > 1 and bool(self.pipeline.hold)
+        return pp > 1 and bool(self.recipe.pipeline.hold)
 
     def gathers_once(self, pp: int) -> bool:
         """Tell whether parameters are gathered once a step."""
-        return self.traffic.gather_once or self.holds(pp)
+        return self.recipe.memory.gather_once or self.holds(pp)
 
     def sums_once(self, pp: int) -> bool:
         """Tell whether gradients are reduced once a step."""
-        return self.traffic.sum_once or self.holds(pp)
+        return self.recipe.memory.sum_once or self.holds(pp)
 
     def sends_narrow(self, pp: int) -> bool:
         """Tell whether gradients are sent in the compute dtype.
 
         Never after several micro-batches were accumulated: bfloat16 would round away what float32 has added up.
         """
-        return self.traffic.narrow_grads and not self.sums_once(pp)
+        return self.recipe.memory.narrow_grads and not self.sums_once(pp)
 
     def places(self, param: Param, axes: Axes) -> set[int]:
         """Return the positions on the axis pp that hold a parameter."""

@@ -10,51 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError, MeshError, counted
+from ..errors import MeshError, counted
+from ..recipe import Pipeline
 from .doors import Dispatch, find_doors
 from .fsdp_units import Unit, units_of
 from .params import Param, Table
 from .schedules import ORDERS, Program, forwards, program
 from .stage_map import Line, balanced, even
-
-LATE = ("zero-bubble", "v")  # schedules that defer weight gradients
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """How a run uses its pipeline stages. It has no effect with pp=1.
-
-    `schedule`: "1f1b"; "zero-bubble", where weight gradients fill the time in which a rank would idle; or "v", with two
-    stages a rank in a V, which idles least. `stages`: stages a rank; more of them idle less and send more often.
-    `ends`: after how many layers each stage ends, the last after all; by default stages cost about the same. `hold`:
-    with fsdp, gather parameters and reduce gradients once a step instead of in each micro-batch. It takes the memory of
-    the gathered stage and of its whole gradients. None: where both take less than a third of the memory; schedules that
-    defer weight gradients need it.
-    """
-
-    schedule: str = "1f1b"
-    stages: int = 1
-    ends: tuple[int, ...] | None = None
-    hold: bool | None = None
-
-    def __post_init__(self) -> None:
-        hold: object = self.hold
-        if type(self.schedule) is not str or self.schedule not in ORDERS:
-            raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(ORDERS)}")
-        if self.schedule == "v" and self.stages == 1:
-            object.__setattr__(self, "stages", 2)
-        if type(self.stages) is not int or self.stages < 1:
-            raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
-        if hold not in (True, False, None) or type(hold) is int:
-            raise ConfigError(f"hold={hold!r} must be True, False or None (where there is room)")
-        self._check_ends(self.ends)
-
-    def _check_ends(self, ends: object) -> None:
-        if ends is None:
-            return
-        if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
-            raise ConfigError(f"ends={ends!r} must be a list of layer counts after which the stages end")
-        object.__setattr__(self, "ends", tuple(ends))
 
 
 @dataclass(frozen=True, eq=False)

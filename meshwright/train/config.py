@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from types import GenericAlias, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from ..sharding import Pipeline
+from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 
 
 @dataclass(frozen=True)
@@ -73,31 +78,37 @@ class MeshSection(Section):
         return self.pp * self.num_data_ranks * self.cp * self.tp
 
 
-class ContextSection(Section):
+def made_of(options: type[Any], base: type[Section] = Section, but: Container[str] = ()) -> type[Section]:
+    """Make a section with a field for each field of a dataclass of options."""
+    chosen: dict[str, Any] = {
+        each.name: _declared(each) for each in dataclasses.fields(options) if each.name not in but
+    }
+    return create_model(base.__name__, __base__=base, **chosen)
+
+
+def _declared(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
+    choices, default = option.metadata["choices"], [] if option.default == () else option.default
+    kind = Literal[choices] if choices else _of_a_file(option.type)
+    kind = kind | None if choices and default is None else kind
+    text = Field(default, description=option.metadata["text"])
+    return (Annotated[kind, FIXED] if option.metadata["fixed"] else kind), text
+
+
+def _of_a_file(kind: Any) -> Any:
+    """Return the type that a file holds of an option: numbers are above 0, and sequences are lists."""
+    if isinstance(kind, UnionType):
+        return reduce(or_, map(_of_a_file, get_args(kind)))
+    if get_origin(kind) in (tuple, Sequence):
+        return GenericAlias(list, (_of_a_file(get_args(kind)[0]),))
+    return Positive if kind is int else kind
+
+
+class ContextSection(made_of(ContextParallel)):  # type: ignore[misc]  # the fields are those of the dataclass
     """How layers come to the tokens of other ranks of cp; docs/long-contexts.md says what each way costs."""
 
-    attention: Positive | None = None
-    """So many neighbours swap tokens for heads, the others gather keys and values. By default as many as can swap."""
-    delta: Positive | None = None
-    """The same of a delta net, which passes its state over the others. By default all swap, or none if not all can."""
 
-
-class PipelineSection(Section):
+class PipelineSection(made_of(Pipeline)):  # type: ignore[misc]  # the fields are those of the dataclass
     """How a step goes through the stages, where the mesh has pp."""
-
-    schedule: Literal["1f1b", "zero-bubble", "v"] = "1f1b"
-    """1f1b: forwards and backwards take turns. zero-bubble: gradients of weights fill the time in which a rank would
-    wait. v: two stages a rank, there and back, which waits least."""
-    stages: Positive = 1
-    """Of each rank. More than one waits less and sends more often."""
-    ends: list[Positive] | None = None
-    """After how many layers each stage ends; by default stages cost about the same."""
-    hold: bool | None = None
-    """Parameters are gathered and gradients summed once a step, not in each micro-batch; by default where a third of
-    the memory is enough for it."""
-
-    def settings(self) -> Pipeline:
-        return Pipeline(self.schedule, self.stages, None if self.ends is None else tuple(self.ends), self.hold)
 
 
 class PicturesSection(Section):
@@ -160,9 +171,7 @@ class DataSection(SourceSection):
     """Share of the tokens, instead of weights: of all sources or of none, and not with epochs."""
 
 
-class TrainSection(Section):
-    """How much is trained, and in which pieces."""
-
+class LengthSection(Section):
     length: Annotated[int, Field(ge=2), FIXED] = 8192
     """Tokens of a packed stream, which is a micro-batch of a data rank."""
     tokens_per_step: Annotated[Positive | None, FIXED] = None
@@ -173,34 +182,16 @@ class TrainSection(Section):
     """How many passes over the data."""
     tokens: str | Positive | None = None
     """How many tokens: a number, or one with K, M, B or T, such as "2B"."""
-    train: Annotated[str | list[str], FIXED] = "**"
-    """Patterns of the parameters that are trained; all others are frozen."""
-    tower: Annotated[bool, FIXED] = False
-    """Of a model that sees: its tower is trained too, as `train` says, and chats may show pictures and videos. Without,
-    the weights of the tower are kept as they are."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """What products are computed in. Weights and moments are kept in float32, or in float64 with that."""
-    fp8: Literal["block"] | None = None
-    """"block": products of 8-bit numbers with a scale for each block of 128, which Hopper GPUs make fast."""
-    fp8_skip: str | list[str] = []
-    """Patterns of parameters whose products stay in `dtype`."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward, to save memory: whole layers, or only what is cheap."""
-    reshard: bool = True
-    """Gathered parameters are freed after the forward; false is faster, and keeps the whole model in `dtype`."""
-    gather_once: bool = False
-    """Gather parameters once a step and not for each micro-batch; keeps the whole model in `dtype`."""
-    sum_once: bool = False
-    """Sum gradients once a step and not after each micro-batch; keeps those of the whole model."""
-    narrow_grads: bool = False
-    """Send gradients in `dtype` and sum them in float32: half of the bytes in bfloat16."""
-    token_once: bool | Positive = False
-    """Under ep, send a token once to each rank that has some of its experts, and not once for each of these. A number:
-    so many neighbours on ep are a node; send it once to each node, and on from there once to each rank."""
-    offload: bool = False
-    """Keep parameters, gradients and moments in host memory."""
-    compiled: bool = False
-    """Run torch.compile over each layer, which costs minutes in the first step."""
+    """What is computed in. Weights and moments are kept in float32, or in float64 with that."""
+
+
+_ELSEWHERE = {"head", "dtype", "memory", "pipeline", "context"}  # declared in another way than by `made_of(Recipe)`
+
+
+class TrainSection(made_of(MemoryOptions, made_of(Recipe, LengthSection, _ELSEWHERE))):  # type: ignore[misc]  # as above
+    """How much is trained, and in which pieces."""
+
     deterministic: bool = False
     """Only operations that give the same bits each time; slower."""
     router_aux: Literal["pooled", "previous"] = "pooled"
@@ -348,6 +339,15 @@ class Config(Section):
     sample: SampleSection = SampleSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the model is run."""
+        train = self.train.model_dump()
+        memory = MemoryOptions(**{name: train[name] for name in MemoryOptions.__dataclass_fields__})
+        pipeline, context = Pipeline(**self.pipeline.model_dump()), ContextParallel(**self.context.model_dump())
+        own = {name: train[name] for name in Recipe.__dataclass_fields__.keys() - _ELSEWHERE}
+        return Recipe(dtype=getattr(torch, train["dtype"]), memory=memory, pipeline=pipeline, context=context, **own)
 
 
 Place = tuple[str | int, ...]  # ("data", 0, "weight")

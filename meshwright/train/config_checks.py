@@ -21,7 +21,7 @@ _OF_CHATS = ("thinking", "turns", "template", "template_args")
 def contradictions(config: Config) -> Told:
     for matter in (
         _of_the_end, _of_a_step, _of_the_mesh, _of_stages, _of_shares, _of_sources, _of_names, _of_the_schedule,
-        _of_evaluation, _of_samples, _of_traces, _of_checkpoints, _of_restarts, _of_memory,
+        _of_evaluation, _of_samples, _of_traces, _of_checkpoints, _of_restarts, _of_the_recipe, _of_moments,
     ):  # fmt: skip
         yield from matter(config)
 
@@ -206,16 +206,23 @@ def _of_restarts(config: Config) -> Told:
         yield ("launch", "fewer"), "it says what a restart does, and there are none; give max_restarts too"
 
 
-def _of_memory(config: Config) -> Told:
-    train = config.train
-    if train.compiled and train.recompute == "selective":
-        yield (
-            ("train", "compiled"),
-            'recompute = "selective" chooses among the operations of a layer, which compiled = true fuses; '
-            'take recompute = "full" or "none", or leave compiled out',
-        )
-    if train.fp8_skip and train.fp8 is None:
-        yield ("train", "fp8_skip"), 'it leaves out of fp8, which is not asked for; take fp8 = "block" too'
+def place_of(text: str, config: Config, otherwise: Place) -> Place:
+    """Return the field of an objection, which begins with the name and value of a field where it is of one field."""
+    word = re.match(r"(\w+)=", text)
+    for section in ("mesh", "context", "pipeline", "train") if word else ():
+        if word and word[1] in type(getattr(config, section)).model_fields:
+            return section, word[1]
+    return otherwise
+
+
+def _of_the_recipe(config: Config) -> Told:
+    try:
+        _ = config.recipe
+    except ConfigError as error:
+        yield place_of(str(error), config, ("train",)), str(error)
+
+
+def _of_moments(config: Config) -> Told:
     if config.optim.state_dtype == "bfloat16" and max(config.optim.betas) > 0.98:
         yield (
             ("optim", "state_dtype"),

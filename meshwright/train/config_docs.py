@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .config import Config, Fixed, Leaf, Place, leaves, named, section_of, written
+from .config import Config, Fixed, Leaf, Place, SourceSection, leaves, named, section_of, written
 
 _HEAD = """# The file of a run
 
@@ -82,6 +82,19 @@ def documentation() -> str:
     return "\n".join([_HEAD, *(_of_section(title, section) for title, section in _sections(Config))])
 
 
+def options_table(options: type[Any], but: Container[str] = ()) -> str:
+    """Return the table of docs/reference.md that says what the fields of a dataclass of options do."""
+    shown = [each for each in fields(options) if each.name not in but]
+    columns = ["field", "default", "does", *(["costs"] if any(each.metadata["costs"] for each in shown) else [])]
+    rows = [[f"`{each.name}`", _default(each.default), each.metadata["text"], each.metadata["costs"]] for each in shown]
+    lines = (f"| {' | '.join(row[: len(columns)])} |" for row in [columns, *rows])
+    return "\n".join([next(lines), "|---" * len(columns) + "|", *lines])
+
+
+def _default(value: object) -> str:
+    return f"`mw.{type(value).__name__}()`" if is_dataclass(value) else f"`{value!r}`".replace("'", '"')
+
+
 def _sections(section: type[BaseModel], title: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     yield title, section
     for name, field in section.model_fields.items():
@@ -91,7 +104,8 @@ def _sections(section: type[BaseModel], title: str = "") -> Iterator[tuple[str, 
 
 
 def _of_section(title: str, section: type[BaseModel]) -> str:
-    own = inspect.get_annotations(section) if title != "[[data]]" else section.model_fields
+    shares = issubclass(section, SourceSection) and title != "[[data]]"
+    own = inspect.get_annotations(section) if shares else section.model_fields
     rows = [_row(name, field) for name, field in section.model_fields.items() if name in own]
     others = [f"`{name}`" for name in section.model_fields if name not in own]
     if others:

@@ -8,8 +8,6 @@ import torch
 
 from ..axes import Axes
 from ..blueprint import Blueprint
-from ..engine import Context, Savings
-from ..engine.validation import in_fp8, matching, patterns_of
 from ..errors import MeshError
 from ..log import logger
 from ..memory.budget import fits, too_large
@@ -17,14 +15,7 @@ from ..mesh import Mesh
 from ..optim import AdamW, Optimizer, check_blocks
 from ..plan import Figures, find, objections, reasons, work_of
 from ..plan.figures import COMPUTE
-from ..plan.wording import name_of
-from .config import Config, OptimSection, TrainSection
-
-_SAVINGS = ("recompute", "reshard", "offload", "compiled", "gather_once", "sum_once", "narrow_grads", "token_once")
-
-
-def savings_of(section: TrainSection) -> Savings:
-    return Savings(**section.model_dump(include={*_SAVINGS}))
+from .config import Config, OptimSection
 
 
 def optimizer_of(section: OptimSection) -> Optimizer:
@@ -37,8 +28,8 @@ def warn_of_memory(config: Config, mesh: Mesh) -> None:
     """Say before minutes of loading that a step will hardly fit. It is no refusal: what FSDP gathers is counted as if
     all of it were there at once. Nothing is said of what is not planned for: frozen parameters, compiled layers, or
     another dtype."""
-    train = config.train
-    if mesh.rank or train.compiled or patterns_of(train.train) != ["**"] or train.dtype != name_of(COMPUTE):
+    recipe = config.recipe
+    if mesh.rank or recipe.memory.compiled or patterns_of(recipe.train) != ["**"] or recipe.dtype != COMPUTE:
         return
     try:
         need = replace(layout_of(config), device=mesh.least_bytes).need
@@ -50,25 +41,19 @@ def warn_of_memory(config: Config, mesh: Mesh) -> None:
 
 def layout_of(config: Config) -> Figures:
     """Where its parameters lie and what a step sends. A mesh that cannot be is refused, with those that can."""
-    blueprint = laid_out(model_of(config), config)
+    blueprint = model_of(config)
     refused = objections_to(blueprint, config)
     if refused:
         raise MeshError(reasons(refused))
     check_state(blueprint, config)
     axes = Axes(**config.mesh.model_dump())
-    work, savings = work_of(axes, config.train.length, _num_batches(config) or 1), savings_of(config.train)
-    return Figures(config.model, blueprint, axes, work, savings=savings, optimizer=optimizer_of(config.optim))
+    work = work_of(axes, config.train.length, _num_batches(config) or 1)
+    return Figures(config.model, blueprint, axes, work, optimizer=optimizer_of(config.optim))
 
 
 def model_of(config: Config) -> Blueprint:
     """Return the model of a config, of which only the headers are read."""
-    return find(config.model, "lm", weights=False, say=logger.info, tower=config.train.tower)
-
-
-def laid_out(blueprint: Blueprint, config: Config) -> Blueprint:
-    blueprint = blueprint.run_by(config.pipeline.settings(), savings_of(config.train).traffic)
-    blueprint = blueprint.in_context(Context(**config.context.model_dump()))
-    return blueprint.in_fp8(in_fp8(config.train.fp8, config.train.fp8_skip, blueprint.table))
+    return find(config.model, config.recipe, weights=False, say=logger.info)
 
 
 def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
@@ -81,15 +66,8 @@ def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
 
 def check_state(blueprint: Blueprint, config: Config) -> None:
     """Refuse 8-bit optimizer state where a mesh cuts through its blocks."""
-    quantised = optimizer_of(config.optim).quantised(blueprint.table, trained_names(blueprint, config))
+    quantised = optimizer_of(config.optim).quantised(blueprint.table, blueprint.trained())
     check_blocks(blueprint.spec, Axes(**config.mesh.model_dump()), quantised, 'state_dtype = "bfloat16"')
-
-
-def trained_names(blueprint: Blueprint, config: Config) -> list[str]:
-    """Return the parameters that are trained. Refuse a pattern that names none."""
-    names = blueprint.table.params
-    trained = {name for each in patterns_of(config.train.train) for name in matching(each, names, "train")}
-    return [name for name in names if name in trained]
 
 
 def _num_batches(config: Config) -> int | None:

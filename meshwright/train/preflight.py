@@ -6,7 +6,6 @@ file, so that all are told at once with their lines.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,8 @@ from pathlib import Path
 from ..errors import MeshwrightError
 from ..weights import path_of
 from .config import Config, Place
-from .config_checks import sources_in
-from .config_model import check_state, laid_out, model_of, objections_to, trained_names
+from .config_checks import place_of, sources_in
+from .config_model import check_state, model_of, objections_to
 from .data_sources import RowReader, check_source_files, maker, model_directory, read_template
 from .metrics import missing_packages
 from .samples import prompts_of
@@ -29,33 +28,19 @@ def mistakes(config: Config) -> Mistakes:
     yield from _of_files(config)
     try:
         directory = model_directory(config.model)
-        model = model_of(config)
+        blueprint = model_of(config)
     except MeshwrightError as error:
-        yield ("model",), str(error)
+        yield place_of(str(error), config, ("model",)), str(error)
         return
     unreadable = [*_of_readers(config, directory)]
     yield from unreadable
     if not any(place[:2] == ("data", 0) for place, _ in unreadable):  # prompts are written as its rows are
         yield from _refused(("sample", "prompts"), partial(prompts_of, config.sample, config.data[0], directory))
-    try:
-        blueprint = laid_out(model, config)
-    except MeshwrightError as error:
-        yield ("train", "fp8_skip" if config.train.fp8_skip else "fp8"), str(error)
-        return
     refused = objections_to(blueprint, config)
-    yield from ((_place(text, config), text) for text in refused)
-    yield from _refused(("train", "train"), partial(trained_names, blueprint, config))
+    yield from ((place_of(text, config, ("mesh",)), text) for text in refused)
+    yield from _refused(("train", "train"), blueprint.trained)
     if not refused:
         yield from _refused(("optim", "state_dtype"), partial(check_state, blueprint, config))
-
-
-def _place(text: str, config: Config) -> Place:
-    """An objection begins with the name and value of a field, where it is of one field."""
-    word = re.match(r"(\w+)=", text)
-    for section in ("mesh", "context", "pipeline", "train") if word else ():
-        if word and word[1] in getattr(config, section).model_dump():
-            return section, word[1]
-    return ("mesh",)
 
 
 def _of_files(config: Config) -> Mistakes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..engine import Context, Engine, Model, StepRecord, check_export, export, load, losses
+from ..engine import Engine, Model, StepRecord, check_export, export, load, losses
 from ..errors import ConfigError
 from ..log import logger
 from ..mesh import Mesh
@@ -18,7 +18,7 @@ from ..plan.step_time import flops_of
 from ..weights import path_of
 from . import failure
 from .config import Config
-from .config_model import optimizer_of, savings_of, warn_of_memory
+from .config_model import optimizer_of, warn_of_memory
 from .data_sources import TrainingData, batches_of, held_out_of, model_directory, training_data
 from .lock import Lock, OutInUse, hold
 from .loop import EARLY, Habits, Loop, Speed
@@ -65,12 +65,7 @@ class Trainer:
             for line in each.left_out():
                 logger.warning("%s", line)
         prompts = prompts_of(config.sample, config.data[0], directory)
-        self.model = load(
-            config.model, mesh, dtype=getattr(torch, config.train.dtype), train=config.train.train,
-            tower=config.train.tower,
-            savings=savings_of(config.train), pipeline=config.pipeline.settings(),
-            context=Context(**config.context.model_dump()), fp8=config.train.fp8, fp8_skip=config.train.fp8_skip,
-        )  # fmt: skip
+        self.model = load(config.model, mesh, **vars(config.recipe))
         if config.save.export:
             check_export(self.model, self.out / EXPORT, overwrite=True)
         self.engine = _engine(config, self.model, self.data)

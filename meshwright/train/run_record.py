@@ -49,7 +49,7 @@ def _environment(model: Model) -> dict[str, Any]:
 def _layout(config: Config, model: Model) -> dict[str, Any]:
     axes, trained = model.mesh.axes, {*model.trained}
     work = work_of(axes, config.train.length, 1)
-    figures = Figures(config.model, model.blueprint, axes, work, savings=model.savings)
+    figures = Figures(config.model, model.blueprint, axes, work)
     groups = zip(alike(model.blueprint), parameter_lines(figures), strict=True)
     return {
         "model": str(model.config.get("model_type")),

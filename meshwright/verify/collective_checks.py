@@ -100,7 +100,7 @@ def watching_routes(run: Run) -> Iterator[None]:
     """Count how often each door of experts is passed, and to how many ranks its tokens must go."""
     doors = [found for part in run.model.parts for found in find_doors(part, Dispatch) if found[1].armed is not None]
     real = [door.armed or door.local for _, door in doors]
-    axes, once = run.model.mesh.axes, run.model.blueprint.spec.traffic.token_once
+    axes, once = run.model.mesh.axes, run.model.recipe.memory.token_once
 
     def counted(route: StartDispatch, name: str, door: Dispatch, *args: Tensor) -> PendingRows:
         for hop in hops(name, door.num_experts, axes, once):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from ..mesh import Mesh
 from ..ops import delta, loss
 from ..ops.part_sizes import shrunk_part_sizes
 from ..optim import AdamW, Optimizer
-from ..parallel import Savings
-from ..sharding import Context, Pipeline
+from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 from ..weights import whole_tensors
 from . import entropy, independent_checks
 from .diagnose.forward import scores_of, watched
@@ -57,30 +57,35 @@ class Trial:
     source: Path
     axes: Axes
     data: Data
-    head: str = "lm"
-    dtype: torch.dtype = torch.float64
+    recipe: Recipe = Recipe(dtype=torch.float64)
     steps: int = 3
-    savings: Savings = Savings()
-    pipeline: Pipeline = Pipeline()
     router_aux: str = "pooled"
-    context: Context = Context()
     keeps_all: bool = True  # gradients and weights of every step, for which a large model has no room
-    train: Sequence[str] = ("**",)  # patterns of what is trained
     draws: bool = False  # also new weights, which must not depend on the mesh
-    fp8: str | None = None  # products in 8 bits
-    fp8_skip: Sequence[str] = ()
     optimizer: Optimizer = AdamW()
     thorough: bool = True  # also a loss with entropy and exports, where they can be
     small_parts: int = 0  # on the ranks of the mesh, times the sizes of parts that cut a tiny model; 0: as in real runs
 
+    def with_options(self, **fields: Any) -> Trial:
+        """Return the same trial, run with other fields of its recipe."""
+        return replace(self, recipe=replace(self.recipe, **fields))
+
+    @property
+    def head(self) -> str:
+        return self.recipe.head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.recipe.dtype or torch.bfloat16
+
     @property
     def tolerance(self) -> Tolerance:
-        return (FP8_TOLERANCES if self.fp8 else TOLERANCES)[self.dtype]
+        return (FP8_TOLERANCES if self.recipe.fp8 else TOLERANCES)[self.dtype]
 
     @property
     def asks_products(self) -> bool:
         """Whether each product in 8 bits is held against its definition. In bfloat16 it is the kernel of the device."""
-        return self.fp8 is not None and self.dtype != torch.float32 and self.keeps_all
+        return self.recipe.fp8 is not None and self.dtype != torch.float32 and self.keeps_all
 
     @property
     def is_proof(self) -> bool:
@@ -106,31 +111,16 @@ class Trial:
         return squared_errors if self.head == "value" else losses.cross_entropy
 
     def engine(self, mesh: Mesh) -> Engine:
-        model = load(
-            self.source, mesh, head=self.head, dtype=self.dtype, train=self.train, savings=self.savings,
-            pipeline=self.pipeline, context=self.context, tower=self.data.vision is not None, fp8=self.fp8,
-            fp8_skip=self.fp8_skip,
-        )  # fmt: skip
         return Engine(
-            model, lr=lr_of_trial, loss=self.loss, optimizer=self.optimizer, max_norm=MAX_NORM,
-            router_aux=self.router_aux,
+            load(self.source, mesh, **vars(self.recipe)), lr=lr_of_trial, loss=self.loss, optimizer=self.optimizer,
+            max_norm=MAX_NORM, router_aux=self.router_aux,
         )  # fmt: skip
 
     def drawn(self, mesh: Mesh) -> dict[str, Tensor]:
         """New weights, on rank 0."""
         if not self.draws:
             return {}
-        model = init(
-            self.source,
-            mesh,
-            head=self.head,
-            dtype=self.dtype,
-            seed=5,
-            pipeline=self.pipeline,
-            context=self.context,
-            tower=self.data.vision is not None,
-        )
-        return gather(model)
+        return gather(init(self.source, mesh, seed=5, **vars(self.recipe.plain(train="**"))))
 
     def batches(self, model: Model, step: int) -> list[Batch]:
         return self.data(model.mesh.axes.data_rank(model.mesh.rank), step)
@@ -193,7 +183,10 @@ def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
 def refer(trial: Trial) -> Reference:
     """Run the trial on one process (call it in a world of one), as plainly as can be."""
     with other_chunks():
-        of_entropy, one = Notes(), replace(trial, savings=Savings(), pipeline=Pipeline(), context=Context())
+        of_entropy, one = (
+            Notes(),
+            trial.with_options(memory=MemoryOptions(), pipeline=Pipeline(), context=ContextParallel()),
+        )
         engine = one.engine(Mesh(device="cpu"))
         alone, prints = zip(*(_alone(engine.model, batch) for batch in trial.packed()), strict=True)
         sums, aux = _sums(trial, engine), _aux(trial, engine)

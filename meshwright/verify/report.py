@@ -12,17 +12,17 @@ from rich.text import Text
 
 from ..errors import counted
 from ..models import text_config
-from ..parallel import Savings
 from ..plan import Figures, objections, work_of
 from ..plan.html import Cell, details, flowing, page, section, table, tag, wrap
 from ..plan.page import heading, plan_of, verdict_box
+from ..recipe import MemoryOptions
 from ..sharding import ORDERS, ways
 from .collective_checks import same_kind
 from .exports import in_blocks
 from .planted_bugs import bug
 from .results import Finding, Margin
 from .run_oracles import ORACLES
-from .session import FULL, IN_BLOCKS, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, Plan, RunResult, savings_of
+from .session import FULL, IN_BLOCKS, RUN, SHRUNK, TRANSFORMERS, WEIGHTS, Plan, RunResult, memory_of
 
 ROWS = (RUN, *ORACLES)
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", TRANSFORMERS: "hf"}  # columns of the terminal
@@ -111,7 +111,7 @@ def _worst(parts: Sequence[RunResult]) -> str:
 
 
 def _title(model: str, plan: Plan) -> str:
-    schedule = f", schedule {plan.runs.spec.pipeline.schedule}" if plan.axes.pp > 1 else ""
+    schedule = f", schedule {plan.runs.recipe.pipeline.schedule}" if plan.axes.pp > 1 else ""
     way = ways(plan.runs.spec, plan.axes)
     return f"{model} on {plan.axes}{schedule}{way and f', {way}'}"
 
@@ -209,10 +209,10 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
 
 
 def _untried_options(plan: Plan) -> Iterator[str]:
-    plain, runs = asdict(Savings()), [asdict(savings_of(plan, dtype)) for dtype in plan.options.dtypes]
+    plain, runs = asdict(MemoryOptions()), [asdict(memory_of(plan, dtype)) for dtype in plan.options.dtypes]
     of_experts = () if plan.blueprint.balance.num_experts else ("token_once",)
     left = [name for name, value in plain.items() if all(run[name] == value for run in runs)]
-    yield f"{', '.join(name for name in left if name not in of_experts)} of mw.Savings (try --recompute full ...)"
+    yield f"{', '.join(name for name in left if name not in of_experts)} of mw.MemoryOptions (try --recompute full ...)"
     yield f"{'other options' if plan.options.state_dtype else 'state_dtype and other options'} of mw.load and mw.Engine"
 
 
@@ -244,7 +244,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield "the proof: that is float64, which --dtypes leaves out"
     if options.against != TRANSFORMERS:
         yield "M1 and R1, that one process agrees with transformers (--against none)"
-    elif options.head != "lm":
+    elif options.recipe.head != "lm":
         yield "the head beside transformers: M1 takes a language model"
     if plan.kind != FULL and options.state_dtype:
         yield "O1, the updates of a plain AdamW, which rounds no moments (--state-dtype)"
@@ -252,7 +252,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield f"exports in 8 bits (try {'--fp8' if in_blocks(plan.blueprint) else IN_BLOCKS})"
     if plan.kind == FULL:
         yield "gradients after the first step, weights before the last update, O1, H1, E2 and new weights (--full)"
-        yield from ["Q1, each product in 8 bits (--full)"] if options.fp8 else []
+        yield from ["Q1, each product in 8 bits (--full)"] if options.recipe.fp8 else []
         yield "these weights beside transformers: M1 takes a small random model of the family"
 
 
@@ -267,13 +267,13 @@ def _untried_experts(plan: Plan) -> Iterator[str]:
 
 
 def _untried_schedules(plan: Plan) -> Iterator[str]:
-    pipeline = plan.runs.spec.pipeline
+    pipeline = plan.runs.recipe.pipeline
     if plan.axes.pp == 1:
         return
     others = [name for name in ORDERS if name != pipeline.schedule]
     yield f"the schedules {' and '.join(others)} (--schedule)"
-    if pipeline.ends != plan.options.pipeline.ends:
-        yield f"stages that end after {plan.options.pipeline.ends} layers: the small model is not so deep (try --full)"
+    if pipeline.ends != (ends := plan.options.recipe.pipeline.ends):
+        yield f"stages that end after {ends} layers: the small model is not so deep (try --full)"
 
 
 def cell(part: RunResult, row: str) -> str:
@@ -301,9 +301,9 @@ def report_json(model: str, plan: Plan, parts: Sequence[RunResult], origin: Mapp
         "model": model,
         "mesh": str(plan.axes),
         "ranks": plan.axes.world,
-        "pipeline": asdict(plan.runs.spec.pipeline) if plan.axes.pp > 1 else None,
+        "pipeline": asdict(plan.runs.recipe.pipeline) if plan.axes.pp > 1 else None,
         "context": ways(plan.runs.spec, plan.axes),
-        "head": plan.options.head,
+        "head": plan.options.recipe.head,
         "ok": not any(part.findings for part in parts),
         "planted": plan.options.plant,
         "shrunk": shrunk(plan),
@@ -333,7 +333,7 @@ _MOST_FINDINGS = 50
 
 def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> str:
     work = work_of(plan.axes, None, plan.num_batches if plan.axes.pp > 1 else 1)
-    figures = Figures(plan.model, plan.blueprint, plan.axes, work, head=plan.options.head)
+    figures = Figures(plan.model, plan.blueprint, plan.axes, work)
     title = f"{figures.name} on {figures.axes}"
     return page(title, origin, heading("verify", figures), results(plan, parts), plan_of(figures))
 

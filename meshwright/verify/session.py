@@ -16,19 +16,17 @@ import torch
 import torch.distributed as dist
 
 from ..axes import Axes
-from ..blueprint import Blueprint, draw
+from ..blueprint import Blueprint
 from ..engine import export, init, load
-from ..engine.validation import in_fp8
-from ..errors import ConfigError, MeshError, RankError, counted
+from ..errors import ConfigError, RankError, counted
 from ..log import quiet
 from ..mesh import Mesh
 from ..models import text_config
 from ..ops.fp8_matmul import BLOCK
 from ..optim import AdamW
 from ..optim.int8_state import BLOCK as STATE_BLOCK
-from ..parallel import Savings
-from ..plan import TINY, Say, check_devices, check_layout, check_memory, find, reasons, undivided
-from ..sharding import Context, Pipeline
+from ..plan import TINY, Say, check_devices, check_layout, check_memory, find
+from ..recipe import MemoryOptions, Recipe
 from ..weights import of_table
 from .collective_checks import silent
 from .fp8_cost import price
@@ -61,7 +59,7 @@ FP8 = "fp8"  # the run that says what products in 8 bits cost
 class Options:
     """What of a model is to be tried, and how."""
 
-    head: str = "lm"
+    recipe: Recipe = Recipe()
     dtypes: Sequence[str] = tuple(DTYPES)
     kind: str = SHRUNK  # or FULL, or WEIGHTS
     device: str = "cpu"
@@ -69,12 +67,6 @@ class Options:
     against: str = TRANSFORMERS  # or "none"
     seed: int = 0  # of weights and data
     plant: str = ""  # a bug in the ranks of the mesh, to see it found
-    pipeline: Pipeline = Pipeline()
-    context: Context = Context()
-    tower: bool = False  # of a model that sees, with pictures
-    fp8: str | None = None  # as `mw.load` takes it
-    fp8_skip: Sequence[str] = ()
-    savings: Savings = Savings()
     state_dtype: torch.dtype | None = None  # of moments
 
     def __post_init__(self) -> None:
@@ -132,11 +124,8 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     check_devices(axes, options.device, model)
     if options.plant:
         check_felt(options.plant, axes, training=options.kind != WEIGHTS)
-    runs = blueprint = _found(model, options, weights=False, say=say)
-    optimizer = AdamW(state_dtype=options.state_dtype)
-    check_layout(blueprint, axes, 2 * axes.pp, optimizer)
-    if refused := undivided(options.savings, asdict(axes)):
-        raise MeshError(reasons(refused))
+    runs = blueprint = find(model, options.recipe, weights=False, say=say)
+    check_layout(blueprint, axes, 2 * axes.pp, AdamW(state_dtype=options.state_dtype))
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
@@ -146,35 +135,32 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
         raise ConfigError(f"{model} has no matrix whose moments would be in 8 bits; try {IN_BLOCKS}")
     check_memory(runs, axes, widest, options.device, model, training=training)
     if options.kind != SHRUNK:  # not before: it may fetch many gigabytes
-        runs = blueprint = _found(model, options, weights=True, say=say)
+        runs = blueprint = find(model, options.recipe, weights=True, say=say)
     return Plan(model, blueprint, runs, axes, options)
-
-
-def _found(model: str, options: Options, *, weights: bool, say: Say) -> Blueprint:
-    found = find(model, options.head, weights=weights, say=say, tower=options.tower).run_by(options.pipeline)
-    return _in_fp8(found.in_context(options.context), options)
-
-
-def _in_fp8(blueprint: Blueprint, options: Options) -> Blueprint:
-    return blueprint.in_fp8(in_fp8(options.fp8, options.fp8_skip, blueprint.table))
 
 
 def _small(of_all: Blueprint, axes: Axes, options: Options) -> Blueprint:
     """Of odd width, where the family can be: some want their heads to divide it, and kernels of devices 16 bytes. Its
     stages end elsewhere than those of a deep model."""
-    pipeline = replace(options.pipeline, ends=None)
-    num_stages = axes.pp * pipeline.stages if axes.pp > 1 else 1
-
-    def laid_out(blueprint: Blueprint) -> Blueprint:
-        placed, low = blueprint.run_by(pipeline).in_context(options.context), of_all.spec.fp8
-        return placed.in_fp8(name for name in placed.table.params if name in low)  # it lacks some layers
-
-    block = BLOCK if options.fp8 else STATE_BLOCK if options.state_dtype == torch.uint8 else 0
+    stages = of_all.recipe.pipeline.stages
+    num_stages = axes.pp * stages if axes.pp > 1 else 1
+    block = BLOCK if options.recipe.fp8 else STATE_BLOCK if options.state_dtype == torch.uint8 else 0
     small = partial(shrink, of_all.config, axes.tp, num_stages=num_stages, block=block)
     if options.device == "cpu" and not block:
         with contextlib.suppress(ConfigError):
-            return laid_out(draw(small(width=ODD), head=options.head, tower=options.tower))
-    return laid_out(draw(small(), head=options.head, tower=options.tower))
+            return _in_place_of(of_all, small(width=ODD))
+    return _in_place_of(of_all, small())
+
+
+def _in_place_of(of_all: Blueprint, config: Mapping[str, Any]) -> Blueprint:
+    """Run a small model as the large one is run. It lacks layers, which patterns and `ends` may name."""
+    pipeline = replace(of_all.recipe.pipeline, ends=None)
+    small = Blueprint.of(config, None, replace(of_all.recipe, pipeline=pipeline, fp8=None, fp8_skip=()))
+    if not of_all.spec.fp8:
+        return small
+    low = of_all.spec.fp8 & small.table.params.keys()
+    out = [param.name for param in small.table if param.low and param.name not in low]
+    return Blueprint.of(config, None, replace(small.recipe, fp8="block", fp8_skip=out))
 
 
 def inspect(plan: Plan, say: Say) -> list[RunResult]:
@@ -184,7 +170,7 @@ def inspect(plan: Plan, say: Say) -> list[RunResult]:
     with quiet(), tempfile.TemporaryDirectory() as folder:
         source = make_source(plan, Path(folder), say)
         runs = [_run(plan, dtype, source, Path(folder), say) for dtype in plan.options.dtypes]
-        runs += [_price(plan, source, say)] if plan.options.fp8 and plan.kind == FULL else []
+        runs += [_price(plan, source, say)] if plan.options.recipe.fp8 and plan.kind == FULL else []
         return runs + ([_against(plan, Path(folder), say)] if plan.options.against == TRANSFORMERS else [])
 
 
@@ -192,7 +178,7 @@ def _price(plan: Plan, source: Path, say: Say) -> RunResult:
     began, low = time.monotonic(), trial_of(plan, "bfloat16", source)
     say("fp8: one process beside itself in bfloat16")
     try:
-        notes, told = run_ranks(1, price, replace(low, fp8=None, fp8_skip=()), low, seconds=plan.options.seconds)[0]
+        notes, told = run_ranks(1, price, low.with_options(fp8=None, fp8_skip=()), low, seconds=plan.options.seconds)[0]
     except RankError as error:
         return RunResult(FP8, time.monotonic() - began, [_stopped(1, error)], ("P1",), ended=())
     return RunResult(FP8, time.monotonic() - began, notes.findings, ("P1",), told, notes.margins)
@@ -238,20 +224,21 @@ def make_source(plan: Plan, folder: Path, say: Say) -> Path:
 def trial_of(plan: Plan, dtype: str, source: Path) -> Trial:
     share = plan.axes.tp * plan.axes.cp
     length, few, long = (-(-n // share) * share for n in (LENGTH, FEW, LONG))  # a batch divides into shares
-    head, small = plan.options.head, plan.kind == SHRUNK
+    head, small = plan.runs.head, plan.kind == SHRUNK
     special = (few, long) if small else (0, 0)
-    pp, pipeline = plan.axes.pp, plan.runs.spec.pipeline
-    groups = pp if pipeline.stages > 1 else 1  # interleaved stages take micro-batches by pp
+    pp = plan.axes.pp
+    groups = pp if plan.runs.recipe.pipeline.stages > 1 else 1  # interleaved stages take micro-batches by pp
     data = Data(
         plan.num_batches, length, plan.runs.vocab, head == "value", *special, seed=plan.options.seed,
         num_special=groups, vision=vision_of(plan.runs),
     )  # fmt: skip
+    recipe = replace(
+        plan.runs.recipe, dtype=DTYPES[dtype], memory=memory_of(plan, dtype),
+        train="**" if small else trainable(plan.blueprint),
+    )  # fmt: skip
     return Trial(
-        source, plan.axes, data, head, DTYPES[dtype], steps=_STEPS[dtype], pipeline=pipeline,
-        savings=savings_of(plan, dtype), context=plan.options.context,
-        router_aux="previous" if pp > 1 else "pooled", keeps_all=small, draws=small, fp8=plan.options.fp8,
-        fp8_skip=plan.runs.spec.fp8_left_out, optimizer=AdamW(state_dtype=plan.options.state_dtype),
-        train=("**",) if small else trainable(plan.blueprint),
+        source, plan.axes, data, recipe, steps=_STEPS[dtype], router_aux="previous" if pp > 1 else "pooled",
+        keeps_all=small, draws=small, optimizer=AdamW(state_dtype=plan.options.state_dtype),
         small_parts=_small_parts(plan, dtype) if small else 0,
     )  # fmt: skip
 
@@ -262,11 +249,11 @@ def _small_parts(plan: Plan, dtype: str) -> int:
     return 0 if dtype == "float32" else max(1, num // _TINY)
 
 
-def savings_of(plan: Plan, dtype: str) -> Savings:
+def memory_of(plan: Plan, dtype: str) -> MemoryOptions:
     """Return the options of a run. Where none are given, float32 tries two that change what a step does."""
-    if plan.options.savings == Savings() and dtype == "float32" and plan.kind == SHRUNK:
-        return Savings(recompute="selective", sum_once=True)
-    return plan.options.savings
+    if plan.options.recipe.memory == MemoryOptions() and dtype == "float32" and plan.kind == SHRUNK:
+        return MemoryOptions(recompute="selective", sum_once=True)
+    return plan.options.recipe.memory
 
 
 def trainable(blueprint: Blueprint) -> Sequence[str]:
@@ -300,8 +287,8 @@ def _run(plan: Plan, dtype: str, source: Path, folder: Path, say: Say) -> RunRes
 
 
 def given_to(trial: Trial) -> str:
-    """Return the options that differ from the defaults, as `mw.Savings` and `mw.Engine` take them."""
-    given, plain = asdict(trial.savings), asdict(Savings())
+    """Return the options that differ from the defaults, as `mw.MemoryOptions` and `mw.Engine` take them."""
+    given, plain = asdict(trial.recipe.memory), asdict(MemoryOptions())
     texts = [f"{name}={value!r}" for name, value in given.items() if value != plain[name]]
     state = trial.optimizer.state_dtype
     return ", ".join([*texts, *([f"state_dtype={state}"] if state else [])])
@@ -364,13 +351,11 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
 
 def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
     wide = "F64" in {key.dtype for key in plan.blueprint.keymap.keys.values()}
-    mesh, train = mesh_of(plan), trainable(plan.blueprint)
+    dtype, train, mesh = torch.float64 if wide else None, trainable(plan.blueprint), mesh_of(plan)
+    recipe = plan.options.recipe.plain(dtype=dtype, train=train)
     _plant(plan)
     with Recorder() as recorder:
-        model = load(
-            plan.directory, mesh, head=plan.options.head, dtype=torch.float64 if wide else None,
-            pipeline=plan.options.pipeline, context=plan.options.context, tower=plan.options.tower, train=train,
-        )  # fmt: skip
+        model = load(plan.directory, mesh, **vars(recipe))
     return [*silent(recorder.seen), *strange_weights(model)], check_weights(model)
 
 
@@ -381,7 +366,7 @@ def _make(plan: Plan, at: Path) -> None:
 
 def _make_peers(config: Mapping[str, Any], tower: bool, folder: Path, seed: int) -> tuple[list[str], Vision | None]:
     """In every layout that files of experts have; first in the one that transformers' parameters have."""
-    blueprint = draw(config, tower=tower)
+    blueprint = Blueprint.of(config, None, Recipe(tower=tower))
     layouts = sorted(blueprint.table.groups.get("experts", ["fused"]), key=lambda name: name != "fused")
     for layout in layouts:
         _write(folder / layout, blueprint, {"experts": layout}, torch.float32, seed)

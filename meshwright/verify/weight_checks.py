@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..engine import Model
-from ..engine.validation import matching
 from ..errors import LoadError, StateError
 from ..log import Advance, progress
 from ..ops.part_sizes import part_size
+from ..recipe import matching
 from ..sharding import Block, Box
 from ..weights import Source, chosen
 from .results import Finding
@@ -100,7 +100,7 @@ def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck
 def _chosen_names(model: Model, patterns: Sequence[str]) -> list[str]:
     if model.keymap.source is None:
         raise StateError("the model was made by mw.init: there are no files to compare its weights with")
-    chosen_ones = {name for pattern in patterns for name in matching(pattern, model.table.params, "only")}
+    chosen_ones = {*matching(patterns, model.table.params, "only")}
     return [name for name in model.pieces if name in chosen_ones]
 
 

@@ -5,7 +5,8 @@ from functools import cache
 import torch
 
 from meshwright.models import describe
-from meshwright.sharding import Layout, Param, Pipeline, Rules, ShardingSpec, Table
+from meshwright.recipe import Pipeline, Recipe
+from meshwright.sharding import Layout, Param, Rules, ShardingSpec, Table
 from tests.tiny import ODD
 
 TINY = sorted(ODD)
@@ -22,7 +23,7 @@ def spec_of(table: Table, pp: int) -> ShardingSpec:
     more = {f"more.{i}": Param({"embed": 3}, {}, (), name=f"more.{i}", layer=i) for i in range(own, max(own, pp, 1))}
     num, whole = max(own, pp, 1), Table({**table.params, **more}, table.carried)
     ends = tuple(-(-num * (stage + 1) // pp) for stage in range(pp))
-    return ShardingSpec(whole, Rules(), pipeline=Pipeline(ends=ends))
+    return ShardingSpec(whole, Rules(), recipe=Recipe(pipeline=Pipeline(ends=ends)))
 
 
 def choices_of(table: Table) -> list[dict[str, str]]:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from meshwright.axes import Axes
 from meshwright.errors import LayoutError, MeshError
 from meshwright.models import describe
+from meshwright.recipe import Pipeline, Recipe
 from meshwright.sharding import (
     Param,
-    Pipeline,
     Rules,
     ShardingSpec,
     Table,
@@ -179,7 +179,7 @@ def test_a_layer_is_on_one_rank(name, pipeline):
     """Whatever stages are made of it, and all ranks hold some layers."""
     table = describe({**ODD[name], "num_hidden_layers": 8, "layer_types": None}, "model.", "lm")[1]
     for pp in (1, 2, 3, 4):
-        spec, axes = ShardingSpec(table, Rules(), pipeline=pipeline), Axes(pp=pp)
+        spec, axes = ShardingSpec(table, Rules(), recipe=Recipe(pipeline=pipeline)), Axes(pp=pp)
         if pipeline.schedule == "v" and pp > 1 and ODD[name]["tie_word_embeddings"]:
             with pytest.raises(MeshError, match="tied"):
                 spec.line(pp)

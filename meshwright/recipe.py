@@ -1,0 +1,290 @@
+"""How a model is run: one frozen value, from Python, from a run file or from the command line.
+
+Each option is a field that is declared once, here. Its metadata makes the argument of `mw.load`, the field of a run
+file, the flag of `plan` and `verify`, and the row of docs/reference.md. Nothing here imports torch, so that `--help`
+answers at once.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from .errors import ConfigError, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+RECOMPUTE = ("none", "selective", "full")
+LATE = ("zero-bubble", "v")  # schedules that delay the gradients of weights
+SCHEDULES = ("1f1b", *LATE)
+
+
+_MARKS = {"costs": "", "choices": (), "number": "", "command": True, "fixed": False}
+
+
+def option(default: Any, text: str, **marks: Any) -> Any:
+    """Declare an option. The first sentence of `text` is what --help says.
+
+    `marks`: `costs`, for the reference. `choices`, of texts. `number`, the flag that takes the number of a field that
+    is True, False or a number. `command`: whether `plan` and `verify` take it. `fixed`: a resumed run must have the
+    value that it began with.
+    """
+    assert marks.keys() <= _MARKS.keys(), f"there are no marks {marks.keys() - _MARKS.keys()}"
+    return field(default=default, metadata={**_MARKS, "text": text, **marks})
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Options that trade memory, communication and compute. Results differ by rounding only."""
+
+    recompute: str = option(
+        "none", 'What backward recomputes instead of storing it (activation checkpointing): "selective" norms, '
+        'rotations, gates and the delta rule, "full" whole layers, which keep only their `[T, D]` input.',
+        costs='"selective": passes over activations. "full": a third more matmul work; the forward collectives once '
+        "more, except for the last of each layer", choices=RECOMPUTE,
+    )  # fmt: skip
+    reshard: bool = option(
+        True, "Free gathered parameters after forward and gather them again for backward. False saves that all-gather.",
+        costs="False: the whole model stays gathered in the compute dtype from forward to backward", command=False,
+    )  # fmt: skip
+    offload: bool = option(
+        False, "Keep parameters, gradients and optimizer state in host memory, where AdamW then runs.",
+        costs="copies to and from the device. Float32 parameters (`A_log` and others, small) stay on the device; with "
+        "`replicate`, gradients too until the last micro-batch",
+    )  # fmt: skip
+    compiled: bool = option(
+        False, "Run torch.compile over each layer, which takes minutes in the first step. It fuses norms, gates and "
+        "rotations.",
+        costs="compilation, again for every other number of tokens: pack to one length. Attention, delta rule, router "
+        "and experts (shared ones too) are not compiled", command=False,
+    )  # fmt: skip
+    gather_once: bool = option(
+        False, "All-gather parameters once a step, not in each micro-batch.",
+        costs="the whole model stays gathered in the compute dtype through the step",
+    )  # fmt: skip
+    sum_once: bool = option(
+        False, "Reduce-scatter gradients once a step, not after each micro-batch (like `no_sync` of DDP and FSDP).",
+        costs="unsharded gradients of the whole model, in the dtype of the reduction (float32)",
+    )  # fmt: skip
+    narrow_grads: bool = option(
+        False, "Send gradients to their shards in the compute dtype, by an all-to-all, and sum them there in float32. "
+        "That is half the bytes in bfloat16, without rounding partial sums.",
+        costs="send and receive buffers for one unit. Keep shards inside one node: between nodes an all-to-all "
+        "carries more than a ring, [a plan](plan.md) says how much. Replicas are summed in float32 as usual. Where a "
+        "pipeline accumulates gradients until the end of a step (`Pipeline(hold=)`), they are sent once, in float32",
+    )  # fmt: skip
+    token_once: bool | int = option(
+        False, "Under ep, send a token once to each rank that holds some of its experts, not once to each of these "
+        "experts. A number N makes N consecutive ep ranks a node: a token goes once to each node, and from there once "
+        "to each rank.",
+        costs="expert ids and weights travel with the rows; sorting. In bfloat16 sums are rounded once per rank, not "
+        "once per expert, and once more per node. With nodes the host synchronizes with the device twice a layer, "
+        'and `recompute="selective"` also keeps the rows that arrived at the node. The number of rows in '
+        "[the bill](plan.md) is an expectation, because the router decides", number="token_once_a_node",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if type(self.token_once) is not bool and (type(self.token_once) is not int or self.token_once < 1):
+            raise ConfigError(
+                f"token_once={self.token_once!r} is not a number of ranks; give True, or how many ranks a node has"
+            )
+        if self.recompute not in RECOMPUTE:
+            raise ConfigError(f"recompute={self.recompute!r} is unknown; choose from {', '.join(RECOMPUTE)}")
+        once = "gather_once" if self.gather_once else "sum_once" if self.sum_once else ""
+        if self.offload and once:
+            raise ConfigError(
+                f"offload=True takes parameters and gradients off the device, where {once}=True keeps those of the "
+                "whole model; choose one of them"
+            )
+        if self.sum_once and self.narrow_grads:
+            raise ConfigError(
+                "sum_once=True adds gradients up in float32 before it sends them, and narrow_grads=True sends them as "
+                "narrow as matmuls produce them; choose one of them"
+            )
+        if self.compiled and self.recompute == "selective":
+            raise ConfigError(
+                'recompute="selective" chooses among the operations of a layer, which compiled=True fuses; '
+                'choose recompute="full" or "none", or compiled=False'
+            )
+
+    @property
+    def gathers_wide(self) -> bool:
+        """Whether FSDP gathers the values of what matmuls take in 8 bits: from host memory, because the hooks that
+        quantise are lost in the copy on the device, and for compiled layers, whose graphs the hooks would split."""
+        return self.offload or self.compiled
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a run uses its pipeline stages. It has no effect with pp=1."""
+
+    schedule: str = option(
+        "1f1b", "The pipeline schedule. 1f1b alternates forward and backward passes; zero-bubble splits backward in "
+        "two and fills the bubble with weight gradients (arXiv 2401.10241); v does so with two stages per rank, placed "
+        "there and back: it has the smallest bubble, and every rank keeps equally many activations.", choices=SCHEDULES,
+    )  # fmt: skip
+    stages: int = option(
+        1, "Stages per rank (interleaving); v has 2. More than one makes the bubble smaller, sends more often, and "
+        "keeps more activations. With the other schedules the micro-batches of a step must then be a multiple of pp.",
+    )  # fmt: skip
+    ends: tuple[int, ...] | None = option(
+        None, "After how many layers each stage ends; the last ends after all of them. By default stages have about "
+        "equal cost, measured by the parameters a token is multiplied with, head included.",
+    )  # fmt: skip
+    hold: bool | None = option(
+        None, "Gather parameters and reduce gradients once a step, not in each micro-batch. It keeps the gathered "
+        "stages and their unsharded gradients in memory. By default where both fit into a third of the memory, and "
+        "with zero-bubble and v, which need it.",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        hold: object = self.hold
+        if type(self.schedule) is not str or self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule={self.schedule!r} is unknown; choose from {', '.join(SCHEDULES)}")
+        if self.schedule == "v" and self.stages == 1:
+            object.__setattr__(self, "stages", 2)
+        if type(self.stages) is not int or self.stages < 1:
+            raise ConfigError(f"stages={self.stages!r} must be a number of stages a rank, 1 or more")
+        if hold not in (True, False, None) or type(hold) is int:
+            raise ConfigError(f"hold={hold!r} must be True, False or None (where there is room)")
+        self._check_ends(self.ends)
+
+    def _check_ends(self, ends: object) -> None:
+        if ends is None:
+            return
+        if not isinstance(ends, list | tuple) or not all(type(end) is int for end in ends):
+            raise ConfigError(f"ends={ends!r} must be a list of layer counts after which the stages end")
+        object.__setattr__(self, "ends", tuple(ends))
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How mixers see the tokens of other cp ranks. Results differ by rounding only."""
+
+    attention: int | None = option(
+        None, "How many consecutive cp ranks exchange tokens for heads (Ulysses all-to-all, arXiv 2309.14509). Over "
+        "the remaining factor keys and values are all-gathered: cp is all-to-all only, 1 all-gather only. By default "
+        "the largest number that divides cp and the heads of a tp rank.",
+    )  # fmt: skip
+    delta: int | None = option(
+        None, "How many consecutive cp ranks exchange tokens for heads of the gated delta net, which passes its state "
+        "over the remaining factor. By default cp if it divides the key heads of a tp rank, else 1.",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size is not None and (type(size) is not int or size < 1):
+                raise LayoutError(
+                    f"{name}={size!r} of mw.ContextParallel is not a number of ranks; give 1 or more, or None"
+                )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is run: what `mw.load` takes beside the model and the mesh."""
+
+    head: str = option(
+        "lm", 'Which head is trained: "lm" the vocabulary; "value" one score per token, or one per label of a '
+        'classifier, from `score.weight` and `score.bias`; a language model gets a new head; "none" no head.',
+        choices=("lm", "value"),
+    )  # fmt: skip
+    dtype: "torch.dtype | None" = option(  # noqa: RUF009 - it makes a field
+        None, "The compute dtype: `torch.bfloat16` (also None), `torch.float32`, `torch.float64`.", command=False,
+    )  # fmt: skip
+    train: str | Sequence[str] = option(
+        "**", "Patterns of the parameters that are trained; all others are frozen.", command=False, fixed=True,
+    )  # fmt: skip
+    tower: bool = option(
+        False, "Train the vision encoder too, as `train` says; batches may then hold pictures and videos. Otherwise "
+        "its weights are kept unchanged.", fixed=True,
+    )  # fmt: skip
+    memory: MemoryOptions = option(MemoryOptions(), "Memory and communication options: `mw.MemoryOptions`.")
+    pipeline: Pipeline = option(
+        Pipeline(), "Stages and schedule, where the mesh has pp: `mw.Pipeline`.",
+    )  # fmt: skip
+    context: ContextParallel = option(
+        ContextParallel(), "How mixers exchange tokens over cp: `mw.ContextParallel`.",
+    )  # fmt: skip
+    fp8: str | None = option(
+        None, 'Compute matmuls in FP8, with one scale per block of 128 ("block").',
+        choices=("block",),
+    )  # fmt: skip
+    fp8_skip: str | Sequence[str] = option((), "Patterns of the parameters whose matmuls stay in `dtype`.")
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (
+            ("memory", MemoryOptions, "recompute='full'"), ("pipeline", Pipeline, "stages=2"),
+            ("context", ContextParallel, "attention=1"),
+        ):  # fmt: skip
+            value = vars(self)[name]
+            if not isinstance(value, kind):
+                whole = f"mw.{kind.__name__}"
+                raise ConfigError(f"{name}={value!r} must be {whole}(...), such as {whole}({example})")
+        if not isinstance(self.tower, bool):
+            raise ConfigError(f"tower={self.tower!r} must be True or False")
+        if self.fp8 not in (None, "block"):
+            raise ConfigError(
+                f"fp8={self.fp8!r:.80} is unknown; give fp8='block', or leave it out for matmuls in dtype="
+            )
+        patterns_of(self.train, "train")
+        if patterns_of(self.fp8_skip, "fp8_skip") and self.fp8 is None:
+            raise ConfigError(
+                f"fp8_skip={self.fp8_skip!r} skips nothing without fp8='block'; give both, or leave it out"
+            )
+
+    def plain(self, **fields: Any) -> "Recipe":
+        """Return a recipe that lays the same model out in the same way, with no option for memory or speed."""
+        return replace(self, memory=MemoryOptions(), fp8=None, fp8_skip=(), **fields)
+
+    def check_schedule(self) -> None:
+        """Refuse what does not go with a schedule that delays the gradients of weights."""
+        pipeline = self.pipeline
+        if pipeline.schedule not in LATE:
+            return
+        if self.memory.compiled:
+            raise ConfigError(
+                f"schedule={pipeline.schedule!r} cuts backward in two, and a compiled layer has one that cannot be "
+                "cut; choose schedule='1f1b' or compiled=False"
+            )
+        if pipeline.hold is False:
+            raise ConfigError(
+                f"schedule={pipeline.schedule!r} with hold=False: delayed gradients would be summed for each "
+                "micro-batch alone; leave hold out, or choose schedule='1f1b'"
+            )
+
+
+class RecipeFields(TypedDict, total=False):
+    """The fields of `Recipe` as keyword arguments, for type checkers; a test holds the two together."""
+
+    head: str
+    dtype: "torch.dtype | None"
+    train: str | Sequence[str]
+    tower: bool
+    memory: MemoryOptions
+    pipeline: Pipeline
+    context: ContextParallel
+    fp8: str | None
+    fp8_skip: str | Sequence[str]
+
+
+def patterns_of(given: object, argument: str = "train") -> list[str]:
+    """Return the patterns of names that a caller gave, one or several, as a list."""
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(f"{argument}={given!r} must be a pattern of names, or a list of them, such as 'layers.*'")
+    return list(patterns)
+
+
+def matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> list[str]:
+    """Return the names that match a pattern, in their order. Refuse a pattern that matches none."""
+    names, found = list(names), set[str]()
+    for pattern in patterns:
+        matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            raise ConfigError(
+                f"{argument}={pattern!r} matches no parameter; names are like {names[0]}, and model.trainable of a "
+                "model that is loaded without train= lists them"
+            )
+        found |= matched
+    return [name for name in names if name in found]

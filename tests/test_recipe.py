@@ -1,0 +1,122 @@
+"""An option is declared once: in Python, in a run file, on the command line and in the docs it is the same field."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli.options import add_fields, add_recipe, check_axes, flag_of, recipe_of
+from meshwright.errors import ConfigError
+from meshwright.recipe import SCHEDULES, ContextParallel, MemoryOptions, Pipeline, Recipe, RecipeFields, option
+from meshwright.sharding import ORDERS
+from meshwright.train.config import Config, TrainSection, made_of
+from meshwright.train.config_docs import options_table
+
+PACKAGE = Path(mw.__file__).parent
+WORK = ("sharding", "parallel", "memory", "plan", "ops")  # the rooms that do what an option says, and that price it
+
+
+@dataclass(frozen=True)
+class More(MemoryOptions):
+    double_buffer: bool = option(False, "Keep two buffers. It hides copies.", costs="a buffer")
+
+
+def test_one_declaration_makes_the_rest() -> None:
+    """A boolean is added in one file, and its work in another: the docs follow by a command."""
+    parser = argparse.ArgumentParser()
+    add_fields(parser, More)
+    assert vars(parser.parse_args(["--double-buffer"]))["double_buffer"] is True
+    assert vars(parser.parse_args([]))["double_buffer"] is None
+    assert "keep two buffers\n" in parser.format_help()
+    section = made_of(More)(double_buffer=True)
+    assert More(**section.model_dump()) == More(double_buffer=True)
+    assert (
+        section.model_json_schema()["properties"]["double_buffer"]["description"]
+        == "Keep two buffers. It hides copies."
+    )
+    assert "| `double_buffer` | `False` | Keep two buffers. It hides copies. | a buffer |" in options_table(More)
+    assert Recipe(memory=More(double_buffer=True)).memory != Recipe(memory=More()).memory
+
+
+def test_no_second_list() -> None:
+    """Beside the rooms that do its work, at most three modules name an option: checks and advice about it."""
+    named = defaultdict[str, set[str]](set)
+    names = {each.name for each in fields(MemoryOptions)}
+    for path in PACKAGE.rglob("*.py"):
+        at = path.relative_to(PACKAGE)
+        for node in ast.walk(ast.parse(path.read_text())) if at.parts[0] not in (*WORK, "recipe.py") else ():
+            for name in names & words_of(node):
+                named[name].add(str(at))
+    assert all(len(modules) <= 3 for modules in named.values()), dict(named)
+
+
+def words_of(node: ast.AST) -> set[Any]:
+    """Return the names that a node spells: an attribute, an argument, a text."""
+    words = {value for name, value in ast.iter_fields(node) if name in ("id", "attr", "arg")}
+    return words | {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else words
+
+
+def test_lists_that_a_type_checker_or_a_lower_room_needs_agree() -> None:
+    assert [*RecipeFields.__annotations__] == [each.name for each in fields(Recipe)]
+    assert tuple(ORDERS) == SCHEDULES
+
+
+GIVEN = {
+    "": Recipe(),
+    "--head value --tower --fp8 --fp8-skip *.q.weight,head.*": Recipe(
+        head="value", tower=True, fp8="block", fp8_skip=("*.q.weight", "head.*")
+    ),
+    "--recompute full --offload --token-once": Recipe(memory=MemoryOptions("full", offload=True, token_once=True)),
+    "--token-once-a-node 8 --narrow-grads": Recipe(memory=MemoryOptions(token_once=8, narrow_grads=True)),
+    "--schedule v --ends 3,7 --no-hold": Recipe(pipeline=Pipeline("v", 2, (3, 7), hold=False)),
+    "--context attention=1,delta=2": Recipe(context=ContextParallel(1, 2)),
+}
+
+
+@pytest.mark.parametrize("line", GIVEN)
+def test_the_command_line_makes_a_recipe(line: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe(parser)
+    assert recipe_of(vars(parser.parse_args(line.split()))) == GIVEN[line]
+
+
+@pytest.mark.parametrize(
+    ("line", "axis"), [("--stages 1", "pp=2"), ("--no-hold", "pp=2"), ("--context delta=1", "cp=2")]
+)
+def test_an_option_of_an_axis_that_is_missing_is_refused(line: str, axis: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe(parser)
+    options = vars(parser.parse_args(line.split()))
+    check_axes(options, {"pp": 2, "cp": 2})
+    with pytest.raises(ConfigError, match=f"{line.split()[0].replace('no-', '')}.*{axis} or more"):
+        check_axes(options, {"fsdp": 2})
+
+
+def test_a_run_file_makes_a_recipe(tmp_path: Path) -> None:
+    def recipe(**sections: Any) -> Recipe:
+        given = {"model": "it", "out": str(tmp_path), "data": [{"path": "a.jsonl"}], **sections}
+        return Config.model_validate(given).recipe
+
+    assert recipe() == Recipe(dtype=mw.engine.validation.COMPUTE[0], fp8_skip=[])
+    found = recipe(
+        train={"recompute": "full", "token_once": 8, "train": ["head.*"], "fp8": "block"},
+        pipeline={"ends": [2, 5]}, context={"attention": 1},
+    )  # fmt: skip
+    assert (found.memory, found.train, found.fp8) == (MemoryOptions("full", token_once=8), ["head.*"], "block")
+    assert (found.pipeline, found.context) == (Pipeline(ends=(2, 5)), ContextParallel(attention=1))
+
+
+def test_every_option_is_in_a_file_and_where_it_says_so_a_flag() -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe(parser)
+    for kind in (MemoryOptions, Pipeline):
+        flags = {flag_of(each.name) for each in fields(kind) if each.metadata["command"]}
+        assert flags <= {flag for action in parser._actions for flag in action.option_strings}
+    assert {each.name for each in fields(MemoryOptions)} <= TrainSection.model_fields.keys()
