@@ -20,7 +20,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.axes import Axes
-from meshwright.blueprint import draw
+from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import opened_at, summary
 from meshwright.cli import main
 from meshwright.optim import Slices
@@ -164,7 +164,7 @@ def test_a_checkpoint_has_its_state(source: Path, saved: tuple[Path, Any], tmp_p
 def test_its_bytes_are_billed_and_planned(source: Path, saved: tuple[Path, Any]) -> None:
     for _, held, billed in saved[1]:
         assert held == billed
-    blueprint = draw(json.loads((source / "config.json").read_text()))
+    blueprint = Blueprint.of(json.loads((source / "config.json").read_text()))
     figures, plain = (
         Figures("it", blueprint, Axes(fsdp=2), work_of(Axes(fsdp=2), 64, 1), optimizer=optimizer)
         for optimizer in (SGD(), mw.AdamW())

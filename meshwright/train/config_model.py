@@ -15,6 +15,7 @@ from ..mesh import Mesh
 from ..optim import AdamW, Optimizer, check_blocks
 from ..plan import Figures, find, objections, reasons, work_of
 from ..plan.figures import COMPUTE
+from ..recipe import patterns_of
 from .config import Config, OptimSection
 
 

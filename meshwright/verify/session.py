@@ -125,7 +125,8 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     if options.plant:
         check_felt(options.plant, axes, training=options.kind != WEIGHTS)
     runs = blueprint = find(model, options.recipe, weights=False, say=say)
-    check_layout(blueprint, axes, 2 * axes.pp, AdamW(state_dtype=options.state_dtype))
+    optimizer = AdamW(state_dtype=options.state_dtype)
+    check_layout(blueprint, axes, 2 * axes.pp, optimizer)
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
     if options.kind == SHRUNK and model not in TINY:
