@@ -253,6 +253,17 @@ def test_moments_from_elsewhere_are_rounded_as_by_the_last_step() -> None:
     assert same(stepped, taken)
 
 
+def test_every_step_and_moment_has_dice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an element would be rounded the same way in every step, and its moment drift."""
+    seeds: list[int] = []
+    monkeypatch.setattr(local, "dice", lambda seed, *where: seeds.append(seed) or dice(seed, *where))
+    coded = dict.fromkeys("ab", Place(lambda device: torch.arange(3, device=device), 0))
+    adam = LocalOptimizer(AdamW(state_dtype=torch.uint8), {"a"}, coded)
+    for _ in range(2):
+        adam.step({name: some(3, 256) for name in "ab"}, {name: some(3, 256) for name in "ab"}, 0.1)
+    assert len({*seeds}) == len(seeds) == 2 * 2 * 2
+
+
 def test_no_generator_is_drawn_from() -> None:
     before = torch.get_rng_state()
     place = Place(lambda device: torch.arange(3, device=device), 0)
