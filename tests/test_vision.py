@@ -347,7 +347,7 @@ def test_towers_that_are_refused(name: str) -> None:
 
 
 def test_other_models_have_no_tower() -> None:
-    with pytest.raises(ConfigError, match="tower=True, but model_type=qwen3 has none"):
+    with pytest.raises(ConfigError, match="tower=True, but model_type=qwen3 has no vision tower"):
         draw(tiny.of("qwen3"), tower=True)
 
 
@@ -443,7 +443,7 @@ def test_what_no_processor_makes(name: str) -> None:
         ([[(torch.randn(8, 96), (1.9, 2, 4))]], [IMAGE], "must be .pixels"),
         ([[(torch.randn(8, 96), (1, 2, float("inf")))]], [IMAGE], "must be .pixels"),
         ([[(torch.randn(8, 96), (1, 2, 4))]], IMAGE, "must be a list of token ids"),
-        ([[(torch.randn(8, 96), (1, 2, 4))]], [IMAGE, 6], "If 6 is a word of this model"),
+        ([[(torch.randn(8, 96), (1, 2, 4))]], [IMAGE, 6], "If 6 is an ordinary token of this model"),
     ],
 )
 def test_pictures_that_are_none(images: Any, placeholders: Any, told: str) -> None:
