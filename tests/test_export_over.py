@@ -136,7 +136,7 @@ def test_the_earlier_one_is_put_back(source: Path, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "rename", fails)
     [text] = worlds.run(1, overwritten, source, tmp_path / "out")
-    assert re.search(words("ExportError", "Input/output error", r"whole in \S+/\.out\.finished-"), text), text
+    assert re.search(words("ExportError", "Input/output error", r"finished export .* \S+/\.out\.finished-"), text), text
     [kept] = tmp_path.glob(".out.finished-*")
     assert bytes_of(kept) == bytes_of(source)
     shutil.rmtree(kept)
@@ -154,7 +154,7 @@ def test_a_file_that_appears_meanwhile_is_kept(source: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(directory, "_write_all", and_a_note)
     [text] = worlds.run(1, overwritten, source, tmp_path / "out")
-    assert re.search(words(r"holds note\.md", r"whole in \S+/\.out\.finished-"), text), text
+    assert re.search(words(r"holds note\.md", r"finished export .* \S+/\.out\.finished-"), text), text
     assert (tmp_path / "out" / "note.md").read_text() == "precious"
     [kept] = tmp_path.glob(".out.finished-*")
     assert bytes_of(kept) == bytes_of(source), "the work of hours may be in it"

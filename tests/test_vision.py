@@ -444,7 +444,7 @@ def test_what_no_processor_makes(name: str) -> None:
         ([[(torch.randn(8, 96), (1.9, 2, 4))]], [IMAGE], "must be .pixels"),
         ([[(torch.randn(8, 96), (1, 2, float("inf")))]], [IMAGE], "must be .pixels"),
         ([[(torch.randn(8, 96), (1, 2, 4))]], IMAGE, "must be a list of token ids"),
-        ([[(torch.randn(8, 96), (1, 2, 4))]], [IMAGE, 6], "If 6 is a word of this model"),
+        ([[(torch.randn(8, 96), (1, 2, 4))]], [IMAGE, 6], "If 6 is an ordinary token of this model"),
     ],
 )
 def test_pictures_that_are_none(images: Any, placeholders: Any, told: str) -> None:
