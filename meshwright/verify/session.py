@@ -52,7 +52,7 @@ TRANSFORMERS = "transformers"  # the run that compares one process with it
 IN_BLOCKS = "tiny-qwen3-moe-fp8"  # has whole blocks
 _TINY = 100_000  # elements of a model that the small sizes of parts are chosen for
 _OF_PEER = ("M1", "R1")  # oracles that have a run of their own
-FP8 = "fp8"  # the run that says what products in 8 bits cost
+FP8 = "fp8"  # the run that says what FP8 matmuls cost
 
 
 @dataclass(frozen=True)
