@@ -348,7 +348,7 @@ def test_towers_that_are_refused(name: str) -> None:
 
 
 def test_other_models_have_no_tower() -> None:
-    with pytest.raises(ConfigError, match="tower=True, but model_type=qwen3 has none"):
+    with pytest.raises(ConfigError, match="tower=True, but model_type=qwen3 has no vision tower"):
         Blueprint.of(tiny.of("qwen3"), None, SEES)
 
 
