@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import Blueprint
 from meshwright.cli import main
@@ -142,7 +143,7 @@ def test_which_meshes_are_tried() -> None:
     config = tiny.of("qwen3_moe", num_hidden_layers=12)
     blueprint = Blueprint.of(config)
     size = Size(16, 4, 4096, 16 * 4096)
-    found = cuts(blueprint, size, ())
+    found = cuts(blueprint, size, mw.AdamW())
     assert len({(*asdict(cut.axes).values(),) for cut in found}) == len(found)
     for axes, num in ((cut.axes, cut.num_batches) for cut in found):
         assert axes.world == 16
@@ -156,7 +157,7 @@ def test_which_meshes_are_tried() -> None:
     assert {cut.axes.tp for cut in found} == {1, 2, 4}
     of_tp = [tp for tp in divisors(16) if not objections(blueprint, dict(tp=tp))]
     assert {1, 2, 4} == {*of_tp}
-    three = cuts(Blueprint.of(tiny.of("qwen3")), Size(3, 8, 4096, 3 * 4096), ())
+    three = cuts(Blueprint.of(tiny.of("qwen3")), Size(3, 8, 4096, 3 * 4096), mw.AdamW())
     assert {str(cut.axes) for cut in three} == {"fsdp=3"}, "two layers, four heads; cp is a power of two"
 
 
@@ -166,7 +167,7 @@ def test_the_best_is_the_best_of_all() -> None:
     blueprint = Blueprint.of(config)
     every = [
         Figures("it", blueprint, cut.axes, work_of(cut.axes, 8192, cut.num_batches), 10**9, cluster=H100)
-        for cut in cuts(blueprint, Size(8, 8, 8192, 8 * 8192), ())
+        for cut in cuts(blueprint, Size(8, 8, 8192, 8 * 8192), mw.AdamW())
     ]
     device = sorted(figures.most.num_bytes for figures in every)[len(every) // 2]  # half of them fit
     quickest = min(estimate(f).seconds for each in every if (f := replace(each, device=device)).fits)
@@ -341,7 +342,7 @@ def test_the_command_leaves_out_what_its_mesh_has_no_axis_for() -> None:
 
 def test_a_way_of_cp_is_looked_for_on_meshes_with_cp() -> None:
     blueprint = Blueprint.of(QWEN3_8B).with_options(context=ContextParallel(attention=2))
-    found = cuts(blueprint, Size(8, 8, 8192, 64 * 8192), ())
+    found = cuts(blueprint, Size(8, 8, 8192, 64 * 8192), mw.AdamW())
     assert {cut.axes.cp for cut in found} == {2, 4, 8}
     assert {cut.axes.pp for cut in found} > {1, 2}
 
