@@ -205,13 +205,16 @@ def test_its_kernels_hold_no_scores() -> None:
 
 
 def test_a_late_schedule_holds_what_gradients_of_weights_need() -> None:
+    """The last rank holds one micro-batch in 1F1B, and in zero bubble those whose weight gradients wait."""
     spec = draw(tiny.of("qwen3", num_hidden_layers=4)).spec
-    held = {
-        name: held_by(replace(spec, pipeline=mw.Pipeline(name)), Axes(pp=2), passing(num_batches=4))
-        for name in ("1f1b", "zero-bubble")
-    }
-    one = held_by(spec, Axes(pp=2), passing())
-    assert one < held["1f1b"] <= held["zero-bubble"]
+    for rank in (0, 1):
+        held = {
+            name: held_by(replace(spec, pipeline=mw.Pipeline(name)), Axes(pp=2), passing(num_batches=4), rank)
+            for name in ("1f1b", "zero-bubble")
+        }
+        one = held_by(spec, Axes(pp=2), passing(), rank)
+        assert one < held["1f1b"] <= held["zero-bubble"], (rank, one, held)
+    assert held["1f1b"] < held["zero-bubble"], held
 
 
 def test_a_rank_of_16384_is_planned_in_a_second() -> None:
@@ -229,8 +232,8 @@ def test_a_model_that_is_armed_is_planned_as_one_that_is_not() -> None:
     assert held_by(armed, Axes(), passing()) == held_by(fresh, Axes(), passing())
 
 
-def held_by(spec: ShardingSpec, axes: Axes, work: StepWork) -> int:
-    return sum(most_held(spec, axes, 0, work).values())
+def held_by(spec: ShardingSpec, axes: Axes, work: StepWork, rank: int = 0) -> int:
+    return sum(most_held(spec, axes, rank, work).values())
 
 
 def test_it_is_part_of_what_a_rank_needs() -> None:

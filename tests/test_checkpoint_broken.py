@@ -28,7 +28,7 @@ from meshwright.cli import main
 from meshwright.log import logger
 from meshwright.weights import extents_of_json
 from tests import parts, tiny, worlds
-from tests.test_checkpoint import engine_of, train
+from tests.test_checkpoint import engine_of, same, state_of, train
 from tests.trials import error_of
 from tests.words import words
 
@@ -335,18 +335,21 @@ def said_by(*acts: Callable[[], object]) -> list[str]:
     return lines
 
 
-def said(source: Path, at: Path) -> tuple[list[float], str]:
-    again, found = engine_of(source, dict(fsdp=2)), list[mw.Resumed]()
+def said(source: Path, at: Path) -> str:
+    fresh, again, found = engine_of(source, dict(fsdp=2)), engine_of(source, dict(fsdp=2)), list[mw.Resumed]()
+    train(again, 1)
     lines = said_by(
         lambda: mw.resume(engine_of(source, dict(fsdp=2), betas=(0.9, 0.99)), at),
         lambda: found.append(mw.resume(again, source)),
     )
     assert (found[0].step, again.steps, again.optimizer.moments) == (0, 0, {})
-    return train(again, 1), "\n".join(lines)
+    assert train(again, 1) == train(fresh, 1)
+    assert same(state_of(again), state_of(fresh))
+    return "\n".join(lines)
 
 
 def test_what_is_allowed_is_said(saved: tuple[Path, Path]) -> None:
-    (_, told), (_, silent) = worlds.run(2, said, *saved)
+    told, silent = worlds.run(2, said, *saved)
     assert re.search(words(r"betas was \[0\.9, 0\.95\]", r"is \[0\.9, 0\.99\]"), told)
     assert re.search(words("weights alone", "moments begin at zero"), told)
     assert not silent

@@ -140,6 +140,15 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
         lambda e: mw.logprobs(e.model, tiny.batches(e.model.mesh.rank)[0]),
         words("ranks 0 and 1", "data rank", "tp=2", "batches"),
     ),
+    **{
+        f"{name} of one data rank": (
+            TP,
+            build,
+            lambda e, name=name: e.step([mw.pack([[5, 6, 7, 8]], fields={name: [[1.0 + e.model.mesh.rank] * 4]})]),
+            words("ranks 0 and 1", "data rank", "tp=2", "batches"),
+        )
+        for name in ("weight", "advantage")
+    },
     "a bad token on one rank": (
         FSDP,
         build,

@@ -66,7 +66,8 @@ def stepped(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> tupl
     records = [engine.step(batches(mesh_.data_rank, mesh_.num_data_ranks)) for _ in range(2)]
     loss = engine.backward(batches(mesh_.data_rank, mesh_.num_data_ranks))
     grads = mw.gather(engine.model, "grad")
-    return [*[r.loss for r in records], loss], [r.expert_load for r in records], grads
+    losses = [*(r.loss for r in records), *(r.router_loss for r in records), loss]
+    return losses, [r.expert_load for r in records], grads
 
 
 def alone(source: Path, mode: str, batches: Any) -> tuple[list[Any], list[Tensor], Any]:
@@ -106,6 +107,12 @@ def check_same(source: Path, mesh: dict[str, int], mode: str, batches: Any) -> N
         if rank == 0:
             for key, grad in grads.items():
                 assert (found[2][key] - grad).norm() <= 1e-9 * max(grad.norm(), 1e-6), key
+
+
+def test_previous_begins_with_even_shares(sources: dict[str, Path]) -> None:
+    """Each of E experts then has the share k / E, and the mean over layers and tokens of E * sum(share * P) is k."""
+    losses, _, _ = on_one(alone, sources["qwen3_moe"], "previous", two_streams)
+    assert losses[2] == pytest.approx(COEFFICIENT * tiny.ODD["qwen3_moe"]["num_experts_per_tok"], rel=1e-12)
 
 
 def cut(num: int) -> Any:

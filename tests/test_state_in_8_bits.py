@@ -19,6 +19,7 @@ import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.blueprint import draw
 from meshwright.cli import main
+from meshwright.ops import int8_state
 from meshwright.ops.int8_state import BLOCK, CODES, FIRST, SECOND, Code, decode, dice, encode, levels
 from meshwright.optim import adamw
 from meshwright.optim.adamw import AdamW, Place, Settings
@@ -250,6 +251,17 @@ def test_moments_from_elsewhere_are_rounded_as_by_the_last_step() -> None:
     narrow[1].encode("a", wide.moments["a"])
     stepped, taken = ([t for both in adam.moments.values() for t in both] for adam in narrow)
     assert same(stepped, taken)
+
+
+def test_every_step_and_moment_has_dice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an element would be rounded the same way in every step, and its moment drift."""
+    seeds: list[int] = []
+    monkeypatch.setattr(int8_state, "dice", lambda seed, *where: seeds.append(seed) or dice(seed, *where))
+    coded = dict.fromkeys("ab", Place(lambda device: torch.arange(3, device=device), 0))
+    adam = AdamW({"a"}, Settings(state=torch.uint8), coded)
+    for _ in range(2):
+        adam.step({name: some(3, 256) for name in "ab"}, {name: some(3, 256) for name in "ab"}, 0.1)
+    assert len({*seeds}) == len(seeds) == 2 * 2 * 2
 
 
 def test_no_generator_is_drawn_from() -> None:

@@ -24,11 +24,11 @@ from meshwright.plan.step_time import Flops, flops_of
 from meshwright.sharding import Param
 from meshwright.train import config_file, loop
 from meshwright.train.config import SampleSection
-from meshwright.train.loop import Habits, Loop
+from meshwright.train.loop import Habits, Loop, Speed
 from meshwright.train.resume_point import Position
 from meshwright.train.run import Trainer, run
 from meshwright.train.samples import sample_at
-from meshwright.train.step_metrics import squares_of
+from meshwright.train.step_metrics import Measured, Reading, gather_readings, squares_of
 from tests import tiny, worlds
 from tests.runs import STEPS, chats, file_of, lines, losses, source
 
@@ -197,6 +197,32 @@ def test_a_lower_loss_renews_the_patience() -> None:
     training = Loop(engine, nothing, 9, Position("plan"), Path(), habits, nothing, nothing, held_out={"set": []})
     whys = [training.evaluate() and training.why for _ in range(5)]
     assert whys == ["", "", "", "", "early stopping"]
+
+
+def test_the_loss_of_a_step_leaves_out_the_routers() -> None:
+    """As that of an evaluation does, so that the two can be compared."""
+    told: list[dict[str, Any]] = []
+    nothing: Any = None
+    engine: Any = SimpleNamespace(max_norm=1.0, tokens=0)
+    feed: Any = SimpleNamespace(streams_per_step=1, documents=[], plan=SimpleNamespace(epochs_before=float))
+    sink: Any = SimpleNamespace(write=lambda kind, step, values: told.append(values))
+    speed = Speed(Flops(0.0, 0.0))
+    each = Loop(engine, feed, 9, Position("plan"), Path(), Habits(0), nothing, speed, [sink])
+    record = mw.StepRecord(0, 3.5, 1.0, 0.1, 5, 6, torch.ones(1, 2), router_loss=0.5)
+    each._tell_step(record, Measured(0, 0.0, 1.0, 4.0, 10, 0, ()))
+    assert (told[-1]["train/loss"], told[-1]["train/router_loss"]) == (3.0, 0.5)
+
+
+def squares_told(**sizes: int) -> float:
+    mesh = mw.Mesh(**sizes)
+    return gather_readings(mesh, Reading(0, 0.0, 1.0, 7.0 + mesh.data_rank, ()), "the test").squares
+
+
+def test_the_squares_of_a_data_rank_count_once() -> None:
+    """However many ranks share its tokens."""
+    cases = {axis: functools.partial(squares_told, **{axis: 2}) for axis in ("tp", "cp", "pp", "fsdp")}
+    found = worlds.in_turn(2, cases)
+    assert found == {"tp": [7.0] * 2, "cp": [7.0] * 2, "pp": [7.0] * 2, "fsdp": [7.0 + 8.0] * 2}
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ def test_zero_centred_keeps_small_weights():
     x = torch.ones(1, 8, dtype=torch.float32)
     weight = torch.full((8,), 2**-12, dtype=torch.bfloat16)  # 1 + w is 1 in bf16
     assert (rms_norm(x, weight, 0.0, zero_centred=True) == 1 + 2**-12).all()
+    x, weight = rand(4, 64, dtype=torch.bfloat16), torch.full((64,), 2**-9, dtype=torch.bfloat16)
+    assert torch.equal(zero_centred(x, weight), zero_centred(x.float(), weight).bfloat16())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
