@@ -7,6 +7,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from meshwright.checkpoint import inspect
 from meshwright.data import row_files
 from meshwright.data.token_cache import TokenizeSpec, prepare
 from meshwright.data.tokens import tokens
+from meshwright.ops.experts import _LoopedLinear
 from meshwright.ops.part_sizes import PartSize, part_sizes, shrunk_part_sizes
 from meshwright.verify import session
+from meshwright.verify.poisoned_memory import poisoned_memory
 from meshwright.verify.reference import part_sizes_of
 from meshwright.weights import open_source
 from tests import tiny, trials
@@ -173,3 +176,15 @@ def test_checkpoints_are_compared_in_parts(tmp_path: Path, dtype: torch.dtype) -
         parts = list(inspect._parts(source, entry))
     assert len(parts) > 1
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_memory_that_no_code_writes_shows() -> None:
+    """In backward too, where a mode of torch would not be active."""
+    x, weight_EOI = (torch.ones(*shape, requires_grad=True) for shape in ((2, 5), (3, 4, 5)))
+    with poisoned_memory():
+        x.register_hook(torch.empty_like)
+        _LoopedLinear.apply(x, weight_EOI, [2, 0, 0], False).sum().backward()
+        assert torch.empty(3, dtype=torch.int64).shape == (3,)
+    assert bool(x.grad.isnan().all())
+    assert not weight_EOI.grad[1:].any(), "experts without rows"
+    assert not isinstance(torch.empty, FunctionType), "it is torch's own again"

@@ -34,7 +34,8 @@ def notes_of(
     """What is wrong with one process already, and how right it is. `before`: its weights before the first step."""
     notes = Notes()
     notes.findings += [*_labels(trial, notes), *_mean(steps[0].loss, sums, aux, trial, notes)]
-    notes.findings += [*_loads(trial, engine, steps, notes), *_rounded(engine, steps[0].grads)]
+    notes.findings += [*_first_aux(trial, engine, aux, notes), *_loads(trial, engine, steps, notes)]
+    notes.findings += _rounded(engine, steps[0].grads)
     if trial.asks_products:
         notes.found("Q1", q1_products(engine, trial.data(0, 0)[:1], notes))
     if trial.adds_up:
@@ -81,6 +82,20 @@ def _mean(
         what = f"one process finds {loss!r}, the mean of its own terms is {due!r}"
         yield Finding("S1", "loss of one process", what, "weights or targets are counted wrongly, on a mesh too")
     notes.measured(Margin("S1", "loss of one process beside a plain mean", 1, error, allowed))
+
+
+def _first_aux(trial: Trial, engine: Engine, aux: float, notes: Notes) -> Iterator[Finding]:
+    """With router_aux="previous" the first step takes even shares k / E, so its aux loss is the coefficient times k,
+    whatever the weights: the mean over layers and tokens of E * sum(k / E * probability)."""
+    balance, allowed = engine.router.balance, trial.tolerance.loss
+    due = balance.coefficient * balance.top_k
+    if trial.router_aux != "previous" or not balance.num_layers or not due:
+        return
+    error = abs(aux - due) / due
+    if not error <= allowed:
+        what = f"one process finds {aux!r} in the first step, {balance.coefficient} * {balance.top_k} is due"
+        yield Finding("S1", "aux loss of one process", what, "it is not averaged over layers and tokens")
+    notes.measured(Margin("S1", "aux loss of even shares", 1, error, allowed))
 
 
 def _loads(trial: Trial, engine: Engine, steps: Sequence[StepOf], notes: Notes) -> Iterator[Finding]:

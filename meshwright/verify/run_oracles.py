@@ -27,6 +27,7 @@ from .oracles import (
     u1_update,
     w1_load,
 )
+from .poisoned_memory import poisoned_memory
 from .recorder import Recorder
 from .reference import Reference, Run, Trial, everywhere, part_sizes_of
 from .results import Finding, Notes
@@ -49,7 +50,7 @@ def examine(
     notes = notes or Notes()
     if mesh.rank == 0:
         notes.add(reference.notes)
-    with part_sizes_of(trial):
+    with part_sizes_of(trial), poisoned_memory() if trial.keeps_all else nullcontext():
         _examine(trial, reference, mesh, store, notes)
     return notes.findings
 

@@ -22,6 +22,8 @@ from ..data import IGNORE, Batch, pack
 from ..engine import Engine, Model, gather, load, logits
 from ..mesh import Mesh
 from ..models import text_config
+from ..ops import loss
+from ..ops.part_sizes import shrunk_part_sizes
 from ..weights import read_config
 from .diagnose.forward import parts_of, tower_parts_of, watched, watched_routers
 from .rounding import Cost, Parts, Pass, cost_of, followed
@@ -29,6 +31,7 @@ from .small_data import Picture, Pictures, labels_of
 
 # Our parts by the names of theirs, those of lists, and those of a layer.
 ROPE, PATCHES = "RoPE", "tower.patches"
+_FEW_TOKENS = 1  # of about 130: the head's gradient is a sum over as many chunks
 _PARTS = {"rotary_emb": ROPE, "embed_tokens": "embed", "norm": "head.norm", "visual.merger": "tower.merger"}
 _LISTS = {"visual.blocks": "tower.blocks", "visual.deepstack_merger_list": "tower.deep"}
 _OF_LAYER = {
@@ -168,10 +171,49 @@ def our_cost(source: Path, documents: Documents, device: str) -> Cost:
     batch = _packed(narrow, documents, sum(len(d.tokens) for d in documents))
 
     def run(model: Model, seen: Pass) -> None:
-        Engine(model, lr=1e-3).backward([batch])
+        with _cast_weights(model), _few_tokens_at_once():
+            Engine(model, lr=1e-3).backward([batch])
         seen.grads = gather(model, "grad")
 
     return cost_of(*_both([(model, [*parts_of(model), *_seeing_parts(model)]) for model in (narrow, wide)], run))
+
+
+@contextmanager
+def _cast_weights(model: Model) -> Iterator[None]:
+    """Let layers read weights in the compute dtype, as FSDP hands them out. One process keeps them in float32, where an
+    op that sums a gradient in the dtype of its weight would look right."""
+    (part,) = model.parts
+    narrow = [(module, name, parameter) for path, module in part.named_modules()
+              for name, parameter in module.named_parameters(recurse=False)
+              if not model.table[f"{path}.{name}"].float32]  # fmt: skip
+
+    def cast(_module: nn.Module, _args: Any) -> None:
+        for module, name, parameter in narrow:
+            del module._parameters[name]
+            setattr(module, name, parameter.to(model.dtype))
+
+    def restore(_module: nn.Module, _args: Any, _out: Any) -> None:
+        for module, name, parameter in narrow:
+            delattr(module, name)
+            module.register_parameter(name, parameter)
+
+    hooks = [part.register_forward_pre_hook(cast), part.register_forward_hook(restore)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _few_tokens_at_once() -> Iterator[None]:
+    """Let the loss take few tokens at once. A sum over many chunks shows the dtype in which it is accumulated."""
+    with shrunk_part_sizes():
+        kept, loss.CHUNK = loss.CHUNK, _FEW_TOKENS
+        try:
+            yield
+        finally:
+            loss.CHUNK = kept
 
 
 def _seeing_parts(model: Model) -> Iterator[tuple[str, nn.Module]]:

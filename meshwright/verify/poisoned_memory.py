@@ -1,0 +1,41 @@
+"""Fill uninitialised memory with NaN, so that a value that no code wrote shows, whatever lay there before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_ALLOCATIONS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let torch's uninitialised tensors begin as NaN.
+
+    A gradient of which a part is never written is 0 on a fresh page and garbage on a used one, so a small trial may
+    pass by luck. `torch.utils.deterministic.fill_uninitialized_memory` needs deterministic algorithms, which are other
+    kernels than those of real runs. A `TorchFunctionMode` is not active in backward. So the functions are replaced.
+    """
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _ALLOCATIONS]
+    for owner, name, allocate in originals:
+        setattr(owner, name, _poisoned(allocate))
+    try:
+        yield
+    finally:
+        for owner, name, allocate in originals:
+            setattr(owner, name, allocate)
+
+
+def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(allocate)
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        out = allocate(*args, **kwargs)
+        if out.is_floating_point():
+            out.detach().fill_(torch.nan)
+        return out
+
+    return poisoned
