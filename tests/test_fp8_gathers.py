@@ -392,7 +392,7 @@ def test_what_is_gathered_is_taken_for_nothing_else() -> None:
         lambda: torch.cat([weight, weight]),
         lambda: weight[:128],
     ):
-        with pytest.raises(ValueError, match=words("8-bit numbers", "fp8_skip")):
+        with pytest.raises(ValueError, match=words("FP8", "fp8_skip")):
             wrong()
     for cut in (lambda: weight.view(4, 64, 128), lambda: weight.view(128, 256)):
         with pytest.raises(ValueError, match="blocks"):

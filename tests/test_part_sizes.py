@@ -31,12 +31,14 @@ TRIED = ("ops", "optim", "mesh", "parallel", "weights", "verify")
 # Whole numbers of modules that cut nothing in parts, by what they are.
 OTHERS = {
     "a format, or a definition of numbers": {
-        "ops.fp8_matmul.BLOCK", "optim.int8_state.BLOCK", "optim.int8_state._ONE", "weights.random_init._ROWS", "data.packing_plan.WINDOW",
+        "ops.fp8_matmul.BLOCK", "optim.int8_state.BLOCK", "optim.int8_state._ONE", "weights.random_init._ROWS",
+        "data.packing_plan.WINDOW",
         "engine.vision_sync._BITS", "weights.source._LOOKS", "weights.source._LOOK",
         "data.permute._MIX", "verify.weight_checks._ODD", "data.packing_plan._DIGEST_BYTES",
     },
     "which kernel is taken": {
-        "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS", "ops.meta_kernels._CHUNK",
+        "ops.attention._LENGTH_STEP", "ops.attention._LONG_MACS", "ops.experts._TILE", "ops.fused._TRIAL_ROWS",
+        "ops.meta_kernels._CHUNK",
     },
     "calls to the system or to others, who cut by themselves": {
         "checkpoint.copy._FILES_AT_ONCE",
@@ -44,12 +46,14 @@ OTHERS = {
     },
     "how many ranks are a group of hosts, which tests/test_hosts.py varies": {"mesh.hosts.MOST"},
     "a limit of what is accepted": {
-        "weights.safetensors_header._MAX_JSON_BYTES", "weights.safetensors_header._MAX_DIMS", "weights.safetensors_header._MAX_SIZE",
+        "weights.safetensors_header._MAX_JSON_BYTES", "weights.safetensors_header._MAX_DIMS",
+        "weights.safetensors_header._MAX_SIZE",
         "weights.quant_formats._WHOLE", "models.hf_config.LARGEST", "models.hf_config._MOST_EXPERTS",
         "data.processor._MOST_OBLONG", "memory.budget._MOST", "verify.diagnose.forward.RIGHT",
         "data.json_values._MOST_BYTES", "data.packing_plan.MOST_DOCUMENTS", "data.row_files._ARRAY_BYTES",
         "data.template_sandbox._MOST_BITS",
-        "data.template_sandbox.MOST_CHARACTERS", "data.template_sandbox._MOST_BYTES", "data.template_sandbox._POLLS", "data.template_sandbox._THREADS",
+        "data.template_sandbox.MOST_CHARACTERS", "data.template_sandbox._MOST_BYTES", "data.template_sandbox._POLLS",
+        "data.template_sandbox._THREADS",
         "data.tokenizer._MOST_TEMPLATE_BYTES", "data.vision_files.MOST_PIXELS", "train.config_checks.MOST_STEPS",
         "train.lock._MOST_BYTES",
     },
@@ -60,11 +64,13 @@ OTHERS = {
         "expert_collapse._FEWEST",
     },
     "what verify and its models are made of": {
-        "verify.small_data.LENGTH", "verify.small_data.FEW", "verify.small_data.LONG", "verify.small_data._LEAST", "verify.small_model._WIDTH",
-        "verify.small_model.ODD", "verify.transformers_oracles._NOISE", "engine.gradient_start._TOKENS", "verify.rounding._LEAST",
+        "verify.small_data.LENGTH", "verify.small_data.FEW", "verify.small_data.LONG", "verify.small_data._LEAST",
+        "verify.small_model._WIDTH",
+        "verify.small_model.ODD", "verify.transformers_oracles._NOISE", "engine.gradient_start._TOKENS",
+        "verify.rounding._LEAST",
         "verify.weight_checks._LOOKED_AT", "verify.session._TINY",
     },
-    "which small files are copied from where they lie (tests/test_export_places.py)": {"weights.small_files._KEPT_BYTES"},
+
 }  # fmt: skip
 NO_TENSORS = ("plan", "report")  # rooms that estimate and draw
 LEAST = 8  # a smaller number counts things, such as tries
