@@ -225,7 +225,7 @@ def test_a_step_waits_for_the_device_once(
     num_forwards = 2 * (2 if recompute == "full" else 1)  # of 2 batches
     for seen in pickle.loads(fresh.submit(waits_on_ranks, *args).result(timeout=100)):
         assert len(seen) == 1 + layers * num_forwards, seen
-        assert [each for each in seen if "tolist" not in each] == ["a copy to the host at __init__.py read"]
+        assert [each for each in seen if "tolist" not in each] == ["a copy to the host at __init__.py to_host"]
 
 
 def test_one_wait_more_is_seen(fresh: ProcessPoolExecutor, tmp_path: Path) -> None:
