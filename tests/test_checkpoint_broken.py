@@ -351,7 +351,7 @@ def said(source: Path, at: Path) -> str:
 def test_what_is_allowed_is_said(saved: tuple[Path, Path]) -> None:
     told, silent = worlds.run(2, said, *saved)
     assert re.search(words(r"betas was \[0\.9, 0\.95\]", r"is \[0\.9, 0\.99\]"), told)
-    assert re.search(words("weights alone", "moments begin at zero"), told)
+    assert re.search(words("weights alone", "optimizer state begins at zero"), told)
     assert not silent
 
 

@@ -138,7 +138,7 @@ def test_there_is_one_place_that_clips() -> None:
         if isinstance(node, ast.Attribute) and (node.attr.startswith("clip_grad") or node.attr == "max_norm")
     }
     # what is noted; what the engine must have done; what it is told; whether a step was clipped
-    others = {"checkpoint.py", "plain.py", "run.py", "loop.py"}
+    others = {"checkpoint.py", "independent_checks.py", "run.py", "loop.py"}
     assert named == {"agreement.py", "engine.py", *others}
 
 

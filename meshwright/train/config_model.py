@@ -67,8 +67,10 @@ def objections_to(blueprint: Blueprint, config: Config) -> list[str]:
 
 def check_state(blueprint: Blueprint, config: Config) -> None:
     """Refuse 8-bit optimizer state where a mesh cuts through its blocks."""
-    quantised = optimizer_of(config.optim).quantised(blueprint.table, blueprint.trained())
-    check_blocks(blueprint.spec, Axes(**config.mesh.model_dump()), quantised, 'state_dtype = "bfloat16"')
+    optimizer = optimizer_of(config.optim)
+    if optimizer.state_dtype == torch.uint8:
+        quantised = optimizer.quantised(blueprint.table, blueprint.trained())
+        check_blocks(blueprint.spec, Axes(**config.mesh.model_dump()), quantised, 'state_dtype = "bfloat16"')
 
 
 def _num_batches(config: Config) -> int | None:

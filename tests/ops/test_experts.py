@@ -1,5 +1,3 @@
-import ctypes
-import importlib
 import os
 from pathlib import Path
 
@@ -52,9 +50,8 @@ def test_grouped_equals_looped(counts):
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_what_is_frozen_gets_no_gradient_and_costs_none(monkeypatch, frozen):
-    file = importlib.import_module("meshwright.ops.experts")  # the package has the function by this name
-    made, real = [], file.with_huge_pages
-    monkeypatch.setattr(file, "with_huge_pages", lambda block: made.append(block) or real(block))
+    made, real = [], torch.empty_like  # the gradient of all experts' weights is one block, of three dims
+    monkeypatch.setattr(torch, "empty_like", lambda x: real(x) if x.dim() < 3 else made.append(x) or real(x))
     streams, counts_E = inputs([3, 0, 5]), torch.tensor([3, 0, 5])
     whole = differentiate(lambda *x: experts(*x, counts_E), streams)
     assert len(made) == 2
@@ -164,22 +161,6 @@ def test_route_and_experts_as_the_whole_block():
 def resident():
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="of glibc")
-def test_large_gradients_come_after_freed_memory_has_gone(monkeypatch):
-    """Freed blocks between small ones that stay: glibc would keep 250 MiB, and map 48 of gradients beside them."""
-    monkeypatch.setattr(matmul, "_cpu_has_bf16", lambda: False)
-    gate_up, x = rand(4, 4096, 512, dtype=torch.float32), rand(4, 512, dtype=torch.bfloat16)
-    y = experts(x, gate_up, rand(4, 512, 2048, dtype=torch.float32), torch.tensor([1, 0, 2, 1]))
-    blocks = [(bytearray(2**16), bytearray(600)) for _ in range(4000)]
-    stay = [small for _, small in blocks]
-    before = resident()
-    del blocks
-    y.sum().backward()
-    assert gate_up.grad.nbytes == 2**25
-    assert resident() < before - 100
-    del stay
 
 
 def test_an_expert_without_rows_has_a_gradient_of_zeros_whatever_a_kernel_left_there():
