@@ -98,7 +98,7 @@ def _relative(found: float, wide: float) -> float:
 
 def costs(tried: Plan, wide: str, source: Path) -> dict[str, Cost]:
     """By what ran."""
-    head, seconds = tried.options.head, tried.options.seconds
+    head, seconds = tried.options.recipe.head, tried.options.seconds
 
     def run(dtype: str, size: int) -> Snapshot:
         return run_ranks(size, measure, tried, dtype, source, size, seconds=seconds)[0]

@@ -133,7 +133,7 @@ def test_a_checkpoint_without_its_manifest_is_no_model(step: Path, change: Calla
 def test_a_step_under_the_name_of_another(step: Path) -> None:
     [found] = worlds.run(1, what_readers_say, step.rename(step.parent / "step-000009"))
     for reader, told in found.items():
-        expected = words("step-000009 is named as step 9", "step 2", "give it back its name, step-000002")
+        expected = words("step-000009 is named as step 9", "step 2", "rename it to step-000002")
         assert re.search(expected, told), f"{reader}: {told}"
     assert newest_whole(step.parent) == step.parent / "step-000001"
 

@@ -74,7 +74,7 @@ DISAGREED: dict[str, tuple[dict[str, int], Any, Any, str]] = {
     ),
     "weight decay": (
         FSDP,
-        lambda s, m: _other(s, m, "weight_decay", 0.1, 0.2),
+        lambda s, m: _other(s, m, "optimizer", mw.AdamW(weight_decay=0.1), mw.AdamW(weight_decay=0.2)),
         _step,
         apart("weight_decay", r"0\.2", r"0\.1"),
     ),

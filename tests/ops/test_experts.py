@@ -1,6 +1,3 @@
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,11 +153,6 @@ def test_route_and_experts_as_the_whole_block():
     )
     ours = torch.zeros_like(x).index_add(0, order // 2, y * weights_Tk.flatten()[order, None])
     assert torch.allclose(ours, block(x[None])[0], atol=1e-6)  # their softmax is float32
-
-
-def resident():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 def test_an_expert_without_rows_has_a_gradient_of_zeros_whatever_a_kernel_left_there():
