@@ -104,7 +104,7 @@ def test_one_that_was_written_into_is_refused():
 
 def test_another_way_through_a_layer_is_refused():
     ways = iter((torch.cos, torch.sin))
-    with pytest.raises(StateError, match=r"came to aten.sin.default, for which aten.cos.default is kept"):
+    with pytest.raises(StateError, match=r"reached aten.sin.default, .* aten.cos.default"):
         ran(lambda x: next(ways)(x).exp().cos(), rand(), ops=(COS, SIN))
 
 
@@ -113,5 +113,5 @@ def test_a_second_backward_is_refused():
     with kept.record(), recompute_saved_tensors(lambda x: x.cos().sin(), (x,), kept.replay, kept.mark_saved):
         y = x.cos().sin()
     y.sum().backward(retain_graph=True)
-    with pytest.raises(StateError, match="for which nothing is kept"):
+    with pytest.raises(StateError, match="recorded nothing"):
         y.sum().backward()
