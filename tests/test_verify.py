@@ -339,7 +339,7 @@ REFUSED = [
     (["tiny-qwen3.5", "--mesh", "tp=8"], words("tp=8", "tp from 1, ")),
     (["tiny-qwen3-moe", "--mesh", "fsdp=2,ep=3"], words("ep=3", r"\btp=2\b", r"\bep from 1, 2\b")),
     (["tiny-qwen3", "--mesh", "pp=9"], words(r"\b2 layers\b", "9 pipeline stages", "from 1 to 2")),
-    (["tiny-qwen3", "--mesh", "sp=2"], words("'sp'")),
+    (["tiny-qwen3", "--mesh", "sp=2"], words("sp=2", "AXIS=N")),
     (["tiny-qwen3", "--mesh", "tp=2,tp=4"], words(r"tp=2,tp=4", r"\btp\b.*\btwice\b")),
     (["tiny-qwen3", "--mesh", "tp=two"], words("'tp=two'", "AXIS=N")),
     (["tiny-qwen3", "--mesh", "tp=0"], r"\btp=0\b"),
