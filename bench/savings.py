@@ -1,4 +1,4 @@
-"""What each of `mw.MemoryOptions`, and bfloat16 moments, saves and costs: 2 ranks of fsdp=2, one after the other.
+"""Measure what each of `mw.MemoryOptions`, and bfloat16 moments, saves and costs: 2 ranks of fsdp=2, in turn.
 
     python -m bench.savings                       # all of them
     python -m bench.savings --rounds 5 --append

@@ -95,7 +95,7 @@ def trained(source: Path, mesh: dict[str, int], out: Path) -> tuple[dict[str, Te
 
 
 def by_torch(source: Path) -> dict[str, Tensor]:
-    """The same by torch.optim.SGD, on whole tensors."""
+    """Run the same steps by torch.optim.SGD, on whole tensors."""
     engine = build(source, {}, optimizer=SGD(), max_norm=None)
     plain = {name: torch.nn.Parameter(whole.double()) for name, whole in mw.gather(engine.model).items()}
     sgd = torch.optim.SGD(plain.values(), lr=1e-2, momentum=0.9)

@@ -75,7 +75,7 @@ class TowerShape:
 
 @dataclass(frozen=True, eq=False)  # eq would ask tensors for one truth value
 class VisionInput:
-    """What a rank does for the images of a micro-batch.
+    """The work of a rank on the images of a micro-batch.
 
     `patches_PC`, `frames`: those that it runs. `sent`, `got`: how many rows it sends to and gets from each rank of its
     data rank. `at_N`: the indices of the tokens that received rows replace.

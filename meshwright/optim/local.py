@@ -26,7 +26,7 @@ State = dict[str, tuple[Tensor, ...]]  # by parameter, a tensor for each of `Opt
 
 @dataclass(frozen=True)
 class Part:
-    """What one call updates. `live`: state is updated where it is stored; else it is widened for the call."""
+    """Slices that one call updates. `live`: state is updated where it is stored; else it is widened for the call."""
 
     slices: list[Slice]
     decays: bool

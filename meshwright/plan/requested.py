@@ -1,4 +1,4 @@
-"""What options of the command line ask for: a mesh, a cluster, a search."""
+"""Parse options of the command line: a mesh, a cluster, a search."""
 
 from __future__ import annotations
 

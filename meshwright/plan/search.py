@@ -40,7 +40,7 @@ _NEAREST = 8  # of those that do not fit, how many are looked at
 
 @dataclass(frozen=True)
 class Asked:
-    """What a search looks for, beside the recipe of its blueprint. `device_name`: as the user gave it. `recompute`: the
+    """A request to search meshes for a blueprint. `device_name`: as the user gave it. `recompute`: the
     kinds that may be tried, the quickest first. `words`: of the command, without what a search chooses."""
 
     model: str

@@ -132,7 +132,7 @@ def required_cluster(figures: Figures) -> Cluster:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What ranks compute in a step of a model that is trained as a whole."""
+    """The work of ranks in a step of a model that is trained as a whole."""
 
     blueprint: Blueprint
     axes: Axes

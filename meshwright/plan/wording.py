@@ -75,7 +75,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def saved(figures: Figures) -> list[str]:
-    """What is asked for to save memory or time, as `mw.MemoryOptions` and `mw.Engine` call it."""
+    """List the options that save memory or time, as `mw.MemoryOptions` and `mw.Engine` call it."""
     usual, asked = asdict(MemoryOptions()), asdict(figures.memory)
     given = [f"{name}={value}" for name, value in asked.items() if value != usual[name]]
     state = figures.optimizer.state_dtype

@@ -20,7 +20,7 @@ from .vision_balance import Cost
 
 @dataclass(frozen=True)
 class DoorKind:
-    """What a door does in forward and in backward, as the names of collectives."""
+    """Name the collectives that a door runs in forward and in backward."""
 
     name: str
     axis: str

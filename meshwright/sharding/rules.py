@@ -172,7 +172,7 @@ def tp_sizes(spec: ShardingSpec) -> list[int]:
 
 @dataclass(frozen=True)
 class Placement:
-    """What each axis does to a parameter: cut a dim of it, shard its rows, or hold copies."""
+    """The role of each axis for a parameter: cut a dim of it, shard its rows, or hold copies."""
 
     split: Mapping[str, str]  # dim -> axis
     shard: tuple[str, ...]  # FSDP: the rows of the local matrix
@@ -217,7 +217,7 @@ def axes_left_to_sum(param: Param, rules: Rules, axes: Axes) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank stores: rows `lo..hi` of the matrix of `box`, which is its cut by tp or ep."""
+    """The part that one rank stores: rows `lo..hi` of the matrix of `box`, which is its cut by tp or ep."""
 
     param: Param
     box: Box

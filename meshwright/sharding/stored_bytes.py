@@ -36,7 +36,7 @@ StateBytes = Callable[[Param, Sequence[int]], int]  # of all optimizer state of 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds besides the model: `trained` are the parameters with gradients and optimizer state.
+    """Tensors that a rank holds besides the model: `trained` are the parameters with gradients and optimizer state.
 
     `narrow`: bytes an element of parameters that are stored narrower than the others. `numbers`: those that are stored,
     and gathered, as FP8 codes. `low`: those that are only gathered so.

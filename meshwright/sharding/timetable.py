@@ -1,4 +1,4 @@
-"""What a pipeline schedule costs: when each action runs, the bubble, activations kept, all-gathers and reductions.
+"""Cost of a pipeline schedule: when each action runs, the bubble, activations kept, all-gathers and reductions.
 
 All of it is computed from the lists that run, so a plan cannot describe another schedule than the engine executes.
 """
@@ -23,7 +23,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """What each rank of the axis pp does when; `plan` draws it."""
+    """The actions of each rank of the axis pp over time; `plan` draws them."""
 
     rows: tuple[tuple[Slot, ...], ...]
 

@@ -35,7 +35,7 @@ def balance_frames(sizes: Sequence[int], parts: int, cost: Cost) -> tuple[int, .
 
 @dataclass(frozen=True)
 class Route:
-    """What a part exchanges: `own_frames`, those that it runs; rows `sent` to and `got` from each part.
+    """Frames and rows that a part exchanges: `own_frames`, those that it runs; rows `sent` to and `got` from each part.
 
     `places`: the indices of its own tokens for which rows arrive, in order of arrival.
     """

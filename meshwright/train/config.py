@@ -183,7 +183,7 @@ class LengthSection(Section):
     tokens: str | Positive | None = None
     """How many tokens: a number, or one with K, M, B or T, such as "2B"."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """What is computed in. Weights and moments are kept in float32, or in float64 with that."""
+    """Return the dtype of matmuls. Weights and moments are kept in float32, or in float64 with that."""
 
 
 _ELSEWHERE = {"head", "dtype", "memory", "pipeline", "context"}  # declared in another way than by `made_of(Recipe)`

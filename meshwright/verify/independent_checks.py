@@ -1,4 +1,4 @@
-"""What can be reckoned without the engine: labels, the mean loss, the optimizer, the choice of experts.
+"""Independent implementations of labels, the mean loss, the optimizer and the choice of experts.
 
 A mesh is compared with one process of the same code, which cannot see a mistake that both make. So the process itself
 is held against these few lines.

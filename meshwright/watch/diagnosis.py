@@ -17,7 +17,7 @@ _MOST = 6  # groups of ranks that a message names: it must stay readable with th
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank reports about itself, once a second."""
+    """The report of a rank about itself, once a second."""
 
     state: str  # waits in a collective, works, raised an error, or left the run
     at: str  # the door, phase or line; for an error its text
