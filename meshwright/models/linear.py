@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..sharding import Init, Layout, weight
+from .lora import Adapter
 
 ALL = slice(None)
 
@@ -42,9 +43,17 @@ class Linear(Quantisable):
         at = None if layouts else key + ".weight"
         self.weight = weight(rows, cols, key=at, layouts=layouts, init=Init("normal", std), low=self.low)
         self.bias = weight(rows, key=key + ".bias", decay=False, init=Init("zeros")) if bias else None
+        self.lora: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.matrix, self.bias, fp8="weight" in self.in_fp8)
+        y = ops.linear(x, self.matrix, self.bias, fp8="weight" in self.in_fp8)
+        adapter = self.adapter
+        return y if adapter is None else adapter.add_to(y, ops.linear(x, adapter.a))
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Return the adapter, unless there is none or it is switched off."""
+        return self.lora if self.lora is not None and self.lora.on else None
 
     @property
     def matrix(self) -> ops.Weight:
@@ -68,7 +77,18 @@ def joined(x: Tensor, *parts: tuple[Linear, slice]) -> tuple[Tensor, ...]:
     for fp8 in (False, True):
         same_precision = [part for part, this in zip(parts, is_fp8, strict=True) if this == fp8]
         outputs.append(iter(_joined(x, same_precision, fp8) if same_precision else ()))
-    return tuple(next(outputs[this]) for this in is_fp8)
+    return _adapted(x, parts, [next(outputs[this]) for this in is_fp8])
+
+
+def _adapted(x: Tensor, parts: Sequence[tuple[Linear, slice]], outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """Add what the adapters make of x, with one GEMM for all of their A."""
+    numbered = [(n, linear.adapter, rows) for n, (linear, rows) in enumerate(parts)]
+    adapted = [(n, adapter, rows) for n, adapter, rows in numbered if adapter is not None]
+    lows = ops.linears(x, [adapter.a for _, adapter, _ in adapted]) if adapted else ()
+    for (n, adapter, rows), low in zip(adapted, lows, strict=True):
+        is_whole = rows in (ALL, slice(0, len(adapter.b)))
+        outputs[n] = adapter.add_to(outputs[n], low, None if is_whole else rows)
+    return tuple(outputs)
 
 
 def _joined(x: Tensor, parts: Sequence[tuple[Linear, slice]], fp8: bool) -> tuple[Tensor, ...]:
