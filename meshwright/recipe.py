@@ -197,7 +197,7 @@ class Lora:
     )  # fmt: skip
     expert_rank: int | None = option(
         None, "Rank of the adapters of routed experts; by default `rank`. There are many experts, each with adapters "
-        "of its own.",
+        "of its own. Their scale stays that of `rank`.",
     )  # fmt: skip
     rslora: bool = option(
         False, "Scale by `alpha / sqrt(rank)` instead (rsLoRA, arXiv 2312.03732), so that large ranks do not train "
@@ -230,9 +230,10 @@ class Lora:
         if not self.targets:
             raise ConfigError(f"lora.targets is empty; give {ALL_LINEAR!r}, or names of modules such as 'q_proj'")
 
-    def scale(self, rank: int) -> float:
-        """Return the factor of `B @ A` for an adapter of this rank."""
-        return self.alpha / (rank**0.5 if self.rslora else rank)
+    @property
+    def scale(self) -> float:
+        """Return the factor of `B @ A`, the same for all adapters: inference engines know no other for single ones."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 @dataclass(frozen=True)

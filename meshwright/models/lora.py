@@ -9,7 +9,7 @@ adapters have no collective of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..errors import ConfigError
 from ..recipe import Lora
 from ..sharding import Block, Box, Declared, Init, Layout, Param, weight
 
@@ -43,7 +42,7 @@ class Adapter(nn.Module):
     def __init__(self, base: Param, lora: Lora) -> None:
         super().__init__()
         modules, rank = modules_of(base), lora.rank
-        self.parts, self.scale, self.on = len(modules), lora.scale(rank), True
+        self.parts, self.scale, self.on = len(modules), lora.scale, True
         part = dict(list(base.rows.items())[:1]) if self.parts > 1 else {}
         assert list(part.values()) in ([], [self.parts]), f"{modules}: joined rows must be [part, ...]"
         self.a = _beside(
@@ -72,7 +71,7 @@ class ExpertAdapter(nn.Module):
     def __init__(self, base: Param, module: str, lora: Lora) -> None:
         super().__init__()
         rank = lora.expert_rank or lora.rank
-        self.scale, self.on = lora.scale(rank), True
+        self.scale, self.on = lora.scale, True
         rows_a = {"expert": base.rows["expert"], "rank": rank}
         self.a = _beside(base, rows_a, base.cols, _first_init(base), key=factor_key(module, "A"))
         self.b = _beside(base, base.rows, {"rank": rank}, _second_init(lora), key=factor_key(module, "B"))
