@@ -11,7 +11,18 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError, MeshwrightError
 from ..log import Clock
-from .options import TINY, add_recipe, check_axes, positive, print_json, recipe_of
+from .options import (
+    CHECKPOINT,
+    TINY,
+    add_command,
+    add_config,
+    add_json,
+    add_recipe,
+    check_axes,
+    positive,
+    print_json,
+    recipe_of,
+)
 from .plan_command import add_plan
 
 EXAMPLES = """examples:
@@ -138,23 +149,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    inspect = commands.add_parser(
-        "inspect", help="what a checkpoint holds, and whether its bytes are right", description=INSPECT_ABOUT,
-        epilog=INSPECT_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    inspect = add_command(
+        commands, "inspect", _inspect, "what a checkpoint holds, and whether its bytes are right",
+        about=INSPECT_ABOUT, examples=INSPECT_EXAMPLES,
     )  # fmt: skip
-    inspect.set_defaults(run=_inspect)
-    inspect.add_argument("checkpoint", help="a run, a checkpoint, or a folder of them: the newest whole one is taken")
+    inspect.add_argument("checkpoint", help=CHECKPOINT)
     inspect.add_argument("--verify", action="store_true", help="read all of it, and compare the checksums")
     inspect.add_argument("--diff", metavar="OTHER", help="name the tensors that differ, and by how much")
-    inspect.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+    add_json(inspect, "everything")
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    convert = commands.add_parser(
-        "convert", help="one kind of checkpoint out of another", description=CONVERT_ABOUT, epilog=CONVERT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    convert = add_command(
+        commands, "convert", _convert, "one kind of checkpoint out of another",
+        about=CONVERT_ABOUT, examples=CONVERT_EXAMPLES,
     )  # fmt: skip
-    convert.set_defaults(run=_convert)
     convert.add_argument("source", help="a run, a checkpoint of any kind, or a folder of them (RUN/best)")
     convert.add_argument("target", help="what to write: a directory, which must be new; with --to meshwright a folder")
     convert.add_argument("--to", required=True, choices=["hf", "dcp", "meshwright"], help="the kind to write")
@@ -167,63 +176,54 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_copy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    copy = commands.add_parser(
-        "copy", help="a checkpoint to an object store or another disk, or back", description=COPY_ABOUT,
-        epilog=COPY_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    copy = add_command(
+        commands, "copy", _copy, "a checkpoint to an object store or another disk, or back",
+        about=COPY_ABOUT, examples=COPY_EXAMPLES,
     )  # fmt: skip
-    copy.set_defaults(run=_copy)
-    copy.add_argument("source", help="a run, a checkpoint, or a folder of them: the newest whole one is taken")
+    copy.add_argument("source", help=CHECKPOINT)
     copy.add_argument("target", help="the folder for it: a directory, or a URL that fsspec knows")
 
 
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    data = commands.add_parser(
-        "data", help="prepare and look at the data of a run", description=DATA_ABOUT, epilog=DATA_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    data = add_command(
+        commands, "data", _data, "prepare and look at the data of a run",
+        about=DATA_ABOUT, examples=DATA_EXAMPLES,
     )  # fmt: skip
-    data.set_defaults(run=_data)
-    data.add_argument("config", help="a .toml file")
-    data.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help="data.0.path=... ..."
-    )
+    add_config(data, "data.0.path=... ...")
     data.add_argument(
         "--show", type=positive, default=0, metavar="N", help="documents of each source, learnt parts green"
     )
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    report = commands.add_parser(
-        "report", help="one page of what runs did, and how they compare", description=REPORT_ABOUT,
-        epilog=REPORT_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    report = add_command(
+        commands, "report", _report, "one page of what runs did, and how they compare",
+        about=REPORT_ABOUT, examples=REPORT_EXAMPLES,
     )  # fmt: skip
-    report.set_defaults(run=_report)
     report.add_argument("runs", nargs="+", metavar="OUT", help="the directory of a run")
     report.add_argument("--html", metavar="FILE", help="where the page goes (default: report.html in the first run)")
 
 
 def _add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    sample = commands.add_parser(
-        "sample", help="what a model writes after a prompt", description=SAMPLE_ABOUT, epilog=SAMPLE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    sample = add_command(
+        commands, "sample", _sample, "what a model writes after a prompt",
+        about=SAMPLE_ABOUT, examples=SAMPLE_EXAMPLES,
     )  # fmt: skip
-    sample.set_defaults(run=_sample)
     sample.add_argument("model", help="a run, a checkpoint, a folder of them, a Hugging Face directory, a hub id")
     sample.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="what a user says")
     sample.add_argument("--text", action="store_true", help="prompts as they are, without a chat template")
     sample.add_argument("--tokens", type=positive, default=64, metavar="N", help="of each text at most (default 64)")
     sample.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest (default: the likeliest)")
     sample.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    sample.add_argument("--json", action="store_true", help="prompts and texts as JSON on standard output")
+    add_json(sample, "prompts and texts")
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    train = commands.add_parser(
-        "train", help="fine-tune or pre-train by a file", description=TRAIN_ABOUT, epilog=TRAIN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    train = add_command(
+        commands, "train", _train, "fine-tune or pre-train by a file",
+        about=TRAIN_ABOUT, examples=TRAIN_EXAMPLES,
     )  # fmt: skip
-    train.set_defaults(run=_train)
-    train.add_argument("config", help="a .toml file")
-    train.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help="mesh.tp=2 ...")
+    add_config(train, "mesh.tp=2 ...")
     train.add_argument("--nproc", type=positive, metavar="N", help="ranks of this machine (default: those of the mesh)")
     train.add_argument(
         "--plain", action="store_true", help="lines instead of a live view, as where there is no terminal"
@@ -232,11 +232,10 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verify = commands.add_parser(
-        "verify", help="prove a model on a mesh against one process", description=ABOUT, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    verify = add_command(
+        commands, "verify", _verify, "prove a model on a mesh against one process",
+        about=ABOUT, examples=EXAMPLES,
     )  # fmt: skip
-    verify.set_defaults(run=_verify)
     verify.add_argument("model", nargs="?", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
     add_recipe(verify)
     verify.add_argument(
@@ -260,7 +259,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     verify.add_argument("--seed", type=int, default=0, help="of the weights and data that are drawn (default 0)")
     verify.add_argument("--plant", default="", metavar="BUG", help="plant a bug in the ranks, to see it found")
-    verify.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    add_json(verify, "the result")
     verify.add_argument("--html", metavar="FILE", help="write a page: mesh, placement, bill and what was found")
     verify.add_argument("--list", action="store_true", help="what each oracle checks, and nothing else")
 

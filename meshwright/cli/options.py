@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
@@ -15,6 +15,36 @@ from ..errors import ConfigError
 from ..recipe import ContextParallel, MemoryOptions, Pipeline, Recipe
 
 TINY = "tiny-qwen2, tiny-qwen3, tiny-qwen3-moe, tiny-qwen3.5, tiny-qwen3.5-moe or tiny-qwen3-moe-fp8"
+
+CHECKPOINT = "a run, a checkpoint, or a folder of them: the newest whole one is taken"
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    *,
+    about: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """Add a command, and return its parser. `run` carries it out and returns the exit code."""
+    command = commands.add_parser(
+        name, help=summary, description=about, epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # the examples keep their line breaks
+    )  # fmt: skip
+    command.set_defaults(run=run)
+    return command
+
+
+def add_config(command: argparse.ArgumentParser, example: str) -> None:
+    """Add the file of a run, and `--set`, which replaces single fields of it."""
+    command.add_argument("config", help="a .toml file")
+    command.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=example)
+
+
+def add_json(command: argparse.ArgumentParser, content: str, how: str = "") -> None:
+    command.add_argument("--json", action="store_true", help=f"{content} as JSON on standard output{how}")
 
 
 def add_recipe(command: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from ..errors import MeshError
 from ..log import Clock
-from .options import TINY, add_recipe, amount, check_axes, positive, print_json, recipe_of
+from .options import TINY, add_command, add_json, add_recipe, amount, check_axes, positive, print_json, recipe_of
 
 EXAMPLES = """examples:
   meshwright plan path/to/Qwen3-30B-A3B --mesh fsdp=64,ep=8 --device 80GB
@@ -28,11 +28,10 @@ Exit codes: 0 it can be, 1 it does not fit the --device, 2 the mesh is impossibl
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = commands.add_parser(
-        "plan", help="what a model needs on a mesh, with no process and no device", description=ABOUT,
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    plan = add_command(
+        commands, "plan", _plan, "what a model needs on a mesh, with no process and no device",
+        about=ABOUT, examples=EXAMPLES,
     )  # fmt: skip
-    plan.set_defaults(run=_plan)
     plan.add_argument("model", help=f"a Hugging Face directory, a config (*.json), a hub id, {TINY}")
     plan.add_argument("--device", metavar="SIZE", help="memory of a device, as 80GB or H100: does a rank fit into it?")
     plan.add_argument("--tokens", type=positive, metavar="N", help="in a micro-batch of a data rank (default 8192)")
@@ -40,7 +39,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_recipe(plan)
     _add_cluster(plan)
     _add_search(plan)
-    plan.add_argument("--json", action="store_true", help="everything as JSON on standard output, in exact numbers")
+    add_json(plan, "everything", ", in exact numbers")
     plan.add_argument("--html", metavar="FILE", help="write a page: picture of the mesh, memory, traffic, placement")
 
 
