@@ -116,7 +116,7 @@ Group = tuple[Values, list[StateSet]]
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay when a new one is complete: the `last` ones, and those at multiples of `every` steps."""
+    """The checkpoints that stay when a new one is complete: the `last`, and those at multiples of `every` steps."""
 
     last: int | None = None
     every: int | None = None
@@ -170,8 +170,8 @@ class Content:
 
     def num_elements(self, axes: Axes, rank: int) -> int:
         """Return how many elements a rank writes, each value once."""
-        mine = {param.name: rows_to_write(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
-        return sum(mine[name] for values, _ in self.by_values() for name in values)
+        local_numel = {param.name: rows_to_write(param, self.spec.rules, axes, rank).numel for param in self.spec.table}
+        return sum(local_numel[name] for values, _ in self.by_values() for name in values)
 
 
 def random_plane(lengths: Mapping[str, int], num_ranks: int) -> StateSet:
