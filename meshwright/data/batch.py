@@ -179,5 +179,5 @@ class Batch:
         moved = replace(
             self, tokens=to_device(self.tokens, device), labels=to_device(self.labels, device), fields=fields
         )
-        _ = moved.docs  # computed once here, not lazily in the middle of a forward
+        _ = moved.docs  # computed once now, not lazily in the middle of a forward
         return moved

@@ -113,13 +113,15 @@ def unused_fields(row: Row, fields: Mapping[str, str]) -> set[str]:
 
 def _with_our_names(row: Row, fields: Mapping[str, str]) -> Row:
     """Rename fields of a row."""
-    for ours, theirs in fields.items():
-        if theirs not in row:
-            raise DataError(f"there is no field {theirs!r} to use as {ours!r}; the row has {', '.join(map(str, row))}")
+    for name, original in fields.items():
+        if original not in row:
+            raise DataError(
+                f"there is no field {original!r} to use as {name!r}; the row has {', '.join(map(str, row))}"
+            )
     # A renamed field disappears under its old name, unless that name is itself one of ours (two fields swapped).
     moved = {*fields.values()} - {*fields}
     return {name: value for name, value in row.items() if name not in moved} | {
-        ours: row[theirs] for ours, theirs in fields.items()
+        name: row[original] for name, original in fields.items()
     }
 
 

@@ -258,7 +258,7 @@ class Plan:
         min_tokens, bounds = WINDOW * self.length, [0]
         while bounds[-1] < num:
             tokens_before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-            # The first position at which the window has at least `min_tokens`, found by bisection in cumulative
+            # The first position at which the window has at least `min_tokens`, by bisection in cumulative
             # lengths.
             bounds.append(min(num, int(np.searchsorted(ends, tokens_before + min_tokens)) + 1))
         last_tokens = int(ends[-1] - (ends[bounds[-2] - 1] if bounds[-2] else 0))
