@@ -75,13 +75,13 @@ class Mesh:
 
     def _refuse_another(self) -> None:
         """Refuse meshes that differ between ranks, which would wait for one another in groups that never form."""
-        mine = f"{self.axes} on {self.device.type}"
-        all_meshes = self.gather_objects((mine, self.memory.device_bytes), DENSE)
+        own_mesh = f"{self.axes} on {self.device.type}"
+        all_meshes = self.gather_objects((own_mesh, self.memory.device_bytes), DENSE)
         self.least_bytes = min(num_bytes for _, num_bytes in all_meshes)  # the smallest device memory of all ranks
         for rank, (other, _) in enumerate(all_meshes):
-            if other != mine:
+            if other != own_mesh:
                 raise MeshError(
-                    f"the mesh is {other} on rank {rank}, but {mine} on rank {self.rank}; make the same mesh on all"
+                    f"the mesh is {other} on rank {rank}, but {own_mesh} on rank {self.rank}; make the same mesh on all"
                 )
 
     @cached_property
