@@ -131,7 +131,7 @@ def _figure(chart: Mapping[str, Any], runs: Sequence[str]) -> str:
 
 def _experts(data: Mapping[str, Sequence[object]], runs: Sequence[Run]) -> Iterator[str]:
     """Yield heat maps of expert load."""
-    with_experts = [number for number, found in enumerate(data["experts"]) if found]
+    with_experts = [number for number, loads in enumerate(data["experts"]) if loads]
     if not with_experts:
         return
     figures = [
