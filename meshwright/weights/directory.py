@@ -53,7 +53,7 @@ _RESTORE_SOURCE = (
 class Export:
     """A planned export: key map, config, small files (tokenizer, templates) and target directory.
 
-    Nothing here refers to the live model. It can be planned, checked and reported before a tensor is touched.
+    Nothing in it refers to the live model. It can be planned, checked and reported before a tensor is touched.
     """
 
     keymap: KeyMap
@@ -91,7 +91,7 @@ def write_directory(stored_model: StoredModel, export: Export) -> None:
     """Export the model. All ranks call it and write what they hold; rank 0 creates the directory and renames it into
     place."""
     mesh = stored_model.mesh
-    # Scales first: they need collectives, and a failure there leaves no directory behind.
+    # Scales first: they need collectives, and a failure among them leaves no directory behind.
     with contextlib.ExitStack() as stack:
         scales = scales_for(stored_model, export.keymap)
         directory = _create_directory(mesh, export, stack)

@@ -207,8 +207,8 @@ class Reader:
             into = target.view(-1).view(torch.uint8)
             self._read_into(entry, into, int(source_view.storage_offset()) * target.element_size())
             return
-        for into, found in self._staged(block, common, target):
-            into.copy_(found)
+        for into, values in self._staged(block, common, target):
+            into.copy_(values)
 
     def check_copies(self, layout: Layout, piece: Piece, stored: Tensor) -> None:
         """Check that keys which hold a parameter a second time (a tied head that is stored twice) hold the same values.
@@ -303,7 +303,7 @@ class Reader:
         strips = _Strips.of(source_view)
         if entry.dtype == PACKED:
             return self._unpacked(entry, source_view, strips, block.turned or strips.together(dtype.itemsize))
-        if block.turned or strips.together(dtype.itemsize):  # a transposed matrix is read whole, and transposed here
+        if block.turned or strips.together(dtype.itemsize):  # a transposed matrix is read whole, then transposed
             self._read_into(entry, self._buffer_of(strips.span * dtype.itemsize), strips.first * dtype.itemsize)
             return (
                 self._buffer[: strips.span * dtype.itemsize]

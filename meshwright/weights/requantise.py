@@ -111,7 +111,7 @@ class BlockScan:
 
     def unchanged_tensors(self, key: str) -> dict[str, Tensor]:
         """Return the tensors of a matrix as the source has them."""
-        assert self.reader is not None, "it was read from there"
+        assert self.reader is not None, "the matrix was read from a source"
         names = [key, *self.scales[key].beside]
         return {name: self.reader.as_it_is(name) for name in names if name in self.keymap.keys}
 
