@@ -54,8 +54,8 @@ def combine_stats(stats_NT3: Tensor) -> tuple[Tensor, Tensor]:
     With l_n the logsumexp of slice n, lse = logsumexp_n(l_n) and the share p_n = exp(l_n - lse) of the slice, the
     entropy is -sum_n p_n (log p_n + s_n), where s_n is minus the entropy within the slice.
 
-    A token whose label is in no slice (-100, say) gets -logsumexp: its loss must be masked. After `entropy=False` the
-    entropy here is meaningless and must not be used.
+    A token whose label is in no slice (-100, say) gets -logsumexp: its loss must be masked. If the stats were computed
+    with `entropy=False`, the entropy is meaningless.
     """
     lse_NT, target_NT, neg_entropy_NT = stats_NT3.unbind(-1)
     lse_T = lse_NT.logsumexp(0)
