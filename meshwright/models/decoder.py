@@ -26,7 +26,7 @@ SCORE, SCORE_BIAS = "score.weight", "score.bias"  # the keys of a value head, as
 
 @dataclass(frozen=True)
 class Shape:
-    """What embedding, norms and head need to know. A family fills it from its `config.json`."""
+    """The sizes that embedding, norms and head need. A family fills it from its `config.json`."""
 
     vocab: int
     width: int

@@ -1,6 +1,6 @@
 """Read RoPE from config.json: which dims of a head rotate, how fast, and how that scales to longer contexts.
 
-transformers guesses, skips or warns about fields that it does not understand; here they are refused. A wrong RoPE
+transformers guesses, skips or warns about fields that it does not understand; this module refuses them. A wrong RoPE
 trains without any visible error and fails at long contexts only.
 """
 
