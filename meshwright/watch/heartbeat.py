@@ -220,7 +220,7 @@ class Watch:
         self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
         self._over = threading.Event()
         position.now = (WORKS, "after joining the run", time.monotonic())
-        # The first heartbeat is written here: a rank that never joined is then one without any.
+        # The first heartbeat is written at once: a rank that never joined is then one without any.
         self.tell()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
