@@ -35,7 +35,7 @@ from ..sharding import TOWER, ShardingSpec, Stage, Unit, in_order, part_of, pass
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How units are sharded: the dtype of all-gathers, CPU offload, and whether gradients are reduced in that dtype
+    """Options of FSDP units: the dtype of all-gathers, CPU offload, and whether gradients are reduced in that dtype
     too."""
 
     compute: torch.dtype
@@ -176,7 +176,7 @@ def prefetch_in_order(stage: Stage, spec: ShardingSpec, axes: Axes, trained: Col
 
 
 class Sends(Protocol):
-    """How often a model is all-gathered and its gradients are reduced in a step of several micro-batches."""
+    """Counts of how often a model is all-gathered and its gradients are reduced in a step of several micro-batches."""
 
     @property
     def gathers_once(self) -> bool: ...

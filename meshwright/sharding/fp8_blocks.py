@@ -1,4 +1,4 @@
-"""Which weights have FP8 matmuls, and whether a mesh leaves their 128 x 128 blocks whole.
+"""Find which weights have FP8 matmuls, and whether a mesh leaves their 128 x 128 blocks whole.
 
 A block that two ranks shared would get two scales, and the mesh would change the rounding. So such meshes are refused,
 and results stay the same on every mesh that is accepted.

@@ -64,7 +64,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Init:
-    """How a new value is drawn: `normal` (of std `scale`), `zeros`, `ones`, `log_uniform` (log of 0..scale)."""
+    """The initial value of a parameter: `normal` (of std `scale`), `zeros`, `ones`, `log_uniform` (log of 0..scale)."""
 
     kind: str
     scale: float = 0.0
