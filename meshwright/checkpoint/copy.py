@@ -103,10 +103,9 @@ def _place(given: Given) -> Place:
 
 
 def tried(act: Callable[[], Answer], what: str) -> Answer:
-    """Try a few times with growing pauses. Networks fail now and then, and every store has exceptions of its own for
-    it.
+    """Try a few times with growing pauses: networks fail now and then, and every store raises its own exceptions.
 
-    Not for errors that will not go away: permissions, missing files.
+    Errors that will not go away (permissions, missing files) are not tried again.
     """
     for number in range(1, TRIES + 1):
         try:
@@ -264,7 +263,7 @@ def _send(checkpoint: Whole, target: Place) -> str:
 
 
 def _is_manifest(text: bytes) -> bool:
-    """Return whether bytes are a complete manifest. Half of one is no checkpoint and may be replaced."""
+    """Return whether bytes are a complete manifest. Half of a manifest may be replaced."""
     with tempfile.TemporaryDirectory() as at:
         (Path(at) / MANIFEST).write_bytes(text)
         try:

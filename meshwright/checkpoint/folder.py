@@ -37,7 +37,7 @@ from ..weights import MANIFEST, TRAINER, check_writable, to_disk
 from .content import MASTER, RANDOM_FILE, Keep
 from .manifest import LOCK, NOT_FINITE, PARTS, STEP, Manifest, read_manifest, why_not_whole, write_manifest
 
-CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first beside the second
+CHECKPOINTS, RUN = "checkpoints", "config.toml"  # a run of `meshwright train` keeps the first next to the second
 # Hidden names carry state: what the directory is, and 32 random bits that tell the drafts of several jobs apart.
 _HIDDEN = re.compile(r"\.(step-\d{6,})\.(unfinished|replaced|removed)-([0-9a-f]{8})")
 _STATE_SETS = (MASTER, *AdamW.state_names)  # the other files tell a checkpoint of another optimizer
@@ -118,7 +118,7 @@ def find(directory: Path, exclude: Collection[Path] = ()) -> Path:
     """Return a checkpoint: the directory itself, or the newest complete one of a folder or of a run, except `exclude`.
 
     Damaged and incomplete checkpoints are skipped with a warning. If the user named one directly, it is an error
-    instead: an older one would not be what was asked for.
+    instead: an older one is not what the user named.
     """
     if is_checkpoint(directory):
         return directory

@@ -117,7 +117,7 @@ class RankFiles:
         before the next.
 
         Every rank must iterate to the end, because ranks of tp exchange rows, all in the same order. Exchanged
-        parameters come first. The rest each rank writes in an order of its own, rotated by rank: a file system lets
+        parameters come first. Each rank writes the rest in another order, rotated by rank: a file system lets
         only one writer at a time into a file.
 
         The actions are lazy: without `keep` at most one window of rows (16 MB) is in flight, so a save needs almost no
