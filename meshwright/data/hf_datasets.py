@@ -68,7 +68,9 @@ def _listed(file: Path, about: Mapping[str, Any], name: str) -> list[Any]:
 def _inside(file: Path, name: Any) -> str:
     """Return a name that a data set gives to a part of it. Refuse one that leads out of its directory."""
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-        raise DataError(f"{file} names {name!r:.80}, which is no file of its directory; save or copy the data set anew")
+        raise DataError(
+            f"{file} names {name!r:.80}, which is not a file of its directory; save or copy the data set anew"
+        )
     return name
 
 
@@ -81,7 +83,7 @@ def fetched_files(name: str, part: Part) -> list[Path]:
         import datasets  # slow, and an extra
     except ImportError:
         raise DataError(
-            f"{name} is no file of this machine, and data sets of Hugging Face are read by the package datasets, which "
+            f"{name} is not a file on this machine, and the package datasets, which reads data sets of Hugging Face, "
             "is not installed: pip install 'meshwright[hub]'; or download its files, and give their directory as path"
         ) from None
     where = {"revision": part.revision or None}
@@ -152,7 +154,9 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
     try:
         yield from pa.ipc.open_stream(pa.memory_map(str(file)))
     except pa.ArrowInvalid as error:
-        raise DataError(f"{file} is no whole Arrow stream, as datasets writes it: {error}; make it anew") from error
+        raise DataError(
+            f"{file} is not a complete Arrow stream, as datasets writes it: {error}; make it anew"
+        ) from error
 
 
 def _decoded(value: Any, kind: Any) -> Any:
