@@ -96,7 +96,7 @@ def _swap(sent: Sequence[Tensor], got: Sequence[Tensor], group: dist.ProcessGrou
 
 
 def _tag(group: dist.ProcessGroup, kind: str) -> int:
-    """Return a tag of its own for each collective of a group. 0 is the tag of all other transfers."""
+    """Return a new tag for each collective of a group. 0 is the tag of all other transfers."""
     num_runs = _TURNS.setdefault(group, Counter())
     num_runs[kind] += 1
     return 1 + 2 * (num_runs[kind] % (1 << 20)) + (kind == "sum")
