@@ -55,7 +55,7 @@ class Scale:
     unused: tuple[str, ...] = ()  # keys that belong to the matrix and do not change its values
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def companion_keys(self) -> tuple[str, ...]:
         """Return all keys that belong to the matrix, except its own."""
         return tuple(key for key in (self.key, self.packed, self.divisor, *self.unused) if key)
 

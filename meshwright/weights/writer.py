@@ -137,7 +137,7 @@ class Files:
 
     def _pwrite(self, key: Key, data: bytes | memoryview, offset: int) -> None:
         """Write bytes, start their write-back, and note them with their checksum."""
-        # pwrite may write less than asked, for example on a nearly full disk.
+        # pwrite may write less than requested, for example on a nearly full disk.
         remaining, start = memoryview(data), self._start[key.name] + offset
         position, fd = start, self._fd(key.file)
         with self._with_file_name(key.file):
