@@ -154,7 +154,7 @@ def _local_labels(labels_T: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 
 
 def _row_blocks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split all tensors alike into blocks of as many rows as are widened at a time."""
+    """Split all tensors into the same blocks of rows: as many as are widened at a time."""
     num_logits = _WIDENED_ON_CPU if kind_of(logits_TV.device) == "cpu" else _WIDENED
     rows = max(1, num_logits // max(1, logits_TV.shape[1]))
     return zip(*(t.split(rows) for t in (logits_TV, *others)), strict=True)
