@@ -267,7 +267,7 @@ def _check_view(param: Param, block: Block) -> None:
         block.view(torch.empty(block.shape, device="meta"))
     except RuntimeError as error:
         raise LayoutError(
-            f"{param.name}: {block.source} of {block.key} {block.shape} is no view of our {block.ours}: {error}"
+            f"{param.name}: {block.source} of {block.key} {block.shape} is not a view of our {block.ours}: {error}"
         ) from error
 
 
