@@ -213,7 +213,7 @@ def _yarn_attention(fields: Json) -> float:
     if set(stated) == {"mscale", "mscale_all_dim"}:
         return _yarn_mscale(fields, _number(fields, "mscale")) / _yarn_mscale(fields, _number(fields, "mscale_all_dim"))
     raise ConfigError(
-        f"config.json: {stated} of rope_type='yarn', of which transformers would read only some; "
+        f"config.json: {stated} of rope_type='yarn', but transformers would read only some of them; "
         "give attention_factor alone, or mscale and mscale_all_dim, or none of them"
     )
 
