@@ -214,7 +214,7 @@ class Watch:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, loud: str) -> None:
-        # A connection of its own: a store serves one request at a time, and another thread may be blocked in one.
+        # A separate connection: a store serves one request at a time, and another thread may be blocked in one.
         self.store = PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined] # torch's stub lacks it
         self.store.set_timeout(datetime.timedelta(seconds=_STORE_S))
         self.rank, self.size, self.timeout_s, self.loud = rank, size, timeout_s, loud
@@ -273,8 +273,9 @@ class Watch:
         return answers[-1]
 
     def _elsewhere(self) -> str:
-        """Name the ranks of other machines, of which nothing is known without the store. torchrun numbers neighbours in
-        a row.
+        """Name the ranks of other machines: nothing is known about them without the store.
+
+        torchrun numbers the ranks of a machine consecutively.
         """
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         first = self.rank - self.rank % local
@@ -332,8 +333,8 @@ def heartbeats(store: Store, ranks: range) -> Heartbeats:
 
 
 def last_seen(store: Store, ranks: range) -> list[str]:
-    """Describe where each rank was last, for the process that keeps the store, which is no rank itself."""
-    # Each attempt of an elastic run has a prefix of its own.
+    """Describe where each rank was last, for the process that keeps the store, which is not a rank itself."""
+    # Each attempt of an elastic run has its own prefix.
     prefixes = {key.rpartition("/")[0] for key in store.list_keys() if f"/{PREFIX}/" in key}
     runs = [heartbeats(PrefixStore(prefix, store), ranks) for prefix in prefixes]
     return [f"rank {rank} {beat}" for beats in runs for rank, beat in beats.items() if beat]
