@@ -51,6 +51,7 @@ def add_config(command: argparse.ArgumentParser, example: str) -> None:
 
 
 def add_json(command: argparse.ArgumentParser, content: str, how: str = "") -> None:
+    """Add `--json`. Progress goes to standard error, so that standard output is valid JSON."""
     command.add_argument("--json", action="store_true", help=f"{content} as JSON on standard output{how}")
 
 
@@ -182,7 +183,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parse names that are separated by commas, for argparse."""
+    """Parse names that are separated by commas, for argparse. Empty ones are dropped, as after a trailing comma."""
     return tuple(filter(None, text.split(",")))
 
 

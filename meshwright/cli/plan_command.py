@@ -51,6 +51,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_cluster(command: argparse.ArgumentParser) -> None:
+    """Add the bandwidths and FLOP/s of a cluster.
+
+    Unset ones follow from a known --device, so a plan for an H100 needs none of them.
+    """
     group = command.add_argument_group("the cluster, to estimate the time of a step")
     group.add_argument(
         "--gpus-per-node", type=positive, default=8, metavar="N", help="consecutive ranks on one node (default 8)"
@@ -68,6 +72,7 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
 
 
 def _add_search(command: argparse.ArgumentParser) -> None:
+    """Add the options of a search. Every mesh gets the same --global-tokens, so that their times can be compared."""
     group = command.add_argument_group(
         "search, instead of --mesh: the fastest meshes on which a rank fits the --device"
     )
@@ -77,6 +82,7 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 
 
 def _search(options: argparse.Namespace) -> int:
+    """Search for the fastest mesh. Return 1 if none fits, so that a script notices."""
     from .. import plan  # imports torch: --help should not wait for it
     from ..plan.terminal import print_found, search_as_json
 
@@ -92,6 +98,10 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    """Plan one mesh. Return 1 if it does not fit the --device.
+
+    An impossible mesh raises, and with --json prints its objections as data first: a script can choose another mesh.
+    """
     if options.search:
         return _search(options)
     from .. import plan  # imports torch: --help should not wait for it
@@ -104,6 +114,7 @@ def _plan(options: argparse.Namespace) -> int:
     sizes, origin = plan.mesh_of(options.mesh), plan.origin(options.command)
     recipe, optimizer = recipe_of(vars(options)), plan.optimizer_of(vars(options))
     check_axes(vars(options), sizes)
+    # Without weights: of a hub id only config.json and the index are fetched.
     blueprint = plan.find(options.model, recipe, weights=False, say=Clock())
     num_batches = options.micro_batches or 1
     # All reasons against the mesh at once, not the first: fixing one must not uncover the next.
