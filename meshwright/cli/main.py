@@ -31,7 +31,7 @@ from .options import (
 )
 from .plan_command import add_plan
 
-EXAMPLES = """examples:
+VERIFY_EXAMPLES = """examples:
   meshwright verify tiny-qwen3.5-moe --mesh fsdp=2,tp=2,ep=2
   meshwright verify path/to/Qwen3-30B-A3B --mesh fsdp=4,tp=2,ep=8      shrunk: same layers, heads and experts
   meshwright verify Qwen/Qwen3-0.6B --mesh fsdp=2 --html proof.html    from the hub; writes a page
@@ -47,7 +47,7 @@ EXAMPLES = """examples:
   meshwright verify tiny-qwen3-moe --mesh tp=2 --plant sum-left-out    see an oracle fail
   meshwright verify --list
 """
-ABOUT = """Prove that a model on a mesh computes what one process computes: every gradient in float64, and more.
+VERIFY_ABOUT = """Prove that a model on a mesh computes what one process computes: every gradient in float64, and more.
 
 Without --full or --weights, the model is shrunk (same kinds of layers, head counts, experts and file layout, but narrow
 and shallow, in odd sizes) and gets random weights. The ranks of the mesh run as processes on this machine.
@@ -271,7 +271,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verify = add_command(
         commands, "verify", _verify, "prove that a mesh computes what one process computes",
-        about=ABOUT, examples=EXAMPLES,
+        about=VERIFY_ABOUT, examples=VERIFY_EXAMPLES,
     )  # fmt: skip
     verify.add_argument("model", nargs="?", help=MODEL)
     add_recipe(verify)
