@@ -30,7 +30,7 @@ Ranks = TypeVar("Ranks", int, Tensor)
 class Sum:
     """An all-reduce over ranks, as data: `Mesh.all_reduce_` runs it, and the bill of a step charges for it."""
 
-    name: str  # shown in an error when a rank is lost in it
+    name: str  # shown in an error when a rank is lost there
     axes: tuple[str, ...]
     num_bytes: int = 0
 
@@ -131,7 +131,7 @@ class Axes:
         """Return every group of ranks over `axes`, in the order of their first ranks: the same list on all ranks."""
         others = tuple(a for a in self._view(axes) if a not in axes)
         firsts = self.group(0, others)  # the ranks at 0 on all of `axes`
-        if ENDS in axes:  # the last stage is never first, though its coordinate on pp is left open
+        if ENDS in axes:  # the last stage is never first, though its coordinate on pp is left open here
             firsts = tuple(rank for rank in firsts if not self.coords(rank)[ENDS])
         return [self.group(rank, axes) for rank in firsts]
 

@@ -1,8 +1,8 @@
-"""A `Recipe` says how a model is run: one frozen value, from Python, from a run file or from the command line.
+"""How a model is run: one frozen value, from Python, from a run file or from the command line.
 
-Each option is a field that is declared once, in this module. Its metadata makes the argument of `mw.load`, the field of
-a run file, the flag of `plan` and `verify`, and the row of docs/reference.md. The module does not import torch, so that
-`--help` answers at once.
+Each option is a field that is declared once, here. Its metadata makes the argument of `mw.load`, the field of a run
+file, the flag of `plan` and `verify`, and the row of docs/reference.md. Nothing here imports torch, so that `--help`
+answers at once.
 """
 
 import fnmatch
@@ -110,17 +110,14 @@ class MemoryOptions:
 
     @property
     def gathers_wide(self) -> bool:
-        """Tell whether FSDP gathers wide values of weights that matmuls take in 8 bits.
-
-        It does so from host memory, because the hooks that quantise are lost in the copy to the device, and for
-        compiled layers, because the hooks would split their graphs.
-        """
+        """Whether FSDP gathers the values of what matmuls take in 8 bits: from host memory, because the hooks that
+        quantise are lost in the copy on the device, and for compiled layers, whose graphs the hooks would split."""
         return self.offload or self.compiled
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The schedule and the stages of a pipeline. They have no effect with pp=1."""
+    """How a run uses its pipeline stages. It has no effect with pp=1."""
 
     schedule: str = option(
         "1f1b", "The pipeline schedule. 1f1b alternates forward and backward passes; zero-bubble splits backward in "
@@ -163,7 +160,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The way in which mixers see the tokens of other cp ranks. Results differ by rounding only."""
+    """How mixers see the tokens of other cp ranks. Results differ by rounding only."""
 
     attention: int | None = option(
         None, "How many consecutive cp ranks exchange tokens for heads (Ulysses all-to-all, arXiv 2309.14509). Over "
@@ -185,7 +182,7 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The options of a run: those that `mw.load` takes in addition to the model and the mesh."""
+    """How a model is run: what `mw.load` takes beside the model and the mesh."""
 
     head: str = option(
         "lm", 'Which head is trained: "lm" the vocabulary; "value" one score per token, or one per label of a '
@@ -281,7 +278,7 @@ def patterns_of(given: object, argument: str = "train") -> list[str]:
 
 def matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> list[str]:
     """Return the names that match a pattern, in their order. Refuse a pattern that matches none."""
-    names, selected = list(names), set[str]()
+    names, found = list(names), set[str]()
     for pattern in patterns:
         matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
@@ -289,5 +286,5 @@ def matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> li
                 f"{argument}={pattern!r} matches no parameter; names are like {names[0]}, and model.trainable of a "
                 "model that is loaded without train= lists them"
             )
-        selected |= matched
-    return [name for name in names if name in selected]
+        found |= matched
+    return [name for name in names if name in found]

@@ -24,7 +24,7 @@ class Memory:
 
 
 def memory_of(device: torch.device, ranks_here: int) -> Memory:
-    """Return the memory of one of `ranks_here` ranks on this machine, each of which has its own accelerator."""
+    """Return the memory of one of `ranks_here` ranks on this machine, each of which has an accelerator of its own."""
     host = _host_bytes() // ranks_here
     if device.type == "cpu":
         return Memory(host, host, shared=True)

@@ -111,7 +111,7 @@ def _send(coming: Callable[[], Tensor], weights_N: Callable[[], Tensor], request
     code_P = group.exchange_ints(code_N, copies_in, copies_out, CODES)
     weights = group.begin(weights_N().index_select(0, order_N), copies_in, copies_out, WEIGHTS)
     rows = group.begin(ops.gather_copies(coming(), out), sizes.rows_in, sizes.rows_out, ROWS)
-    of_P, expert_P = code_P // group.hop.num_local + sizes.begins_P, code_P % group.hop.num_local
+    of_P, expert_P = code_P // group.hop.num_here + sizes.begins_P, code_P % group.hop.num_here
 
     def back(sum_RD: Tensor) -> Tensor:
         return ops.sum_copies(group.exchange(sum_RD, sizes.rows_out, sizes.rows_in, ROWS), out)
@@ -122,7 +122,7 @@ def _send(coming: Callable[[], Tensor], weights_N: Callable[[], Tensor], request
 def _outgoing(requests: _Requests, group: Group) -> tuple[Tensor, Tensor, ops.Copies, _Sizes]:
     """Return the order of copies (by rank, then row), their integer codes (row index at the receiver times its
     number of experts, plus expert), the copies that are sent as rows, and all sizes."""
-    hop, num_rows, num_local = group.hop, requests.num_rows, group.hop.num_local
+    hop, num_rows, num_local = group.hop, requests.num_rows, group.hop.num_here
     # One integer key sorts by rank, then row, then expert. Keys are unique, so the order needs no stable sort.
     key_N = (requests.expert_N // num_local * num_rows + requests.of_N) * num_local + requests.expert_N % num_local
     key_N, order_N = key_N.sort()

@@ -178,7 +178,7 @@ def _experts(model: nn.Module, spec: ShardingSpec, axes: Axes, work: Work, passe
         copies, row_bytes = tokens * door.top_k, door.width * work.compute_bytes
         for hop in hops(name, door.num_experts, axes, token_once):
             weights, rows, codes = hop.at + WEIGHTS, hop.at + ROWS, hop.at + CODES
-            counts = hop.num_experts + (hop.size * min(door.top_k, hop.num_local) if token_once else 0)
+            counts = hop.num_experts + (hop.size * min(door.top_k, hop.num_here) if token_once else 0)
             num = work.num_batches + passes.again(hop.at + COUNTS, door.again)
             yield Charge(hop.at + COUNTS, "all_to_all", hop.axes, counts * 8, num)
             num = work.num_batches + passes.again(weights, door.again) + passes.back(weights)
@@ -199,8 +199,8 @@ def _rows(hop: Hop, tokens: int, top_k: int) -> tuple[int, int, int]:
 
     Within a node they stem from tokens of all nodes, as many as the router sends there.
     """
-    likely, num_nodes = expected_rows(tokens, top_k, hop.num_local * hop.places, hop.places), hop.places // hop.size
-    least = tokens * -(-top_k // hop.num_local) if num_nodes == 1 else 0
+    likely, num_nodes = expected_rows(tokens, top_k, hop.num_here * hop.places, hop.places), hop.places // hop.size
+    least = tokens * -(-top_k // hop.num_here) if num_nodes == 1 else 0
     return least, likely, tokens * num_nodes * min(top_k, hop.size)
 
 

@@ -32,7 +32,7 @@ class Hop:
     places: int
 
     @property
-    def num_local(self) -> int:
+    def num_here(self) -> int:
         return self.num_experts // self.size
 
 

@@ -105,7 +105,7 @@ def watching_routes(run: Run) -> Iterator[None]:
     def counted(route: StartDispatch, name: str, door: Dispatch, *args: Tensor) -> PendingRows:
         for hop in hops(name, door.num_experts, axes, once):
             passes, rows, _ = run.routed.get(hop.at + ROWS, (0, 0, 0))
-            distinct = 1 + ((args[2] // hop.num_local).sort(-1).values.diff(dim=-1) != 0).sum(-1)
+            distinct = 1 + ((args[2] // hop.num_here).sort(-1).values.diff(dim=-1) != 0).sum(-1)
             run.routed[hop.at + ROWS] = passes + 1, rows + int(distinct.sum()), door.width
         return route(*args)
 
