@@ -209,8 +209,8 @@ def _home() -> str:
 class Watch:
     """The thread that writes this rank's heartbeat, until `leave`.
 
-    With `loud` it also logs a diagnosis after the timeout: on a GPU torch's watchdog ends the process before Python
-    sees an error.
+    With `loud` it also logs a diagnosis shortly before the timeout: on a GPU torch's watchdog then ends the process,
+    and Python never sees an error.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, loud: str) -> None:
@@ -235,7 +235,7 @@ class Watch:
             while not self._over.wait(_every_s(self.size)):
                 self.tell()
                 # Only inside a guarded call: between calls, user code may take as long as it likes.
-                if self.loud and position.inside and time.monotonic() - position.now[2] > self.timeout_s:
+                if self.loud and position.inside and time.monotonic() - position.now[2] > _loud_after_s(self.timeout_s):
                     threading.Thread(target=self._speak, args=(self.loud,), daemon=True).start()
                     self.loud = ""
         except dist.DistError:
@@ -296,6 +296,11 @@ class Watch:
                 time.sleep(_every_s(self.size) / 5)
             answers.append(look_twice(self.store, range(self.size), self.timeout_s))
             self.store.set("diagnosis", answers[-1])
+
+
+def _loud_after_s(timeout_s: float) -> float:
+    """Return the seconds of waiting after which a diagnosis is logged: it takes some itself, and must win the race."""
+    return timeout_s - min(10.0, timeout_s / 10)
 
 
 def _keeper() -> str:
