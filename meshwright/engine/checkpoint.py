@@ -82,7 +82,7 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
         check_ready(model, engine.trained)
         _check_keep(keep)
         for values in _values(engine).values():
-            check_pieces(model, values.stored, engine.kept.pieces)
+            check_pieces(model, values.stored, engine.state_layout.pieces)
         refuse_overflow(model, choices)
         text = _json(state)
         given = {"directory": str(folder), "dtype": choices.dtype, **asdict(keep), "state": text, "step": engine.steps}
@@ -90,11 +90,11 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
 
     agree(model, "save", propose)
     at = exported(model, folder, choices)
-    kept = dtypes_of(model, engine.optimizer, engine.kept) if engine.optimizer.steps else {}
+    kept = dtypes_of(model, engine.optimizer, engine.state_layout) if engine.optimizer.steps else {}
     return Content(
         step=engine.steps,
-        spec=engine.kept.spec,
-        planes=disk.planes_of(engine.kept.spec.table, at.keymap, model.kept, kept),
+        spec=engine.state_layout.spec,
+        planes=disk.planes_of(engine.state_layout.spec.table, at.keymap, model.kept, kept),
         values=_values(engine),
         export=at,
         trainer={**_trainer(engine), "state": state},

@@ -19,7 +19,7 @@ from ..watch import doing, names_lost_ranks
 from .agreement import Proposal, agree, check_same_data, data_of
 from .model import Model
 from .validation import check_no_places, check_prompts, check_top_p
-from .vision_sync import as_all_see
+from .vision_sync import sync_pictures
 
 SCORES = Sum("the scores of the last stage", ("pp",))
 
@@ -64,7 +64,7 @@ def score_without_grad(model: Model, batch: Batch, want: str, call: str) -> Tens
 
     _, told = agree(model, call, propose, REPLICA)
     check_same_data(told, model.mesh, REPLICA)
-    (seen,) = as_all_see([batch], told.pictures, model.blueprint.module.tower)
+    (seen,) = sync_pictures([batch], told.pictures, model.blueprint.module.tower)
     here = seen.to(model.mesh.device)
     found = parallel.run_forward(model, [here], want, lambda _batch, scores: scores[0])
     return _of_last_stage(model, found, _shape(model, len(batch), want))

@@ -35,7 +35,7 @@ _RESERVED = {*disk.PARAMETERS, disk.RANDOM, disk.PARTS, COUNTERS}  # other folde
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateLayout:
     """`quantised`: the parameters whose state is in 8 bits. `spec` and `pieces`: of all parameters, and of scales."""
 
     quantised: tuple[str, ...]
@@ -48,7 +48,7 @@ class Kept:
         return {name: Place(piece.row_numbers, piece.first_col) for name, piece in held.items()}
 
 
-def kept_by(model: Model, optimizer: Optimizer) -> Kept:
+def state_layout(model: Model, optimizer: Optimizer) -> StateLayout:
     """Return where the state of an optimizer lies. Refuse names that a checkpoint already uses."""
     names = optimizer.state_names
     wrong = [name for at, name in enumerate(names) if not name.isidentifier() or name in {*_RESERVED, *names[:at]}]
@@ -59,9 +59,9 @@ def kept_by(model: Model, optimizer: Optimizer) -> Kept:
         )
     quantised = optimizer.quantised(model.table, model.trained)
     if not quantised:
-        return Kept((), model.blueprint.spec, model.pieces)
+        return StateLayout((), model.blueprint.spec, model.pieces)
     spec = spec_with(model.blueprint.spec, model.mesh, quantised, "state_dtype=torch.bfloat16")
-    return Kept(quantised, spec, pieces(spec, model.mesh.axes, model.mesh.rank))
+    return StateLayout(quantised, spec, pieces(spec, model.mesh.axes, model.mesh.rank))
 
 
 def spec_with(spec: ShardingSpec, mesh: Mesh, quantised: Sequence[str], instead: str) -> ShardingSpec:
@@ -79,7 +79,7 @@ def key_of(name: str) -> str:
     return name.removesuffix(_CODES)
 
 
-def dtypes_of(model: Model, optimizer: LocalOptimizer, kept: Kept) -> dict[str, dict[str, torch.dtype]]:
+def dtypes_of(model: Model, optimizer: LocalOptimizer, kept: StateLayout) -> dict[str, dict[str, torch.dtype]]:
     """Return the dtypes of all state on whatever rank, by state name: of parameters, and of scales."""
     wide = optimizer.options.wide_dtype
     dtypes = {name: torch.uint8 if name in kept.quantised else wide(model.kept[name]) for name in model.trained}
@@ -135,7 +135,7 @@ def take_state(optimizer: LocalOptimizer, read: State, stored: Mapping[str, Tens
 StateDict = dict[str, dict[str, Any]]
 
 
-def planes_in_memory(model: Model, optimizer: LocalOptimizer, kept: Kept) -> dict[str, dict[str, Sharded]]:
+def planes_in_memory(model: Model, optimizer: LocalOptimizer, kept: StateLayout) -> dict[str, dict[str, Sharded]]:
     """Return what this rank holds, live, by plane and key, in the dtype in which it is held. State that no step has
     made yet is made: it is zero, and may be about to be filled."""
     live, _ = model.values().apart  # what stays in 8 bits is of the source, and takes nothing

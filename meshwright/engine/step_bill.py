@@ -6,11 +6,11 @@ from ..axes import DENSE, Axes
 from ..blueprint import Blueprint
 from ..optim import AdamW, Optimizer
 from ..sharding import Charge, Pictures, Work, bill
-from .agreement import NUMBERS, STEP, place
+from .agreement import NUM_COLUMNS, STEP, agreement_name
 from .engine import LOSS, NORM
 from .model import Model
 from .router import pooled_counts, step_load
-from .vision_sync import at_least
+from .vision_sync import forced_tower_runs
 
 
 def step_bill(
@@ -21,7 +21,7 @@ def step_bill(
     frames of this data rank, None where no data rank has any."""
     compute = model.dtype.itemsize
     frozen = frozenset(model.table.params) - {*model.trained}
-    if at_least(model, num_batches):  # the tower runs, whoever sees
+    if forced_tower_runs(model, num_batches):  # the tower runs, whoever sees
         pictures = tuple(frames or () for frames in pictures or [None] * num_batches)
     numbers = model.numbers | model.low.names
     work = Work(tokens, num_batches, compute, max(4, compute), pictures, frozen, numbers, model.begun)
@@ -36,7 +36,7 @@ def engine_bill(
     charges = bill(blueprint.spec, axes, rank, work)
     if axes.world > 1:
         # Between hosts. More than 32 ranks with accelerators make several of it, among few; the last is of this size.
-        charges.append(Charge(place(STEP), "all_gather", DENSE, axes.world * NUMBERS * 8, 1))
+        charges.append(Charge(agreement_name(STEP), "all_gather", DENSE, axes.world * NUM_COLUMNS * 8, 1))
         charges += [Charge.of(LOSS), Charge.of(NORM)]
         balance = blueprint.balance
         if balance.num_layers:

@@ -21,12 +21,12 @@ from .model import Model
 _BITS = 53  # that a float64 holds, in which ranks tell each other what they bring
 
 
-def mask_of(batches: Sequence[Batch]) -> int:
+def pictures_mask(batches: Sequence[Batch]) -> int:
     """A bit for each micro-batch with pictures; the last one stands for all that have none of their own."""
     return sum({1 << min(number, _BITS - 1) for number, batch in enumerate(batches) if batch.frames})
 
 
-def at_least(model: Model, num_batches: int) -> int:
+def forced_tower_runs(model: Model, num_batches: int) -> int:
     """The micro-batches of a step in which the tower runs whether anyone has pictures or not: all, where nothing else
     of its stage is trained. Backward must find something, and FSDP must free what it gathered."""
     names = [name for name in model.trained if 0 in stages_of_param(model.table[name], model.line)]
@@ -34,7 +34,7 @@ def at_least(model: Model, num_batches: int) -> int:
     return sum({1 << min(number, _BITS - 1) for number in range(num_batches)}) if alone else 0
 
 
-def as_all_see(batches: Sequence[Batch], mask: int, tower: Tower | None) -> list[Batch]:
+def sync_pictures(batches: Sequence[Batch], mask: int, tower: Tower | None) -> list[Batch]:
     """Where any rank has pictures, a batch without gets an empty set of them; where nobody has, none."""
     if tower is None:
         return list(batches)
@@ -83,7 +83,7 @@ def check_pictures(batches: Sequence[Batch], tower: Tower | None, *, words: bool
             )
 
 
-def give_zeros(model: Model, unused: Sequence[str]) -> None:
+def zero_gradients(model: Model, unused: Sequence[str]) -> None:
     """Where nobody has pictures in a step, the tower has not run. Its gradient is zero on every mesh alike; it still
     decays, and its moments still fade, as of all that a step did not use."""
     for name in unused:
@@ -91,6 +91,6 @@ def give_zeros(model: Model, unused: Sequence[str]) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def unused_in(model: Model, mask: int) -> list[str]:
+def unused_tower_parameters(model: Model, mask: int) -> list[str]:
     """The trained parameters of this rank that a step has not used at all."""
     return [] if mask else [name for name in model.trainable if name.startswith(TOWER)]
