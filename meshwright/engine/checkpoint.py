@@ -28,7 +28,7 @@ from ..optim import names_of_scales
 from ..watch import doing, names_lost_ranks
 from .agreement import Data, Proposal, agree, check_ready, compare, identity
 from .engine import Engine
-from .export import Choices, check_pieces, exported, refuse_overflow
+from .export import ExportOptions, check_pieces, export_plan, refuse_overflow
 from .model import Model
 from .optimizer_state import dtypes_of, quantised_in, spec_with, state_of, take_state, to_be_read
 
@@ -72,7 +72,7 @@ def save(
     state, and a thread writes the files. If that fails, the next call that trains, saves or resumes raises, or
     `engine.wait()`.
     """
-    content = _content(engine, directory, Choices(dtype), Keep(keep, keep_every), state)
+    content = _content(engine, directory, ExportOptions(dtype), Keep(keep, keep_every), state)
     doing(f"saving step {engine.steps}")
     if wait:
         disk.save(content, engine.model.mesh)
@@ -81,7 +81,9 @@ def save(
     return disk.final_place(content.folder, content.step)
 
 
-def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices, keep: Keep, state: object) -> Content:
+def _content(
+    engine: Engine, directory: str | os.PathLike[str], choices: ExportOptions, keep: Keep, state: object
+) -> Content:
     """Return what this rank contributes, after all ranks have agreed to write the same checkpoint."""
     model = _checked_model(engine, "save")
     folder = _checked_path(directory)
@@ -99,7 +101,7 @@ def _content(engine: Engine, directory: str | os.PathLike[str], choices: Choices
         return Proposal(settings={f"{name}=": value for name, value in fields.items()})
 
     agree(model, "save", propose)
-    at = exported(model, folder, choices)
+    at = export_plan(model, folder, choices)
     # Before the first step there is no optimizer state, and none is written.
     state_dtypes = dtypes_of(model, engine.optimizer, engine.state_layout) if engine.optimizer.steps else {}
     return Content(
