@@ -296,7 +296,7 @@ def _check_tower(model: Model, at: Path, tower: bool) -> None:
     """Refuse a vision tower that is trained on one side only: a carried one has no optimizer state."""
     if tower != model.blueprint.tower:
         raise CheckpointError(
-            f"{at} was saved with tower={tower}, but the engine's model has tower={model.blueprint.tower}; load the "
+            f"{at} was saved with tower={tower}, and the engine's model has tower={model.blueprint.tower}; load the "
             f"model with tower={tower}, or start from the weights: mw.load({str(at)!r}, tower={model.blueprint.tower})"
         )
 

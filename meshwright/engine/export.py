@@ -110,8 +110,9 @@ def export(
     earlier export, which stays until the new one is complete. If a value head was added to a language model, the config
     becomes that of a classifier, and the untrained vocabulary head is left out unless `keep_lm_head`.
     """
-    options = ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format))
-    planned = _agreed_export(model, "export", directory, options)
+    planned = _agreed_export(
+        model, "export", directory, ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format))
+    )
     weights.write_directory(model.stored_model(model.values()), planned)
 
 
@@ -124,8 +125,9 @@ def check_export(
 
     It writes nothing. It cannot know the weights that training will produce, so an overflow shows up only in `export`.
     """
-    options = ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format))
-    planned = _agreed_export(model, "check_export", directory, options)
+    planned = _agreed_export(
+        model, "check_export", directory, ExportOptions(dtype, overwrite, keep_lm_head, _format_of(dtype, format))
+    )
     weights.check_export(model.mesh, planned)
 
 
