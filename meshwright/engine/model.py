@@ -65,7 +65,7 @@ from ..weights import (
     rows_of,
 )
 from .gradient_start import begun_backward
-from .validation import check_loading, check_unquantised, spelled_out
+from .validation import check_loading, check_unquantised, show_fields_in_help
 
 
 @dataclass
@@ -271,7 +271,7 @@ class Model:
         return f"Model({self.config.get('model_type')}, {num:,} parameters, {self.dtype}, {self.mesh.axes}{suffix})"
 
 
-@spelled_out(Recipe)
+@show_fields_in_help(Recipe)
 def load(
     source: str | os.PathLike[str], mesh: Mesh | None = None, *, read: str = "rank", **fields: Unpack[RecipeFields]
 ) -> Model:
@@ -310,7 +310,7 @@ def load(
     return model
 
 
-@spelled_out(Recipe)
+@show_fields_in_help(Recipe)
 def init(
     source: str | os.PathLike[str], mesh: Mesh | None = None, *, seed: int = 0, **fields: Unpack[RecipeFields]
 ) -> Model:
