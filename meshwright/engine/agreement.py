@@ -133,7 +133,7 @@ def agree(
     _check_outside_loss(model, call)
 
     def prepare() -> tuple[Proposal, Mapping[str, object], Data]:
-        # Everything that can fail on one rank alone is checked in here, where `compare` reports it to the others.
+        # Checks that can fail on one rank alone belong into this function: `compare` reports their errors to all ranks.
         check_inference_mode()
         check_autocast(model.mesh.device.type)
         model.check_whole()
@@ -339,13 +339,13 @@ def whole_step(proposal: Proposal, gathered: GatheredData, mesh: Mesh) -> Step:
     weight, num_targets = sum(unique.column("weight").tolist()), int(unique.column("num_targets").sum())
     if not num_targets:
         raise DataError(
-            "no token of the step has a label, so there is nothing to learn from. If trained= came from a chat "
+            "no token of the step has a label, so the step has nothing to learn from. If trained= came from a chat "
             "template, the template must mark answers with {% generation %}, or its mask is all 0"
         )
     if weight <= 0:
         raise DataError(
-            f"the weights of the step's {num_targets} targets sum to {weight}, so there is nothing to learn from; give "
-            "some target a weight above 0"
+            f"the weights of the step's {num_targets} targets sum to {weight}; give some target a weight above 0, so "
+            "that the loss has a divisor"
         )
     num_tokens, num_batches = int(unique.column("num_real").sum()), gathered[0].num_batches
     return Step(proposal.lr, proposal.max_norm, weight, num_targets, num_tokens, num_batches, gathered.pictures)

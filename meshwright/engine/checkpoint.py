@@ -102,7 +102,7 @@ def _content(
 
     agree(model, "save", propose)
     at = export_plan(model, folder, choices)
-    # Before the first step there is no optimizer state, and none is written.
+    # Before the first step the optimizer has no state, and none is written.
     state_dtypes = dtypes_of(model, engine.optimizer, engine.state_layout) if engine.optimizer.steps else {}
     return Content(
         step=engine.steps,
@@ -263,7 +263,7 @@ def _resumed(engine: Engine, source: Checkpoint, new_config: Sequence[str]) -> R
     # Frozen FP8 weights are compared with the checkpoint, not replaced: their codes come from the model's own files.
     live, frozen_fp8 = model.values().apart
     wanted = [RestoreTarget(source.parameters, live, frozenset(model.table.params), frozen_fp8)]
-    # One target per state set: weights (from the masters, if there are any), then each tensor of optimizer state.
+    # One target per state set: weights (from float32 masters, if any), then each tensor of optimizer state.
     names = frozenset(trained.union(names_of_scales(quantised)))
     for name, tensors in engine.optimizer.by_name(state).items() if planes else ():
         wanted.append(RestoreTarget(source.planes[name], tensors, names))

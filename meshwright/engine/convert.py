@@ -108,7 +108,7 @@ def _read_meshwright(source: Path) -> State:
     recipe = Recipe(head=trainer["head"], tower=trainer.get("tower", False))
     config = weights.read_config(checkpoint.directory)
     blueprint = Blueprint.of(config, checkpoint.planes[WEIGHTS], recipe, directory=checkpoint.directory)
-    # Float32 masters where there are some: the weights next to them are rounded.
+    # `parameters` are the float32 masters, if any: the weights next to them are rounded.
     planes = {WEIGHTS: _lazy_tensors(checkpoint.parameters, blueprint)}
     planes |= {
         name: _lazy_tensors(plane, blueprint) for name, plane in checkpoint.planes.items() if name not in PARAMETERS

@@ -265,5 +265,5 @@ def _stored_tensors(model: Model, which: str) -> Mapping[str, Tensor]:
         raise ConfigError(f"stream(model, {which!r}): choose 'weight' or 'grad'")
     grads = model.grads()
     if not grads and model.trainable:  # a pipeline stage may have nothing to train
-        raise StateError("there are no gradients; call engine.backward(batches) and not yet update()")
+        raise StateError("the model has no gradients; call engine.backward(batches), and update() only afterwards")
     return grads

@@ -40,11 +40,11 @@ def logprobs(model: Model, batch: Batch) -> Tensor:
 def logits(model: Model, batch: Batch) -> Tensor:
     """Return `[T, V]` logits of this data rank's tokens, in at least float32. No gradients.
 
-    With head "value": `[T]` values, or `[T, labels]` if there are several labels.
+    With head "value": `[T]` values, or `[T, labels]` with several labels.
     """
     if "values" in model.blueprint.scores:
         return model.mesh.gather_rows(score_without_grad(model, batch, "values", "logits"), ("cp", "tp"))
-    # The head all-gathers tokens over tp and splits the vocabulary. So tp joins columns here, and cp joins rows.
+    # The head all-gathers tokens over tp and splits the vocabulary. So tp joins columns, and cp joins rows.
     logits_TV = gather_vocabulary(model, score_without_grad(model, batch, "logits", "logits"))
     return model.mesh.gather_rows(logits_TV, ("cp",))
 

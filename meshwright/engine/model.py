@@ -131,7 +131,7 @@ class Model:
 
     @cached_property
     def trained_from(self) -> int:
-        """Return the first pipeline stage with a trained parameter. Backward ends there."""
+        """Return the first pipeline stage with a trained parameter. Backward ends in it."""
         return trained_from(self.table, self.line, self.trained)
 
     @property

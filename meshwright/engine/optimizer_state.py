@@ -117,8 +117,8 @@ def quantised_in(checkpoint: Checkpoint, planes: Sequence[str], trained: Iterabl
 def to_be_read(optimizer: LocalOptimizer, stored: Mapping[str, Tensor], quantised: Iterable[str]) -> State:
     """Return memory for the state of a checkpoint, in the form in which the checkpoint has it.
 
-    `quantised`: the parameters whose state is in 8 bits there. State that only this engine quantises is read in the
-    dtype of the parameter, and `take_state` quantises it.
+    `quantised`: the parameters whose state the checkpoint has in 8 bits. State that only this engine quantises is read
+    in the dtype of the parameter, and `take_state` quantises it.
     """
     in_8_bits, num = set(quantised), len(optimizer.options.state_names)
     new, made = optimizer.new_state({n: t for n, t in stored.items() if n not in optimizer.quantised}), State()
@@ -131,8 +131,8 @@ def to_be_read(optimizer: LocalOptimizer, stored: Mapping[str, Tensor], quantise
 
 
 def take_state(optimizer: LocalOptimizer, read: State, stored: Mapping[str, Tensor], quantised: Iterable[str]) -> None:
-    """Convert the state that was read to the form of this engine, and store it there. Only one parameter at a time
-    exists in both forms."""
+    """Convert the state that was read to the form of this engine, and make it the engine's state. Only one parameter at
+    a time exists in both forms."""
     in_8_bits, num = set(quantised), len(optimizer.options.state_names)
     optimizer.state = read
     for name in [name for name in stored if name in read and (name in in_8_bits) != (name in optimizer.quantised)]:

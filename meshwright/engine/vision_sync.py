@@ -62,7 +62,7 @@ def check_pictures(batches: Sequence[Batch], tower: Tower | None, *, words: bool
             if batch.frames:
                 raise DataError(
                     f"a batch has {counted(len(batch.frames), 'frame')} of pictures, but the model was loaded without "
-                    "its vision tower; use mw.load(..., tower=True)"
+                    "its tower; use mw.load(..., tower=True)"
                 )
             continue
         images = batch.images
