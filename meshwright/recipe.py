@@ -78,7 +78,7 @@ class MemoryOptions:
     )  # fmt: skip
     token_once: bool | int = option(
         False, "Under ep, send a token once to each rank that holds some of its experts, not once to each of these "
-        "experts. A number N makes N consecutive ep ranks a node: a token goes once to each node, and inside of the "
+        "experts. A number N makes N consecutive ep ranks a node: a token goes once to each node, and inside the "
         "node once to each rank.",
         costs="expert ids and weights travel with the rows; sorting. In bfloat16 sums are rounded once per rank, not "
         "once per expert, and once more per node. With nodes the host synchronizes with the device twice a layer, "
@@ -124,7 +124,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a run uses its pipeline stages. It has no effect with pp=1."""
+    """Options of pipeline parallelism. They have no effect with pp=1."""
 
     schedule: str = option(
         "1f1b", "The pipeline schedule. 1f1b alternates forward and backward passes; zero-bubble splits backward in "

@@ -45,7 +45,7 @@ class Data:
     num_targets: int = 0
     num_batches: int = 0
     num_tokens: int = 0  # in each batch
-    num_real: int = 0  # in all batches, without filler
+    num_real: int = 0  # in all batches, without padding
     checksum: int = 0
     pictures: int = 0  # a bit for each micro-batch that has some
 
@@ -106,7 +106,7 @@ class Step:
     max_norm: float | None
     weight: float  # the divisor of the loss: the sum of the weights of all targets
     num_targets: int
-    num_tokens: int  # without filler
+    num_tokens: int  # without padding
     num_batches: int
     pictures: int = 0  # a bit for each micro-batch in which any rank has some
     owner: object = None  # the engine whose gradients these are

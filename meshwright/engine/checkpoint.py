@@ -84,7 +84,11 @@ def save(
 def _content(
     engine: Engine, directory: str | os.PathLike[str], choices: ExportOptions, keep: Keep, state: object
 ) -> Content:
-    """Return what this rank contributes, after all ranks have agreed to write the same checkpoint."""
+    """Return what this rank contributes, after all ranks have agreed to write the same checkpoint.
+
+    Whatever can be refused is refused in `propose`. So no rank raises while others already write, and a refused save
+    leaves no files.
+    """
     model = _checked_model(engine, "save")
     folder = _checked_path(directory)
 
@@ -93,6 +97,7 @@ def _content(
         # Gradients are not saved, so none may wait for an update: a resumed run would skip it.
         check_ready(model, engine.trained)
         _check_keep(keep)
+        # Weights, masters and optimizer state alike must have the shapes of this rank's pieces, scales included.
         for values in _values_to_save(engine).values():
             check_pieces(model, values.stored, engine.state_layout.pieces)
         refuse_overflow(model, choices)
@@ -163,7 +168,10 @@ def _checked_json(state: object) -> str:
 
 
 def _values_to_save(engine: Engine) -> Mapping[str, weights.Values]:
-    """Return this rank's pieces by state set. An empty piece has no optimizer state in memory, so it is made now."""
+    """Return this rank's pieces by state set. An empty piece has no optimizer state in memory, so it is made now.
+
+    Weights and masters are the same tensors: the writer rounds the former to the dtypes of the files.
+    """
     values, optimizer = engine.model.values(), engine.optimizer
     trained = {name: values[name] for name in engine.trained if name in values}
     state = optimizer.by_name({**optimizer.new_state(trained, empty=True), **optimizer.state})
@@ -171,7 +179,10 @@ def _values_to_save(engine: Engine) -> Mapping[str, weights.Values]:
 
 
 def _trainer(engine: Engine) -> dict[str, Any]:
-    """Return the counters and settings of trainer.json."""
+    """Return the counters and settings of trainer.json.
+
+    Head, tower and trained parameters define which tensors exist. A resume compares them before it reads any.
+    """
     return {
         "step": engine.steps,
         "tokens": engine.tokens,
@@ -385,7 +396,7 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[
 def _marked_half_restored(engine: Engine, directory: Path) -> Iterator[None]:
     """Mark the model as half updated while its tensors are replaced. If that fails, the mark stays until a resume
     succeeds; on success the model originates from the checkpoint."""
-    engine.discard()
+    engine.discard()  # gradients of the replaced weights
     calls = engine.model.calls
     calls.half_updated = f"the resume from {directory} failed, and some parameters may be replaced"
     yield
@@ -394,7 +405,11 @@ def _marked_half_restored(engine: Engine, directory: Path) -> Iterator[None]:
 
 
 def _restore_counters(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restore counters, expert load, and the random generators if the number of ranks is the same."""
+    """Restore counters, expert load, and the random generators.
+
+    Generators belong to ranks. If another number of ranks saved, they are left as they are: no choice would continue
+    the same random numbers.
+    """
     trainer = checkpoint.trainer
     engine.steps = engine.optimizer.steps = trainer["step"]
     engine.tokens = trainer["tokens"]
@@ -407,12 +422,17 @@ def _restore_counters(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def _resume_weights_only(engine: Engine, source: weights.Source, new_config: Sequence[str]) -> Resumed:
-    """Take the weights of a Hugging Face directory, and start with new optimizer state."""
+    """Take the weights of a Hugging Face directory, and start with new optimizer state.
+
+    An export is such a directory, for example. Step 0 restarts the schedule of the learning rate too, so a warning says
+    so.
+    """
     model = engine.model
     blueprint = _blueprint_of(model, source, model.blueprint.head)
     _check_same_table(model, blueprint, source.directory)
     _check_same_config(model, blueprint, source.directory, new_config)
     spec = replace(model.blueprint.spec, table=blueprint.table)
+    # Each rank reads its own bytes, as `mw.load(read="rank")` does.
     alone, files = range(model.mesh.rank, model.mesh.rank + 1), blueprint.keymap.source or source
     live, frozen_fp8 = model.values().apart
     keymap, axes, rank = blueprint.keymap, model.mesh.axes, model.mesh.rank
@@ -429,6 +449,7 @@ def _resume_weights_only(engine: Engine, source: weights.Source, new_config: Seq
         model.mesh.together(check_frozen, at, CheckpointError, what)
     with _marked_half_restored(engine, source.directory):
         model.mesh.together(read, at, CheckpointError, what)
+    # The bias correction of AdamW counts from its own first step.
     engine.steps = engine.optimizer.steps = engine.tokens = 0
     engine.optimizer.state = {}
     if model.mesh.rank == 0:

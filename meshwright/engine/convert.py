@@ -80,6 +80,7 @@ def _convert(state: State, source: Path, target: Path, to: str, dtype: torch.dty
         raise CheckpointError(
             f"{source} has no optimizer state to convert; mw.resume(engine, directory) reads its weights as they are"
         )
+    # A Hugging Face directory takes the weights only.
     total = sum(len(keys) for plane, keys in state.planes.items() if to != HF or plane == WEIGHTS)
     with progress(f"convert {source} to {target}", total, "tensors", enabled=True) as advance:
         if to == TORCH:
@@ -132,10 +133,12 @@ def _read_torch(source: Path, like: Path | None) -> State:
     names = {name.split(".", 1)[0] for name in dcp.shapes}
     planes: dict[str, LazyTensors] = {}
     shapes: dict[str, Mapping[str, tuple[int, ...]]] = {}
+    # DCP flattens nested dicts to dotted names: `weights.model.norm.weight`, `exp_avg.model.norm.weight`.
     for plane in sorted(names - {COUNTERS}):
         keys = {file_key(name.split(".", 1)[1]): name for name in dcp.shapes if name.startswith(f"{plane}.")}
         shapes[plane] = {key: dcp.shapes[name] for key, name in keys.items()}
         planes[plane] = {key: lambda name=name: dcp.tensor(name) for key, name in keys.items()}  # type: ignore[misc] # mypy misses the default
+    # `score.weight` exists only with a value head, and keys of the vision tower only if it was trained.
     head = "value" if "score.weight" in planes.get(WEIGHTS, {}) else "lm"
     tower = any(key.startswith(VISUAL) for key in planes.get(WEIGHTS, {}))
     blueprint = Blueprint.of(weights.read_config(like), files, Recipe(head=head, tower=tower), directory=like)
@@ -151,6 +154,7 @@ def _drop_foreign(
     planes: dict[str, LazyTensors], shapes: dict[str, Mapping[str, tuple[int, ...]]], blueprint: Blueprint
 ) -> None:
     """Drop what a user saved next to the engine's state dict: without keys of the model it is no optimizer state."""
+    # A user's own dict may stand next to the engine's in one DCP checkpoint: `{**engine.state_dict(), "rng": ...}`.
     keys = {*blueprint.keymap.keys, *_shapes_of_scales(blueprint)}
     for plane in [name for name, tensors in planes.items() if name != WEIGHTS and not keys & {*tensors}]:
         del planes[plane], shapes[plane]
@@ -173,6 +177,7 @@ def _check_state(
     source: Path, names: Iterable[str], planes: Mapping[str, Mapping[str, Any]], blueprint: Blueprint
 ) -> None:
     """Refuse a state with missing keys, or of another model than the blueprint's. `planes`: the shapes."""
+    # Counters too: without them a resume would start at step 0 with the optimizer state of a later step.
     missing = {*_param_keys(blueprint)} - {*planes.get(WEIGHTS, {})}
     if missing or not {f"{COUNTERS}.{name}" for name in ("step", "tokens", "router_load")} <= {*names}:
         raise CheckpointError(
@@ -245,6 +250,7 @@ def _write_torch(state: State, target: Path, advance: Callable[[int], None]) -> 
 def _export(state: State, target: Path, dtype: torch.dtype | None) -> weights.Export:
     """Plan the Hugging Face files to write. Float32 parameters (`A_log`) are never rounded."""
     assert state.blueprint.directory is not None, "every kind of source has a directory with config.json"
+    # Without `dtype` each key keeps the dtype that the source's files (or those of `like`) have.
     keymap, config = state.keymap, weights.exported_config(state.blueprint.config, dtype, state.keymap)
     if dtype is not None:
         exact = {key for param in state.blueprint.table if param.float32 for key in _keys(state.blueprint, param)}
@@ -302,6 +308,7 @@ def _write_meshwright(state: State, target: Path, dtype: torch.dtype | None, adv
     blueprint, extents = state.blueprint, Extents()
     keys_of_state = {*state.planes[state.of_optimizer[0]]}
     trained = [param.name for param in blueprint.table if {*_keys(blueprint, param)} <= keys_of_state]
+    # Trained weights are float32 in training: where files are narrower, the checkpoint gets masters.
     stored = blueprint.stored_dtypes(torch.float32, {*trained})
     table, dtypes = _state_dtypes(state, trained)
     export = _export(state, target, dtype)

@@ -117,6 +117,7 @@ class Model:
 
     @property
     def pipeline(self) -> Pipeline:
+        """Return the pipeline options, with `hold` decided."""
         return self.recipe.pipeline
 
     @property
@@ -146,10 +147,12 @@ class Model:
 
     @property
     def table(self) -> Table:
+        """Return the declarations of all parameters, by name."""
         return self.blueprint.table
 
     @property
     def keymap(self) -> KeyMap:
+        """Return the mapping from parameters to the keys of the files."""
         return self.blueprint.keymap
 
     @cached_property
@@ -164,6 +167,7 @@ class Model:
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
+        """Return the pieces that this rank stores, by parameter."""
         return pieces(self.blueprint.spec, self.mesh.axes, self.mesh.rank)
 
     @cached_property
@@ -190,6 +194,7 @@ class Model:
         return self._parameters()[name]
 
     def placement(self, name: str) -> Placement:
+        """Return the mesh axes that shard, split and replicate a parameter."""
         return place(self.table[name], self.blueprint.spec.rules, self.mesh.axes)
 
     @property
@@ -245,6 +250,7 @@ class Model:
         return Need(self.blueprint.spec, self.mesh.axes, held)
 
     def stored_model(self, stored: Mapping[str, Tensor]) -> StoredModel:
+        """Return local tensors with their layout, from which the weights room gathers and writes whole ones."""
         return StoredModel(self.blueprint.spec, self.mesh, stored)
 
     def check_whole(self) -> None:
@@ -297,6 +303,7 @@ def load(
             stored=torch.promote_types(recipe.dtype or torch.bfloat16, torch.float32),
         )  # fmt: skip
         model = put_on_mesh(blueprint, mesh or Mesh())
+        # The ranks for which one rank reads: with read="rank" a range of one.
         node = model.mesh.node if read == "node" else range(model.mesh.rank, model.mesh.rank + 1)
         plan = list(plan_reads(model.blueprint.spec, model.mesh.axes, node, model.keymap, numbers=model.numbers))
     model.load_bill = tuple(load_bill(plan, model.mesh.rank, node))
@@ -304,9 +311,10 @@ def load(
     assert scaled is not None
     num_bytes = _read_frozen_scales(model, scaled, len(node) > 1)
     model.bytes_read = num_bytes + fill(model.stored(), model.mesh, plan, node, scaled)
+    # Parameters that the files lack, such as a new value head: seed 0, so that every run starts from the same ones.
     _fill_fresh(model, model.keymap.fresh, seed=0)
-    held = model.stored()
-    model.calls.loaded = {name: (held[name], held[name]._version) for name in held.keys() & model.numbers}
+    local = model.stored()
+    model.calls.loaded = {name: (local[name], local[name]._version) for name in local.keys() & model.numbers}
     return model
 
 
@@ -329,8 +337,12 @@ def init(
 
 
 def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
-    """Place a model on a mesh: allocate its parameters, without values yet."""
+    """Place a model on a mesh: allocate its parameters, without values yet.
+
+    Everything that can be refused is refused before the first allocation.
+    """
     compute, memory = blueprint.compute, blueprint.recipe.memory
+    # `requires_grad` is set on the meta parameters, from which the placed ones inherit it.
     trained = {*blueprint.trained()}
     for name in blueprint.table.params:
         blueprint.module.get_parameter(name).requires_grad_(name in trained)
@@ -349,10 +361,12 @@ def put_on_mesh(blueprint: Blueprint, mesh: Mesh) -> Model:
     # Counted on the meta device, so before `distribute` places the same modules.
     begun = begun_backward(blueprint.spec, mesh.axes, mesh.rank, compute, trained)
     stages, fp8_gather = parallel.distribute(blueprint.spec, mesh, compute, stored)
+    # Modules are public (`model.parts`), so `torch.save(part.state_dict())` is only a line away.
     for each in (module for stage in stages for module in stage.module.modules()):
         each.register_state_dict_pre_hook(_refuse_state_dict)
         each.register_load_state_dict_pre_hook(_refuse_state_dict)
     assert blueprint.directory is not None, "a model on a mesh has a config.json somewhere"
+    # Rank 0 reads small files now: they may change or vanish before an export writes them.
     small = SmallFiles(blueprint.directory) if mesh.rank else read_small(blueprint.directory)
     names = tuple(name for name in blueprint.table.params if name in trained)
     return Model(mesh, blueprint, stages, fp8_gather, names, small, begun)

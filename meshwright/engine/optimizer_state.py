@@ -33,6 +33,7 @@ from ..sharding import Piece, ShardingSpec, pieces
 from ..weights import Values
 from .model import Model
 
+# Suffix of the key of 8-bit state in a state dict.
 _CODES = ".codes"
 COUNTERS = "counters"
 _RESERVED = {*disk.PARAMETERS, disk.RANDOM, disk.PARTS, COUNTERS}  # other folders of a checkpoint or keys of a state
@@ -65,6 +66,7 @@ def state_layout(model: Model, optimizer: Optimizer) -> StateLayout:
             f"state_names of {type(optimizer).__name__} has {wrong[0]!r}; give each tensor a unique name, such as "
             f"'momentum', and none of {', '.join(sorted(_RESERVED))}"
         )
+    # Without 8-bit state the layout is that of the weights themselves, and nothing need be computed.
     quantised = optimizer.quantised(model.table, model.trained)
     if not quantised:
         return StateLayout((), model.blueprint.spec, model.pieces)
@@ -91,6 +93,7 @@ def file_key(name: str) -> str:
 
 def dtypes_of(model: Model, optimizer: LocalOptimizer, layout: StateLayout) -> dict[str, dict[str, torch.dtype]]:
     """Return the dtypes of all state on any rank, of parameters and of scales, by state name."""
+    # By arithmetic, not from tensors: all ranks need the dtypes of all parameters to create the files.
     wide = optimizer.options.wide_dtype
     dtypes = {name: torch.uint8 if name in layout.quantised else wide(model.kept[name]) for name in model.trained}
     dtypes |= dict.fromkeys(names_of_scales(layout.quantised), torch.float32)

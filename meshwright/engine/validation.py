@@ -102,6 +102,7 @@ def check_optimizer(optimizer: object) -> None:
 
 def lr_of_step(lr: object, step: int) -> float:
     """Return the learning rate of a step as a float. Refuse what is not a number of 0 or more, such as NaN."""
+    # Schedules often return a tensor of one element, or a numpy number.
     number = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
     if not within(number, 0):
         raise ConfigError(f"lr of step {step} is {lr!r}; it must be a number of 0 or more")
@@ -143,10 +144,12 @@ def _check_batch(batch: Batch, vocab: int, share: int) -> None:
         )
     if batch.tokens.is_inference():
         raise DataError("a batch was packed under torch.inference_mode(), so no step can use it; pack it outside of it")
+    # A weight of NaN or infinity would make the divisor of the whole step NaN, and name no position.
     weights = batch.fields.get(WEIGHT)
     if weights is not None and not weights.isfinite().all():
         at = int((~weights.isfinite()).nonzero()[0])
         raise DataError(f"the weight at position {at} is {float(weights[at])}; weights must be finite numbers")
+    # Of negative numbers only the label -100 has a meaning.
     for what, values, lowest in (("token", batch.tokens, 0), ("label", batch.labels, IGNORE)):
         bad = (values < lowest) | (values >= vocab) | ((values < 0) & (values != lowest))
         if bad.any():
@@ -269,6 +272,7 @@ def check_by_token(loss: Callable[[slice], Tensor], num_tokens: int, has_term_T:
         both_T = torch.cat([loss(slice(0, half)), loss(slice(half, None))])
     except Exception as error:
         raise DataError(f"the loss fails on a part of its tokens ({error}); {hint}") from error
+    # Positions without a term are ignored: their scores may be anything.
     same_T = torch.isclose(both_T, whole_T, rtol=1e-4, atol=1e-5, equal_nan=True)
     if not (same_T | ~has_term_T).all():
         raise DataError(f"the loss of a token depends on other tokens; {hint}")
