@@ -97,7 +97,7 @@ def _content(
         # Gradients are not saved, so none may wait for an update: a resumed run would skip it.
         check_ready(model, engine.trained)
         _check_keep(keep)
-        # Weights, masters and optimizer state alike must have the shapes of this rank's pieces, scales included.
+        # Weights, masters and optimizer state must all have the shapes of this rank's pieces, scales included.
         for values in _values_to_save(engine).values():
             check_pieces(model, values.stored, engine.state_layout.pieces)
         refuse_overflow(model, choices)

@@ -123,15 +123,13 @@ class LocalOptimizer:
             self._store(name, at, wide, self.steps)
 
     def _wide(self, of: Slice, like: Tensor) -> Sequence[Tensor]:
-        """Return the state of a slice in the dtype of the parameter: live memory, if it is tensors in this dtype."""
+        """Return the state of a slice in the dtype of the parameter: live memory, if it is stored in this dtype."""
         name, at = of
         if name not in self.quantised:
-            tensors: Sequence[Tensor] = self.state[name]
+            state: Sequence[Tensor] = self.state[name]
             if at is not None:
-                tensors = [_of(each, at) for each in tensors]
-            return (
-                tensors if not tensors or tensors[0].dtype == like.dtype else [each.to(like.dtype) for each in tensors]
-            )
+                state = [_of(each, at) for each in state]
+            return state if not state or state[0].dtype == like.dtype else [each.to(like.dtype) for each in state]
         assert at is not None
         rows = self._rows(name, at)
         quantised = zip(self.state[name], self.state[name + SCALES], self.options.codes, strict=True)
