@@ -94,7 +94,7 @@ class Axes:
 
     @property
     def num_data_ranks(self) -> int:
-        """Return the data-parallel size: how many ranks, up to cp, tp and pp, read data of their own."""
+        """Return the data-parallel size: how many different streams of tokens the ranks read."""
         return self.replicate * self.fsdp
 
     def coords(self, rank: int) -> dict[str, int]:

@@ -321,7 +321,7 @@ def _warn_of_same_data(num: int) -> None:
 def whole_step(proposal: Proposal, gathered: GatheredData, mesh: Mesh) -> Step:
     """Return the step that all data ranks make together. Refuse unequal batches, and a step without targets.
 
-    All ranks need equally many micro-batches of one length, since each micro-batch runs the same collectives.
+    All ranks need the same number of micro-batches of one length, since each micro-batch runs the same collectives.
     """
     sizes = torch.stack([gathered.column("num_batches"), gathered.column("num_tokens")], 1)
     if bool((sizes != sizes[0]).any()):

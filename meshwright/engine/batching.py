@@ -1,4 +1,4 @@
-"""Pack the documents of a step into batches of one length, equally many for every data rank.
+"""Pack the documents of a step into batches of one length, the same number for every data rank.
 
 Every rank packs all documents and takes its own bins, so the assignment needs no communication. It depends on the
 lengths of documents only.
@@ -37,8 +37,8 @@ def batches(
 ) -> list[Batch]:
     """Return this data rank's batches of `length` tokens. All ranks must give the same documents.
 
-    Each document goes whole to one batch of one data rank. Every data rank gets equally many batches; where documents
-    run out, a batch has no targets. The order of documents changes: the longest are placed first. The other arguments
+    Each document goes whole to one batch of one data rank. Every data rank gets the same number of batches; where
+    documents run out, a batch has no targets. The order of documents changes: the longest are placed first. The other arguments
     are those of `pack`.
 
     >>> engine.step(mw.batches(documents, mesh, length=8192, trained=masks))      # doctest: +SKIP

@@ -1,7 +1,7 @@
 """Convert checkpoints between three kinds: Hugging Face, torch.distributed.checkpoint (DCP), and Meshwright's own.
 
 One process reads a tensor at a time and writes it before the next one, so a model may be larger than the memory. The
-exception is writing DCP: its writer takes the whole state dict, of which files are mapped where possible.
+exception is writing DCP: its writer takes the whole state dict, whose tensors are memory-mapped where possible.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ class Engine:
         return replace(step, pictures=step.pictures | runs, owner=self)
 
     def _settings(self) -> dict[str, object]:
-        """Return what must be the same on all ranks beside the model, by the name that an error shows."""
+        """Return what must be the same on all ranks in addition to the model, by the name that an error shows."""
         loss = self.loss if inspect.isroutine(self.loss) else type(self.loss)
         return {
             "the step": self.steps,

@@ -46,7 +46,7 @@ def begun_backward(
 
 
 def _copy_of_part(spec: ShardingSpec, stage: Stage, part: str, fake_mesh: FakeMesh, compute: torch.dtype) -> Decoder:
-    """Return a meta copy of one part of a stage. It gets activations and has no embedding of its own."""
+    """Return a meta copy of one part of a stage. It gets activations instead of tokens, so it has no embedding."""
     numbers = [] if part == "head" else [part.partition(".")[2]]
     module = stage.module.part(numbers, first=False, last=part == "head")
     whole = Stage(stage.number, module, stage.units)

@@ -44,7 +44,7 @@ class StateLayout:
     """The layout of optimizer state on the mesh.
 
     `quantised`: the parameters whose state is in 8 bits. `spec` and `pieces` cover all parameters, and the scales of
-    these, which are declared like parameters of their own.
+    these, which are declared like parameters.
     """
 
     quantised: tuple[str, ...]
