@@ -38,8 +38,8 @@ def batches(
     """Return this data rank's batches of `length` tokens. All ranks must give the same documents.
 
     Each document goes whole to one batch of one data rank. Every data rank gets the same number of batches; where
-    documents run out, a batch has no targets. The order of documents changes: the longest are placed first. The other arguments
-    are those of `pack`.
+    documents run out, a batch has no targets. The order of documents changes: the longest are placed first. The other
+    arguments are those of `pack`.
 
     >>> engine.step(mw.batches(documents, mesh, length=8192, trained=masks))      # doctest: +SKIP
     """
