@@ -1,7 +1,7 @@
 """A model on a mesh: a blueprint whose parameters are placed on ranks and filled from files.
 
 The blueprint knows every parameter of every rank before a byte is read. So memory is checked first, each rank reads
-just the bytes that it stores, and no rank ever holds the whole model.
+just the bytes that it stores, and no rank needs room for the whole model.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from .validation import check_loading, check_unquantised, show_fields_in_help
 class CallState:
     """The state that calls on a model leave for later calls."""
 
-    shared_id: int = 0  # number of the model, counting from 1 in the order in which all ranks first used them
+    shared_id: int = 0  # models are numbered from 1, in the order in which all ranks first used them; 0: not yet
     pending: object | None = None  # the step whose gradients are on the parameters
     half_updated: str = ""  # the update that was interrupted: the parameters are then a mixture of two steps
     in_loss: bool = False  # true while the user's loss runs, which must not call its own model
