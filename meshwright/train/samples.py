@@ -11,7 +11,7 @@ import torch
 
 from ..checkpoint import RUN, is_checkpoint, newest_of, run_of
 from ..data import generation_config_of, stop_ids_of, tokenizer_of
-from ..engine import Engine, Model, check_no_places, check_prompts, load, sample
+from ..engine import Engine, Model, check_no_placeholders, check_prompts, load, sample
 from ..errors import DataError
 from ..models import placeholders_in, take, text_config
 from ..weights import path_of, read_config
@@ -47,7 +47,7 @@ def prompts_of(section: SampleSection, source: SourceSection, directory: Path) -
         ids = [make(text) for text in section.prompts]
         longest = take(about, "max_position_embeddings", int) if about.get("max_position_embeddings") else None
         check_prompts(ids, section.tokens, vocab_size_of(directory), longest)
-        check_no_places(ids, placeholders_in(read_config(directory)))
+        check_no_placeholders(ids, placeholders_in(read_config(directory)))
     except DataError as error:
         raise DataError(f"the prompts of a sample: {error}") from error
     return Prompts(section.prompts, ids, stop_ids_of(tokenizer, generation_config_of(directory)), tokenizer)
