@@ -65,16 +65,16 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 
 def _search(options: argparse.Namespace) -> int:
     from .. import plan  # imports torch: --help should not wait for it
-    from ..plan.terminal import print_found, search_as_json
+    from ..plan.terminal import print_search, search_as_json
 
     given, origin, say = vars(options), plan.origin(options.command), Clock()
-    asked = plan.asked_of(given)
+    request = plan.search_request(given)
     blueprint = plan.find(options.model, recipe_of(given), weights=False, say=say)
-    found = plan.Search(blueprint, asked, say).run()
+    found = plan.Search(blueprint, request, say).run()
     if options.json:
-        print_json(search_as_json(found, asked, origin))
+        print_json(search_as_json(found, request, origin))
     else:
-        print_found(found, asked)
+        print_search(found, request)
     return int(not found.best)
 
 
