@@ -16,7 +16,7 @@ import torch
 from ..axes import DENSE, Axes
 from ..checkpoint import RUN
 from ..engine import Model
-from ..plan import Figures, ParameterLine, alike, origin, parameter_lines, work_of
+from ..plan import Figures, ParameterLine, identical_params, origin, parameter_lines, work_of
 from ..sharding import Param
 from .config import Config
 from .config_file import as_toml
@@ -50,7 +50,7 @@ def _layout(config: Config, model: Model) -> dict[str, Any]:
     axes, trained = model.mesh.axes, {*model.trained}
     work = work_of(axes, config.train.length, 1)
     figures = Figures(config.model, model.blueprint, axes, work)
-    groups = zip(alike(model.blueprint), parameter_lines(figures), strict=True)
+    groups = zip(identical_params(model.blueprint), parameter_lines(figures), strict=True)
     return {
         "model": str(model.config.get("model_type")),
         "parameters": figures.num_parameters,
