@@ -19,7 +19,7 @@ from .config import Config
 from .config_docs import ChangedField, changed_fields
 from .config_file import read
 from .data_sources import TrainingData
-from .lr_schedule import jump_of
+from .lr_schedule import rate_jump
 
 
 @dataclass
@@ -81,7 +81,7 @@ def _position_in(config: Config, data: TrainingData, checkpoint: Path, state: ob
             "choose another out (model may be this checkpoint)"
         )
     position = Position(**state)
-    if position.num_steps and (jump := jump_of(config.optim, position.num_steps, data.num_steps, step)):
+    if position.num_steps and (jump := rate_jump(config.optim, position.num_steps, data.num_steps, step)):
         raise ConfigError(
             f"{checkpoint}: {jump}. Start from a checkpoint before the decay (another out, and resume = its path), or "
             "start a new run, with its own schedule, whose model is this checkpoint"
