@@ -125,7 +125,7 @@ def _toml_type(kind: Any) -> Any:
 
 
 class ContextSection(section_from(ContextParallel)):  # type: ignore[misc]  # the fields are those of the dataclass
-    """How layers exchange tokens over cp; docs/long-contexts.md compares the costs."""
+    """Context parallelism: how layers exchange tokens over cp; docs/long-contexts.md compares the costs."""
 
 
 class PipelineSection(section_from(Pipeline)):  # type: ignore[misc]  # the fields are those of the dataclass
@@ -133,7 +133,7 @@ class PipelineSection(section_from(Pipeline)):  # type: ignore[misc]  # the fiel
 
 
 class PicturesSection(Section):
-    """How images and videos in chats are read, with `tower = true`."""
+    """Limits and paths of images and videos in chats, for `tower = true`."""
 
     root: Annotated[str, FREE] = ""
     """The directory that relative paths start from; by default the directory of the data."""
@@ -162,9 +162,9 @@ class SourceSection(Section):
     name: str = ""
     """The name of the source in messages and metrics; by default its path."""
     fields: dict[str, str] = {}
-    """Renames columns: standard name = name in the rows, such as {messages = "dialog"}."""
+    """Column names: standard name = name in the rows, such as {messages = "dialog"}."""
     thinking: Literal["auto"] | bool = "auto"
-    """Whether prompts enable thinking; "auto": for the turns that think."""
+    """Enable thinking in prompts; "auto": for the turns that think."""
     turns: Literal["each", "last", "joined"] = "each"
     """Which assistant turns are trained on. "joined" renders a chat once, with the generation marks of its template."""
     template: Annotated[str, FREE] = ""
@@ -175,10 +175,10 @@ class SourceSection(Section):
     """The unit that makes a document in a .txt or .md."""
     pictures: PicturesSection = PicturesSection()
     too_long: Literal["stop", "drop", "cut"] | None = None
-    """What to do with documents longer than a stream: stop the run (the default for chats), drop them, or cut them (the
+    """Treatment of documents longer than a stream: stop the run (the default for chats), drop them, or cut them (the
     default for texts). `meshwright data` counts dropped ones."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """What to do with rows that cannot be used: stop the run before it starts, or skip and count them. Either way a
+    """Treatment of rows that cannot be used: stop the run before it starts, or skip and count them. Either way a
     file next to the cache lists each."""
 
 
@@ -213,14 +213,15 @@ _BY_HAND = {"head", "dtype", "memory", "pipeline", "context"}  # fields of Recip
 
 
 class TrainSection(section_from(MemoryOptions, section_from(Recipe, LengthSection, _BY_HAND))):  # type: ignore[misc]
-    """How long to train, in which batch sizes, and how the model is run."""
+    """Length of the run, batch sizes, and how the model is run."""
 
     deterministic: bool = False
     """Use deterministic operations only: the same bits every time; slower."""
     router_aux: Literal["pooled", "previous"] = "pooled"
-    """How the router's load-balancing loss is computed, if the model's config asks for one."""
+    """The router's load-balancing loss (arXiv 2101.03961), if the model's config asks for it. "pooled" counts the
+    tokens per expert in a micro-batch of all data ranks, "previous" in the previous step."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What to do after a non-finite loss or norm: stop, or skip the step. Three in a row always stop the run."""
+    """Reaction to a non-finite loss or norm: stop, or skip the step. Three in a row always stop the run."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """Hours until the run saves and ends."""
     early_stopping: Positive | None = None
@@ -243,7 +244,7 @@ class OptimSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How the rate decays: never, linearly, by a cosine, or linearly over the last `decay` of the steps ("wsd":
+    """The decay of the rate: none, linear, cosine, or linear over the last `decay` of the steps ("wsd":
     warmup, stable, decay). Once "wsd" decays, the run cannot be made longer."""
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.03
     """Steps over which the rate rises from 0: a number, or a fraction of all steps."""
@@ -287,7 +288,7 @@ class SaveSection(Section):
     every: Positive = 200
     """Steps between two checkpoints; one more is written at the end."""
     keep: Positive | Literal["all"] = 3
-    """How many of the newest checkpoints to keep."""
+    """The number of newest checkpoints to keep."""
     keep_every: Positive | None = None
     """Keep the checkpoints of every multiple of this many steps too."""
     wait: bool = False
@@ -326,10 +327,10 @@ class LogSection(Section):
 
 
 class LaunchSection(Section):
-    """How the ranks of this machine are started; under torchrun its options apply instead."""
+    """Start and restart of the ranks of this machine; under torchrun its options apply instead."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often to restart a run from its newest checkpoint after a rank has failed."""
+    """The number of restarts from the newest checkpoint after a rank has failed."""
     fewer: bool = False
     """Leave out the failed rank at the first restart: the mesh shrinks, fsdp first, then replicate. By default only
     after a rank has failed twice."""

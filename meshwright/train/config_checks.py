@@ -221,7 +221,7 @@ def _check_samples(config: Config) -> Mistakes:
         yield ("sample", "prompts"), "the section has nothing to sample from; set prompts, or leave the section out"
     if "" in section.prompts:
         number = section.prompts.index("")
-        yield ("sample", "prompts"), f"prompt {number} is empty; a model needs a word to go on from"
+        yield ("sample", "prompts"), f"prompt {number} is empty; a model needs at least one token to continue"
 
 
 def _check_profile(config: Config) -> Mistakes:
@@ -250,9 +250,9 @@ def _check_restarts(config: Config) -> Mistakes:
 
 
 def place_of(text: str, config: Config, otherwise: Place) -> Place:
-    """Return the path of the field that a message of another room is about, else `otherwise`.
+    """Return the path of the field that a message of the engine is about, else `otherwise`.
 
-    Those rooms know nothing of run files. A message about a single option begins with it: `tp=3 does not divide ...`.
+    The engine knows nothing of run files, but a message about one option begins with it: `tp=3 does not divide ...`.
     """
     word = re.match(r"(\w+)=", text)
     for section in ("mesh", "context", "pipeline", "train") if word else ():

@@ -1,4 +1,4 @@
-"""What is derived from the declared fields: the docs page, the JSON schema, and the differences between two configs.
+"""Outputs derived from the declared fields: the docs page, the JSON schema, and the differences between two configs.
 
 `python -m tests.write_docs` writes the page and the schema; a test compares both with the declarations.
 """

@@ -79,6 +79,7 @@ class Display(threading.Thread):
         self.num_steps, self._warned = 0, False  # steps of this attempt
         self._last, self._began, self._ends = "", time.monotonic(), threading.Event()
         self._signals, self._announced, self._lock = signals, False, threading.Lock()
+        # A resumed run shows the curves of the earlier attempts.
         for line in parsed_lines(tail_of(self.metrics.file, HISTORY).decode(errors="replace").splitlines()):
             state.take(line)
         state.starts(again=False)
@@ -143,6 +144,7 @@ class Display(threading.Thread):
 
     def _follow(self) -> None:
         for text in self.log.lines():
+            # Only marked lines are for the user; the last line of any kind is the status before the first step.
             if text.startswith(PREFIX):
                 say(text.removeprefix(PREFIX))
             self._last = text.removeprefix(PREFIX).strip() or self._last
@@ -220,7 +222,7 @@ class RunState:
     def _take_step(self, step: int, line: Mapping[str, Any]) -> None:
         """Update the state with a step. A resumed run repeats some steps, so their old values are removed."""
         if step <= self.step:
-            self._stamps.clear()
+            self._stamps.clear()  # the pause of the restart does not count as time of a step
             for losses in (self.losses, *self.held_out.values()):
                 for later in [old for old in losses if old >= step]:
                     del losses[later]
@@ -257,6 +259,7 @@ class Screen:
         width = options.max_width - 4
         inner = Table.grid(expand=True)
         inner.add_row(self._head(width))
+        # As many columns of cells as fit; each cell is a dim name of 10 columns and a value that takes the rest.
         num_columns = max(1, min(4, width // _CELL))
         cells = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in range(num_columns):

@@ -33,13 +33,13 @@ from .step_metrics import BySource, Measured, Reading, gather_readings, squares_
 
 BEST = "best"
 EARLY = "early stopping"
-_SKIPS_IN_A_ROW = 3  # more are no outlier: the run has diverged
+_SKIPS_IN_A_ROW = 3  # that many are no outlier: the run has diverged
 _EXPERT_LOAD_EVERY = 10  # steps between two records of the load of every expert, layers x experts numbers
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How often the loop evaluates, saves and samples, and when it ends early.
+    """Intervals of evaluations, saves and samples, and the conditions for an early end.
 
     Intervals are in steps, 0 for never. `keep`: how many checkpoints stay, None for all. `patience`: the number of
     evaluations in a row without a lower loss that ends the run, None for no early stopping. `limit_s`: seconds after
@@ -60,7 +60,7 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class Speed:
-    """What MFU is computed from. `peak`: operations per second of all devices together, None if unknown.
+    """The inputs of MFU. `peak`: operations per second of all devices together, None if unknown.
 
     Model FLOPs utilisation counts what the model needs, so recomputation does not raise it (PaLM, arXiv:2204.02311).
     """

@@ -40,6 +40,7 @@ def mistakes(config: Config) -> Mistakes:
     yield from unreadable
     if not any(place[:2] == ("data", 0) for place, _ in unreadable):  # its template formats the prompts
         yield from _refused(("sample", "prompts"), partial(prompts_of, config.sample, config.data[0], directory))
+    # Optimizer state is checked only on a valid mesh: its blocks depend on how the mesh cuts parameters.
     refused = objections_to(blueprint, config)
     yield from ((place_of(text, config, ("mesh",)), text) for text in refused)
     yield from _refused(("train", "train"), blueprint.trained)

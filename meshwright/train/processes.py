@@ -35,7 +35,7 @@ _KILLED_S = 5.0  # for a killed process to be gone, unless it waits for a device
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of an attempt ended: normally, by a failure, or after a signal to the launcher."""
+    """The end of an attempt: normal, by a failure, or after a signal to the launcher."""
 
     failure: failure.Failure | None = None
     signal: int = 0

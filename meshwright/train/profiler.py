@@ -55,6 +55,7 @@ class Profiler:
 
     def _start(self) -> None:
         """Wrap the layers, so that each is a named range in the trace, and start the profiler."""
+        # torch's profiler knows operators, not modules: without these ranges a kernel cannot be assigned to a layer.
         for name, module in ((name, m) for part in self.model.parts for name, m in part.named_modules()):
             if isinstance(module, Layer):
                 self._plain.append((module, module.run))

@@ -60,11 +60,12 @@ class Trainer:
         be_deterministic(config.train.deterministic)
         self.config, self.out = config, path_of(config.out)
         self.mesh = mesh = Mesh(**config.mesh.model_dump(), timeout_s=config.launch.timeout_s)
-        self._lock = _lock_of(self.out, mesh)
+        self._lock = _lock_of(self.out, mesh)  # before anything else touches OUT
         torch.manual_seed(config.seed * mesh.axes.world + mesh.rank)  # only a loss of the user draws random numbers
         warn_of_memory(config, mesh)
         directory, cache = model_directory(config.model), path_of(config.cache)
         self.data, held_out = training_data(config, directory, cache), held_out_of(config, directory, cache)
+        # Dropped documents change what is trained on: rank 0 says so once, at the start.
         for each in (self.data, *held_out.values()) if mesh.rank == 0 else ():
             for line in each.left_out():
                 logger.warning("%s", line)
@@ -77,7 +78,7 @@ class Trainer:
         self.feed = self.data.feed(mesh, config.train.streams_per_step // mesh.num_data_ranks)
         self.held_out = {name: batches_of(each, mesh) for name, each in held_out.items()}
         self.sample = None if prompts is None else Samples(self.engine, prompts, config)
-        self.sinks: list[Sink] = []
+        self.sinks: list[Sink] = []  # opened by `steps`, on rank 0: a Trainer that never trains writes nothing
         self.why = ""  # why the run ended before its data, if it did
 
     def steps(self) -> Iterator[StepRecord | None]:
@@ -98,6 +99,7 @@ class Trainer:
             loop.begin(self._start_metrics())
             yield from loop.steps()
             self.why = loop.why
+            # The launcher then knows that this rank ended by the signal, saved, and not by a failure.
             if stop.signal is not None and self.why == f"signal {stop.signal}":
                 failure.record_signal(stop.signal, self.mesh.rank)
         self.feed.close()
