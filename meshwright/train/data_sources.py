@@ -273,9 +273,8 @@ def training_data(config: Config, directory: Path, cache: Path, *, processes: in
         plan = Plan(sources, length=length, seed=config.seed, streams=steps * train.streams_per_step, cache=plans)
     else:
         plan = Plan(sources, length=length, seed=config.seed, epochs=train.epochs or 1, cache=plans)
-    processor = next(
-        filter(None, map(reader.processor, config.data)), None
-    )  # that of any source: the documents store the sizes of their images
+    # The processor of any source serves all: the documents store the sizes of their images.
+    processor = next(filter(None, map(reader.processor, config.data)), None)
     return TrainingData(documents, plan, ceil(plan.num_streams / train.streams_per_step), processor)
 
 

@@ -22,18 +22,10 @@ from ..errors import CheckpointError, ExportError, MeshwrightError, RankError
 FAILURE, OVERCOME = "failure.txt", "overcome.txt"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable: the file in which a rank records its failure
 _FRAMES, _LINES = 4, 8  # of a traceback, and of the end of a log, in a message; the log has everything
-_DEATHS = (
-    "SIGKILL",
-    "SIGSEGV",
-    "SIGBUS",
-    "SIGILL",
-    "SIGFPE",
-)  # never the consequence of a failed peer, so such a rank comes first
-_TRANSIENT = (
-    RankError,
-    CheckpointError,
-    ExportError,
-)  # may succeed on a restart; every other MeshwrightError would be raised again
+# A rank never dies of these because a peer failed, so such a death comes first.
+_DEATHS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+# These may not recur after a restart; every other MeshwrightError would be raised again.
+_TRANSIENT = (RankError, CheckpointError, ExportError)
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ def _write_record(message: str, stack: str, **details: int) -> None:
 
 
 def write_first(error: BaseException, rank: int, began: float, out: Path) -> None:
-    """Write OUT/failure.txt, under a launcher that is not ours, which does not do it.
+    """Write OUT/failure.txt from a rank, as torchrun and other launchers do not.
 
     An error that blames another rank never overwrites a file written since `began`: that one is nearer to the cause.
     """

@@ -60,7 +60,7 @@ def _locked(file: Path) -> int:
     """Lock the file, write this process's description into it, and return the descriptor.
 
     A file without a lock is left over from a process that has ended; its content is overwritten. File systems without
-    flock (some network mounts) only cost the protection, so the run goes on with a warning.
+    flock (some network mounts) only cost the protection, so the run continues with a warning.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ class Loop:
         return record, gather_readings(self.engine.model.mesh, reading, f"the end of step {self.step_number}")
 
     def _why(self, measured: Measured) -> str:
-        """Return why the run ends after this step, "" if it goes on. All ranks return the same.
+        """Return why the run ends after this step, "" if it continues. All ranks return the same.
 
         The run ends if one more step of this length would pass the time limit, since a job scheduler kills what is
         late. Clocks of ranks differ, so rank 0's decides.
@@ -168,7 +168,7 @@ class Loop:
         """Skip a step with a non-finite loss or norm, or raise an error that names its documents.
 
         The engine has changed no parameter and raises the same error on all ranks, so all skip together. The learning
-        rate counts updates, so it does not move on.
+        rate follows the number of updates, which does not change.
         """
         self._skips_in_a_row += 1
         if self.options.on_nan == "stop" or self._skips_in_a_row == _SKIPS_IN_A_ROW:

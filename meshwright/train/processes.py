@@ -89,7 +89,7 @@ def run_ranks(
     """Start `python -m meshwright ARGUMENTS` on `world` ranks, and return how they ended.
 
     `folder` gets RANK.log of each rank, and RANK.json of a rank that fails. `signals` grows by each signal that this
-    process receives. No rank outlives this call.
+    process receives. Whatever still runs at the end is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = serve_store()

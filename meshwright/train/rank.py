@@ -50,7 +50,7 @@ def as_rank(config: Config, run: Callable[[Config], str]) -> str:
             traceback.print_exception(error)
         if not launched:
             sys.stderr.write(f"{PREFIX}{message}\n")
-        if not (launched or isinstance(error, OutInUse)):  # in which case failure.txt belongs to the other run
+        if not (launched or isinstance(error, OutInUse)):  # if OUT is in use, failure.txt is the other run's
             failure.write_first(error, rank, began, out)
             sys.stderr.write(f"{PREFIX}the first failure of the run is in {out / failure.FAILURE}\n")
         raise SystemExit(2) from error
