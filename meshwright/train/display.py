@@ -76,7 +76,7 @@ class Display(threading.Thread):
         self.state, self.metrics = state, Tail(out / "metrics.jsonl", at_end=True)
         self.lines = Lines(state.num_steps, every)
         self.log = Tail(out / "none")
-        self.num_steps, self._warned = 0, False  # steps of this attempt
+        self.attempt_steps, self._warned = 0, False
         self._last, self._began, self._ends = "", time.monotonic(), threading.Event()
         self._signals, self._announced, self._lock = signals, False, threading.Lock()
         # A resumed run shows the curves of the earlier attempts.
@@ -88,7 +88,7 @@ class Display(threading.Thread):
         """Prepare for a start of the ranks. Rank 0 writes to `log`; `again`: it is a restart."""
         with self._lock:
             self.state.starts(again=again)
-            self.log, self._last, self._began, self.num_steps = Tail(log), "", time.monotonic(), 0
+            self.log, self._last, self._began, self.attempt_steps = Tail(log), "", time.monotonic(), 0
 
     def __enter__(self) -> Display:
         self.start()
@@ -150,7 +150,7 @@ class Display(threading.Thread):
             self._last = text.removeprefix(PREFIX).strip() or self._last
         for line in parsed_lines(self.metrics.lines()):
             self.state.take(line)
-            self.num_steps += line["kind"] == "step"
+            self.attempt_steps += line["kind"] == "step"
             self.lines.num_steps = self.state.num_steps
             if self.plain and not self._warned and (warning := self.state.experts.warning()):
                 say(f"warning: {warning}")  # once; the live view shows it in every frame

@@ -108,7 +108,7 @@ def _launch(config: Config, arguments: Sequence[str], out: Path, display: Displa
         if outcome.failure is None:
             return f"signal {outcome.signal}" if outcome.signal else ""
         display.follow()  # count the steps of this attempt, up to its last line
-        without_step = 0 if display.num_steps else without_step + 1
+        without_step = 0 if display.attempt_steps else without_step + 1
         failure.write(out, str(outcome.failure))
         stops = outcome.signal or outcome.failure.final or without_step == _MAX_STARTS_WITHOUT_STEP
         if stops or restarts == config.launch.max_restarts:
