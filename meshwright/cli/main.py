@@ -393,7 +393,7 @@ def _verify(options: argparse.Namespace) -> int:
     from .. import verify
     from ..axes import Axes
     from ..verify import report
-    from ..verify import report as found
+    from ..verify import report as verify_report
 
     if options.list:
         report.print_oracles()
@@ -416,5 +416,5 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         report.print_table(options.model, plan, parts)
     if target:
-        planning.write_page(target, found.verify_page(plan, parts, origin))
+        planning.write_page(target, verify_report.verify_page(plan, parts, origin))
     return int(any(part.findings for part in parts))

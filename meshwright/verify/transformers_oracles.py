@@ -154,7 +154,9 @@ def _gradients(
         margin = Margin("M1", "gradients", len(names), off, _ALLOWED["gradients"] + _NOISE * noise, name)
         worst = max(worst, margin, key=lambda margin: margin.share)
         if not off <= margin.allowed:
-            guess = f"forward and loss agree, so backward is wrong from {right} to this key" if only_backward else ""
+            guess = (
+                f"forward and loss agree, so backward is wrong between {right} and this key" if only_backward else ""
+            )
             yield Finding("M1", name, f"its gradient is {off:.1e} off that of transformers", guess)
             only_backward = False
         else:
