@@ -27,7 +27,10 @@ from .results import Finding
 
 
 def l1_silent_load(run: Run) -> Findings:
-    """Loading issues no collective."""
+    """Loading issues no collective.
+
+    Each rank reads its own boxes of the files. A broadcast would make one rank read for all.
+    """
     run.record("L1", "collectives", len(run.loading_collectives))
     yield from loading_findings(run.loading_collectives)
 
@@ -38,7 +41,10 @@ def loading_findings(loading: list[RecordedCollective]) -> Findings:
 
 
 def c1_collectives(run: Run) -> Findings:
-    """The ranks of a group issue the same operations in the same order."""
+    """The ranks of a group issue the same operations in the same order.
+
+    Backends match collectives by order, not by name. Ranks that differ hang, or exchange the wrong data.
+    """
     model = run.model
     # Transfers of a pipeline are left out: they are between two ranks of a group, and the others do not issue them.
     local = [f"{each.op}{each.ranks}" for each in run.step_collectives if each.op not in TRANSFERS]
@@ -58,8 +64,11 @@ def c1_collectives(run: Run) -> Findings:
 
 
 def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
-    """The collectives of a step are those of the bill in number, ranks and bytes, and so are the bytes that ranks
-    store."""
+    """The collectives of a step are those of the bill in number, ranks and bytes; so are the bytes that ranks store.
+
+    It sees mistakes that leave every number right, such as a unit that FSDP gathers twice. Collectives are compared by
+    operation and group; only a difference is then traced to a place. `tokens`: of a micro-batch.
+    """
     yield from _stored_as_billed(run)
     mesh, optimizer = run.model.mesh, run.engine.optimizer.options
     bill = step_bill(run.model, tokens, num_batches, run.engine.router.mode, _pictures(run), optimizer)
@@ -77,6 +86,7 @@ def k1_bill(run: Run, tokens: int, num_batches: int) -> Findings:
     for op, ranks in sorted(billed.keys() | paid.keys(), key=lambda key: (paid[key] - billed[key], key)):
         if billed[op, ranks] != paid[op, ranks]:
             more = paid[op, ranks] - billed[op, ranks]
+            # Fewer than billed and no hang: then all ranks of the group left them out.
             hint = f": {more} are not declared" if more > 0 else f": {-more} left out on all of them"
             apart = _places_that_differ(run, bill, op, ranks)
             yield Finding("K1", op, f"{paid[op, ranks]} {_among(mesh, ranks, bill)} {billed[op, ranks]}{hint}{apart}")
@@ -111,7 +121,10 @@ def _routed_as_billed(run: Run, routed: Mapping[str, Charge]) -> Findings:
 
 @contextmanager
 def watching_routes(run: Run) -> Iterator[None]:
-    """Count how often each door of experts is passed, and to how many ranks its tokens must go."""
+    """Count how often each door of experts is passed, and to how many ranks its tokens must go.
+
+    Only doors that are armed are wrapped: without ep no rows leave a rank.
+    """
     doors = [each for part in run.model.parts for each in find_doors(part, Dispatch) if each[1].armed is not None]
     real = [door.armed or door.local for _, door in doors]
     axes, once = run.model.mesh.axes, run.model.recipe.memory.token_once
@@ -150,6 +163,7 @@ def _pictures(run: Run) -> Pictures:
 
 
 def _stored_as_billed(run: Run) -> Findings:
+    """Compare the bytes of parameters, gradients and optimizer state with the bill, on every rank by itself."""
     rank, billed = run.model.mesh.rank, Counter(dict.fromkeys(run.stored, 0))
     for stored in run.model.need(run.trial.optimizer).stored(rank):
         billed[stored.what] += stored.num_bytes
@@ -195,6 +209,9 @@ def same_kind(name: str) -> str:
 
 
 def stored_bytes(engine: Engine) -> dict[str, int]:
-    """Return the bytes of parameters and gradients of this rank. Call it between backward and update."""
+    """Return the bytes of parameters and gradients of this rank.
+
+    Call it between backward and update: only then do gradients exist.
+    """
     tensors_of = {"parameters": engine.model.stored(), "gradients": engine.model.grads()}
     return {what: sum(t.nbytes for t in tensors.values()) for what, tensors in tensors_of.items()}

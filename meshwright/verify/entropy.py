@@ -28,6 +28,7 @@ LossAndGrads = tuple[float, dict[str, Tensor]]  # a loss, and its gradients by k
 
 
 def loss_of(scores: losses.Scores, _fields: losses.Fields) -> Tensor:
+    """Return the loss of each token: cross-entropy minus a bonus for entropy, as in reinforcement learning."""
     return -scores["logprobs"] - _SHARE * scores["entropy"]
 
 
@@ -87,7 +88,9 @@ def _loss_from_logits(trial: Trial, model: Model) -> float:
 
 def h1_entropy(run: Run, actual: LossAndGrads) -> Iterator[Finding]:
     """A loss with an entropy term, and its gradients, are those of one process, which are those of its logits.
-    `actual`: of this mesh, before the first step."""
+
+    `actual`: of this mesh, before the first step.
+    """
     (value, grads), expected, limit = actual, run.reference.entropy, run.trial.tolerance
     error = abs(value - expected[0]) / abs(expected[0])
     run.record_once("H1", "loss with entropy", 1, error, limit.loss)

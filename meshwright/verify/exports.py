@@ -33,7 +33,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     'export(format="fp8")': {"format": "fp8"},
     'stream(format="fp8")': {"format": "fp8"},
 }
-# FP8 as in DeepSeek-V3 (arXiv 2412.19437): E4M3 codes, and a scale for each block of 128 x 128.
+# FP8 as in DeepSeek-V3 (arXiv:2412.19437): E4M3 codes, and a scale for each block of 128 x 128.
 _BLOCK = (128, 128)
 _SCALES = "_scale_inv"
 _LARGEST = 448.0  # the largest value of E4M3
@@ -42,7 +42,11 @@ _LEAST = 2.0**-10  # half of the smallest value, 2^-9
 
 
 def e2_exports(run: Run) -> Findings:
-    """An export after training, in every dtype and in FP8, holds the trained weights, rounded once."""
+    """An export after training, in every dtype and in FP8, holds the trained weights, rounded once.
+
+    All ranks export, as always, and rank 0 reads the files back. It runs only where no other oracle has failed: copies
+    that differ would fail it too.
+    """
     trained, ways = unrounded(run.model), ways_of(run.model.blueprint)
     with _folder(run.model.mesh) as folder:
         for number, way in enumerate(ways):
@@ -83,6 +87,7 @@ def _made(model: Model, way: str, at: Path) -> dict[str, Tensor]:
 
 
 def _compared(run: Run, way: str, files: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Compare the keys of one export with the trained weights, each rounded as this way to export should."""
     made_of, of_keys = blocks_by_key(run.model.table, run.model.keymap.choice), run.model.keymap.keys
     for key, weight in trained.items():
         if key not in files:
@@ -98,6 +103,7 @@ def _compared(run: Run, way: str, files: Mapping[str, Tensor], trained: Mapping[
 
 
 def _values(way: str, key: str, actual: Tensor, expected: Tensor, exact: bool) -> Iterator[Finding]:
+    """Compare a tensor bit for bit. `exact`: it must never be rounded."""
     if actual.dtype != expected.dtype:
         what = f"{way} wrote it in {actual.dtype}, not in {expected.dtype}"
         yield Finding("E2", key, what, "a parameter that is never rounded is rounded" if exact else "")
@@ -116,6 +122,7 @@ def _in_8_bits(way: str, key: str, codes: Tensor, scales: Tensor, weight: Tensor
     size, values = weight.double().abs(), scaled(codes, scales, _BLOCK).double()
     step = scaled(torch.ones_like(weight), scales, _BLOCK).double()
     off = (values - weight.double()).abs()
+    # Above the subnormal numbers the distance between codes grows with the value, below it is constant.
     wrong = ~(off <= 1.001 * torch.maximum(size * _STEP, step * _LEAST))
     if wrong.any():
         what = f"{int(wrong.sum())} of {off.numel()} values of {way} are further off than rounding to FP8"

@@ -66,6 +66,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
+    """Widen without rounding."""
     return x.double()
 
 
@@ -75,10 +76,12 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _shard(weight: Tensor) -> Tensor:
+    """Round with a known mistake: each of two shards of a block has a scale."""
     return rounded(weight, (64, 128))
 
 
 def _multiplied(weight: Tensor) -> Tensor:
+    """Round with a known mistake: the scale multiplies before rounding, where it should divide."""
     return rounded(weight, (128, 128), multiplied=True)
 
 
@@ -98,17 +101,25 @@ _OF_WEIGHT = (("its operands are rounded, and should not be", _rows, _rows),)
 
 @dataclass
 class Fp8Matmul:
-    """One FP8 matmul: its operands, its result, and the gradients of a backward pass."""
+    """One FP8 matmul: its operands, its result, and the gradients of a backward pass.
 
-    name: str  # of the parameter; the first, where several are joined
+    `name`: of the parameter; the first, where several are joined. `y`: without the bias. `gradients`: those of "y", "x"
+    and "weight", as far as they exist.
+    """
+
+    name: str
     x: Tensor
     weight: Tensor
-    y: Tensor  # without the bias
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of "y", "x" and "weight", as far as they exist
+    y: Tensor
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 def q1_matmuls(engine: Engine, batches: Sequence[Batch], notes: Notes) -> Iterator[Finding]:
-    """The FP8 matmuls are those that `fp8=` selects, and equal their definition, forward and backward."""
+    """The FP8 matmuls are those that `fp8=` selects, and equal their definition, forward and backward.
+
+    If a result is off, the matmul is computed once more with each known mistake. One that gives just that result is
+    named as the likely cause.
+    """
     selected = engine.model.blueprint.spec.fp8 & engine.model.pieces.keys()
     with watch_fp8(engine.model) as watch:
         engine.backward(batches)
@@ -144,12 +155,16 @@ def _of_scales(name: str, actual: Tensor, expected: Tensor) -> Finding:
 
 
 def _off(actual: Tensor, expected: Tensor) -> float:
+    """Return the distance of two results, relative to the norm of the expected one."""
     return float((actual - expected).norm() / (expected.norm() or 1.0))
 
 
 def _compared(matmul: Fp8Matmul) -> Iterator[tuple[str, Tensor, Tensor, Callable[[Rounding, Rounding], Tensor]]]:
     """Yield each result of a matmul: its name, what ran, its definition, and the result for operands rounded by two
-    other functions."""
+    other functions.
+
+    y = x W^T and dx = dy W take rounded operands. dW = dy^T x takes them unrounded.
+    """
     x, weight, grads = _wide(matmul.x), _wide(matmul.weight), matmul.gradients
     yield "y", matmul.y.cpu(), _rows(x) @ _matrix(weight).mT, lambda q1, q2: q1(x) @ q2(weight).mT
     if "y" not in grads:
@@ -213,7 +228,11 @@ def _named(gradients: Mapping[object, Tensor]) -> dict[str, Tensor]:
 
 
 class Fp8Watch:
-    """The FP8 matmuls that ran while it watched a model."""
+    """The FP8 matmuls that ran while it watched a model.
+
+    FSDP frees a gathered weight after use, and may gather it as FP8 codes alone. So operands are copied when a matmul
+    runs, as the values that they had before rounding.
+    """
 
     def __init__(self, model: Model) -> None:
         self._parts = model.parts
@@ -271,12 +290,14 @@ class Fp8Watch:
         return values.view(weight.shape)
 
     def _call(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, counts: list[int] | None) -> _Call:
+        """Note a call before it runs."""
         names = [self._name(weight) for weight in weights]
         values = [self._values_of(name, weight).to(x.dtype) for name, weight in zip(names, weights, strict=True)]
         self._calls.append(_Call(names, x.detach(), values, None if bias is None else bias.detach(), counts))
         return self._calls[-1]
 
     def _made(self, call: _Call, y: Tensor) -> Tensor:
+        """Note the result of a call, and return it such that its gradient is noted too."""
         call.y = y.detach()
         return call.watch("y", y)
 

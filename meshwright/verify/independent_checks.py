@@ -91,7 +91,7 @@ def _mean(
 
 
 def _first_aux(trial: Trial, engine: Engine, aux: float, notes: Notes) -> Iterator[Finding]:
-    """Check the router's aux loss (arXiv 2101.03961) in the one case with a closed form.
+    """Check the router's aux loss (arXiv:2101.03961) in the one case with a closed form.
 
     With router_aux="previous" the first step assumes that experts get even shares k / E. Its aux loss is the mean over
     layers and tokens of E * sum(k / E * probability), times the coefficient. Probabilities sum to 1, so this is the

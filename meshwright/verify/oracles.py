@@ -32,7 +32,11 @@ from .weight_checks import checksum_of, weight_differences
 
 
 def w1_load(run: Run) -> Findings:
-    """Every stored element is bitwise the source's, and new weights are those of one process."""
+    """Every stored element is bitwise the source's, and new weights are those of one process.
+
+    The files are read by another reader than the one that loads, so a mistake in ours shows. New weights are drawn on
+    the mesh too: a generator that counts within a rank's piece would give another model on each mesh.
+    """
     findings = [Finding("W1", each.name, str(each)) for each in weight_differences(run.model, list(run.model.pieces))]
     if sum(n for (n,) in everywhere(run.model.mesh, [len(findings)])):
         run.blame = "weights are not those of the source, see W1"
@@ -43,6 +47,7 @@ def w1_load(run: Run) -> Findings:
 
 
 def _new_weights(run: Run) -> Findings:
+    """Compare weights drawn on the mesh with those drawn on one process, on rank 0, which gathers them."""
     new, expected = run.trial.new_weights(run.model.mesh), run.reference.new_weights
     for name, tensor in new.items():
         if not _same_bits(tensor, expected[name]):
@@ -59,7 +64,11 @@ def _differs(actual: Tensor, expected: Tensor) -> str:
 
 
 def t1_tiling(run: Run) -> Findings:
-    """The pieces that owners hold tile every tensor exactly; all other pieces are copies."""
+    """The pieces that owners hold tile every tensor exactly; all other pieces are copies.
+
+    An element with two owners would count twice in the norm, and one without would be missing in it and in exports.
+    Ownership is computed from declarations for all ranks, so no communication is needed.
+    """
     model, axes = run.model, run.model.mesh.axes
     boxes: dict[str, list[Box]] = {name: [] for name in model.table.params}
     for rank in range(axes.world):
@@ -80,7 +89,10 @@ def t1_tiling(run: Run) -> Findings:
 
 
 def s1_loss(run: Run, loss: float, evaluated: float | None = None) -> Findings:
-    """The loss of the first step is that of one process and a plain mean, and so is what `evaluate` returns."""
+    """The loss of the first step is that of one process and a plain mean, and so is what `evaluate` returns.
+
+    A wrong divisor scales all gradients and fails nothing else, so a wrong loss comes with a guess of its divisor.
+    """
     ref, limit = run.reference, run.trial.tolerance.loss
     expected, error = ref.steps[0].loss, _relative_error(loss, ref.steps[0].loss)
     if not error <= limit:
@@ -112,8 +124,8 @@ def _relative_error(actual: float, expected: float) -> float:
 def g1_gradients(run: Run, step: int = 0) -> Findings:
     """Every gradient of every step is that of one process. Call it between backward and update.
 
-    Findings begin with the gradients nearest to the loss: an error in the backward pass spreads to all that backward
-    reaches later.
+    Whole gradients are gathered on rank 0 under the names of the files. Findings begin with those nearest to the loss:
+    an error in the backward pass spreads to all that backward reaches later.
     """
     ref = run.reference.steps[step]
     if not ref.grads or (step and run.blame):  # an earlier error makes these wrong too
@@ -133,6 +145,7 @@ def g1_gradients(run: Run, step: int = 0) -> Findings:
             if not error <= limit:
                 wrong.append(names)
         run.record("G1", "gradients", len(grads), worst, limit, at)
+    # Rank 0 alone has compared. What may differ between ranks must not decide which collectives they issue next.
     if not everywhere(run.model.mesh, [len(wrong)])[0][0]:
         return
     made = suspects(run.model, grads, wrong, run.reference, step)  # on all ranks: it reduces gradients again
@@ -158,7 +171,11 @@ def _compared_together(run: Run, names: list[str]) -> list[list[str]]:
 
 
 def g2_replicas(run: Run) -> Findings:
-    """Ranks that hold the same elements hold the same bits, of weights and (before the update) of gradients."""
+    """Ranks that hold the same elements hold the same bits, of weights and (before the update) of gradients.
+
+    Copies that drift apart raise no error: each rank goes on with its own. Ranks exchange a checksum per parameter, so
+    the comparison is exact and costs next to nothing.
+    """
     model, axes = run.model, run.model.mesh.axes
     for kind, tensors in (("weight", model.stored()), ("gradient", model.grads())):
         names = list(model.table.params if kind == "weight" else model.trained)  # the same on all ranks
@@ -181,7 +198,10 @@ def g2_replicas(run: Run) -> Findings:
 
 def n1_norm(run: Run, step: int = 0) -> Findings:
     """With gradients of all ones the squared norm is the number of elements; the real norm is that of one process, and
-    every token counts once in the load of its experts."""
+    every token counts once in the load of its experts.
+
+    The norm decides how much clipping scales every gradient, so one that counts copies twice trains with another lr.
+    """
     expected, limit = run.reference.steps[step], run.trial.tolerance.grad
     if step == 0:
         yield from _norm_of_ones(run)
@@ -196,6 +216,7 @@ def n1_norm(run: Run, step: int = 0) -> Findings:
             f"{norm!r}, one process has {expected.norm!r}",
             run.blame,
         )
+    # Ranks agree on the verdict: with another `blame`, a rank would skip oracles that the others run, and they hang.
     if any(n for (n,) in everywhere(run.model.mesh, [int(not error <= limit)])):
         run.blame = run.blame or f"the norm of step {step} is wrong, see N1"
     run.record_once("N1", "norms", 1, error, limit)
@@ -226,8 +247,11 @@ def _norm_of_ones(run: Run) -> Findings:
 def u1_update(run: Run, step: int, before: Mapping[str, Tensor], with_gradient: Set[str]) -> Findings:
     """Every parameter with a gradient moves and stays finite.
 
-    In float64 the weights after each update are also those of one process. `before`: the weights of this rank before
-    the first step. `with_gradient`: its parameters whose first gradient is not zero.
+    In float64 the weights after each update are also those of one process. Not in a narrower dtype: AdamW divides by
+    the root of the second moment, and so makes a whole step of a gradient that is only rounding.
+
+    `before`: the weights of this rank before the first step. `with_gradient`: its parameters whose first gradient is
+    not zero.
     """
     for name, tensor in run.model.stored().items():
         if not tensor.isfinite().all():
@@ -241,7 +265,7 @@ def u1_update(run: Run, step: int, before: Mapping[str, Tensor], with_gradient: 
     expected = run.reference.steps[step].weights
     if not expected or run.blame:
         return
-    # The bound is in parts of the lr, not of the weight: an update is about as large as the lr.
+    # The bound is relative to the lr, not to the weight: an update of AdamW is about as large as the lr.
     weights, limit, worst, at, num = unrounded(run.model), UPDATE * lr_of_trial(step), 0.0, "", 0
     compared = all(each.grads for each in run.reference.steps[: step + 1])
     right = "gradients and norms up to this step are right" if compared else "norms up to this step are right"
@@ -257,7 +281,10 @@ def u1_update(run: Run, step: int, before: Mapping[str, Tensor], with_gradient: 
 
 
 def u1_alive(run: Run, losses: Sequence[float]) -> Findings:
-    """The next forward passes use the updated weights, and so do `stream` and `export`."""
+    """The next forward passes use the updated weights, and so do `stream` and `export`.
+
+    A module that holds a copy of a parameter never learns, although its gradients and the updates are right.
+    """
     for step, (loss, expected) in enumerate(zip(losses, run.reference.steps, strict=True)):
         error, limit = _relative_error(loss, expected.loss), run.trial.tolerance.loss
         if step and not error <= limit:
@@ -274,7 +301,10 @@ def u1_alive(run: Run, losses: Sequence[float]) -> Findings:
 
 
 def e1_export(run: Run) -> Findings:
-    """Before any training, an export equals the source byte for byte."""
+    """Before any training, an export equals the source byte for byte.
+
+    It cannot replace W1: a permutation that loading makes and the export undoes would pass.
+    """
     source = run.model.keymap.source
     assert source is not None
     names = []
@@ -295,8 +325,11 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def d1_documents(run: Run) -> Findings:
-    """Packed documents give the same scores as each document alone. The first finding names the part of the model where
-    they begin to differ."""
+    """Packed documents give the same scores as each document alone.
+
+    The first finding names the submodule where outputs begin to differ, which says more than every wrong gradient. With
+    a mesh this covers the whole forward pass, since the reference is one process.
+    """
     if any(finding.name == "labels" for finding in run.reference.notes.findings):
         run.blame = run.blame or "the labels are not those of the documents, see D1 labels"
     for number, batch in enumerate(run.trial.packed()):  # the same on all ranks
@@ -305,6 +338,7 @@ def d1_documents(run: Run) -> Findings:
 
 
 def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
+    """Compare one batch. All ranks run the same one, though data ranks train on others."""
     model, limit, bounds, ref = run.model, run.trial.tolerance.logprob, batch.bounds, run.reference
     with recorded_forward(model) as record:
         packed = scores_of(model, batch).cpu()
@@ -343,9 +377,11 @@ def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
 
 
 def _unmasked(scores_T: Tensor, batch: Batch) -> str:
+    """Guess that tokens without a label got a log-probability: padding, placeholders, and last tokens of documents."""
     unlabelled = scores_T.dim() == 1 and bool(scores_T[~batch.is_target_T].any())
     return "tokens without a label have one other than 0" if unlabelled else ""
 
 
 def _documents(bounds: Sequence[int], alone: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield the bounds of each document in a batch, and its scores alone."""
     return ((a, b, scores) for (a, b), scores in zip(pairwise(bounds), alone, strict=True))

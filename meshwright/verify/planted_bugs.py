@@ -26,19 +26,25 @@ from .reference import weight_of
 
 @dataclass(frozen=True)
 class Bug:
-    """A known mistake, and how to plant it in this process."""
+    """A known mistake, and how to plant it in this process.
+
+    `what`: a sentence for the report. `axes`: it shows only where one of them is larger than 1; on any mesh if empty.
+    `plant`: patches the package. `loading`: it shows in the loaded weights, without training.
+    """
 
     what: str
-    axes: tuple[str, ...]  # it shows only where one of them is larger than 1; anywhere if none is named
+    axes: tuple[str, ...]
     plant: Callable[[], None]
-    loading: bool = False  # it shows in the loaded weights
+    loading: bool = False
 
 
 def _sum_left_out() -> None:
+    """Skip the last reductions: of norms over tp, and of other gradients that FSDP does not reduce."""
     parallel.finish = lambda *_: None
 
 
 def _rows_permuted() -> None:
+    """Reverse the rows of every matrix on the last rank: the right values in the wrong places."""
     real = loading.Reader.fill
 
     def fill(self: Any, layout: Any, piece: Any, stored: Tensor) -> None:
@@ -72,6 +78,7 @@ def _mean_of_means() -> None:
 
 
 def _update_lost() -> None:
+    """Update a copy of the first parameter, as an optimizer does that was built before the model was sharded."""
     real = LocalOptimizer.step
 
     def step(self: Any, stored: Any, grads: Any, lr: float) -> None:

@@ -1,7 +1,8 @@
 """A trial (source, mesh, data, options), and the reference: the same training steps on one process.
 
 Data differs on every data rank, and ranks have different numbers of targets, so a mistake in a divisor or a reduction
-changes the result. The reference runs with none of the options that a mesh or a memory budget asks for.
+changes the result. The reference runs with none of the options that a mesh or a memory budget asks for, with other
+chunk and part sizes, and with hardly any padding: whatever must not matter differs between the two.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ FP8_TOLERANCES = {**TOLERANCES, torch.float32: _SMOKE, torch.bfloat16: _SMOKE}
 
 @dataclass(frozen=True)
 class Trial:
-    """Everything that defines a run: the same on one process and on the mesh, up to the mesh and its options."""
+    """Everything that defines a run: the same on one process and on the mesh, up to the mesh and its options.
+
+    `keeps_all`: stores gradients and weights of every step, for which a large model has no room. `draws`: also draws
+    new weights, which must not depend on the mesh. `thorough`: also checks a loss with entropy, and exports, where they
+    are possible. `small_parts`: on the mesh, multiplies the part sizes that split a tiny model; 0: sizes of real runs.
+    """
 
     source: Path
     axes: Axes
@@ -69,11 +75,11 @@ class Trial:
     recipe: Recipe = Recipe(dtype=torch.float64)
     steps: int = 3
     router_aux: str = "pooled"
-    keeps_all: bool = True  # stores gradients and weights of every step, for which a large model has no room
-    draws: bool = False  # also draws new weights, which must not depend on the mesh
+    keeps_all: bool = True
+    draws: bool = False
     optimizer: Optimizer = AdamW()
-    thorough: bool = True  # also checks a loss with entropy, and exports, where they are possible
-    small_parts: int = 0  # on the mesh, multiplies the part sizes that split a tiny model; 0: sizes of real runs
+    thorough: bool = True
+    small_parts: int = 0
 
     def with_options(self, **fields: Any) -> Trial:
         """Return the same trial with other fields of its recipe."""
@@ -158,34 +164,48 @@ def lr_of_trial(step: int) -> float:
 
 
 def squared_errors(scores: losses.Scores, fields: losses.Fields) -> Tensor:
-    """Return the loss of a value head. Each label has another weight, so that labels in the wrong order show."""
+    """Return the loss of a value head. Each label has another weight, so that labels in the wrong order show.
+
+    Shapes: T tokens, L labels per token.
+    """
     error_TL = scores["values"].view(len(fields["target"]), -1) - fields["target"][:, None]
     return (error_TL.square() * torch.arange(1, error_TL.shape[1] + 1, device=error_TL.device)).sum(1) / 2
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """One step of one process."""
+    """One step of one process.
+
+    `norm`: of all gradients, before clipping. `loads`: the tokens that each expert got, [layers of experts, experts].
+    `grads`: by Hugging Face name. `weights`: after the update, likewise, in float64.
+    """
 
     loss: float
-    norm: float  # before clipping
-    loads: Tensor  # [layers of experts, experts]: tokens that each expert got
-    grads: dict[str, Tensor]  # by Hugging Face name
-    weights: dict[str, Tensor] = field(default_factory=dict)  # after the update, in float64, by Hugging Face name
+    norm: float
+    loads: Tensor
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of one process, in the same precision. Gradients and weights that were not stored are empty."""
+    """The results of one process, in the same precision. Gradients and weights that were not stored are empty.
+
+    `document_scores`: of each document of `Trial.packed`, run alone, by batch. `fingerprints`: of the outputs of all
+    submodules for these documents, by batch. `loss_sums`: the sums of the first step's loss terms and of their weights,
+    by data rank and batch. `aux`: the router's part of the first loss, and of its gradients. `notes`: what is already
+    wrong with one process. `new_weights`: drawn weights, if the trial draws some. `entropy`: the first loss with an
+    entropy term, and its gradients.
+    """
 
     steps: Sequence[ReferenceStep]
-    document_scores: Sequence[Sequence[Tensor]] = ()  # of each document of `Trial.packed`, run alone, by batch
-    fingerprints: Sequence[dict[str, Tensor]] = ()  # of the output of every submodule for them, by batch
-    loss_sums: Sequence[Sequence[tuple[float, float]]] = ((),)  # sums of terms and of weights, by data rank and batch
-    aux: tuple[float, dict[str, Tensor]] = (0.0, {})  # the router's part of the first loss and of its gradients
-    notes: Notes = field(default_factory=Notes)  # what is already wrong with one process
+    document_scores: Sequence[Sequence[Tensor]] = ()
+    fingerprints: Sequence[dict[str, Tensor]] = ()
+    loss_sums: Sequence[Sequence[tuple[float, float]]] = ((),)
+    aux: tuple[float, dict[str, Tensor]] = (0.0, {})
+    notes: Notes = field(default_factory=Notes)
     new_weights: dict[str, Tensor] = field(default_factory=dict)
-    entropy: entropy.LossAndGrads = (0.0, {})  # the first loss with an entropy term, and its gradients
+    entropy: entropy.LossAndGrads = (0.0, {})
 
 
 def part_sizes_of(trial: Trial) -> AbstractContextManager[None]:
@@ -229,6 +249,7 @@ def other_chunks() -> Iterator[None]:
 
 
 def _step(trial: Trial, engine: Engine, step: int) -> ReferenceStep:
+    """Run one step. A large model stores the first gradients and the last weights alone."""
     value = engine.backward(trial.all_batches(step))
     grads = gather(engine.model, "grad") if trial.keeps_all or step == 0 else {}
     loads, norm = engine.router.load_LE, engine.update()
@@ -261,6 +282,7 @@ def _loss_sums(trial: Trial, engine: Engine) -> list[list[tuple[float, float]]]:
 
 
 def _loss_sum(trial: Trial, engine: Engine, batch: Batch) -> tuple[float, float]:
+    """Return the sum of the weighted loss terms of a batch, and the sum of their weights."""
     scores_T = scores_of(engine.model, batch)
     terms_T = squared_errors({"values": scores_T}, batch.fields) if trial.head == "value" else -scores_T
     weight_T = batch.fields.get("weight", torch.ones(len(batch))).double() * (batch.labels != IGNORE)
@@ -273,7 +295,10 @@ def weight_of(batch: Batch) -> float:
 
 
 def _aux(trial: Trial, engine: Engine) -> tuple[float, dict[str, Tensor]]:
-    """Return the router's aux loss alone and its gradients: those of a step whose other loss terms are 0."""
+    """Return the router's aux loss alone and its gradients: those of a step whose other loss terms are 0.
+
+    A wrong gradient can then be split into the two parts, of which often only one is wrong.
+    """
     if not engine.router.balance.coefficient:
         return 0.0, {}
     original, engine.loss = engine.loss, lambda scores, fields: original(scores, fields) * 0.0
@@ -299,7 +324,13 @@ Findings = Iterator[Finding]
 
 @dataclass
 class Run:
-    """A trial in progress on one rank of the mesh: what oracles read, and where they note what they measured."""
+    """A trial in progress on one rank of the mesh: what oracles read, and where they note what they measured.
+
+    `loading_collectives`, `step_collectives`: what this rank issued while loading and in the first step. `routed`: for
+    each door of experts, how often it was passed, how many rows had to be sent, and their width. `stored`: bytes of
+    this rank before the first update. `blame`: what is already wrong and makes later results wrong too; they name it as
+    their cause.
+    """
 
     trial: Trial
     reference: Reference
@@ -307,9 +338,9 @@ class Run:
     notes: Notes = field(default_factory=Notes)
     loading_collectives: list[RecordedCollective] = field(default_factory=list)
     step_collectives: list[RecordedCollective] = field(default_factory=list)
-    routed: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by door: passes, rows to send, their width
-    stored: dict[str, int] = field(default_factory=dict)  # bytes of this rank before the first update
-    blame: str = ""  # what is already wrong and makes later results wrong too; they name it as their cause
+    routed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    stored: dict[str, int] = field(default_factory=dict)
+    blame: str = ""
 
     @property
     def model(self) -> Model:
@@ -330,5 +361,9 @@ class Run:
 
 
 def everywhere(mesh: Mesh, numbers: list[int]) -> list[list[int]]:
-    """All-gather a row of numbers: those of every rank, on every rank."""
+    """All-gather a row of numbers: those of every rank, on every rank.
+
+    Oracles agree with it before they decide what to run next. Ranks that decided alone would issue different
+    collectives, and hang.
+    """
     return mesh.gather_rows(torch.tensor([numbers], device=mesh.device), DENSE).tolist()

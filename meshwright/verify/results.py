@@ -15,10 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `what` holds facts; `guess` is the likely cause, and may be mistaken."""
+    """One thing that is wrong.
+
+    `name`: the parameter, key or collective. `what`: facts, with numbers. `guess`: the likely cause, which may be
+    mistaken where two mistakes give the same numbers; "" without one.
+    """
 
     oracle: str
-    name: str  # of the parameter, key or collective
+    name: str
     what: str
     guess: str = ""
 
@@ -31,13 +35,16 @@ class Margin:
     """How close a comparison came to its bound: the largest error of `count` values, the bound, and where it is.
 
     A check that passes reports one too, so that "pass" never means "compared nothing".
+
+    `what`: the values that were compared. `worst`, `allowed`: the largest error and its bound; a bound of 0 means that
+    values must be equal.
     """
 
     oracle: str
-    what: str  # the values that were compared
+    what: str
     count: int
     worst: float = 0.0
-    allowed: float = 0.0  # 0: they must be equal
+    allowed: float = 0.0
     where: str = ""
 
     @property
@@ -82,6 +89,7 @@ class Notes:
             self.add_findings(oracle, [])
 
     def add_margin(self, margin: Margin) -> None:
+        """Note how close a comparison came to its bound."""
         self.margins.append(margin)
         self._write("margin", asdict(margin))
 
@@ -92,7 +100,10 @@ class Notes:
 
 
 def read_notes(folder: Path) -> Notes:
-    """Read the notes of all ranks, those that died among them. Duplicates are dropped and margins merged."""
+    """Read the notes of all ranks, those that died among them.
+
+    A finding that several ranks share is kept once. Margins are merged: their counts add up over ranks.
+    """
     out = Notes()
     for file in sorted(folder.glob("*.notes")):
         for kind, content in _lines(file):

@@ -43,7 +43,10 @@ class Pass:
 
 @contextmanager
 def followed(parts: Parts, before: Pass | None = None) -> Iterator[Pass]:
-    """Record what parts get and return. `before`: a run whose inputs and gradients replace those of this one."""
+    """Record what parts get and return. `before`: a run whose inputs and gradients replace those of this one.
+
+    An input is replaced by adding a detached difference, so that gradients still flow to the parts before.
+    """
     record = Pass()
     hooks = []
     for name, part in parts:
@@ -95,12 +98,17 @@ def _output_hook(name: str, record: Pass, before: Pass | None) -> Callable[..., 
 
 @dataclass(frozen=True)
 class Cost:
-    """Errors of a bfloat16 run relative to float64, by module or key."""
+    """Errors of a bfloat16 run relative to float64, by module or key.
 
-    forward: dict[str, float]  # the median error of a token
-    backward: dict[str, float]  # the median error of the gradient of a part's input
-    scale: dict[str, float]  # of norms, in both: the error of a feature over all tokens, where rounding averages out
-    gradient: dict[str, float]  # the median error of a row of a matrix
+    `forward`: the median error of a token in the output of a part. `backward`: that of the gradient of its input.
+    `scale`: for norms, the error of a feature's scale over all tokens, in either direction. `gradient`: the median
+    error of a row of a weight's gradient.
+    """
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    scale: dict[str, float]
+    gradient: dict[str, float]
 
 
 def cost_of(narrow: Pass, wide: Pass) -> Cost:
@@ -112,11 +120,12 @@ def cost_of(narrow: Pass, wide: Pass) -> Cost:
         {name: _median(*pair) for name, pair in outputs.items()},
         {name: _median(*pair) for name, pair in back.items()},
         {name: max(_scale(*pairs[name]) for pairs in (outputs, back) if name in pairs) for name in norms},
-        dict(_of_gradients(narrow.grads, wide.grads)),
+        dict(_gradient_errors(narrow.grads, wide.grads)),
     )
 
 
-def _of_gradients(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+def _gradient_errors(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """Yield the median error of each gradient that has enough rows."""
     for name, keys in _by_name(narrow).items():
         if narrow[keys[0]].shape[0] * len(keys) >= _LEAST:
             yield name, _median(*(_rows([grads[key] for key in keys]) for grads in (narrow, wide)))
@@ -157,7 +166,11 @@ def _by_name(grads: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def r1_rounding(ours: Cost, peer: Cost, notes: Notes) -> Iterator[Finding]:
-    """In bfloat16 each part of the model, with the same input, is about as close to float64 as that of transformers."""
+    """In bfloat16 each part of the model, with the same input, is about as close to float64 as that of transformers.
+
+    No fixed bound fits: what bfloat16 costs depends on the part and on the data. A part that rounds where it should
+    compute in float32, as norms, softmax and the delta rule should, is off by much more than transformers' own.
+    """
     for kind, what in _KINDS.items():
         factor, constant = _ALLOWED[kind]
         our_errors, peer_errors = vars(ours)[kind], vars(peer)[kind]

@@ -1,4 +1,16 @@
-"""Run all oracles in their order, in one load and a few steps."""
+"""Run all oracles in their order, in one load and a few steps.
+
+    load        L1 T1 W1 E1    what ranks store, before any computation
+    forward     D1 Q1          with the source's weights
+    each step   S1 (first)     after backward: the loss
+                G1 N1 G2       between backward and update
+                U1 G2          after the update
+    the end     U1 H1 E2       later losses, a loss with entropy, exports of trained weights
+                C1 K1          the collectives of the first step
+
+M1, R1, O1 and P1 look at one process, and run elsewhere. Oracles communicate, so ranks must run the same ones: whatever
+decides that is agreed between them first.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +72,10 @@ def examine(
 
 
 def _examine(trial: Trial, reference: Reference, mesh: Mesh, store: Store | None, notes: Notes) -> None:
+    """Load, and run the oracles of loading and of the forward pass, then those of the steps.
+
+    Each recorder has a prefix of its keys in the store, since each counts its collectives from 0.
+    """
     with Recorder(store and PrefixStore("load", store), mesh.rank) as loading:
         engine = trial.engine(mesh)
     run = Run(trial, reference, engine, notes, loading.collectives)
@@ -111,7 +127,7 @@ def _steps(run: Run, store: Store | None) -> None:
         if first:
             run.stored[STATE] = engine.optimizer.num_bytes
         notes.add_findings("U1", u1_update(run, step, before, with_gradient))
-        notes.add_findings("G2", g2_replicas(run))
+        notes.add_findings("G2", g2_replicas(run))  # again: ranks may update copies differently
     run.step_collectives = recorder.collectives
     notes.add_findings("U1", u1_alive(run, losses))
     # Only what no earlier oracle blamed on any rank is exported: with copies that differ, exports would too.

@@ -1,5 +1,9 @@
 """Verify a user's model on a user's mesh: make a source, run one process, run the mesh, compare them.
 
+    plan      validates everything, with the real sizes
+    inspect   makes a small model, then for each dtype: one process, the mesh
+              then one process beside transformers
+
 Each run is a set of forked processes: a failure, a hang or a death in one becomes a finding, and later runs go on. So
 this process never initialises a device or a process group.
 """
@@ -61,17 +65,22 @@ FP8 = "fp8"  # the run that measures what FP8 matmuls cost
 
 @dataclass(frozen=True)
 class Options:
-    """What to try of a model, and how: the options of `meshwright verify`."""
+    """What to try of a model, and how: the options of `meshwright verify`.
+
+    `kind`: SHRUNK takes a small model like it, FULL the real one, WEIGHTS only loads. `seconds`: time limit of one run.
+    `against`: TRANSFORMERS or "none". `seed`: of weights and data. `plant`: a bug to plant in the ranks of the mesh, to
+    see an oracle catch it. `state_dtype`: of the optimizer state.
+    """
 
     recipe: Recipe = Recipe()
     dtypes: Sequence[str] = tuple(DTYPES)
-    kind: str = SHRUNK  # or FULL, or WEIGHTS
+    kind: str = SHRUNK
     device: str = "cpu"
-    seconds: float = 600.0  # time limit of one run
-    against: str = TRANSFORMERS  # or "none"
-    seed: int = 0  # of weights and data
-    plant: str = ""  # a bug to plant in the ranks of the mesh, to see an oracle catch it
-    state_dtype: torch.dtype | None = None  # of the optimizer state
+    seconds: float = 600.0
+    against: str = TRANSFORMERS
+    seed: int = 0
+    plant: str = ""
+    state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.plant:
@@ -85,11 +94,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """A validated request. `plan` makes it, and refuses what cannot run."""
+    """A validated request. `plan` makes it, and refuses what cannot run.
 
-    model: str  # as the user names it
-    blueprint: Blueprint  # of the real sizes
-    runs: Blueprint  # of the model that runs: a small one, or the same
+    `model`: the name that the user gave. `blueprint`: the model with its real sizes. `runs`: the model that runs, which
+    is a small one or the same.
+    """
+
+    model: str
+    blueprint: Blueprint
+    runs: Blueprint
     axes: Axes
     options: Options
 
@@ -111,16 +124,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of one run. `name`: its dtype, or WEIGHTS, TRANSFORMERS or FP8."""
+    """The result of one run. `name`: its dtype, or WEIGHTS, TRANSFORMERS or FP8.
+
+    `oracles`: those that this run checks. `ended`: those that ran to completion, fewer if a rank stopped. `untried`:
+    what it could not check, and why.
+    """
 
     name: str
     seconds: float
     findings: Sequence[Finding]
-    oracles: Sequence[str] = tuple(ORACLES)  # that this run checks
+    oracles: Sequence[str] = tuple(ORACLES)
     notes: Sequence[str] = ()
     margins: Sequence[Margin] = ()
-    ended: Sequence[str] = tuple(ORACLES)  # oracles that ran to completion: fewer if a rank stopped
-    untried: Sequence[str] = ()  # what it could not check, and why
+    ended: Sequence[str] = tuple(ORACLES)
+    untried: Sequence[str] = ()
 
 
 def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print) -> Plan:
@@ -128,8 +145,9 @@ def plan(model: str, axes: Axes, options: Options = Options(), say: Say = print)
     check_devices(axes, options.device, model)
     if options.plant:
         check_felt(options.plant, axes, training=options.kind != WEIGHTS)
-    runs = blueprint = find(model, options.recipe, weights=False, say=say)
+    runs = blueprint = find(model, options.recipe, weights=False, say=say)  # the config and the index suffice so far
     optimizer = AdamW(state_dtype=options.state_dtype)
+    # The real sizes first: a small model might fit a mesh that the real one does not.
     check_layout(blueprint, axes, 2 * axes.pp, optimizer)
     training = options.kind != WEIGHTS
     widest = max((DTYPES[d] for d in options.dtypes), key=lambda d: d.itemsize) if training else torch.float32
@@ -219,6 +237,7 @@ def _run_transformers(plan: Plan, folder: Path, say: Say) -> RunResult:
 
 
 def _config_of_peers(plan: Plan) -> dict[str, Any]:
+    """Return the config of the small model that is compared with transformers: of the text alone without a tower."""
     config = dict(plan.runs.config if plan.kind == SHRUNK else shrink(plan.runs.config, 1))
     # transformers gives the embedding of a padding token no gradient, unlike any other
     text = {**text_config(config), "pad_token_id": None}
@@ -322,10 +341,12 @@ def oracles_of(trial: Trial) -> list[str]:
 
 
 def _stopped(num_ranks: int, error: RankError) -> Finding:
+    """Return the finding of a run that a rank stopped, with the ranks' last lines."""
     return Finding(RUN, "one process" if num_ranks == 1 else counted(num_ranks, "rank"), f"it stopped\n{error}")
 
 
 def mesh_of(plan: Plan) -> Mesh:
+    """Return the mesh of a plan, on a rank of it."""
     seconds = plan.options.seconds
     # collectives time out sooner than the run, so that an error names the door; but with WEIGHTS a rank may wait for
     # the slowest reader
@@ -341,6 +362,7 @@ def _examine(plan: Plan, trial: Trial, reference: Reference, notes_dir: Path) ->
 
 
 def _plant(plan: Plan) -> None:
+    """Plant the bug that the user chose, in this rank."""
     if plan.options.plant:
         bug(plan.options.plant).plant()
 
@@ -370,6 +392,7 @@ def _compare_weights(plan: Plan, say: Say) -> RunResult:
 
 
 def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
+    """Load the real weights on a rank and compare them. -> findings of this rank, the comparison of all ranks"""
     # Trained parameters are stored in float32, which would round files of float64; bytes are compared, so load those
     # in float64.
     wide = "F64" in {key.dtype for key in plan.blueprint.keymap.keys.values()}
@@ -382,6 +405,7 @@ def _load_and_compare(plan: Plan) -> tuple[list[Finding], WeightCheck]:
 
 
 def _make(plan: Plan, at: Path) -> None:
+    """Write the small model in bfloat16, its experts spelled like those of the user's files."""
     options, choice = plan.options, plan.blueprint.keymap.choice
     _write(at, plan.runs, choice, torch.bfloat16, options.seed)
 
@@ -413,6 +437,7 @@ def steps_of(vocab: int, seed: int, vision: Vision | None = None) -> dict[str, l
 
 
 def _documents(data: Data, step: int) -> list[Documents]:
+    """Return the documents of each micro-batch of data rank 0, with their pictures."""
     both = zip(data.documents(0, step), data.pictures(0, step), strict=True)
     return [[Document(*each) for each in zip(tokens, pictures, strict=True)] for tokens, pictures in both]
 
@@ -425,6 +450,7 @@ def _write(at: Path, like: Blueprint, choice: Mapping[str, str], dtype: torch.dt
     plain = {name: value for name, value in like.config.items() if name != "quantization_config"}
     (recipe / "config.json").write_text(json.dumps(plain))
     model = init(recipe, Mesh(device="cpu"), head=like.head, dtype=torch.float32, seed=seed, tower=like.tower)
+    # `init` draws as training would; add noise to what it leaves constant, such as norms.
     g = torch.Generator().manual_seed(seed + 1)
     for name, stored in model.stored().items():
         stored.add_(torch.randn(stored.shape, generator=g), alpha=0.05)

@@ -1,7 +1,10 @@
 """M1 and R1: compare one process of ours with transformers' model, in float64 and in bfloat16.
 
 Ours runs twice, in float64 and in float32. transformers runs in float32, so it may differ from our float64 run by its
-own rounding. How large that is, our float32 run shows: it may be off a few times as much.
+own rounding. How large that is, our float32 run shows: it may be off a few times as much. No fixed bound fits all families,
+because a delta net can be ill-conditioned.
+
+A check that transformers cannot run is neither a pass nor a failure. It is reported as not tried.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ def compare_with_transformers(
             cost = transformers_cost(sources[0], first[0])
         except Exception as error:  # noqa: BLE001 - an error of transformers is none of ours
             return notes, f"transformers fails on this model: {type(error).__name__}: {error!s:.200}"
+        # Ours runs outside of `try`: an error in it is a finding, not an excuse.
         for (name, batches), peer in zip(steps.items(), peers, strict=True):
             wide, narrow = (run_meshwright(sources[0], batches, dtype) for dtype in (torch.float64, torch.float32))
             findings = m1_against(peer, wide, narrow, notes)
@@ -69,6 +73,7 @@ def m1_against(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes:
     """
     forward = [*_parts(peer, wide, narrow, notes), *_logits(peer, wide, narrow, notes), *_experts(peer, wide, notes)]
     yield from forward
+    # Losses say nothing new once the forward pass differs.
     aux = (peer.aux, wide.aux, narrow.aux)
     loss = [] if forward else [*_number("aux", "router's aux loss", aux, notes, _about_aux(peer, wide))]
     guess = "see the router's aux loss" if loss else "" if forward else "logits agree: labels, weights or what divides"
@@ -134,6 +139,7 @@ def _number(
 
 
 def _about_aux(peer: StepOutputs, wide: StepOutputs) -> str:
+    """Guess why the aux loss differs, from the ratio to that of transformers."""
     ratio = wide.aux / peer.aux if peer.aux else 0.0
     if abs(ratio - wide.num_batches) < _CLOSE and wide.num_batches > 1:
         return f"{wide.num_batches} micro-batches are summed, not averaged"
@@ -143,7 +149,10 @@ def _about_aux(peer: StepOutputs, wide: StepOutputs) -> str:
 def _gradients(
     peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Notes, only_backward: bool
 ) -> Iterator[Finding]:
-    """Compare gradients, those nearest to the loss first. `only_backward`: forward pass and loss agree."""
+    """Compare gradients, those nearest to the loss first. `only_backward`: forward pass and loss agree.
+
+    The first wrong gradient then bounds the mistake: backward is right down to the last gradient that agrees.
+    """
     norm = torch.stack([g.double().norm() for g in peer.grads.values()]).norm().item()
     worst = Margin("M1", "gradients", 0, 0.0, _ALLOWED["gradients"])
     names, right = [name for name in reversed(list(wide.grads)) if name in peer.grads], "the loss"
@@ -165,7 +174,10 @@ def _gradients(
 
 
 def _experts(peer: StepOutputs, wide: StepOutputs, notes: Notes) -> Iterator[Finding]:
-    """Compare the choices of experts, but for tokens whose last chosen and first rejected expert are nearly tied."""
+    """Compare the choices of experts, but for tokens whose last chosen and first rejected expert are nearly tied.
+
+    Indices are sorted: the order in which a token's experts are listed has no effect.
+    """
     num = 0
     for layer, (a_Tk, b_Tk, probs_TE) in enumerate(zip(peer.experts, wide.experts, peer.probs, strict=True)):
         k, num_experts = a_Tk.shape[1], probs_TE.shape[1]
@@ -182,7 +194,10 @@ def _experts(peer: StepOutputs, wide: StepOutputs, notes: Notes) -> Iterator[Fin
 
 
 def _files(layout: str, peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Notes) -> Iterator[Finding]:
-    """Compare the logits of the same model loaded from files in another layout."""
+    """Compare the logits of the same model loaded from files in another layout, such as one tensor per expert.
+
+    transformers converts layouts itself, so its reading of the files is independent of ours.
+    """
     margin = _margin("logits", f"logits of files in the layout {layout}", peer.logits, wide.logits, narrow.logits)
     notes.add_margin(margin)
     if not margin.worst <= margin.allowed:

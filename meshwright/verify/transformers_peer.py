@@ -1,8 +1,11 @@
 """Run a step on one process, with our model and with that of transformers, where it knows the family.
 
-Everything else that `verify` compares is our code with our code. This is the only module of the package that imports
-the models of transformers. Ours takes documents packed, transformers takes one after the other. If documents have
-pictures, the vision tower is compared too.
+Everything else that `verify` compares is our code with our code: of 26 one-line bugs that were planted in the engine,
+that missed nine, most of them because both sides shared the bug (docs/decisions/0005-verify-asks-transformers.md). This
+is the only module of the package that imports the models of transformers.
+
+Ours takes documents packed, transformers takes one after the other, so packing is compared as well. If documents have
+pictures, so is the vision tower.
 """
 
 from __future__ import annotations
@@ -53,15 +56,21 @@ Documents = list[Document]
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """The results of one step. Tokens are those of all documents, one document after the other."""
+    """The results of one step. Tokens are those of all documents, one document after the other.
 
-    logits: Tensor  # [T, V]
+    `aux`: the router's part of the loss. `grads`: by key of the files. `parts`: a fingerprint of each row of a part's
+    output. `experts`, `probs`: the choices of each layer of experts, and the probabilities of all its experts.
+
+    Shapes, for T tokens, V words, E experts of which a token gets k: logits [T, V], experts [T, k], probs [T, E].
+    """
+
+    logits: Tensor
     loss: float
-    aux: float  # the router's part of it
+    aux: float
     grads: dict[str, Tensor]
-    experts: Sequence[Tensor] = ()  # by layer of experts: [T, k]
-    probs: Sequence[Tensor] = ()  # by layer of experts: [T, E]
-    parts: dict[str, Tensor] = field(default_factory=dict)  # a fingerprint of each row of a part's output
+    experts: Sequence[Tensor] = ()
+    probs: Sequence[Tensor] = ()
+    parts: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 1
 
 
@@ -83,6 +92,7 @@ def run_meshwright(source: Path, batches: Sequence[Documents], dtype: torch.dtyp
         # in the order in which one follows from the other, since M1 names the first that differs
         parts.append({ROPE: of_tokens[ROPE], **tower_record.fingerprints, **of_tokens})
         routed.append([(logits_TE[:num], expert_Tk[:num]) for _, logits_TE, expert_Tk in routers.values()])
+    # Gradients need another forward: the one above is without a graph, as inference is.
     engine = Engine(model, lr=1e-3)
     loss = engine.backward(packed)
     aux = engine._pending().router_loss
@@ -100,6 +110,7 @@ def _has_tower(source: Path) -> bool:
 
 
 def _packed(model: Model, documents: Documents, length: int) -> Batch:
+    """Pack documents into a batch, with their pictures if the model has a tower."""
     tokens, tower = [d.tokens for d in documents], model.parts[0].tower
     if tower is None:
         return pack(tokens, length=length)
@@ -162,6 +173,7 @@ def run_transformers(source: Path, batches: Sequence[Documents]) -> StepOutputs:
     ]
     aux = _aux(model, routers) if routers else torch.zeros(())
     (loss + aux).backward()
+    # A parameter that no token reaches has no gradient in torch, and zeros in ours.
     grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
     probs = [torch.cat(each).detach().double().softmax(-1) for each in zip(*routers, strict=True)]
     experts = [p.topk(model.config.get_text_config().num_experts_per_tok, -1).indices for p in probs]
@@ -322,6 +334,7 @@ def _normed(patches_PC: Tensor) -> Tensor:
 
 
 def _is_still(picture: Picture) -> bool:
+    """Return whether a picture is an image: one frame in time."""
     return picture[1][0] == 1
 
 
@@ -336,15 +349,20 @@ def _in_order(print_R: Tensor, pictures: Pictures) -> Tensor:
 
 
 def _labels(model: Any, document: Document) -> Tensor:
+    """Return the label of each token, computed without `pack`."""
     return labels_of([document.tokens], set(_places(model)))
 
 
 def _terms(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies of a document, with torch's own function."""
     return F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORE)
 
 
 def _aux(model: Any, routers: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the mean over micro-batches of the aux loss that transformers computes of each."""
+    """Return the mean over micro-batches of the aux loss that transformers computes of each.
+
+    Each family of transformers has a copy of the function, so it is looked up in the module of the model's class.
+    """
     config = model.config.get_text_config()
     if not config.output_router_logits:
         return torch.zeros(())

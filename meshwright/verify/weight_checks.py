@@ -38,16 +38,21 @@ _ODD = 0x2545F4914F6CDD1D  # an odd factor: multiplying 64-bit integers by it lo
 
 @dataclass(frozen=True)
 class Difference:
-    """A box of a parameter in which a rank's values differ from those of a key of the source."""
+    """A box of a parameter in which a rank's values differ from those of a key of the source.
 
-    name: str  # of the parameter
+    `name`, `box`: of the parameter. `key`: of the source. `num_wrong`: elements of `num_elements` in the box that
+    differ. `misplaced`: the rank has the right values in the wrong places, as when heads or experts are swapped.
+    `checksums`: crc32 of the first slab that differs, on the rank and in the source.
+    """
+
+    name: str
     key: str
-    box: str  # of the parameter
+    box: str
     rank: int
     num_wrong: int
     num_elements: int
-    misplaced: bool  # the right values, in the wrong places
-    checksums: tuple[int, int]  # crc32 of the first bytes that differ, on the rank and in the source
+    misplaced: bool
+    checksums: tuple[int, int]
 
     def __str__(self) -> str:
         moved = ": the right values in the wrong places" if self.misplaced else ""
@@ -60,12 +65,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class WeightCheck:
-    """The result of `check_weights`, over all ranks and the same on every rank."""
+    """The result of `check_weights`, over all ranks and the same on every rank.
 
-    differences: tuple[Difference, ...]  # the first 100 of each rank
+    `differences`: the first 100 of each rank. `num_differences`: all of them. `num_elements`: the elements compared, on
+    all ranks together, so copies count each time. `skipped`: parameters that the source lacks, which were drawn.
+    """
+
+    differences: tuple[Difference, ...]
     num_differences: int
-    num_elements: int  # compared, on all ranks together: copies count each time
-    skipped: tuple[str, ...]  # parameters that the source lacks: they were drawn
+    num_elements: int
+    skipped: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -98,6 +107,7 @@ def check_weights(model: Model, only: str | Sequence[str] = "**") -> WeightCheck
 
 
 def _chosen_names(model: Model, patterns: Sequence[str]) -> list[str]:
+    """Return the parameters of this rank that match some pattern."""
     if model.keymap.source is None:
         raise StateError("the model was made by mw.init: it has no files to compare its weights with")
     matches = {*matching(patterns, model.table.params, "only")}
@@ -105,13 +115,17 @@ def _chosen_names(model: Model, patterns: Sequence[str]) -> list[str]:
 
 
 def _everywhere(model: Model, local: Any) -> list[Any]:
+    """All-gather Python objects over all ranks."""
     gathered: list[Any] = [None] * model.mesh.axes.world
     dist.all_gather_object(gathered, local)
     return gathered
 
 
 def weight_differences(model: Model, names: Sequence[str], advance: Advance | None = None) -> Iterator[Difference]:
-    """Yield the differences of this rank's pieces of `names`. Duplicate keys of a parameter are compared too."""
+    """Yield the differences of this rank's pieces of `names`.
+
+    Files may hold a parameter under two keys, such as a tied embedding and head. Both are compared.
+    """
     assert model.keymap.source is not None
     files, stored = _Mapped(model.keymap.source), model.values()
     for name in names:
@@ -122,7 +136,8 @@ def weight_differences(model: Model, names: Sequence[str], advance: Advance | No
         of_blocks = [c for block in layout.blocks for c in _compared(block, views, files)]
         of_copies = [c for block in layout.copies for c in _compared(block, views, files)]
         for comparisons in (of_blocks, of_copies):
-            moved = sum(c.excess for c in comparisons) % 2**64 == 0  # from one box to another
+            # Each box may have lost values to another, while the piece as a whole has the right ones.
+            moved = sum(c.excess for c in comparisons) % 2**64 == 0
             yield from (c.difference(name, model.mesh.rank, moved) for c in comparisons)
         if advance is not None:
             advance(piece.numel)
@@ -143,7 +158,7 @@ def _compared(block: Block, views: Sequence[tuple[Box, Any]], files: _Mapped) ->
 
 
 def _slabs(box: Box) -> Iterator[Box]:
-    """Halve a box, and its halves, until all are small."""
+    """Halve a box along its first dim, and its halves, until all are small. So no copy of a large tensor is made."""
     if box.size <= _SLAB_ELEMENTS:
         yield box
         return
@@ -175,6 +190,7 @@ class _Comparison:
         self.excess += _unordered(local_bits) - _unordered(source_bits)
 
     def difference(self, name: str, rank: int, moved: bool) -> Difference:
+        """Return the result. `moved`: the values moved between boxes; a move within this box it finds itself."""
         moved = moved or self.excess % 2**64 == 0
         return Difference(name, self.key, str(self.box), rank, self.num_wrong, self.box.size, moved, self.checksums)
 
@@ -203,6 +219,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def checksum_of(bits: Tensor) -> int:
+    """Return the crc32 of a tensor's bytes, in row-major order."""
     return zlib.crc32(bits.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
@@ -240,6 +257,7 @@ class _Mapped:
         return self._last[1]
 
     def _of_file(self, key: str, num_elements: int) -> Tensor:
+        """Return a tensor as a view of its mapped file, and refuse a file that changed since the model was loaded."""
         entry = self.source.entries[key]
         try:
             if self.num_bytes > _MAPPED_BYTES:
@@ -279,6 +297,7 @@ def strange_in(name: str, tensor: Tensor, rank: int) -> Iterator[Finding]:
     """Yield the implausible values of one tensor: not finite, or far too large."""
     if not tensor.numel():
         return
+    # An exponent of all ones is NaN or infinity, so one flipped bit can make either.
     num = int((~tensor.isfinite()).sum())
     if num:
         yield Finding("W1", name, f"{num} of {tensor.numel()} elements on rank {rank} are not finite", "a damaged file")

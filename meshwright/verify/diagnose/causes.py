@@ -21,17 +21,23 @@ _AXES = ("replicate", "fsdp", "cp", "tp", "ep")
 
 @dataclass(frozen=True)
 class Suspect:
-    """A wrong gradient, the right one, and what the wrong one becomes under some changes."""
+    """A wrong gradient, the right one, and what the wrong one becomes under some changes.
+
+    `summed`: the axes of more than one rank over which it should be summed. `retried`: by axes, the gradient summed
+    over them once more. `aux`: the part of the right one that comes from the router's aux loss. `sharded`: the axes
+    over which FSDP reduces it; its reductions cannot be repeated, so `retried` covers only the others. `last`: it alone
+    is wrong, and only the loss comes after it.
+    """
 
     gradient: Tensor
     reference: Tensor
     axes: Axes
-    summed: Sequence[str]  # the axes of more than one rank over which it should be summed
-    retried: Mapping[str, Tensor] = field(default_factory=dict)  # by axes: it, summed over them once more
-    aux: Tensor | None = None  # its part from the router's aux loss
+    summed: Sequence[str]
+    retried: Mapping[str, Tensor] = field(default_factory=dict)
+    aux: Tensor | None = None
     tied: bool = False
-    sharded: Sequence[str] = _AXES  # the axes over which FSDP reduces it; `retried` covers the others
-    last: bool = False  # it alone is wrong, and only the loss comes after it
+    sharded: Sequence[str] = _AXES
+    last: bool = False
 
 
 def cause_of(s: Suspect) -> tuple[str, str]:
@@ -49,7 +55,11 @@ def cause_of(s: Suspect) -> tuple[str, str]:
 
 
 def _guess(s: Suspect, actual: Tensor, reference: Tensor, norm: float) -> str:
-    """Return the first mistake that explains the gradient, from the most to the least specific."""
+    """Return the first mistake that explains the gradient.
+
+    From the most to the least specific, because a gradient that an exact factor explains is often close to other
+    mistakes too: averaged over two ranks and "one rank's share" both give about half of it.
+    """
     if not actual.any():
         return "it is zero, nothing flows back to it, as when a value is detached or a collective has no backward"
     # A multiple of the right gradient: the best factor in the least-squares sense.
@@ -69,7 +79,7 @@ def _guess(s: Suspect, actual: Tensor, reference: Tensor, norm: float) -> str:
         return "it is tied, as when the embedding or the head gives it no gradient"
     if s.last:
         return "all others are right, and it is the last before the loss: look at the chunks of ops/loss.py"
-    # Nothing fits. FSDP's own reductions cannot be repeated (`retried`), so a missing one remains possible.
+    # Nothing fits. Name what no attempt could exclude: FSDP's own reductions, and the backward of doors.
     over = [axis for axis in s.summed if axis in s.sharded]
     missing = f"a sum over {' or '.join(over)} is missing, or " if over else ""
     doors = [a for a in ("tp", "ep") if s.axes.size_of(a) > 1]
@@ -82,7 +92,11 @@ def _close(a: Tensor, b: Tensor, norm: float | None = None) -> bool:
 
 
 def scale(ratio: float, axes: Axes, summed: Sequence[str] = _AXES) -> str:
-    """Explain a factor by the size of an axis. `summed`: the axes to consider first."""
+    """Explain a factor by the size of an axis.
+
+    `summed`: the axes to consider. With fsdp=2,tp=2 a factor of 2 fits both, so the axes over which this gradient is
+    summed come first, and all are named that fit.
+    """
     sizes = {a: axes.size_of(a) for a in summed if axes.size_of(a) > 1} or {
         a: axes.size_of(a) for a in _AXES if axes.size_of(a) > 1
     }
@@ -96,7 +110,11 @@ def scale(ratio: float, axes: Axes, summed: Sequence[str] = _AXES) -> str:
 
 
 def _mixture(actual: Tensor, reference: Tensor, aux: Tensor) -> str:
-    """Express a gradient as a times that of the loss plus b times that of the router's aux loss; else return ""."""
+    """Express a gradient as a times that of the loss plus b times that of the router's aux loss; else return "".
+
+    The two come by different paths: the aux loss is pooled over ranks and micro-batches by the router, the loss is
+    divided by the targets of the step. So one of them may be counted too often while the other is right.
+    """
     both = torch.stack([reference - aux, aux], 1)
     a, b = torch.linalg.lstsq(both, actual[:, None]).solution.flatten().tolist()
     if not _close(both @ torch.tensor([a, b], dtype=actual.dtype), actual):
@@ -134,7 +152,7 @@ def cause_of_loss(
         "it is divided by the targets of one micro-batch": total / batches[0][1],
         "it is divided by nothing": total,
     }
-    main = reference - aux
+    main = reference - aux  # each guess is of the loss without the aux loss, which has another divisor
     for what, guess in guesses.items():
         # With one data rank or one micro-batch some mistakes give the right loss, and so explain nothing.
         if abs(loss - aux - guess) <= 1e-6 * abs(guess) < abs(main - guess):

@@ -34,12 +34,15 @@ class ForwardRecord:
 
 
 def scores_of(model: Model, documents: Any) -> Tensor:
-    """Return the log-probabilities of labels, or the values of a value head."""
+    """Return what a head gives for each token: log-probabilities of labels, or the values of a value head."""
     return (logits if "values" in model.blueprint.scores else logprobs)(model, documents)
 
 
 def by_logits(model: Model, batch: Batch) -> Tensor:
-    """Return the scores computed in another way: a softmax over the logits of the whole vocabulary."""
+    """Return the scores computed in another way: a softmax over the logits of the whole vocabulary.
+
+    `logprobs` works in chunks of tokens and never holds all logits. With tp each rank has a slice of the vocabulary.
+    """
     scores = logits(model, batch)
     if "values" in model.blueprint.scores:
         return scores
@@ -73,7 +76,10 @@ def tower_parts_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
 def recorded_forward(
     model: Model, parts: Callable[[Model], Iterator[tuple[str, nn.Module]]] = parts_of
 ) -> Iterator[ForwardRecord]:
-    """Record the forward passes of a model while the context is open. `parts`: the submodules to record."""
+    """Record the forward passes of a model while the context is open. `parts`: the submodules to record.
+
+    A door of one process does nothing and is not armed, so only the doors of a mesh are counted.
+    """
     record = ForwardRecord()
 
     def fingerprint(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -118,6 +124,7 @@ def first_wrong(
 
     `start`: where the second document begins. `close`: the allowed error, relative to the largest fingerprint.
     """
+    # Each rank compares its own share of the tokens (sequence parallelism); all ranks then take the earliest.
     mesh, rows = model.mesh, torch.tensor([[float(RIGHT), float(RIGHT), float("nan")]], dtype=torch.float64)
     names = list(reference)
     # A row per rank: the first wrong submodule, the first that is wrong in document 0, and the ratio. From the last
@@ -144,7 +151,7 @@ def first_wrong(
 def about_doors(model: Model, part: str, passed: Mapping[str, int]) -> str:
     """Return what is wrong with the doors of a submodule under tensor parallelism, or "".
 
-    Weights that tp splits and doors belong together (arXiv 1909.08053): with one but not the other, each rank either
+    Weights that tp splits and doors belong together (arXiv:1909.08053): with one but not the other, each rank either
     adds up only its share, or computes all of it and adds it up several times.
     """
     axes, inside = model.mesh.axes, f"{part}."
@@ -168,7 +175,10 @@ Routed = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer of experts: weight
 
 @contextmanager
 def watched_routers(model: Model) -> Iterator[Routed]:
-    """Record each router's logits and choices in a forward pass."""
+    """Record each router's logits and choices in a forward pass.
+
+    `Balance.watch` is where every router reports its choices, so replacing it sees all families.
+    """
     routed: Routed = {}
     balance = model.blueprint.balance
     real = balance.watch

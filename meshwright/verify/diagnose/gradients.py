@@ -1,7 +1,7 @@
 """Diagnose a set of wrong gradients: the axes of their parameters, what they share, how near to the loss they are.
 
-One wrong gradient says little; which ones are wrong says much. If exactly the parameters that tp splits are wrong, look
-at tp. If exactly those before some layer are wrong, look at the backward pass of that layer.
+One wrong gradient says little; the set of wrong ones says much. If exactly the parameters that tp splits are wrong,
+look at tp. If exactly those before some layer are wrong, look at the backward pass of that layer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def suspects(
     again = {axis: _summed_again(model, {axis}) for axis in _live(model)}
     over_all = _summed_again(model, set(_live(model)))
     made_of, order = blocks_by_key(model.table, model.keymap.choice), list(model.table.params)
+    # Gradients come by keys of the files, placements by parameter: a key takes the parameter of its first block.
     names = {keys[0]: made_of[keys[0]][0][0].name for keys in wrong}
     summed = _explaining_axes(model, set(names.values()))
     out = {}
@@ -58,7 +59,10 @@ def _axes(model: Model, name: str) -> set[str]:
 
 
 def _summed_again(model: Model, axes: set[str]) -> dict[str, Tensor]:
-    """Gather the gradients as if copies were summed over `axes` once more. The model's own stay as they are."""
+    """Gather the gradients as if copies were summed over `axes` once more. The model's own stay as they are.
+
+    Only copies: what FSDP has reduced and sharded holds other rows on each rank, which must not be added up.
+    """
     originals = {}
     for name, grad in model.grads().items():
         copies = model.placement(name).copies
@@ -71,7 +75,11 @@ def _summed_again(model: Model, axes: set[str]) -> dict[str, Tensor]:
 
 
 def _explaining_axes(model: Model, wrong: set[str]) -> list[str]:
-    """Return the axes that best explain the wrong parameters: they sum or cut all of these, and few others."""
+    """Return the axes that best explain the wrong parameters.
+
+    Each axis has two groups, the parameters whose gradients are summed over it and those that it cuts. The
+    smallest groups with all wrong parameters win; if no group has them all, every axis remains.
+    """
     groups: list[tuple[str, set[str]]] = []
     placed = {p.name: model.placement(p.name) for p in model.table}
     for axis in _live(model):
@@ -91,7 +99,11 @@ def common_property(model: Model, made: Mapping[str, Suspect], grads: Mapping[st
 
 
 def _kind(model: Model, wrong: set[str], used: set[str]) -> str:
-    """Return the kind of parameters that is wrong as a whole, while all others are right."""
+    """Return the kind of parameters that is wrong as a whole, while all others are right.
+
+    Parameters without a gradient in this step are neither, so they do not count. If everything is wrong, no kind is
+    named: every kind would do.
+    """
     kinds = {"the float32 parameters": {p.name for p in model.table if p.float32}}
     for axis in _live(model):
         cut = {p.name for p in model.table if axis in model.placement(p.name).split.values()}
@@ -109,6 +121,8 @@ def _broken_backward(model: Model, wrong: set[str], used: set[str]) -> str:
             parts.setdefault(_part(name), []).append(name in wrong)
     all_wrong = [part for part, each in parts.items() if all(each)]
     behind = list(parts)[len(all_wrong) :]
+    # At least two parts in a row from the input, or it may be chance; and nothing wrong after the break but in the part
+    # itself, of which some gradients come before the break and some after.
     if len(all_wrong) < 2 or not behind or all_wrong != list(parts)[: len(all_wrong)]:
         return ""
     if any(any(parts[part]) for part in behind[1:]):
@@ -118,4 +132,5 @@ def _broken_backward(model: Model, wrong: set[str], used: set[str]) -> str:
 
 
 def _part(name: str) -> str:
+    """Return the part of the model that a parameter belongs to, such as `layers.0.mixer` or `embed`."""
     return ".".join(name.split(".")[:3]) if name.startswith("layers.") else name.split(".")[0]
