@@ -47,13 +47,13 @@ def h1_of_one(trial: Trial, model: Model, actual: LossAndGrads, aux: LossAndGrad
     """
     loss, (slope, expected_slope) = _loss_from_logits(trial, model) + aux[0], _slopes(trial, model, actual, aux)
     for what, one, expected, allowed in (
-        ("loss of one process beside the entropy of its logits", actual[0], loss, trial.tolerance.loss),
+        ("loss of one process compared with the entropy of its logits", actual[0], loss, trial.tolerance.loss),
         ("slope of that loss along its gradient", slope, expected_slope, _SLOPE),
     ):
         error = abs(one - expected) / abs(expected)
         notes.add_margin(Margin("H1", what, 1, error, allowed))
         if not error <= allowed:
-            text = f"the {what} is {one!r}, expected {expected!r}"
+            text = f"{what}: {one!r}, expected {expected!r}"
             yield Finding("H1", "loss with entropy", text, "the entropy is wrong, on a mesh too")
 
 

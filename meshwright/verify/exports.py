@@ -78,7 +78,10 @@ def _folder(mesh: Mesh) -> Iterator[Path]:
 
 
 def _made(model: Model, way: str, at: Path) -> dict[str, Tensor]:
-    """Export, and return the tensors that rank 0 reads back. All ranks call it."""
+    """Export, and return the tensors that rank 0 reads back. All ranks call it.
+
+    Files are read with safetensors' own `load_file`, as any other program would.
+    """
     if way.startswith("stream"):
         return dict(stream(model, **_WAYS[way]))
     export(model, at, **_WAYS[way])

@@ -54,7 +54,9 @@ def p1_cost(before: StepValues, after: StepValues, notes: Notes) -> Iterator[Fin
     """Gradients with FP8 matmuls point in the direction of those in bfloat16."""
     lost = 1 - _cosine([*before.grads.values()], [*after.grads.values()])
     notes.add_margin(
-        Margin("P1", "gradients, as one, beside those of bfloat16: 1 - cosine", len(before.grads), lost, 1 - _ALARM)
+        Margin(
+            "P1", "gradients, as one vector, compared with bfloat16: 1 - cosine", len(before.grads), lost, 1 - _ALARM
+        )
     )
     if not lost <= 1 - _ALARM:
         guess = "leave layers out with fp8_skip=, the first and the last ones first"

@@ -92,7 +92,7 @@ _MISTAKES: tuple[tuple[str, Rounding, Rounding], ...] = (
     ("{} is not rounded", _plain, _matrix),
     ("{} is rounded along the wrong side", _columns, _matrix),
     ("scales multiply where they divide", _rows, _multiplied),
-    ("half a block has a scale of its own, as of a shard", _rows, _shard),
+    ("half a block has a separate scale, as of a shard", _rows, _shard),
 )
 
 # The gradient of a weight is a matmul in the compute dtype: rounding it is the mistake.

@@ -49,7 +49,10 @@ def notes_of(
 
 
 def _rounded(engine: Engine, grads: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Check that gradients are handed out in the dtype in which they are summed."""
+    """Check that gradients are handed out in the dtype in which they are summed.
+
+    Rounded to the dtype of the files, a wrong gradient could agree with the right one.
+    """
     wide = {tensor.dtype for tensor in engine.model.stored().values()}
     for key, grad in grads.items():
         if grad.dtype not in wide:
@@ -60,6 +63,7 @@ def _rounded(engine: Engine, grads: Mapping[str, Tensor]) -> Iterator[Finding]:
 def _labels(trial: Trial, notes: Notes) -> Iterator[Finding]:
     """Check `pack`: the label of a token is the next one of its document, and padding has none."""
     num = 0
+    # One finding is enough: if `pack` is wrong, it is wrong everywhere.
     for step in range(trial.steps):
         for rank in range(trial.axes.num_data_ranks):
             both = zip(trial.data(rank, step), trial.data.labels(rank, step), strict=True)
@@ -80,14 +84,17 @@ def _labels(trial: Trial, notes: Notes) -> Iterator[Finding]:
 def _mean(
     loss: float, sums: Sequence[Sequence[tuple[float, float]]], aux: float, trial: Trial, notes: Notes
 ) -> Iterator[Finding]:
-    """Check that the loss is the sum of weighted terms divided by the sum of weights, from the model's own scores."""
+    """Check that the loss is the sum of weighted terms divided by the sum of weights, from the model's own scores.
+
+    Over the whole step: a mean of the means of micro-batches weighs tokens of short ones more (torchtitan#2206).
+    """
     terms, weight = (sum(each) for each in zip(*(batch for of_rank in sums for batch in of_rank), strict=True))
     expected, allowed = terms / weight + aux, trial.tolerance.loss
     error = abs(loss - expected) / abs(expected)
     if not error <= allowed:
         what = f"one process has {loss!r}, the mean of its own terms is {expected!r}"
         yield Finding("S1", "loss of one process", what, "weights or targets are counted wrongly, on a mesh too")
-    notes.add_margin(Margin("S1", "loss of one process beside a plain mean", 1, error, allowed))
+    notes.add_margin(Margin("S1", "loss of one process compared with a plain mean", 1, error, allowed))
 
 
 def _first_aux(trial: Trial, engine: Engine, aux: float, notes: Notes) -> Iterator[Finding]:
@@ -149,7 +156,7 @@ def _routing(model: Model, trial: Trial, notes: Notes) -> Iterator[Finding]:
 
 @dataclass
 class _Parameter:
-    """A whole parameter in float64, and its optimizer state."""
+    """A whole parameter in float64, and its optimizer state, as the textbook formula leaves them."""
 
     weight: Tensor
     state: tuple[Tensor, ...]
@@ -166,6 +173,7 @@ def o1_updates(
     table, choice = engine.model.table, engine.model.keymap.choice
     # A tied parameter has two keys, and counts once in the norm.
     twice = {copy.key for param in table for copy in chosen(param, choice).copies}
+    # O1 cannot rely on the engine's norm, its clipping or its counters: it starts from gradients, weights and options.
     optimizer, most, worst, where = engine.optimizer.options, engine.max_norm or float("inf"), 0.0, ""
     zeros = {k: tuple(torch.zeros_like(w).double() for _ in optimizer.state_names) for k, w in before.items()}
     params = {k: _Parameter(w.double(), zeros[k]) for k, w in before.items()}

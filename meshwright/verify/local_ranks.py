@@ -2,6 +2,9 @@
 
 Fork, not spawn: whatever the caller has imported, registered or patched exists on every rank, and the function may be a
 closure. In return the caller must not have made a process group or used a device, since neither survives a fork.
+
+Ranks talk to this process through files of a temporary directory. A file survives the death of its writer, and is whole
+or absent because it is renamed into place.
 """
 
 from __future__ import annotations
@@ -82,6 +85,7 @@ def _lost(ranks: list[BaseProcess], seconds: float, folder: Path, store: TCPStor
     failed = {rank for rank in range(len(ranks)) if (folder / f"{rank}.error").exists()}
     died = {rank: p.exitcode for rank, p in enumerate(ranks) if p.exitcode not in (None, 0) and rank not in failed}
     hung = [rank for rank, p in enumerate(ranks) if p.is_alive()]
+    # A death comes first, whatever else happened: ranks that wait for the dead one hang or fail after it.
     if not died and (failed or not hung):
         return ""  # a rank that failed is why others hang: they wait for it
     codes = ", ".join(map(str, died.values()))

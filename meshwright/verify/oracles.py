@@ -352,7 +352,7 @@ def _documents_of(run: Run, number: int, batch: Batch) -> Findings:
     # `logprobs` never forms the logits of the whole vocabulary. Compare it with a softmax that does. All ranks take
     # part, whatever they have measured.
     whole = (packed - by_logits(model, batch).cpu()).abs().max().item()
-    run.record_once("D1", "scores beside those of the logits", len(batch), whole, limit)
+    run.record_once("D1", "scores compared with those of the logits", len(batch), whole, limit)
     if not any(n for (n,) in everywhere(model.mesh, [len(off)])):
         if not whole <= limit:
             what = f"log-probabilities of batch {number} are {whole:.1e} off those of its logits"

@@ -99,7 +99,7 @@ BUGS: dict[str, Bug] = {
 
 
 def check_felt(name: str, axes: Axes, *, training: bool) -> None:
-    """Refuse a bug that may change nothing on this mesh: a run that passes would then say nothing."""
+    """Refuse a bug that may change nothing on this mesh: a run that passes would then prove nothing."""
     wanted = bug(name).axes
     if wanted and not any(axes.size_of(axis) > 1 for axis in wanted):
         choices = " or ".join(f"--mesh {axis}=2" for axis in wanted)

@@ -1,6 +1,9 @@
 """Report what `verify` measured: on the terminal, as JSON and as a page.
 
-All three begin with the verdict, and say what was not tried: a pass proves only what ran.
+All three begin with the verdict, and say what was not tried: a pass proves only what ran. Findings of identical layers
+share a line, since one mistake in a layer's code is in all of them.
+
+In this module a part is a run (a dtype, transformers, or the weights) and a row is RUN or an oracle.
 """
 
 from __future__ import annotations
@@ -90,6 +93,7 @@ def print_table(model: str, plan: Plan, parts: Sequence[RunResult]) -> None:
 def headline(plan: Plan, parts: Sequence[RunResult]) -> tuple[str, str]:
     """Return the verdict in one line, and its evidence: the number of findings, or the largest error measured."""
     rows, on = rows_of(parts), str(plan.axes)
+    # A row fails if any run fails it, and was not answered only if no run finished it.
     fail = [row for row in rows if any(findings_of(part, row) for part in parts)]
     if not fail:
         return f"{counted(len(rows), 'check')} on {on}: all is well", _worst(parts)
@@ -129,7 +133,10 @@ def planted(plan: Plan) -> str:
 
 
 def margin_text(parts: Sequence[RunResult], oracle: str) -> str:
-    """Return what an oracle compared and its largest error, from the first run that has margins of it."""
+    """Return what an oracle compared and its largest error, from the first run that has margins of it.
+
+    By default that is float64, the strictest. Exact comparisons are printed only if the oracle makes no others.
+    """
     for part in parts:
         if margins := margins_of(part, oracle):
             return str(max(margins, key=lambda margin: (margin.allowed > 0, margin.share, margin.count)))
@@ -137,7 +144,10 @@ def margin_text(parts: Sequence[RunResult], oracle: str) -> str:
 
 
 def margins_of(part: RunResult, oracle: str) -> list[Margin]:
-    """Return the margins of an oracle. If it fails, exact comparisons are left out: they would read "all equal"."""
+    """Return the margins of an oracle. If it fails, exact comparisons are left out.
+
+    Their margins count what was compared, whatever the outcome, so "all equal" would appear next to a failure.
+    """
     fails = bool(findings_of(part, oracle))
     return [m for m in part.margins if m.oracle == oracle and not (fails and not m.allowed)]
 
@@ -164,8 +174,11 @@ def finding_lines(part: RunResult, rest: str = "--json has them all") -> list[st
 
 
 def beginning(parts: Sequence[RunResult]) -> str:
-    """Return which finding to look at first: that of the earliest oracle, and that of the bill, which may name the very
-    door. "" if only one oracle fails."""
+    """Return which finding to look at first; "" if only one oracle fails.
+
+    That of the earliest oracle, because mistakes spread to the later ones, and that of the bill (K1). The bill comes
+    last but does not depend on values, so it may name the very door.
+    """
     findings = next((part.findings for part in parts if part.findings), [])
     firsts: dict[str, Finding] = {}
     for finding in sorted(findings, key=lambda f: ROWS.index(f.oracle)):
@@ -199,7 +212,11 @@ def _other_meshes(plan: Plan) -> str:
 
 
 def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
-    """Return what the oracles did not cover of what Meshwright can train. Every output includes it."""
+    """Return what the oracles did not cover of what Meshwright can train. Every output includes it.
+
+    Without it, "all is well" would be read as more than it says: a bug in the router's aux loss once passed, because no
+    config that was tried trains it.
+    """
     if plan.kind == WEIGHTS:
         return ["all but the loading of weights"]
     unsupported = [what for part in parts for what in part.untried]
@@ -216,6 +233,7 @@ def untried(plan: Plan, parts: Sequence[RunResult]) -> list[str]:
 
 
 def _untried_options(plan: Plan) -> Iterator[str]:
+    """Yield the options that had their default in every run."""
     plain, runs = asdict(MemoryOptions()), [asdict(memory_of(plan, dtype)) for dtype in plan.options.dtypes]
     of_experts = () if plan.blueprint.balance.num_experts else ("token_once",)
     left = [name for name, value in plain.items() if all(run[name] == value for run in runs)]
@@ -224,6 +242,7 @@ def _untried_options(plan: Plan) -> Iterator[str]:
 
 
 def _untried_axes(plan: Plan) -> Iterator[str]:
+    """Yield the axes of size 1, with meshes that try them."""
     idle = _idle(plan)
     if plan.axes.world == 1:
         yield f"a mesh: one process was compared with itself (try {_other_meshes(plan)})"
@@ -255,7 +274,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
     if options.against != TRANSFORMERS:
         yield "M1 and R1, which compare one process with transformers (--against none)"
     elif options.recipe.head != "lm":
-        yield "the head beside transformers: M1 takes a language model"
+        yield "the head against transformers: M1 takes a language model"
     if plan.kind != FULL and options.state_dtype:
         yield "O1, because a plain AdamW does not round its state (--state-dtype)"
     if plan.kind != FULL and not in_blocks(plan.runs):
@@ -263,10 +282,11 @@ def _left_out(plan: Plan) -> Iterator[str]:
     if plan.kind == FULL:
         yield "gradients after the first step, weights before the last update, O1, H1, E2 and new weights (--full)"
         yield from ["Q1, each FP8 matmul (--full)"] if options.recipe.fp8 else []
-        yield "these weights beside transformers: M1 takes a small random model of the family"
+        yield "these weights against transformers: M1 takes a small random model of the family"
 
 
 def _untried_experts(plan: Plan) -> Iterator[str]:
+    """Yield what was not tried of experts: the aux loss is trained only if config.json says so."""
     balance = plan.blueprint.balance
     if balance.num_experts and not balance.coefficient:
         yield "the router's aux loss, which config.json leaves out (output_router_logits, router_aux_loss_coef)"
@@ -277,6 +297,7 @@ def _untried_experts(plan: Plan) -> Iterator[str]:
 
 
 def _untried_schedules(plan: Plan) -> Iterator[str]:
+    """Yield the pipeline schedules that were not tried, and the stages of a model that is too deep to shrink."""
     pipeline = plan.runs.recipe.pipeline
     if plan.axes.pp == 1:
         return
@@ -300,10 +321,12 @@ def cell(part: RunResult, row: str) -> str:
 
 
 def _styled(text: str) -> Text:
+    """Color a cell for the terminal."""
     return Text(text, style={"pass": "green", "-": "", "": ""}.get(text, "bold red"))
 
 
 def findings_of(part: RunResult, oracle: str) -> list[Finding]:
+    """Return the findings of an oracle in a run."""
     return [f for f in part.findings if f.oracle == oracle]
 
 
@@ -346,6 +369,7 @@ _MOST_FINDINGS = 50
 
 def verify_page(plan: Plan, parts: Sequence[RunResult], origin: Mapping[str, str]) -> str:
     """Return the HTML page: the verdict and the findings, above the plan of the real sizes."""
+    # The plan on the page is of the real model, whatever ran.
     work = work_of(plan.axes, None, plan.num_batches if plan.axes.pp > 1 else 1)
     figures = Figures(plan.model, plan.blueprint, plan.axes, work)
     title = f"{figures.name} on {figures.axes}"
@@ -363,6 +387,7 @@ def results(plan: Plan, parts: Sequence[RunResult]) -> Iterator[str]:
 
 
 def _oracles(parts: Sequence[RunResult]) -> str:
+    """Return the table of oracles, with a column for each run."""
     names = [f"{part.name}, {part.seconds:.1f} s" for part in parts]
     rows = (
         [Cell(row, "name"), Cell(oracle_sentence(row), "sentence"), *(_result(part, row) for part in parts)]
@@ -378,6 +403,7 @@ def _result(part: RunResult, row: str) -> Cell:
 
 
 def _findings(parts: Sequence[RunResult]) -> Iterator[str]:
+    """Yield the notes and first findings of each run, and a fold with all findings where some are left out."""
     for part in parts:
         yield from (tag("p", f"{part.name}: {note}") for note in part.notes)
         lines = finding_lines(part, "all are listed below")
@@ -387,6 +413,7 @@ def _findings(parts: Sequence[RunResult]) -> Iterator[str]:
 
 
 def _every_finding(part: RunResult) -> Iterator[str]:
+    """Yield all findings of a run, at most 50 per oracle, since one bug may cause hundreds."""
     for row in rows_of([part]):
         findings = findings_of(part, row)
         yield from (_finding(part, str(finding)) for finding in findings[:_MOST_FINDINGS])

@@ -2,7 +2,7 @@
 
     plan      validates everything, with the real sizes
     inspect   makes a small model, then for each dtype: one process, the mesh
-              then one process beside transformers
+              then one process and transformers
 
 Each run is a set of forked processes: a failure, a hang or a death in one becomes a finding, and later runs go on. So
 this process never initialises a device or a process group.

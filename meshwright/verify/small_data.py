@@ -134,7 +134,7 @@ class Data:
         return [part for part in self._parts(size, at, *where) if not isinstance(part, int)]
 
     def _patches(self, size: tuple[int, int, int], g: torch.Generator, as_bytes: bool) -> Tensor:
-        assert self.vision is not None, "only a model that sees has pictures"
+        assert self.vision is not None, "only a model with a vision tower has pictures"
         shape = (size[0] * size[1] * size[2], self.vision.numbers)
         if as_bytes:  # as `meshwright train` reads pictures
             return torch.randint(256, shape, generator=g, dtype=torch.uint8)

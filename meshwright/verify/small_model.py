@@ -12,7 +12,7 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-_WIDTH, ODD = 36, 37
+_WIDTH, ODD = 36, 37  # of hidden states: rounded up to a multiple of the heads, or odd where the family allows it
 _WIDTHS = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
@@ -42,7 +42,11 @@ def shrink(config: Json, tp: int, width: int = 0, num_stages: int = 1, block: in
 
 
 def _in_blocks(text: dict[str, Any], tp: int, block: int) -> dict[str, Any]:
-    """Make heads and experts one block wide, MLPs one per tp rank, and hidden states two or more."""
+    """Make heads and experts one block wide, MLPs one per tp rank, and hidden states two or more.
+
+    FP8 and 8-bit optimizer state work on whole blocks, which a mesh must not cut. Two blocks in a row are the least
+    that show a scale of the wrong block.
+    """
     if not block:
         return text
     step = lcm(text["num_attention_heads"], block)
@@ -109,7 +113,10 @@ def _shrink(text: Json, tp: int, width: int, num_stages: int, extra: int = 1) ->
 
 
 def _uneven(width: int, tp: int) -> int:
-    """Return about `width`, such that the slice of the last rank is not empty but shorter than the others."""
+    """Return about `width`, such that the slice of the last rank is not empty but shorter than the others.
+
+    The vocabulary is the only dim that tp may cut unevenly.
+    """
     return -(-width // tp) * tp - 1 if tp > 1 else width
 
 

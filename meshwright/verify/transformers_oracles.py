@@ -1,8 +1,8 @@
 """M1 and R1: compare one process of ours with transformers' model, in float64 and in bfloat16.
 
 Ours runs twice, in float64 and in float32. transformers runs in float32, so it may differ from our float64 run by its
-own rounding. How large that is, our float32 run shows: it may be off a few times as much. No fixed bound fits all families,
-because a delta net can be ill-conditioned.
+own rounding. How large that is, our float32 run shows: it may be off a few times as much. No fixed bound fits all
+families, because a delta net can be ill-conditioned.
 
 A check that transformers cannot run is neither a pass nor a failure. It is reported as not tried.
 """
@@ -97,7 +97,7 @@ def _parts(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Not
 
 
 def _about_part(name: str, wide: StepOutputs) -> str:
-    """Guess why a part differs while all before it agree. What a vision tower adds between layers is no part."""
+    """Guess why a part differs while all before it agree. What a vision tower adds between layers is not compared as a part."""
     otherwise = "positions or fields of config.json" if name == ROPE else "its weights"
     guess = f"it computes something else, or {otherwise} are read otherwise"
     taken = [

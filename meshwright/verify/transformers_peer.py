@@ -61,7 +61,7 @@ class StepOutputs:
     `aux`: the router's part of the loss. `grads`: by key of the files. `parts`: a fingerprint of each row of a part's
     output. `experts`, `probs`: the choices of each layer of experts, and the probabilities of all its experts.
 
-    Shapes, for T tokens, V words, E experts of which a token gets k: logits [T, V], experts [T, k], probs [T, E].
+    Shapes, for T tokens, V words, E experts, k for each token: logits [T, V], experts [T, k], probs [T, E].
     """
 
     logits: Tensor
@@ -203,8 +203,11 @@ def meshwright_cost(source: Path, documents: Documents, device: str) -> Cost:
 
 @contextmanager
 def _cast_weights(model: Model) -> Iterator[None]:
-    """Let layers read weights in the compute dtype, as FSDP hands them out. One process keeps them in float32, where an
-    op that sums a gradient in the dtype of its weight would look right."""
+    """Let layers read weights in the compute dtype, as FSDP hands them out.
+
+    One process keeps them in float32, where an op that sums a gradient in the dtype of its weight would look right. The
+    cast is part of the graph, so gradients still reach the parameters.
+    """
     (part,) = model.parts
     narrow = [(module, name, parameter) for path, module in part.named_modules()
               for name, parameter in module.named_parameters(recurse=False)
@@ -339,8 +342,11 @@ def _is_still(picture: Picture) -> bool:
 
 
 def _in_order(print_R: Tensor, pictures: Pictures) -> Tensor:
-    """Return rows in the order of placeholders. The tower of transformers takes all pictures of a document, then its
-    videos."""
+    """Return rows in the order of placeholders: the tower of transformers takes all pictures of a document, then its
+    videos.
+
+    `print_R`: fingerprints of R rows, each of one patch or, behind the merger, of several.
+    """
     order = sorted(range(len(pictures)), key=lambda at: not _is_still(pictures[at]))
     sizes = [len(patches_PC) for patches_PC, _ in pictures]
     each = sum(sizes) // len(print_R)  # patches per row

@@ -342,4 +342,4 @@ def damaged_files(directory: Path, sums: Mapping[str, str]) -> Iterator[Finding]
             actual = hashlib.file_digest(f, "sha256").hexdigest()
         if actual != expected:
             what = f"its sha256 is {actual}, the hub has {expected}: fetch the file again"
-            yield Finding("W1", file, what, "it was damaged on its way, or changed since")
+            yield Finding("W1", file, what, "it was damaged in transfer, or changed since")

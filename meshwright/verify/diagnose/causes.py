@@ -2,7 +2,7 @@
 
 The usual mistakes of parallel training have simple signatures. A reduction done twice scales a gradient by the size of
 an axis; an average instead of a sum scales it by the inverse; a missing reduction leaves one rank's share; a wrong
-divisor changes the loss by a known factor. A guess is a hint beside the facts, never a verdict.
+divisor changes the loss by a known factor. A guess is a hint, never a verdict.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _guess(s: Suspect, actual: Tensor, reference: Tensor, norm: float) -> str:
     if _close(actual, ratio * reference, norm) and abs(ratio - 1) > _CLOSE:
         return scale(ratio, s.axes, s.summed)
     if _close(actual, reference, norm):  # every guess below would fit
-        return "rounding to a narrower dtype on its way, or a small part of it that is lost"
+        return "rounding to a narrower dtype in backward, or a small part of it is lost"
     for axes, once_more in s.retried.items():
         if _close(once_more.double().flatten(), reference):
             return f"one rank's share of it, a sum over {axes} is missing"

@@ -127,7 +127,7 @@ def _broken_backward(model: Model, wrong: set[str], used: set[str]) -> str:
         return ""
     if any(any(parts[part]) for part in behind[1:]):
         return ""
-    look = f"look at the backward pass through {behind[0]}, and at what K1 says of doors like its own"
+    look = f"look at the backward pass through {behind[0]}, and at what K1 reports of doors of its kind"
     return f". All gradients from the input to {behind[0]} are wrong, and all from it to the loss are right: {look}"
 
 
