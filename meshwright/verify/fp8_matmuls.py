@@ -1,8 +1,9 @@
 """Q1: compare each FP8 matmul with its definition, on one process and on every rank.
 
 One process and the ranks run the same code, so a mistake in the matmul itself would not show between them. The
-definition rounds the operands to E4M3 by a table of all values, multiplies by the scales of blocks (DeepSeek-V3, arXiv
-2412.19437: 1 x 128 for activations, 128 x 128 for weights), and multiplies matrices in float64.
+definition divides each block of an operand by its scale, rounds to E4M3 by a table of all values, multiplies by the
+scale again, and multiplies the matrices in float64. Blocks are those of DeepSeek-V3 (arXiv:2412.19437): 1 x 128 for
+activations, 128 x 128 for weights.
 """
 
 from __future__ import annotations

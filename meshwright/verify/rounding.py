@@ -60,6 +60,8 @@ def followed(parts: Parts, before: Pass | None = None) -> Iterator[Pass]:
 
 
 def _input_hook(name: str, record: Pass, before: Pass | None) -> Callable[..., Any]:
+    """Return a forward pre-hook that records a part's input and its gradient, and replaces the input."""
+
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
         if not x.is_floating_point():  # tokens
@@ -77,6 +79,8 @@ def _input_hook(name: str, record: Pass, before: Pass | None) -> Callable[..., A
 
 
 def _output_hook(name: str, record: Pass, before: Pass | None) -> Callable[..., None]:
+    """Return a forward hook that records a part's output, and records or replaces the gradient that reaches it."""
+
     def hook(_module: nn.Module, _args: Any, out: Any) -> None:
         y = out[0] if isinstance(out, tuple) else out
         values = record.outputs.setdefault(name, [])

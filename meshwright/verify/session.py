@@ -112,8 +112,8 @@ class Plan:
 
     @property
     def num_batches(self) -> int:
-        """The micro-batches of a step: in a pipeline enough that each rank reaches 1F1B's steady state (arXiv
-        2104.04473), and with a vision tower one in which no data rank has pictures."""
+        """The number of micro-batches of a step. A pipeline takes enough that each rank reaches the steady state of
+        1F1B (arXiv:2104.04473), and a vision tower at least three, so that in one no data rank has pictures."""
         return max(2 * self.axes.pp, 3 if self.runs.tower else 0)
 
     @property
@@ -245,7 +245,7 @@ def _config_of_peers(plan: Plan) -> dict[str, Any]:
 
 
 def make_source(plan: Plan, folder: Path, say: Say) -> Path:
-    """The directory that is tried: the user's, or a small model that is made in `folder`."""
+    """Return the source to try: the user's directory, or a small model that is written to `folder`."""
     if plan.kind == FULL:
         return plan.directory
     source = folder / "model"

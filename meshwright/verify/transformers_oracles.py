@@ -97,7 +97,10 @@ def _parts(peer: StepOutputs, wide: StepOutputs, narrow: StepOutputs, notes: Not
 
 
 def _about_part(name: str, wide: StepOutputs) -> str:
-    """Guess why a part differs while all before it agree. What a vision tower adds between layers is not compared as a part."""
+    """Guess why a part differs while all before it agree.
+
+    What a vision tower adds between layers is the output of no part, so the next norm is the first to differ.
+    """
     otherwise = "positions or fields of config.json" if name == ROPE else "its weights"
     guess = f"it computes something else, or {otherwise} are read otherwise"
     taken = [
