@@ -157,7 +157,7 @@ def printed(arguments: list[str]) -> str:
         (["data.0.kind=text", "sample.tokens=126"], "prompt 1 has 7 tokens"),
         (["data.0.template_args.enable_thinking=1", "data.0.template={at}/wrong"], "the template refuses the first 1"),
         (['sample.prompts=["a",""]'], "prompt 1 is empty"),
-        (["data.0.kind=tokens", "model={at}/bare"], r"holds no tokenizer; put its files there, or leave prompts of"),
+        (["data.0.kind=tokens", "model={at}/bare"], r"holds no tokenizer; put its files into it, or leave prompts of"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sampled_from_is_refused_before_the_run(tmp_path: Path, sets: list[str], wanted: str) -> None:
